@@ -107,10 +107,15 @@ demo-models: setup ## Train the bundled pair of models again
 bench: setup ## Compare ways of decoding on this machine: make bench ARGS="--pair shaped:200M:1:0.8 --rounds 3"
 	$(BIN)/python -m benchmarks $(ARGS)
 
-bench-gpu: setup ## Measure a GPU: steps of an 8B and a 1B model, and the pair with drafting ahead
-	$(BIN)/python -P -m benchmarks --device cuda --pair shaped:8B:4:0.8 --steps --no-prefix \
-		--contenders target-alone,speculative,speculative-ahead,one-process \
-		--json benchmarks/results/gpu.json --markdown benchmarks/results/gpu.md $(ARGS)
+# vLLM for GPUs pins other versions than we do, so it has an environment of its own, of some 10 GB.
+VLLM_GPU := .vllm-gpu
+$(VLLM_GPU)/.installed: pyproject.toml | $(GENERATED)
+	$(PYTHON) -m venv $(VLLM_GPU)
+	$(VLLM_GPU)/bin/python -m pip install --quiet -e '.[engine,vllm,hub]'
+	@touch $@
+
+bench-gpu: $(VLLM_GPU)/.installed ## Measure this machine's GPUs with both engines, and write a report to send in
+	$(VLLM_GPU)/bin/python -P -m benchmarks.gpu $(ARGS)
 
 # Three runs of five to ten minutes on two quiet cores. Other engines: make bench-results ARGS="--vllm-python PYTHON"
 # Many requests at once find the length of their proposals in the first rounds, so there must be more of those, each
@@ -123,5 +128,5 @@ bench-results: setup ## Measure again what benchmarks/results records of `make b
 		--contenders target-alone,speculative --no-phases --no-prefix $(call RECORDED,shaped_many) $(ARGS)
 
 clean: ## Remove what was installed and generated
-	rm -rf $(VENV) $(VLLM) tandem/v1 build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(VLLM_GPU) tandem/v1 build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import os
 import platform
 import shlex
@@ -89,8 +90,8 @@ class BenchSettings(Options):
     """Options of a comparison."""
 
     pair: str = "demo"
-    """demo, TARGET:DRAFT (two folders), or shaped:TARGET_PARAMETERS:DRAFT_LAYERS:AGREEMENT, for instance
-    shaped:200M:1:0.8: random weights with the shape of Llama 3.1, whose draft agrees that often."""
+    """demo, TARGET:DRAFT (folders or Hugging Face ids), or shaped:TARGET_PARAMETERS:DRAFT_LAYERS:AGREEMENT, for
+    instance shaped:200M:1:0.8: random weights with the shape of Llama 3.1, whose draft agrees that often."""
     contenders: Annotated[tuple[ContenderName, ...], BeforeValidator(_listed), NonEmpty] = tuple(CONTENDERS)
     """Ways of decoding to compare, without those of an engine whose Python is not given."""
     batch: Annotated[tuple[Positive, ...], BeforeValidator(_listed), NonEmpty] = (1, 4, 16)
@@ -113,6 +114,10 @@ class BenchSettings(Options):
     """Device of the models: cpu, cuda or cuda:N."""
     draft_device: str = ""
     """Device of the draft service of Tandem's contenders. By default the target's."""
+    engine: Literal["", "tandem", "vllm"] = ""
+    """Engine of Tandem's services. By default their own choice."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """GPUs of the target, with the engine vllm and for vLLM itself."""
     pace: Annotated[str, BeforeValidator(_paced)] = ""
     """VERIFY_MS,DRAFT_STEP_MS[,PER_8_ROWS]: minimum duration of the steps of Tandem's and vLLM's contenders (they
     sleep), and a share more for each 8 tokens; for instance 6.5,1.2,0.1."""
@@ -134,7 +139,7 @@ class BenchSettings(Options):
     vllm_python: Path | None = None
     """A Python that has vLLM."""
     vllm_eager: bool = False
-    """Run vLLM without torch.compile: it starts in seconds, and is slower."""
+    """Run vLLM without torch.compile, also as an engine: it starts in seconds, and is slower."""
     max_python: Path | None = None
     """A Python that has MAX; on a CPU it computes in float32 only."""
     cache_folder: Path = CACHE_FOLDER
@@ -277,6 +282,8 @@ def _setup(settings: BenchSettings, pair: Pair, logs: Path) -> Setup:
         threads=settings.model_threads,
         device=settings.device,
         draft_device=settings.draft_device,
+        serving_engine=settings.engine,
+        tensor_parallel_size=settings.tensor_parallel_size,
         max_length=longest + 2 * count,  # vLLM asks no proposer so near to the longest length
         max_sequences=max(*settings.batch, 2),
         num_speculative_tokens=count,
@@ -420,6 +427,8 @@ class _Run:
 
 def _machine(settings: BenchSettings, load_before: float) -> Machine:
     versions = {name: metadata.version(name) for name in ("torch", "transformers", "grpcio")}
+    if importlib.util.find_spec("vllm"):
+        versions["vllm"] = next(metadata.version(name) for name in metadata.packages_distributions()["vllm"])
     return Machine(
         processor=_processor(),
         cores=settings.cores,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import count
@@ -46,6 +46,10 @@ class Setup:
     """Of both models, unless the draft has one of its own."""
     draft_device: str = ""
     """Empty: the target's."""
+    serving_engine: str = ""
+    """Engine of Tandem's services; empty: their own choice."""
+    tensor_parallel_size: int = 1
+    """GPUs of the target."""
     vllm_python: Path | None = None
     vllm_eager: bool = False
     max_python: Path | None = None
@@ -138,7 +142,17 @@ def _model_options(setup: Setup, role: str, prefix_caching: bool = False) -> tup
         *("--dtype", setup.dtype, "--threads", str(setup.threads), "--device", device),
         *("--max-length", str(setup.max_length), "--max-sequences", str(sequences)),
         *(("--device-memory-utilization", str(SHARES[role])) if is_shared else ()),
+        *(("--engine", setup.serving_engine) if setup.serving_engine else ()),
+        *(("--enforce-eager",) if setup.serving_engine == "vllm" and setup.vllm_eager else ()),
+        *(_of_several_gpus(setup) if role == "target" else ()),
     )
+
+
+def _of_several_gpus(setup: Setup) -> Iterator[str]:
+    if setup.tensor_parallel_size > 1:
+        yield from ("--tensor-parallel-size", str(setup.tensor_parallel_size))
+    if setup.serving_engine == "vllm":
+        yield from ("--num-speculative-tokens", str(setup.num_speculative_tokens))
 
 
 async def _delayed(setup: Setup, address: str, stack: AsyncExitStack) -> str:

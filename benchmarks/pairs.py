@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from benchmarks.prompts import held_out_prompts
 from benchmarks.report import PairInfo
 from tandem.errors import ConfigurationError
+from tandem.model_sources import hub
 
 DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
 PROMPT_COUNT = 64
@@ -148,12 +149,15 @@ def open_pair(text: str, cache_folder: Path, device: str) -> Pair:
 
 
 def _folders(text: str) -> list[Path]:
-    folders = [Path(part) for part in text.split(":")]
-    if len(folders) != 2 or not all((folder / "config.json").is_file() for folder in folders):
-        raise ConfigurationError(
-            f"--pair is {text!r}; it must be demo, the folders of a target and a draft as TARGET:DRAFT, or {_FORM}"
-        )
-    return folders
+    parts = [Path(part) for part in text.split(":")]
+    if len(parts) == 2:
+        folders = [hub.fetch(str(part)) if hub.is_model_id(part) else part for part in parts]
+        if all((folder / "config.json").is_file() for folder in folders):
+            return folders
+    raise ConfigurationError(
+        f"--pair is {text!r}; it must be demo, the folders or Hugging Face ids of a target and a draft as "
+        f"TARGET:DRAFT, or {_FORM}"
+    )
 
 
 def _parameters(folder: Path) -> int:

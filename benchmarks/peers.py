@@ -335,7 +335,8 @@ def load_vllm(setup: dict[str, Any]) -> Run:
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
         enforce_eager=setup["vllm_eager"],
-        **setup.get("engine", {"distributed_executor_backend": "uni"}),
+        tensor_parallel_size=(size := setup.get("tensor_parallel_size", 1)),
+        **setup.get("engine", {"distributed_executor_backend": "uni" if size == 1 else "mp"}),
         **_vllm_speculation(setup),
     )
     if setup["pace"]:

@@ -267,7 +267,7 @@ def show(console: Console, report: Report) -> None:
 def markdown(report: Report) -> str:
     """The whole report as a Markdown document."""
     parts = [f"# Benchmark: {report.pair.name}", *_circumstances(report)]
-    parts += [_markdown_table(sheet) for sheet in sheets(report)]
+    parts += [markdown_table(sheet) for sheet in sheets(report)]
     parts += [f"- {line}" for line in _absent(report)]
     return "\n\n".join(parts) + "\n"
 
@@ -466,7 +466,8 @@ def _rich(sheet: Sheet) -> Table:
     return table
 
 
-def _markdown_table(sheet: Sheet) -> str:
+def markdown_table(sheet: Sheet) -> str:
+    """A table as Markdown, under its title."""
     marks = ["---:" if index else "---" for index in range(len(sheet.columns))]
     lines = [" | ".join(row) for row in (sheet.columns, marks, *sheet.rows)]
     return "\n".join([f"## {sheet.title}", "", *(f"| {line} |" for line in lines)])

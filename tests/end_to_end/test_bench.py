@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from benchmarks import bench, common
+from benchmarks import bench, common, gpu
 from benchmarks.contenders import through
 from benchmarks.peers import Workload, load_transformers
 from benchmarks.report import Report
@@ -55,6 +55,28 @@ def test_with_fresh_services_the_first_tokens_are_reported_apart(
 
     assert starts == ["target_service", "draft_service", "coordinator"] * 4
     assert "The first 100 tokens, and the rest" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_report_of_gpus_without_one(starts: list[str], tmp_path: Path) -> None:
+    """`make bench-gpu` on a CPU: the own engine runs, and the run with a vLLM that is not there is left out."""
+    gpu.run(
+        [
+            *("--device", "cpu", "--pair", f"{DEMO_TARGET}:{DEMO_DRAFT}", "--folder", str(tmp_path)),
+            *("--runs", "engine-tandem,vllm", "--vllm-python", str(tmp_path / "python"), "--rounds", "1"),
+            *("--batch", "1", "--temperature", "0", "--max-tokens", "8", "--threads", "1", "--no-phases"),
+            *("--no-steps", "--dtype", "float32"),
+        ]
+    )
+
+    report = gpu.GpuReport.model_validate_json((tmp_path / "gpu.json").read_text())
+    own = report.runs["engine-tandem"]
+    assert {cell.contender for cell in own.cells} == {
+        *("target-alone", "speculative", "speculative-ahead", "one-process")
+    }
+    assert {cell.same_tokens for cell in own.cells} == {1.0}
+    assert starts.count("target_service") == 1
+    assert "python" in report.failures["vllm"]
 
 
 @pytest.mark.slow

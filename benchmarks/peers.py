@@ -173,15 +173,18 @@ async def peer(name: str, command: list[str], setup: dict[str, Any], log: Path) 
     """
     python, *module = command
     with log.open("wb") as errors:
-        process = await asyncio.create_subprocess_exec(
-            *(python, "-m", *module),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=errors,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"},
-            limit=_LINE_LIMIT_BYTES,
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(python, "-m", *module),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=errors,
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"},
+                limit=_LINE_LIMIT_BYTES,
+            )
+        except OSError as error:
+            raise PeerError(f"{name} did not start: {python}: {error.strerror or error}") from error
         try:
             running = Peer(name, process)
             await running.ask(setup, _START_SECONDS)

@@ -17,8 +17,7 @@ from benchmarks.bench import measure, parse, recorded_command
 from benchmarks.report import Data, Report, Sheet, markdown, markdown_table
 from tandem.errors import ConfigurationError, TandemError
 from tandem.logs import configure
-from tandem.settings import exit_with
-from tandem.standard_streams import write_error
+from tandem.standard_streams import exit_with, write_error
 
 PROGRAM = "python -m benchmarks.gpu"
 RESULTS = Path(__file__).with_name("results")

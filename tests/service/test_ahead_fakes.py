@@ -89,7 +89,7 @@ async def test_a_round_waits_for_the_last_token_of_a_continuation(monkeypatch: p
     done = await completed(draft, step_seconds=1.6 * STEP_SECONDS)
     assert done.token_ids == EXPECTED
     assert done.stats.ahead.hits >= done.stats.rounds / 2
-    assert done.stats.drafted >= 1.5 * done.stats.rounds, "most rounds verify both tokens"
+    assert done.stats.drafted >= 1.25 * done.stats.rounds, "many rounds verify both tokens"
 
 
 async def test_where_proposals_must_not_depend_on_time_a_round_waits_for_the_whole_continuation() -> None:

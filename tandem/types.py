@@ -88,6 +88,35 @@ class LogitAdjustments:
         return bool(self.biases) or (self.min_tokens > 0 and bool(self.suppressed_token_ids))
 
 
+class GrammarKind(Enum):
+    """Notation of a grammar."""
+
+    JSON_OBJECT = "json_object"
+    """Any JSON object; the source is empty."""
+    JSON_SCHEMA = "json_schema"
+    """A JSON schema."""
+    REGEX = "regex"
+    """A regular expression for the whole text, in the syntax of Rust's regex crate."""
+    CHOICE = "choice"
+    """A JSON list of the texts to choose from."""
+    GRAMMAR = "grammar"
+    """A context-free grammar, in llama.cpp's notation (GBNF) or in Lark's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What a completion may be. The target masks its logits with it, last of all changes, so every kind of row describes
+    the masked distribution, and acceptance is exact for it whatever the draft proposes."""
+
+    kind: GrammarKind
+    source: str = ""
+    think_start_token_id: int | None = None
+    """With this token a completion may begin a span that is free up to `think_end_token_id`; None for no span."""
+    think_end_token_id: int | None = None
+    is_thinking: bool = False
+    """True if the prompt ends within such a span."""
+
+
 @dataclass(frozen=True, slots=True)
 class Delta:
     """Sets the tail of a sequence: ``tokens[base_length:] = token_ids``."""
@@ -337,6 +366,10 @@ class DraftOptions:
     """The largest budget that a step will grant; None where none does."""
     client: str = ""
     """Whose sequence it is: clients share places fairly. Empty: not known."""
+    prompt_length: int = 0
+    """Length of the prompt, with which the sequence begins; a grammar is for the other tokens."""
+    grammar: Grammar | None = None
+    """What the completion may be; None for no constraint. A draft without a model need not heed it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,6 +388,8 @@ class TargetOptions:
     """Whose sequence it is: clients share places fairly. Empty: not known."""
     end_token_ids: tuple[int, ...] = ()
     """Ids that end the sequence: behind one of them a target does not go on by itself."""
+    grammar: Grammar | None = None
+    """What the completion may be; None for no constraint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -537,6 +572,9 @@ class GenerationRequest:
     """Let the text end with the stop string, or the stop token's text, that ended it."""
     max_tokens_must_fit: bool = False
     """Refuse a `max_tokens` that max_length leaves no room for; by default the completion ends earlier."""
+    grammar: Grammar | None = None
+    """What the completion may be, a JSON schema for instance; None for anything. Think spans are the coordinator's to
+    fill in."""
 
 
 class FinishReason(Enum):

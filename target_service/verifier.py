@@ -19,10 +19,12 @@ from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.engine.settings import EngineSettings
 from tandem.engine.steps import ModelRunner
 from tandem.errors import InvalidRequestError, NonFiniteLogitsError, TandemError
+from tandem.grammar import Grammars, GrammarState
 from tandem.outcome_table import OutcomeTable
 from tandem.telemetry.streams import OnStep
 from tandem.types import (
     DraftedOutcomes,
+    Grammar,
     LogitAdjustments,
     ModelInfo,
     TargetOptions,
@@ -139,6 +141,7 @@ class Verifier(EngineOwner[SequenceEngine[Any]]):
             files: Receive the hidden states of finished sequences.
         """
         super().__init__(engine)
+        self._grammars: Grammars | None = None
         self._bound = bound
         self._files = files
         self.tokenizer_files = tokenizer_files
@@ -165,15 +168,18 @@ class Verifier(EngineOwner[SequenceEngine[Any]]):
 
         Raises:
             CapacityError: there is no room for another.
-            InvalidRequestError: it may become longer than the model can read, or adjusts logits of ids that the model
-                does not have.
+            InvalidRequestError: it may become longer than the model can read, adjusts logits of ids that the model
+                does not have, or has a grammar that cannot be used.
         """
         info = self._engine.info
         if options.adjustments:
             check_ids(options.adjustments, info.vocabulary_size)
+        grammar = None if options.grammar is None else await self._grammar(options.grammar)
         max_length = options.max_length or info.max_length
         cached = await self._engine.open(max_length, client=options.client)
-        sequence = VerifiedSequence(self._engine, cached, replace(options, max_length=max_length), on_led)
+        sequence = VerifiedSequence(
+            self._engine, cached, replace(options, max_length=max_length), on_led, grammar
+        )
         try:
             if self._bound is not None:
                 self._bound.open(options.request_id, cached)
@@ -185,6 +191,13 @@ class Verifier(EngineOwner[SequenceEngine[Any]]):
             if self._bound is not None:
                 self._bound.close(options.request_id, cached)
             self._engine.release(cached)
+
+    async def _grammar(self, grammar: Grammar) -> GrammarState:
+        if self._grammars is None:
+            if not self.tokenizer_files:
+                raise InvalidRequestError("the target has no tokenizer.json, which structured output needs")
+            self._grammars = Grammars.of(self.tokenizer_files[0], self.model_info)
+        return await self._grammars.open(grammar)
 
 
 @dataclass(slots=True, eq=False)
@@ -208,13 +221,19 @@ class VerifiedSequence:
     """One sequence that proposals are verified for."""
 
     def __init__(
-        self, engine: SequenceEngine[Any], cached: Any, options: TargetOptions, on_led: OnLed = None
+        self,
+        engine: SequenceEngine[Any],
+        cached: Any,
+        options: TargetOptions,
+        on_led: OnLed = None,
+        grammar: GrammarState | None = None,
     ) -> None:
         self._engine = engine
         self._vocabulary_size = engine.info.vocabulary_size
         self._cached = cached
         self._options = options
         self._on_led = on_led
+        self._grammar = grammar
         self._lead = _Lead()
         self._outcomes = OutcomeTable()
         self.kept_length = 0
@@ -266,7 +285,8 @@ class VerifiedSequence:
         """Apply the step's delta and compute the requested rows.
 
         Raises:
-            InvalidRequestError: the delta or a support does not fit the sequence or the model.
+            InvalidRequestError: the delta or a support does not fit the sequence or the model, or a token before the
+                proposal not the grammar.
             NonFiniteLogitsError: the model computed logits that are not finite.
         """
         for support in step.supports:
@@ -283,6 +303,7 @@ class VerifiedSequence:
             options.sampling,
             options.prompt_length,
             options.adjustments or None,
+            self._grammar,
             options.end_token_ids,
             options.max_length,
             partial(self._led, lead),

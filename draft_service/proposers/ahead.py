@@ -12,14 +12,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from draft_service.proposers.drafting import Drafting, extended
+from draft_service.proposers.drafting import Drafting, extended, lenient_masks
 from tandem.engine.core.background import Lead
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Failed, StepRecord
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
+from tandem.engine.rows import masked
 from tandem.engine.sampler import Sampler
 from tandem.engine.steps import BranchStep
 from tandem.errors import InvalidRequestError, TandemError
+from tandem.grammar import GrammarState
 from tandem.sampling.noise import gumbel, recovery_keys, target_keys
 from tandem.types import (
     MAX_AHEAD_TOKENS,
@@ -49,7 +51,9 @@ class AheadDrafter:
         support_mass: float,
         sampler: Sampler,
         history: OutcomeHistory,
+        grammar: GrammarState | None = None,
     ) -> None:
+        self._grammar = grammar
         self._engine = engine
         self._cached = cached
         self._options = options
@@ -106,6 +110,8 @@ class AheadDrafter:
             self._history,
             max_length=self._engine.max_length,
             push=partial(self._push, self._rounds),
+            grammar=self._grammar,
+            completion=self._token_ids[self._options.prompt_length :] if self._grammar is not None else [],
         )
         self._engine.put_back(job)
 
@@ -159,6 +165,10 @@ class BranchDrafting:
     """Positions that the model has."""
     push: Callable[[DraftedOutcomes | TandemError], None]
     """Called on the engine's thread."""
+    grammar: GrammarState | None = None
+    """What the completion may be."""
+    completion: Sequence[int] = ()
+    """The completion's tokens, the proposal's at the end, for the grammar."""
     ranking: Ranking | None = None
     """Set once the trunk was read; for the history, which learns the outcome of the round on the event loop."""
     _outcomes: list[tuple[int, int]] = field(default_factory=list)
@@ -195,6 +205,10 @@ class BranchDrafting:
 
     def begin(self, logits: Tensor, room: int, lead: Lead | None) -> BranchStep | None:
         """See `BackgroundJob`."""
+        if self.grammar is not None:
+            kept = len(self.completion) - len(self.proposed)
+            masks = lenient_masks(self.grammar, self.completion[:kept], self.completion[kept:])
+            logits = masked(logits, masks)
         ranking = rank(logits, self.proposed, self.base_length, self.options, self.sampler)
         if ranking is None:
             return None
@@ -210,9 +224,15 @@ class BranchDrafting:
         self._outcomes = self.history.likeliest(self.proposed, ranking, count)
         self._branches = [
             Drafting(
-                self.base_length + accepted + 1, tokens, self.options, self.draft_top_k, self.support_mass
+                self.base_length + accepted + 1,
+                tokens,
+                self.options,
+                self.draft_top_k,
+                self.support_mass,
+                grammar=self.grammar,
+                before=self._before(accepted, token_id),
             )
-            for accepted, _ in self._outcomes
+            for accepted, token_id in self._outcomes
         ]
         inputs = [token_id for _, token_id in self._outcomes]
         if lead is not None and self._outcomes[:1] == [(len(self.proposed), lead.token_ids[0])]:
@@ -221,6 +241,10 @@ class BranchDrafting:
                 return None
             inputs[0] = token_id
         return self._step(inputs)
+
+    def _before(self, accepted: int, token_id: int) -> list[int]:
+        """The completion's tokens of an outcome."""
+        return [*self.completion[: len(self.completion) - len(self.proposed) + accepted], token_id]
 
     def _led(self, lead: Lead) -> int | None:
         """Let the first branch go on behind the lead; its next token, None where the logits are not finite."""

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from tandem.engine.core.jobs import Continue, Done, Failed, Job, non_finite
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
+from tandem.engine.rows import masked
 from tandem.engine.sampler import TORCH_SAMPLER, Sampler
 from tandem.errors import InvalidRequestError
+from tandem.grammar import GrammarState, MaskArray
 from tandem.sampling.noise import proposal_keys, target_keys
 from tandem.types import (
     DraftOptions,
@@ -50,6 +52,10 @@ class Drafting:
     draft_top_k: int
     support_mass: float = 1.0
     """Share of the `draft_top_k` tokens' probability that the support must hold."""
+    grammar: GrammarState | None = None
+    """What the completion may be; proposals hold to it, so that they are accepted as often as without."""
+    before: list[int] | None = None
+    """The completion's tokens before the proposal, for the grammar; set with the first row."""
     token_ids: list[int] = field(default_factory=list)
     distributions: list[SparseDistribution] = field(default_factory=list)
     token_logits: list[float] = field(default_factory=list)
@@ -95,6 +101,11 @@ def propose_head(
     ready: Sequence[Job[Drafting]], logits: Tensor, sampler: Sampler = TORCH_SAMPLER
 ) -> list[Outcome]:
     """Head of the draft's engine: each row of logits becomes one more token of a proposal."""
+    for job in ready:
+        drafting = job.payload
+        if drafting.grammar is not None and drafting.before is None:
+            tokens = job.sequence.token_ids
+            drafting.before = tokens[drafting.options.prompt_length : drafting.base_length]
     return extended([job.payload for job in ready], logits, sampler)
 
 
@@ -124,6 +135,7 @@ def extended(
         logits: [len(draftings), vocabulary_size].
         sampler: Computes and draws.
     """
+    logits = _allowed(draftings, logits)
     if all(drafting.options.sampling.is_greedy for drafting in draftings):
         token_ids: list[int] = sampler.argmax(logits).tolist()
     else:
@@ -132,6 +144,31 @@ def extended(
         _with_token(drafting, token_id, logits[i])
         for i, (drafting, token_id) in enumerate(zip(draftings, token_ids, strict=True))
     ]
+
+
+def _allowed(draftings: Sequence[Drafting], logits: Tensor) -> Tensor:
+    """The logits with -inf for what the grammars forbid."""
+    own = [i for i, drafting in enumerate(draftings) if drafting.grammar is not None]
+    if not own:
+        return logits
+    rows = np.concatenate([_mask(draftings[i]) for i in own])
+    if len(own) == len(draftings):
+        return masked(logits, rows)
+    logits = logits.float()  # a copy or not: rows of other sequences stay as they are
+    return logits.index_copy(0, torch.tensor(own, device=logits.device), masked(logits[own], rows))
+
+
+def _mask(drafting: Drafting) -> MaskArray:
+    assert drafting.grammar is not None
+    return lenient_masks(drafting.grammar, [*(drafting.before or ()), *drafting.token_ids], ())
+
+
+def lenient_masks(grammar: GrammarState, before: Sequence[int], proposed: Sequence[int]) -> MaskArray:
+    """`GrammarState.masks`, all ids allowed where there are none: a proposal need not hold to the grammar."""
+    try:
+        return grammar.masks(before, proposed)
+    except InvalidRequestError:
+        return np.full((len(proposed) + 1, grammar.words), -1, dtype=np.int32)
 
 
 def _with_token(drafting: Drafting, token_id: int, logits: Tensor) -> Outcome:

@@ -26,6 +26,7 @@ from tandem.engine.models.loading import load_model
 from tandem.engine.sampler import TORCH_SAMPLER, Sampler
 from tandem.engine.settings import EngineSettings
 from tandem.errors import NonFiniteLogitsError
+from tandem.grammar import Grammars, GrammarState
 from tandem.telemetry.streams import OnStep
 from tandem.types import (
     Delta,
@@ -68,7 +69,11 @@ def load_standalone(
         on_step=on_step,
         on_failure=on_failure,
     )
-    return StandaloneProposer(engine, settings.draft_top_k, settings.draft_support_mass, backends.sampler)
+    tokenizer = settings.checkpoint / "tokenizer.json"
+    grammars = Grammars.of(tokenizer, model.info) if tokenizer.is_file() else None
+    return StandaloneProposer(
+        engine, settings.draft_top_k, settings.draft_support_mass, backends.sampler, grammars
+    )
 
 
 def _load_over_vllm(
@@ -102,10 +107,21 @@ class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
         draft_top_k: int,
         support_mass: float = 1.0,
         sampler: Sampler = TORCH_SAMPLER,
+        grammars: Grammars | None = None,
         *,
         drafts_ahead: bool = True,
     ) -> None:
+        """
+        Args:
+            engine: Runs the model.
+            draft_top_k: Default of `DraftOptions.draft_top_k`.
+            support_mass: See `Drafting`.
+            sampler: Computes and draws.
+            grammars: Compiles what sequences may be; None: proposals heed no grammar.
+            drafts_ahead: The engine has branches.
+        """
         super().__init__(engine)
+        self._grammars = grammars
         self._draft_top_k = draft_top_k
         self._support_mass = support_mass
         self._sampler = sampler
@@ -123,8 +139,11 @@ class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
 
         Raises:
             CapacityError: there is no room for another.
-            InvalidRequestError: it may become longer than the model can read.
+            InvalidRequestError: it may become longer than the model can read, or has a grammar that cannot be used.
         """
+        grammar = None
+        if options.grammar is not None and self._grammars is not None:
+            grammar = await self._grammars.open(options.grammar)
         spare = 0 if options.ahead is None else options.ahead.branch_count * (options.ahead.token_count + 1)
         cached = await self._engine.open(
             options.max_length or self.model_info.max_length, spare, options.client
@@ -136,10 +155,10 @@ class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
                 None
                 if options.ahead is None or not self._drafts_ahead
                 else AheadDrafter(
-                    self._engine, cached, options, top_k, self._support_mass, self._sampler, history
+                    self._engine, cached, options, top_k, self._support_mass, self._sampler, history, grammar
                 )
             )
-            yield StandaloneSequence(self._engine, cached, options, top_k, self._support_mass, ahead)
+            yield StandaloneSequence(self._engine, cached, options, top_k, self._support_mass, ahead, grammar)
         finally:
             self._engine.release(cached)
 
@@ -155,9 +174,11 @@ class StandaloneSequence:
         draft_top_k: int,
         support_mass: float,
         ahead: AheadDrafter | None = None,
+        grammar: GrammarState | None = None,
     ) -> None:
         self._engine = engine
         self._ahead = ahead
+        self._grammar = grammar
         self._cached = cached
         self._options = options
         self._draft_top_k = draft_top_k
@@ -192,7 +213,12 @@ class StandaloneSequence:
 
     async def _proposed(self, step: ProposeStep) -> Proposal:
         drafting = Drafting(
-            step.delta.length, step.token_count, self._options, self._draft_top_k, self._support_mass
+            step.delta.length,
+            step.token_count,
+            self._options,
+            self._draft_top_k,
+            self._support_mass,
+            grammar=self._grammar,
         )
         if step.token_count == 0:
             await self._engine.submit(Job(self._cached, step.delta, 0, drafting))

@@ -13,6 +13,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from tandem.errors import TandemError
+from tandem.grammar import GrammarState, MaskArray
 from tandem.outcome_table import OutcomeTable
 from tandem.sampling.noise import recovery_keys, target_keys
 from tandem.types import (
@@ -43,6 +44,8 @@ class RowRequest:
     """How many of the sequence's first tokens are the prompt; penalties and `min_tokens` ask for it."""
     adjustments: LogitAdjustments | None = None
     """Changes to the logits before penalties; None for none."""
+    grammar: GrammarState | None = None
+    """What the completion may be; None for no constraint. Of the sequence, so that it is not shared."""
     end_token_ids: tuple[int, ...] = ()
     """Ids behind which no token follows."""
     max_length: int = 0
@@ -54,16 +57,33 @@ class RowRequest:
 
     token_ids: Sequence[int] = ()
     """All of the sequence's tokens, the proposal's at the end. The engine fills them in where penalties need them."""
+    masks: MaskArray | None = None
+    """The grammar's masks of the rows, which the engine fills in; None where nothing is constrained."""
 
     @property
     def takes_logits_as_they_are(self) -> bool:
         """True if the rows are those of the model's own logits."""
-        return self.adjustments is None and not self.sampling.penalizes
+        return self.adjustments is None and self.masks is None and not self.sampling.penalizes
 
     @property
     def base_length(self) -> int:
         """Length of the sequence whose next token the first row describes."""
         return self.step.delta.length - self.step.row_count + 1
+
+    def with_tokens(self, token_ids: Sequence[int]) -> RowRequest:
+        """The request with what its rows need of the sequence's tokens, and without the grammar, which stays in the
+        process that has the sequence.
+
+        Raises:
+            InvalidRequestError: the grammar forbids a token before the proposal, or exceeds its limits.
+        """
+        if self.grammar is None:
+            return replace(self, token_ids=token_ids) if self.sampling.penalizes else self
+        base = self.base_length
+        masks = self.grammar.masks(token_ids[self.prompt_length : base], token_ids[base:])
+        return replace(
+            self, grammar=None, masks=masks, token_ids=token_ids if self.sampling.penalizes else ()
+        )
 
     def decided(self, answer: Verification) -> Verification:
         """The answer, with how the sequence goes on by itself as the table of outcomes is now."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from tandem.engine.interface import RowRequest
 from tandem.engine.sampler import TORCH_SAMPLER, Sampler
 from tandem.engine.transfers import HostArray, to_device, to_host
+from tandem.grammar import MaskArray
 from tandem.sampling.noise import Purpose, stream_keys
 from tandem.sampling.warping import parameter_rows
 from tandem.types import (
@@ -62,6 +63,24 @@ def adjusted(logits: Tensor, wanted: LogitAdjustments, prompt_length: int, base_
         (suppressed,) = to_device([np.array(wanted.suppressed_token_ids, dtype=np.int64)], logits.device)
         scores[:suppressed_rows, suppressed] = -torch.inf
     return scores
+
+
+def masked(logits: Tensor, masks: MaskArray) -> Tensor:
+    """The logits with -inf for the ids that a grammar forbids; float32, as they were where all are allowed.
+
+    Args:
+        logits: [R, V], any floating type. They are left as they are.
+        masks: The masks of the rows; see `tandem.grammar`.
+    """
+    if logits.device.type == "cpu":
+        bits = np.unpackbits(masks.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
+        allowed = torch.from_numpy(bits)
+    else:
+        (packed,) = to_device([masks.view(np.int64)], logits.device)
+        words = packed.view(torch.int32)
+        shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
+        allowed = ((words[:, :, None] >> shifts) & 1).flatten(1)[:, : logits.shape[1]]
+    return logits.float().masked_fill(allowed == 0, -torch.inf)
 
 
 def penalized(
@@ -368,9 +387,11 @@ def processed(indices: Sequence[int] | None, requests: Sequence[RowRequest], log
 
 
 def _processed(request: RowRequest, block: Tensor) -> Tensor:
-    """Apply the request's adjustments, then penalties, in the order of vLLM and transformers."""
+    """Apply the request's adjustments, then penalties, in the order of vLLM and transformers; then the grammar."""
     if request.adjustments is not None:
         block = adjusted(block, request.adjustments, request.prompt_length, request.base_length)
     if request.sampling.penalizes:
         block = penalized(block, request.token_ids, request.prompt_length, request.sampling)
+    if request.masks is not None:
+        block = masked(block, request.masks)
     return block

@@ -15,6 +15,7 @@ from tandem.types import (
     Delta,
     Finish,
     Float32Array,
+    Grammar,
     ModelInfo,
     RowKind,
     SamplingParams,
@@ -43,6 +44,13 @@ def sampling_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
 
 
 travels_by(SamplingParams, sampling_to_proto, sampling_from_proto)
+Mirror(Grammar, types_pb2.Grammar)
+
+
+def grammar_size(grammar: Grammar | None) -> int:
+    """About how many bytes it adds to a message."""
+    return 0 if grammar is None else len(grammar.source.encode("utf-8", "surrogatepass"))
+
 
 row_kind_to_proto, row_kind_from_proto = enum_codec(RowKind, types_pb2.RowKind.DESCRIPTOR, "row_kind")
 

@@ -38,7 +38,7 @@ from tandem.wire.columns import (
     ints_to_bytes,
     records_from_bytes,
 )
-from tandem.wire.common import check_delta, read_requests, write_requests
+from tandem.wire.common import check_delta, grammar_size, read_requests, write_requests
 from tandem.wire.mirror import Mirror
 from tandem.wire.status import Ending, ending_from_proto, ending_to_proto
 
@@ -54,7 +54,7 @@ _DEPTH = Struct("<3i")
 """Depth, number of outcomes, number of lead tokens."""
 
 Mirror(AheadBudget, draft_pb2.AheadBudget)
-_OPTIONS = Mirror(DraftOptions, draft_pb2.ProposeOpen)
+_OPTIONS = Mirror(DraftOptions, draft_pb2.ProposeOpen, prompt_length="prompt_token_count")
 
 
 # ---- what asks for proposals
@@ -82,6 +82,8 @@ def requests_from_proto(
 
 def request_size(request: Request) -> int:
     """About how many bytes it adds to a message."""
+    if isinstance(request, DraftOptions):
+        return HEADER_BYTES + grammar_size(request.grammar)
     return HEADER_BYTES + (4 * len(request.delta.token_ids) if isinstance(request, ProposeStep) else 0)
 
 

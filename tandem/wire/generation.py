@@ -11,18 +11,20 @@ from tandem.types import (
     ChatMessage,
     Chunk,
     GenerationRequest,
+    Grammar,
     LeadStats,
     PositionStats,
     SpeculationStats,
     Summary,
     TokenLogprobs,
 )
-from tandem.v1 import generation_pb2
+from tandem.v1 import generation_pb2, types_pb2
 from tandem.wire.mirror import Mirror
 
 _TOKEN_COUNTS = {name: f"{name}_token_count" for name in ("drafted", "reached", "accepted")}
 
 # Parts before the whole.
+Mirror(Grammar, types_pb2.Grammar)
 Mirror(PositionStats, generation_pb2.PositionFigures, **_TOKEN_COUNTS)
 Mirror(AheadStats, generation_pb2.AheadFigures, hits="hit_count", hits_by_rank="rank_hit_counts")
 Mirror(LeadStats, generation_pb2.LeadFigures, rounds="round_count")

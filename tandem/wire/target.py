@@ -50,6 +50,7 @@ from tandem.wire.columns import (
 )
 from tandem.wire.common import (
     check_delta,
+    grammar_size,
     logits_from_tensor,
     logits_to_tensor,
     read_requests,
@@ -128,6 +129,8 @@ def request_size(request: Request) -> int:
     """About how many bytes it adds to a message."""
     if isinstance(request, DraftedOutcomes):
         return HEADER_BYTES + 12 * len(request.token_ids)
+    if isinstance(request, TargetOptions):
+        return HEADER_BYTES + grammar_size(request.grammar)
     if not isinstance(request, VerifyStep):
         return HEADER_BYTES
     return HEADER_BYTES + 4 * (len(request.delta.token_ids) + sum(map(len, request.supports)))

@@ -13,7 +13,7 @@ from tandem.engine.interface import RowRequest
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.settings import EngineSettings
 from tandem.engine.steps import ModelRunner
-from tandem.errors import TandemError
+from tandem.errors import InvalidRequestError, TandemError
 from tandem.types import Verification
 
 
@@ -42,9 +42,15 @@ def row_head(
     ready: Sequence[Job[RowRequest]], logits: Any, model: ModelRunner
 ) -> list[Done[Verification] | Failed]:
     """Logits become the rows that each job asks for."""
-    requests = [_with_tokens(job) for job in ready]
+    failures: dict[Job[RowRequest], Failed] = {}
+    requests = [_with_tokens(job, failures) for job in ready]
     return [
-        non_finite(job.payload.base_length) if answer is None else Done(answer, partial(_go_on, job, answer))
+        failures.get(job)
+        or (
+            non_finite(job.payload.base_length)
+            if answer is None
+            else Done(answer, partial(_go_on, job, answer))
+        )
         for job, answer in zip(ready, model.verify(requests, logits), strict=True)
     ]
 
@@ -68,6 +74,12 @@ def _tell_led(job: Job[RowRequest], result: object) -> None:
         on_led(result)
 
 
-def _with_tokens(job: Job[RowRequest]) -> RowRequest:
+def _with_tokens(job: Job[RowRequest], failures: dict[Job[RowRequest], Failed]) -> RowRequest:
     request = job.payload
-    return replace(request, token_ids=job.sequence.token_ids) if request.sampling.penalizes else request
+    if request.grammar is None and not request.sampling.penalizes:
+        return request
+    try:
+        return request.with_tokens(job.sequence.token_ids)
+    except InvalidRequestError as error:
+        failures[job] = Failed(error)
+        return replace(request, grammar=None)

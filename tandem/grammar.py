@@ -1,0 +1,283 @@
+"""Grammars that constrain completions: compiled by llguidance, followed token by token, turned into masks of ids.
+
+A mask is a row of bits, little-endian in int32 words: a set bit is an id that the grammar allows. Everything here is a
+function of the completion's tokens, so whoever has the tokens has the state: a rollback, a branch and a replica that
+takes a sequence over need nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
+
+from tandem.errors import InvalidRequestError
+from tandem.types import Grammar, GrammarKind, ModelInfo
+
+MaskArray: TypeAlias = npt.NDArray[np.int32]
+"""Masks, shape [rows, words]."""
+
+JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON as `json.dumps` writes it. With any white space allowed, small models write it without end, and no text is
+forced, so that nothing can be proposed without a model."""
+
+MAX_CACHED = 64
+"""Compiled grammars that a process keeps: some hundred KiB each."""
+_LONGEST_REASON = 300
+"""Characters of llguidance's reasons that are passed on."""
+_ALL = np.int32(-1)
+
+
+def grammar_limits() -> LLParserLimits:
+    """Limits of compilation and of each mask.
+
+    A lexer state takes one or two KiB, so that a grammar's states fit into 64 MiB. A mask's fuel lasts 7 ms; the slowest
+    masks of published schemas take 5. Beyond a limit the request fails, and no other.
+    """
+    return LLParserLimits(
+        max_lexer_states=32_000, step_lexer_fuel=100_000, step_max_items=50_000, verbose_errors=False
+    )
+
+
+def definition(grammar: Grammar) -> str:
+    """The grammar as llguidance reads it. Not every definition can be compiled.
+
+    Raises:
+        InvalidRequestError: the source is no JSON, or no grammar in any notation.
+    """
+    try:
+        if grammar.kind is GrammarKind.JSON_OBJECT:
+            return LLMatcher.grammar_from_json_schema('{"type": "object"}', defaults=JSON_OPTIONS)  # type: ignore[arg-type]
+        if grammar.kind is GrammarKind.JSON_SCHEMA:
+            return LLMatcher.grammar_from_json_schema(grammar.source, defaults=JSON_OPTIONS)  # type: ignore[arg-type]
+        if grammar.kind is GrammarKind.REGEX:
+            return LLMatcher.grammar_from_regex(grammar.source)
+        if grammar.kind is GrammarKind.CHOICE:
+            return LLMatcher.grammar_from_lark(_choices(json.loads(grammar.source)))
+        return grammar_from("grammar", grammar.source)
+    except (ValueError, RecursionError) as error:
+        raise refused(grammar, str(error)) from None
+
+
+def _choices(choices: Sequence[str]) -> str:
+    return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+
+
+def refused(grammar: Grammar, reason: str) -> InvalidRequestError:
+    """The refusal of a grammar, with llguidance's reason in a line."""
+    line = " ".join(reason.partition("\n<")[0].split())[:_LONGEST_REASON]
+    name = grammar.kind.value
+    return InvalidRequestError(
+        f"the structured output's {name} cannot be used: {line or 'no reason was given'}"
+    )
+
+
+class Grammars:
+    """Compiles grammars for the tokens of one model, in a thread, and keeps the last ones."""
+
+    def __init__(
+        self,
+        tokenizer: Callable[[], str | TokenizerWrapper],
+        vocabulary_size: int,
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        """
+        Args:
+            tokenizer: Returns the content of tokenizer.json. Called with the first grammar, in the thread: for 128k ids
+                it takes 3 s to know the tokens by their bytes.
+            vocabulary_size: The model's; the tokenizer may know fewer ids.
+            eos_token_ids: Ids that end a completion; allowed where the grammar accepts.
+        """
+        self._read = tokenizer
+        self._vocabulary_size = vocabulary_size
+        self._eos_token_ids = eos_token_ids
+        self._tokenizer: LLTokenizer | None = None
+        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1, "grammar")
+
+    @classmethod
+    def of(cls, tokenizer_file: Path, model: ModelInfo) -> Grammars:
+        """For a model and the file tokenizer.json beside it."""
+        return cls(tokenizer_file.read_text, model.vocabulary_size, model.eos_token_ids)
+
+    @property
+    def words(self) -> int:
+        """Words of a mask: an even number, so that masks are int64 as well, as arrays for a device have to be."""
+        return 2 * -(-self._vocabulary_size // 64)
+
+    async def open(self, grammar: Grammar) -> GrammarState:
+        """The state before the first token.
+
+        Raises:
+            InvalidRequestError: the grammar cannot be compiled, or not within the limits.
+        """
+        found = self._compiled.get(grammar)
+        if found is None:
+            found = await asyncio.get_running_loop().run_in_executor(self._thread, self._compile, grammar)
+            self._compiled[grammar] = found
+            while len(self._compiled) > MAX_CACHED:
+                self._compiled.popitem(last=False)
+        with suppress(KeyError):  # another request may have pushed it out meanwhile
+            self._compiled.move_to_end(grammar)
+        return GrammarState(found.deep_copy(), grammar, self.words)
+
+    def compiled(self, grammar: Grammar) -> GrammarState:
+        """`open` without a thread and without keeping anything."""
+        return GrammarState(self._compile(grammar), grammar, self.words)
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        matcher = LLMatcher(self._tokens(), definition(grammar), log_level=0, limits=grammar_limits())
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # what the first mask computes serves all copies
+        if matcher.is_error():
+            raise refused(grammar, matcher.get_error())
+        return matcher
+
+    def _tokens(self) -> LLTokenizer:
+        if self._tokenizer is None:
+            content = self._read()
+            if isinstance(content, str):
+                content = _whole(content)
+            try:
+                self._tokenizer = LLTokenizer(
+                    content, n_vocab=self._vocabulary_size, eos_token=list(self._eos_token_ids) or None
+                )
+            except ValueError as error:
+                raise InvalidRequestError(
+                    f"structured output needs a byte-level tokenizer or one with byte fallback: {error}"
+                ) from None
+        return self._tokenizer
+
+
+def _whole(content: str) -> str:
+    """A tokenizer.json without the truncation and the padding of training."""
+    fields = json.loads(content)
+    if not (fields.get("truncation") or fields.get("padding")):
+        return content
+    return json.dumps({**fields, "truncation": None, "padding": None})
+
+
+class GrammarState:
+    """A grammar's state behind the tokens of one completion. One thread at a time uses it."""
+
+    def __init__(self, matcher: LLMatcher, grammar: Grammar, words: int) -> None:
+        self._matcher = matcher
+        self._grammar = grammar
+        self.words = words
+        """Words of a mask."""
+        self._read: list[int] = []
+        """The tokens that the matcher has read: those behind a think span."""
+        self._is_free = False
+
+    def follow(self, token_ids: list[int]) -> bool:
+        """Go to the state behind these tokens, all of the completion's; False where the grammar forbids one of them.
+
+        Raises:
+            InvalidRequestError: the grammar exceeds the limits.
+        """
+        begin = self._thought(token_ids)
+        self._is_free = begin < 0
+        own = [] if self._is_free else token_ids[begin:]
+        read, kept = self._read, len(self._read)
+        if own[:kept] != read:
+            kept = next(
+                (i for i, (old, new) in enumerate(zip(read, own, strict=False)) if old != new), len(own)
+            )
+            self._matcher.rollback(len(read) - kept)
+            del read[kept:]
+        missing = own[kept:]
+        if not missing:
+            return True
+        count = self._matcher.validate_tokens(missing)
+        if count and not self._matcher.consume_tokens(missing[:count]):
+            self._check()
+        read += missing[:count]
+        return count == len(missing)
+
+    @property
+    def is_over(self) -> bool:
+        """True if the grammar accepts and nothing may follow but the completion's end."""
+        return not self._is_free and self._matcher.is_stopped()
+
+    @property
+    def accepts(self) -> bool:
+        """True if the completion may end here."""
+        return not self._is_free and self._matcher.is_accepting()
+
+    def forced(self, most: int) -> list[int]:
+        """The tokens, up to so many, of the only text that may follow; they spell it as the tokenizer does, and the
+        grammar may allow other spellings."""
+        if self._is_free or self._may_think or self._matcher.is_stopped():
+            return []
+        found: list[int] = self._matcher.compute_ff_tokens()[:most]
+        return found
+
+    def fill(self, row: MaskArray) -> None:
+        """Write the mask of the next token into a row of zeros, shape [words]. Where nothing is constrained, or nothing
+        can follow, all ids are allowed.
+
+        Raises:
+            InvalidRequestError: the grammar exceeds the limits.
+        """
+        if self._is_free or self._matcher.is_stopped():
+            row[:] = _ALL
+            return
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self._check()
+        if self._may_think:
+            start = self._grammar.think_start_token_id or 0
+            row.view(np.uint32)[start // 32] |= np.uint32(1 << start % 32)
+
+    def masks(self, before: Sequence[int], proposed: Sequence[int]) -> MaskArray:
+        """The masks at each position of a proposal and behind it, int32 [len(proposed) + 1, words].
+
+        Behind a token that the grammar forbids, which is rejected, all ids are allowed.
+
+        Args:
+            before: The completion's tokens before the proposal.
+            proposed: The proposal.
+
+        Raises:
+            InvalidRequestError: the grammar forbids a token before the proposal, or exceeds the limits.
+        """
+        rows = np.zeros((len(proposed) + 1, self.words), dtype=np.int32)
+        tokens = list(before)
+        if not self.follow(tokens):
+            raise InvalidRequestError(
+                f"token {len(self._read)} of the completion is forbidden by the structured output's grammar"
+            )
+        self.fill(rows[0])
+        for i, token_id in enumerate(proposed, start=1):
+            tokens.append(token_id)
+            if self.is_over or not self.follow(tokens):
+                rows[i:] = _ALL
+                break
+            self.fill(rows[i])
+        return rows
+
+    @property
+    def _may_think(self) -> bool:
+        """True before the first token of a model that may think before it answers."""
+        grammar = self._grammar
+        return grammar.think_start_token_id is not None and not (self._read or grammar.is_thinking)
+
+    def _thought(self, token_ids: list[int]) -> int:
+        """Index of the first token behind the think span with which the completion begins; -1 within it."""
+        start, end = self._grammar.think_start_token_id, self._grammar.think_end_token_id
+        thinks = self._grammar.is_thinking or token_ids[:1] == [start]
+        if not thinks or end is None:
+            return 0
+        return token_ids.index(end) + 1 if end in token_ids else -1
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise refused(self._grammar, self._matcher.get_error())

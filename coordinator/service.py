@@ -14,6 +14,7 @@ from coordinator.decoding.tokenization import PromptEncoder, read_tokenizer
 from coordinator.http.chat import Chats
 from coordinator.replicas.registry import ReplicaRegistry
 from coordinator.requests.arrival import AdmissionInterceptor, LargeRequests
+from coordinator.requests.grammars import CheckedGrammars
 from coordinator.requests.plan import Models
 from coordinator.requests.runner import RequestRunner
 from coordinator.servicer import GenerationServicer
@@ -23,6 +24,7 @@ from coordinator.telemetry.observer import State
 from coordinator.telemetry.setup import CoordinatorTelemetry
 from tandem.admin import Status
 from tandem.errors import ServiceUnavailableError
+from tandem.grammar import Grammars
 from tandem.replica import ReplicaState, Role
 from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls
 from tandem.serving.server import Service, announce
@@ -66,6 +68,7 @@ class CoordinatorService(Service):
         self.replicas = ReplicaRegistry(settings, settings.service_credentials)
         self.administration = Administration(self.completions, self.live_config, self.replicas)
         self.chats = Chats(settings.chat_template)
+        self._grammars: CheckedGrammars | None = None
         self._http: HttpServer | None = None
         self._readiness: ReadinessInterceptor | None = None
         self._http_socket = http_socket
@@ -136,7 +139,10 @@ class CoordinatorService(Service):
         files = await self._tokenizer_files()
         encoder = PromptEncoder(read_tokenizer(files))
         completions = self.completions
-        completions.connect(self.replicas, Models(target_info, None, encoder))
+        tokens = Grammars(encoder.tokenizer.to_str, target_info.vocabulary_size, target_info.eos_token_ids)
+        self._grammars = CheckedGrammars(tokens)
+        models = Models(target_info, None, encoder, self._grammars)
+        completions.connect(self.replicas, models)
         self.telemetry.ready(target_info.name, self._state)
         # Without HTTP the process of the template starts with the first chat.
         await self.chats.meet(files, is_checked=self._http is not None)
@@ -180,6 +186,8 @@ class CoordinatorService(Service):
     async def close(self) -> None:
         """Close the connections to the services, and log the last statistics."""
         self.chats.close()
+        if self._grammars is not None:
+            self._grammars.close()
         if self._http is not None:
             await self._http.close()
         self.completions.stats.close()

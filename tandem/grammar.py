@@ -40,8 +40,8 @@ _ALL = np.int32(-1)
 def grammar_limits() -> LLParserLimits:
     """Limits of compilation and of each mask.
 
-    A lexer state takes one or two KiB, so that a grammar's states fit into 64 MiB. A mask's fuel lasts 7 ms; the slowest
-    masks of published schemas take 5. Beyond a limit the request fails, and no other.
+    A lexer state takes one or two KiB, so that a grammar's states fit into 64 MiB. A mask's fuel lasts 7 ms. Beyond a
+    limit the request fails, and no other.
     """
     return LLParserLimits(
         max_lexer_states=32_000, step_lexer_fuel=100_000, step_max_items=50_000, verbose_errors=False
@@ -74,11 +74,14 @@ def _choices(choices: Sequence[str]) -> str:
 
 def refused(grammar: Grammar, reason: str) -> InvalidRequestError:
     """The refusal of a grammar, with llguidance's reason in a line."""
-    line = " ".join(reason.partition("\n<")[0].split())[:_LONGEST_REASON]
-    name = grammar.kind.value
     return InvalidRequestError(
-        f"the structured output's {name} cannot be used: {line or 'no reason was given'}"
+        f"the structured output's {grammar.kind.value} cannot be used: {reason_of(reason)}"
     )
+
+
+def reason_of(error: str) -> str:
+    """An error of llguidance's in a line, without the state that it adds."""
+    return " ".join(error.partition("\n<")[0].split())[:_LONGEST_REASON] or "no reason was given"
 
 
 class Grammars:

@@ -105,8 +105,11 @@ class GrammarKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What a completion may be. The target masks its logits with it, last of all changes, so every kind of row describes
-    the masked distribution, and acceptance is exact for it whatever the draft proposes."""
+    """What a completion may be.
+
+    The target masks its logits with it, last of all changes, so every kind of row describes the masked distribution,
+    and acceptance is exact for it whatever the draft proposes.
+    """
 
     kind: GrammarKind
     source: str = ""

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from coordinator.stats.rounds import RoundTally
-from tandem.types import Acceptance, Chunk, FinishReason, NextToken, Proposal, SpeculationStats, Summary
+from tandem.errors import ProtocolError
+from tandem.grammar import GrammarState
+from tandem.types import (
+    Acceptance,
+    Chunk,
+    FinishReason,
+    Grammar,
+    NextToken,
+    Proposal,
+    SpeculationStats,
+    Summary,
+)
 
 # Decoders write this for bytes that are not, or not yet, a character.
 _REPLACEMENT = "\ufffd"
@@ -87,6 +98,8 @@ def _overlap(text: str, string: str) -> int:
     return next((n for n in range(min(len(text), len(string) - 1), 0, -1) if text.endswith(string[:n])), 0)
 
 
+_END_OF_PROMPT = 8
+"""Last tokens of a prompt, in which templates write an empty think span where no thought is wanted."""
 THINK_START = "<think>"
 THINK_END = "</think>"
 """The markers that reasoning models share."""
@@ -115,6 +128,21 @@ class ThinkSpans:
         for token_id in proposed[:-1]:
             states.append(self._after(states[-1], token_id))
         return states[: len(proposed)]
+
+    def before(self, grammar: Grammar, prompt: Sequence[int]) -> Grammar:
+        """The grammar with a span in which the completion is free before it: the one that the prompt has begun, or one
+        that the completion may begin. A prompt that has just ended a span wants no other."""
+        last = next(
+            (token_id for token_id in reversed(prompt) if token_id in (self._start_id, self._end_id)), None
+        )
+        if self._end_id in prompt[-_END_OF_PROMPT:] and last == self._end_id:
+            return grammar
+        return replace(
+            grammar,
+            think_start_token_id=self._start_id,
+            think_end_token_id=self._end_id,
+            is_thinking=last == self._start_id,
+        )
 
     def _after(self, is_inside: bool, token_id: int) -> bool:
         return token_id != self._end_id and (is_inside or token_id == self._start_id)
@@ -154,7 +182,20 @@ class Completion:
         *,
         request_id: str,
         seed: int,
+        grammar: GrammarState | None = None,
+        max_forced: int = 0,
     ) -> None:
+        """
+        Args:
+            prompt: The prompt.
+            limits: Limits at which it ends.
+            detokenizer: Turns ids into text.
+            stop_strings: Strings that end it.
+            request_id: The request.
+            seed: Its seed.
+            grammar: What the completion may be; None for anything.
+            max_forced: Most tokens that may be proposed because nothing else may follow.
+        """
         self.token_ids = list(prompt)
         """Prompt and committed tokens."""
         self.tally = RoundTally()
@@ -171,6 +212,8 @@ class Completion:
         self._request_id = request_id
         self._seed = seed
         self._stop_reason: str | int | None = None
+        self._grammar = grammar
+        self._max_forced = max_forced
 
     @property
     def stats(self) -> SpeculationStats:
@@ -197,8 +240,20 @@ class Completion:
         """True if another token may follow."""
         return self.finish_reason is None
 
+    def forced(self) -> Proposal | None:
+        """A proposal of the tokens that the grammar forces, which no model needs to be asked for; None if it leaves a
+        choice."""
+        if self._grammar is None or self._room <= 1:
+            return None
+        tokens = self._grammar.forced(min(self._max_forced, self._room - 1))
+        return Proposal(self.length, tuple(tokens)) if tokens else None
+
     def extend(self, proposal: Proposal, acceptance: Acceptance) -> Chunk:
-        """Commit the accepted tokens up to the completion's end, and drop those past it."""
+        """Commit the accepted tokens up to the completion's end, and drop those past it.
+
+        Raises:
+            ProtocolError: the grammar forbids one of them: the target has not heeded it.
+        """
         token_ids = _kept(proposal, acceptance)
         texts = self._commit_up_to_end(token_ids) if self._may_end(token_ids) else self._commit_all(token_ids)
         count, proposed = len(texts), len(proposal.token_ids)
@@ -216,7 +271,7 @@ class Completion:
 
     def _may_end(self, token_ids: Sequence[int]) -> bool:
         """False if none of these tokens can end it, as is the case in nearly every round."""
-        is_plain = len(token_ids) < self._room and not self._stop_strings.are_sought
+        is_plain = len(token_ids) < self._room and not self._stop_strings.are_sought and self._grammar is None
         return not (is_plain and self._end_token_ids.isdisjoint(token_ids))
 
     def _commit_all(self, token_ids: Sequence[int]) -> list[str]:
@@ -244,9 +299,20 @@ class Completion:
             text = self._stop_strings.push(self._detokenizer.push(token_id))
             if self._stop_strings.met:
                 self._stop(self._stop_strings.found)
+        if self._grammar is not None:
+            self._constrain(self._grammar, token_id)
         if self._room <= 0 and self.finish_reason is None:
             self.finish_reason = FinishReason.LENGTH
         return text
+
+    def _constrain(self, grammar: GrammarState, token_id: int) -> None:
+        """Check a token that was committed, and end the completion where the grammar lets nothing follow."""
+        if not grammar.follow(self.token_ids[self._prompt_length :]):
+            raise ProtocolError(
+                f"target service: its token id {token_id} is forbidden by the request's grammar"
+            )
+        if grammar.is_over and self.finish_reason is None:
+            self._stop(None)
 
     def _end_with(self, token_id: int) -> str:
         """End the completion with a token that ends it. A stop string that is included ends with that token's text."""

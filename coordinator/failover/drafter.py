@@ -87,6 +87,8 @@ class FailoverDrafter:
         """Tokens that may follow, fewer than the completion has room for; none when no draft has any in time."""
         placement = self._placement
         count = min(self._begin_round(), completion.room - 1)
+        if (forced := completion.forced()) is not None and len(forced) >= count:
+            return self._jumped(completion, forced)
         proposal = None
         try:
             if count <= 0:
@@ -100,6 +102,13 @@ class FailoverDrafter:
         if proposal is None:
             return Proposal(completion.length, lead=self._lead if self._is_paused else 0)
         return proposal
+
+    def _jumped(self, completion: Completion, forced: Proposal) -> Proposal:
+        """Propose what the grammar forces; a draft that works ahead does so behind it."""
+        current = self._placement.current
+        if current is not None and current.sequence.awaits_outcome(completion):
+            current.sequence.go_on(completion, forced, self._speculation.ahead_budget)
+        return forced
 
     @property
     def speculation_state(self) -> SpeculationState:

@@ -6,23 +6,16 @@ Templates come from strangers with the models, so a process of its own compiles 
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
-from coordinator.http.chat_worker import CPU_SECONDS, REAL_SECONDS, read_message, write_message
 from coordinator.requests.plan import Models
 from coordinator.settings.coordinator import MAX_CHAT_MESSAGES, RequestBounds
-from tandem.errors import CapacityError, ConfigurationError, InvalidRequestError, ModelFolderError
+from tandem.bounded.process import BoundedProcess, JobError
+from tandem.errors import ConfigurationError, InvalidRequestError, ModelFolderError
 from tandem.plural import plural
 
 logger = logging.getLogger(__name__)
@@ -32,16 +25,11 @@ TEMPLATE_FILE = "chat_template.jinja"
 
 MAX_SOURCE_BYTES = 1 << 20
 """Maximum size of a template. Published ones have up to some 30 KiB."""
-MAX_WAITING = 64
-"""Chats that wait for their prompts, one being rendered at a time. Few: a published template takes milliseconds."""
-
 _SLACK = 2
 """Prompts are rendered to twice their bound, so that the refusal of one can say how long it is."""
 _NAMED_TOKENS = ("extra_special_tokens", "model_specific_special_tokens")
 """Where a config has special tokens by names of its own."""
 _WORKER = "coordinator.http.chat_worker"
-_KEPT_ENVIRONMENT = ("TZ", "LANG", "LC_ALL", "LC_TIME", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME")
-"""Environment variables for the process: the time zone and Python's paths, but no tokens."""
 
 Message = Mapping[str, Any]
 
@@ -112,10 +100,7 @@ class Chats:
 
 
 class ChatTemplate:
-    """Makes prompts of chats in a process of its own, which is started again when a bound has ended it.
-
-    One thread waits for the process, so the event loop never does; `close` ends both.
-    """
+    """Makes prompts of chats in a process of its own."""
 
     def __init__(
         self,
@@ -132,7 +117,6 @@ class ChatTemplate:
             origin: Where it came from, for error messages.
             refusal: The error that an unusable template raises, here and in `check`.
         """
-        self._source = source
         self._special_tokens = special_tokens
         self._origin = origin
         self._refusal = refusal
@@ -141,10 +125,7 @@ class ChatTemplate:
                 f"the chat template of {origin} has {len(source)} characters; it must have at most "
                 f"{MAX_SOURCE_BYTES} bytes"
             )
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tandem-chat")
-        self._process: subprocess.Popen[bytes] | None = None
-        self._waiting = 0
-        self._is_closed = False
+        self._process = BoundedProcess(_WORKER, "chats wait for their prompts", {"source": source})
 
     async def check(self) -> None:
         """Compile it.
@@ -153,8 +134,8 @@ class ChatTemplate:
             ConfigurationError: it is no Jinja template, or takes too much time or memory.
         """
         try:
-            await self._asked(None)
-        except _RenderingError as error:
+            await self._process.answer(None)
+        except JobError as error:
             self.close()
             raise self._refusal(
                 f"the chat template of {self._origin} cannot be compiled: it {error}"
@@ -184,11 +165,12 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            text = await self._asked({"context": context, "max_characters": _SLACK * max_bytes})
-        except _RenderingError as error:
+            answer = await self._process.answer({"context": context, "max_characters": _SLACK * max_bytes})
+        except JobError as error:
             raise InvalidRequestError(
                 f"the model's chat template cannot make a prompt of the messages: it {error}"
             ) from None
+        text: str | None = answer["text"]
         if text is None:
             raise InvalidRequestError(
                 f"the prompt has more than {max_bytes} bytes; it must be at most {max_bytes}"
@@ -197,80 +179,7 @@ class ChatTemplate:
 
     def close(self) -> None:
         """End the process. A chat in progress gets no answer."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        process = self._process  # the thread may set it to None at any moment
-        if process is not None:
-            process.kill()
-        self._thread.submit(self._end)
-        self._thread.shutdown(wait=False)
-
-    async def _asked(self, job: dict[str, Any] | None) -> str | None:
-        """The rendered text, None if it is too long; without a job the process only compiles the template."""
-        if self._waiting >= MAX_WAITING:
-            raise CapacityError(f"{self._waiting} chats wait for their prompts; try again later")
-        self._waiting += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, self._answered, job)
-        finally:
-            self._waiting -= 1
-
-    # ---- on the thread
-
-    def _answered(self, job: dict[str, Any] | None) -> str | None:
-        if self._is_closed:
-            raise _RenderingError("is not rendered any more")
-        if self._process is None or self._process.poll() is not None:
-            self._end()
-            kept = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
-            # -P: the working directory is not trusted.
-            command = [sys.executable, "-P", "-m", _WORKER]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=kept)
-            try:
-                self._exchanged({"source": self._source})
-            except _RenderingError:
-                self._end()
-                raise
-        return "" if job is None else self._exchanged(job)
-
-    def _exchanged(self, message: Any) -> str | None:
-        """The process's answer to a message: the text, None if it is too long."""
-        process = cast("subprocess.Popen[bytes]", self._process)
-        try:
-            write_message(cast(BinaryIO, process.stdin), message)
-            answer = read_message(cast(BinaryIO, process.stdout))
-        except OSError:
-            answer = None
-        if answer is None:
-            raise _RenderingError(_why(self._end()))
-        if "failed" in answer:
-            raise _RenderingError(answer["failed"])
-        return cast("str | None", answer["text"])
-
-    def _end(self) -> int:
-        """Close the process and return its exit code."""
-        process, self._process = self._process, None
-        if process is None:
-            return 0
-        process.kill()  # does nothing to one that has ended
-        for pipe in (process.stdin, process.stdout):
-            with suppress(OSError):  # unread input is lost
-                cast(BinaryIO, pipe).close()
-        return process.wait()
-
-
-class _RenderingError(Exception):
-    """A template has no answer; the text completes "the template ..."."""
-
-
-def _why(exit_code: int) -> str:
-    reason = {
-        -signal.SIGPROF: f"takes more than {CPU_SECONDS:g} s",
-        -signal.SIGALRM: f"was not done within {REAL_SECONDS:g} s",
-    }.get(exit_code, f"ended its process with {exit_code}")
-    logger.warning("the process of the chat template ended", extra={"reason": reason})
-    return reason
+        self._process.close()
 
 
 def _open_ended(prompt: str, final_text: str) -> str:

@@ -93,7 +93,7 @@ def max_bytes(models: Models, bounds: RequestBounds) -> int:
     prompt = max(_max_text_bytes(models, bounds), _MAX_ID_BYTES * models.target.max_length)
     stop = bounds.max_stop_strings * (_MAX_CHARACTER_BYTES * bounds.max_stop_length + _MAX_ID_BYTES)
     biases = bounds.max_logit_biases * _BIAS_BYTES + bounds.max_stop_token_ids * _MAX_ID_BYTES
-    return prompt + stop + biases + _OTHER_BYTES
+    return prompt + stop + biases + bounds.max_grammar_bytes + _OTHER_BYTES
 
 
 def max_chat_bytes(models: Models, bounds: RequestBounds) -> int:

@@ -26,6 +26,7 @@ from coordinator.rejection import (
     resolve,
 )
 from coordinator.requests.active import ActiveRequest
+from coordinator.requests.grammars import CheckedGrammars
 from coordinator.requests.validation import (
     TokenizedRequest,
     check_request,
@@ -41,11 +42,13 @@ from tandem.config import SpeculativeConfig
 from tandem.config.names import AUTO_NAMES
 from tandem.config.rule import refuse
 from tandem.errors import InvalidRequestError, ProtocolError
+from tandem.grammar import GrammarState
 from tandem.types import (
     Acceptance,
     AheadBudget,
     DraftOptions,
     GenerationRequest,
+    Grammar,
     LogitAdjustments,
     ModelInfo,
     Proposal,
@@ -56,6 +59,9 @@ from tandem.types import (
 )
 
 _SYNTHETIC = "synthetic"
+
+MAX_FORCED_TOKENS = 16
+"""Most tokens that are proposed because the grammar leaves no choice: the names of JSON's members are shorter."""
 
 _SAMPLING = tuple(each.name for each in fields(SamplingParams))
 
@@ -72,6 +78,8 @@ class Models:
     """None when the target works alone. A draft that is away for a while still counts in the checks of requests."""
     encoder: PromptEncoder
     """Turns prompts into the target's tokens."""
+    grammars: CheckedGrammars | None = None
+    """Compiles what completions may be; None where completions may be anything only."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -88,6 +96,19 @@ class Models:
         """Bytes beyond which any prompt has more than `max_length` tokens; None where there is no such bound."""
         return self.encoder.max_bytes(self.target.max_length)
 
+    async def planned_grammar(self, grammar: Grammar, prompt: Sequence[int]) -> PlannedGrammar:
+        """A request's grammar, compiled, and with the think span that may come before.
+
+        Raises:
+            InvalidRequestError: it cannot be compiled, or not within the limits.
+        """
+        if self.grammars is None:
+            raise InvalidRequestError("structured output is asked for; there is no compiler of grammars here")
+        spans = think_spans(self.tokenizer)
+        if spans is not None:
+            grammar = spans.before(grammar, prompt)
+        return PlannedGrammar(grammar, await self.grammars.open(grammar))
+
     async def encode(
         self, text: str, bounds: RequestBounds, *, add_special_tokens: bool = True
     ) -> tuple[int, ...]:
@@ -98,6 +119,16 @@ class Models:
         """
         refuse(too_much_text(text, bounds, self.max_text_bytes))
         return await self.encoder.encode(text, add_special_tokens=add_special_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedGrammar:
+    """What a completion may be."""
+
+    grammar: Grammar
+    """As the services read it."""
+    state: GrammarState
+    """Before the first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +151,8 @@ class Plan:
     """True if measurements may change how much its rounds propose."""
     think_spans: ThinkSpans | None
     """Followed when acceptance is relaxed inside them."""
+    grammar: PlannedGrammar | None
+    """What the completion may be; None for anything."""
     settings: CoordinatorSettings
     """The configuration when it began."""
     models: Models
@@ -169,6 +202,7 @@ class Plan:
             adjustments=LogitAdjustments(request.logit_bias, request.min_tokens, tuple(sorted(ends))),
             client=client,
             end_token_ids=tuple(sorted({*self.limits.eos_token_ids, *self.limits.stop_token_ids})),
+            grammar=None if self.grammar is None else self.grammar.grammar,
         )
 
     def draft_options(self, ahead: AheadBudget | None = None, client: str = "") -> DraftOptions:
@@ -183,6 +217,8 @@ class Plan:
             with_token_logits=strategy.needs_token_logits,
             ahead=ahead,
             client=client,
+            prompt_length=len(self.prompt),
+            grammar=None if self.grammar is None else self.grammar.grammar,
         )
 
     def begin(self) -> Completion:
@@ -194,6 +230,8 @@ class Plan:
             StopStrings(self.request.stop, included=self.request.include_stop_str_in_output),
             request_id=self.request_id,
             seed=self.sampling.seed,
+            grammar=None if self.grammar is None else self.grammar.state,
+            max_forced=0 if self.rule.strategy.needs_token_logits else MAX_FORCED_TOKENS,
         )
 
     def active(self, completion: Completion) -> ActiveRequest:
@@ -245,6 +283,9 @@ async def make_plan(
     options = requested_options(settings, request, _auto_rule(settings, request, choose_rule))
     options = for_draft(options, models.draft)
     check_request(TokenizedRequest(request, prompt, models.target, models.draft, options))
+    grammar = None
+    if request.grammar is not None:
+        grammar = await models.planned_grammar(request.grammar, prompt)
     if request.logprobs is not None:
         request = replace(request, row_kind=RowKind.DENSE)
     sampling = _sampling(request)
@@ -264,6 +305,7 @@ async def make_plan(
         keeps_proposals=not is_adaptive and _depends_on_rounds(rule, request),
         is_adaptive=is_adaptive,
         think_spans=think_spans(models.tokenizer) if options.use_relaxed_acceptance_for_thinking else None,
+        grammar=grammar,
         settings=settings,
         models=models,
     )

@@ -118,6 +118,23 @@ def _prompt_tokens(subject: BoundedRequest) -> Iterator[str]:
         yield from too_long(len(prompt), subject.max_length)
 
 
+def _grammar_is_wanted(subject: BoundedRequest) -> Iterator[str]:
+    grammar, bounds = subject.request.grammar, subject.bounds
+    if grammar is None:
+        return
+    if bounds.structured_output == "refuse":
+        yield (
+            f"a {grammar.kind.value} is asked for and structured_output is refuse; start the coordinator with "
+            "--structured-output allow, or leave it out"
+        )
+    size = len(grammar.source.encode("utf-8", "surrogatepass"))
+    if size > bounds.max_grammar_bytes:
+        yield (
+            f"the structured output's {grammar.kind.value} has {plural(size, 'byte')}; it must be at most "
+            f"{bounds.max_grammar_bytes}"
+        )
+
+
 _COUNT_RULES: tuple[Rule[BoundedRequest], ...] = (
     _at_most(
         "max-stop-strings",
@@ -157,6 +174,11 @@ BOUND_RULES: tuple[Rule[BoundedRequest], ...] = (
     ),
     Rule("max-prompt-tokens", "A prompt of token ids is shorter than `max_length`.", _prompt_tokens),
     *_COUNT_RULES,
+    Rule(
+        "structured-output",
+        "Structured output is allowed (`structured_output`), and its source has at most `max_grammar_bytes`.",
+        _grammar_is_wanted,
+    ),
     _at_most(
         "most-speculative-tokens",
         f"`num_speculative_tokens` is at most {MAX_SPECULATIVE_TOKENS}, or what the coordinator is set to.",
@@ -300,6 +322,28 @@ def _penalties_without_draft_model(subject: TokenizedRequest) -> Iterator[str]:
             )
 
 
+def _grammar(subject: TokenizedRequest) -> Iterator[str]:
+    request = subject.request
+    if request.grammar is None:
+        return
+    if request.ignore_eos:
+        yield "ignore_eos is true and structured output is asked for; it must be false: the text ends with its form"
+    if request.min_tokens > 0:
+        yield (
+            f"min_tokens is {request.min_tokens} and structured output is asked for; it must be 0: the text ends with "
+            "its form"
+        )
+    try:
+        strategy = named_strategy(subject.options)
+    except RuleError:
+        return  # reported when the rule is resolved
+    if request.speculation and strategy.name == "synthetic" and subject.draft is not None:
+        yield (
+            "the rule is synthetic and structured output is asked for; name another rejection_sampling_strategy: "
+            "synthetic acceptance takes tokens whatever they are"
+        )
+
+
 def _logits_of_draft(subject: TokenizedRequest) -> Iterator[str]:
     """Reads the draft's own report: `speculative_method`, which another rule checks, may be left out."""
     draft = subject.draft
@@ -360,6 +404,11 @@ REQUEST_RULES: tuple[Rule[TokenizedRequest], ...] = (
         "max-tokens-fit",
         "With `max_tokens_must_fit`, which OpenAI's API implies, `max_length` leaves room for `max_tokens`.",
         _max_tokens_fit,
+    ),
+    Rule(
+        "grammar-ends-the-text",
+        "With structured output `ignore_eos` is false, `min_tokens` 0, and acceptance not synthetic.",
+        _grammar,
     ),
     Rule(
         "penalties-without-draft-model",

@@ -49,6 +49,11 @@ class RequestBounds(Options):
     """Maximum token ids in a request's logit_bias."""
     max_stop_token_ids: int = Field(default=256, ge=0)
     """Maximum stop token ids of a request."""
+    structured_output: Literal["allow", "refuse"] = "allow"
+    """Treatment of requests whose completion must follow a JSON schema, a regular expression, a choice or a grammar, or
+    call tools: serve them, or refuse them, as MAX does beside speculative decoding. Tandem's own."""
+    max_grammar_bytes: int = Field(default=64 << 10, ge=1)
+    """Maximum bytes of such a schema, expression, list or grammar, in UTF-8."""
     draft_model_penalties: Literal["refuse", "target-only"] = "refuse"
     """Treatment of a request with repetition, frequency or presence penalties where a separate draft model
     proposes: refuse it, as MAX does, or let the target serve it without drafting. Tandem's own."""

@@ -651,8 +651,8 @@ class NoDrafter:
         self.speculation_state = SpeculationState(is_on=False, num_speculative_tokens=0, reason=reason)
 
     async def propose(self, completion: Completion) -> Proposal:
-        """An empty proposal."""
-        return Proposal(completion.length, lead=self._lead)
+        """What the grammar forces, otherwise nothing."""
+        return completion.forced() or Proposal(completion.length, lead=self._lead)
 
     async def finish(self) -> None:
         """Do nothing: there is no sequence to end."""

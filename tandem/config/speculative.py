@@ -257,7 +257,8 @@ class SpeculativeConfig(DraftingOptions, AcceptanceOptions, SourceOptions):
     enable_echo: bool = False
     """Begin the completion with the prompt. MAX's name."""
     enable_structured_output: bool = False
-    """Bind completions to a grammar or schema. MAX's name."""
+    """Taken, without effect: `structured_output` says whether completions may be bound to a grammar or schema. MAX's
+    name."""
 
     own_rules: ClassVar[Rules] = (
         always(
@@ -266,11 +267,6 @@ class SpeculativeConfig(DraftingOptions, AcceptanceOptions, SourceOptions):
             "each step of the target verifies a proposal, and its result decides on the next",
         ),
         always("enable_echo", False, "the prompt is not streamed back; put it before the completion"),
-        always(
-            "enable_structured_output",
-            False,
-            "the draft would have to keep to the same grammar; check the completion after it ends",
-        ),
     )
 
     @property

@@ -27,6 +27,7 @@ from tandem.engine.core.row_engine import RowEngine
 from tandem.engine.core.selection import Backends
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.engine.settings import EngineSettings
+from tandem.grammar import Grammars
 from tandem.serving.interceptors import Context
 from tandem.types import Verification, VerifyStep
 from tandem.v1 import target_pb2
@@ -162,7 +163,8 @@ async def draft(
     servicer = servicer or DraftServicer()
     limits = EngineSettings(max_sequences=max_sequences, kept_sequences=kept_sequences)
     async with started(Engine(Backends(model), propose_head, limits)) as proposing:
-        servicer.proposer = StandaloneProposer(proposing, draft_top_k=draft_top_k)
+        grammars = Grammars.of(DEMO_TARGET / "tokenizer.json", model.info)
+        servicer.proposer = StandaloneProposer(proposing, draft_top_k=draft_top_k, grammars=grammars)
         async with serving(servicer) as served:
             yield served
 

@@ -61,11 +61,6 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         "enable_echo is true; it must be false: the prompt is not streamed back; put it before the completion",
     ),
     (
-        {"enable_structured_output": True},
-        "enable_structured_output is true; it must be false: the draft would have to keep to the same grammar; "
-        "check the completion after it ends",
-    ),
-    (
         {"use_relaxed_acceptance_for_thinking": True, "rejection_sampling_strategy": "strict"},
         "use_relaxed_acceptance_for_thinking is on and the rule is strict; it needs a rule that compares probabilities "
         "token by token: residual, typical-acceptance, logit-comparison",

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.http.chat import MAX_WAITING, ChatTemplate, read_chat_template
+from coordinator.http.chat import ChatTemplate, read_chat_template
+from tandem.bounded.process import MAX_WAITING
 from tandem.errors import CapacityError, InvalidRequestError, ModelFolderError
 
 Make = Callable[..., ChatTemplate]
@@ -260,18 +261,18 @@ async def test_the_process_inherits_no_secrets_and_ends_with_its_template(
     monkeypatch.setenv("TANDEM_COORDINATOR_AUTH_TOKEN", "secret-secret-secret")
     template = make("x")
     await template.check()
-    process = template._process
+    process = template._process._process
     assert process is not None
     assert b"secret" not in environment_of(process.pid)
     template.close()
-    template._thread.shutdown(wait=True)
+    template._process._thread.shutdown(wait=True)
     assert process.returncode is not None
 
 
 async def test_a_killed_process_is_restarted(make: Make) -> None:
     template = make("{{ messages[0].content }}")
     await template.check()
-    process = template._process
+    process = template._process._process
     assert process is not None
     process.kill()
     process.wait()

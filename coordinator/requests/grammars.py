@@ -1,0 +1,54 @@
+"""Grammars of requests: tried within bounds in a process of their own, then compiled for the target's tokens."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from tandem.bounded.process import BoundedProcess, JobError
+from tandem.errors import InvalidRequestError
+from tandem.grammar import Grammars, GrammarState, refused
+from tandem.types import Grammar
+
+_WORKER = "coordinator.requests.grammar_worker"
+_MAX_KNOWN = 1024
+"""Grammars that are known to compile, or why they do not."""
+
+
+class CheckedGrammars:
+    """Compiles what strangers wrote."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        """`grammars` compiles for the target's tokens, as the services do."""
+        self._grammars = grammars
+        self._process = BoundedProcess(_WORKER, "grammars wait to be compiled")
+        self._known: OrderedDict[tuple[str, str], str] = OrderedDict()
+
+    async def open(self, grammar: Grammar) -> GrammarState:
+        """The state before the first token.
+
+        Raises:
+            InvalidRequestError: the grammar cannot be compiled, or takes too much time or memory.
+            CapacityError: too many grammars wait.
+        """
+        key = grammar.kind.value, grammar.source
+        if key not in self._known:
+            self._known[key] = await self._refusal(grammar)
+            if len(self._known) > _MAX_KNOWN:
+                self._known.popitem(last=False)
+        if refusal := self._known[key]:
+            raise InvalidRequestError(refusal)
+        return await self._grammars.open(grammar)
+
+    async def _refusal(self, grammar: Grammar) -> str:
+        """Why it cannot be used; empty if it can."""
+        try:
+            answer = await self._process.answer({"kind": grammar.kind.value, "source": grammar.source})
+        except JobError as error:
+            return str(refused(grammar, f"it {error}"))
+        if reason := answer.get("reason"):
+            return str(refused(grammar, reason))
+        return str(answer.get("refused", ""))
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.close()

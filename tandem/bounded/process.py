@@ -1,0 +1,128 @@
+"""The parent's side: one process for one kind of job, started at its first job and again when a bound has ended it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, BinaryIO, cast
+
+from tandem.bounded.worker import CPU_SECONDS, REAL_SECONDS, read_message, write_message
+from tandem.errors import CapacityError
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING = 64
+"""Jobs that wait, one being done at a time. Few: a job takes milliseconds."""
+
+_KEPT_ENVIRONMENT = ("TZ", "LANG", "LC_ALL", "LC_TIME", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME")
+"""Environment variables for the process: the time zone and Python's paths, but no tokens."""
+
+
+class JobError(Exception):
+    """A job has no answer; the text completes "it ..."."""
+
+
+class BoundedProcess:
+    """A process that answers jobs. One thread waits for it, so the event loop never does; `close` ends both."""
+
+    def __init__(self, module: str, waiting: str, first: Any = None) -> None:
+        """
+        Args:
+            module: What it runs; see `tandem.bounded.worker.work`.
+            waiting: Who waits, for the refusal of too many.
+            first: A message before all others, without which the process is of no use.
+        """
+        self._module = module
+        self._waiters = waiting
+        self._first = first
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=module.rpartition(".")[2])
+        self._process: subprocess.Popen[bytes] | None = None
+        self._waiting = 0
+        self._is_closed = False
+
+    async def answer(self, job: Any) -> dict[str, Any]:
+        """The answer to a job; None only starts the process.
+
+        Raises:
+            JobError: there is none, and why.
+            CapacityError: too many wait.
+        """
+        if self._waiting >= MAX_WAITING:
+            raise CapacityError(f"{self._waiting} {self._waiters}; try again later")
+        self._waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._answered, job)
+        finally:
+            self._waiting -= 1
+
+    def close(self) -> None:
+        """End the process. A job in progress gets no answer."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        process = self._process  # the thread may set it to None at any moment
+        if process is not None:
+            process.kill()
+        self._thread.submit(self._end)
+        self._thread.shutdown(wait=False)
+
+    # ---- on the thread
+
+    def _answered(self, job: Any) -> dict[str, Any]:
+        if self._is_closed:
+            raise JobError("is not done any more")
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        return {} if job is None else self._exchanged(job)
+
+    def _start(self) -> None:
+        self._end()
+        kept = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
+        # -P: the working directory is not trusted.
+        command = [sys.executable, "-P", "-m", self._module]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=kept)
+        if self._first is None:
+            return
+        try:
+            self._exchanged(self._first)
+        except JobError:
+            self._end()
+            raise
+
+    def _exchanged(self, message: Any) -> dict[str, Any]:
+        process = cast("subprocess.Popen[bytes]", self._process)
+        try:
+            write_message(cast(BinaryIO, process.stdin), message)
+            answer = read_message(cast(BinaryIO, process.stdout))
+        except OSError:
+            answer = None
+        if answer is None:
+            raise JobError(self._why(self._end()))
+        if "failed" in answer:
+            raise JobError(answer["failed"])
+        return cast("dict[str, Any]", answer)
+
+    def _end(self) -> int:
+        """Close the process and return its exit code."""
+        process, self._process = self._process, None
+        if process is None:
+            return 0
+        process.kill()  # does nothing to one that has ended
+        for pipe in (process.stdin, process.stdout):
+            with suppress(OSError):  # unread input is lost
+                cast(BinaryIO, pipe).close()
+        return process.wait()
+
+    def _why(self, exit_code: int) -> str:
+        reason = {
+            -signal.SIGPROF: f"takes more than {CPU_SECONDS:g} s",
+            -signal.SIGALRM: f"was not done within {REAL_SECONDS:g} s",
+        }.get(exit_code, f"ended its process with {exit_code}")
+        logger.warning("a bounded process ended", extra={"module_name": self._module, "reason": reason})
+        return reason

@@ -34,6 +34,7 @@ from tandem.types import (
     Chunk,
     FinishReason,
     GenerationRequest,
+    Grammar,
     RowKind,
     SpeculationStats,
     Summary,
@@ -180,6 +181,7 @@ class Options(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     include_stop_str_in_output: bool
     max_tokens_must_fit: bool
+    grammar: Grammar | None
 
 
 _BITS = {"seed": 64, "max_tokens": 32, "top_k": 32, "num_speculative_tokens": 32, "logprobs": 32}

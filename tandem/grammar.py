@@ -112,11 +112,6 @@ class Grammars:
         """For a model and the file tokenizer.json beside it."""
         return cls(tokenizer_file.read_text, model.vocabulary_size, model.eos_token_ids)
 
-    @property
-    def words(self) -> int:
-        """Words of a mask: an even number, so that masks are int64 as well, as arrays for a device have to be."""
-        return 2 * -(-self._vocabulary_size // 64)
-
     async def open(self, grammar: Grammar) -> GrammarState:
         """The state before the first token.
 
@@ -131,11 +126,14 @@ class Grammars:
                 self._compiled.popitem(last=False)
         with suppress(KeyError):  # another request may have pushed it out meanwhile
             self._compiled.move_to_end(grammar)
-        return GrammarState(found.deep_copy(), grammar, self.words)
+        return self._state(found.deep_copy(), grammar)
 
     def compiled(self, grammar: Grammar) -> GrammarState:
         """`open` without a thread and without keeping anything."""
-        return GrammarState(self._compile(grammar), grammar, self.words)
+        return self._state(self._compile(grammar), grammar)
+
+    def _state(self, matcher: LLMatcher, grammar: Grammar) -> GrammarState:
+        return GrammarState(matcher, grammar, self._tokens().vocab_size, self._vocabulary_size)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         matcher = LLMatcher(self._tokens(), definition(grammar), log_level=0, limits=grammar_limits())
@@ -172,13 +170,17 @@ def _whole(content: str) -> str:
 class GrammarState:
     """A grammar's state behind the tokens of one completion. One thread at a time uses it."""
 
-    def __init__(self, matcher: LLMatcher, grammar: Grammar, words: int) -> None:
+    def __init__(self, matcher: LLMatcher, grammar: Grammar, known_ids: int, vocabulary_size: int) -> None:
         self._matcher = matcher
         self._grammar = grammar
-        self.words = words
-        """Words of a mask."""
+        self._known_ids = known_ids
+        """Ids below this have a text; others are forbidden."""
+        self._mask_bytes = 4 * -(-known_ids // 32)
+        self.words = 2 * -(-vocabulary_size // 64)
+        """Words of a mask: an even number, so that masks are int64 as well, as arrays for a device have to be."""
         self._read: list[int] = []
         """The tokens that the matcher has read: those behind a think span."""
+        self._is_first = True
         self._is_free = False
 
     def follow(self, token_ids: list[int]) -> bool:
@@ -188,7 +190,7 @@ class GrammarState:
             InvalidRequestError: the grammar exceeds the limits.
         """
         begin = self._thought(token_ids)
-        self._is_free = begin < 0
+        self._is_first, self._is_free = not token_ids, begin < 0
         own = [] if self._is_free else token_ids[begin:]
         read, kept = self._read, len(self._read)
         if own[:kept] != read:
@@ -200,7 +202,8 @@ class GrammarState:
         missing = own[kept:]
         if not missing:
             return True
-        count = self._matcher.validate_tokens(missing)
+        known = next((i for i, token_id in enumerate(missing) if token_id >= self._known_ids), len(missing))
+        count = self._matcher.validate_tokens(missing[:known])
         if count and not self._matcher.consume_tokens(missing[:count]):
             self._check()
         read += missing[:count]
@@ -234,7 +237,7 @@ class GrammarState:
         if self._is_free or self._matcher.is_stopped():
             row[:] = _ALL
             return
-        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, self._mask_bytes)
         self._check()
         if self._may_think:
             start = self._grammar.think_start_token_id or 0
@@ -270,8 +273,7 @@ class GrammarState:
     @property
     def _may_think(self) -> bool:
         """True before the first token of a model that may think before it answers."""
-        grammar = self._grammar
-        return grammar.think_start_token_id is not None and not (self._read or grammar.is_thinking)
+        return self._is_first and self._grammar.think_start_token_id is not None
 
     def _thought(self, token_ids: list[int]) -> int:
         """Index of the first token behind the think span with which the completion begins; -1 within it."""

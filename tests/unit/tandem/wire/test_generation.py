@@ -11,6 +11,8 @@ from tandem.types import (
     Chunk,
     FinishReason,
     GenerationRequest,
+    Grammar,
+    GrammarKind,
     PositionStats,
     RowKind,
     SpeculationStats,
@@ -50,6 +52,7 @@ from tandem.wire import generation
             stop_token_ids=(7, 9),
             include_stop_str_in_output=True,
             max_tokens_must_fit=True,
+            grammar=Grammar(GrammarKind.JSON_SCHEMA, "{}"),
         ),
     ],
 )

@@ -1,0 +1,226 @@
+"""Masks are those of the tokens before them, however a state came there."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.errors import InvalidRequestError
+from tandem.grammar import Grammars
+from tandem.types import Grammar, GrammarKind
+from tests.paths import DEMO_TARGET
+from tests.unit.tandem.tiny_grammars import (
+    EOS,
+    TEXTS,
+    THINK,
+    THOUGHT,
+    VOCABULARY_SIZE,
+    allowed_by,
+    ids_in,
+    state_of,
+    text_of,
+    tiny_grammars,
+)
+
+WORDS = ("abc", "ab", "bac", "bcab", "cc", "abcabcabc", "aab")
+ALL = set(range(VOCABULARY_SIZE))
+TOKENS = st.lists(st.integers(0, len(TEXTS) - 1), max_size=5)
+
+
+def prefixes(length: int) -> list[tuple[int, ...]]:
+    """All sequences of up to so many tokens that begin one of the words."""
+    return [
+        tokens
+        for count in range(length + 1)
+        for tokens in itertools.product(range(len(TEXTS)), repeat=count)
+        if any(word.startswith(text_of(tokens)) for word in WORDS)
+    ]
+
+
+def test_masks_are_those_of_enumeration() -> None:
+    state = state_of(*WORDS)
+    choices = 0
+    for tokens in prefixes(4):
+        expected = allowed_by(WORDS, tokens)
+        (mask,) = state.masks(tokens, ())
+        assert state.is_over == (expected == {EOS})
+        assert state.accepts == (EOS in expected)
+        if forced := state.forced(1):
+            assert set(forced) == ids_in(mask) <= expected
+        else:
+            choices += len(expected) > 1
+            assert ids_in(mask) == (expected if expected != {EOS} else ALL), tokens
+    assert choices > 5
+
+
+@given(st.lists(TOKENS, min_size=1, max_size=8))
+@settings(deadline=None, max_examples=60)
+def test_a_state_that_rolls_back_is_a_fresh_one(walks: list[list[int]]) -> None:
+    followed = state_of(*WORDS)
+    for tokens in walks:
+        fits = any(word.startswith(text_of(tokens)) for word in WORDS)
+        assert followed.follow(tokens) == fits
+        if fits:
+            fresh = state_of(*WORDS)
+            assert np.array_equal(followed.masks(tokens, ()), fresh.masks(tokens, ()))
+            assert followed.forced(8) == fresh.forced(8)
+
+
+@given(TOKENS, TOKENS)
+@settings(deadline=None, max_examples=60)
+def test_each_row_is_masked_by_the_tokens_before_it(before: list[int], proposed: list[int]) -> None:
+    if not any(word.startswith(text_of(before)) for word in WORDS):
+        with pytest.raises(InvalidRequestError, match="is forbidden by the structured output's grammar"):
+            state_of(*WORDS).masks(before, proposed)
+        return
+    rows = state_of(*WORDS).masks(before, proposed)
+    assert len(rows) == len(proposed) + 1
+    for count, row in enumerate(rows):
+        tokens = [*before, *proposed[:count]]
+        is_possible = any(word.startswith(text_of(tokens)) for word in WORDS)
+        expected = allowed_by(WORDS, tokens) if is_possible else set()
+        # What is rejected has no row that counts, and what is over has no next token.
+        is_free = expected in (set(), {EOS})
+        assert ids_in(row) == ALL if is_free else ids_in(row) == ids_in(state_of(*WORDS).masks(tokens, ())[0])
+
+
+def test_nothing_is_forced_where_there_is_a_choice() -> None:
+    state = state_of("aab", "aac")
+    assert state.follow([])
+    assert text_of(state.forced(8)) in ("a", "aa")
+    assert text_of(state.forced(1)) == "a"
+    assert state.follow([0, 0])
+    assert state.forced(8) == []
+
+
+def test_the_end_is_allowed_where_the_grammar_accepts() -> None:
+    state = state_of("ab", "abc")
+    assert EOS not in ids_in(state.masks([0], ())[0])
+    assert ids_in(state.masks([0, 1], ())[0]) == {TEXTS.index("c"), EOS}
+    assert state.follow([0, 1, EOS])
+    assert state.is_over
+    assert state.follow([0, 1])
+    assert not state.is_over
+
+
+def test_a_span_of_thought_is_free() -> None:
+    state = state_of("ab", "ac", think_start_token_id=THINK, think_end_token_id=THOUGHT)
+    start = {0, TEXTS.index("ab"), THINK}
+    rows = state.masks([], [THINK, 4, 4, THOUGHT, 0, 1])
+    assert [ids_in(row) for row in rows] == [
+        start,
+        ALL,
+        ALL,
+        ALL,
+        start - {THINK},
+        {1, TEXTS.index("c")},
+        ALL,
+    ]
+    assert state.masks([], [0])[1].tolist() == state.masks([THINK, THOUGHT, 0], [])[0].tolist()
+    assert state.follow([THINK])
+    assert (state.forced(8), state.is_over, state.accepts) == ([], False, False)
+    inside = state_of("ab", "ac", think_start_token_id=THINK, think_end_token_id=THOUGHT, is_thinking=True)
+    assert [ids_in(row) for row in inside.masks([], [4, THOUGHT])] == [ALL, ALL, start - {THINK}]
+
+
+def kind(name: str, source: str = "") -> Grammar:
+    return Grammar(GrammarKind(name), source)
+
+
+@pytest.fixture(scope="module")
+def demo() -> Grammars:
+    return Grammars((DEMO_TARGET / "tokenizer.json").read_text, 2048, [0])
+
+
+def tokens_of(text: str) -> list[int]:
+    from tokenizers import Tokenizer
+
+    ids: list[int] = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json")).encode(text).ids
+    return ids
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Ünï", "b"]}, "age": {"type": "integer", "minimum": 3, "maximum": 12}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "accepted", "refused"),
+    [
+        (kind("json_object"), ['{"a": [1, {"b": null}]}'], ["[1]", "{"]),
+        (
+            kind("json_schema", json.dumps(SCHEMA)),
+            ['{"name": "Ünï", "age": 12}'],
+            ['{"name": "b", "age": 13}', '{"name": "c", "age": 5}', '{"name": "b"}'],
+        ),
+        (kind("regex", r"[a-z]+\d{2}"), ["ab12"], ["ab1", "12"]),
+        (kind("choice", '["yes", "no\\n\\"", "é"]'), ["yes", 'no\n"', "é"], ["y", "no"]),
+        (kind("grammar", 'root ::= "a" b\nb ::= "b" | "c" b'), ["ab", "accb"], ["b", "ac"]),
+        (kind("grammar", 'start: "a" /[0-9]+/'), ["a42"], ["a"]),
+    ],
+)
+def test_each_kind_of_grammar(
+    demo: Grammars, grammar: Grammar, accepted: Sequence[str], refused: Sequence[str]
+) -> None:
+    state = demo.compiled(grammar)
+    for text in accepted:
+        assert state.follow(tokens_of(text))
+        assert state.accepts
+    for text in refused:
+        assert not (state.follow(tokens_of(text)) and state.accepts)
+
+
+def test_what_json_forces_is_spelled_as_the_tokenizer_does(demo: Grammars) -> None:
+    state = demo.compiled(kind("json_schema", json.dumps(SCHEMA)))
+    assert state.follow([])
+    forced = state.forced(99)
+    assert forced == tokens_of('{"name": "b"')[: len(forced)]
+    assert len(forced) > 2
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        (kind("json_schema", "{"), "json_schema cannot be used"),
+        (
+            kind("json_schema", '{"type": "array", "uniqueItems": true}'),
+            r'Unimplemented keys: \["uniqueItems"\]',
+        ),
+        (kind("json_schema", '{"enum": []}'), "Unsatisfiable"),
+        (kind("regex", "("), "unclosed group"),
+        (kind("choice", "{"), "choice cannot be used"),
+        (kind("grammar", "root ::= other"), "grammar cannot be used"),
+        (kind("grammar", "root ::= " + "(" * 5000), "recursion"),
+    ],
+)
+async def test_what_cannot_be_compiled_is_refused_in_a_line(
+    demo: Grammars, grammar: Grammar, reason: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=reason) as refusal:
+        await demo.open(grammar)
+    assert "\n" not in str(refusal.value)
+
+
+async def test_sequences_of_one_grammar_share_nothing_but_its_compilation() -> None:
+    grammars = tiny_grammars()
+    grammar = Grammar(GrammarKind.REGEX, "a|bc+")
+    first, second = [await grammars.open(grammar) for _ in range(2)]
+    assert first.follow([1])
+    assert ids_in(second.masks([], ())[0]) == {0, 1, TEXTS.index("bc")}
+
+
+async def test_a_tokenizer_without_bytes_is_refused() -> None:
+    unknown = json.dumps(
+        {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}, "added_tokens": []}
+    )
+    with pytest.raises(InvalidRequestError, match="structured output needs a byte-level tokenizer"):
+        await Grammars(lambda: unknown, 1, []).open(Grammar(GrammarKind.REGEX, "a"))

@@ -14,7 +14,7 @@ from coordinator.requests.plan import can_draft_ahead
 from coordinator.requests.validation import REQUEST_RULES, TokenizedRequest, check_request
 from tandem.config import SpeculativeConfig
 from tandem.errors import IncompatibleModelsError, InvalidRequestError, status_code
-from tandem.types import GenerationRequest, ModelInfo, RowKind
+from tandem.types import GenerationRequest, Grammar, GrammarKind, ModelInfo, RowKind
 from tests.unit.coordinator.model_infos import DRAFT, INF, NGRAM, TARGET, deployment
 from tests.unit.coordinator.rejection.builders import SAMPLED
 
@@ -36,6 +36,7 @@ WITH_DRAFT_MODEL = (
     "use a draft service with speculative_method ngram or suffix, turn speculation off for this request, or start the "
     "coordinator with --draft-model-penalties target-only"
 )
+ANY_OBJECT = Grammar(GrammarKind.JSON_OBJECT)
 REQUESTS: list[tuple[str, TokenizedRequest, str]] = [
     ("prompt-not-empty", request(()), "the prompt is empty; it must hold at least one token"),
     (
@@ -129,6 +130,18 @@ REQUESTS: list[tuple[str, TokenizedRequest, str]] = [
         request(frequency_penalty=0.5, presence_penalty=-1.0),
         f"frequency_penalty is 0.5; with a separate draft model it must be 0: {WITH_DRAFT_MODEL}; "
         f"presence_penalty is -1.0; with a separate draft model it must be 0: {WITH_DRAFT_MODEL}",
+    ),
+    (
+        "grammar-ends-the-text",
+        request(grammar=ANY_OBJECT, ignore_eos=True, min_tokens=1),
+        "ignore_eos is true and structured output is asked for; it must be false: the text ends with its form; "
+        "min_tokens is 1 and structured output is asked for; it must be 0: the text ends with its form",
+    ),
+    (
+        "grammar-ends-the-text",
+        request(grammar=ANY_OBJECT, rule="synthetic"),
+        "the rule is synthetic and structured output is asked for; name another rejection_sampling_strategy: synthetic "
+        "acceptance takes tokens whatever they are",
     ),
     (
         "logits-of-draft-model",

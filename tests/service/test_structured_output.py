@@ -1,0 +1,183 @@
+"""Grammars through all services: every rule keeps to them, and speculation changes no text that it must not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.client import Client
+from tandem.engine.models.loading import LoadedModel
+from tandem.engine.rows import masked
+from tandem.errors import InvalidRequestError, TandemError
+from tandem.grammar import Grammars
+from tandem.types import (
+    FinishReason,
+    GenerationRequest,
+    Grammar,
+    GrammarKind,
+    RowKind,
+    TokenRow,
+    Verification,
+)
+from tests.end_to_end.chi_square import critical_value, statistic
+from tests.paths import DEMO_TARGET
+from tests.service.clients import Completed, complete
+from tests.service.engines import Faults, pair
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["ü", "beta"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+JSON = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA))
+WORD = Grammar(GrammarKind.REGEX, "(a|bc){2,9}d{2,4}e")
+REQUEST = GenerationRequest(
+    "def f(", max_tokens=80, temperature=1.0, seed=4, num_speculative_tokens=3, grammar=JSON
+)
+RULES = ("strict", "residual", "block", "typical-acceptance", "logit-comparison")
+BOUND_SECONDS = 300.0
+
+
+@asynccontextmanager
+async def cluster(
+    model: LoadedModel, other_model: LoadedModel, *faults: Faults, **options: Any
+) -> AsyncIterator[Client]:
+    """A client of a pair of tiny models."""
+    async with asyncio.timeout(BOUND_SECONDS), pair(model, other_model, *faults, **options) as (client, _):
+        yield client
+
+
+def assert_fits(completed: Completed) -> None:
+    """The text is of the schema."""
+    value = json.loads(completed.text)
+    assert [*value] == ["name", "age", "tags"]
+    assert len(value["name"]) <= 6
+    assert 0 <= value["age"] <= 99
+    assert set(value["tags"]) <= {"ü", "beta"}
+    assert len(value["tags"]) <= 2
+    assert completed.finish_reason is FinishReason.STOP
+    assert completed.summary.stop_reason is None
+
+
+async def test_every_rule_keeps_to_the_grammar(model: LoadedModel, other_model: LoadedModel) -> None:
+    async with cluster(model, other_model) as client:
+        requests = [replace(REQUEST, temperature=0.0)]
+        requests += [replace(REQUEST, rejection_sampling_strategy=rule) for rule in RULES]
+        requests += [
+            replace(REQUEST, rejection_sampling_strategy="residual", row_kind=RowKind.DENSE, logprobs=2)
+        ]
+        for request in requests:
+            assert_fits(await complete(client, request))
+            word = await complete(client, replace(request, grammar=WORD))
+            assert re.fullmatch("(a|bc){2,9}d{2,4}e", word.text)
+
+
+@pytest.mark.parametrize("options", [{}, {"draft_ahead": "4"}], ids=["plain", "drafting ahead"])
+async def test_greedy_and_strict_texts_are_those_of_the_target_alone(
+    model: LoadedModel, other_model: LoadedModel, options: dict[str, Any]
+) -> None:
+    """With leads of the target as well, and when the target is lost."""
+    faults = (Faults(before={9}), Faults(after={12}), Faults())
+    async with cluster(model, other_model, *faults, target_lead=4, **options) as client:
+        for request in (
+            replace(REQUEST, temperature=0.0),
+            replace(REQUEST, rejection_sampling_strategy="strict"),
+        ):
+            for grammar in (JSON, WORD):
+                own = replace(request, grammar=grammar)
+                alone = await complete(client, replace(own, speculation=False))
+                together = await complete(client, own)
+                assert (together.text, together.token_ids) == (alone.text, alone.token_ids)
+                assert together.stats.rounds < len(together.token_ids)
+
+
+async def test_leads_change_no_text(model: LoadedModel, other_model: LoadedModel) -> None:
+    texts = []
+    for lead in (0, 8):
+        async with cluster(model, other_model, target_lead=lead) as client:
+            request = replace(REQUEST, grammar=WORD, speculation=False, rejection_sampling_strategy="strict")
+            texts.append(await complete(client, request))
+    without, with_lead = texts
+    assert with_lead.token_ids == without.token_ids
+    assert with_lead.stats.lead.rounds > without.stats.lead.rounds == 0
+
+
+async def test_forced_text_takes_a_round(model: LoadedModel, other_model: LoadedModel) -> None:
+    async with cluster(model, other_model) as client:
+        request = replace(REQUEST, grammar=Grammar(GrammarKind.CHOICE, '["a long text of many words"]'))
+        completed = await complete(client, replace(request, speculation=False))
+        assert completed.text == "a long text of many words"
+        assert completed.stats.rounds == 1 < len(completed.token_ids) == completed.stats.accepted + 1
+
+
+async def test_a_target_that_does_not_heed_the_grammar_is_found_out(
+    model: LoadedModel, other_model: LoadedModel
+) -> None:
+    def careless(answer: Verification) -> Verification:
+        return replace(answer, rows=tuple(TokenRow(5) for _ in answer.rows))
+
+    faults = Faults(garbled={2: careless})
+    async with cluster(model, other_model, faults, target_lead=0) as client:
+        with pytest.raises(TandemError, match="token id 5 is forbidden by the request's grammar"):
+            await complete(client, replace(REQUEST, grammar=WORD, temperature=0.0, speculation=False))
+
+
+async def test_refusals_name_what_is_wrong(model: LoadedModel, other_model: LoadedModel) -> None:
+    bad = replace(REQUEST, grammar=Grammar(GrammarKind.JSON_SCHEMA, '{"uniqueItems": true}'))
+    async with cluster(model, other_model, max_grammar_bytes=100) as client:
+        with pytest.raises(InvalidRequestError, match="Unimplemented keys"):
+            await complete(client, bad)
+        with pytest.raises(InvalidRequestError, match="json_schema has 101 bytes; it must be at most 100"):
+            await complete(client, replace(REQUEST, grammar=Grammar(GrammarKind.JSON_SCHEMA, " " * 101)))
+    async with cluster(model, other_model, structured_output="refuse") as client:
+        with pytest.raises(
+            InvalidRequestError, match="a json_schema is asked for and structured_output is refuse"
+        ):
+            await complete(client, REQUEST)
+
+
+@pytest.mark.parametrize("rule", ["residual", "block"])
+async def test_texts_have_the_masked_targets_distribution(
+    model: LoadedModel, other_model: LoadedModel, rule: str
+) -> None:
+    """Of all completions of a small grammar, by the chances of the target's own module."""
+    grammar = Grammar(GrammarKind.REGEX, "[ab][cd][ab]")
+    state = Grammars((DEMO_TARGET / "tokenizer.json").read_text, model.info.vocabulary_size, [0]).compiled(
+        grammar
+    )
+    prompt = (300, 301)
+    expected: dict[tuple[int, ...], float] = {}
+    growing: dict[tuple[int, ...], float] = {(): 1.0}
+    while growing:
+        tokens, mass = growing.popitem()
+        assert state.follow([*tokens])
+        if state.is_over:
+            expected[tokens] = mass
+            continue
+        with torch.inference_mode():
+            logits = model.module(torch.tensor([[*prompt, *tokens]])).logits[:, -1]
+        probs = masked(logits, state.masks(tokens, ()))[0].double().softmax(-1)
+        growing |= {(*tokens, int(i)): mass * float(probs[i]) for i in probs.nonzero().flatten()}
+    async with cluster(model, other_model) as client:
+        request = replace(REQUEST, prompt=prompt, grammar=grammar, rejection_sampling_strategy=rule)
+        texts = await asyncio.gather(*(complete(client, replace(request, seed=seed)) for seed in range(240)))
+    counts = Counter(each.token_ids for each in texts)
+    assert set(counts) <= set(expected)
+    accepted, drafted = (sum(getattr(each.stats, name) for each in texts) for name in ("accepted", "drafted"))
+    assert 0.05 < accepted / drafted < 0.95, "the test needs both accepted and recovered tokens"
+    value, freedom = statistic(counts, expected)
+    assert value < critical_value(freedom)

@@ -37,7 +37,7 @@ from coordinator.settings.coordinator import HttpOptions, RequestBounds
 from tandem.config.rule import broken, refuse
 from tandem.errors import InvalidRequestError
 from tandem.serving.interceptors import RunningCalls
-from tandem.types import Chunk, GenerationRequest
+from tandem.types import Chunk, GenerationRequest, Grammar
 
 BodyT = TypeVar("BodyT", bound=Body)
 
@@ -228,8 +228,11 @@ async def requests_of(
     if sentences:
         # Whoever breaks rules of both kinds is told of all of them. The first request stands for all: their number
         # may be what is wrong.
-        refuse(sentences + await _broken_later(_request(body, prompts[0], 0), prompts[0], models, bounds))
-    return [_request(body, prompt, choice) for prompt in prompts for choice in range(body.choices)]
+        refuse(
+            sentences + await _broken_later(_request(body, prompts[0], 0, None), prompts[0], models, bounds)
+        )
+    grammar = body.grammar
+    return [_request(body, prompt, choice, grammar) for prompt in prompts for choice in range(body.choices)]
 
 
 async def _broken_later(
@@ -264,7 +267,7 @@ async def _chat_prompt(body: Chat, models: Models, chats: Chats, bounds: Request
     )
 
 
-def _request(body: Sampled, prompt: Prompt, choice: int) -> GenerationRequest:
+def _request(body: Sampled, prompt: Prompt, choice: int, grammar: Grammar | None) -> GenerationRequest:
     # What has the same name means the same; what differs follows.
     values = {
         name: value
@@ -278,6 +281,7 @@ def _request(body: Sampled, prompt: Prompt, choice: int) -> GenerationRequest:
         "stop": (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         "stop_token_ids": tuple(body.stop_token_ids or ()),
         "logprobs": body.alternatives,
+        "grammar": grammar,
     }
     if body.top_k == -1:
         values["top_k"] = 0

@@ -15,7 +15,10 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from coordinator.http.errors import SHOWN_CHARACTERS
+from coordinator.http.structured import grammar_of
 from coordinator.settings.coordinator import MAX_CHAT_MESSAGES
+from tandem.errors import InvalidRequestError
+from tandem.types import Grammar
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for `/v1/completions`; a chat continues while there is room."""
@@ -148,12 +151,19 @@ class Sampled(AboutCaller):
     timeout_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Tandem's: how long the completion may take."""
 
-    response_format: Any = _only({"type": "text"}, because=_UNCONSTRAINED)
-    structured_outputs: Any = _only(because=_UNCONSTRAINED)
-    guided_json: Any = _only(because=_UNCONSTRAINED)
-    guided_regex: Any = _only(because=_UNCONSTRAINED)
-    guided_choice: Any = _only(because=_UNCONSTRAINED)
-    guided_grammar: Any = _only(because=_UNCONSTRAINED)
+    response_format: dict[str, Any] | None = None
+    """Form of the text: `{"type": "json_object"}`, or `{"type": "json_schema", "json_schema": {"schema": ...}}`, which
+    holds with `strict` and without ([structured-output.md](structured-output.md))."""
+    structured_outputs: dict[str, Any] | None = None
+    """vLLM's: one of `json` (a schema), `regex`, `choice`, `grammar` and `json_object`."""
+    guided_json: dict[str, Any] | str | None = None
+    """vLLM's older name of `structured_outputs.json`; likewise the next three."""
+    guided_regex: str | None = None
+    """`structured_outputs.regex`."""
+    guided_choice: list[str] | None = None
+    """`structured_outputs.choice`."""
+    guided_grammar: str | None = None
+    """`structured_outputs.grammar`."""
     allowed_token_ids: Any = _only(because=_UNCONSTRAINED)
     bad_words: Any = _only([], because=_UNCONSTRAINED)
     use_beam_search: Any = _only(False, because=_NO_BEAMS)
@@ -195,9 +205,23 @@ class Sampled(AboutCaller):
         """Number of tokens at each position whose log probability to return; None: no log probabilities."""
         raise NotImplementedError
 
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the completion may be.
+
+        Raises:
+            InvalidRequestError: the fields about it contradict each other, or one is not as it should be.
+        """
+        guided = {name: getattr(self, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
+        return grammar_of(self.response_format, self.structured_outputs, guided)
+
     def refusals(self) -> Iterator[str]:
         """A sentence for each field that asks for something that is not to be had."""
         yield from super().refusals()
+        try:
+            self.grammar  # noqa: B018 - for its refusals
+        except InvalidRequestError as error:
+            yield str(error)
         if self.choices < 1:
             yield f"n is {self.choices}; it must be at least 1"
         elif self.prompt_count * self.choices > MAX_CHOICES:

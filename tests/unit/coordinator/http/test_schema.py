@@ -105,6 +105,18 @@ CHANGES: list[tuple[str, Any]] = [
     ("num_speculative_tokens", 3),
     ("rejection_sampling_strategy", "strict"),
     ("speculation", False),
+    ("response_format", {"type": "json_object"}),
+    ("response_format", {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": {}}}),
+    ("structured_outputs", {"json": {"type": "integer"}}),
+    ("structured_outputs", {"json": "{}"}),
+    ("structured_outputs", {"regex": "a+", "choice": None}),
+    ("structured_outputs", {"choice": ["a", "b"]}),
+    ("structured_outputs", {"grammar": 'root ::= "a"'}),
+    ("structured_outputs", {"json_object": True}),
+    ("guided_json", {"type": "integer"}),
+    ("guided_regex", "a+"),
+    ("guided_choice", ["a", "b"]),
+    ("guided_grammar", 'root ::= "a"'),
 ]
 TAKEN: list[tuple[str, Any]] = [
     ("model", "m"),
@@ -120,6 +132,8 @@ TAKEN: list[tuple[str, Any]] = [
     ("prompt_cache_key", "key"),
     ("parallel_tool_calls", True),
     ("best_of", 1),
+    ("response_format", {"type": "text"}),
+    ("structured_outputs", {}),
     ("tools", [{"type": "function", "function": {"name": "f"}}]),
     ("functions", []),
 ]
@@ -146,13 +160,43 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": True, "top_logprobs": 21}, "logprobs is 21"),
     ({"top_logprobs": 2}, "top_logprobs is 2 and logprobs is not true"),
     ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0"),
+    (
+        {"response_format": {"type": "xml"}},
+        'response_format.type is "xml"; it must be text, json_object or json_schema',
+    ),
+    (
+        {"response_format": {"type": "json_schema"}},
+        'response_format.json_schema is null; it must be an object with "sch',
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}},
+        "response_format.json_schema.schema is [1]; it must be a JSON schema",
+    ),
+    ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex is 5; it must be a text"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice is []; it must be a list of texts"),
+    (
+        {"structured_outputs": {"json_object": False}},
+        "structured_outputs.json_object is false; it must be true",
+    ),
+    (
+        {"structured_outputs": {"regex": "a", "json": {}}},
+        "structured_outputs has regex, json; it must have one of",
+    ),
+    (
+        {"structured_outputs": {"structural_tag": "a"}},
+        "structured_outputs has structural_tag; it must have one of",
+    ),
+    (
+        {"guided_regex": "a", "response_format": {"type": "json_object"}},
+        "the completion's form is given 2 times",
+    ),
+    ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos is true and structured output is asked for"),
     ({"best_of": 3}, "best_of is 3; it must be n, 1"),
     ({"tools": [{"type": "function"}]}, "tools is set; it must be empty, or tool_choice none"),
     ({"functions": [{"name": "f"}]}, "functions is set; it must be empty, or function_call none"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "one of them must be false"),
 ]
 ASKING: dict[str, Any] = {
-    "response_format": {"type": "json_object"},
     "length_penalty": 0.5,
     "tool_choice": "required",
     "function_call": {"name": "f"},
@@ -267,7 +311,7 @@ async def test_options_arrive_as_they_are() -> None:
     expected = options | {name: tuple(value) for name, value in lists.items()}
     expected |= {"prompt": "x", "logit_bias": {5: -1.0}, "max_tokens_must_fit": True}
     assert request == GenerationRequest(**expected)
-    assert {field.name for field in fields(GenerationRequest)} == {*expected, "row_kind"}
+    assert {field.name for field in fields(GenerationRequest)} == {*expected, "row_kind", "grammar"}
 
 
 async def test_unset_fields_are_left_to_the_coordinator() -> None:

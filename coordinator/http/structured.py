@@ -1,0 +1,108 @@
+"""What a body says of its completion's form: OpenAI's `response_format`, and vLLM's `structured_outputs`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from coordinator.http.errors import SHOWN_CHARACTERS
+from tandem.errors import InvalidRequestError
+from tandem.types import Grammar, GrammarKind
+
+
+def _schema(name: str, value: Any) -> Grammar:
+    if isinstance(value, str):
+        return Grammar(GrammarKind.JSON_SCHEMA, value)
+    if not isinstance(value, dict | bool):
+        raise _wrong(name, value, "a JSON schema")
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(value, ensure_ascii=False))
+
+
+def _text(kind: GrammarKind) -> Callable[[str, Any], Grammar]:
+    def made(name: str, value: Any) -> Grammar:
+        if not isinstance(value, str):
+            raise _wrong(name, value, "a text")
+        return Grammar(kind, value)
+
+    return made
+
+
+def _choice(name: str, value: Any) -> Grammar:
+    if not isinstance(value, list) or not value or not all(isinstance(each, str) for each in value):
+        raise _wrong(name, value, "a list of texts")
+    return Grammar(GrammarKind.CHOICE, json.dumps(value, ensure_ascii=False))
+
+
+def _object(name: str, value: Any) -> Grammar:
+    if value is not True:
+        raise _wrong(name, value, "true")
+    return Grammar(GrammarKind.JSON_OBJECT)
+
+
+_MAKERS: Mapping[str, Callable[[str, Any], Grammar]] = {
+    "json": _schema,
+    "regex": _text(GrammarKind.REGEX),
+    "choice": _choice,
+    "grammar": _text(GrammarKind.GRAMMAR),
+    "json_object": _object,
+}
+"""Makers of grammars, by vLLM's names."""
+
+
+def grammar_of(
+    response_format: Mapping[str, Any] | None,
+    structured_outputs: Mapping[str, Any] | None,
+    guided: Mapping[str, Any],
+) -> Grammar | None:
+    """The grammar that a body asks for; None for none.
+
+    Args:
+        response_format: OpenAI's field.
+        structured_outputs: vLLM's.
+        guided: vLLM's older ones, by the names of the newer.
+
+    Raises:
+        InvalidRequestError: there are several, or one is not as it should be.
+    """
+    found = [_of_format(response_format), _of_outputs(structured_outputs)]
+    found += [_MAKERS[name](f"guided_{name}", value) for name, value in guided.items() if value is not None]
+    grammars = [grammar for grammar in found if grammar is not None]
+    if len(grammars) > 1:
+        raise InvalidRequestError(
+            f"the completion's form is given {len(grammars)} times; response_format or structured_outputs must say it "
+            "once"
+        )
+    return grammars[0] if grammars else None
+
+
+def _of_format(value: Mapping[str, Any] | None) -> Grammar | None:
+    kind = "text" if value is None else value.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Grammar(GrammarKind.JSON_OBJECT)
+    if kind != "json_schema":
+        raise _wrong("response_format.type", kind, "text, json_object or json_schema")
+    described = (value or {}).get("json_schema")
+    if not isinstance(described, dict) or "schema" not in described:
+        raise _wrong("response_format.json_schema", described, 'an object with "schema"')
+    return _schema("response_format.json_schema.schema", described["schema"])
+
+
+def _of_outputs(value: Mapping[str, Any] | None) -> Grammar | None:
+    given = {name: own for name, own in (value or {}).items() if own is not None}
+    if not given:
+        return None
+    if len(given) > 1 or not given.keys() <= _MAKERS.keys():
+        raise InvalidRequestError(
+            f"structured_outputs has {', '.join(map(str, given))[:SHOWN_CHARACTERS]}; it must have one of "
+            f"{', '.join(_MAKERS)}"
+        )
+    ((name, own),) = given.items()
+    return _MAKERS[name](f"structured_outputs.{name}", own)
+
+
+def _wrong(name: str, value: Any, wanted: str) -> InvalidRequestError:
+    shown = json.dumps(value, ensure_ascii=False, default=str)[:SHOWN_CHARACTERS]
+    return InvalidRequestError(f"{name} is {shown}; it must be {wanted}")

@@ -6,15 +6,16 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
+from coordinator.http.tools import CallReader, Parser
 from coordinator.stats.speculation import add, describe_with_state
 from tandem.speculation_state import SpeculationState
-from tandem.types import Chunk, SpeculationStats, Summary, TokenLogprobs
+from tandem.types import Chunk, FinishReason, SpeculationStats, Summary, TokenLogprobs
 
 PART_BYTES = 32 << 10
 """Large answers are sent in parts of this size: rendering and sending one holds the event loop for less than 1 ms."""
@@ -274,6 +275,43 @@ class ChatAnswer(Answer):
 
     whole_object, piece_object = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl"
+    _readers: Sequence[CallReader] = ()
+    """For each completion, what reads its calls of tools; empty where there are no tools."""
+
+    def read_calls(self, form: Parser | Literal["demanded"]) -> None:
+        """Read calls of tools out of the completions' texts."""
+        self._readers = [CallReader(form) for _ in self.choices]
+
+    def whole(self) -> dict[str, Any]:
+        """See `Answer`."""
+        body = super().whole()
+        for described, choice, reader in zip(body["choices"], self.choices, self._readers, strict=False):
+            content, _ = reader.read(choice.text)
+            content += reader.finish()
+            calls = [call.whole for call in reader.calls]
+            described["message"] |= {"content": content or None} | ({"tool_calls": calls} if calls else {})
+            described["finish_reason"] = self._reason(reader, described["finish_reason"])
+        return body
+
+    def piece(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
+        """See `Answer`."""
+        piece = super().piece(index, chunk)
+        if piece is None or not self._readers:
+            return piece
+        reader = self._readers[index]
+        content, calls = reader.read(chunk.text)
+        if chunk.summary is not None:
+            content += reader.finish()
+        (described,) = piece["choices"]
+        says_more = chunk.summary or chunk.logprobs or self._with_ids or "role" in described["delta"]
+        if not (content or calls or says_more):
+            return None
+        described["delta"] |= {"content": content or None} | ({"tool_calls": calls} if calls else {})
+        described["finish_reason"] = self._reason(reader, described["finish_reason"])
+        return piece
+
+    def _reason(self, reader: CallReader, reason: str | None) -> str | None:
+        return "tool_calls" if reader.calls and reason == FinishReason.STOP.value else reason
 
     def _logprobs(self, choice: Choice, chunk: Chunk) -> dict[str, list[Any]]:
         entries = []

@@ -166,6 +166,10 @@ class Api:
         answer = form(
             request_id, self.model_name, models.tokenizer, len(requests), body.choices, with_ids=with_ids
         )
+        if isinstance(answer, ChatAnswer) and isinstance(body, ChatBody) and body.may_call:
+            assert self._chats.template is not None, "it has made the prompt"
+            is_demanded = body.tool_choice not in (None, "auto")
+            answer.read_calls("demanded" if is_demanded else self._chats.template.calls)
         traceparent = request.headers.get("traceparent", "")
         peer = "" if request.client is None else peer_of_host(request.client.host)
         # The first completion has the request's own name in logs and lists.
@@ -221,6 +225,10 @@ async def requests_of(
         InvalidRequestError: with a sentence for each rule that the body breaks.
     """
     sentences = list(body.refusals())
+    if isinstance(body, ChatBody) and body.may_call and bounds.structured_output == "refuse":
+        sentences.append(
+            "tools is set and structured_output is refuse; it must be empty, or tool_choice none"
+        )
     try:
         prompts = await _prompts(body, models, chats, bounds)
     except InvalidRequestError as error:
@@ -257,11 +265,12 @@ async def _prompts(body: Sampled, models: Models, chats: Chats, bounds: RequestB
 
 
 async def _chat_prompt(body: Chat, models: Models, chats: Chats, bounds: RequestBounds) -> tuple[int, ...]:
+    tools = {"tools": body.tools} if isinstance(body, ChatBody) and body.may_call else {}
     return await chats.prompt(
         [message.fields for message in body.messages or ()],
         models,
         bounds,
-        body.chat_template_kwargs,
+        {**(body.chat_template_kwargs or {}), **tools},
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
     )

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from coordinator.http.tools import parser_of, readable
 from coordinator.requests.plan import Models
 from coordinator.settings.coordinator import MAX_CHAT_MESSAGES, RequestBounds
 from tandem.bounded.process import BoundedProcess, JobError
@@ -117,6 +118,8 @@ class ChatTemplate:
             origin: Where it came from, for error messages.
             refusal: The error that an unusable template raises, here and in `check`.
         """
+        self.calls = parser_of(source)
+        """Form in which the model writes calls of tools."""
         self._special_tokens = special_tokens
         self._origin = origin
         self._refusal = refusal
@@ -161,7 +164,7 @@ class ChatTemplate:
             "tools": None,
             "documents": None,
             **(variables or {}),
-            "messages": [_plain(index, message) for index, message in enumerate(messages)],
+            "messages": [readable(_plain(index, message)) for index, message in enumerate(messages)],
             "add_generation_prompt": add_generation_prompt,
         }
         try:

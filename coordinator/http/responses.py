@@ -32,8 +32,12 @@ def chat_of(body: ResponsesBody) -> ChatBody:
             if item.type != "message":
                 raise InvalidRequestError(f"input.{index}.type is {item.type}; it must be message")
             messages.append(Message(role=item.role, content=_text(index, item.content)))
+    text_form = (body.text or {}).get("format")
+    if isinstance(text_form, dict) and text_form.get("type") == "json_schema":
+        text_form = {"type": "json_schema", "json_schema": {"schema": text_form.get("schema")}}
     return ChatBody(
         messages=messages,
+        response_format=text_form,
         max_completion_tokens=body.max_output_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
@@ -69,7 +73,7 @@ class ResponseObject:
             "parallel_tool_calls": False,
             "previous_response_id": None,
             "temperature": 1.0 if body.temperature is None else body.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": body.text or {"format": {"type": "text"}},
             "tool_choice": "none",
             "tools": [],
             "top_p": 1.0 if body.top_p is None else body.top_p,

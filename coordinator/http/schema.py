@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from coordinator.http.errors import SHOWN_CHARACTERS
 from coordinator.http.structured import grammar_of
+from coordinator.http.tools import demanded, functions_of
 from coordinator.settings.coordinator import MAX_CHAT_MESSAGES
 from tandem.errors import InvalidRequestError
 from tandem.types import Grammar
@@ -329,13 +330,14 @@ class ChatBody(Chat, Sampled):
     top_logprobs: int | None = None
     """Return those of so many alternatives too, up to 20."""
     tools: Items[dict[str, Any]] | None = None
-    """Ignored with `tool_choice: none`, and said so in `X-Tandem-Ignored`; else refused."""
-    tool_choice: Any = _only("none", "auto", because=_UNCONSTRAINED)
+    """Functions that the model may call. Ignored with `tool_choice: none`, and said so in `X-Tandem-Ignored`."""
+    tool_choice: str | dict[str, Any] | None = None
+    """`none`, `auto` (the default with tools), `required`, or a function by name. A grammar binds what is demanded."""
     parallel_tool_calls: bool | None = None
-    """Taken, without effect."""
+    """False: at most one call is demanded by `required`; the model's own choice is not bound."""
     functions: Items[dict[str, Any]] | None = None
     """OpenAI's older name of `tools`, with `function_call`."""
-    function_call: Any = _only("none", "auto", because=_UNCONSTRAINED)
+    function_call: Any = _only("none", "auto", because="use tool_choice")
     add_special_tokens: Any = _only(False, because="the chat template writes special tokens")
     modalities: Any = _only(["text"], because=_TEXT_ONLY)
     audio: Any = _only(because=_TEXT_ONLY)
@@ -347,6 +349,24 @@ class ChatBody(Chat, Sampled):
     include_reasoning: Any = _only(True, because="reasoning is not separated from the answer")
     documents: Any = _only(because="set them in chat_template_kwargs")
     chat_template: Any = _only(because="the template is the server's")
+
+    @property
+    def may_call(self) -> bool:
+        """True if the completion may be calls of tools."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the completion may be; see `Sampled`."""
+        calls = demanded(
+            self.tool_choice, functions_of(self.tools), parallel=self.parallel_tool_calls is not False
+        )
+        form = super().grammar
+        if calls is not None and form is not None:
+            raise InvalidRequestError(
+                "tool_choice demands a call and the text has a form; one of them must be left out"
+            )
+        return calls or form
 
     @property
     def passed_over(self) -> tuple[str, ...]:
@@ -369,9 +389,8 @@ class ChatBody(Chat, Sampled):
     def refusals(self) -> Iterator[str]:
         """A sentence for each field that asks for something that is not to be had."""
         yield from super().refusals()
-        for name, choice in (("tools", "tool_choice"), ("functions", "function_call")):
-            if getattr(self, name) and name not in self.passed_over:
-                yield f"{name} is set; it must be empty, or {choice} none: {_UNCONSTRAINED}"
+        if self.functions and "functions" not in self.passed_over:
+            yield "functions is set; it must be empty, or function_call none: use tools"
         if self.top_logprobs is not None and not self.logprobs:
             yield f"top_logprobs is {self.top_logprobs} and logprobs is not true; it must be"
 
@@ -429,7 +448,7 @@ class ResponsesBody(AboutCaller):
     stream: bool | None = None
     """Send the response as events while it is made."""
     text: dict[str, Any] | None = None
-    """Only the format `text` is supported."""
+    """Its `format` is the text's form: `text`, `json_object`, or `json_schema` with a `schema`."""
     tools: Items[dict[str, Any]] | None = None
     """Ignored with `tool_choice: none`; else refused."""
     tool_choice: str | dict[str, Any] | None = None
@@ -451,10 +470,7 @@ class ResponsesBody(AboutCaller):
     def refusals(self) -> Iterator[str]:
         """A sentence for each field that asks for something that is not to be had."""
         yield from super().refusals()
-        kind = (self.text or {}).get("format", {"type": "text"}).get("type")
-        if kind != "text":
-            yield f"text.format is {kind}; it must be text: {_UNCONSTRAINED}"
         if self.tools and not self.passed_over:
-            yield f"tools is set; it must be empty, or tool_choice none: {_UNCONSTRAINED}"
+            yield "tools is set; it must be empty, or tool_choice none: tools are called in chat completions"
         if any(value is not None for value in (self.reasoning or {}).values()):
             yield "reasoning is set; it must be left out: the answer is not split into reasoning and text"

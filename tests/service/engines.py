@@ -39,20 +39,22 @@ from tests.service.fakes import coordinator, hooked, refusal, serving
 
 EngineT = TypeVar("EngineT", bound=Engine[Any, Any])
 
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+}
+"""Shape of a tiny model."""
+
 Fault = Callable[[Verification], Verification]
 """Corrupts an answer."""
 
 
 def tiny_model(folder: Path, seed: int = 1) -> LoadedModel:
     """One layer of random weights, with the demo pair's tokenizer."""
-    weights = random_model(
-        seed,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-    )
+    weights = random_model(seed, **TINY)
     return load_model(save_model(weights, folder), device="cpu", dtype="float32", threads=1)
 
 

@@ -64,6 +64,10 @@ async def requests(body: Sampled) -> list[GenerationRequest]:
     return made
 
 
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}},
+}
 BOTH = (completion, chat)
 ALONE = {"speculation": False}
 PLAIN = {"messages": [{"role": "user", "content": "other"}], "prompt": [5, 6]}
@@ -74,6 +78,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True},
     "stream_options": {"stream": True},
     "tools": {"tool_choice": "none"},
+    "tool_choice": {"tools": [TOOL]},
 }
 """What a field needs beside it."""
 CHANGES: list[tuple[str, Any]] = [
@@ -117,6 +122,8 @@ CHANGES: list[tuple[str, Any]] = [
     ("guided_regex", "a+"),
     ("guided_choice", ["a", "b"]),
     ("guided_grammar", 'root ::= "a"'),
+    ("tool_choice", "required"),
+    ("tool_choice", {"type": "function", "function": {"name": "f"}}),
 ]
 TAKEN: list[tuple[str, Any]] = [
     ("model", "m"),
@@ -134,7 +141,9 @@ TAKEN: list[tuple[str, Any]] = [
     ("best_of", 1),
     ("response_format", {"type": "text"}),
     ("structured_outputs", {}),
-    ("tools", [{"type": "function", "function": {"name": "f"}}]),
+    ("tools", [TOOL]),
+    ("tool_choice", "auto"),
+    ("tool_choice", "none"),
     ("functions", []),
 ]
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -192,13 +201,23 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos is true and structured output is asked for"),
     ({"best_of": 3}, "best_of is 3; it must be n, 1"),
-    ({"tools": [{"type": "function"}]}, "tools is set; it must be empty, or tool_choice none"),
+    ({"tools": [{"type": "function"}]}, 'tools.0 must be {"type": "function"'),
+    ({"tools": [TOOL, TOOL]}, "tools.1 is named f as another is"),
+    ({"tools": [TOOL], "tool_choice": "any"}, 'tool_choice is "any"; it must be none, auto, required, or'),
+    ({"tool_choice": "required"}, "tool_choice is required; tools must hold it"),
+    (
+        {"tools": [TOOL], "tool_choice": {"function": {"name": "g"}}},
+        "tool_choice is the function g; tools must hold it",
+    ),
+    (
+        {"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
+        "tool_choice demands a call and the text has a form",
+    ),
     ({"functions": [{"name": "f"}]}, "functions is set; it must be empty, or function_call none"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "one of them must be false"),
 ]
 ASKING: dict[str, Any] = {
     "length_penalty": 0.5,
-    "tool_choice": "required",
     "function_call": {"name": "f"},
     "modalities": ["audio"],
     "reasoning_effort": "high",

@@ -37,7 +37,9 @@ async def test_a_grammar_that_takes_too_long_is_refused_and_the_next_one_is_not(
 ) -> None:
     for _ in range(2):  # the second time without trying
         began = time.process_time()
-        with pytest.raises(InvalidRequestError, match=r"cannot be used: it takes more than 2 s"):
+        with pytest.raises(
+            InvalidRequestError, match=r"cannot be used: it (takes more than 2 s|was not done within 30 s)"
+        ):
             await grammars.open(hostile)
         assert time.process_time() - began < 2.0, "not in this process"
     state = await grammars.open(Grammar(GrammarKind.CHOICE, '["a"]'))

@@ -12,6 +12,7 @@ from openai import AsyncOpenAI
 from tokenizers import Tokenizer
 
 from coordinator.service import CoordinatorService
+from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls
 from tests.paths import DEMO_TARGET
 from tests.service.fakes import FakeDraft, FakeTarget, served, settings_over
@@ -56,7 +57,15 @@ async def http_cluster(
     """Run a coordinator over these fakes with an HTTP server, and connect a client to it."""
     async with AsyncExitStack() as stack:
         services = await stack.enter_async_context(served(*([target] if draft is None else [target, draft])))
-        service = CoordinatorService(settings_over(services, **({"http_port": 0} | options)))
+        settings = settings_over(services, **({"http_port": 0} | options))
+        yield await stack.enter_async_context(http_coordinator(settings))
+
+
+@asynccontextmanager
+async def http_coordinator(settings: CoordinatorSettings) -> AsyncIterator[HttpCluster]:
+    """Run a coordinator with an HTTP server, and connect a client to it."""
+    async with AsyncExitStack() as stack:
+        service = CoordinatorService(settings)
         readiness, calls = ReadinessInterceptor(""), RunningCalls()
         service.open_other_endpoints(readiness, calls)
         await service.start()

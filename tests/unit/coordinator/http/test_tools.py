@@ -23,7 +23,8 @@ TEXTS: list[tuple[Any, str, str, list[tuple[str, str]]]] = [
     ),
     (
         "hermes",
-        '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>\n{"name":"g","arguments":{"x":1}}\n</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n'
+        '<tool_call>\n{"name":"g","arguments":{"x":1}}\n</tool_call>',
         "",
         [("f", "{}"), ("g", '{"x":1}')],
     ),

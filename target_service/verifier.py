@@ -194,9 +194,12 @@ class Verifier(EngineOwner[SequenceEngine[Any]]):
 
     async def _grammar(self, grammar: Grammar) -> GrammarState:
         if self._grammars is None:
-            if not self.tokenizer_files:
-                raise InvalidRequestError("the target has no tokenizer.json, which structured output needs")
-            self._grammars = Grammars.of(self.tokenizer_files[0], self.model_info)
+            file = next((path for path in self.tokenizer_files if path.name == TOKENIZER_FILES[0]), None)
+            if file is None:
+                raise InvalidRequestError(
+                    f"the target has no {TOKENIZER_FILES[0]}, which structured output needs"
+                )
+            self._grammars = Grammars.of(file, self.model_info)
         return await self._grammars.open(grammar)
 
 

@@ -87,7 +87,8 @@ class FailoverDrafter:
         """Tokens that may follow, fewer than the completion has room for; none when no draft has any in time."""
         placement = self._placement
         count = min(self._begin_round(), completion.room - 1)
-        if (forced := completion.forced()) is not None and len(forced) >= count:
+        has_begun = self._target is not None and self._target.begun_proposed is not None
+        if not has_begun and (forced := completion.forced()) is not None and len(forced) >= count:
             return self._jumped(completion, forced)
         proposal = None
         try:

@@ -54,7 +54,7 @@ def _object(random: Random, depth: int) -> dict[str, Any]:
 
 
 def _value(random: Random, depth: int) -> dict[str, Any]:
-    kinds = [
+    kinds: list[dict[str, Any]] = [
         {"type": "string", "maxLength": random.randint(3, 12)},
         {"type": "integer", "minimum": random.randint(-9, 0), "maximum": random.randint(1, 999)},
         {"type": "number", "minimum": 0, "maximum": 1, "multipleOf": 0.25},
@@ -127,7 +127,7 @@ async def answers(client: Client, options: argparse.Namespace, temperature: floa
         *(one(number, is_bound=False, tokens=max(length, 1)) for number, length in enumerate(lengths))
     )
     free_seconds = time.perf_counter() - began
-    rounds = sum(0 if each is None else each.stats.rounds for each in bound)
+    rounds = sum(0 if each is None else each.speculation.rounds for each in bound)
     total, valid = sum(lengths), options.answers - len(failures)
     sys.stdout.write(
         f"| {temperature:g} | {valid} of {options.answers} | {total / bound_seconds:.0f} | {total / free_seconds:.0f} "

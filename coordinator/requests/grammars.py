@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 
 from tandem.bounded.process import BoundedProcess, JobError
@@ -22,6 +23,8 @@ class CheckedGrammars:
         self._grammars = grammars
         self._process = BoundedProcess(_WORKER, "grammars wait to be compiled")
         self._known: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._tried: dict[tuple[str, str], asyncio.Task[str]] = {}
+        """Those that are tried now: requests with one grammar wait for one trial."""
 
     async def open(self, grammar: Grammar) -> GrammarState:
         """The state before the first token.
@@ -32,7 +35,11 @@ class CheckedGrammars:
         """
         key = grammar.kind.value, grammar.source
         if key not in self._known:
-            self._known[key] = await self._refusal(grammar)
+            if (trial := self._tried.get(key)) is None:
+                trial = self._tried[key] = asyncio.create_task(self._refusal(grammar))
+                trial.add_done_callback(lambda _: self._tried.pop(key, None))
+            # One that no longer waits must not end it for the others.
+            self._known[key] = await asyncio.shield(trial)
             if len(self._known) > _MAX_KNOWN:
                 self._known.popitem(last=False)
         if refusal := self._known[key]:

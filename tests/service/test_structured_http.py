@@ -60,7 +60,7 @@ async def cluster(
             **options,
         )
         served = await stack.enter_async_context(http_coordinator(settings))
-        yield client_of(served, timeout=SECONDS)
+        yield await stack.enter_async_context(client_of(served, timeout=SECONDS))
 
 
 def options(**more: Any) -> Any:

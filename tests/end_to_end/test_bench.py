@@ -48,12 +48,12 @@ def test_with_fresh_services_the_first_tokens_are_reported_apart(
 ) -> None:
     bench.run(
         [
-            *("--pair", f"{DEMO_TARGET}:{DEMO_DRAFT}", "--contenders", "target-alone,speculative", "--fresh"),
+            *("--pair", f"{DEMO_TARGET}:{DEMO_DRAFT}", "--contenders", "target-alone", "--fresh"),
             *("--rounds", "2", "--max-tokens", "104", "--batch", "1", "--temperature", "0", "--no-prefix"),
         ]
     )
 
-    assert starts == ["target_service", "draft_service", "coordinator"] * 4
+    assert starts == ["target_service", "draft_service", "coordinator"] * 2
     assert "The first 100 tokens, and the rest" in capsys.readouterr().out
 
 
@@ -89,7 +89,7 @@ def test_bench_measures_tandem_and_its_peers(
         [
             *("--pair", f"{DEMO_TARGET}:{DEMO_DRAFT}", "--dtype", "float32", "--threads", "1", "--no-prefix"),
             *("--contenders", "target-alone,speculative,dflash,one-process,vllm"),
-            *("--rounds", "1", "--max-tokens", "8", "--batch", "2", "--steps"),
+            *("--rounds", "1", "--max-tokens", "8", "--batch", "2"),
             *[word for name, file in files.items() for word in (f"--{name}", str(file))],
         ]
     )
@@ -112,12 +112,42 @@ def test_bench_measures_tandem_and_its_peers(
     assert [row.path for row in report.phases] == ["services", "one process"] * 2
     assert len(report.wire) == 2
     assert all(0 < wire.draft < 10_000 and 0 < wire.target < 10_000 for wire in report.wire), report.wire
-    assert {(row.model, row.sequences, row.width) for row in report.steps} >= {
-        ("target", 16, 5),
-        ("draft", 1, 512),
-    }
     assert "Batch 2, temperature 0" in printed
-    assert "## Steps of the engine" in files["markdown"].read_text()
+    assert "## On the wire" in files["markdown"].read_text()
+
+
+@pytest.mark.soak
+def test_the_steps_of_both_engines_are_measured(
+    starts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.run(
+        [
+            *(
+                "--pair",
+                f"{DEMO_TARGET}:{DEMO_DRAFT}",
+                "--contenders",
+                "target-alone",
+                "--steps",
+                "--rounds",
+                "1",
+            ),
+            *(
+                "--batch",
+                "1",
+                "--temperature",
+                "0",
+                "--no-prefix",
+                "--no-phases",
+                "--json",
+                str(tmp_path / "json"),
+            ),
+        ]
+    )
+
+    report = Report.model_validate_json((tmp_path / "json").read_text())
+    rows = {(row.model, row.sequences, row.width) for row in report.steps}
+    assert rows >= {("target", 16, 5), ("draft", 1, 512)}
+    assert "Steps of the engine" in capsys.readouterr().out
 
 
 async def test_a_prefix_that_was_served_before_is_not_read_again(address: str) -> None:

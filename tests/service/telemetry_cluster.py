@@ -23,6 +23,7 @@ from tandem.telemetry.process import Telemetry
 from tandem.telemetry.service import ObservedService
 from tandem.telemetry.settings import TelemetryOptions
 from tandem.types import (
+    DraftedOutcomes,
     GenerationRequest,
     ModelInfo,
     Proposal,
@@ -83,6 +84,9 @@ class Scripted:
         self._fake.apply(self._tokens, step.delta)
         verification: Verification = await self._fake.verified(self._tokens, step)
         return verification
+
+    def expect(self, drafted: DraftedOutcomes) -> None:
+        """Ignore it, likewise."""
 
     def keep(self, token_count: int) -> None:
         """Forget it: nothing is written down at the end."""

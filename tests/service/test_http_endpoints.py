@@ -30,7 +30,6 @@ async def test_responses_by_openais_client(template: Path) -> None:
         )
         await _refused(client, tools=[{"type": "function", "name": "f", "parameters": {}, "strict": True}])
         await _refused(client, previous_response_id="resp_1")
-        await _refused(client, text={"format": {"type": "json_object"}})
     first = TOKENIZER.encode("user: a\n").ids[-1] + 1
     assert answer.output_text == text(first, first + 4)
     assert answer.status == "incomplete"
@@ -90,7 +89,8 @@ async def test_the_api_is_described() -> None:
 
 
 async def test_ignored_fields_are_reported(template: Path) -> None:
-    tools: dict[str, Any] = {"tools": [{"type": "function"}], "tool_choice": "none"}
+    function = {"type": "function", "function": {"name": "f"}}
+    tools: dict[str, Any] = {"tools": [function], "tool_choice": "none"}
     async with http_cluster(FakeTarget(), chat_template=template, unknown_fields="ignore") as cluster:
         for stream in (False, True):
             answer = await cluster.http.post(

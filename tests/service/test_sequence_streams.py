@@ -94,7 +94,7 @@ class Echo(FakeTarget):
 
         async def observed() -> AsyncIterator[target_pb2.VerifyRequest]:
             async for request in request_iterator:
-                self.messages.append(len(request.steps.records) // 28)
+                self.messages.append(len(request.steps.records) // 36)
                 yield request
 
         async for response in super().Verify(observed(), context):
@@ -414,16 +414,16 @@ def raw(first: list[int], *others: list[int]) -> target_pb2.VerifyRequest:
     return message
 
 
-SECOND = [2, 5, 0, 1, 0, 0, 0]
+SECOND = [2, 5, 0, 1, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        (raw([1, -1, 0, 1, 0, 0, 0], SECOND), "delta.base_length is -1"),
-        (raw([1, 5, 0, 1, -1, 0, 0], SECOND), "row_count is -1"),
-        (raw([1, 5, 0, 9, 0, 0, 0], SECOND), "row_kind is 9"),
-        (raw([1, 5, 0, 1, 0, 0, 9], SECOND), "lead is 9"),
+        (raw([1, -1, 0, 1, 0, 0, 0, 0, 0], SECOND), "delta.base_length is -1"),
+        (raw([1, 5, 0, 1, -1, 0, 0, 0, 0], SECOND), "row_count is -1"),
+        (raw([1, 5, 0, 9, 0, 0, 0, 0, 0], SECOND), "row_kind is 9"),
+        (raw([1, 5, 0, 1, 0, 0, 9, 0, 0], SECOND), "lead is 9"),
         (asking((1, 5), (2, 5)), "temperature is -1"),
     ],
 )

@@ -57,7 +57,7 @@ def test_with_fresh_services_the_first_tokens_are_reported_apart(
     assert "The first 100 tokens, and the rest" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_report_of_gpus_without_one(starts: list[str], tmp_path: Path) -> None:
     """`make bench-gpu` on a CPU: the own engine runs, and the run with a vLLM that is not there is left out."""
     gpu.run(

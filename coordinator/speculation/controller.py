@@ -54,6 +54,8 @@ PROBE_SHARE = 0.01
 """Share of the rounds, and of their time, that try what was not chosen: drafting, or drafting ahead."""
 PROBE_ROUNDS = 3
 """Proposals of one request in such a probe: the draft reads the tokens since the last one only once."""
+TURN_ROUNDS = 6
+"""Rounds of one request in a turn: the target alone is asked for the first, and settles after the second."""
 PROBE_WAIT_ROUNDS = 24
 """Rounds in which a probe without any proposal is given up."""
 RENEWAL_ROUNDS = 8
@@ -130,7 +132,7 @@ class Choice:
         self._pause = 1
         self._next_probe = self._next_turn = self._turned_until = 0
         self._turns_to_alone = False
-        self._turn_pause = 2 * PROBE_ROUNDS * load
+        self._turn_pause = 2 * TURN_ROUNDS * load
         self._surprise = 0.0
         """Tokens that the present probe has accepted beyond twice the expected ones and one."""
 
@@ -172,22 +174,24 @@ class Choice:
         """
         has_other = bool(self._other_way.seconds)
         # A gain beyond any surprise is compared later: a prediction may still be wrong by more.
-        is_clear = self._turn_pause <= 2 * PROBE_ROUNDS * self.load and self.gain >= SURPRISE
+        is_clear = self._turn_pause <= 2 * TURN_ROUNDS * self.load and self.gain >= SURPRISE
         may_be_alone = len(self._lengths) > 1 and not is_clear
         self._turns_to_alone = may_be_alone and not (self._turns_to_alone and has_other)
         if not self._turns_to_alone and not has_other:
             self._turn_pause *= 8
             self._next_turn = self._rounds + self._turn_pause
             return
-        self._turned_until = self._rounds + PROBE_ROUNDS * self.load
+        self._turned_until = self._rounds + TURN_ROUNDS * self.load
         if self._turns_to_alone:
-            self.costs.target.doubt(self.load, self.load)
+            self.costs.doubt_alone(self.load)
             seconds = self.way.seconds[0]
         else:
             other = self.ahead.calibration(is_ahead=not self.way.outcomes)
             other.doubt(self.load, self.expected[self.tokens])
             seconds = self._other_way.seconds[self.tokens]
-        self._turn_pause = min(8 * self._turn_pause, self._next(seconds) - self._rounds)
+        self._turn_pause = min(
+            8 * self._turn_pause, TURN_ROUNDS * (self._next(seconds) - self._rounds) // PROBE_ROUNDS
+        )
         self._next_turn = self._rounds + self._turn_pause
 
     @property
@@ -199,11 +203,14 @@ class Choice:
         """K of a probe, if one of the requests should begin one while the target works alone; else 0."""
         if self.tokens or self._rounds < self._next_probe:
             return 0
+        self._put_off_probe()
+        self._surprise = -1.0
+        return self.best_drafting
+
+    def _put_off_probe(self) -> None:
         self._next_probe = self._next(self.way.seconds[self.best_drafting])
         if self.gains.proposals < WINDOW:  # bad luck with the first ones is likely
             self._next_probe = min(self._next_probe, self._rounds + 4 * PROBE_ROUNDS * self.load)
-        self._surprise = -1.0
-        return self.best_drafting
 
     def probed(self, proposed: int, accepted: int) -> None:
         """Count a proposal made while the target works alone. After a surprise the next probe follows at once."""
@@ -277,7 +284,7 @@ class Choice:
             self.tokens = 0
             # What nobody has ever seen propose is asked at once.
             if was and not (is_first and self.gains.proposals < WINDOW):
-                self._next_probe = self._next(self.way.seconds[best])
+                self._put_off_probe()
         elif not was or is_first or hopeful[best] > HYSTERESIS * hopeful[was]:
             self.tokens = best
 
@@ -315,7 +322,7 @@ class RequestSpeculation:
         """Outcomes that the round in progress drafts ahead for, and those that the round before it did."""
         self._own_tokens: int | None = None
         """Best length for its own acceptance; None: follow the shared choice."""
-        self._probe_proposals = self._probe_until = 0
+        self._probe_proposals = self._probe_until = self._led_rounds = 0
         self._probe_tokens = 0
         self._is_beginning = True
         controller.beginning += 1
@@ -435,7 +442,8 @@ class RequestSpeculation:
             self._probe_proposals = max(self._probe_proposals - 1, 0)
         is_ahead = result.awaited_outcome
         if not is_ahead and not self._granted:
-            choice.costs.add(self.load, cost)
+            self._led_rounds = self._led_rounds + 1 if cost.was_led else 0
+            choice.costs.add(self.load, cost, is_settled=self._led_rounds != 1)
         if self._draft_ahead == "auto":
             self._compare_ways(choice, proposed, cost.seconds, is_ahead)
         if is_ahead == bool(choice.way.outcomes) and cost.is_uniform and not cost.was_late:

@@ -204,7 +204,10 @@ class CostModel:
         self.draft = draft
         self._leads = leads
         self.leads_with_proposals = leads_with_proposals
-        self._alone, self._led, self._drafted = RestCosts(), RestCosts(), RestCosts()
+        self._alone, self._drafted = RestCosts(), RestCosts()
+        self._led: dict[int, list[float]] = {}
+        """Rounds that the target begins by itself, by load class: [weight, mean seconds]. Steps that follow each other
+        at once are faster than those between which it waits."""
         self.trips: tuple[float, ...] = (target_trip_seconds, draft_trip_seconds)
         """By health checks: the first guess, since a check takes longer than a message between two steps."""
 
@@ -213,19 +216,38 @@ class CostModel:
         """True if predictions have a level."""
         return self.target.is_known and self.draft.is_known
 
-    def add(self, load: int, cost: RoundCost) -> None:
-        """Count a round, with the sequences that shared the target."""
+    def doubt_alone(self, load: int) -> None:
+        """Let what is known of the target alone weigh as little as one round of all: it was long ago."""
+        self.target.doubt(load, load)
+        if (known := self._led.get(load_class(load))) is not None:
+            known[0] = min(known[0], 1.0)
+
+    def add(self, load: int, cost: RoundCost, *, is_settled: bool = True) -> None:
+        """Count a round, with the sequences that shared the target.
+
+        Args:
+            load: So many requests.
+            cost: What it cost.
+            is_settled: False for the first round that the target began by itself, which follows one that was asked for.
+        """
         weight = 1.0 / cost.verify_sequences
         self.target.add(cost.verify_sequences, cost.verify_tokens, cost.verify_seconds, weight)
         if cost.proposed:
             drafting = max(cost.draft_sequences, 1)
             self.draft.add(drafting, drafting, cost.draft_seconds / cost.proposed, 1.0 / drafting)
-        if cost.is_uniform:
+        if cost.is_uniform and cost.was_led and not cost.proposed:
+            if is_settled:
+                known = self._led.setdefault(load_class(load), [0.0, cost.seconds])
+                known[0] = min(known[0] + 1.0 / load, float(WINDOW))
+                known[1] += (
+                    (min(cost.seconds, 2.0 * SURPRISE * known[1]) - known[1])
+                    / load
+                    / max(known[0], 1.0 / load)
+                )
+        elif cost.is_uniform:
             rest = max(cost.seconds - cost.verify_seconds - cost.draft_seconds, 0.0)
             if cost.proposed:
                 self._drafted.add(load, rest, sum(self.trips), sum(self.trips))
-            elif cost.was_led:
-                self._led.add(load, rest, self.trips[0], 0.0)
             else:
                 self._alone.add(load, rest, self.trips[0], self.trips[0])
 
@@ -240,7 +262,7 @@ class CostModel:
     def rest_seconds(self, load: int, proposed: int) -> float:
         """Predicted seconds of a round beside the services' steps. The way to a target that leads costs nothing."""
         if self._leads and not proposed:
-            return self._led.seconds(load) or 0.0
+            return 0.0
         return self.asked_seconds(load, proposed)
 
     def asked_seconds(self, load: int, proposed: int) -> float:
@@ -256,6 +278,8 @@ class CostModel:
 
     def seconds(self, load: int, proposed: int) -> float:
         """Predicted seconds of a round."""
+        if self._leads and not proposed and (known := self._led.get(load_class(load))) is not None:
+            return known[1]
         drafting = proposed * self.draft_seconds(load) if proposed else 0.0
         return self.verify_seconds(load, proposed) + drafting + self.rest_seconds(load, proposed)
 

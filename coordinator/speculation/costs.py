@@ -157,19 +157,19 @@ class RestCosts:
         """At the load at which it is least; None before any round."""
         return min((mean for _, mean in self._means.values()), default=None)
 
-    def add(self, load: int, seconds: float, way: float, first: float) -> None:
+    def add(self, load: int, seconds: float, way: float) -> None:
         """Count a round of one of so many requests.
 
         Args:
             load: So many requests.
             seconds: What the round took beside the services' steps.
-            way: The way to the services by their health checks; 0 where it is not known.
-            first: What is predicted before any round. The first rounds are cold, so it counts as much as one.
+            way: The way to the services by their health checks; 0 where it is not known. The first rounds are cold, so
+                it counts as much as one.
         """
         known = load_class(load)
         if known not in self._means:
             before = self.seconds(load)
-            self._means[known] = [1.0, (first if before is None else before) if way else seconds]
+            self._means[known] = [1.0, (way if before is None else before) if way else seconds]
         entry = self._means[known]
         entry[0] = min(entry[0] + 1.0 / load, float(WINDOW))
         # Requests that wait for each other make long rounds common: only what is twice a surprise is a pause.
@@ -247,9 +247,9 @@ class CostModel:
         elif cost.is_uniform:
             rest = max(cost.seconds - cost.verify_seconds - cost.draft_seconds, 0.0)
             if cost.proposed:
-                self._drafted.add(load, rest, sum(self.trips), sum(self.trips))
+                self._drafted.add(load, rest, sum(self.trips))
             else:
-                self._alone.add(load, rest, self.trips[0], self.trips[0])
+                self._alone.add(load, rest, self.trips[0])
 
     def verify_seconds(self, load: int, proposed: int) -> float:
         """Predicted seconds of a verification in which each of `load` sequences has so many proposed tokens."""

@@ -239,11 +239,7 @@ class CostModel:
             if is_settled:
                 known = self._led.setdefault(load_class(load), [0.0, cost.seconds])
                 known[0] = min(known[0] + 1.0 / load, float(WINDOW))
-                known[1] += (
-                    (min(cost.seconds, 2.0 * SURPRISE * known[1]) - known[1])
-                    / load
-                    / max(known[0], 1.0 / load)
-                )
+                known[1] += (min(cost.seconds, 2.0 * SURPRISE * known[1]) - known[1]) / load / known[0]
         elif cost.is_uniform:
             rest = max(cost.seconds - cost.verify_seconds - cost.draft_seconds, 0.0)
             if cost.proposed:

@@ -133,7 +133,7 @@ class ModelServerSettings(RevisionOptions, ServerSettings):
     """How the weights are quantized: fp8, awq, gptq and others. By default what config.json says. For the engine vllm,
     vLLM's name."""
     load_format: str | None = None
-    """How weights are read: safetensors, fastsafetensors, runai_streamer, sharded_state, bitsandbytes or dummy. By
+    """How weights are read: safetensors, fastsafetensors, runai_streamer, bitsandbytes or dummy. By
     default safetensors. For the engine vllm, vLLM's name."""
     kv_cache_dtype: str | None = None
     """Type of the KV cache, such as fp8. By default the type to compute in. For the engine vllm, vLLM's name."""

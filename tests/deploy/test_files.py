@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from draft_service.settings import DraftSettings
-from tandem.engine_vllm.adapter import TESTED_RELEASE
 from tandem.settings import ModelServerSettings, load_settings
+from tandem.vllm_contract import TESTED_RELEASE
 from target_service.settings import TargetSettings
 from tests.deploy.compose import COMPOSE_FILE, interpolated, services
 from tests.deploy.dockerfile import Dockerfile

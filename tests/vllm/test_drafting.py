@@ -18,17 +18,9 @@ from tandem.engine.core.selection import Backends
 from tandem.engine.models.loading import load_model
 from tandem.engine.settings import EngineSettings
 from tandem.types import Delta, DraftOptions, ProposeStep, SparseDistribution
-from tests.unit.draft_service.test_ahead import (
-    BUDGET,
-    GREEDY,
-    STRICT,
-    SUPPORT,
-    K,
-    assert_as_if_asked,
-    proposed,
-    pushed,
-)
+from tests.unit.draft_service.test_ahead import GREEDY, STRICT, SUPPORT, K, proposed
 from tests.unit.engine.tiny_models import MAX_LENGTH, save_checkpoint
+from tests.unit.engine_vllm.test_branches import drafted_rounds
 from tests.vllm.families import FAMILIES
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
@@ -63,18 +55,12 @@ async def test_proposals_and_what_follows_them_are_those_of_the_embedded_engine(
 ) -> None:
     over_vllm, own = proposers
     assert over_vllm.model_info.drafts_ahead
-    async with over_vllm.sequence(options) as sequence, own.sequence(options) as other:
-        text = tuple(7 * index % 90 + 3 for index in range(70))
-        for number in range(4):
-            step = ProposeStep(Delta(0, text), K, BUDGET)
-            answer, expected = await proposed(sequence, step), await proposed(other, step)
+    async with own.sequence(options) as other:
+        prompt = tuple(7 * index % 90 + 3 for index in range(70))
+        async for text, answer in drafted_rounds(over_vllm, options, prompt):
+            expected = await proposed(other, ProposeStep(Delta(0, text), K))
             assert answer.token_ids == expected.token_ids
             for given, known in zip(answer.distributions, expected.distributions, strict=True):
                 assert isinstance(given, SparseDistribution)
                 assert isinstance(known, SparseDistribution)
                 np.testing.assert_allclose(given.probs, known.probs, atol=1e-3)
-            before = (*text, *answer.token_ids)
-            drafted = await pushed(sequence)
-            await assert_as_if_asked(over_vllm, options, before, drafted)
-            accepted, token_id = drafted.outcomes[0] if number % 2 else (1, 7)
-            text = (*before[: len(text) + accepted], token_id)

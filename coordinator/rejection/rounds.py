@@ -121,7 +121,7 @@ class MessageRounds:
     """The rounds that one message of a target answers.
 
     The rounds of a rule are decided when the first acceptance is asked for: numpy takes microseconds to begin,
-    whatever the number of rows (docs/benchmarks.md). Rounds that come later are decided with each other.
+    whatever the number of rows (docs/measurements.md). Rounds that come later are decided with each other.
     """
 
     def __init__(self) -> None:

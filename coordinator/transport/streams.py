@@ -29,7 +29,7 @@ _MAX_SECONDS = 60.0
 """A stream older than this accepts no new sequences, so that a renewed access token comes into use."""
 ANSWERS_PER_TURN = 32
 """Answers of one message that are handed out in one turn of the event loop. A round takes some 40 us, so the questions
-of so many leave together, and do not wait for the rounds of hundreds of others (docs/benchmarks.md)."""
+of so many leave together, and do not wait for the rounds of hundreds of others (docs/measurements.md)."""
 FINISH_SECONDS = 0.5
 """How long a service may take to let go of a sequence before it is dropped. The end of a request waits for it."""
 

@@ -20,7 +20,7 @@ def wait_asleep() -> None:
 _SWITCH_SECONDS = 0.0005
 """Time for which a thread of this process may hold the interpreter while another waits. Python's default is 5 ms, as
 long as a small model's step. The engine's thread needs the interpreter several times in a step, and the event loop,
-which answers the step before, would hold it for as long as it has work. docs/engine.md has the measurement."""
+which answers the step before, would hold it for as long as it has work. docs/measurements.md has the measurement."""
 
 
 def switch_early() -> None:

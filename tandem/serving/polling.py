@@ -9,7 +9,7 @@ _NO_EVENT_ENGINE = "-event_engine_client,-event_engine_listener"
 """gRPC's own names. With its event engine, other threads wait for sockets and pass data to the thread in which
 `grpc.aio`
 waits: each message wakes one more thread, at each end. Without it, that thread waits for the sockets itself.
-docs/benchmarks.md has the measurements."""
+docs/measurements.md has the measurements."""
 
 
 def wait_in_one_thread() -> None:

@@ -37,7 +37,7 @@ from tests.service.engines import started
 from tests.service.fakes import coordinating, serving
 
 logger = logging.getLogger(__name__)
-"""Logs the numbers for docs/reliability.md; `make soak` shows them."""
+"""Logs the numbers for docs/measurements.md; `make soak` shows them."""
 
 GONE_SECONDS = 1.0
 SPECULATIVE_TOKENS = 2

@@ -23,7 +23,7 @@ from tests.service.engines import Faults, draft, target
 from tests.service.fakes import coordinating
 
 logger = logging.getLogger(__name__)
-"""Logs the numbers for docs/reliability.md; `make soak` shows them."""
+"""Logs the numbers for docs/measurements.md; `make soak` shows them."""
 
 GREEDY = GenerationRequest(
     "def f(", max_tokens=24, temperature=0.0, num_speculative_tokens=3, ignore_eos=True

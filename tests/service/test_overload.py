@@ -25,7 +25,7 @@ from tests.service.fakes import FakeDraft, FakeTarget, cluster
 from tests.service.overload_cluster import LONG, MAX_MIB, EndlessDraft, EndlessTarget, coordinator_process
 
 logger = logging.getLogger(__name__)
-"""Logs the numbers for docs/reliability.md; `make soak` shows them."""
+"""Logs the numbers for docs/measurements.md; `make soak` shows them."""
 
 pytestmark = pytest.mark.slow
 

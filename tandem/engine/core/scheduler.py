@@ -154,7 +154,7 @@ _PATIENCE = 0.3
 
 They return within a round trip, and a step without them costs nearly as much as one with them. Without any patience,
 the first to return runs alone, the others follow together, and from then on each token pays for two steps.
-docs/engine.md has the measurements.
+docs/measurements.md has the measurements.
 """
 
 

@@ -53,12 +53,6 @@ _FLAGS = {"json_file": "--json", "markdown_file": "--markdown"}
 """Options whose plain name would hide a method of the class."""
 _MACHINES_OWN = ("--vllm-python", "--max-python", "--cache-folder")
 """Options whose values mean nothing on other machines."""
-_WIDTH = 132
-"""Width of tables in a pipe or a file, in characters."""
-_PAUSE_SECONDS = 0.2
-"""Between two contenders: the threads of one may spin for a moment after their last step."""
-_WARM_UP_TOKENS = 8
-_MAX_PREFIX_ROUNDS = 3
 _ENDING_TOKENS = 32
 """Room for what follows a prefix."""
 
@@ -209,7 +203,8 @@ def run(arguments: Sequence[str], program: str = "tandem bench") -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     console = Console()
-    show(console if console.is_terminal else Console(width=_WIDTH), report)
+    # Wide enough for the tables, in a pipe or a file
+    show(console if console.is_terminal else Console(width=132), report)
     write(report, settings.json_file, settings.markdown_file)
 
 
@@ -366,7 +361,7 @@ class _Run:
         """Run the rounds, and one before them to warm up."""
         for number in range(-1, self.settings.rounds):
             for batch, temperature in self._cells():
-                tokens = self.settings.max_tokens if number >= 0 else _WARM_UP_TOKENS
+                tokens = self.settings.max_tokens if number >= 0 else 8
                 prompts = chosen(self.prompts, batch, max(number, 0))
                 workload = Workload(prompts, temperature, tokens, seed=1000 * (number + 1))
                 for name in rotated(self.settings.contenders, number):
@@ -376,7 +371,8 @@ class _Run:
                         continue
                     what = f"round {number + 1} of {self.settings.rounds}" if number >= 0 else "warm-up"
                     self.progress(f"{what}: batch {batch}, temperature {temperature:g}, {kind.title}")
-                    await asyncio.sleep(_PAUSE_SECONDS)
+                    # The threads of the last one may spin for a moment after their last step
+                    await asyncio.sleep(0.2)
                     try:
                         outcome = await self._run(name, started, workload)
                     except TandemError as error:
@@ -422,7 +418,7 @@ class _Run:
             services(self.setup, prefix_caching=True, with_ahead=False) as addresses,
             through(addresses.coordinator) as contender,
         ):
-            return await prefix_gain(contender, self.prompts, min(self.settings.rounds, _MAX_PREFIX_ROUNDS))
+            return await prefix_gain(contender, self.prompts, min(self.settings.rounds, 3))
 
 
 def _machine(settings: BenchSettings, load_before: float) -> Machine:

@@ -19,8 +19,6 @@ ItemT = TypeVar("ItemT")
 CACHE_FOLDER = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tandem" / "bench"
 """Default folder of shaped pairs."""
 _READY = "ready on "
-_STOP_SECONDS = 60.0
-"""Longer than the services' own drain."""
 
 
 class Contender(Protocol):
@@ -56,7 +54,8 @@ async def process(package: str, *options: str) -> AsyncIterator[tuple[str, int]]
     finally:
         if started.returncode is None:
             started.terminate()
-            await asyncio.wait_for(started.wait(), _STOP_SECONDS)
+            # Longer than a service takes to drain
+            await asyncio.wait_for(started.wait(), 60.0)
 
 
 @asynccontextmanager

@@ -242,10 +242,6 @@ def steps_of(
     )
 
 
-_FIRST = 0x4E00
-"""Each token is one character, of a range that is long enough, and whose first code point is a multiple of 64."""
-
-
 @dataclass(slots=True)
 class _Served:
     language: Language
@@ -300,7 +296,8 @@ class _Served:
 
 def text(tokens: list[int]) -> str:
     """The text of tokens."""
-    return "".join(chr(_FIRST + token) for token in tokens)
+    # One character each, of a range that is long enough, and whose first code point is a multiple of 64
+    return "".join(chr(0x4E00 + token) for token in tokens)
 
 
 def ids_of(prompt: str | list[int]) -> list[int]:

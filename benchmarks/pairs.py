@@ -15,11 +15,8 @@ from tandem.errors import ConfigurationError
 from tandem.model_sources import hub
 
 DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
-PROMPT_COUNT = 64
 _FORM = "shaped:TARGET_PARAMETERS:DRAFT_LAYERS:AGREEMENT, for instance shaped:200M:1:0.8"
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9}
-_LAYERS = 32
-"""Wanted where the parameters allow it: Llama 3.1 8B has as many."""
 _WIDTHS = range(128, 16_385, 128)
 _SMALLEST, _LARGEST = 5e5, 1e11
 
@@ -95,7 +92,8 @@ class ShapedPair:
 
     def _distance(self, shape: Shape) -> float:
         off = abs(math.log(shape.parameters / self.parameters))
-        return 10 * off + abs(math.log(shape.layers / _LAYERS))
+        # As many layers as Llama 3.1 8B, where the parameters allow it
+        return 10 * off + abs(math.log(shape.layers / 32))
 
 
 def parse_shaped(text: str) -> ShapedPair:
@@ -128,7 +126,7 @@ class Pair:
     def prompts(self) -> list[tuple[int, ...]]:
         """Beginnings of real functions, as token ids of the pair's own tokenizer."""
         tokenizer = Tokenizer.from_file(str(self.target / "tokenizer.json"))
-        return [tuple(tokenizer.encode(prompt.text).ids) for prompt in held_out_prompts(PROMPT_COUNT)]
+        return [tuple(tokenizer.encode(prompt.text).ids) for prompt in held_out_prompts(64)]
 
 
 def open_pair(text: str, cache_folder: Path, device: str) -> Pair:

@@ -27,13 +27,6 @@ ROOT = Path(__file__).resolve().parents[1]
 
 FIRST_TOKENS = 100
 """Tokens of a completion that count apart: a controller that has just started learns while they are written."""
-_LINE_LIMIT_BYTES = 64 << 20
-"""An outcome is one line: by default asyncio reads 64 KiB of it."""
-_START_SECONDS = 900.0
-"""vLLM compiles its models at start, which takes minutes."""
-_RUN_SECONDS = 600.0
-_STOP_SECONDS = 20.0
-"""After that an engine that hangs is killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +127,7 @@ class Peer:
         Raises:
             PeerError: it could not, or ended.
         """
-        return Outcome.from_json(await self.ask(asdict(workload), _RUN_SECONDS))
+        return Outcome.from_json(await self.ask(asdict(workload), 600.0))
 
     async def ask(self, message: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Send a line and read one.
@@ -174,6 +167,7 @@ async def peer(name: str, command: list[str], setup: dict[str, Any], log: Path) 
     python, *module = command
     with log.open("wb") as errors:
         try:
+            # An outcome is one line: by default asyncio reads 64 KiB of it
             process = await asyncio.create_subprocess_exec(
                 *(python, "-m", *module),
                 stdin=asyncio.subprocess.PIPE,
@@ -181,13 +175,14 @@ async def peer(name: str, command: list[str], setup: dict[str, Any], log: Path) 
                 stderr=errors,
                 cwd=ROOT,
                 env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"},
-                limit=_LINE_LIMIT_BYTES,
+                limit=64 << 20,
             )
         except OSError as error:
             raise PeerError(f"{name} did not start: {python}: {error.strerror or error}") from error
         try:
             running = Peer(name, process)
-            await running.ask(setup, _START_SECONDS)
+            # vLLM compiles its models at start, which takes minutes
+            await running.ask(setup, 900.0)
             yield running
         finally:
             await _stop(process)
@@ -197,7 +192,8 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
     assert process.stdin is not None
     process.stdin.close()
     try:
-        async with asyncio.timeout(_STOP_SECONDS):
+        # An engine that hangs is killed
+        async with asyncio.timeout(20.0):
             await process.wait()
     except TimeoutError:
         process.kill()

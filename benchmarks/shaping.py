@@ -27,9 +27,6 @@ ENTROPY_NATS = 2.5
 _POSITIONS = 512
 """Random tokens on which agreement is measured: a share of 0.8 has a standard error of 0.018."""
 _SEED = 1
-_STEPS = 12
-"""Bisections of the scale, an interval of e^8.3."""
-_CLOSE_ENOUGH = 0.01
 
 
 def shaped_pair(asked: ShapedPair, cache: Path, device: str = "cpu") -> tuple[Path, Path, dict[str, Any]]:
@@ -129,12 +126,13 @@ def bisect(rising: Callable[[float], float], wanted: float) -> float:
     scale."""
     low, high = math.log(1e-3), math.log(4.0)
     best, distance = 1.0, math.inf
-    for _ in range(_STEPS):
+    # Of an interval of e^8.3
+    for _ in range(12):
         middle = (low + high) / 2
         reached = rising(math.exp(middle))
         if abs(reached - wanted) < distance:
             best, distance = math.exp(middle), abs(reached - wanted)
-        if distance <= _CLOSE_ENOUGH:
+        if distance <= 0.01:
             break
         low, high = (middle, high) if reached < wanted else (low, middle)
     return best

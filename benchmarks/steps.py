@@ -23,7 +23,6 @@ PAST_TOKENS = 200
 _ROOM = 768
 """Tokens of a sequence's pages: the longest step, and more than the earlier tokens of a short one."""
 _SEQUENCES = max(count for count, _ in SIZES)
-_REPEATS = 15
 _READ_BYTES = 1 << 28
 """More than the caches of a processor hold."""
 
@@ -83,7 +82,7 @@ def step_rows(role: str, setup: Setup) -> list[StepRow]:
 def _milliseconds(works: dict[str, Work], clock: Callable[[], float]) -> dict[str, list[float]]:
     """Time each work in turn, after one run of each that is not counted."""
     taken: dict[str, list[float]] = {name: [] for name in works}
-    for number in range(-1, _REPEATS):
+    for number in range(-1, 15):
         for name, work in works.items():
             began = clock()
             work()

@@ -6,11 +6,6 @@ import asyncio
 from collections import Counter, deque
 from itertools import count
 
-_FEW = 4
-"""A client that holds fewer places than this may have one of the extra places."""
-_EXTRA_SHARE = 8
-"""One extra place for so many."""
-
 _Turn = tuple[int, "asyncio.Future[None]"]
 """Number in order of arrival, and what the request waits for."""
 
@@ -43,7 +38,8 @@ class FairPlaces:
 
     def has_room(self, client: str) -> bool:
         """True if the client would get a place at once. Whoever waits already cannot have it."""
-        holds_few = client != "" and self._held_by[client] < _FEW
+        # Those with few places may have one of the extra places
+        holds_few = client != "" and self._held_by[client] < 4
         return self.held < self._places + (self._extra if holds_few else 0)
 
     async def take(self, client: str) -> None:
@@ -104,4 +100,4 @@ class FairPlaces:
 
 def extra_places(places: int) -> int:
     """The usual number of extra places."""
-    return places // _EXTRA_SHARE
+    return places // 8

@@ -75,7 +75,6 @@ class _GrpcConnection:
                 served.output_tokens += len(chunk.token_ids)
 
 
-_CONNECT_SECONDS = 10.0
 _ERRORS: dict[int, type[TandemError]] = {
     401: UnauthenticatedError,
     403: PermissionDeniedError,
@@ -134,7 +133,7 @@ async def served_model(origin: str, token: str = "") -> str:
 
 def _client(origin: str, token: str) -> httpx2.AsyncClient:
     headers = {"authorization": f"Bearer {token}"} if token else {}
-    timeout = httpx2.Timeout(None, connect=_CONNECT_SECONDS)
+    timeout = httpx2.Timeout(None, connect=10.0)
     return httpx2.AsyncClient(base_url=origin, headers=headers, timeout=timeout, trust_env=False)
 
 

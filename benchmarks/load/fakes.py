@@ -243,8 +243,6 @@ _SUPPORT_SIZE = 24
 """Ids of a draft's distribution, about as many as hold 0.98 of the demo draft's mass at temperature 1."""
 _FIRST_ID = 300
 """Lower ids are special tokens and single bytes, which are no characters on their own."""
-_MULTIPLIER = 2654435761
-"""Knuth's multiplicative hash (The Art of Computer Programming, volume 3, 6.4)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +279,8 @@ class Script:
 
 
 def _hash(number: int) -> int:
-    return (number * _MULTIPLIER & 0xFFFFFFFF) >> 8
+    # Knuth's multiplicative hash (The Art of Computer Programming, volume 3, 6.4)
+    return (number * 2654435761 & 0xFFFFFFFF) >> 8
 
 
 def _other(token_id: int) -> int:

@@ -64,8 +64,6 @@ Without --address and --http a coordinator runs before two scripted services, so
 arrive as a Poisson process and have log-normal lengths; --seed decides both. Options are named as those of `vllm bench
 serve`."""
 RULES = ("greedy", "strict", "residual", "block")
-_WARM_UP = 8
-"""Requests before those that are measured."""
 _FIRST_ID, _IDS = 300, 1000
 """Prompts consist of these ids: lower ones are special tokens and single bytes."""
 _PLACES = {
@@ -287,7 +285,8 @@ async def _measure(options: argparse.Namespace) -> LoadReport:
             is_paced = not math.isinf(rate)
             return await send(server.connect, wanted, options.clients, temperature, is_paced=is_paced)
 
-        await sent(_WARM_UP, math.inf, options.seed + 1)
+        # To warm up
+        await sent(8, math.inf, options.seed + 1)
         before, waits = server.used(), server.waits()
         served = await sent(options.requests or 4 * options.clients, options.rate, options.seed)
         found = figures(served, options.bounds, options.percentiles)

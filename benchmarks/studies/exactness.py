@@ -36,14 +36,12 @@ SHORTEST, LONGEST = 30, 100
 """Tokens of a prompt."""
 LAST_STEPS = (5, 5, 1, 1, 1, 1, 1)
 """Tokens of the steps that follow a prompt's first part."""
-_CHARACTERS_PER_TOKEN = 8
-"""More than any tokenizer takes on average for source code."""
-_RESAMPLES = 1000
 
 
 def prompts(folder: Path, count: int) -> list[list[int]]:
     """Token ids of `count` pieces of source code, each of another length."""
-    characters = count * LONGEST * _CHARACTERS_PER_TOKEN
+    # More than any tokenizer takes on average for source code
+    characters = count * LONGEST * 8
     token_ids = iter(Tokenizer.from_file(str(folder / "tokenizer.json")).encode(source_text(characters)).ids)
     lengths = [SHORTEST + 37 * index % (LONGEST - SHORTEST + 1) for index in range(count)]
     return [[next(token_ids) for _ in range(length)] for length in lengths]
@@ -102,7 +100,7 @@ def ratio_interval(ours: SequenceOf[FloatArray], theirs: SequenceOf[FloatArray])
     """95 % interval of the ratio of two mean errors, by drawing prompts with replacement."""
     generator = np.random.default_rng(0)
     sums = np.array([(mine.sum(), other.sum()) for mine, other in zip(ours, theirs, strict=True)])
-    drawn = sums[generator.integers(len(sums), size=(_RESAMPLES, len(sums)))].sum(axis=1)
+    drawn = sums[generator.integers(len(sums), size=(1000, len(sums)))].sum(axis=1)
     low, high = np.quantile(drawn[:, 0] / drawn[:, 1], (0.025, 0.975))
     return float(low), float(high)
 

@@ -15,8 +15,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
 CONTEXTS = (2_048, 8_192, 32_768, 131_072)
 SHARE = 0.9
 """Default of `device_memory_utilization` on a GPU."""
-_NUMBER_BYTES = 2
-"""Of a key or a value, in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,8 @@ class Model:
         """Bytes of keys and values of a request on each GPU. A head is on one of them, or on several that share it."""
         heads = max(1, self.kv_heads // gpus)
         kept = (self.layers - self.windowed_layers) * tokens + self.windowed_layers * min(tokens, self.window)
-        return kept * heads * self.head_numbers * _NUMBER_BYTES
+        # Two bytes for a key or a value in bfloat16
+        return kept * heads * self.head_numbers * 2
 
 
 LLAMA_8B = Model("Llama-3.1-8B", 32, 8, 256, "bfloat16", 16.1, 131_072)

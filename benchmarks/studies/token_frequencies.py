@@ -17,10 +17,6 @@ from rich.console import Console
 
 from tandem.audit.client import Budget, Completion, connected
 
-_CHOICES = 64
-"""Completions of one request."""
-_MIN_EXPECTED = 5.0
-
 
 def compared(completions: list[Completion], position: int) -> str:
     """Frequencies at a position of completions that are equal up to it."""
@@ -30,7 +26,7 @@ def compared(completions: list[Completion], position: int) -> str:
     tops = [each.tops[position] for each in completions]
     listed = set(tops[0]).intersection(*tops)
     expected = {token: count * math.exp(tops[0][token]) for token in listed}
-    cells = [(drawn[token], mean) for token, mean in expected.items() if mean >= _MIN_EXPECTED]
+    cells = [(drawn[token], mean) for token, mean in expected.items() if mean >= 5.0]
     cells.append((count - sum(seen for seen, _ in cells), count - sum(mean for _, mean in cells)))
     squared = sum((seen - mean) ** 2 / mean for seen, mean in cells)
     variation = sum(abs(seen - mean) for seen, mean in cells) / 2 / count
@@ -51,7 +47,7 @@ async def study(arguments: argparse.Namespace) -> None:
     ) as server:
         while len(completions) < arguments.completions:
             completions += await server.complete(
-                arguments.prompt, max_tokens=arguments.max_tokens, temperature=1.0, n=_CHOICES
+                arguments.prompt, max_tokens=arguments.max_tokens, temperature=1.0, n=64
             )
     console = Console()
     for position in range(arguments.max_tokens):

@@ -14,9 +14,6 @@ from tandem.v1 import admin_pb2 as pb
 from tandem.v1.admin_pb2_grpc import AdminServiceServicer, add_AdminServiceServicer_to_server
 from tandem.wire import admin as wire
 
-_DEFAULT_INTERVAL_SECONDS = 1.0
-"""The protocol's, where a request leaves it out."""
-
 
 def caller(context: Context) -> str:
     """The caller, as far as known: the name in its certificate, if any, and its address."""
@@ -92,7 +89,8 @@ class AdminServicer(AdminServiceServicer):
         self, request: pb.WatchStatsRequest, context: Context
     ) -> AsyncIterator[pb.WatchStatsResponse]:
         """Statistics at a fixed interval."""
-        interval = request.interval_seconds or _DEFAULT_INTERVAL_SECONDS
+        # The proto names the second
+        interval = request.interval_seconds or 1.0
         async with aclosing(self._administration.watch(interval)) as watch:
             async for stats in watch:
                 yield pb.WatchStatsResponse(stats=wire.STATS.to_proto(stats))

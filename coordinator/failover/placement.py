@@ -20,20 +20,10 @@ SequenceT = TypeVar("SequenceT", DraftSequence, TargetSequence)
 
 MAX_FAULTS = 8
 """A sequence that loses so many drafts goes on without one."""
-_FORGIVEN_ROUNDS = 32
-"""After so many proposals, earlier losses no longer count."""
 _FIRST_RETRY_SECONDS = 0.1
-_LAST_RETRY_SECONDS = 5.0
-"""A sequence avoids a draft that failed it for a while, twice as long each time."""
-_MAX_UNREAD = 32
-"""A draft that lacks more tokens than this reads them while the target goes on alone for a round."""
 _ABANDON_SECONDS = 1.0
 """A sequence abandons a draft that is late by more than this if another is ready. It stays with one that never
 answered: leaving would lose its place in that draft's queue."""
-_DEPTH_PATIENCE = 1.5
-"""Times the expected time until the continuation of an outcome is long enough that a round waits for it."""
-_MIN_DEPTH_SECONDS = 0.001
-"""Added to that wait: the event loop wakes up no more exactly."""
 
 
 @dataclass(slots=True, eq=False)
@@ -137,7 +127,8 @@ class DraftPlacement:
         member = self.current.member
         if isinstance(error, ServiceUnavailableError) and not self.current.sequence.is_late:
             member.suspect(str(error))
-        wait = min(_FIRST_RETRY_SECONDS * 2 ** min(self._losses, 6), _LAST_RETRY_SECONDS)
+        # Avoids a draft that failed for a while, twice as long each time
+        wait = min(_FIRST_RETRY_SECONDS * 2 ** min(self._losses, 6), 5.0)
         self._retry_at[member] = time.monotonic() + wait
         self._losses += 1
         self._faults += not isinstance(error, CapacityError)
@@ -148,7 +139,8 @@ class DraftPlacement:
     def count_proposal(self) -> None:
         """The draft has proposed. After enough proposals, earlier losses are forgiven."""
         self._rounds += 1
-        if self._rounds >= _FORGIVEN_ROUNDS:
+        # After so many proposals, earlier losses no longer count
+        if self._rounds >= 32:
             self._losses = self._faults = 0
 
     async def drafted_ahead(
@@ -168,14 +160,16 @@ class DraftPlacement:
         unfinished = sequence.unfinished(tokens)
         if unfinished is not None and (count := wanted(unfinished)) > unfinished.ready:
             expected = unfinished.due_seconds + (count - unfinished.ready - 1) * unfinished.step_seconds
-            seconds = _DEPTH_PATIENCE * expected + _MIN_DEPTH_SECONDS
+            # A margin for a slow step, and a millisecond because the event loop wakes up no more exactly
+            seconds = 1.5 * expected + 0.001
             await sequence.reach_depth(tokens, count, min(seconds, at_most_seconds))
         return sequence.drafted_ahead(tokens)
 
     def must_read(self, tokens: Tokens) -> bool:
         """True if the draft lacks so many tokens that it reads them in this round, which it then begins to do."""
         sequence = self._sequence
-        if sequence.unread(tokens) <= _MAX_UNREAD:
+        # A draft that lacks more tokens than this reads them while the target goes on alone for a round
+        if sequence.unread(tokens) <= 32:
             return False
         sequence.read(tokens)
         return True

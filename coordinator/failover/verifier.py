@@ -31,12 +31,8 @@ _REFUSAL_CHARACTERS = 200
 """Of what a service says about a request that it refuses."""
 MAX_LOSSES = 3
 """A request that loses so many targets in one round may be the cause, and ends before it takes down the next."""
-_FULL_SECONDS = 0.25
-"""Wait before the next attempt when all targets are full."""
 _MOVE_SECONDS = 5.0
 """Wait of a sequence that moves off a draining target for the new one, which may be full."""
-_NEXT_MOVE_SECONDS = 10.0
-"""Wait before the next attempt to move, once one has failed."""
 
 _Place = OpenSequence[TargetClient, TargetSequence]
 
@@ -238,7 +234,7 @@ class FailoverVerifier:
         assert self._left is not None
         self._place, self._left = self._left, None
         self._active.target_address = self._place.member.address
-        self._next_move = time.monotonic() + _NEXT_MOVE_SECONDS
+        self._next_move = time.monotonic() + 10.0
 
     async def _wait_for_room(self, error: CapacityError, place: _Place, trouble: _Trouble) -> None:
         """Handle a full target. A sequence that lost its target waits for room; a new request is refused."""
@@ -248,7 +244,7 @@ class FailoverVerifier:
         has_begun = self._active.completion_tokens > 0
         if not (place.sequence.is_new and has_begun) or trouble.seconds >= self._wait_seconds:
             raise error
-        await asyncio.sleep(self._deadline.at_most(_FULL_SECONDS))
+        await asyncio.sleep(self._deadline.at_most(0.25))
         trouble.avoided.clear()
 
     def _count_loss(self, error: TandemError, place: _Place, trouble: _Trouble) -> None:

@@ -30,8 +30,6 @@ from tandem.types import (
 )
 
 NO_DISTRIBUTION = "the target's row is not a probability distribution"
-_LARGE_SUPPORT = 256
-"""From so many ids on, numpy finds one faster than a list of them: 0.7 us for 24 ids as a list, 2.2 us as an array."""
 _NO_STATISTICS = "the acceptance rule needs rows with statistics, and the target sent none"
 
 
@@ -122,7 +120,8 @@ def joint_row(own: Round, index: int) -> JointRow:
 
 def _column(row: SupportRow, token_id: int) -> int:
     """Where the support has the token."""
-    if row.token_ids.size < _LARGE_SUPPORT:
+    # numpy is faster only for many ids: finding one of 24 takes 0.7 us in a list, 2.2 us in an array
+    if row.token_ids.size < 256:
         token_ids: list[int] = row.token_ids.tolist()
         if token_id in token_ids:
             return token_ids.index(token_id)

@@ -21,9 +21,6 @@ from coordinator.rejection.rows import (
 )
 from tandem.types import Acceptance, NextToken
 
-LOGIT_TOLERANCE = 1e-5
-"""`logit-comparison`: largest difference by which the draft's logit may exceed the target's. MAX's."""
-
 _SYNTHETIC_BISECTIONS = 60
 """Halvings of the interval [0, 1]; float64 resolves fewer near 1."""
 
@@ -141,7 +138,8 @@ def _logit_passes(own: Round, index: int, noise: Noise) -> bool:
     logits = own.proposal.token_logits
     if logits is None:
         raise RowError("logit-comparison needs the logits of the proposed tokens, and the draft sent none")
-    return float(logits[index]) <= token_statistics(own, index).logit + LOGIT_TOLERANCE
+    # MAX's tolerance
+    return float(logits[index]) <= token_statistics(own, index).logit + 1e-5
 
 
 def _logit_follow(own: Round, count: int, noise: Noise) -> Acceptance:

@@ -17,13 +17,8 @@ MIN_SECONDS = 10.0
 UNLEARNT_SECONDS = 30.0
 UNLEARNT_SECONDS_PER_TOKEN = 1.0
 """Before the first answers: a large model on a slow CPU reads a few tokens per second."""
-PAGES_SECONDS = 60.0
-"""Added for a sequence whose target answers others meanwhile: its pages may have gone to older sequences, and it waits
-until some of these end."""
 MARGIN = 8.0
 """Factor on the slowest recent answers."""
-_HALF_LIFE_SECONDS = 60.0
-"""Time in which a slow answer loses half of its weight."""
 _PROMPT_TOKENS = 64
 """More new tokens than this count as a prompt, whose time grows with its length."""
 
@@ -39,7 +34,8 @@ class FadingMaximum:
     def add(self, measured: float, now: float) -> None:
         """Count a measurement."""
         if self.value is not None:
-            measured = max(measured, self.value * 0.5 ** ((now - self._at) / _HALF_LIFE_SECONDS))
+            # A slow answer loses half of its weight in a minute
+            measured = max(measured, self.value * 0.5 ** ((now - self._at) / 60.0))
         self.value, self._at = measured, now
 
 
@@ -136,7 +132,8 @@ class UnansweredSteps:
 
     def _page_wait(self, step: Step) -> float:
         answers_others = self._answered_at > step.asked_at
-        return PAGES_SECONDS if answers_others and not self._times.is_fixed else 0.0
+        # Its pages may have gone to older sequences, so that it waits until some of these end
+        return 60.0 if answers_others and not self._times.is_fixed else 0.0
 
     def give_up(self, steps: Iterable[Step]) -> None:
         """End the waits for these: their tasks are cancelled, and `was_given_up` tells them why."""

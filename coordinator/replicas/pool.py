@@ -60,9 +60,6 @@ _NEEDS_OPERATOR = (ReplicaState.INCOMPATIBLE, ReplicaState.REFUSED)
 
 POLL_SECONDS = 0.1
 """Interval of health checks for a replica that does not serve."""
-_FIRST_CHECKS = 5
-"""Health checks when a replica is met: the first one after a connection takes several times as long as later ones, and
-costs are predicted by their median."""
 _PING_SECONDS = 1.0
 """Interval of health checks for a replica that serves, beside its Watch, and the time that one may take before."""
 UNANSWERED_SECONDS = 5.0
@@ -240,7 +237,9 @@ class Member(Generic[ClientT]):
         if self._must_answer_probe and self._means.probe is not None:
             await self._means.probe(self.client)
         self._must_answer_probe = False
-        for _ in range(_FIRST_CHECKS):
+        # The first check of a connection takes several times as long as later ones, and costs are predicted
+        # by their median
+        for _ in range(5):
             await self._serves(_PING_SECONDS)
         self._suspected.clear()
         self._become(ReplicaState.READY, "")

@@ -22,8 +22,6 @@ from tandem.types import ModelInfo
 logger = logging.getLogger(__name__)
 
 _BY_OPERATOR = "an operator drained it"
-_LOOK_SECONDS = 0.25
-"""Interval of the search for targets that hang."""
 
 
 class ReplicaRegistry:
@@ -135,7 +133,7 @@ class ReplicaRegistry:
     async def _watch_for_hangs(self) -> None:
         targets = self.targets
         while True:
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(0.25)
             for target in targets.members:
                 could_move = any(other.is_ready for other in targets.members if other is not target)
                 # A target that is only slow may answer after all, so a sequence that could not move stays longer.

@@ -17,8 +17,6 @@ from tandem.plural import plural
 
 RETRY_SECONDS = 1.0
 """Time after which to try again, for a refusal that cannot tell when there will be room."""
-_IPV6_PREFIX = 64
-"""A client with one IPv6 address controls a network of this size."""
 
 
 class Peers:
@@ -74,7 +72,8 @@ def peer_of_host(host: str) -> str:
         return str(address)
     if address.ipv4_mapped is not None or address.is_loopback:
         return str(address.ipv4_mapped or address)
-    return str(ipaddress.ip_network((address, _IPV6_PREFIX), strict=False))
+    # A client with one IPv6 address controls a network of this size
+    return str(ipaddress.ip_network((address, 64), strict=False))
 
 
 class Admission:

@@ -27,10 +27,6 @@ def joined(chunks: Sequence[Chunk]) -> Chunk:
     )
 
 
-CHUNKS_PER_TURN = 16
-"""Chunks that one turn of the event loop hands over. A message may end the rounds of hundreds of requests at once, and
-to write a chunk takes some 30 us: without a limit the next answer would wait for all of them."""
-
 Reader = asyncio.Future["Chunk | None"]
 """The wait of a reader for its next chunk."""
 
@@ -41,7 +37,9 @@ class ChunkPacer:
     The turn in which a round ends belongs to the question of the next round.
     """
 
-    def __init__(self, chunks_per_turn: int = CHUNKS_PER_TURN) -> None:
+    # A message may end the rounds of hundreds of requests at once, and to write a chunk takes some 30 us: without
+    # a limit the next answer would wait for all of them.
+    def __init__(self, chunks_per_turn: int = 16) -> None:
         self._chunks_per_turn = chunks_per_turn
         self._waiting: deque[tuple[Reader, Chunk]] = deque()
 

@@ -11,8 +11,6 @@ from tandem.grammar import Grammars, GrammarState, refused
 from tandem.types import Grammar
 
 _WORKER = "coordinator.requests.grammar_worker"
-_MAX_KNOWN = 1024
-"""Grammars that are known to compile, or why they do not."""
 
 
 class CheckedGrammars:
@@ -40,7 +38,7 @@ class CheckedGrammars:
                 trial.add_done_callback(lambda _: self._tried.pop(key, None))
             # One that no longer waits must not end it for the others.
             self._known[key] = await asyncio.shield(trial)
-            if len(self._known) > _MAX_KNOWN:
+            if len(self._known) > 1024:
                 self._known.popitem(last=False)
         if refusal := self._known[key]:
             raise InvalidRequestError(refusal)

@@ -6,9 +6,6 @@ from typing import NamedTuple
 
 from tandem.types import AheadStats, LeadStats, PositionStats, SpeculationStats
 
-UNIFORM_SHARE = 0.05
-"""Tolerated share of missing or extra tokens in a step: near its end a request proposes fewer."""
-
 
 class RoundTimes(NamedTuple):
     """Moments of a round, in seconds of the performance counter."""
@@ -82,7 +79,8 @@ class RoundCost(NamedTuple):
         tries another length, or reads its prompt, the others wait for it.
         """
         alike = self.verify_sequences * (self.proposed + 1)
-        return abs(self.verify_tokens - alike) <= UNIFORM_SHARE * alike
+        # Near its end a request proposes fewer
+        return abs(self.verify_tokens - alike) <= 0.05 * alike
 
 
 class RoundResult(NamedTuple):

@@ -20,14 +20,12 @@ from coordinator.stats.rounds import (
 from tandem.speculation_state import SpeculationState
 from tandem.types import LeadStats, PositionStats, SpeculationStats
 
-# Twenty measurements or so count: enough to even out noise, few enough to follow a change of load within seconds.
-_NEWEST_WEIGHT = 0.1
-
 
 class MovingAverage:
     """An exponentially weighted moving average."""
 
-    def __init__(self, newest_weight: float = _NEWEST_WEIGHT) -> None:
+    # Twenty measurements or so count: enough to even out noise, few enough to follow a change within seconds.
+    def __init__(self, newest_weight: float = 0.1) -> None:
         self.value: float | None = None
         """None before the first measurement."""
         self._newest_weight = newest_weight
@@ -220,10 +218,6 @@ def _rounded(rates: list[float]) -> list[float]:
 
 logger = logging.getLogger(__name__)
 
-INTERVAL_SECONDS = 5.0
-"""A twelfth of the minute that `last_minute` looks back on."""
-_RECENT_SECONDS = 60.0
-"""The gauges of acceptance look back as far as the rates of the dashboards, [1m]."""
 
 Pair = tuple[str, str]
 """Addresses of a draft and of a target."""
@@ -235,9 +229,8 @@ class StatsLog:
     Where several pairs of draft and target were at work, each has a line of its own before the one for all.
     """
 
-    def __init__(
-        self, interval_seconds: float = INTERVAL_SECONDS, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    # A twelfth of the minute that `last_minute` looks back on
+    def __init__(self, interval_seconds: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._interval_seconds = interval_seconds
         self._clock = clock
         self._by_rule: defaultdict[str, RoundTally] = defaultdict(RoundTally)
@@ -268,7 +261,8 @@ class StatsLog:
 
     def last_minute(self) -> SpeculationStats:
         """Statistics of the present interval, and of those that ended in the last minute."""
-        while self._intervals and self._clock() - self._intervals[0][0] >= _RECENT_SECONDS:
+        # As far as the rates of the dashboards look back, [1m]
+        while self._intervals and self._clock() - self._intervals[0][0] >= 60.0:
             self._intervals.popleft()
         present = (tally.stats() for tally in self._by_pair.values())
         return summed([*present, *(stats for _, stats in self._intervals)])

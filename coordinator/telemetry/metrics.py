@@ -50,10 +50,6 @@ DIRECTIONS = ("sent", "received")
 
 # No client and no fleet makes more series than these.
 _MAX_POSITIONS = 32
-_MAX_DECISIONS = 256
-"""Loads, rules and temperature ranges with metrics of their own."""
-_MAX_REPLICAS = 128
-"""Replicas of each role with metrics of their own. The counts include all."""
 
 
 class RequestMetrics:
@@ -228,7 +224,8 @@ def _recent(model: str, recent: SpeculationStats) -> Iterator[Metric]:
 def _decisions(state: State) -> Iterator[Metric]:
     names = ("target", "rule", "temperatures", "sequences", "ahead")
     decided = []
-    for each in state.decisions[:_MAX_DECISIONS]:
+    # The number of series stays bounded
+    for each in state.decisions[:256]:
         ahead = "on" if each.ahead_outcomes else "off"
         labels = (each.target, each.rule, each.temperatures, str(each.load), ahead)
         decided.append(((state.model_name, *labels), each))
@@ -246,10 +243,11 @@ def _decisions(state: State) -> Iterator[Metric]:
 
 
 def _replicas(state: State) -> Iterator[Metric]:
+    # The number of series stays bounded; the counts include all replicas
     shots = [
         ((state.model_name, shot.role.value, shot.address), shot)
         for role in Role
-        for shot in [each for each in state.replicas if each.role is role][:_MAX_REPLICAS]
+        for shot in [each for each in state.replicas if each.role is role][:128]
     ]
     values: tuple[tuple[_Family, str, str, str], ...] = (
         (_gauge, "open_sequences", "Sequences on the replica.", "open_sequences"),

@@ -38,8 +38,6 @@ from tandem.types import SpeculationStats
 
 _MAX_EVENTS = 64
 """A span keeps 128 events, the last ones; the first say more."""
-_MAX_ROUNDS = 1_000
-"""Rounds of a request with a span, half of what the exporter's queue holds."""
 _PHASES = ("draft", "verify", "sampling", "wait")
 _OPERATION = "text_completion"
 
@@ -139,7 +137,8 @@ class ObservedRequest(RequestObserver):
         self._prefill: Span = INVALID_SPAN
         # The sampler uses the other half of the id, so the two ratios are independent.
         is_chosen = (span.get_span_context().trace_id >> 64) / 2**64 < trace_rounds
-        self._rounds_left = _MAX_ROUNDS if is_chosen and self._tracer else 0
+        # Half of what the exporter's queue holds
+        self._rounds_left = 1_000 if is_chosen and self._tracer else 0
         # Rounds are timed by the performance counter, spans in time since 1970.
         self._offset_seconds = time.time() - self._began
 

@@ -156,8 +156,6 @@ OnOutcomes: TypeAlias = Callable[[DraftedOutcomes], None] | None
 """Takes outcomes of the round in progress as they arrive."""
 
 _NO_OUTCOME = -1, -1
-_MAX_STALE = 2
-"""Rounds whose outcomes may still arrive once they are out of date: those that were on their way."""
 _MAX_SUPPORT_IDS = 1 << 16
 """Ids in all supports of a round: a mebibyte in memory, and over ten times what a draft of ours pushes."""
 
@@ -229,7 +227,8 @@ class PendingOutcomes:
         """
         if self._budget is not None:
             # Never less than before: a round with a small budget may follow one whose outcomes are still on their way.
-            self._max_stale = max(self._max_stale, _MAX_STALE * self._budget.token_count)
+            # Outcomes of two rounds may be on their way when they are out of date
+            self._max_stale = max(self._max_stale, 2 * self._budget.token_count)
         self._stale_messages = 0
         self._base_length, self._proposed, self._budget = base_length, tuple(proposed), budget
         self._ranks.clear()

@@ -27,9 +27,6 @@ from tandem.wire.status import Ending
 
 _MAX_SECONDS = 60.0
 """A stream older than this accepts no new sequences, so that a renewed access token comes into use."""
-ANSWERS_PER_TURN = 32
-"""Answers of one message that are handed out in one turn of the event loop. A round takes some 40 us, so the questions
-of so many leave together, and do not wait for the rounds of hundreds of others (docs/measurements.md)."""
 FINISH_SECONDS = 0.5
 """How long a service may take to let go of a sequence before it is dropped. The end of a request waits for it."""
 
@@ -279,7 +276,9 @@ class _Stream(Generic[RequestT, AnswerT]):
                     sequence.end(answer)
                 else:
                     sequence.arrive(answer, share, read_at)
-            if count % ANSWERS_PER_TURN == 0:
+            # A round takes some 40 us: the questions of 32 leave together, and do not wait for the rounds of
+            # hundreds of others (docs/measurements.md).
+            if count % 32 == 0:
                 await asyncio.sleep(0)  # their sequences go on, and what they ask is written
 
     def _end(self, ending: Ending) -> None:

@@ -31,11 +31,6 @@ from tandem.errors import ServiceUnavailableError, TandemError
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role, replica_at
 from tandem.speculation_state import SpeculationDecision
 
-_PATIENCE_SECONDS = 5.0
-"""Time for a worker to answer: half of the time that `tandem admin` waits for all of them."""
-_COUNT_SECONDS = 5.0
-"""Interval at which counts are read, so that those of a worker that dies are lost only since then."""
-
 _WORST_FIRST = (
     ReplicaState.DOWN,
     ReplicaState.REFUSED,
@@ -85,7 +80,8 @@ class Hub(Administrator):
 
     def joined(self, index: int, address: str) -> None:
         """A worker takes requests from now on, and answers at this address."""
-        self._workers[index] = Peer(address, timeout_seconds=_PATIENCE_SECONDS)
+        # Half of the time that `tandem admin` waits for all of them
+        self._workers[index] = Peer(address, timeout_seconds=5.0)
 
     async def left(self, index: int) -> None:
         """A worker has ended, if it had joined. What it counted stays in the sums."""
@@ -106,7 +102,8 @@ class Hub(Administrator):
     async def keep_counts(self) -> None:
         """Read all counts now and then, until it is cancelled."""
         while True:
-            await asyncio.sleep(_COUNT_SECONDS)
+            # Of a worker that dies, only what it counted since the last reading is lost
+            await asyncio.sleep(5.0)
             if self._workers:
                 with suppress(TandemError):
                     await asyncio.gather(self.stats(), self.metrics())

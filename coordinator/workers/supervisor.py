@@ -26,14 +26,8 @@ from tandem.telemetry.metrics import end_server, serve_metrics
 
 logger = logging.getLogger(__name__)
 
-_SCRAPE_SECONDS = 10.0
-"""Prometheus's own patience."""
 _FIRST_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS = 0.25, 30.0
 """Waits before a worker that ended is started again, each twice the one before."""
-_STABLE_SECONDS = 30.0
-"""A worker that ran for so long is started again without a long wait."""
-_KILL_SECONDS = 10.0
-"""Time beyond the drain before a worker that does not end is killed."""
 
 
 class Supervisor:
@@ -79,7 +73,8 @@ class Supervisor:
 
         def read() -> list[Metric]:
             # Called on a thread of the metrics server.
-            return asyncio.run_coroutine_threadsafe(self._hub.metrics(), loop).result(_SCRAPE_SECONDS)
+            # Prometheus's own patience
+            return asyncio.run_coroutine_threadsafe(self._hub.metrics(), loop).result(10.0)
 
         registry = CollectorRegistry()
         registry.register(Given(read))
@@ -110,7 +105,8 @@ class Supervisor:
             code = await self._run_worker(index)
             if not self._address:
                 return code if code > 0 else 1
-            if time.monotonic() - began > _STABLE_SECONDS:
+            # One that was stable is started again without a long wait
+            if time.monotonic() - began > 30.0:
                 backoff = _FIRST_BACKOFF_SECONDS
             logger.warning(
                 "worker ended; it is started again",
@@ -131,11 +127,12 @@ class Supervisor:
             changes=self._hub.live_config.changes,
             drained=sorted(self._hub.drained),
         )
+        # Ten seconds after its drain should have ended it is killed
         worker = self._workers[index] = await Child.start(
             f"worker {index}",
             "coordinator.workers.worker",
             [json.dumps(asdict(setup)), *self._arguments],
-            self._settings.drain_timeout_seconds + _KILL_SECONDS,
+            self._settings.drain_timeout_seconds + 10.0,
             pass_fds=() if http is None else (http,),
         )
         try:

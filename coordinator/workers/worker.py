@@ -28,8 +28,6 @@ from tandem.serving.server import end_now, serve
 from tandem.settings import load_settings
 from tandem.standard_streams import fill_closed
 
-_GOODBYE_SECONDS = 0.2
-"""Grace for a call of the parent that is under way."""
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -75,7 +73,8 @@ class WorkerService(CoordinatorService):
         """See `CoordinatorService`."""
         await super().close()
         if self._private is not None:
-            await self._private.stop(_GOODBYE_SECONDS)
+            # A call of the parent may be under way
+            await self._private.stop(0.2)
         await self._parent.close()
 
     async def _own_metrics(self) -> bytes:

@@ -139,8 +139,6 @@ class AheadDrafter:
 
 MAX_ROUND_BYTES = 40_000
 """Maximum size of all messages of a round. Beyond it the last branches are dropped."""
-_MAX_CANDIDATES = 16
-"""Tokens that may follow one number of accepted tokens."""
 _BYTES_PER_ID = 8
 """In a support: an id and its probability."""
 _BYTES_PER_TOKEN = 6
@@ -334,7 +332,7 @@ def rank(
     Returns:
         None where the logits are not finite.
     """
-    count = min(_MAX_CANDIDATES, logits.shape[-1])
+    count = min(16, logits.shape[-1])
     if options.sampling.is_greedy:
         scores, token_ids = sampler.topk(logits.float(), count)
         found = Ranking(token_ids.tolist(), scores.tolist(), ())
@@ -375,8 +373,6 @@ _EDGES = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.35, 0.5, 0.65, 0.8, 0.9, 
 """Upper ends of the classes of shares; the last class ends at 1."""
 _DOUBT = 6.0
 """A class's own counts weigh as much as this many imagined ones."""
-_MAX_COUNT = 2000.0
-"""Counts are halved beyond this: what came true long ago was about other text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,7 +405,8 @@ class _Calibration:
         i = bisect_left(_EDGES, share)
         self._hits[i] += came_true
         self._counts[i] += 1.0
-        if self._counts[i] > _MAX_COUNT:
+        # Counts are halved beyond this: what came true long ago was about other text
+        if self._counts[i] > 2000.0:
             self._hits[i] /= 2
             self._counts[i] /= 2
         self._rates[i] = (self._hits[i] + _DOUBT * self._priors[i]) / (self._counts[i] + _DOUBT)

@@ -29,8 +29,6 @@ from tandem.types import (
     common_length,
 )
 
-# One or two milliseconds of work: other sequences' proposals wait no longer than that for a long prompt.
-_STEPS_AT_A_TIME = 128
 _PROFILED_TOKENS, _PROFILED_LENGTH = 256, 4
 """The text and the proposals by which the method measures itself: a short chat and the default length."""
 
@@ -167,7 +165,8 @@ class ModelFreeSequence:
 async def _in_pieces(steps: Iterator[None]) -> None:
     """Run all steps, and let the event loop run every now and then."""
     for done, _ in enumerate(steps, start=1):
-        if done % _STEPS_AT_A_TIME == 0:
+        # One or two milliseconds of work: other sequences wait no longer for a long prompt
+        if done % 128 == 0:
             await asyncio.sleep(0)
 
 

@@ -30,8 +30,6 @@ from tandem.types import common_length
 
 # The sequence's own text in its own tree.
 _OWN = 0
-# A product like 0.1 * 30 must not fall short of 3.
-_ROUNDING = 1e-6
 
 
 def suffix_proposer(options: DraftingOptions, limits: SequenceLimits) -> ModelFreeProposer:
@@ -141,7 +139,8 @@ def best_continuation(
         matches.append(node)
     best = Continuation()
     for length, node in reversed(list(enumerate(matches, start=1))):
-        limit = min(token_count, int(length * options.suffix_decoding_max_spec_factor + _ROUNDING))
+        # A product like 0.1 * 30 must not fall short of 3
+        limit = min(token_count, int(length * options.suffix_decoding_max_spec_factor + 1e-6))
         # No token adds more than 1 to a score, so most short matches can be skipped.
         if limit <= best.score:
             continue

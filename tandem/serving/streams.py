@@ -18,14 +18,6 @@ from tandem.types import Cancel, Finish
 from tandem.wire.columns import take_message
 from tandem.wire.status import Ending
 
-_MAX_AHEAD = 8
-"""Requests that may wait for one sequence. A coordinator sends one, and its Finish; from a peer that sends more the
-stream reads no further."""
-_MAX_WAITING_BYTES = 1 << 22
-"""Sequences pause while so many bytes wait for the stream's reader."""
-_CANCELLATION_GRACE_SECONDS = 0.05
-"""A cancelled client can look like a clean end of the stream; the cancellation arrives within this time."""
-
 OptionsT = TypeVar("OptionsT")
 StepT = TypeVar("StepT")
 AnswerT = TypeVar("AnswerT")
@@ -90,7 +82,8 @@ class ServedSequence(Generic[OptionsT, StepT, AnswerT]):
 
     async def arrive(self, request: StepT | Finish | Exception) -> None:
         """The coordinator says this of it. Waits while too much does."""
-        while len(self._arrived) >= _MAX_AHEAD and not self._is_over:
+        # A coordinator sends one, and its Finish; from a peer that sends more the stream reads no further
+        while len(self._arrived) >= 8 and not self._is_over:
             await self._wait()
         self.tell(request)
 
@@ -243,7 +236,8 @@ class _Stream(Generic[OptionsT, StepT, AnswerT, RequestsT, AnswersT]):
                 for number, request in self._translation.read(message):
                     await self._take(number, request)
             if self._running:
-                await asyncio.sleep(_CANCELLATION_GRACE_SECONDS)
+                # A cancelled client can look like a clean end: the cancellation comes a little later
+                await asyncio.sleep(0.05)
             for _, sequence in list(self._running.values()):
                 await sequence.arrive(InvalidRequestError("the stream ended without finish"))
         except ProtocolError as error:
@@ -337,6 +331,6 @@ class _Stream(Generic[OptionsT, StepT, AnswerT, RequestsT, AnswersT]):
             self._more.set_result(None)
 
     async def _room(self) -> None:
-        while self._waiting_bytes >= _MAX_WAITING_BYTES:
+        while self._waiting_bytes >= (1 << 22):
             self._less.clear()
             await self._less.wait()

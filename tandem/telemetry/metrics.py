@@ -30,8 +30,6 @@ TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_00
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Upper ends of the buckets for counts."""
 
-_PATIENCE_SECONDS = 2.0
-"""Wait of a scrape for the event loop; Prometheus gives up after 10 s by default."""
 
 ValueT = TypeVar("ValueT")
 
@@ -121,7 +119,8 @@ class AtScrape(Collector, Generic[ValueT]):
         answer: concurrent.futures.Future[ValueT | None] = concurrent.futures.Future()
         try:
             self._loop.call_soon_threadsafe(self._answer, answer)
-            return answer.result(_PATIENCE_SECONDS)
+            # Prometheus gives up after 10 s by default
+            return answer.result(2.0)
         except (RuntimeError, TimeoutError):
             return None
 

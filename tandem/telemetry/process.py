@@ -45,12 +45,6 @@ from tandem.telemetry.settings import TelemetryOptions, sends
 
 logger = logging.getLogger(__name__)
 
-_TIMEOUT_SECONDS = 3.0
-"""For one batch, its retries included, unless OTEL_EXPORTER_OTLP_TIMEOUT says otherwise. The library's 10 s would let
-the queue of spans fill up while a collector restarts."""
-_METRICS_INTERVAL_SECONDS = 10.0
-"""Unless OTEL_METRIC_EXPORT_INTERVAL (milliseconds) says otherwise; the dashboards look at minutes."""
-
 
 class Exports(Protocol):
     """Carries traces and metrics out."""
@@ -150,7 +144,9 @@ class OtlpExports:
         # says the same once a minute.
         for name in ("opentelemetry.exporter.otlp", "opentelemetry.sdk._shared_internal"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-        timeout = None if os.environ.get("OTEL_EXPORTER_OTLP_TIMEOUT") else _TIMEOUT_SECONDS
+        # For one batch, retries included: with the library's 10 s the queue of spans would fill up while a collector
+        # restarts
+        timeout = None if os.environ.get("OTEL_EXPORTER_OTLP_TIMEOUT") else 3.0
         self._failures = Failures(registry)
         self._span_exporter = _SpanExporter(self._failures, endpoint=options.otlp_endpoint, timeout=timeout)
         self._spans = BatchSpanProcessor(self._span_exporter)
@@ -186,7 +182,8 @@ class OtlpExports:
 
     def _send_metrics(self) -> None:
         milliseconds = os.environ.get("OTEL_METRIC_EXPORT_INTERVAL")
-        interval = float(milliseconds) / 1e3 if milliseconds else _METRICS_INTERVAL_SECONDS
+        # The dashboards look at minutes
+        interval = float(milliseconds) / 1e3 if milliseconds else 10.0
         is_last = False
         while not is_last:
             is_last = self._ending.wait(interval)

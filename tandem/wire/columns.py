@@ -30,8 +30,6 @@ HEADER_BYTES = 32
 """Approximate size of a sequence in a message besides its tokens and rows."""
 _ANSWER = Struct("<3if2i")
 """Sequence, base length, number of rows or tokens, and the cost: seconds, sequences, tokens."""
-_MAX_STEP_SECONDS = 3600.0
-"""A step cost beyond this is a mistake of the service."""
 
 
 def ints_to_bytes(values: Sequence[int]) -> bytes:
@@ -144,7 +142,8 @@ def answers_from_bytes(data: bytes) -> Iterator[tuple[int, int, int, StepCost | 
 
 def _step_cost(seconds: float, sequences: int, tokens: int) -> StepCost | None:
     """The reported cost; None for impossible values, which would mislead a cost model."""
-    if not 0.0 < seconds < _MAX_STEP_SECONDS or sequences < 1 or tokens < sequences:
+    # More than an hour is a mistake of the service
+    if not 0.0 < seconds < 3600.0 or sequences < 1 or tokens < sequences:
         return None
     return StepCost(seconds, sequences, tokens)
 

@@ -17,7 +17,6 @@ from typing import TypeAlias
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-HELD_OUT_PERCENT = 4
 # Tests are as large as the library itself and repeat themselves; the others are generated tables, not code.
 EXCLUDED_FOLDERS = {
     *("__pycache__", "encodings", "idlelib", "lib-dynload", "pydoc_data", "site-packages"),
@@ -40,8 +39,6 @@ SPLIT_PATTERN = r" ?[\p{L}\p{M}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{M}\p{N}_]+|[\r\n]+
 
 # Of held-out prompts.
 MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS = 20, 120
-MIN_REMAINING_LINES = 2
-MAX_PROMPTS_PER_FILE = 16
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ def read_corpus(*, held_out: bool = False) -> list[SourceFile]:
 def is_held_out(name: str) -> bool:
     """True if a file is held out: a property of its name alone, so it is the same on every machine."""
     digest = hashlib.sha256(name.encode()).digest()
-    return int.from_bytes(digest[:4], "big") % 100 < HELD_OUT_PERCENT
+    return int.from_bytes(digest[:4], "big") % 100 < 4
 
 
 def _source_files(root: Path) -> Iterator[SourceFile]:
@@ -133,7 +130,7 @@ def functions(files: Iterable[SourceFile]) -> Iterator[Function]:
         lines = file.text.splitlines()
         for name, definition in _definitions(ast.parse(file.text), ""):
             end = _beginning_end(definition)
-            if (definition.end_lineno or end) - end >= MIN_REMAINING_LINES:
+            if (definition.end_lineno or end) - end >= 2:
                 first = definition.lineno - 1
                 source = textwrap.dedent("\n".join(lines[first : definition.end_lineno]))
                 beginning = "\n".join(source.splitlines()[: end - first])
@@ -150,7 +147,7 @@ def held_out_prompts(files: Iterable[SourceFile], tokenizer: PreTrainedTokenizer
     chosen = [
         function
         for found in by_file.values()
-        for function in sorted(found.values(), key=lambda f: not f.has_docstring)[:MAX_PROMPTS_PER_FILE]
+        for function in sorted(found.values(), key=lambda f: not f.has_docstring)[:16]
     ]
     return [{"name": f.name, "source_file": f.source_file, "prompt": f.beginning} for f in chosen]
 

@@ -23,8 +23,6 @@ SAVE_MINUTES, REPORT_MINUTES = 3.0, 0.5
 # What follows was tuned by trials of some minutes each, by held-out loss or by divergence from the target.
 TOKENS_PER_BATCH = 4096
 MATRIX_LR, OTHER_LR = 0.015, 3e-3
-READ_LENGTH = 256
-WRITTEN_LENGTH = 224
 ROWS = 160
 TEMPERATURES = (0.8, 0.0, 0.8, 1.0)
 PROMPT_LENGTHS = (24, 48, 80)
@@ -177,7 +175,7 @@ def lessons_of(
     windows, box = Windows(packed(corpus, tokenizer), seed), TimeBox(reading)
     groups: dict[int, list[Lessons]] = {length: [] for length in (0, *PROMPT_LENGTHS)}
     while not groups[0] or box.fraction < 1.0:
-        tokens = windows.next_batch(16, READ_LENGTH)[:, :-1]
+        tokens = windows.next_batch(16, 256)[:, :-1]
         groups[0].append(Lessons(tokens, read_states(target, tokens, torch.ones_like(tokens)).half()))
     sources = [function.source for function in functions(corpus)]
     ids = tokenizer(sources, verbose=False)["input_ids"]
@@ -187,7 +185,7 @@ def lessons_of(
         temperature = TEMPERATURES[count % len(TEMPERATURES)]
         beginnings = [tokens[:length] for tokens in ids if len(tokens) >= length]
         prompts = chooser.sample(beginnings, min(ROWS, len(beginnings)))
-        written = continue_text(target, prompts, WRITTEN_LENGTH, temperature, seed + count)
+        written = continue_text(target, prompts, 224, temperature, seed + count)
         groups[length].append(Lessons(written.tokens[:, :-1], written.hidden.half()))
         count += 1
     lessons = [

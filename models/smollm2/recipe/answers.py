@@ -31,7 +31,6 @@ from tandem.types import ChatMessage, GenerationRequest
 
 LAYER_IDS = (2, 15, 27)
 """EAGLE-3's default for 30 layers."""
-LAST_LAYER_ID = 30
 ANSWER_MARK = (1, 520, 9531, 198)
 """Token ids of `<|im_start|>assistant` and the end of its line: the model's own text follows."""
 END_OF_ANSWER = 2
@@ -51,7 +50,7 @@ async def answer(folder: Path, questions: Sequence[tuple[str, float]], minutes: 
         questions: Each with its temperature.
         minutes: After which no further question is asked.
     """
-    layers = ",".join(map(str, (*LAYER_IDS, LAST_LAYER_ID)))
+    layers = ",".join(map(str, (*LAYER_IDS, 30)))
     states = ("--shared-storage-path", str(folder), "--eagle-aux-hidden-state-layer-ids", layers)
     model = (
         "--model",

@@ -30,7 +30,6 @@ from tandem.engine.models.heads.eagle3 import Eagle3Head
 from tandem.model_sources.bundled import SMOLLM2
 from tandem.model_sources.find import find_model
 
-DRAFT_VOCABULARY_SIZE = 4096
 ROWS_PER_BATCH = 16
 TOTAL_VARIATION_FROM = 0.75
 STEPS_FROM = {0.65: 3, 0.35: 2, 0.0: 1}
@@ -113,7 +112,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=25.0)
     options = parser.parse_args()
     target = find_model(SMOLLM2)
-    head = new_head(target, options.head, frequent_tokens(options.answers, DRAFT_VOCABULARY_SIZE))
+    head = new_head(target, options.head, frequent_tokens(options.answers, 4096))
     last = LastLayer(target, head.target_ids)  # type: ignore[arg-type]  # a registered buffer
     seen = train(head, last, options.answers, options.head, options.minutes, options.held_out)
     logger.info("%d tokens of answers seen", seen)

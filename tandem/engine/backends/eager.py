@@ -26,12 +26,6 @@ from tandem.engine.models.attention import Scoring, for_rows, forward_arguments,
 from tandem.engine.models.loading import LoadedModel
 from tandem.engine.steps import BranchPacking, Packing, SequenceBranches, StepBackend, run_modules
 
-_WIDEST_BATCHED_BLOCK = 32
-"""Blocks of more queries than this are attended to one sequence at a time: the kernel is then busy enough."""
-
-_PADDING_WORTH_A_CALL = 256
-"""Superfluous keys per sequence above which another kernel call is cheaper. Measured on CPU (8 heads of 32)."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
@@ -75,10 +69,12 @@ class Group:
 
     def take(self, segment: Segment) -> bool:
         """Lets the segment join if it has the same width and pads little."""
-        if segment.token_count != self.width or self.width > _WIDEST_BATCHED_BLOCK:
+        # Wider blocks keep the kernel busy one sequence at a time
+        if segment.token_count != self.width or self.width > 32:
             return False
         longest, count = max(self.longest, segment.end), len(self.segments) + 1
-        if count * longest - (self._total + segment.end) > count * _PADDING_WORTH_A_CALL:
+        # Beyond so many superfluous keys another kernel call is cheaper (measured on a CPU, 8 heads of 32)
+        if count * longest - (self._total + segment.end) > count * 256:
             return False
         self.segments.append(segment)
         self.longest = longest

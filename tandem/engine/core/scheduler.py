@@ -12,9 +12,6 @@ from typing import Any
 from tandem.engine.core.jobs import Job
 from tandem.engine.kv_cache.sequence import Segment, Sequence, SequenceCache
 
-_SHORT_TOKENS = 32
-"""Work of at most this many tokens is short: a draft step, a verify block."""
-
 
 def next_segments(jobs: Collection[Job[Any]], prompt_tokens: int) -> list[Segment]:
     """The next part of each job that may run now, oldest job first.
@@ -23,7 +20,8 @@ def next_segments(jobs: Collection[Job[Any]], prompt_tokens: int) -> list[Segmen
     shares `prompt_tokens`, so that it delays the rest by so much at most: short prompts first, then parts of long
     ones. Rows are all computed in one step: the last part of a job is at least as long as its `row_count`.
     """
-    short = min(_SHORT_TOKENS, prompt_tokens)
+    # As a draft step or the verification of a proposal
+    short = min(32, prompt_tokens)
     budget = prompt_tokens
     counts: dict[Job[Any], int] = {}
     for job in jobs:

@@ -14,8 +14,6 @@ MOST_SECONDS = 600.0
 """Maximum bound, however slow the first steps were."""
 MARGIN = 4.0
 """Factor on the time of a step at the slowest recent rate."""
-_FADING = 0.98
-"""A slow step counts for half after some thirty others: the first step of a size may compile or capture."""
 
 
 class StepWatchdog:
@@ -41,7 +39,8 @@ class StepWatchdog:
         if running is not None:
             began, token_count = running
             per_token = (self._clock() - began) / max(token_count, 1)
-            self._slowest_token_seconds = max(per_token, _FADING * self._slowest_token_seconds)
+            # Half after some thirty others: the first step of a size may be slow
+            self._slowest_token_seconds = max(per_token, 0.98 * self._slowest_token_seconds)
 
     @property
     def overdue_seconds(self) -> float:

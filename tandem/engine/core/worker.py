@@ -37,10 +37,6 @@ from tandem.types import Delta
 
 logger = logging.getLogger(__name__)
 
-_MAX_FAILED_STEPS = 8
-"""Failures in a row after which the engine gives up: a failed device never recovers, and the process has to be
-restarted."""
-
 
 class Worker(Generic[PayloadT, ResultT]):
     """Takes jobs, forms batches, runs steps. `submit`, `grant`, `put_back`, `release` and `stop` may be called from
@@ -318,7 +314,8 @@ class Worker(Generic[PayloadT, ResultT]):
             logger.exception("step failed", extra={"sequences": len(jobs)})
             self._fail(jobs, error)
             self._failed_steps += 1
-            if self._failed_steps >= _MAX_FAILED_STEPS:
+            # A failed device never recovers: the process has to be restarted
+            if self._failed_steps >= 8:
                 raise
             return True
         finally:

@@ -212,10 +212,6 @@ class PagePool:
             self._kept.move_to_end(page)
 
 
-_MOST_GROUPS = 8
-"""Approximate maximum: a further layer in each group costs some memory, a further group a page table in each step."""
-
-
 @dataclass(frozen=True, slots=True)
 class LayerGeometry:
     """Geometry of one attention layer: what it stores per token, and its window."""
@@ -253,7 +249,8 @@ def group_layers(layers: SequenceOf[LayerGeometry]) -> tuple[LayerGroup, ...]:
     by_window: dict[int | None, list[int]] = {}
     for index, layer in enumerate(layers):
         by_window.setdefault(layer.window if len(shapes) == 1 else None, []).append(index)
-    size = max(min(map(len, by_window.values())), -(-len(layers) // _MOST_GROUPS))
+    # About eight groups at most: another one costs a page table in each step, a larger one some memory
+    size = max(min(map(len, by_window.values())), -(-len(layers) // 8))
     return tuple(
         LayerGroup(window, tuple(indices[first : first + size]))
         for window, indices in sorted(by_window.items(), key=lambda item: (item[0] is not None, item[0] or 0))
@@ -279,8 +276,6 @@ _CGROUP_MEMORY_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
-_MARGIN_BYTES = 256 << 20
-"""Free memory of an accelerator that is left alone: other processes' use of it changes from moment to moment."""
 
 
 def memory_allowance(utilization: float | None, device: torch.device) -> int:
@@ -317,7 +312,8 @@ def accelerator_allowance(total: int, free: int, own: int, share: float) -> int:
         own: what this process holds already.
         share: the part of `total` that this process may hold, its weights included.
     """
-    return min(int(total * share) - own, free - _MARGIN_BYTES)
+    # A margin, because other processes' use changes from moment to moment
+    return min(int(total * share) - own, free - (256 << 20))
 
 
 def _cgroup_memory_limit() -> int:

@@ -26,8 +26,6 @@ ROOT = 0
 NO_PAGE = -1
 """In place of a page that was lost."""
 
-_MAX_COMPARED = 64
-"""Blocks that begin alike and are compared for the longest match."""
 
 _Key = tuple[int, tuple[int, ...]]
 
@@ -72,7 +70,8 @@ class PrefixIndex:
         alike = self._alike.get((parent, tuple(token_ids[:MIN_COPIED_TOKENS])))
         if not alike or len(token_ids) < MIN_COPIED_TOKENS:
             return None
-        latest = [known for known in list(alike.values())[-_MAX_COMPARED:] if NO_PAGE not in known.pages]
+        # Of many that begin alike, the latest are compared for the longest match
+        latest = [known for known in list(alike.values())[-64:] if NO_PAGE not in known.pages]
         if not latest:
             return None
         best = max(latest, key=lambda known: common_length(known.token_ids, token_ids))

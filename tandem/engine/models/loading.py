@@ -252,10 +252,6 @@ def _max_length(config: Any) -> int:
     )
 
 
-_MAX_GAIN = 2
-"""Maximum ratio of a model's numbers to those in its files; loading reports missing ones by name."""
-
-
 def empty_model(checkpoint: Checkpoint, config: Any) -> Any:
     """Return the model that the config describes, without memory for its numbers.
 
@@ -271,7 +267,8 @@ def empty_model(checkpoint: Checkpoint, config: Any) -> Any:
             f"the file {checkpoint.folder / CONFIG_FILE} describes no {checkpoint.architecture}: {first_line(error)}"
         ) from error
     count = sum(parameter.numel() for parameter in module.parameters())
-    if count > _MAX_GAIN * checkpoint.weights.value_count:
+    # Up to that, loading reports missing tensors by name
+    if count > 2 * checkpoint.weights.value_count:
         raise ModelFolderError(
             f"the weights in {checkpoint.folder} do not fit {checkpoint.architecture}: {CONFIG_FILE} describes a model "
             f"of {count} parameters, and the files hold {checkpoint.weights.value_count}"

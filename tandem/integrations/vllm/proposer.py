@@ -116,14 +116,6 @@ MAX_SECONDS = 0.5
 """Maximum patience, whatever was learnt: a draft that hangs delays clients by this much at most."""
 MIN_SECONDS = 0.001
 """Minimum patience: a continuation drafted ahead is there in less."""
-_FIRST_SECONDS = 0.05
-"""Patience before the first step was timed."""
-_FIRST_SHARE = 0.5
-"""Share of proposed tokens that is taken to be accepted before any were."""
-_OUTLIER = 4.0
-"""A step of more than this many times the usual reads prompts, or waited for work; it counts as so many."""
-_VAIN_STEPS = 3
-"""After so many steps in a row without a single answer in time, no step waits for a while."""
 _FIRST_PAUSE_STEPS, _MAX_PAUSE_STEPS = 8, 1024
 """Steps that do not wait after waits in vain: twice as many each time, up to some ten seconds of a small model."""
 
@@ -152,7 +144,7 @@ class Patience:
             return self._fixed_seconds
         step = self._step.value
         if step is None:
-            return _FIRST_SECONDS
+            return 0.05
         return min(max(self.accepted_tokens * step, MIN_SECONDS), MAX_SECONDS)
 
     @property
@@ -162,7 +154,8 @@ class Patience:
 
     def expected(self) -> list[float]:
         """Expected tokens of a step with a proposal of 0, 1, ... tokens."""
-        shares = (_FIRST_SHARE if each.value is None else each.value for each in self._accepted)
+        # Half, before any was observed
+        shares = (0.5 if each.value is None else each.value for each in self._accepted)
         return list(accumulate(shares, initial=1.0))
 
     @property
@@ -173,7 +166,8 @@ class Patience:
     def stepped(self, seconds: float) -> None:
         """Count a step of vLLM: from its proposals to the next ones."""
         usual = self._step.value
-        self._step.add(seconds if usual is None else min(seconds, _OUTLIER * usual))
+        # A much longer step read prompts, or waited for work
+        self._step.add(seconds if usual is None else min(seconds, 4.0 * usual))
 
     def came_out(self, proposed: int, accepted: int) -> None:
         """Count a proposal that vLLM verified: its tokens, and how many of them were accepted."""
@@ -193,16 +187,14 @@ class Patience:
             self._vain_steps, self._pause_steps = 0, _FIRST_PAUSE_STEPS
             return
         self._vain_steps += 1
-        if self._vain_steps >= _VAIN_STEPS:
+        # Not a single answer came in time
+        if self._vain_steps >= 3:
             self._steps_left = self._pause_steps
             self._pause_steps = min(2 * self._pause_steps, _MAX_PAUSE_STEPS)
 
 
 logger = logging.getLogger("vllm.tandem")
 """A child of vLLM's own logger: same form, same destination."""
-
-_LONGEST_STEP_SECONDS = 30.0
-"""A longer time between two calls was a pause without requests."""
 
 
 class StepDrafter:
@@ -299,7 +291,8 @@ class StepDrafter:
                 row.sequence.proposed = 0
         if not continued or self._answered_at is None or self._asked_at is None:
             return
-        if now - self._answered_at < _LONGEST_STEP_SECONDS:
+        # A longer time between two calls was a pause without requests
+        if now - self._answered_at < 30.0:
             self.patience.stepped(now - self._answered_at)
             mean = sum(count for _, count in continued) / len(continued)
             self._ahead.end_step(mean, now - self._asked_at)

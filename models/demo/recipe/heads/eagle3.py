@@ -37,8 +37,6 @@ from tandem.engine.models.heads.eagle3 import Eagle3Head, load_eagle3, read_eagl
 SEED = 11
 STEPS = 4
 """Tokens of a proposal when acceptance is measured."""
-TRAINED_STEPS = 3
-"""Tokens of a proposal that the head is trained on: each costs as much as the first."""
 STEP_WEIGHT = 0.8
 """Each token counts this much of the one before it, as Medusa's heads do."""
 ROWS_PER_BATCH = 4
@@ -171,7 +169,8 @@ def train(head: Eagle3Head, target: LlamaForCausalLM, lessons: Sequence[Lessons]
 
     def next_loss(fraction: float) -> tuple[Tensor, int]:
         batch, compare, total = next(batches), divergence(fraction), torch.zeros(())
-        for k, hidden in unrolled_states(head, batch, TRAINED_STEPS):
+        # Only the first tokens of a proposal: each costs as much as the first
+        for k, hidden in unrolled_states(head, batch, 3):
             with torch.no_grad():
                 wanted = target_logits(target, batch, k).flatten(0, 1)
             total = total + STEP_WEIGHT**k * compare(wanted, head.logits(hidden.flatten(0, 1)))

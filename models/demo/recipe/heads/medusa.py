@@ -30,12 +30,8 @@ from tandem.engine.models.heads.medusa import MedusaHeads, read_medusa_config
 
 HEADS = 4
 LAYERS = 1
-HEAD_WEIGHT = 0.8
-"""Each head counts this much of the one before it, as in the paper."""
 ROWS_PER_BATCH = 4
 MATRIX_LR, OTHER_LR = 0.02, 1e-3
-RIDGE = 1e-3
-"""Relative to the mean square of the states."""
 SEED = 13
 
 logger = logging.getLogger(__name__)
@@ -64,7 +60,8 @@ def train(heads: MedusaHeads, target: LlamaForCausalLM, lessons: Sequence[Lesson
         own = head_logits(heads, hidden)
         with torch.no_grad():
             wanted = target_logits(target, hidden)
-        losses = [HEAD_WEIGHT**k * compare(wanted[:, :, k], own[:, :, k]) for k in range(HEADS)]
+        # Each head counts this much of the one before it, as in the paper
+        losses = [0.8**k * compare(wanted[:, :, k], own[:, :, k]) for k in range(HEADS)]
         return torch.stack(losses).sum(), batch.tokens.numel()
 
     return train_until_over(heads, next_loss, minutes, MATRIX_LR, OTHER_LR)
@@ -107,7 +104,8 @@ def adopt_linear_maps(heads: MedusaHeads, target: LlamaForCausalLM, lessons: Seq
             for k in range(HEADS):
                 later = hidden[:, 1 + k : hidden.shape[1] - HEADS + 1 + k].flatten(0, 1).float()
                 outer[k] += known.T @ later
-    ridge = torch.eye(width, dtype=torch.float64) * inner.trace() / width * RIDGE
+    # Relative to the mean square of the states
+    ridge = torch.eye(width, dtype=torch.float64) * inner.trace() / width * 1e-3
     for output, each in zip(heads.lm_heads.parameters(), outer, strict=True):
         output.copy_(target.lm_head.weight @ torch.linalg.solve(inner + ridge, each).float().T)
 

@@ -516,17 +516,9 @@ TOKEN_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 40, 48, 56, 64, 
                 256)  # fmt: skip
 """Sizes of plans. Fewer tokens are padded, which costs little where reading the weights is what takes the time."""
 
-_MANY_TOKENS = 8
-"""Without a head, a plan computes the logits of all its tokens: beyond this many, of which few are wanted, the modules
-are faster."""
 
 _FEW_TOKENS = 32
 """Tokens of each sequence but the first in a warm-up step: sizes above the widest segment are that and a multiple."""
-
-_MAX_ERROR = 0.5
-"""In spreads, of a step that fills its plan: the plan makes the calls that the modules make, which passed their own
-trial. Where tokens are padded, torch may choose another kernel, which adds up in another order, so the error may be
-that of any kernel. In float32, 129 tokens in the plan of 160 differ from the modules by 0.2 to 0.52 spreads."""
 
 
 class PlannedSteps:
@@ -575,9 +567,9 @@ class PlannedSteps:
         """See `StepBackend.run`; by the modules where no plan is right or faster."""
         packing = Packing(segments)
         count = packing.token_count
-        is_better_plain = (
-            count > _MANY_TOKENS and 2 * len(rows) < count and not self._computes_wanted_rows_only
-        )
+        # Without a head, a plan computes the logits of all its tokens: beyond this many, of which few are
+        # wanted, the modules are faster.
+        is_better_plain = count > 8 and 2 * len(rows) < count and not self._computes_wanted_rows_only
         if not self._is_trusted or count > TOKEN_COUNTS[-1] or is_better_plain:
             return self._run_modules(segments, rows)
         size = next(size for size in TOKEN_COUNTS if size >= count)
@@ -612,10 +604,13 @@ class PlannedSteps:
         compared = sorted({0, packing.token_count - 1, *rows})
         expected = self._run_modules(packing.segments, compared)
         try:
+            # Half a spread where the step fills its plan, which makes the calls of the modules. Where tokens are
+            # padded, torch may choose a kernel that adds up in another order, so the error may be that of any
+            # kernel: in float32, 129 tokens in the plan of 160 differ from the modules by 0.2 to 0.52 spreads.
             self._plans[size] = trusted(
                 lambda: self._compiled(size),
                 lambda plan: self._reference.in_spreads(self._replayed(plan, packing, compared), expected),
-                _MAX_ERROR if size == packing.token_count else self._reference.limit,
+                0.5 if size == packing.token_count else self._reference.limit,
             )
         except DistrustedError as error:
             logger.warning("steps run by the model's modules", extra={"reason": str(error)})

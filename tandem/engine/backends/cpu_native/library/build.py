@@ -36,8 +36,6 @@ _NATIVE = ("-march=native",)
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC",
           "-fopenmp")  # fmt: skip
 _COMPILERS = ("c++", "g++", "clang++")
-_TIMEOUT_SECONDS = 300.0
-"""A quiet core takes 8 seconds; a share of a busy one takes longer."""
 _CPU_DESCRIPTION = Path("/proc/cpuinfo")
 _CPU_LINES = ("model name", "flags", "Features", "CPU part")
 
@@ -131,11 +129,12 @@ def _compile(compiler: str, flags: Sequence[str], library: Path) -> None:
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     try:
+        # A quiet core takes 8 seconds; a share of a busy one takes longer
         done = subprocess.run(
             command,
             capture_output=True,
             text=True,
-            timeout=_TIMEOUT_SECONDS,
+            timeout=300.0,
             check=False,
             stdin=subprocess.DEVNULL,
         )

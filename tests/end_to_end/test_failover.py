@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 import signal
 import time
@@ -12,22 +11,17 @@ import pytest
 
 from tandem.client import Client
 from tandem.types import GenerationRequest
-from tests.end_to_end.disturbed import begun, joined, request, revived, started, streamed
-from tests.end_to_end.processes import Nursery, Service
+from tests.end_to_end.disturbed import begun, joined, joining, request, revived, started, streamed
+from tests.end_to_end.processes import Nursery, Service, address_of
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
+from tests.service.clients import until
 
 pytestmark = pytest.mark.slow
 
-logger = logging.getLogger(__name__)
-
 PASSING_TOKENS = 40
 """Length of short completions that run beside the others."""
-DRAFT_STALL_SECONDS = 1.0
-TARGET_STALL_SECONDS = 8.0
-SHORT, LONG = 3, 100
-RUNS = pytest.mark.parametrize(
-    "runs", [pytest.param(SHORT, id="short"), pytest.param(LONG, id="long", marks=pytest.mark.soak)]
-)
+RUNS = 3
+SECONDS = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -45,31 +39,29 @@ def jitter(chance: random.Random) -> float:
     return chance.uniform(0.0, 0.06)
 
 
-@RUNS
 async def test_streams_survive_a_kill_of_the_only_draft(
-    runs: int, targets: list[Service], drafts: list[Service], prompts: list[str]
+    targets: list[Service], drafts: list[Service], prompts: list[str]
 ) -> None:
     chance = random.Random(1)
     requests = [request(prompts[0], "greedy"), request(prompts[1], "strict")]
     async with joined(targets[:1], drafts[:1]) as client:
         expected = [await streamed(client, each) for each in requests]
-        for _ in range(runs):
+        for _ in range(RUNS):
             async with begun(client, requests, expected):
                 await asyncio.sleep(jitter(chance))
                 drafts[0].kill()
             await asyncio.to_thread(revived, drafts[:1])
 
 
-@RUNS
 async def test_streams_survive_a_kill_of_one_of_two_targets(
-    runs: int, targets: list[Service], drafts: list[Service], prompts: list[str]
+    targets: list[Service], drafts: list[Service], prompts: list[str]
 ) -> None:
     """Each stream runs on one of them, and either may be killed."""
     chance = random.Random(2)
     requests = [request(prompts[0], "greedy"), request(prompts[1], "strict")]
     async with joined(targets, drafts[:1]) as client:
         expected = [await streamed(client, each) for each in requests]
-        for _ in range(runs):
+        for _ in range(RUNS):
             async with begun(client, requests, expected):
                 await asyncio.sleep(jitter(chance))
                 chance.choice(targets).kill()
@@ -106,9 +98,6 @@ async def test_streams_survive_a_draft_that_stops_answering(
                 drafts[0].signal(signal.SIGSTOP)
         finally:
             drafts[0].signal(signal.SIGCONT)
-        pauses = [each.longest_pause_seconds for each in disturbed.streams]
-        logger.info("longest pauses with a stopped draft: %.2f and %.2f s", *pauses)
-        assert max(pauses) < DRAFT_STALL_SECONDS
         for stream, undisturbed in zip(disturbed.streams, expected, strict=True):
             assert sum(stream.drafted) < sum(undisturbed.drafted), "the draft was stopped too late"
 
@@ -124,16 +113,11 @@ async def test_streams_survive_a_target_that_stops_answering(
                 targets[0].signal(signal.SIGSTOP)
         finally:
             targets[0].kill()
-        pauses = [each.longest_pause_seconds for each in disturbed.streams]
-        logger.info("longest pauses with a stopped target: %.2f and %.2f s", *pauses)
-        assert 1.0 < max(pauses) < TARGET_STALL_SECONDS
+        assert max(each.longest_pause_seconds for each in disturbed.streams) > 1.0, "some stream was on it"
 
 
-@pytest.mark.parametrize(
-    "count", [pytest.param(4, id="short"), pytest.param(32, id="long", marks=pytest.mark.soak)]
-)
 async def test_every_replica_can_be_restarted_by_draining(
-    count: int, targets: list[Service], drafts: list[Service], prompts: list[str]
+    targets: list[Service], drafts: list[Service], prompts: list[str]
 ) -> None:
     """Each gets a SIGTERM, one after the other, while streams begin and end."""
     over = asyncio.Event()
@@ -154,10 +138,7 @@ async def test_every_replica_can_be_restarted_by_draining(
         revived([each])
 
     async with joined(targets, drafts) as client:
-        requests = [
-            request(prompts[i % len(prompts)], ("greedy", "strict")[i % 2], PASSING_TOKENS)
-            for i in range(count)
-        ]
+        requests = [request(prompts[i], ("greedy", "strict")[i % 2], PASSING_TOKENS) for i in range(4)]
         expected = [(await streamed(client, each)).text for each in requests]
         tasks = [
             asyncio.create_task(keep_streaming(client, *pair))
@@ -173,4 +154,40 @@ async def test_every_replica_can_be_restarted_by_draining(
         finally:
             for task in tasks:
                 task.cancel()
-    assert completed >= count
+    assert completed >= len(requests)
+
+
+async def test_drafting_ahead_survives_the_kill_and_the_stop_of_a_draft(
+    services: Nursery, prompts: list[str]
+) -> None:
+    """Outcomes are outstanding in all streams: steps take a minimum time, in which the draft drafts ahead."""
+    target, *drafts = started(
+        services.paced_service(role, model, "60,1")
+        for role, model in (("target", DEMO_TARGET), ("draft", DEMO_DRAFT), ("draft", DEMO_DRAFT))
+    )
+    requests = [request(prompts[i], ("greedy", "strict")[i % 2], 112) for i in range(8)]
+    async with joined([target], drafts[:1], "--draft-ahead", "off") as client:
+        expected = await asyncio.gather(*(streamed(client, each) for each in requests))
+    with joining([target], drafts, "--draft-ahead", "16") as process:
+        async with Client(address_of(process)) as client:
+            async with begun(client, requests, expected) as disturbed:
+                await until(lambda: all(stream.hits for stream in disturbed.streams), SECONDS)
+                drafts[0].kill()
+                before = [stream.hits for stream in disturbed.streams]
+                assert disturbed.is_running
+            for stream, hits in zip(disturbed.streams, before, strict=True):
+                assert stream.hits > hits, "those of the other draft go on, and the others move to it"
+            async with begun(client, requests, expected) as disturbed:
+                await until(lambda: all(stream.hits for stream in disturbed.streams), SECONDS)
+                late = process.story.count("draft late")
+                drafts[1].signal(signal.SIGSTOP)
+                try:
+                    await until(lambda: process.story.count("draft late") > late, SECONDS)
+                    before = [stream.hits for stream in disturbed.streams]
+                    assert disturbed.is_running
+                finally:
+                    drafts[1].signal(signal.SIGCONT)
+                await until(lambda: sum(stream.hits for stream in disturbed.streams) > sum(before), SECONDS)
+            assert process.story.count("draft late") - late <= len(requests), "each waits for it once"
+    for each in (target, *drafts):
+        each.kill()

@@ -1,4 +1,4 @@
-"""Soon after a client's end nothing of its request is left: no step, no stream, no task, no place in a KV cache."""
+"""Soon after a client's end, or an abort, nothing of its request is left: no step, stream, task or KV cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,18 +27,17 @@ from tandem.engine.core.row_engine import RowEngine
 from tandem.engine.core.selection import Backends
 from tandem.engine.models.loading import LoadedModel
 from tandem.engine.settings import EngineSettings
-from tandem.errors import ServiceUnavailableError, TandemError
+from tandem.errors import AbortedError, ServiceUnavailableError, TandemError
 from tandem.types import GenerationRequest
 from target_service.servicer import TargetServicer
 from target_service.verifier import Verifier
 from tests.paths import DEMO_TARGET, ROOT
 from tests.service.clients import complete, until
 from tests.service.engines import started
-from tests.service.fakes import coordinating, serving
+from tests.service.fakes import FakeDraft, FakeTarget, coordinating, fleet, serving
 
 logger = logging.getLogger(__name__)
 """Logs the numbers for docs/measurements.md; `make soak` shows them."""
-
 GONE_SECONDS = 1.0
 SPECULATIVE_TOKENS = 2
 STEP_SECONDS = 0.02
@@ -54,7 +53,6 @@ GRPC_CALL = "_handle_exceptions"
 """The coroutine that grpc's server runs for each call."""
 WATCHES = 2
 """Permanent calls: the coordinator watches the health of both services."""
-
 CLIENT = """
 import asyncio, sys
 from tandem.client import Client
@@ -272,3 +270,58 @@ async def test_computation_stops_within_a_round(cluster: Cluster, tokens: int) -
         await asyncio.sleep(20 * cluster.step_seconds)
         assert cluster.steps - before <= STEPS_OF_A_ROUND
         await cluster.assert_idle_soon()
+
+
+REQUEST = GenerationRequest((10,), max_tokens=40, temperature=0.0, num_speculative_tokens=2, seed=1)
+
+
+async def test_an_abort_during_a_step_reaches_the_client_at_once() -> None:
+    target, draft = FakeTarget(), FakeDraft()
+    async with fleet(target, draft) as (client, _, service):
+        requests = service.completions.requests
+        work = asyncio.create_task(complete(client, REQUEST))
+        target.step_seconds = 0.05
+        await until(lambda: any(request.completion_tokens > 3 for request in requests.list()), 10)
+        (active,) = requests.list()
+        target.step_seconds = 30.0  # the next answer would take half a minute
+        await until(lambda: active.completion_tokens > 3, 10)
+        active.abort("making room")
+        tokens = active.completion_tokens
+        with pytest.raises(AbortedError, match=f"ended the request after {tokens} tokens: making room"):
+            await asyncio.wait_for(work, 5)
+        await until(lambda: not requests.list() and target.running == draft.running == 0, 5)
+        assert (requests.outcomes.aborted, requests.outcomes.completed) == (1, 0)
+        target.step_seconds = 0.0
+        assert (await complete(client, REQUEST)).token_ids == tuple(range(11, 51))
+        assert (requests.outcomes.aborted, requests.outcomes.completed) == (1, 1)
+        assert requests.tokens.total == tokens + 40
+        assert target.finished == 1
+
+
+async def test_an_abort_frees_the_services_while_the_client_does_not_read() -> None:
+    """The generator is suspended at a yield, where there is no task to cancel."""
+    target, draft = FakeTarget(), FakeDraft()
+    async with fleet(target, draft) as (_, _, service):
+        requests = service.completions.requests
+        async with aclosing(service.completions.complete(REQUEST)) as chunks:
+            await anext(chunks)
+            await anext(chunks)
+            (active,) = requests.list()
+            active.abort()
+            active.abort("a second time does nothing")
+            await until(lambda: target.running == draft.running == 0, 5)
+            with pytest.raises(AbortedError, match=r"after 4 tokens$"):
+                await anext(chunks)
+        assert requests.list() == []
+        assert requests.outcomes.aborted == 1
+
+
+async def test_a_disconnecting_client_is_not_an_abort() -> None:
+    target = FakeTarget()
+    target.step_seconds = 0.05
+    async with fleet(target, FakeDraft()) as (client, _, service):
+        async with aclosing(client.generate(REQUEST)) as chunks:
+            await anext(chunks)
+        requests = service.completions.requests
+        await until(lambda: requests.outcomes.cancelled == 1, 5)
+        assert requests.outcomes.aborted == 0

@@ -20,7 +20,6 @@ from tests.service.fakes import (
     cluster,
     counting,
     fleet,
-    scripted,
 )
 
 TOKENIZER = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))
@@ -110,14 +109,6 @@ async def test_max_length_is_exact(max_tokens: int | None) -> None:
     assert max(target.longest, draft.longest) < MAX_LENGTH
 
 
-async def test_a_prompt_one_short_of_max_length_gets_one_token() -> None:
-    async with cluster(FakeTarget(), draft := FakeDraft()) as client:
-        completed = await complete(client, request(tuple(range(MAX_LENGTH - 1)), max_tokens=None))
-    assert completed.token_ids == (MAX_LENGTH - 1,)
-    assert completed.finish_reason is FinishReason.LENGTH
-    assert not any(draft.requested), "there is nothing to speculate on"
-
-
 @pytest.mark.parametrize(
     ("prompt", "sentence"),
     [
@@ -133,30 +124,6 @@ async def test_a_prompt_that_cannot_be_completed_is_refused(
         with pytest.raises(InvalidRequestError, match=sentence):
             await complete(client, request(prompt))
     assert target.opened == draft.opened == 0, "no service receives it"
-
-
-@pytest.mark.parametrize("max_tokens", range(1, 9))
-async def test_text_never_ends_inside_a_character(max_tokens: int) -> None:
-    continuation = TOKENIZER.encode("a日本é").ids
-    assert len(continuation) > 7, "the case needs characters of several tokens"
-    target = FakeTarget(scripted(continuation, prompt_length=1))
-    async with cluster(target, FakeDraft(target.next_token)) as client:
-        chunks = [chunk async for chunk in client.generate(request((10,), max_tokens))]
-    assert not any("\ufffd" in chunk.text for chunk in chunks)
-    assert all(sum(chunk.text_lengths) == len(chunk.text) for chunk in chunks)
-    text = "".join(chunk.text for chunk in chunks)
-    whole = TOKENIZER.decode(continuation[:max_tokens])
-    assert text == whole.rstrip("\ufffd")
-
-
-async def test_a_stop_string_ends_the_completion_inside_an_accepted_run() -> None:
-    continuation = TOKENIZER.encode("abc = 1\nxyz = 2\nif abc: pass\n").ids
-    target = FakeTarget(scripted(continuation, prompt_length=1))
-    async with cluster(target, FakeDraft(target.next_token)) as client:
-        completed = await complete(client, request((10,), len(continuation), stop=("\nxy",)))
-    assert completed.text == "abc = 1"
-    assert completed.finish_reason is FinishReason.STOP
-    assert len(completed.token_ids) < len(continuation)
 
 
 async def test_streams_end_with_finish() -> None:

@@ -1,37 +1,113 @@
-"""Overload: admitted requests complete unharmed, the rest are refused at once, and memory stays bounded."""
+"""Overload: admitted requests complete unharmed, newcomers get a share, the rest are refused, memory stays bounded."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import logging
+import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 
 import grpc.aio
 import pytest
 
 from coordinator.requests.arrival import GENERATE
+from coordinator.requests.runner import RequestRunner
+from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.client import Client, Retries
 from tandem.errors import CapacityError, DeadlineError
 from tandem.types import GenerationRequest
 from tandem.v1 import generation_pb2
 from tandem.wire.generation import request_to_proto
+from tests.end_to_end.processes import Process, address_of, running
+from tests.service import engines
 from tests.service.clients import complete, until
-from tests.service.fakes import FakeDraft, FakeTarget, cluster
-from tests.service.overload_cluster import LONG, MAX_MIB, EndlessDraft, EndlessTarget, coordinator_process
+from tests.service.fakes import Fake, FakeDraft, FakeTarget, cluster, coordinator, serving
+
+MAX_MIB = 300
+LONG = 100_000
+
+
+def again(tokens: Sequence[int]) -> int:
+    """Repeat the last token."""
+    return tokens[-1]
+
+
+class Endless(Fake):
+    """A fake that repeats its last token, with a much longer context than the other fakes."""
+
+    def __init__(self) -> None:
+        super().__init__(again)
+        self.model_info = replace(self.model_info, max_length=LONG)
+
+    def open(self, max_length: int) -> None:
+        self.opened += 1
+
+
+class EndlessTarget(Endless, FakeTarget):
+    """A target that repeats the last token."""
+
+
+class EndlessDraft(Endless, FakeDraft):
+    """A draft that repeats the last token."""
+
+
+@dataclass(frozen=True)
+class CoordinatorProcess:
+    """A coordinator in a process of its own, over fakes in this one."""
+
+    process: Process
+    address: str
+
+    def mebibytes(self, field: str = "VmRSS") -> int:
+        """Return the process's resident memory in MiB: VmRSS is the current value, VmHWM the peak."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="utf-8")
+        return int(status.partition(f"{field}:")[2].split()[0]) // 1024
+
+
+@asynccontextmanager
+async def coordinator_process(
+    target: FakeTarget, draft: FakeDraft | None, *options: str
+) -> AsyncIterator[CoordinatorProcess]:
+    async with AsyncExitStack() as stack:
+        target_address, _ = await stack.enter_async_context(serving(target))
+        draft_address = None
+        if draft is not None:
+            draft_address, _ = await stack.enter_async_context(serving(draft))
+        drafts = () if draft_address is None else ("--draft-address", draft_address)
+        # The adaptive policy would stop speculating under load.
+        policy = ("--speculation-policy", "fixed", "--draft-ahead", "off", "--log-level", "warning")
+        process = stack.enter_context(
+            # Not of a nursery, whose memory would count as the coordinator's.
+            running(
+                *(
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "coordinator",
+                    "--port",
+                    "0",
+                    "--target-address",
+                    target_address,
+                ),
+                *(*drafts, *policy, *options),
+            )
+        )
+        # The fakes answer from this event loop, so nothing may block it.
+        yield CoordinatorProcess(process, await asyncio.to_thread(address_of, process))
+        assert "unexpected error" not in process.stderr, process.stderr[-4000:]
+
 
 logger = logging.getLogger(__name__)
 """Logs the numbers for docs/measurements.md; `make soak` shows them."""
-
 pytestmark = pytest.mark.slow
-
 REQUEST = GenerationRequest((10,), max_tokens=40, temperature=0.0, num_speculative_tokens=4)
 EXPECTED = tuple(range(11, 51))
-
 TEST_SECONDS = 300.0
 """Bound on a hang."""
 SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 65_536), ("grpc.http2.bdp_probe", 0))
@@ -214,3 +290,46 @@ async def test_the_deadline_ends_a_request_at_any_point(step_seconds: float, tok
             async for _ in client.generate(REQUEST, timeout_seconds=0.3):
                 pass
         await until(lambda: target.running == 0, 5.0)
+
+
+SECONDS = 60.0
+MANY = 28
+"""More than may run in the coordinator (16 and 2), and far more than fit the target (8 and 1)."""
+LASTING = GenerationRequest((5, 6), max_tokens=400, temperature=0.0, ignore_eos=True)
+SHORT = GenerationRequest((7, 8), max_tokens=6, temperature=0.0, ignore_eos=True)
+CROWD, NEWCOMER = "192.0.2.1", "192.0.2.2"
+
+
+async def tokens(completions: RequestRunner, request: GenerationRequest, peer: str) -> list[int]:
+    return [token async for chunk in completions.complete(request, peer=peer) for token in chunk.token_ids]
+
+
+async def test_a_newcomer_is_served_while_another_client_fills_every_place(tmp_path: Path) -> None:
+    target, draft = engines.tiny_model(tmp_path / "target", 1), engines.tiny_model(tmp_path / "draft", 2)
+    async with (
+        engines.target(target, engines.Faults(), 0.01, 9, kept_sequences=1) as (target_address, _),
+        engines.draft(draft, max_sequences=9, kept_sequences=1) as (draft_address, _),
+        coordinator(
+            CoordinatorSettings(
+                target_address=target_address,
+                draft_address=draft_address,
+                max_concurrent_requests=16,
+                max_queued_requests=16,
+            )
+        ) as (_, service),
+    ):
+        completions = service.completions
+        alone = await tokens(completions, SHORT, NEWCOMER)
+        crowd = [asyncio.create_task(tokens(completions, LASTING, CROWD)) for _ in range(MANY)]
+        try:
+            admission = completions.admission
+            await until(lambda: (admission.running, admission.queued) == (16, MANY - 16), SECONDS)
+            await until(lambda: completions.requests.tokens.total > 200, SECONDS)
+            async with asyncio.timeout(SECONDS):
+                assert await tokens(completions, SHORT, NEWCOMER) == alone
+            assert not any(task.done() for task in crowd), "it waited for the place of one of them"
+        finally:
+            for task in crowd:
+                task.cancel()
+            await asyncio.gather(*crowd, return_exceptions=True)
+        await until(lambda: admission.running == admission.queued == 0, SECONDS)

@@ -1,4 +1,4 @@
-"""Many sequences on one stream do not affect each other, whatever is sent on it."""
+"""Many sequences share a stream and its messages, and do not affect each other, whatever is sent on it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.load.fakes import LeaveError
+from benchmarks.load.fakes import LeaveError, Script, ScriptedDraft, ScriptedTarget, Steps
+from coordinator.service import CoordinatorService
+from coordinator.transport import streams
 from coordinator.transport.streams import Method, Streams
 from draft_service.service import DraftService
 from draft_service.settings import DraftSettings
@@ -33,6 +35,7 @@ from tandem.types import (
     Delta,
     DenseRow,
     DraftOptions,
+    GenerationRequest,
     RowKind,
     SamplingParams,
     TargetOptions,
@@ -42,13 +45,14 @@ from tandem.types import (
 from tandem.v1 import draft_pb2, target_pb2, target_pb2_grpc
 from tandem.wire import draft as draft_wire
 from tandem.wire import target as wire
+from tandem.wire.columns import take_message
 from tandem.wire.target import answers_from_proto
 from target_service.service import TargetService
 from target_service.servicer import VerifiedFor
 from target_service.settings import TargetSettings
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
 from tests.service.clients import until
-from tests.service.fakes import FakeTarget, refusal, serving
+from tests.service.fakes import FakeTarget, fleet, refusal, serving
 
 SECONDS = 20.0
 HOLD, REFUSE, FAIL, LEAVE = 1001, 1002, 1003, 1004
@@ -563,3 +567,52 @@ async def test_an_unreadable_answer_is_the_services_fault() -> None:
         with pytest.raises(ProtocolError, match="target service: its answer cannot be read"):
             await sequence.ask(1)
         sequence.stream.cancel()
+
+
+STREAMS = 16
+TOKENS = 100
+SCRIPT = Script(0.72)
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Number of requests in each message that the coordinator writes."""
+    counts: list[int] = []
+
+    def counted(outbox: list[Any]) -> Sequence[Any]:
+        taken = take_message(outbox)
+        counts.append(len(taken))
+        return taken
+
+    monkeypatch.setattr(streams, "take_message", counted)
+    return counts
+
+
+@asynccontextmanager
+async def scripted_coordinator() -> AsyncIterator[CoordinatorService]:
+    """A coordinator before scripted services, all in this process."""
+    steps = Steps(0.002), Steps(0.001)
+    target, draft = ScriptedTarget(SCRIPT, steps[0]), ScriptedDraft(SCRIPT, steps[1])
+    async with fleet(target, draft, draft_ahead="off", num_speculative_tokens=4) as (_, _, service):
+        running = [asyncio.create_task(each.run()) for each in steps]
+        yield service
+        for task in running:
+            task.cancel()
+
+
+async def complete(service: CoordinatorService, number: int) -> int:
+    """Complete a request; its rounds."""
+    rounds = 0
+    request = GenerationRequest((300 + number, 301), max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+    async for chunk in service.completions.complete(request):
+        if chunk.summary is not None:
+            rounds = chunk.summary.speculation.rounds
+    return rounds
+
+
+async def test_a_step_of_many_sequences_is_a_few_messages(written: list[int]) -> None:
+    async with scripted_coordinator() as service:
+        tasks = [asyncio.create_task(complete(service, number)) for number in range(STREAMS)]
+        rounds = sum(await asyncio.gather(*tasks))
+    # Sequences that are answered by one message ask in one; requests that begin and end ask by themselves.
+    assert len(written) <= 2 * rounds / (STREAMS / 3) + 4 * STREAMS

@@ -1,8 +1,9 @@
-"""Streams with stalled clients hold no place, and deliver the same tokens once they are read."""
+"""Stalled clients hold no place, and fewer, larger chunks say the same: the tokens do not depend on the reader."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
@@ -12,11 +13,13 @@ from typing import Any
 import pytest
 
 from coordinator.service import CoordinatorService
+from tandem.admin_client import AdminClient
 from tandem.errors import AbortedError, CapacityError, DeadlineError
 from tandem.types import Chunk, GenerationRequest
 from tests.service import engines
 from tests.service.clients import until
-from tests.service.fakes import Fake, FakeDraft, FakeTarget, fleet
+from tests.service.fakes import Fake, FakeDraft, FakeTarget, cluster, fleet
+from tests.service.http_cluster import http_cluster
 
 SECONDS = 20.0
 STALL = 0.2
@@ -160,3 +163,75 @@ async def test_streams_of_one_address_are_bounded() -> None:
                 *range(11, 51)
             ]
         assert tokens_of([chunk async for chunk in complete(REQUEST, peer="192.0.2.1")]) == [*range(11, 51)]
+
+
+INTERVAL = 8
+COUNT = 20
+READ = GenerationRequest((10,), max_tokens=COUNT, temperature=0.0)
+
+
+async def chunks_over_grpc(request: GenerationRequest = READ, **options: Any) -> list[Chunk]:
+    """The chunks of a target that makes one token in a round."""
+    async with cluster(FakeTarget(), **options) as client:
+        return [chunk async for chunk in client.generate(request)]
+
+
+async def pieces_over_http(**options: Any) -> list[dict[str, Any]]:
+    body = {"model": "fake", "prompt": [10], "max_tokens": COUNT, "temperature": 0, "stream": True,
+            "return_token_ids": True, "logprobs": 1}  # fmt: skip
+    async with http_cluster(FakeTarget(), **options) as cluster:
+        answer = await cluster.http.post("/v1/completions", json=body)
+    events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    assert events[-1] == "[DONE]"
+    return [json.loads(event)["choices"][0] for event in events[:-1]]
+
+
+async def test_grpc_gets_the_same_tokens_and_text_in_fewer_chunks() -> None:
+    each, joined = await chunks_over_grpc(), await chunks_over_grpc(stream_interval=INTERVAL)
+    assert [len(chunk.token_ids) for chunk in each] == [1] * COUNT
+    assert [len(chunk.token_ids) for chunk in joined] == [1, INTERVAL, INTERVAL, 3]
+    for name in ("text", "token_ids", "drafted", "text_lengths"):
+        in_each, in_joined = (
+            [part for chunk in chunks for part in getattr(chunk, name)] for chunks in (each, joined)
+        )
+        assert in_joined == in_each
+    assert [i for chunk in joined for i in chunk.token_ids] == [*range(11, 11 + COUNT)]
+    summary = joined[-1].summary
+    assert summary is not None
+    assert summary.speculation.rounds == COUNT
+
+
+async def test_sse_gets_the_same_tokens_text_and_logprobs_in_fewer_events() -> None:
+    each, joined = await pieces_over_http(), await pieces_over_http(stream_interval=INTERVAL)
+    assert len(joined) < len(each) / 3
+    assert "".join(piece["text"] for piece in joined) == "".join(piece["text"] for piece in each)
+    for name in ("token_ids", "drafted"):
+        in_each, in_joined = ([part for piece in pieces for part in piece[name]] for pieces in (each, joined))
+        assert in_joined == in_each
+    for name in ("token_logprobs", "text_offset"):
+        in_each, in_joined = (
+            [part for piece in pieces if piece["logprobs"] for part in piece["logprobs"][name]]
+            for pieces in (each, joined)
+        )
+        assert in_joined == in_each
+    assert joined[-1]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("stop", ["stop_token", "stop_string"])
+async def test_an_early_end_is_sent_at_once(stop: str) -> None:
+    request = (
+        GenerationRequest((10,), max_tokens=COUNT, temperature=0.0, stop_token_ids=(14,))
+        if stop == "stop_token"
+        else GenerationRequest((10,), max_tokens=4, temperature=0.0, stop=("no such text",))
+    )
+    chunks = await chunks_over_grpc(request, stream_interval=1000)
+    assert [chunk.token_ids for chunk in chunks] == [(11,), (12, 13, 14)]
+    assert chunks[-1].summary is not None
+
+
+async def test_it_can_change_while_the_coordinator_runs() -> None:
+    async with cluster(FakeTarget()) as client:
+        assert len([chunk async for chunk in client.generate(READ)]) == COUNT
+        async with AdminClient(client.address) as admin:
+            await admin.update_config({"stream_interval": str(INTERVAL)})
+        assert len([chunk async for chunk in client.generate(READ)]) == 4

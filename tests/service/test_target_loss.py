@@ -1,10 +1,10 @@
-"""A lost target, or one with invalid rows, costs a pause: the text is the same, token for token."""
+"""A lost or draining target, or one with invalid rows, costs a pause: the text is the same, token for token."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -17,7 +17,13 @@ from coordinator.service import CoordinatorService
 from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.client import Client
 from tandem.engine.models.loading import LoadedModel
-from tandem.errors import CapacityError, InvalidRequestError, ProtocolError, ServiceUnavailableError
+from tandem.errors import (
+    CapacityError,
+    InvalidRequestError,
+    ProtocolError,
+    ServiceUnavailableError,
+    TandemError,
+)
 from tandem.replica import Role
 from tandem.types import (
     Chunk,
@@ -28,14 +34,13 @@ from tandem.types import (
     SupportRow,
     TokenRow,
     Verification,
+    VerifyStep,
 )
 from tests.service.clients import Completed, complete, until
 from tests.service.engines import Fault, Faults, pair, target
-from tests.service.fakes import coordinating
+from tests.service.fakes import NOT_SERVING, FakeTarget, coordinating, fleet, refusal
 
 BOUND_SECONDS = 30.0
-
-
 GREEDY = GenerationRequest(
     "def f(", max_tokens=24, temperature=0.0, num_speculative_tokens=3, ignore_eos=True
 )
@@ -271,17 +276,9 @@ shorten_supports = supports(lambda row: replace(row, probs=row.probs[1:]))
 widen = dense(widened)
 set_logits = dense(lambda logits: np.full_like(logits, np.nan))
 flatten = dense(lambda logits: logits[:1])
-
-
 SUPPORT_ROWS = replace(REQUESTS["greedy"], row_kind=RowKind.SUPPORT)
-
-
 TYPICAL = replace(REQUESTS["residual"], rejection_sampling_strategy="typical-acceptance")
-
-
 DENSE_GREEDY, DENSE_SAMPLED = (replace(REQUESTS[name], logprobs=2) for name in ("greedy", "residual"))
-
-
 INVALID_ROWS: dict[str, tuple[GenerationRequest, Fault]] = {
     "an unknown argmax token": (SUPPORT_ROWS, set_argmax),
     "no statistics": (TYPICAL, drop_statistics),
@@ -341,3 +338,55 @@ async def test_columns_that_do_not_fit_together_end_their_stream_and_no_request(
         assert await at_once() == undisturbed
         assert two.faults[0].running == 0
         assert two.opened > opened + len(requests), "sequences of the broken stream were opened again"
+
+
+SECONDS = 30.0
+TOKENS = 50
+EXPECTED = tuple(range(11, 11 + TOKENS))
+BREAKING = 5
+STEP_SECONDS = 0.03
+
+
+def request(first_token: int) -> GenerationRequest:
+    return GenerationRequest((first_token,), max_tokens=TOKENS, temperature=0.0)
+
+
+class Breaking(FakeTarget):
+    """A target whose stream breaks at a certain prompt."""
+
+    step_seconds = STEP_SECONDS
+
+    async def verified(self, tokens: Sequence[int], step: VerifyStep) -> Verification:
+        if step.delta.base_length == 0 and tokens[0] == BREAKING:
+            raise refusal(grpc.StatusCode.UNAVAILABLE, "gone")
+        return await super().verified(tokens, step)
+
+
+async def test_a_broken_stream_moves_no_other_sequence() -> None:
+    targets = (Breaking(), Breaking())
+    async with asyncio.timeout(SECONDS), fleet(*targets) as (client, *_):
+        task = asyncio.create_task(complete(client, request(10)))
+        await until(lambda: any(each.running for each in targets), SECONDS)
+        for _ in range(3):
+            with pytest.raises(TandemError, match=f"{MAX_LOSSES} targets were lost"):
+                await complete(client, request(BREAKING))
+        assert not task.done()
+        assert (await task).token_ids == EXPECTED
+    assert sum(each.opened for each in targets) == 1 + 3 * MAX_LOSSES
+
+
+async def test_a_full_target_takes_over_no_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sequence may stay on its draining target."""
+    monkeypatch.setattr("coordinator.failover.verifier._MOVE_SECONDS", 0.2)
+    targets = (Breaking(), Breaking())
+    async with asyncio.timeout(SECONDS), fleet(*targets) as (client, services, _):
+        task = asyncio.create_task(complete(client, request(10)))
+        await until(lambda: any(each.running for each in targets), SECONDS)
+        draining, full = sorted(services, key=lambda each: -each.fake.running)
+        assert isinstance(full.fake, FakeTarget)
+        full.fake.step_seconds = 2 * SECONDS
+        await draining.say(NOT_SERVING)
+        await until(lambda: full.fake.running == 1, SECONDS)
+        assert (await task).token_ids == EXPECTED
+        await until(lambda: not full.fake.running and not draining.fake.running, SECONDS)
+    assert (draining.fake.opened, full.fake.opened) == (1, 1)

@@ -1,15 +1,33 @@
-"""The command line of `tandem bench`, and which contenders can start."""
+"""`tandem bench`: its command line, who can take part, turns and pace; and the tables of docs/memory.md."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from benchmarks.bench import BenchSettings, parse
+from benchmarks.common import rotated
 from benchmarks.contenders import CONTENDERS, Setup
+from benchmarks.pace import Pace
+from benchmarks.studies.memory import (
+    DEEPSEEK,
+    DEPLOYMENTS,
+    GPT_OSS,
+    H100,
+    LLAMA_8B,
+    LLAMA_70B,
+    PAGE,
+    QWEN_32B,
+    SHARE,
+    Model,
+    requests_that_fit,
+    with_tables,
+)
+from tandem.engine.core.jobs import StepRecord
 from tandem.errors import ConfigurationError
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
 
@@ -78,3 +96,58 @@ def test_a_target_without_a_head_leaves_the_contender_out(setup: Setup, tmp_path
 
     assert CONTENDERS["eagle3"].absent(elsewhere) == "name the folder of the target's eagle3 head with --head"
     assert CONTENDERS["eagle3"].absent(replace(setup, head=DEMO_DRAFT)) != "", "a draft model is no head"
+
+
+def test_everyone_runs_once_in_each_round_and_at_each_place_equally_often() -> None:
+    names = ["a", "b", "c"]
+    rounds = [rotated(names, number) for number in range(6)]
+
+    assert all(sorted(order) == names for order in rounds)
+    for name, place in product(names, range(3)):
+        assert [order[place] for order in rounds].count(name) == 2
+
+
+def test_a_step_sleeps_for_what_is_left_of_its_time() -> None:
+    pace = Pace.from_text("6.5,1.2,0.1")
+    slept: list[float] = []
+    seen: list[StepRecord] = []
+    wait = pace.paced("target", seen.append, slept.append)
+    wait(StepRecord(1, 1, 1, 0.001, 0.0025))
+    wait(StepRecord(1, 9, 9, 0.001, 0.0))
+    wait(StepRecord(1, 1, 1, 0.1, 0.1))
+    assert slept == pytest.approx([0.004, 0.0065 * 1.1])
+    assert len(seen) == 3
+    assert pace.seconds("draft", 1) == pytest.approx(0.0012)
+
+
+def test_the_page_has_the_tables() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert with_tables(page) == page, "run python -m benchmarks.studies.memory"
+
+
+def test_a_token_takes_a_key_and_a_value_of_each_head_in_each_layer() -> None:
+    assert LLAMA_8B.bytes_of(1) == 2 * 32 * 8 * 128 * 2 == 128 << 10
+    assert DEEPSEEK.bytes_of(1) == 61 * 576 * 2
+
+
+def test_layers_with_a_window_keep_no_more_than_it() -> None:
+    assert GPT_OSS.bytes_of(8_192) == 18 * (8_192 + 128) * 8 * 128 * 2
+
+
+def test_gpus_share_the_heads_while_there_are_enough() -> None:
+    assert LLAMA_70B.bytes_of(100, gpus=4) == LLAMA_70B.bytes_of(100) // 4
+    assert LLAMA_70B.bytes_of(100, gpus=16) == LLAMA_70B.bytes_of(100, gpus=8)
+    assert DEEPSEEK.bytes_of(100, gpus=8) == DEEPSEEK.bytes_of(100)
+
+
+@pytest.mark.parametrize(("gpus", "gpu", "model"), DEPLOYMENTS, ids=lambda each: getattr(each, "name", None))
+def test_what_fits_leaves_a_tenth_of_each_gpu(gpus: int, gpu: tuple[str, int], model: Model) -> None:
+    count = requests_that_fit(model, gpu[1], gpus, 8_192)
+    assert count > 0
+    taken, one = model.weight_gb * 1e9 / gpus, model.bytes_of(8_192, gpus)
+    assert taken + count * one <= SHARE * (gpu[1] << 20) < taken + (count + 1) * one
+
+
+def test_weights_beyond_the_gpus_fit_no_request() -> None:
+    assert requests_that_fit(DEEPSEEK, H100[1], 8, 2_048) == 0
+    assert requests_that_fit(LLAMA_70B, H100[1], 1, 2_048) < requests_that_fit(QWEN_32B, H100[1], 1, 2_048)

@@ -2,28 +2,157 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
+import torch
 from torch import Tensor
 
+from bound_service.loading import BoundPair, load_pair
+from bound_service.service import BoundService
 from tandem.engine.backends.cpu_native.plans import ExecutionPlan
+from tandem.errors import ConfigurationError
 from tandem.model_sources.bundled import demo_pair
+from tandem.types import (
+    Delta,
+    DraftOptions,
+    Proposal,
+    ProposeStep,
+    RowKind,
+    SamplingParams,
+    TargetOptions,
+    TokenRow,
+    VerifyStep,
+)
+from target_service.service import TargetService
+from target_service.settings import TargetSettings
 from tests.dflash_models import DFlashReference, save_dflash
 from tests.eagle_heads import EagleReference, save_eagle
-from tests.end_to_end.models import load_reference
+from tests.end_to_end.models import load_reference, random_model, save_model
 from tests.heads import FLAGS, Eagle3Reference, save_eagle3
 from tests.medusa_heads import MedusaReference, save_medusa
 from tests.mtp_models import FAMILIES, MtpReference, mtp_target, save_mtp
-from tests.paths import DEMO_EAGLE3, DEMO_TARGET
+from tests.paths import DEMO_DRAFT, DEMO_EAGLE3, DEMO_TARGET
 from tests.qwen_mtp_models import FAMILIES as QWEN_FAMILIES
 from tests.qwen_mtp_models import QwenMtpReference, qwen_target, save_qwen_mtp
-from tests.unit.bound_service.pairs import Reference, Request, check, running, saved_target, small_target
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def small_target(**changes: object) -> Any:
+    """Eight layers of random weights, with the demo pair's vocabulary."""
+    shape = {"hidden_size": 48, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return random_model(3, num_hidden_layers=8, initializer_range=0.2, **{**shape, **changes})
+
+
+def saved_target(model: Any, folder: Path) -> Path:
+    """Write it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return save_model(model, folder)
+
+
+@asynccontextmanager
+async def running(target: Path, head: Path | None, **settings: object) -> AsyncIterator[BoundPair]:
+    """Both engines at work."""
+    values: dict[str, Any] = {"model": target, "threads": 1, "max_length": 256, "compile": "off", **settings}
+    made = TargetSettings(**values)
+    pair = load_pair(made, head)
+    async with AsyncExitStack() as stack:
+        for each in (pair.proposer, pair.verifier):
+            stack.push_async_callback(each.close)
+            await each.start()
+        yield pair
+
+
+class Request:
+    """A greedy request on both, round by round as the coordinator runs them."""
+
+    def __init__(self, pair: BoundPair, name: str, prompt: Sequence[int], token_count: int = 4) -> None:
+        self._pair = pair
+        self._name = name
+        self._token_count = token_count
+        self._sent_draft = self._sent_target = 0
+        self.tokens = list(prompt)
+        self.proposals: list[tuple[int, tuple[int, ...]]] = []
+        """Of each round: the length before it, and what was proposed."""
+        self.accepted = 0
+
+    async def run(self, new_tokens: int) -> list[int]:
+        """The first `new_tokens` tokens after the prompt."""
+        end = len(self.tokens) + new_tokens
+        target = TargetOptions(self._name, GREEDY, prompt_length=len(self.tokens))
+        draft = DraftOptions(self._name, GREEDY)
+        async with (
+            self._pair.verifier.sequence(target) as verified,
+            self._pair.proposer.sequence(draft) as drafted,
+        ):
+            while len(self.tokens) < end:
+                await self._round(verified, drafted)
+        return self.tokens[end - new_tokens : end]
+
+    async def _round(self, verified: Any, drafted: Any) -> None:
+        length = len(self.tokens)
+        delta = Delta(self._sent_draft, tuple(self.tokens[self._sent_draft :]))
+        proposal: Proposal = await drafted.propose(ProposeStep(delta, self._token_count))
+        self._sent_draft = length
+        self.proposals.append((length, proposal.token_ids))
+        delta = Delta(self._sent_target, (*self.tokens[self._sent_target :], *proposal.token_ids))
+        step = VerifyStep(delta, RowKind.TOKEN, len(proposal) + 1)
+        rows = (await verified.verify(step)).rows
+        for index, row in enumerate(rows):
+            assert isinstance(row, TokenRow)
+            self.tokens.append(row.token_id)
+            if index == len(proposal) or row.token_id != proposal.token_ids[index]:
+                break
+            self.accepted += 1
+        self._sent_target = len(self.tokens) - 1
+
+
+class Reference(Protocol):
+    """An independent computation of a head's proposals."""
+
+    def propose(self, token_ids: Sequence[int], count: int) -> list[int]:
+        """The most probable tokens after these."""
+
+
+def continued(model: Any, prompt: tuple[int, ...], new_tokens: int) -> list[int]:
+    """Greedy text by transformers' own loop."""
+    ids = torch.tensor([prompt])
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False,
+                            eos_token_id=None, pad_token_id=0)  # fmt: skip
+    return [int(each) for each in output[0, len(prompt) :]]
+
+
+async def check(
+    model: Any,
+    folder: Path,
+    head: Path | None,
+    reference: Reference,
+    prompts: Sequence[tuple[int, ...]],
+    new_tokens: int,
+    proposed: int = 4,
+    **settings: object,
+) -> int:
+    """Run all prompts at once, and compare each proposal and each text; return the number of accepted tokens."""
+    async with running(folder, head, **settings) as pair:
+        requests = [Request(pair, str(index), prompt) for index, prompt in enumerate(prompts)]
+        texts = await asyncio.gather(*(request.run(new_tokens) for request in requests))
+    for prompt, text, request in zip(prompts, texts, requests, strict=True):
+        assert text == continued(model, prompt, new_tokens)
+        lengths = [len(proposal) for _, proposal in request.proposals]
+        assert lengths == [0] + [proposed] * (len(lengths) - 1), "a proposal in every round but the first"
+        for length, proposal in request.proposals[1:]:
+            assert list(proposal) == reference.propose(request.tokens[:length], proposed)
+    return sum(request.accepted for request in requests)
+
 
 Save = Callable[..., Path]
 ON, OFF = True, False
@@ -223,3 +352,38 @@ async def test_a_block_ends_at_the_longest_sequence(tmp_path: Path) -> None:
         request = Request(pair, "a", (1, 2, 3) * 8)
         await request.run(6)
     assert max(length + len(proposal) for length, proposal in request.proposals) <= 32
+
+
+HEAD = {"architectures": ["LlamaForCausalLMEagle3"]}
+
+
+def refusal(**settings: object) -> str:
+    values = {"model": DEMO_TARGET, **settings}
+    with pytest.raises(ConfigurationError) as error:
+        BoundService(TargetSettings(**values))
+    return str(error.value)
+
+
+def test_a_draft_must_be_the_folder_of_a_head(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HEAD))
+    BoundService(TargetSettings(model=DEMO_TARGET, draft_model=tmp_path))
+    assert refusal() == "--draft-model is missing; give the folder of a drafting head for this model"
+    missing = tmp_path / "nowhere"
+    assert refusal(draft_model=missing) == f"--draft-model is {missing}; there is no such folder"
+    rule = "beside a target it must be eagle or eagle3 or medusa or dflash"
+    assert refusal(draft_model=DEMO_DRAFT) == f"--method is not given for the draft {DEMO_DRAFT}; {rule}"
+    named = refusal(draft_model=tmp_path, speculative_method="ngram")
+    assert named == f"--method is ngram for the draft {tmp_path}; {rule}"
+
+
+def test_mtp_needs_no_draft(tmp_path: Path) -> None:
+    BoundService(TargetSettings(model=DEMO_TARGET, speculative_method="deepseek_mtp"))
+    assert refusal(draft_model=tmp_path, speculative_method="mtp") == (
+        f"--method is mtp, whose weights lie in the target's own checkpoint, and --draft-model is {tmp_path}; leave "
+        "out --draft-model"
+    )
+
+
+def test_a_target_alone_refuses_a_draft(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="is started by `tandem serve target`"):
+        TargetService(TargetSettings(model=DEMO_TARGET, draft_model=tmp_path))

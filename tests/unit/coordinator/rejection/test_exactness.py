@@ -2,23 +2,56 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
 from fractions import Fraction
 
+import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from coordinator.rejection import Noise, Round
-from tandem.types import Acceptance, Proposal, SamplingParams, Verification
-from tests.unit.coordinator.rejection.builders import block, residual
+from coordinator.rejection.rounds import Race
+from tandem.engine.rows import masked
+from tandem.grammar import GrammarState
+from tandem.types import (
+    Acceptance,
+    FloatArray,
+    Grammar,
+    GrammarKind,
+    IntArray,
+    NextToken,
+    Proposal,
+    SamplingParams,
+    SparseDistribution,
+    SupportRow,
+    Verification,
+)
+from tests.unit.coordinator.rejection.builders import (
+    SAMPLED,
+    Accept,
+    GivenNoise,
+    block,
+    law,
+    residual,
+    uniforms,
+)
 from tests.unit.coordinator.rejection.enumeration import (
+    SAMPLING,
     Distribution,
     Model,
     Setting,
     Tokens,
     mean_accepted,
+    measure,
     output_distribution,
     target_distribution,
     total_variation,
 )
+from tests.unit.tandem.tiny_grammars import VOCABULARY_SIZE, allowed_by, tiny_grammars
 
 RULES = {"residual": residual, "block": block}
 TOLERANCE = 1e-12
@@ -143,3 +176,255 @@ def test_the_sum_over_branches_detects_a_small_mistake() -> None:
     target, draft = PAIRS["both positive"]
     actual = output_distribution(accept, Setting(target, draft, 1), length=1)
     assert total_variation(actual, target_distribution(target, 1)) > 10 * TOLERANCE
+
+
+TARGET_PROBS = np.array([0.7, 0.3])
+DRAFT_PROBS = np.array([0.4, 0.6])
+IDS = np.array([0, 1])
+NO_IDS = np.array([], dtype=np.int64)
+
+
+def _two_tokens(accept: Accept, proposed: Tokens, uniforms: Sequence[float]) -> tuple[int, int]:
+    """Return the first two tokens if the noise at a position is the same in every round.
+
+    Args:
+        accept: The rule.
+        proposed: Tokens that the draft proposes at positions 0, 1 and 2 in every round.
+        uniforms: Acceptance uniforms of positions 0, 1 and 2, then recovery uniforms of positions 0 and 1.
+    """
+    first = _round(accept, 0, proposed[:2], Inverting(uniforms[:2], [*uniforms[3:], 0.5]))
+    if len(first) > 1:
+        return first[0], first[1]
+    second = _round(accept, 1, proposed[1:], Inverting(uniforms[1:3], [uniforms[4], 0.5, 0.5]))
+    return first[0], second[0]
+
+
+class Inverting(GivenNoise):
+    """Chooses the token after i accepted ones by inversion, with the uniform at i."""
+
+    def __init__(self, accept: Sequence[float], recover: Sequence[float]) -> None:
+        super().__init__(accept)
+        self._recover = recover
+
+    def sample(self, races: Sequence[Race]) -> list[int]:
+        return [self._inverted(race) for race in races]
+
+    def _inverted(self, race: Race) -> int:
+        left = self._recover[race.accepted_count]
+        probs = law(race)
+        for token, prob in probs.items():
+            left -= prob
+            if left < 0.0:
+                return token
+        return token
+
+
+def _round(accept: Accept, base_length: int, proposed: Tokens, uniforms: Inverting) -> Tokens:
+    count = len(proposed)
+    proposal = Proposal(base_length, proposed, (SparseDistribution(IDS, DRAFT_PROBS),) * count)
+    row, last = SupportRow(IDS, TARGET_PROBS, 0.0, -1), SupportRow(NO_IDS, NO_IDS.astype(float), 1.0, 0)
+    acceptance = accept(proposal, Verification(base_length, (row,) * count + (last,)), SAMPLING, uniforms)
+    return (*proposed[: acceptance.accepted_count], acceptance.next_token_id)
+
+
+def _bias(accept: Accept) -> float:
+    """Return the total variation distance of the first two tokens from the target's."""
+    actual: defaultdict[Tokens, float] = defaultdict(float)
+    for proposed in itertools.product((0, 1), repeat=3):
+        mass = float(np.prod(DRAFT_PROBS[list(proposed)]))
+        outcomes = measure(lambda point, proposed=proposed: _two_tokens(accept, proposed, point), 5)  # type: ignore[misc]
+        for tokens, share in outcomes.items():
+            actual[tokens] += mass * share
+    return total_variation(actual, target_distribution(lambda tokens: TARGET_PROBS.tolist(), 2))
+
+
+def test_block_verification_needs_fresh_noise() -> None:
+    assert _bias(block) == pytest.approx(0.045, abs=1e-9)
+
+
+def test_token_by_token_rejection_stays_exact_with_reused_noise() -> None:
+    assert _bias(residual) == pytest.approx(0.0, abs=1e-12)
+
+
+PERIOD = (("a", "b"), ("b", "c"), ("a", "c"))
+GRAMMAR = Grammar(GrammarKind.REGEX, "((a|b)(b|c)(a|c)){2}")
+WORDS = ["".join(letters) for letters in itertools.product(*PERIOD * 2)]
+LOGITS = torch.randn(5, VOCABULARY_SIZE, generator=torch.Generator().manual_seed(3))
+DRAFT_LOGITS = LOGITS + torch.randn(5, VOCABULARY_SIZE, generator=torch.Generator().manual_seed(4))
+ALL = np.full((1, 2), -1, dtype=np.int32)
+
+
+def row(table: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    return table[sum((place + 1) * (token + 1) for place, token in enumerate(tokens)) % len(table)]
+
+
+def by_enumeration(table: torch.Tensor) -> Model:
+    """The model among the ids that begin a word."""
+
+    def probabilities(tokens: Tokens) -> list[float]:
+        allowed = allowed_by(WORDS, tokens)
+        weights = [
+            float(logit.double().exp()) if token in allowed else 0.0
+            for token, logit in enumerate(row(table, tokens))
+        ]
+        return [weight / sum(weights) for weight in weights]
+
+    return probabilities
+
+
+def by_mask(table: torch.Tensor, state: GrammarState) -> Model:
+    """The model as the services compute it: each row masked by the state after the proposal's tokens before it."""
+
+    def probabilities(tokens: Tokens) -> list[float]:
+        start = len(tokens) // 2  # wherever the proposal begins
+        masks = state.masks(tokens[:start], tokens[start:]) if state.follow(list(tokens[:start])) else ALL
+        found: list[float] = masked(row(table, tokens)[None], masks[-1:])[0].double().softmax(-1).tolist()
+        return found
+
+    return probabilities
+
+
+def unmasked(table: torch.Tensor) -> Model:
+    def probabilities(tokens: Tokens) -> list[float]:
+        found: list[float] = row(table, tokens).double().softmax(-1).tolist()
+        return found
+
+    return probabilities
+
+
+def distance(actual: Distribution, expected: Distribution) -> float:
+    return max(abs(actual.get(t, 0.0) - expected.get(t, 0.0)) for t in actual.keys() | expected.keys())
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("heeds", [True, False])
+@pytest.mark.parametrize("token_count", [1, 2])
+def test_the_output_has_the_masked_targets_distribution(rule: str, heeds: bool, token_count: int) -> None:
+    state = tiny_grammars().compiled(GRAMMAR)
+    draft = by_mask(DRAFT_LOGITS, state) if heeds else unmasked(DRAFT_LOGITS)
+    setting = Setting(by_mask(LOGITS, state), draft, token_count)
+    length = 2
+    actual = output_distribution(RULES[rule], setting, length)
+    expected = target_distribution(by_enumeration(LOGITS), length)
+    assert distance(actual, expected) < TOLERANCE
+    assert total_variation(expected, target_distribution(unmasked(LOGITS), length)) > 0.1, "it constrains"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_what_is_proposed_without_a_model_is_exact(rule: str) -> None:
+    """A deterministic proposal that the grammar may forbid, as of ngram, or demand, as of a jump ahead."""
+    state = tiny_grammars().compiled(GRAMMAR)
+
+    def looked_up(tokens: Tokens) -> list[float]:
+        return np.eye(VOCABULARY_SIZE)[sum(tokens) % 7].tolist()  # type: ignore[no-any-return]
+
+    setting = Setting(by_mask(LOGITS, state), looked_up, 2, one_hot=True)
+    actual = output_distribution(RULES[rule], setting, 2)
+    assert distance(actual, target_distribution(by_enumeration(LOGITS), 2)) < TOLERANCE
+
+
+VOCABULARY = 8
+OUTSIDE = 100
+weights = st.lists(
+    st.sampled_from([0.0, 1e-30, 1e-7, 0.1, 1.0, 3.0]), min_size=VOCABULARY, max_size=VOCABULARY
+)
+unit = st.one_of(
+    st.floats(0.0, 1.0, exclude_min=True, exclude_max=True), st.sampled_from([2.0**-53, 1 - 2.0**-53])
+)
+counts = st.integers(0, 4)
+
+
+def _probs(values: list[float]) -> FloatArray:
+    """Normalised and rounded as on the wire."""
+    total = sum(values)
+    exact = np.array(values) / total if total else np.eye(VOCABULARY)[0]
+    return exact.astype(np.float32).astype(np.float64)
+
+
+def _row(target_probs: FloatArray, support: IntArray) -> SupportRow:
+    mass = float(np.float32(np.delete(target_probs, support).sum()))
+    return SupportRow(support, target_probs[support], mass, OUTSIDE if mass > 0 else -1, outside_prob=mass)
+
+
+@st.composite
+def rounds(draw: st.DrawFn) -> tuple[Proposal, Verification, list[FloatArray]]:
+    count = draw(counts)
+    drawn, targets, rows, tokens = [], [], [], []
+    for _ in range(count):
+        draft_probs, target_probs = _probs(draw(weights)), _probs(draw(weights))
+        ids = np.flatnonzero(draft_probs > 0)
+        tokens.append(int(draw(st.sampled_from(ids.tolist()))))
+        drawn.append(SparseDistribution(ids, draft_probs[ids]))
+        targets.append(target_probs)
+        rows.append(_row(target_probs, draw(st.permutations(ids.tolist()).map(np.array))))
+    last = _probs(draw(weights))
+    rows.append(_row(last, np.array([], dtype=np.int64)))
+    deterministic = draw(st.booleans())
+    proposal = Proposal(0, tuple(tokens), () if deterministic else tuple(drawn))
+    return proposal, Verification(0, tuple(rows)), [*targets, last]
+
+
+def _check(
+    accept: Accept, case: tuple[Proposal, Verification, list[FloatArray]], numbers: list[float]
+) -> int:
+    proposal, verification, targets = case
+    count = len(proposal)
+    acceptance = accept(proposal, verification, SAMPLED, uniforms(*numbers[:count]))
+    kept = acceptance.accepted_count
+    assert 0 <= kept <= count
+    assert acceptance.next_token is (NextToken.BONUS if kept == count else NextToken.RECOVERED)
+    # Tokens without target probability are never emitted.
+    for index in range(kept):
+        assert targets[index][proposal.token_ids[index]] > 0
+    row = verification.rows[kept]
+    assert isinstance(row, SupportRow)
+    if acceptance.next_token_id == OUTSIDE:
+        assert row.outside_mass > 0
+    else:
+        assert targets[kept][acceptance.next_token_id] > 0
+        assert acceptance.next_token_id in row.token_ids
+    return kept
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(case=rounds(), numbers=st.lists(unit, min_size=5, max_size=5))
+def test_only_tokens_with_target_probability_are_emitted(
+    case: tuple[Proposal, Verification, list[FloatArray]], numbers: list[float]
+) -> None:
+    _check(residual, case, numbers)
+    _check(block, case, numbers)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(case=rounds(), numbers=st.lists(unit, min_size=5, max_size=5), position=st.integers(0, 3))
+def test_an_invalid_draft_distribution_breaks_nothing(
+    case: tuple[Proposal, Verification, list[FloatArray]], numbers: list[float], position: int
+) -> None:
+    proposal, verification, targets = case
+    broken = tuple(
+        SparseDistribution(sent.token_ids, sent.probs * (np.nan if index == position else 1.0))
+        for index, sent in enumerate(proposal.distributions)
+    )
+    sent = Proposal(0, proposal.token_ids, broken)
+    for accept in (residual, block):
+        kept = _check(accept, (sent, verification, targets), numbers)
+        assert not broken or len(broken) <= position or kept <= position
+
+
+def test_block_keeps_more_than_residual_on_the_same_proposals() -> None:
+    """2000 rounds of five tokens with fixed seeds: a mean of 0.17 tokens more per round, deviation 0.03."""
+    rng = np.random.default_rng(0)
+    ids = np.arange(VOCABULARY)
+    kept = np.zeros((2000, 2))
+    for trial in range(2000):
+        drafts = rng.dirichlet(np.full(VOCABULARY, 1.0), 5)
+        targets = [0.6 * draft + 0.4 * rng.dirichlet(np.full(VOCABULARY, 1.0)) for draft in drafts]
+        tokens = tuple(int(rng.choice(ids, p=draft)) for draft in drafts)
+        proposal = Proposal(0, tokens, tuple(SparseDistribution(ids, draft) for draft in drafts))
+        rows = tuple(SupportRow(ids, target, 0.0, -1) for target in targets)
+        verification = Verification(0, (*rows, SupportRow(ids[:0], np.array([]), 1.0, 0)))
+        numbers = uniforms(*rng.random(5))
+        for column, accept in enumerate((residual, block)):
+            kept[trial, column] = accept(proposal, verification, SAMPLED, numbers).accepted_count
+    gain = kept[:, 1] - kept[:, 0]
+    assert gain.mean() > 5 * gain.std() / np.sqrt(2000)

@@ -1,19 +1,34 @@
-"""A computed prefix is reused, and sequences that reuse it produce the same text."""
+"""A computed prefix is reused as far as windows allow, and sequences that reuse it produce the same text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+import torch
 
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Job, StepRecord
+from tandem.engine.core.scheduler import PageScheduler
 from tandem.engine.core.selection import Backends
+from tandem.engine.kv_cache.arena import (
+    ROLLBACK_TOKENS,
+    KvArena,
+    LayerGeometry,
+    PageTable,
+    arena_pages,
+    bytes_of_page,
+    group_layers,
+)
+from tandem.engine.kv_cache.paged_cache import PagedCache
+from tandem.engine.kv_cache.sequence import Admission, Segment, Sequence
 from tandem.engine.settings import EngineSettings
+from tandem.errors import ConfigurationError, InvalidRequestError
 from tandem.types import Delta
 from tests.unit.engine.conftest import TinyModel
 from tests.unit.engine.greedy import Generation, GreedyHead, greedy, greedy_together, plain_greedy, settle
+from tests.unit.engine.kv_cache.keys import Windows, compute, keys_of, new_arena, new_sequence, stored
 
 _PREFIX = [(11 * step) % 90 + 3 for step in range(100)]
 
@@ -106,3 +121,246 @@ async def test_a_job_without_rows_whose_tokens_are_all_known_ends(llama: TinyMod
     for sequence in sequences:
         engine.release(sequence)
     await engine.close()
+
+
+META = torch.device("meta")
+LAYERS = [LayerGeometry(8, 128, 128)] * 32
+MAX_LENGTH = 131_072
+CHATS = 100
+BYTES = 60 * 10**9
+
+
+class Service:
+    """What stands between a request and the arena, without an engine."""
+
+    def __init__(self) -> None:
+        settings = EngineSettings(max_sequences=128, max_waiting=0, kv_cache_bytes=BYTES)
+        count = arena_pages(LAYERS, settings, MAX_LENGTH, torch.bfloat16, META)
+        arena = KvArena(LAYERS, count, torch.bfloat16, META)
+        self.cache = PagedCache(arena)
+        self.scheduler = PageScheduler(self.cache, lambda _: None)
+        self.admission = Admission(settings, 128_256, arena)
+
+    def run(self, sequences: Iterable[Sequence]) -> int:
+        """A step of all tokens that are not computed; returns how many sequences ran."""
+        ready = self.scheduler.with_pages([Segment(part, part.pending_count) for part in sequences])
+        for segment in ready:
+            segment.sequence.advance(segment.token_count)
+            self.cache.computed(segment.sequence)
+        return len(ready)
+
+
+@pytest.fixture
+def service() -> Service:
+    return Service()
+
+
+async def test_a_hundred_chats_without_a_limit_run(service: Service) -> None:
+    """Reserved at once, the whole length of three would fill the memory."""
+    assert service.cache.usage().total_tokens // MAX_LENGTH == 3
+    chats = [await service.admission.open(MAX_LENGTH) for _ in range(CHATS)]
+    for number, chat in enumerate(chats):
+        chat.apply(Delta(0, [number, *range(1999)]))
+    assert service.run(chats) == CHATS
+    assert service.cache.usage().reserved_tokens == CHATS * 2048
+    for length in range(2000, 4000, 50):
+        for chat in chats:
+            chat.apply(Delta(length, [length] * 50))
+        assert service.run(chats) == CHATS
+    assert service.cache.preemption_count == 0
+    assert service.cache.usage().used_tokens == CHATS * 4000
+    assert service.cache.usage().reserved_tokens == CHATS * 4032
+
+
+async def test_chats_that_outgrow_the_memory_still_all_go_on_to_their_end(service: Service) -> None:
+    chats = [await service.admission.open(MAX_LENGTH) for _ in range(CHATS)]
+    for number, chat in enumerate(chats):
+        chat.apply(Delta(0, [number, *range(7999)]))
+    done = 0
+    while waiting := [chat for chat in chats if chat.pending_count]:
+        ran = service.run(waiting)
+        assert ran, "somebody can always run"
+        done += ran
+        for chat in waiting:
+            if not chat.pending_count:
+                service.cache.release(chat)
+    assert done == CHATS
+
+
+async def test_a_hundred_requests_hold_one_copy_of_a_common_prefix(service: Service) -> None:
+    prefix = [(7 * step) % 9000 for step in range(4096)]
+    requests = [await service.admission.open(MAX_LENGTH) for _ in range(CHATS)]
+    for number, request in enumerate(requests):
+        request.apply(Delta(0, [*prefix, number]))
+        service.cache.reuse(request)
+        assert service.run([request]) == 1
+    assert service.cache.usage().reserved_tokens == 4096 + CHATS * 64
+    assert len({tuple(request.table.pages[:64]) for request in requests}) == 1
+
+
+def _run(cache: PagedCache, arena: KvArena, token_ids: list[int]) -> Sequence:
+    """A sequence that takes over what it can, and computes the rest in two steps."""
+    sequence = new_sequence(1024, arena.windows)
+    sequence.apply(Delta(0, token_ids))
+    cache.reuse(sequence, 1)
+    for count in (sequence.pending_count - 1, 1):
+        assert cache.make_ready(sequence, sequence.computed_length + count)
+        compute(arena, cache, sequence, count)
+    return sequence
+
+
+def _beginning(cache: PagedCache, token_ids: list[int], windows: Windows) -> int:
+    """How many tokens of a prompt are known."""
+    sequence = new_sequence(1024, windows)
+    sequence.apply(Delta(0, token_ids))
+    cache.reuse(sequence, 1)
+    found = sequence.computed_length
+    cache.release(sequence)
+    return found
+
+
+def test_a_prefix_is_taken_over_as_far_as_all_that_is_seen_is_there() -> None:
+    """Of six blocks the window's layer has lost the last but one: a token after five or six would see it."""
+    windows: Windows = (None, 60)
+    arena = new_arena(40, windows)
+    cache = PagedCache(arena)
+    text = list(range(6 * 64 + 1))
+    sequence = _run(cache, arena, text)
+    chains = sequence.chains
+    cache.release(sequence)
+    blocks = [cache._prefixes.full_block(([0, *chains])[i], text[64 * i : 64 * i + 64]) for i in range(6)]
+    assert _beginning(cache, text, windows) == 6 * 64
+    known = blocks[4]
+    assert known is not None
+    cache._prefixes.forget(known.pages[1])
+    assert _beginning(cache, text[: 6 * 64 + 1], windows) == 6 * 64, "the last block holds all that is seen"
+    assert _beginning(cache, text[: 5 * 64 + 1], windows) == 4 * 64
+    last = blocks[5]
+    assert last is not None
+    cache._prefixes.forget(last.pages[1])
+    assert _beginning(cache, text, windows) == 4 * 64
+    again = _run(cache, arena, text)
+    assert stored(arena, again, 1) == keys_of(text, 1)[-59:]
+    cache.release(again)
+    assert _beginning(cache, text, windows) == 6 * 64, "what was lost is computed and known again"
+
+
+@pytest.mark.parametrize("reuses_prefixes", [True, False])
+def test_a_sequence_that_rolls_back_behind_its_windows_computes_again(reuses_prefixes: bool) -> None:
+    windows: Windows = (None, 60)
+    arena = new_arena(24, windows)
+    cache = PagedCache(arena, reuses_prefixes=reuses_prefixes)
+    sequence = _run(cache, arena, [5] * 600)
+    first = sequence.tables[1].first
+    assert first == (600 - 136 - 59) // 64
+    sequence.apply(Delta(600 - 136, [6]))
+    assert sequence.computed_length == 600 - 136, "so far it may"
+    sequence.apply(Delta(first * 64 + 58, [6]))
+    assert sequence.computed_length == 0
+    assert not cache.is_ready(sequence, 1)
+    assert cache.make_ready(sequence, sequence.length)
+    compute(arena, cache, sequence, sequence.pending_count)
+    assert stored(arena, sequence, 1) == keys_of([5] * (first * 64 + 58) + [6], 1)[-59:]
+
+
+def test_rows_that_can_never_be_computed_at_once_are_refused() -> None:
+    windows: Windows = (60,)
+    cache = PagedCache(new_arena(8, windows))
+    sequence = new_sequence(2048, windows)
+    sequence.apply(Delta(0, [5] * 1000))
+    cache.check_rows(sequence, 200)
+    with pytest.raises(InvalidRequestError) as raised:
+        cache.check_rows(sequence, 400)
+    assert str(raised.value) == (
+        "Rows were asked for the last 400 positions, whose keys and values take 11 pages at once, but the KV cache has "
+        "8; ask for fewer at a time."
+    )
+
+
+def test_nobody_takes_over_what_a_distrusted_sequence_computed_before_its_window() -> None:
+    windows: Windows = (60,)
+    arena = new_arena(24, windows)
+    cache = PagedCache(arena)
+    sequence = _run(cache, arena, [5] * 600)
+    assert _beginning(cache, [5] * 600, windows) > 0
+    cache.distrust(sequence)
+    assert _beginning(cache, [5] * 600, windows) == 0
+
+
+SHAPES = {
+    "Gemma-2-9B": [LayerGeometry(8, 256, 256, None if index % 2 else 4096) for index in range(42)],
+    "Gemma-3-27B": [LayerGeometry(16, 128, 128, 1024 if (index + 1) % 6 else None) for index in range(62)],
+    "GPT-OSS-120B": [LayerGeometry(8, 64, 64, None if index % 2 else 128) for index in range(36)],
+}
+TOKENS, PAGE = 32_768, 64
+PLENTY = 1 << 40
+"""Bytes. Whatever memory the machine has free is not looked at."""
+
+
+@pytest.mark.parametrize("layers", SHAPES.values(), ids=SHAPES.keys())
+def test_a_long_request_takes_its_tokens_in_full_layers_and_its_windows_in_the_others(
+    layers: list[LayerGeometry],
+) -> None:
+    """Only the accounting is real, the arena is not."""
+    settings = EngineSettings(max_sequences=1, prefill_chunk_tokens=2048, kv_cache_bytes=PLENTY)
+    arena = KvArena(layers, arena_pages(layers, settings, TOKENS, torch.bfloat16, META), torch.bfloat16, META)
+    cache = PagedCache(arena, reuses_prefixes=False)
+    tables = [PageTable(PAGE, TOKENS, window=window) for window in arena.windows]
+    sequence = Sequence(tables, TOKENS, 10)
+    sequence.apply(Delta(0, [5] * TOKENS))
+    while sequence.pending_count:
+        assert cache.make_ready(sequence, sequence.computed_length + 2048), "the longest request fits alone"
+        sequence.advance(2048)
+        cache.computed(sequence)
+    page_bytes = bytes_of_page(layers, torch.bfloat16)
+    held = page_bytes * sum(len(table.held_pages) for table in tables)
+    (window,) = {layer.window for layer in layers} - {None}
+    assert window is not None
+    full = sum(layer.window is None for layer in layers)
+    kept = TOKENS - (TOKENS - window + 1 - ROLLBACK_TOKENS) // PAGE * PAGE
+    assert window + ROLLBACK_TOKENS - 1 <= kept < window + ROLLBACK_TOKENS + PAGE
+    token = layers[0].values_per_token * 2
+    padding = full * len(arena.windows) - len(layers)  # of a last group with fewer layers
+    assert held == token * (full * TOKENS + (len(layers) - full + padding) * kept)
+    assert held < 0.68 * token * len(layers) * TOKENS, "than if all layers kept all tokens"
+
+
+@pytest.mark.parametrize("layers", SHAPES.values(), ids=SHAPES.keys())
+def test_a_cache_that_cannot_hold_the_longest_request_is_refused(layers: list[LayerGeometry]) -> None:
+    plenty = EngineSettings(max_sequences=1, kv_cache_bytes=PLENTY)
+    least = arena_pages(layers, plenty, TOKENS, torch.bfloat16, META)
+    room = least * bytes_of_page(layers, torch.bfloat16)
+    settings = EngineSettings(max_sequences=4, kv_cache_bytes=room)
+    assert arena_pages(layers, settings, TOKENS, torch.bfloat16, META) == least
+    with pytest.raises(ConfigurationError, match=f"needs {room};"):
+        arena_pages(
+            layers, EngineSettings(max_sequences=4, kv_cache_bytes=room - 1), TOKENS, torch.bfloat16, META
+        )
+
+
+def _windows_of(*windows: int | None, heads: int = 2) -> list[LayerGeometry]:
+    return [LayerGeometry(heads, 8, 8, window) for window in windows]
+
+
+@pytest.mark.parametrize(
+    ("layers", "groups"),
+    [
+        (_windows_of(None, None, None), [(None, (0, 1, 2))]),
+        (_windows_of(16, 16), [(16, (0, 1))]),
+        (_windows_of(16, None, 16, None), [(None, (1, 3)), (16, (0, 2))]),
+        (_windows_of(16, 16, 16, None, 16), [(None, (3,)), (16, (0,)), (16, (1,)), (16, (2,)), (16, (4,))]),
+        (_windows_of(16, 16, 16, None, None), [(None, (3, 4)), (16, (0, 1)), (16, (2,))]),
+        # Of different shapes no page serves both.
+        (_windows_of(16, None) + _windows_of(16, heads=4), [(None, (0, 1, 2))]),
+        (_windows_of(*[16] * 31, None)[:8] + _windows_of(*[16] * 23, None), None),
+    ],
+)
+def test_groups_have_as_many_layers_as_the_rarest_window(
+    layers: list[LayerGeometry], groups: list[tuple[int | None, tuple[int, ...]]] | None
+) -> None:
+    found = group_layers(layers)
+    assert sorted(index for group in found for index in group.layers) == list(range(len(layers)))
+    if groups is None:
+        assert len(found) <= 9, "a table for each of many small groups would cost more than it saves"
+    else:
+        assert [(group.window, group.layers) for group in found] == groups

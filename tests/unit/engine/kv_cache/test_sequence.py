@@ -1,12 +1,23 @@
-"""Deltas change the tail of a sequence and keep the rest; invalid ones are refused."""
+"""Deltas change the tail of a sequence; pages hold what was written, within a share of the memory."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.engine.kv_cache.arena import PageTable
+from tandem.engine.kv_cache.arena import (
+    LayerCache,
+    PagePool,
+    PageTable,
+    accelerator_allowance,
+    memory_allowance,
+    pages_for,
+)
+from tandem.engine.kv_cache.pages import PageReader, PageWriter
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.errors import InvalidRequestError
 from tandem.types import Delta
@@ -107,3 +118,118 @@ def test_append_stops_at_the_limit() -> None:
     assert (could_extend, sequence.can_extend) == (True, False)
     with pytest.raises(InvalidRequestError, match="The sequence would have 4 tokens, but its limit is 3"):
         sequence.append(8)
+
+
+PAGE_TOKENS = 64
+CPU = torch.device("cpu")
+SPANS = {
+    "one token": [([5, 2], 69, 70)],
+    "one token each": [([5, 2], 69, 70), ([1, 6, 3], 0, 1)],
+    "across a page's end": [([5, 2], 62, 67)],
+    "one page": [([5, 2], 3, 64)],
+    "several pages": [([7, 0, 4, 1], 45, 250)],
+    "prompts": [([7, 0, 4, 1], 45, 250), ([2, 6, 3], 0, 160)],
+}
+
+
+@pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS.keys())
+@pytest.mark.parametrize("by_head", [True, False])
+def test_what_is_written_is_read_back(by_head: bool, spans: list[tuple[list[int], int, int]]) -> None:
+    def storage(dim: int) -> torch.Tensor:
+        if by_head:
+            return torch.zeros(8, 2, PAGE_TOKENS, dim).transpose(1, 2)
+        return torch.zeros(8, PAGE_TOKENS, 2, dim)
+
+    layer = LayerCache(storage(4), storage(6))
+    tables = [PageTable(PAGE_TOKENS, 256, pages) for pages, _, _ in spans]
+    count = sum(end - start for _, start, end in spans)
+    key, value = torch.randn(1, 2, count, 4), torch.randn(1, 2, count, 6)
+    places = [(table, start, end) for table, (_, start, end) in zip(tables, spans, strict=True)]
+    PageWriter.of_spans(places, CPU).write(layer, key, value)
+    first = 0
+    for table, start, end in places:
+        reader = PageReader.of_tables([table], 0, end, CPU)
+        own = slice(first, first + end - start)
+        for stored, states in ((layer.keys, key), (layer.values, value)):
+            assert torch.equal(reader.read(stored)[0, :, start:end], states[0, :, own])
+        first = own.stop
+    assert layer.keys.count_nonzero() == key.numel(), "nothing else was written"
+
+
+def test_only_the_pages_of_a_span_are_read() -> None:
+    layer = torch.arange(8.0)[:, None, None, None].expand(8, PAGE_TOKENS, 1, 1)
+    tables = [PageTable(PAGE_TOKENS, 256, pages) for pages in ([7, 0, 4, 1], [2, 6])]
+    found = PageReader.of_tables(tables, 70, 256, CPU).read(layer)
+    assert found.shape == (2, 1, 3 * PAGE_TOKENS, 1)
+    numbers = found[:, 0, ::PAGE_TOKENS, 0].tolist()
+    assert numbers == [[0, 4, 1], [6, 6, 6]], "a shorter sequence is read on in its last page"
+
+
+def test_unused_pages_come_first_and_kept_ones_oldest_first() -> None:
+    forgotten: list[int] = []
+    pool = PagePool(3, forgotten.append)
+    pages = [pool.take() for _ in range(3)]
+    assert pages == [0, 1, 2]
+    assert pool.take() is None
+    pool.let_go(1, keep=True)
+    pool.let_go(0, keep=True)
+    pool.let_go(2, keep=False)
+    assert (pool.available_count, pool.kept_count) == (3, 2)
+    assert [pool.take() for _ in range(3)] == [2, 1, 0]
+    assert forgotten == [1, 0]
+
+
+def test_a_table_gives_the_slot_of_each_position() -> None:
+    table = PageTable(4, 10, (7, 2))
+    assert (table.capacity, table.max_pages, len(table)) == (8, 3, 2)
+    assert table.slots(2, 7).tolist() == [30, 31, 8, 9, 10]
+    table.replace(0, 1)
+    assert table.pages == [1, 2]
+    assert table.shorten(1) == [2]
+    assert table.shorten(3) == []
+    with pytest.raises(IndexError, match="page 1 of 0 to 1"):
+        table[1]
+    assert [pages_for(tokens, 4) for tokens in (0, 1, 4, 5)] == [0, 1, 1, 2]
+
+
+GIB = 1 << 30
+TOTAL = 80 * GIB
+CONTEXT = GIB // 2
+"""Memory of a process that torch's allocator does not know."""
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(["target", "draft"])))
+def test_two_services_take_their_shares_in_either_order(order: tuple[str, ...]) -> None:
+    weights = {"target": 16 * GIB, "draft": 2 * GIB}
+    shares = {"target": 0.6, "draft": 0.3}
+    free = TOTAL
+    for name in order:
+        free -= weights[name] + CONTEXT
+        allowance = accelerator_allowance(TOTAL, free, weights[name], shares[name])
+        assert weights[name] + allowance == int(TOTAL * shares[name])
+        free -= allowance
+    assert free > 0
+
+
+def test_memory_of_others_does_not_count_as_long_as_the_share_is_free() -> None:
+    alone = accelerator_allowance(TOTAL, TOTAL - 10 * GIB, 10 * GIB, 0.5)
+    shared = accelerator_allowance(TOTAL, TOTAL - 45 * GIB, 10 * GIB, 0.5)
+    assert alone == shared == 30 * GIB
+
+
+def test_nothing_is_left_where_the_weights_exceed_the_share() -> None:
+    assert accelerator_allowance(TOTAL, 60 * GIB, 20 * GIB, 0.2) < 0
+
+
+def test_a_service_reads_the_devices_memory_and_its_own(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With simulated figures; no GPU is needed."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * GIB, TOTAL))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 16 * GIB)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    device = torch.device("cuda:1")
+    assert memory_allowance(0.4, device) == 16 * GIB
+    assert not caplog.messages
+    assert 19 * GIB < memory_allowance(None, device) < 20 * GIB, "less than 0.9 of the device leaves"
+    assert vars(caplog.records[0])["promised_bytes"] == 56 * GIB

@@ -1,4 +1,4 @@
-"""Drafting heads that cannot be loaded: one sentence names what is wrong."""
+"""Drafting heads that cannot be loaded are refused in one sentence; those that can keep their positions and sizes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import zeros
+from torch import Tensor, zeros
 
 from bound_service.loading import head_loader
 from tandem.config.names import checkpoint_method
 from tandem.engine.models.heads.dflash import load_dflash, read_dflash_config
 from tandem.engine.models.heads.eagle import EagleHead
-from tandem.engine.models.heads.eagle3 import read_eagle3_config
+from tandem.engine.models.heads.eagle3 import Eagle3Head, load_eagle3, read_eagle3_config
+from tandem.engine.models.heads.interface import DraftHead
 from tandem.engine.models.heads.mtp import load_mtp, read_mtp_config
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.errors import ModelFolderError
@@ -26,7 +27,8 @@ from tests.eagle_heads import save_eagle
 from tests.end_to_end.models import random_model, save_model
 from tests.heads import save_eagle3
 from tests.medusa_heads import save_medusa
-from tests.mtp_models import mtp_target, save_mtp
+from tests.mtp_models import FAMILIES, mtp_target, save_mtp
+from tests.paths import SMOLLM2_EAGLE3
 from tests.qwen_mtp_models import FAMILIES as QWEN_FAMILIES
 from tests.qwen_mtp_models import qwen_target, save_qwen_mtp
 
@@ -107,7 +109,6 @@ def without(*path: str) -> Change:
 ANOTHER_VOCABULARY = "was made for another target: its vocab_size is 4096, and that of target"
 ANOTHER_WIDTH = "was made for another target: its hidden_size is 64, and that of target"
 LAYER = "transformer_layer_config"
-
 CONFIGS: list[tuple[str, Change, str]] = [
     ("eagle", of(num_hidden_layers=8), "has num_hidden_layers 8; an EAGLE head has 1 here"),
     ("eagle", of(draft_vocab_size=96), "has draft_vocab_size 96, which an EAGLE head does not have"),
@@ -166,7 +167,6 @@ CONFIGS: list[tuple[str, Change, str]] = [
     ("mtp", of(n_routed_experts=None), "should have a number of at least 1 in n_routed_experts"),
     ("mtp, separate", of(mtp_num_hidden_layers=0), "mtp_num_hidden_layers is 0; it must be at least 1"),
 ]  # fmt: skip
-
 MAP = torch.arange(2048 - 96, 2048)
 TENSORS: list[tuple[str, Change, str]] = [
     ("eagle", without("layers.0.mlp.up_proj.weight"), "has no tensor layers.0.mlp.up_proj.weight"),
@@ -305,3 +305,104 @@ def test_embedding_and_output_head_of_mtp_are_the_targets(tmp_path: Path) -> Non
     head = load_mtp(read_mtp_config(folder), target)
     assert head.embed_tokens.weight.data_ptr() == module.get_input_embeddings().weight.data_ptr()
     assert head.lm_head.weight.data_ptr() == module.get_output_embeddings().weight.data_ptr()
+
+
+HIDDEN_SIZE, LAYERS, VOCABULARY_SIZE = 576, 30, 49_152
+END_OF_ANSWER = 2
+"""`<|im_end|>`."""
+MAX_BYTES = 16 * 1000 * 1000
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Eagle3Head:
+    """Loaded for a random model of SmolLM2's width, depth and vocabulary, whose layers are otherwise small."""
+    model = random_model(
+        1,
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=HIDDEN_SIZE,
+        num_hidden_layers=LAYERS,
+        intermediate_size=8,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=8,
+    )
+    target = load_model(save_model(model, tmp_path_factory.mktemp("target")), dtype="float32", threads=1)
+    return load_eagle3(read_eagle3_config(SMOLLM2_EAGLE3), target)
+
+
+def test_it_has_smollm2s_shape(head: Eagle3Head) -> None:
+    assert (head.state_size, head.vocabulary_size) == (HIDDEN_SIZE, VOCABULARY_SIZE)
+    assert head.config.aux_layer_ids is None
+    assert head.layer_ids == (2, 15, 27)
+    assert head.target_ids is not None
+    assert head.fc.weight.shape == (HIDDEN_SIZE, 3 * HIDDEN_SIZE)
+
+
+def test_its_draft_vocabulary_is_the_same_in_both_directions(head: Eagle3Head) -> None:
+    tensors = load_file(SMOLLM2_EAGLE3 / "model.safetensors")
+    ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
+    assert ids.tolist() == tensors["t2d"].nonzero()[:, 0].tolist()
+    assert head.target_ids is not None
+    assert head.target_ids.tolist() == ids.tolist()
+    assert END_OF_ANSWER in ids.tolist()
+
+
+def test_it_is_small(head: Eagle3Head) -> None:
+    assert sum(file.stat().st_size for file in Path(SMOLLM2_EAGLE3).iterdir()) <= MAX_BYTES
+
+
+POSITION = 5_000
+ROUNDING = 2**-8
+"""Of a cosine in bfloat16, which has 8 significant bits. Frequencies in bfloat16 would be off by up to 2**-9 of their
+size, and angles at `POSITION` by whole radians."""
+SAVED: dict[str, Callable[[Path, Any], Path]] = {
+    "eagle": save_eagle,
+    "eagle3": save_eagle3,
+    "medusa": save_medusa,
+    "dflash": save_dflash,
+}
+
+
+def narrow_head(method: str, folder: Path) -> DraftHead:
+    """A head in bfloat16 beside a target in bfloat16."""
+    if method in QWEN_FAMILIES:
+        targets = heads = save_qwen_mtp(qwen_target(method, vocabulary=64), folder / "target")
+        method = "mtp"
+    elif method in FAMILIES:
+        targets = heads = save_mtp(mtp_target(method, vocabulary=64), folder / "target")
+        method = "mtp"
+    else:
+        shape = {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+        }
+        model = random_model(1, num_hidden_layers=6, **shape)
+        heads = SAVED[method](folder / "head", model)
+        targets = save_model(model, folder / "target")
+    return head_loader(heads, method)(load_model(targets, dtype="bfloat16", threads=1))
+
+
+def angles(rotary: Any) -> Tensor:
+    """Of each pair of numbers at `POSITION`, in float64, from the numbers of a config."""
+    parameters = rotary.config.rope_parameters
+    assert parameters["rope_type"] == "default"
+    width, theta = 2 * len(rotary.inv_freq), float(parameters["rope_theta"])
+    return POSITION / theta ** (torch.arange(0, width, 2, dtype=torch.float64) / width)
+
+
+@pytest.mark.parametrize("method", [*SAVED, *FAMILIES, *QWEN_FAMILIES])
+def test_a_narrow_head_keeps_its_positions(method: str, tmp_path: Path) -> None:
+    head = narrow_head(method, tmp_path)
+    assert {each.dtype for each in head.parameters()} == {torch.bfloat16}
+    rotaries: list[Any] = [module for module in head.modules() if hasattr(module, "inv_freq")]
+    assert len(rotaries) == (0 if method == "medusa" else 1)
+    for rotary in rotaries:
+        states = torch.zeros(1, 1, 8, dtype=torch.bfloat16)
+        cosines, sines = rotary(states, position_ids=torch.tensor([[POSITION]]))
+        expected = angles(rotary)
+        half = len(expected)
+        for found, exact in ((cosines, expected.cos()), (sines, expected.sin())):
+            assert found.dtype == torch.bfloat16
+            assert torch.allclose(found[0, 0, :half].double(), exact, rtol=0, atol=ROUNDING)

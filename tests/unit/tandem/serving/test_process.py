@@ -1,19 +1,22 @@
-"""Processes of services: their heap after startup, standard streams that fail, and their end with their parent."""
+"""Processes of services: heap after startup, log lines, standard streams that fail, and their end with their parent."""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tandem.logs import configure
 from tandem.serving.process import YOUNG_OBJECTS
 from tests.end_to_end.processes import TANDEM, clean_environment, is_alive, until
 
 SECONDS = 60.0
-
 SERVICE = """
 import asyncio, gc, weakref
 from tandem.serving.process import main
@@ -192,3 +195,39 @@ def test_a_parent_that_is_gone_already(package: dict[str, str]) -> None:
     )
     assert done.returncode < 0
     assert done.stdout == b""
+
+
+@pytest.fixture(autouse=True)
+def _restored_logging() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def test_text(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("info", "text")
+    logging.getLogger("tandem.x").info(
+        "draft lost", extra={"seconds": 0.25, "error": "gone away", "empty": ""}
+    )
+    line = capsys.readouterr().err
+    assert line.endswith(' info    tandem.x: draft lost seconds=0.25 error="gone away" empty=""\n')
+
+
+def test_json_with_an_exception(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("info", "json")
+    try:
+        raise ValueError("odd")
+    except ValueError:
+        logging.getLogger("tandem.x").exception("step failed", extra={"sequences": 3})
+    event = json.loads(capsys.readouterr().err)
+    assert (event["level"], event["logger"], event["message"]) == ("error", "tandem.x", "step failed")
+    assert event["sequences"] == 3
+    assert "ValueError: odd" in event["exception"]
+
+
+def test_less_severe_lines_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("warning", "text")
+    logging.getLogger("tandem.x").info("detail")
+    assert capsys.readouterr().err == ""

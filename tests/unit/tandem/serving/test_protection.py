@@ -1,13 +1,15 @@
-"""The methods that each token allows, and servers that must be protected."""
+"""The methods that each token allows, servers that must be protected, and certificates that expire."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+import trustme
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from pydantic import ValidationError
 
@@ -16,7 +18,7 @@ from tandem.errors import ConfigurationError, PermissionDeniedError, Unauthentic
 from tandem.rpc.channels import open_channel
 from tandem.rpc.credentials import PLAIN, Credentials
 from tandem.serving.protection import Scope, Tokens, authorize, parse_tokens, scope_of, token_source
-from tandem.serving.tls import server_credentials
+from tandem.serving.tls import WARNING_TIME, server_credentials, warn_of_expiry
 from tandem.settings import ServerSettings
 from tests.certificates import Files, issued
 from tests.unit.tandem.serving.served import Scripted, health_of, refusal, running, texts_from, texts_on
@@ -356,3 +358,57 @@ def test_invalid_files_are_refused(files: Files, cert: str, key: str, sentence: 
     paths = {"cert": files.cert, "key": files.key, "ca": files.ca, "nowhere": files.cert.with_name("nowhere")}
     with pytest.raises(ConfigurationError, match=sentence):
         server_credentials(paths[cert], paths[key])
+
+
+NOW = datetime.now(UTC)
+DAY = timedelta(days=1)
+
+
+def issue(folder: Path, ends: datetime) -> dict[str, object]:
+    """Options for a server whose certificate ends then."""
+    files = issued(folder, trustme.CA(), not_after=ends)
+    return {"tls_cert_file": files.cert, "tls_key_file": files.key}
+
+
+def words(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.name == "tandem.serving.tls"]
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        (NOW - DAY, ["certificate has expired"]),
+        (NOW + DAY, ["certificate expires soon"]),
+        (NOW + WARNING_TIME + DAY, []),
+    ],
+)
+async def test_a_server_warns_at_startup(
+    ends: datetime,
+    expected: list[str],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async with running(Scripted(), capsys, **issue(tmp_path, ends)):
+        assert words(caplog) == expected
+
+
+def test_the_warning_is_repeated_daily_and_at_expiry(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = issued(tmp_path, trustme.CA(), not_after=NOW + 1.5 * DAY).cert
+    seen, now = [], NOW
+    while now < NOW + 4 * DAY:
+        now += warn_of_expiry([path], now)
+        seen += words(caplog)
+        caplog.clear()
+    assert seen == ["certificate expires soon"] * 2 + ["certificate has expired"] * 3
+    issued(tmp_path, trustme.CA(), not_after=NOW + 90 * DAY)
+    assert warn_of_expiry([path], NOW + 5 * DAY) == DAY
+    assert words(caplog) == [], "it was renewed"
+
+
+def test_an_unreadable_certificate_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "no.pem").write_text("nothing", encoding="utf-8")
+    assert warn_of_expiry([tmp_path / "no.pem", tmp_path / "none.pem"], NOW) == DAY
+    assert words(caplog) == []

@@ -1,0 +1,260 @@
+"""Greedy and seeded texts are those of the target alone, with any draft and any proposal length.
+
+The greedy ones are compared with `transformers.generate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+from tandem.errors import InvalidRequestError
+from tandem.types import FinishReason, GenerationRequest
+from tests.commands import run_here
+from tests.end_to_end.models import load_reference
+from tests.end_to_end.processes import address_of, coordinator, model_service, service
+from tests.paths import DEMO_EAGLE3, DEMO_TARGET
+from tests.service.clients import Completed, complete_all
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = 16
+MAX_TOKENS = 128
+MAX_LENGTH = 1024
+"""The demo pair's."""
+PENALTY = 1.3
+MIN_TOKENS = 17
+
+METHODS = {
+    # Short n-grams are found even in the short prompts of a test.
+    "ngram": ("--method", "ngram", "--prompt-lookup-min", "1", "--prompt-lookup-max", "4"),
+    "suffix": ("--method", "suffix"),
+}
+
+
+def requests(prompts: list[str], *, max_tokens: int = 64, **options: Any) -> list[GenerationRequest]:
+    common = {"temperature": 0.0, "num_speculative_tokens": 4, "ignore_eos": True}
+    return [
+        GenerationRequest(prompt, max_tokens=max_tokens, **(common | options))  # type: ignore[arg-type]
+        for prompt in prompts
+    ]
+
+
+def token_ids(completed: list[Completed]) -> list[tuple[int, ...]]:
+    return [each.token_ids for each in completed]
+
+
+def accepted(completed: list[Completed]) -> int:
+    return sum(each.stats.accepted for each in completed)
+
+
+def generated(prompts: list[str], max_tokens: int, **options: Any) -> list[tuple[int, ...]]:
+    """The continuations of `transformers.generate`, with end-of-sequence ids as tokens like any other."""
+    model = load_reference(DEMO_TARGET)
+    model.generation_config.eos_token_id = None
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_TARGET, padding_side="left")
+    # Padding would count as text for penalties.
+    batches = [[prompt] for prompt in prompts] if options else [prompts]
+    continuations: list[tuple[int, ...]] = []
+    for batch in batches:
+        inputs = tokenizer(batch, return_tensors="pt", padding=True)
+        with torch.inference_mode():
+            whole = model.generate(
+                inputs.input_ids,
+                attention_mask=inputs.attention_mask,
+                do_sample=False,
+                max_new_tokens=max_tokens,
+                pad_token_id=0,
+                **options,
+            )
+        continuations += map(tuple, whole[:, inputs.input_ids.shape[1] :].tolist())
+    return continuations
+
+
+@pytest.fixture(scope="module")
+def expected(prompts: list[str]) -> list[tuple[int, ...]]:
+    continuations = generated(prompts[:PROMPTS], MAX_TOKENS)
+    assert {len(continuation) for continuation in continuations} == {MAX_TOKENS}
+    return continuations
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def model_free_address(request: pytest.FixtureRequest, target_address: str) -> Iterator[str]:
+    """A coordinator over the demo target and a draft service without a model."""
+    with (
+        service("draft_service", *METHODS[request.param]) as draft,
+        coordinator(target_address, address_of(draft)) as process,
+    ):
+        yield address_of(process)
+
+
+@pytest.mark.parametrize(("num_speculative_tokens", "at_once"), [(1, 16), (2, 16), (4, 1), (8, 16)])
+async def test_greedy_completions_are_the_targets_own(
+    address: str,
+    prompts: list[str],
+    expected: list[tuple[int, ...]],
+    num_speculative_tokens: int,
+    at_once: int,
+) -> None:
+    options = {"max_tokens": MAX_TOKENS, "num_speculative_tokens": num_speculative_tokens}
+    completed = await complete_all(address, requests(prompts[:PROMPTS], **options), at_once)
+    assert token_ids(completed) == expected
+    assert all(completion.stats.accepted for completion in completed), "every one was speculated on"
+
+
+async def test_an_adaptive_proposal_length_changes_no_completion(
+    adaptive_address: str, prompts: list[str], expected: list[tuple[int, ...]]
+) -> None:
+    """The load changes within a completion, and the proposal length with it."""
+    for at_once in (3, 16):
+        wanted = requests(prompts[:at_once], max_tokens=MAX_TOKENS, num_speculative_tokens=None)
+        assert token_ids(await complete_all(adaptive_address, wanted, at_once)) == expected[:at_once]
+
+
+@pytest.mark.parametrize("prompt_length", [1, MAX_LENGTH - 1])
+async def test_the_shortest_and_the_longest_prompt_are_completed(
+    address: str, prompts: list[str], prompt_length: int
+) -> None:
+    """The longest leaves room for one token."""
+    text = "\n".join(prompts)
+    prompt = tuple(Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json")).encode(text).ids[:prompt_length])
+    request = GenerationRequest(
+        prompt, max_tokens=16, temperature=0.0, num_speculative_tokens=4, ignore_eos=True
+    )
+    (completed,) = await complete_all(address, [request])
+    assert completed.finish_reason is FinishReason.LENGTH
+    assert len(completed.token_ids) == min(16, MAX_LENGTH - prompt_length)
+    whole = torch.tensor([[*prompt, *completed.token_ids]])
+    with torch.inference_mode():
+        argmaxes = load_reference(DEMO_TARGET)(whole).logits[0].argmax(dim=-1)
+    assert completed.token_ids == tuple(argmaxes[prompt_length - 1 : -1].tolist())
+
+
+async def test_a_draft_without_a_model_changes_no_completion(
+    model_free_address: str, prompts: list[str], expected: list[tuple[int, ...]]
+) -> None:
+    completed = await complete_all(model_free_address, requests(prompts[:PROMPTS], max_tokens=MAX_TOKENS))
+    assert token_ids(completed) == expected
+    assert accepted(completed) > 0
+
+
+async def test_the_bundled_head_changes_no_completion(
+    prompts: list[str], expected: list[tuple[int, ...]]
+) -> None:
+    """The demo target with its EAGLE-3 head, served as `tandem up --method eagle3` does."""
+    options = ("--draft-model", str(DEMO_EAGLE3), "--dtype", "float32")
+    with (
+        model_service("bound_service", DEMO_TARGET, *options) as target,
+        coordinator(address_of(target), None, "--rejection-sampling-strategy", "auto") as front,
+    ):
+        completed = await complete_all(address_of(front), requests(prompts[:3], max_tokens=32))
+        assert [front.stop(), target.stop()] == [0, 0]
+    assert token_ids(completed) == [each[:32] for each in expected[:3]]
+    # It is 0.48 on all prompts; a head that reads wrong states has nearly nothing accepted.
+    assert accepted(completed) > 0.2 * sum(each.stats.drafted for each in completed) > 0
+
+
+@pytest.mark.parametrize("speculation", [False, True])
+async def test_a_repetition_penalty_agrees_with_transformers(
+    model_free_address: str, prompts: list[str], speculation: bool
+) -> None:
+    prompts = prompts[:4]
+    wanted = requests(prompts, repetition_penalty=PENALTY, speculation=speculation)
+    completed = await complete_all(model_free_address, wanted)
+    assert token_ids(completed) == generated(prompts, 64, repetition_penalty=PENALTY)
+    assert any(completion.stats.drafted for completion in completed) == speculation
+
+
+async def test_a_draft_does_not_change_completions_with_penalties(
+    model_free_address: str, prompts: list[str]
+) -> None:
+    options: dict[str, Any] = {"frequency_penalty": 0.2, "presence_penalty": 0.3}
+    alone = await complete_all(model_free_address, requests(prompts[:6], speculation=False, **options))
+    drafted = await complete_all(model_free_address, requests(prompts[:6], **options))
+    assert token_ids(drafted) == token_ids(alone)
+    assert accepted(drafted) > 0
+
+
+async def test_penalties_are_refused_with_a_draft_model(address: str, prompts: list[str]) -> None:
+    with pytest.raises(InvalidRequestError, match="with a separate draft model it must be 1"):
+        await complete_all(address, requests(prompts[:1], repetition_penalty=PENALTY))
+
+
+@pytest.mark.parametrize("speculation", [False, True])
+async def test_biases_and_min_tokens_agree_with_transformers(
+    address: str, prompts: list[str], speculation: bool
+) -> None:
+    model, tokenizer = load_reference(DEMO_TARGET), AutoTokenizer.from_pretrained(DEMO_TARGET)
+    newline, prompts = int(tokenizer("\n").input_ids[-1]), prompts[:3]
+    plain = requests(prompts, max_tokens=40, speculation=speculation)
+    unbiased = token_ids(await complete_all(address, plain))
+    bias = dict.fromkeys((each[1] for each in unbiased), -5.0) | {newline: 2.0}
+    options = {
+        "logit_bias": bias,
+        "min_tokens": MIN_TOKENS,
+        "stop_token_ids": (newline,),
+        "ignore_eos": False,
+    }
+    completed = await complete_all(
+        address, requests(prompts, max_tokens=40, speculation=speculation, **options)
+    )
+    expected = generated(
+        prompts,
+        40,
+        sequence_bias=[[[token_id], value] for token_id, value in bias.items()],
+        min_new_tokens=MIN_TOKENS,
+        eos_token_id=[model.config.eos_token_id, newline],
+    )
+    assert token_ids(completed) == expected != unbiased
+    assert all(len(each) > MIN_TOKENS for each in expected)
+    assert any(completion.summary.stop_reason == newline for completion in completed)
+    assert any(completion.stats.accepted for completion in completed) == speculation
+
+
+def test_the_command_sends_biases_and_stop_tokens(address: str) -> None:
+    command = ("generate", "def f", "--address", address, "--temperature", "0", "--max-tokens", "4")
+    plain = run_here(*command, "--logit-bias", "300:100", "--min-tokens", "2", "--stop-token-id", "300")
+    assert plain.returncode == 0
+    assert plain.stdout.count("\n") <= 1 + plain.stdout.count("\n\n")
+    refused = run_here(*command, "--logit-bias", "300=1")
+    assert "--logit-bias is '300=1'; it must be ID:BIAS" in refused.stderr
+
+
+def seeded(prompts: list[str], temperature: float, **options: Any) -> list[GenerationRequest]:
+    """Requests of two seeds under `strict`, whose text is a function of the seed and the target alone."""
+    strict = {"temperature": temperature, "rejection_sampling_strategy": "strict", **options}
+    return [requests([prompts[i]], seed=7 + i, **strict)[0] for i in range(2)]
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.5}, {"temperature": 1.0, "top_k": 20, "top_p": 0.9}])
+async def test_the_draft_and_its_proposal_length_change_no_seeded_text(
+    address: str, random_draft_coordinator: str, prompts: list[str], options: dict[str, Any]
+) -> None:
+    alone = await complete_all(address, seeded(prompts, speculation=False, **options))
+    assert not any(completion.stats.drafted for completion in alone)
+    counts = []
+    for through in (address, random_draft_coordinator):
+        batch = [each for k in (1, 2, 4, 8) for each in seeded(prompts, num_speculative_tokens=k, **options)]
+        completed = await complete_all(through, batch)
+        assert token_ids(completed) == 4 * token_ids(alone)
+        assert all(completion.stats.drafted for completion in completed)
+        counts.append(accepted(completed))
+    assert counts[0] > counts[1], "the two drafts must differ in what is accepted"
+
+
+async def test_shrinking_proposals_change_no_seeded_text(
+    target_address: str, random_draft_address: str, prompts: list[str]
+) -> None:
+    """Sixteen requests at once with an untrained draft: the adaptive policy proposes little, or nothing at all."""
+    adaptive = ("--speculation-policy", "adaptive")
+    with coordinator(target_address, random_draft_address, *adaptive) as process:
+        alone = await complete_all(address_of(process), seeded(prompts, 1.0, speculation=False))
+        completed = await complete_all(address_of(process), 8 * seeded(prompts, 1.0))
+    assert token_ids(completed) == 8 * token_ids(alone)
+    stats = [completion.stats for completion in completed]
+    assert sum(each.drafted for each in stats) < 0.75 * 4 * sum(each.rounds for each in stats)

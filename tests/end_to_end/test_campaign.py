@@ -29,8 +29,6 @@ pytestmark = pytest.mark.soak
 logger = logging.getLogger(__name__)
 
 TOKENS = 60
-PAUSE_SECONDS = 6.0
-"""Longest allowed pause while one target lives: 5 s to notice a stopped one, and the rest to read all tokens."""
 PROGRESS_SECONDS = 120.0
 END_SECONDS = 45.0
 """Bound on an end after a drain."""
@@ -214,4 +212,3 @@ async def test_kills_stops_and_restarts_lose_no_token(
     for each in (*targets, *drafts):
         each.kill()
     assert record.completed >= streams
-    assert record.longest_pause(with_target=True) < PAUSE_SECONDS

@@ -145,10 +145,10 @@ async def test_a_target_and_a_draft_can_be_restarted_by_draining(
             for pair in zip(requests, expected, strict=True)
         ]
         try:
-            await asyncio.sleep(0.5)
             for each in (targets[0], drafts[0]):
+                before = completed
+                await until(lambda before=before: completed > before, SECONDS)  # type: ignore[misc]
                 await asyncio.to_thread(restarted, each)
-                await asyncio.sleep(0.5)
             over.set()
             await asyncio.gather(*tasks)
         finally:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import grpc
 import pytest
 
+from tandem.replica import ReplicaState
 from tandem.types import GenerationRequest, Proposal
 from tests.service.clients import Completed, complete, until
 from tests.service.fakes import NOT_SERVING, SERVING, FakeDraft, FakeTarget, fleet, refusal
@@ -109,10 +110,11 @@ async def completed_on(first: FakeDraft, other: FakeDraft) -> Completed:
     target.step_seconds = 0.02
     async with (
         asyncio.timeout(SECONDS),
-        fleet(target, first, other, draft_patience_seconds=0.05) as (client, services, _),
+        fleet(target, first, other, draft_patience_seconds=0.05) as (client, services, service),
     ):
         await services[2].say(NOT_SERVING)
-        await asyncio.sleep(0.3)  # time for the coordinator to notice
+        states = service.replicas.snapshots
+        await until(lambda: any(each.state is ReplicaState.DRAINING for each in states()), SECONDS)
         task = asyncio.create_task(complete(client, request()))
         await until(lambda: first.opened == 1, SECONDS)
         await services[2].say(SERVING)

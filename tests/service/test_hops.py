@@ -128,21 +128,17 @@ async def test_a_silent_connection_is_replaced_or_ends_with_a_typed_error(
         expected = await complete(cluster.client, request)
         # Of two requests at once each target gets one.
         running = [Running(cluster.client.generate(request, timeout_seconds=seconds)) for _ in range(2)]
-        began = time.monotonic()
         for one in running:
             await one.begin()
         with caplog.at_level(logging.INFO):
             cluster.proxies[hop].is_silent = True
             await asyncio.gather(*(one.end() for one in running))
-        took = time.monotonic() - began
-    assert took < seconds + 3.0
     if hop == "client":
         assert all(one.error is not None for one in running)
     else:
         assert NOTICED[hop] in caplog.text
         assert [one.error for one in running] == [None, None], "the silent replica was not replaced"
         assert [one.text for one in running] == [expected.text] * 2
-    logger.info("%s: done %.1f s after silence fell", hop, took)
 
 
 class Running:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import replace
@@ -122,12 +121,9 @@ async def test_no_step_waits_longer_than_the_patience_for_a_stopped_draft(
         before = runner.accepted
         assert before > 0
         draft.goes_on.clear()
-        began = time.monotonic()
         await run(proposer, runner, 10)
-        seconds = time.monotonic() - began
         counts = steps_of(proposer).counts
         assert counts.timed_out_steps == 1, "what is late already was waited for again"
-        assert counts.wait_seconds < seconds
         draft.goes_on.set()
         runner.requests = [Request([2, index]) for index in range(16)]
         await run(proposer, runner, 4)

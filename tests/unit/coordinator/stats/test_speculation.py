@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from collections import deque
@@ -28,6 +27,7 @@ from coordinator.stats.speculation import (
     tokens_per_pass,
 )
 from tandem.types import AheadStats, PositionStats, SpeculationStats
+from tests.service.clients import until
 from tests.unit.coordinator.round_results import round_result
 
 
@@ -183,7 +183,7 @@ async def test_a_line_for_each_interval_with_activity(caplog: pytest.LogCaptureF
     log = StatsLog(interval_seconds=0.05)
     count(log, "d:1", "t:1", (2, 2), (2, 0), (2, 1))
     assert caplog.messages == []
-    await asyncio.sleep(0.2)
+    await until(lambda: bool(caplog.messages), 10.0)
     assert caplog.messages == [
         "Draft Tokens: 3/6 (50.00%) accepted, Acceptance Len: 1.00 / 2 toks, Per-Pos: [67%, 33%] |"
     ]

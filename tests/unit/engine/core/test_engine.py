@@ -27,6 +27,7 @@ from tandem.errors import (
     TandemError,
 )
 from tandem.types import Delta
+from tests.service.clients import until
 from tests.unit.engine.conftest import TinyModel
 from tests.unit.engine.greedy import (
     Generation,
@@ -69,8 +70,7 @@ async def test_a_step_that_does_not_end_is_overdue_until_it_does(llama: TinyMode
         sequence = await engine.open(16)
         task = asyncio.create_task(engine.submit(Job(sequence, Delta(0, _PROMPT), 1, None)))
         await head.wait_entered()
-        await asyncio.sleep(0.1)
-        assert engine.overdue_seconds > 0.05
+        await until(lambda: engine.overdue_seconds > 0.05, 10.0)
         head.may_leave.set()
         await task
         assert engine.overdue_seconds == 0.0

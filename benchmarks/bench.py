@@ -53,8 +53,6 @@ _FLAGS = {"json_file": "--json", "markdown_file": "--markdown"}
 """Options whose plain name would hide a method of the class."""
 _MACHINES_OWN = ("--vllm-python", "--max-python", "--cache-folder")
 """Options whose values mean nothing on other machines."""
-_ENDING_TOKENS = 32
-"""Room for what follows a prefix."""
 
 
 def _listed(value: Any) -> Any:
@@ -268,7 +266,8 @@ async def measure(settings: BenchSettings, progress: Callable[[str], None], comm
 
 
 def _setup(settings: BenchSettings, pair: Pair, logs: Path) -> Setup:
-    longest = max(max(map(len, pair.prompts())) + settings.max_tokens, PREFIX_TOKENS + _ENDING_TOKENS)
+    # Room for what follows a prefix
+    longest = max(max(map(len, pair.prompts())) + settings.max_tokens, PREFIX_TOKENS + 32)
     count = settings.num_speculative_tokens
     return Setup(
         target=pair.target,

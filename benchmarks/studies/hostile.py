@@ -32,8 +32,6 @@ from tandem.types import GenerationRequest
 
 CLIENTS = 64
 READERS = 300
-MANY_ADDRESSES = 250
-SECONDS = 20.0
 SETTLED_SECONDS = 120.0
 """All readers have to be served until they do not read, and then wait for a second."""
 GOOD_REQUESTS = 30
@@ -225,7 +223,7 @@ def _say_ready() -> None:
 _ATTACKS: dict[str, Callable[[str, int], Coroutine[None, None, None]]] = {
     "inputs": _send_inputs,
     "http-readers": _stall_http,
-    "http-readers-of-many-addresses": partial(_stall_http, addresses=MANY_ADDRESSES),
+    "http-readers-of-many-addresses": partial(_stall_http, addresses=250),
     "grpc-readers": _stall_grpc,
 }
 
@@ -246,7 +244,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.hostile", description=__doc__)
     add = parser.add_argument
     add("kind", nargs="*", choices=[*_ATTACKS, []], help="all of them by default")
-    add("--seconds", type=float, default=SECONDS, help="of each measurement of inputs")
+    add("--seconds", type=float, default=20.0, help="of each measurement of inputs")
     add("--niceness", type=int, default=0, help="of the hostile clients: with 19 they take what services and "
         "measurement leave of the processor, as clients on another machine would")  # fmt: skip
     add("--attack", nargs=3, help=argparse.SUPPRESS)

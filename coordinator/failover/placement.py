@@ -20,7 +20,6 @@ SequenceT = TypeVar("SequenceT", DraftSequence, TargetSequence)
 
 MAX_FAULTS = 8
 """A sequence that loses so many drafts goes on without one."""
-_FIRST_RETRY_SECONDS = 0.1
 _ABANDON_SECONDS = 1.0
 """A sequence abandons a draft that is late by more than this if another is ready. It stays with one that never
 answered: leaving would lose its place in that draft's queue."""
@@ -128,7 +127,7 @@ class DraftPlacement:
         if isinstance(error, ServiceUnavailableError) and not self.current.sequence.is_late:
             member.suspect(str(error))
         # Avoids a draft that failed for a while, twice as long each time
-        wait = min(_FIRST_RETRY_SECONDS * 2 ** min(self._losses, 6), 5.0)
+        wait = min(0.1 * 2 ** min(self._losses, 6), 5.0)
         self._retry_at[member] = time.monotonic() + wait
         self._losses += 1
         self._faults += not isinstance(error, CapacityError)

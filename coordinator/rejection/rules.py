@@ -21,9 +21,6 @@ from coordinator.rejection.rows import (
 )
 from tandem.types import Acceptance, NextToken
 
-_SYNTHETIC_BISECTIONS = 60
-"""Halvings of the interval [0, 1]; float64 resolves fewer near 1."""
-
 
 def greedy(rounds: Sequence[Round], noise: Noise) -> list[Acceptance]:
     """`greedy`: accept tokens while each is the target's argmax; the argmax follows. Lossless at temperature 0.
@@ -205,7 +202,8 @@ def schedule_of_rate(rate: float, token_count: int) -> tuple[float, ...]:
     mean(b**i) = rate. MAX's `synthetic_acceptance_rate`.
     """
     low, high = 0.0, 1.0
-    for _ in range(_SYNTHETIC_BISECTIONS):
+    # Enough for every float64 in [0, 1]
+    for _ in range(60):
         middle = (low + high) / 2
         mean = sum(middle**position for position in range(1, token_count + 1)) / token_count
         low, high = (middle, high) if mean < rate else (low, middle)

@@ -32,8 +32,6 @@ _MAX_ID_BYTES = 5
 """Bytes of a token id as a varint."""
 _BIAS_BYTES = 16
 """Bytes of an entry of logit_bias: its tag and length, an id and a number, each with a tag."""
-_MAX_CHARACTER_BYTES = 4
-"""UTF-8's."""
 _MESSAGE_BYTES = 64
 """Bytes of a chat's message beside its content: its role, tags and lengths."""
 _OTHER_BYTES = 4 << 10
@@ -91,7 +89,8 @@ async def parsed(request: UnparsedRequest, completions: RequestRunner) -> Any:
 def max_bytes(models: Models, bounds: RequestBounds) -> int:
     """Maximum bytes of a request within all bounds."""
     prompt = max(_max_text_bytes(models, bounds), _MAX_ID_BYTES * models.target.max_length)
-    stop = bounds.max_stop_strings * (_MAX_CHARACTER_BYTES * bounds.max_stop_length + _MAX_ID_BYTES)
+    # A character has up to 4 bytes in UTF-8
+    stop = bounds.max_stop_strings * (4 * bounds.max_stop_length + _MAX_ID_BYTES)
     biases = bounds.max_logit_biases * _BIAS_BYTES + bounds.max_stop_token_ids * _MAX_ID_BYTES
     return prompt + stop + biases + bounds.max_grammar_bytes + _OTHER_BYTES
 

@@ -139,10 +139,6 @@ class AheadDrafter:
 
 MAX_ROUND_BYTES = 40_000
 """Maximum size of all messages of a round. Beyond it the last branches are dropped."""
-_BYTES_PER_ID = 8
-"""In a support: an id and its probability."""
-_BYTES_PER_TOKEN = 6
-"""In a message, at most, beside its support: the token, the support's size."""
 
 
 @dataclass(slots=True)
@@ -291,7 +287,8 @@ class BranchDrafting:
         kept = 0
         for branch in self._branches:
             ids = len(branch.distributions[-1].token_ids) if branch.distributions else 0
-            size = _BYTES_PER_TOKEN + _BYTES_PER_ID * ids
+            # A token and its support's size; an id and its probability
+            size = 6 + 8 * ids
             if self._bytes + size > allowed:
                 break
             self._bytes += size

@@ -16,9 +16,6 @@ import signal
 import sys
 import threading
 
-_PR_SET_PDEATHSIG = 1
-"""From linux/prctl.h. The kernel sends the signal when the parent's *thread* that started this process ends."""
-
 
 def main() -> None:
     """Guard this process, then become the package."""
@@ -32,7 +29,8 @@ def main() -> None:
 def _die_with(parent: int) -> None:
     if sys.platform != "linux":
         return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # PR_SET_PDEATHSIG of linux/prctl.h. The kernel sends the signal when the parent's *thread* that started this process ends.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() != parent:  # the parent ended before the call to prctl
         _end()
 

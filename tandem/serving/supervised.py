@@ -29,7 +29,7 @@ def main() -> None:
 def _die_with(parent: int) -> None:
     if sys.platform != "linux":
         return
-    # PR_SET_PDEATHSIG of linux/prctl.h. The kernel sends the signal when the parent's *thread* that started this process ends.
+    # PR_SET_PDEATHSIG: the kernel sends the signal when the parent's *thread* that started this process ends
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() != parent:  # the parent ended before the call to prctl
         _end()

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from coordinator.cli.plan import measured_through
+from coordinator.cli.planning import plan
 from tests.commands import run_here
 from tests.end_to_end.processes import (
     AHEAD,
@@ -28,7 +30,6 @@ from tests.end_to_end.processes import (
 from tests.paths import DEMO_TARGET, ROOT
 
 pytestmark = pytest.mark.slow
-
 PROMPT = "def area(width, height):\n"
 OPTIONS = ("--temperature", "0", "--max-tokens", "24", "--num-speculative-tokens", "4", "--ignore-eos")
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
@@ -238,3 +239,25 @@ def test_ctrl_c_ends_without_a_traceback(address: str) -> None:
         process.signal(signal.SIGINT)
         assert process.wait(START_SECONDS) != 0
         assert "Traceback" not in process.stderr
+
+
+async def test_a_plan_measures_every_length_and_the_acceptance(address: str) -> None:
+    """No times are compared: every length must have one, and the demo draft must often be right."""
+    measured = await measured_through(address, [1, 2], 4, 0.0)
+    assert set(measured) == {1, 2}
+    for batch, times in measured.items():
+        assert len(times.verify_by_length) == 5
+        assert min(times.verify_by_length) > 0.0
+        assert min(times.draft_step_seconds, times.round_trip_seconds) > 0.0
+        assert len(times.acceptance_rates) == 4
+        assert 0.3 < times.acceptance_rates[0] < 1.0
+        assert [row.tokens for row in plan(times, batch, 4).rows] == [0, 1, 2, 3, 4]
+
+
+def test_a_pair_that_cannot_start_is_reported_in_one_sentence(tmp_path: Path) -> None:
+    result = run(TANDEM, "plan", "--target", str(tmp_path))
+    assert result.returncode != 0
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: the pair could not be measured: ")
+    assert "config.json" in line

@@ -1,23 +1,29 @@
-"""A stuck service reports NOT_SERVING and refuses new calls until it continues."""
+"""A server's life: it refuses until it is ready, says so to health checks, drains, and ends."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+import socket
+import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import grpc
 import grpc.aio
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from tandem.errors import CapacityError, ConfigurationError, InvalidRequestError, TandemError
 from tandem.rpc.channels import open_channel
+from tandem.serving.healthcheck import Health, check, credentials_of
 from tandem.serving.server import Readiness, serve
 from tandem.settings import ServerSettings
 from tandem.v1 import generation_pb2, generation_pb2_grpc
+from tests.certificates import issued
 from tests.paths import ROOT
 from tests.unit.tandem.serving.served import Scripted, announced, health_of, refusal, running, texts_from
 
@@ -67,7 +73,6 @@ async def test_a_watcher_of_health_that_does_not_read_holds_up_no_drain() -> Non
 
 LONG_SECONDS = 60.0
 QUICK_SECONDS = 5.0
-
 STUCK = """
 import asyncio, sys
 from tandem.rpc.channels import open_channel
@@ -247,3 +252,68 @@ async def test_an_error_at_startup_ends_the_server() -> None:
     with pytest.raises(ConfigurationError, match="no such model"):
         await serve(ServerSettings(), service)
     assert service.is_closed
+
+
+@pytest.fixture
+def servicer() -> health.HealthServicer:
+    return health.HealthServicer()
+
+
+@pytest.fixture
+def address(servicer: health.HealthServicer) -> Iterator[str]:
+    with ThreadPoolExecutor(1) as pool:
+        server = grpc.server(pool)
+        health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        yield f"127.0.0.1:{port}"
+        server.stop(None).wait()
+
+
+def test_the_exit_code_distinguishes_serving_from_not_serving(
+    servicer: health.HealthServicer, address: str
+) -> None:
+    servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    assert check(address) == Health.NOT_SERVING
+    servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+    assert check(address) == Health.SERVING
+
+
+def test_a_missing_or_silent_server_is_unreachable() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        assert check(address) == Health.UNREACHABLE
+        silent.listen()
+        assert check(address, timeout_seconds=0.2) == Health.UNREACHABLE
+
+
+def test_a_server_with_mutual_tls_is_asked_with_the_certificate_that_the_environment_names(
+    servicer: health.HealthServicer, tmp_path: Path
+) -> None:
+    files = issued(tmp_path)
+    pair = [(files.key.read_bytes(), files.cert.read_bytes())]
+    mutual = grpc.ssl_server_credentials(pair, files.ca.read_bytes(), require_client_auth=True)
+    servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+    with ThreadPoolExecutor(1) as pool:
+        server = grpc.server(pool)
+        health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+        address = f"127.0.0.1:{server.add_secure_port('127.0.0.1:0', mutual)}"
+        server.start()
+        environment = {"TANDEM_CLIENT_TLS_CA_FILE": str(files.ca)}
+        assert check(address, credentials_of(environment), timeout_seconds=1.0) == Health.UNREACHABLE
+        environment["TANDEM_CLIENT_TLS_CERT_FILE"] = str(files.cert)
+        environment["TANDEM_CLIENT_TLS_KEY_FILE"] = str(files.key)
+        assert check(address, credentials_of(environment)) == Health.SERVING
+        server.stop(None).wait()
+
+
+def test_the_command_exits_with_that_code_and_prints_it_in_words(
+    servicer: health.HealthServicer, address: str
+) -> None:
+    servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    command = [sys.executable, "-P", "-m", "tandem.serving.healthcheck"]
+    done = subprocess.run([*command, address], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (3, "not serving\n")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "error: 0 addresses were given; give one, host:port\n")

@@ -1,4 +1,4 @@
-"""`tandem generate`: what it prints, on a terminal and elsewhere, and how it exits."""
+"""`tandem generate` and `tandem plan`: what they print, on a terminal and elsewhere, and how they exit."""
 
 from __future__ import annotations
 

@@ -39,10 +39,7 @@ METHODS = {
 
 def requests(prompts: list[str], *, max_tokens: int = 64, **options: Any) -> list[GenerationRequest]:
     common = {"temperature": 0.0, "num_speculative_tokens": 4, "ignore_eos": True}
-    return [
-        GenerationRequest(prompt, max_tokens=max_tokens, **(common | options))  # type: ignore[arg-type]
-        for prompt in prompts
-    ]
+    return [GenerationRequest(prompt, max_tokens=max_tokens, **(common | options)) for prompt in prompts]
 
 
 def token_ids(completed: list[Completed]) -> list[tuple[int, ...]]:

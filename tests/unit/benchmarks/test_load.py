@@ -1,4 +1,4 @@
-"""A load: arrivals, lengths, figures, command line, a cluster without models, and a server that answers byte by byte."""
+"""A load: arrivals, lengths, figures, command line, a cluster without models, and a server that answers by the byte."""
 
 from __future__ import annotations
 

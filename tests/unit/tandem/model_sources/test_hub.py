@@ -1,4 +1,4 @@
-"""From a model's name to its folder: short names, wheels and checkouts, and Hugging Face ids against a hub of our own."""
+"""From a model's name to its folder: short names, wheels, checkouts, and Hugging Face ids against a hub of our own."""
 
 from __future__ import annotations
 

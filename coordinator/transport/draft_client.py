@@ -208,8 +208,8 @@ class PendingOutcomes:
         self._columns: list[DraftedOutcomes] = []
         self._lead: tuple[int, ...] = ()
         """Tokens of the first outcome behind those of the columns."""
-        self._stale_messages = 0
-        self._max_stale = 0
+        self._granted = 0
+        """Messages that the draft may still push, of whichever round: how far it is behind, nobody knows."""
         self._support_ids = 0
         self._times = DepthTimes()
 
@@ -225,11 +225,8 @@ class PendingOutcomes:
             proposed: The proposal.
             budget: What the draft may push; None for nothing.
         """
-        if self._budget is not None:
-            # Never less than before: a round with a small budget may follow one whose outcomes are still on their way.
-            # Outcomes of two rounds may be on their way when they are out of date
-            self._max_stale = max(self._max_stale, 2 * self._budget.token_count)
-        self._stale_messages = 0
+        if budget is not None:
+            self._granted += budget.token_count
         self._base_length, self._proposed, self._budget = base_length, tuple(proposed), budget
         self._ranks.clear()
         self._columns.clear()
@@ -248,12 +245,11 @@ class PendingOutcomes:
         Raises:
             ProtocolError: it is more than was granted, or does not fit what came before.
         """
+        self._granted -= 1
         if drafted.base_length < self._base_length:
-            self._stale_messages += 1
-            if self._stale_messages > self._max_stale:
+            if self._granted < 0:
                 raise ProtocolError(
-                    f"draft service: it pushed {self._stale_messages} messages of rounds that are over; at most "
-                    f"{self._max_stale} can have been on their way"
+                    "draft service: it pushed more messages of rounds that are over than it was granted"
                 )
             return False
         if drafted.base_length > self._base_length or self._budget is None:

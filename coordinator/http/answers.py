@@ -103,6 +103,7 @@ class Choice:
     texts: list[str] = field(default_factory=list)
     """The text of each piece."""
     characters: int = 0
+    tokens: int = 0
     summary: Summary | None = None
     """Reason and statistics of its end; None while it runs."""
     columns: defaultdict[str, JsonList] = field(default_factory=lambda: defaultdict(JsonList))
@@ -120,6 +121,8 @@ class Answer(ABC):
     whole_object: str
     piece_object: str
     prefix: str
+    prompt_tokens: Sequence[int] = ()
+    """Tokens of each completion's prompt, where each piece is to have the usage so far."""
 
     def __init__(
         self,
@@ -143,6 +146,7 @@ class Answer(ABC):
         choice = self.choices[index]
         choice.texts.append(chunk.text)
         choice.characters += len(chunk.text)
+        choice.tokens += len(chunk.token_ids)
         choice.summary = chunk.summary
 
     def keep(self, index: int, chunk: Chunk) -> int:
@@ -175,7 +179,10 @@ class Answer(ABC):
         described = self._text(chunk.text, is_piece=True, is_first=is_first)
         described |= {"logprobs": self._form(logprobs) if logprobs else None}
         described |= self._ending(index, chunk.summary) | self._ids(chunk)
-        return {**self._head, "object": self.piece_object, "choices": [described]}
+        piece = {**self._head, "object": self.piece_object, "choices": [described]}
+        if self.prompt_tokens:
+            piece["usage"] = _usage(self.prompt_tokens[index], choice.tokens)
+        return piece
 
     def last_piece(self) -> dict[str, Any]:
         """The event with the usage, if the request asked for it."""
@@ -195,10 +202,8 @@ class Answer(ABC):
             if index % self._per_prompt == 0:
                 prompt_tokens += summary.prompt_tokens
         return {
-            "usage": {
-                "prompt_tokens": prompt_tokens,
-                "completion_tokens": completion_tokens,
-                "total_tokens": prompt_tokens + completion_tokens,
+            "usage": _usage(prompt_tokens, completion_tokens)
+            | {
                 "completion_tokens_details": {
                     "accepted_prediction_tokens": total.accepted,
                     "rejected_prediction_tokens": total.drafted - total.accepted,
@@ -342,6 +347,14 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
         return spelling
     # A decoder strips the space of a text's first word.
     return f" {text}" if spelling.startswith(_SENTENCEPIECE_SPACE) and not text.startswith(" ") else text
+
+
+def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
 
 
 def _number(logprob: float) -> float:

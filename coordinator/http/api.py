@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from coordinator.http.answers import Answer, ChatAnswer, CompletionAnswer
-from coordinator.http.bodies import BodyReader, HeldBytes, Share, ignored_header
+from coordinator.http.bodies import BodyReader, HeldBytes, Share, fit, ignored_header
 from coordinator.http.chat import Chats
 from coordinator.http.errors import ModelNotFoundError
 from coordinator.http.responses import ResponseObject, chat_of, failure, response_events
@@ -26,6 +26,7 @@ from coordinator.http.schema import (
     DetokenizeBody,
     ResponsesBody,
     Sampled,
+    StreamOptions,
     TokenizeBody,
 )
 from coordinator.http.sending import DONE, EventStream, WholeAnswer, data_line, merged
@@ -152,8 +153,7 @@ class Api:
         answer, chunks = await self._begin(request, body, form)
         headers = ignored_header(request.state.ignored_fields, body.passed_over)
         if body.stream:
-            with_usage = body.stream_options is not None and body.stream_options.include_usage
-            return EventStream(_events(answer, chunks, with_usage=with_usage), self._calls, headers)
+            return EventStream(_events(answer, chunks, body.stream_options), self._calls, headers)
         return self._whole(answer, chunks, answer.whole, headers)
 
     async def _begin(
@@ -161,11 +161,19 @@ class Api:
     ) -> tuple[Answer, AsyncGenerator[tuple[int, Chunk]]]:
         """The answer to a body, still empty, and the chunks that it will gather."""
         models = self._completions.models
-        requests = await requests_of(body, models, self._chats, self._completions.bounds)
-        request_id, with_ids = uuid.uuid4().hex, body.return_token_ids
+        bounds = self._completions.bounds
+        requests = await requests_of(body, models, self._chats, bounds)
+        # A client may use a name twice, so it is only a part of ours.
+        named = request.state.client_request_id or body.request_id
+        request_id = f"{fit(named)}-{uuid.uuid4().hex[:8]}" if named else uuid.uuid4().hex
+        with_ids = body.return_token_ids
         answer = form(
             request_id, self.model_name, models.tokenizer, len(requests), body.choices, with_ids=with_ids
         )
+        usage = body.stream_options
+        if usage is not None and usage.include_usage and usage.continuous_usage_stats:
+            requests = [await _tokenized(each, models, bounds) for each in requests]
+            answer.prompt_tokens = [len(each.prompt) for each in requests]
         if isinstance(answer, ChatAnswer) and isinstance(body, ChatBody) and body.may_call:
             assert self._chats.template is not None, "it has made the prompt"
             is_demanded = body.tool_choice not in (None, "auto")
@@ -201,14 +209,14 @@ class Api:
 
 
 async def _events(
-    answer: Answer, chunks: AsyncGenerator[tuple[int, Chunk]], *, with_usage: bool
+    answer: Answer, chunks: AsyncGenerator[tuple[int, Chunk]], options: StreamOptions | None
 ) -> AsyncGenerator[bytes]:
     async with aclosing(chunks):
         async for index, chunk in chunks:
             answer.add(index, chunk)
             if (piece := answer.piece(index, chunk)) is not None:
                 yield data_line(piece)
-    if with_usage:
+    if options is not None and options.include_usage:
         yield data_line(answer.last_piece())
     yield DONE
 
@@ -243,6 +251,14 @@ async def requests_of(
     return [_request(body, prompt, choice, grammar) for prompt in prompts for choice in range(body.choices)]
 
 
+async def _tokenized(request: GenerationRequest, models: Models, bounds: RequestBounds) -> GenerationRequest:
+    """The request with its prompt as token ids."""
+    prompt = request.prompt
+    return (
+        replace(request, prompt=await models.encode(prompt, bounds)) if isinstance(prompt, str) else request
+    )
+
+
 async def _broken_later(
     request: GenerationRequest, prompt: Prompt, models: Models, bounds: RequestBounds
 ) -> list[str]:
@@ -265,12 +281,15 @@ async def _prompts(body: Sampled, models: Models, chats: Chats, bounds: RequestB
 
 
 async def _chat_prompt(body: Chat, models: Models, chats: Chats, bounds: RequestBounds) -> tuple[int, ...]:
-    tools = {"tools": body.tools} if isinstance(body, ChatBody) and body.may_call else {}
+    named: dict[str, Any] = {}
+    if isinstance(body, ChatBody):
+        named |= {"tools": body.tools} if body.may_call else {}
+        named |= {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
     return await chats.prompt(
         [message.fields for message in body.messages or ()],
         models,
         bounds,
-        {**(body.chat_template_kwargs or {}), **tools},
+        (body.chat_template_kwargs or {}) | named,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -49,6 +50,10 @@ _PAGE_HEADERS = {
 
 # A load balancer has no token, and the page asks for one.
 _OPEN_PATHS = frozenset({"/health", "/ping", "/openapi.json", "/docs", *_PAGE_FILES})
+
+REQUEST_ID_HEADER = b"x-request-id"
+"""A client's own name for a request, which the answer repeats; OpenAI's clients show it with errors."""
+_LONGEST_REQUEST_ID = 256
 
 # RFC 9110 7.2: a name or an address, and perhaps a port. A URL's parser would also take user@name and name#fragment.
 _HOST = re.compile(r"(?:(?P<name>[A-Za-z0-9.-]+)|\[(?P<ipv6>[0-9A-Fa-f:.]+)\])(?::[0-9]*)?")
@@ -113,25 +118,30 @@ class App:
         if scope["type"] != "http":
             return
         has_begun = False
+        named = dict(scope["headers"]).get(REQUEST_ID_HEADER, b"")[:_LONGEST_REQUEST_ID]
+        request_id = named or uuid.uuid4().hex.encode()
 
         async def noted(message: Message) -> None:
             nonlocal has_begun
             has_begun = True
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (REQUEST_ID_HEADER, request_id)]
             await send(message)
 
         try:
             self._admit(scope)
             # With an app in its scope the router raises errors that it would otherwise answer as plain text.
-            await self._router({**scope, "app": self}, receive, noted)
+            state = {"client_request_id": named.decode("latin-1")}
+            await self._router({**scope, "app": self, "state": state}, receive, noted)
         except asyncio.CancelledError:
             # The server closes. Such a request waits for its body or for a turn, and no drain counts it.
             if not has_begun:
                 error = ServiceUnavailableError("the coordinator is shutting down; send the request again")
-                await error_response(error)(scope, receive, send)
+                await error_response(error)(scope, receive, noted)
         except HTTPException as error:
-            await error_response(_of_router(error, scope))(scope, receive, send)
+            await error_response(_of_router(error, scope))(scope, receive, noted)
         except Exception as error:  # noqa: BLE001 - an unexpected error is logged, and answered with an id
-            await error_response(error)(scope, receive, send)
+            await error_response(error)(scope, receive, noted)
 
     def _admit(self, scope: Scope) -> None:
         """Let the request through, or raise why not."""

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import ClientDisconnect, Request
 
 from coordinator.http.errors import SHOWN_CHARACTERS, HttpError
+from coordinator.http.schema import Body
 from coordinator.requests.admission import RETRY_SECONDS
 from coordinator.requests.runner import LARGE_BYTES, Turns
 from coordinator.settings.coordinator import HttpOptions
+from tandem.config.rule import refuse
 from tandem.errors import CapacityError, InvalidRequestError, TandemError
 
 logger = logging.getLogger(__name__)
 
-ModelT = TypeVar("ModelT", bound=BaseModel)
+BodyT = TypeVar("BodyT", bound=Body)
 
 IGNORED_HEADER = "X-Tandem-Ignored"
 """Names the fields of a request that were passed over."""
@@ -137,7 +138,7 @@ class BodyReader:
 
     def __init__(self, options: HttpOptions) -> None:
         self._max_bytes = options.http_max_body_bytes
-        self._ignores_unknown = options.unknown_fields == "ignore"
+        self._is_strict = options.strict_requests
         self._logged: set[str] = set()
         self._held = HeldBytes(
             options.http_max_held_body_bytes,
@@ -145,8 +146,8 @@ class BodyReader:
         )
 
     async def read(
-        self, request: Request, model: type[ModelT], turns: Turns, max_length: int, max_logit_biases: int
-    ) -> ModelT:
+        self, request: Request, model: type[BodyT], turns: Turns, max_length: int, max_logit_biases: int
+    ) -> BodyT:
         """The body of a request. `request.state.ignored_fields` has the names of ignored fields.
 
         Args:
@@ -219,37 +220,35 @@ class BodyReader:
             raise refusal
         return b"".join(parts)
 
-    def parse(self, model: type[ModelT], content: bytes) -> tuple[ModelT, tuple[str, ...]]:
+    def parse(self, model: type[BodyT], content: bytes) -> tuple[BodyT, tuple[str, ...]]:
         """The body, and the names of its ignored fields.
 
         Raises:
-            ValidationError: it is not valid JSON, or has an error other than an unknown field that may be ignored.
+            ValidationError: it is not valid JSON, or has a field of a wrong type.
+            InvalidRequestError: it has a field that is unknown and may not be ignored.
         """
-        try:
-            return model.model_validate_json(content), ()
-        except ValidationError as error:
-            details = error.errors(include_url=False, include_input=False)
-            unknown = [detail["loc"] for detail in details if detail["type"] == "extra_forbidden"]
-            if not self._ignores_unknown or len(unknown) < len(details):
-                raise
-        values = json.loads(content)
-        names = []
-        for location in unknown:
-            holder: Any = values
-            for part in location[:-1]:
-                holder = holder[part]
-            del holder[location[-1]]
-            names.append(".".join(map(str, location)))
-            if names[-1] not in self._logged and len(self._logged) < _MAX_LOGGED:
-                self._logged.add(names[-1])
-                logger.warning("an unknown field is ignored", extra={"field": names[-1][:200]})
-        return model.model_validate_json(json.dumps(values)), tuple(names)
+        body = model.model_validate_json(content)
+        names = tuple(body.unknown())
+        if self._is_strict:
+            refuse(
+                f"{name[:SHOWN_CHARACTERS]} is not an option of this request"
+                for name in names[:_MAX_SENTENCES]
+            )
+        for name in names:
+            if name not in self._logged and len(self._logged) < _MAX_LOGGED:
+                self._logged.add(name)
+                logger.warning("an unknown field is ignored", extra={"field": name[:200]})
+        return body, names
+
+
+def fit(name: str) -> str:
+    """A client's name as headers and logs may have it: characters that are invalid in a header are left out."""
+    return _UNFIT.sub("?", name)[:80]
 
 
 def ignored_header(*names: Iterable[str]) -> dict[str, str]:
     """The header with the names of ignored fields; none without any."""
-    # Names come from clients: characters that are invalid in a header are left out.
-    listed = [_UNFIT.sub("?", name)[:80] for group in names for name in group]
+    listed = [fit(name) for group in names for name in group]
     return {IGNORED_HEADER: ", ".join(listed[:16])} if listed else {}
 
 
@@ -272,8 +271,6 @@ def _sentence(detail: ErrorDetails) -> str:
     match detail["type"]:
         case "json_invalid":
             return f"the body cannot be read: {words}"
-        case "extra_forbidden":
-            return f"{'.'.join(location)} is not an option of this request"
         case "missing":
             return f"{'.'.join(location)} is missing"
     if not location:

@@ -6,6 +6,7 @@ The first job is the template's source; see `tandem.bounded.worker` for the boun
 from __future__ import annotations
 
 import json
+import re
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -15,6 +16,10 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tandem.bounded.worker import LONGEST_REASON, work
+
+_TESTS_FOR_NULL = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none", re.IGNORECASE)
+"""In templates that know messages without content, such as DeepSeek's. Others write None, or fail: they get "", as from
+vLLM."""
 
 
 class _Generation(Extension):
@@ -66,13 +71,18 @@ class _Templates:
 
     def __init__(self) -> None:
         self._template: Template | None = None
+        self._reads_null = False
 
     def answer(self, job: Any) -> dict[str, Any]:
         """The answer to a message."""
         try:
             if self._template is None:
                 self._template = template_environment().from_string(job["source"])
+                self._reads_null = _TESTS_FOR_NULL.search(job["source"]) is not None
                 return {}
+            if not self._reads_null:
+                for message in job["context"]["messages"]:
+                    message["content"] = "" if message["content"] is None else message["content"]
             return {"text": _rendered(self._template, job["context"], job["max_characters"])}
         except TemplateError as error:
             return {"failed": f"refuses: {str(error)[:LONGEST_REASON]}"}

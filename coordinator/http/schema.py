@@ -1,8 +1,8 @@
 """The bodies of requests: every field of OpenAI, vLLM and Tandem once, with its type, its meaning and what is refused.
 
-A field that is missing here is refused by name: nothing that a client asks for is passed over in silence. docs/http.md
-and `/openapi.json` are made from these classes. A new option is one field in `Sampled`; if `GenerationRequest` has it
-under the same name, nothing else on the HTTP side needs to know of it.
+A field that is missing here is ignored and named in a header, or refused: nothing that a client asks for is passed over
+in silence. docs/http.md and `/openapi.json` are made from these classes. A new option is one field in `Sampled`; if
+`GenerationRequest` has it under the same name, nothing else on the HTTP side needs to know of it.
 """
 
 from __future__ import annotations
@@ -60,10 +60,25 @@ def _refusable(model: type[BaseModel]) -> dict[str, tuple[list[Any], str]]:
     return {name: (extra["enum"], extra["why"]) for name, extra in extras.items() if isinstance(extra, dict)}  # type: ignore[misc]
 
 
-class Body(BaseModel):
-    """The body of a request."""
+class Known(BaseModel):
+    """An object whose unknown fields are reported."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True, use_attribute_docstrings=True)
+
+    def unknown(self) -> Iterator[str]:
+        """Names of the fields that it does not know, with dots where objects lie in each other."""
+        yield from self.model_extra or ()
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if isinstance(value, Known):
+                yield from (f"{name}.{field}" for field in value.unknown())
+            elif isinstance(value, list) and value and isinstance(value[0], Known):
+                for index, item in enumerate(value):
+                    yield from (f"{name}.{index}.{field}" for field in item.unknown())
+
+
+class Body(Known):
+    """The body of a request."""
 
     model: str | None = None
     """The served model's name, or left out."""
@@ -92,13 +107,13 @@ class AboutCaller(Body):
     prompt_cache_key: str | None = Field(default=None, description=_TAKEN)
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Known):
     """Data of a stream beside its text."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
     include_usage: bool = False
     """End with a piece that holds the usage."""
+    continuous_usage_stats: bool = False
+    """vLLM's: with `include_usage`, each piece has the usage of its completion so far."""
 
 
 class Sampled(AboutCaller):
@@ -106,6 +121,8 @@ class Sampled(AboutCaller):
 
     max_tokens: int | None = None
     """Maximum tokens; 400 when there is no room for so many. 16 for completions unless set."""
+    max_completion_tokens: int | None = None
+    """OpenAI's newer name of `max_tokens`."""
     min_tokens: int | None = None
     """vLLM's: minimum tokens."""
     temperature: float | None = None
@@ -140,7 +157,12 @@ class Sampled(AboutCaller):
     stream: bool | None = None
     """Send the completion as events while it is made."""
     stream_options: StreamOptions | None = None
-    """`{"include_usage": true}`: end with a piece that holds the usage. Needs `stream`."""
+    """`{"include_usage": true}`: end with a piece that holds the usage; with `continuous_usage_stats`, which is vLLM's,
+    every piece has it. Needs `stream`."""
+    request_id: str | None = None
+    """vLLM's: part of the answer's id and of the request's name in logs, unless the header `X-Request-Id` is."""
+    priority: int = 0
+    """vLLM's. Taken; requests are served in the order in which they come, and `X-Tandem-Ignored` says so."""
     return_token_ids: bool = False
     """vLLM's: return the tokens' ids; here also which of them the draft proposed, and how much text each completed."""
     num_speculative_tokens: int | None = None
@@ -174,10 +196,8 @@ class Sampled(AboutCaller):
     truncate_prompt_tokens: Any = _only(because="this coordinator does not shorten prompts")
     prompt_logprobs: Any = _only(because="this coordinator does not score prompts")
     logits_processors: Any = _only(because="no code of a client is run")
-    priority: Any = _only(0, because="requests are served in the order in which they come")
     return_tokens_as_token_ids: Any = _only(False, because="ask for return_token_ids")
     cache_salt: Any = _only(because="this coordinator does not keep prefixes apart")
-    request_id: Any = _only(because="the coordinator names requests itself")
     kv_transfer_params: Any = _only(because="KV caches are not handed over")
     vllm_xargs: Any = _only({}, because="they are vLLM's own")
 
@@ -194,7 +214,12 @@ class Sampled(AboutCaller):
     @property
     def token_limit(self) -> int | None:
         """The maximum that the request itself sets for its tokens."""
-        return self.max_tokens
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def passed_over(self) -> tuple[str, ...]:
+        """Fields that are set but unused."""
+        return ("priority",) if self.priority else ()
 
     @property
     def default_max_tokens(self) -> int | None:
@@ -323,8 +348,8 @@ class ChatBody(Chat, Sampled):
 
     messages: Items[Message] = Field(min_length=1, max_length=MAX_CHAT_MESSAGES)
     """The chat."""
-    max_completion_tokens: int | None = None
-    """OpenAI's newer name of `max_tokens`."""
+    reasoning_effort: str | None = None
+    """A variable for the model's template, as in vLLM."""
     logprobs: bool | None = None
     """Return log probabilities."""
     top_logprobs: int | None = None
@@ -344,7 +369,6 @@ class ChatBody(Chat, Sampled):
     mm_processor_kwargs: Any = _only(because=_TEXT_ONLY)
     prediction: Any = _only(because="drafts come from the draft service")
     web_search_options: Any = _only(because="nothing is searched")
-    reasoning_effort: Any = _only("none", because="set it in chat_template_kwargs")
     verbosity: Any = _only("medium", because="the model has no such setting")
     include_reasoning: Any = _only(True, because="reasoning is not separated from the answer")
     documents: Any = _only(because="set them in chat_template_kwargs")
@@ -372,14 +396,8 @@ class ChatBody(Chat, Sampled):
     def passed_over(self) -> tuple[str, ...]:
         """Fields that are set but unused, because of other fields of the request."""
         unused = (("tools", "tool_choice"), ("functions", "function_call"))
-        return tuple(
-            name for name, choice in unused if getattr(self, name) and getattr(self, choice) == "none"
-        )
-
-    @property
-    def token_limit(self) -> int | None:
-        """The maximum that the request itself sets for its tokens."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        idle = (name for name, choice in unused if getattr(self, name) and getattr(self, choice) == "none")
+        return (*idle, *super().passed_over)
 
     @property
     def alternatives(self) -> int | None:
@@ -420,10 +438,8 @@ class DetokenizeBody(Body):
     """Ids of the target's vocabulary."""
 
 
-class ResponseItem(BaseModel):
+class ResponseItem(Known):
     """One item of a response's input: a message."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     type: str = "message"
     role: str

@@ -56,7 +56,7 @@ class HttpServer:
         name = f"[{host}]" if ":" in host else host
         self.url = f"{'http' if tls is None else 'https'}://{name}:{self._socket.getsockname()[1]}"
         if allowed := origins(settings.cors_origin):
-            exposed = [IGNORED_HEADER, "Retry-After", "Retry-After-Ms"]
+            exposed = [IGNORED_HEADER, "Retry-After", "Retry-After-Ms", "X-Request-Id"]
             app = CORSMiddleware(app, allowed, ["GET", "POST"], allow_headers=["*"], expose_headers=exposed)
         # uvicorn passes no arguments to a protocol.
         bounds = {"stalled_reader_seconds": settings.stalled_reader_timeout_seconds}

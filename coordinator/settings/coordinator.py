@@ -137,9 +137,9 @@ class HttpOptions(Options):
     """Name of the model in OpenAI's API. By default the name of the target's folder. Name and meaning are vLLM's."""
     chat_template: Path | None = None
     """Jinja template for chats, in place of the model's own. Name and meaning are vLLM's."""
-    unknown_fields: Literal["refuse", "ignore"] = "refuse"
-    """Treatment of unknown request fields: refuse them by name, or ignore them, log each once, and name
-    it in the header X-Tandem-Ignored."""
+    strict_requests: bool = False
+    """Refuse unknown fields of requests by name. Otherwise they are ignored: each is logged once, and named in the
+    header X-Tandem-Ignored. Tandem's own."""
     cors_origin: str | None = None
     """Origins whose web pages may call HTTP, such as https://chat.example, with commas between them; * for all. By
     default none may."""

@@ -91,7 +91,7 @@ async def test_the_api_is_described() -> None:
 async def test_ignored_fields_are_reported(template: Path) -> None:
     function = {"type": "function", "function": {"name": "f"}}
     tools: dict[str, Any] = {"tools": [function], "tool_choice": "none"}
-    async with http_cluster(FakeTarget(), chat_template=template, unknown_fields="ignore") as cluster:
+    async with http_cluster(FakeTarget(), chat_template=template) as cluster:
         for stream in (False, True):
             answer = await cluster.http.post(
                 "/v1/chat/completions", json=CHAT | tools | {"foo": 1, "stream": stream}
@@ -147,3 +147,38 @@ async def test_other_origins_are_admitted_only_by_name() -> None:
             "/v1/completions", headers=fields | {"origin": "https://evil.example"}
         )
         assert "access-control-allow-origin" not in other.headers
+
+
+async def test_the_usage_so_far_comes_with_each_piece() -> None:
+    async with http_cluster(FakeTarget()) as cluster, openai(cluster) as client:
+        stream = await client.completions.create(
+            model="fake",
+            prompt=["a", "def f():"],
+            max_tokens=5,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True, "continuous_usage_stats": True},  # type: ignore[typeddict-unknown-key]
+        )
+        pieces = [piece async for piece in stream]
+    *parts, last = [(piece.choices[0].index if piece.choices else None, piece.usage) for piece in pieces]
+    prompts = [len(TOKENIZER.encode(prompt).ids) for prompt in ("a", "def f():")]
+    for index in (0, 1):
+        usages = [usage for of, usage in parts if of == index and usage]
+        assert [usage.completion_tokens for usage in usages] == [1, 2, 3, 4, 5]
+        assert {usage.prompt_tokens for usage in usages} == {prompts[index]}
+    assert last[1] is not None
+    assert last[1].prompt_tokens == sum(prompts)
+
+
+async def test_a_client_may_name_its_request() -> None:
+    body = {"prompt": "a", "max_tokens": 2, "request_id": "mine"}
+    async with http_cluster(FakeTarget()) as cluster:
+        plain, same = [await cluster.http.post("/v1/completions", json=body) for _ in range(2)]
+        named = await cluster.http.post("/v1/completions", json=body, headers={"x-request-id": "a b/c"})
+        wrong = await cluster.http.get("/v2", headers={"x-request-id": "lost"})
+    assert plain.json()["id"].startswith("cmpl-mine-")
+    assert plain.json()["id"] != same.json()["id"]
+    assert plain.headers["x-request-id"] != same.headers["x-request-id"]
+    assert named.json()["id"].startswith("cmpl-a?b?c-")
+    assert named.headers["x-request-id"] == "a b/c"
+    assert (wrong.status_code, wrong.headers["x-request-id"]) == (404, "lost")

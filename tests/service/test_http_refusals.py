@@ -25,7 +25,7 @@ TOKEN = "a-token-of-many-characters"
 
 
 async def test_refusals_have_openais_form() -> None:
-    async with http_cluster(FakeTarget(), FakeDraft()) as cluster:
+    async with http_cluster(FakeTarget(), FakeDraft(), strict_requests=True) as cluster:
         status, error = await post(cluster, prompt="x", top_p=2)
         assert status == 400
         assert error == {

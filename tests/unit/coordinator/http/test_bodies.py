@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from coordinator.http.bodies import BodyReader, JsonShape, ignored_header
-from coordinator.http.schema import CompletionBody
+from coordinator.http.schema import CompletionBody, ResponsesBody
 from coordinator.settings.coordinator import HttpOptions
+from tandem.errors import InvalidRequestError
 
 strings = st.text(st.sampled_from('\\",[]{}: abé\n'))
 documents: st.SearchStrategy[Any] = st.recursive(
@@ -54,13 +55,18 @@ def test_a_text_with_too_many_values_is_refused() -> None:
 BODY = b'{"prompt": "x", "foo": 1, "stream": true, "stream_options": {"bar": 2}}'
 
 
-def test_unknown_fields_are_refused_by_default() -> None:
-    with pytest.raises(ValidationError, match="foo"):
-        BodyReader(HttpOptions()).parse(CompletionBody, BODY)
+def test_strict_requests_have_no_unknown_fields() -> None:
+    reader = BodyReader(HttpOptions(strict_requests=True))
+    with pytest.raises(InvalidRequestError, match=r"^foo is not an option .*; stream_options\.bar is not"):
+        reader.parse(CompletionBody, BODY)
+    responses = b'{"input": [{"role": "user", "content": "x", "phase": 1}]}'
+    with pytest.raises(InvalidRequestError, match=r"input\.0\.phase is not an option"):
+        reader.parse(ResponsesBody, responses)
+    assert BodyReader(HttpOptions()).parse(ResponsesBody, responses)[1] == ("input.0.phase",)
 
 
 def test_ignored_fields_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    reader = BodyReader(HttpOptions(unknown_fields="ignore"))
+    reader = BodyReader(HttpOptions())
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             body, names = reader.parse(CompletionBody, BODY)

@@ -164,6 +164,20 @@ async def test_parts_of_text_become_one_and_developers_are_systems(make: Make) -
 
 
 @pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ messages[0]['role'] + messages[0]['content'] + 'x' }}", "assistantx"),
+        ("{{ messages[0].content }}", ""),
+        ("{% if messages[0]['content'] is none %}a call{% endif %}", "a call"),
+        ("{% if messages[0].content is not none %}text{% endif %}", ""),
+    ],
+)
+async def test_a_message_may_have_no_content(make: Make, source: str, text: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    assert await make(source).prompt([{"role": "assistant", "content": None, "tool_calls": [call]}]) == text
+
+
+@pytest.mark.parametrize(
     ("source", "message", "sentence"),
     [
         (

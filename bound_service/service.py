@@ -9,6 +9,7 @@ import grpc.aio
 from draft_service.servicer import DraftServicer
 from tandem.config.names import BOUND_METHODS, MTP, OWN_METHODS, canonical_method, checkpoint_method
 from tandem.errors import ConfigurationError
+from tandem.model_sources.bundled import require_engine
 from tandem.serving.model_service import ModelService, ServedModel
 from tandem.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from target_service.servicer import TargetServicer
@@ -92,6 +93,7 @@ class BoundService(ModelService):
 
     def load(self) -> list[ServedModel]:
         """See `ModelService`."""
+        require_engine()
         from tandem.model_sources.find import checked_folder
 
         folder = checked_folder(self._settings, self._settings.model)

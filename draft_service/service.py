@@ -16,6 +16,7 @@ from draft_service.servicer import DraftServicer
 from draft_service.settings import DraftSettings
 from tandem.config.names import BOUND_METHODS, checkpoint_method
 from tandem.errors import ConfigurationError
+from tandem.model_sources.bundled import require_engine
 from tandem.serving.model_service import ModelService, ServedModel
 from tandem.telemetry.streams import OnStep
 from tandem.v1 import draft_pb2, draft_pb2_grpc
@@ -75,6 +76,7 @@ def _method_of(model: Path | None) -> str:
 def _load_standalone(
     settings: DraftSettings, checkpoint: Path, on_step: OnStep, on_failure: Callable[[], None]
 ) -> Proposer:
+    require_engine()
     from tandem.model_sources.find import checked_folder
 
     folder = checked_folder(settings, checkpoint)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import grpc.aio
 
 from tandem.errors import ConfigurationError
+from tandem.model_sources.bundled import require_engine
 from tandem.serving.model_service import ModelService, ServedModel
 from tandem.v1 import target_pb2, target_pb2_grpc
 from target_service.servicer import TargetServicer
@@ -40,6 +41,7 @@ class TargetService(ModelService):
 
     def load(self) -> list[ServedModel]:
         """See `ModelService`."""
+        require_engine()
         from tandem.model_sources.find import checked_folder
 
         folder = checked_folder(self._settings, self._settings.model)

@@ -8,13 +8,14 @@ import shlex
 import shutil
 import socket
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import typer
+from rich.console import Console
 
 from coordinator.cli.command import command, option
 from coordinator.cli.serve import package_of
@@ -29,13 +30,14 @@ from tandem.config.names import (
     as_torch,
     checkpoint_method,
 )
+from tandem.config.options import ALIASES
 from tandem.config.speculative import checked_method
 from tandem.errors import ConfigurationError, ServiceUnavailableError, TandemError
 from tandem.model_sources.bundled import DEMO, SMOLLM2, demo_pair, require_engine, smollm2_head
 from tandem.model_sources.hub import is_model_id
 from tandem.serving.children import Child
 from tandem.serving.server import announce, stop_signals
-from tandem.standard_streams import exit_with
+from tandem.standard_streams import exit_with, write_error
 
 SMOLLM2_METHOD = "eagle3"
 """Drafting method for smollm2 where none is named: Tandem comes with such a head for it."""
@@ -138,6 +140,8 @@ def up(options: UpOptions) -> None:
     A service's other options are read from its environment: TANDEM_TARGET_..., TANDEM_DRAFT_..., TANDEM_COORDINATOR_...
     """
     arguments = service_arguments(options)
+    for sentence in not_read(arguments, os.environ):
+        write_error(f"tandem up: {sentence}\n")
     if options.api_key is not None:
         os.environ["TANDEM_COORDINATOR_AUTH_TOKEN"] = options.api_key
     try:
@@ -237,6 +241,26 @@ def service_arguments(options: UpOptions) -> ServiceArguments:
             *base,
         ],
     )
+
+
+def not_read(arguments: ServiceArguments, environment: Mapping[str, str]) -> Iterator[str]:
+    """A sentence for each variable that would set an option of a service, and does not."""
+    services = {
+        "target": arguments.target,
+        "draft": arguments.draft,
+        "coordinator": [*arguments.coordinator, "--target-address", "--draft-address"],
+    }
+    for service, words in services.items():
+        prefix = f"TANDEM_{service.upper()}_"
+        for variable in environment:
+            name = variable.removeprefix(prefix).lower()
+            flag = "--" + ALIASES.get(name, name).replace("_", "-")
+            if not variable.startswith(prefix) or not environment[variable]:
+                continue
+            if words is None:
+                yield f"{variable} is not read: there is no draft service"
+            elif flag in words:
+                yield f"{variable} is not read: tandem up decides {flag} of the {service} itself"
 
 
 def _target(options: UpOptions) -> str:
@@ -412,10 +436,48 @@ def _words(**values: object) -> list[str]:
     return [word for option in given.items() for word in option]
 
 
+class _Progress:
+    """Phases of the start: one live line in a terminal, elsewhere a line for each phase."""
+
+    def __init__(self) -> None:
+        self._phases: dict[str, str] = {}
+        self._live = Console().status("") if sys.stdout.isatty() else None
+
+    def begin(self, names: Sequence[str]) -> None:
+        """Show that these services start."""
+        self._phases = dict.fromkeys(names, "starting")
+        if self._live is None:
+            announce(f"tandem up: starting {' and '.join(names)}")
+        else:
+            self._live.start()
+            self._update()
+
+    def show(self, name: str, phase: str) -> None:
+        """Show the phase that a service has reached."""
+        if not self._phases:
+            return
+        self._phases[name] = phase.partition(" on ")[0]
+        if self._live is None:
+            announce(f"tandem up: {name}: {self._phases[name]}")
+        else:
+            self._update()
+
+    def _update(self) -> None:
+        assert self._live is not None
+        self._live.update("   ".join(f"{name}: {phase}" for name, phase in self._phases.items()))
+
+    def end(self) -> None:
+        """Take the live line away; nothing is shown from now on."""
+        self._phases = {}
+        if self._live is not None:
+            self._live.stop()
+
+
 class _Cluster:
     def __init__(self, arguments: ServiceArguments) -> None:
         self._arguments = arguments
         self._children: list[Child] = []
+        self._progress = _Progress()
 
     async def run(self) -> None:
         """Run until a signal, or until a child ends.
@@ -428,8 +490,10 @@ class _Cluster:
             stop = asyncio.create_task(stopping.wait())
             await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
             stop.cancel()
+            self._progress.end()
             if work.done():
                 work.result()
+            announce("tandem up: stopping when running requests have ended; press Ctrl-C again to end them at once")
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
 
@@ -442,6 +506,7 @@ class _Cluster:
         # In the order of its output.
         url = await coordinator.line("http on ") if self._arguments.has_http else None
         address = await coordinator.line("ready on ")
+        self._progress.end()
         page = [] if url is None else [f"page on {url}/ (OpenAI's API under {url}/v1)"]
         return [f"ready on {address}", *page, f"next, in another terminal: {next_command(address)}"]
 
@@ -449,6 +514,7 @@ class _Cluster:
         # The stack ends the coordinator first: it drains while the models still answer it.
         async with AsyncExitStack() as stack:
             models = {"target": self._arguments.target, "draft": self._arguments.draft}
+            self._progress.begin([name for name, arguments in models.items() if arguments is not None])
             started = {
                 name: await stack.enter_async_context(self._child(name, arguments))
                 for name, arguments in models.items()
@@ -459,6 +525,9 @@ class _Cluster:
                 for name, child in started.items()
                 for word in (f"--{name}-address", await child.line("listening on "))
             ]
+            for name, child in started.items():
+                follow = asyncio.create_task(self._follow(name, child))
+                stack.callback(follow.cancel)
             coordinator = await stack.enter_async_context(
                 self._child("coordinator", [*self._arguments.coordinator, *addresses])
             )
@@ -479,6 +548,11 @@ class _Cluster:
             for end in ends:
                 end.cancel()
             raise ServiceUnavailableError(f"{await ended.obituary()}; the other services were stopped")
+
+    async def _follow(self, name: str, child: Child) -> None:
+        """Show the phases of a service's start."""
+        async for line in child.lines():
+            self._progress.show(name, line.removeprefix(f"tandem {name}: "))
 
     @asynccontextmanager
     async def _child(self, name: str, arguments: Sequence[str]) -> AsyncIterator[Child]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from tandem.errors import ServiceUnavailableError
@@ -50,12 +50,17 @@ class Child:
         Raises:
             ServiceUnavailableError: it ended without such a line.
         """
-        assert self.process.stdout is not None
-        async for line in self.process.stdout:
-            _, found, rest = line.decode().partition(mark)
+        async for line in self.lines():
+            _, found, rest = line.partition(mark)
             if found:
                 return rest.strip()
         raise ServiceUnavailableError(await self.obituary())
+
+    async def lines(self) -> AsyncIterator[str]:
+        """The lines of stdout from now on."""
+        assert self.process.stdout is not None
+        async for line in self.process.stdout:
+            yield line.decode().rstrip()
 
     async def obituary(self) -> str:
         """A sentence about the end of the process."""

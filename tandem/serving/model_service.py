@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls
 from tandem.serving.process import in_daemon_thread
-from tandem.serving.server import Service
+from tandem.serving.server import Service, announce
 from tandem.serving.streams import SequenceStreams
 from tandem.settings import ModelServerSettings
 from tandem.telemetry.streams import observer_for
@@ -49,6 +49,7 @@ class ModelService(Service):
 
     def __init__(self, settings: ModelServerSettings) -> None:
         self._observer = observer_for(settings, self.name)
+        self._shown_model = settings.model or "the draft"
         self._max_calls = settings.max_concurrent_streams
         self._models: Sequence[ServedModel] = ()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -74,7 +75,9 @@ class ModelService(Service):
         """
         self._observer.start()
         self._loop = asyncio.get_running_loop()
+        announce(f"tandem {self.name}: loading {self._shown_model}")
         self._models = await in_daemon_thread(self.load)
+        announce(f"tandem {self.name}: warming up")
         for model in self._models:
             await model.start()
         self._observer.ready(self._models[0].model_info.name, self._models[0].kv_usage)

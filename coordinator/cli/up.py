@@ -493,7 +493,9 @@ class _Cluster:
             self._progress.end()
             if work.done():
                 work.result()
-            announce("tandem up: stopping when running requests have ended; press Ctrl-C again to end them at once")
+            announce(
+                "tandem up: stopping when running requests have ended; press Ctrl-C again to end them at once"
+            )
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
 

@@ -16,6 +16,9 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 DEMO_PACKAGE = "tandem_demo"
 """The bundled models' folder in a wheel: beside `tandem`, where `tandem.model_sources.bundled` looks for it."""
 
+LOAD_PARTS = ("benchmarks/__init__.py", "benchmarks/common.py", "benchmarks/load")
+"""What a load by `tandem bench` needs of the benchmarks."""
+
 KERNEL_LIBRARY = Path("tandem", "engine", "backends", "cpu_native", "library")
 
 KERNELS_VARIABLE = "TANDEM_WHEEL_KERNELS"
@@ -35,6 +38,7 @@ class BuildHook(BuildHookInterface[Any]):
         build_data["artifacts"].extend(_protobuf_modules(root))
         if version != "editable":
             build_data["force_include"].update(_bundled_models(root))
+            build_data["force_include"].update({str(root / part): part for part in LOAD_PARTS})
             build_data["force_include"].update(_compiled_kernels(root, self.app.display_warning))
 
 

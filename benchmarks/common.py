@@ -9,10 +9,12 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from benchmarks.peers import Outcome, Workload
 from tandem.errors import ServiceUnavailableError
+
+if TYPE_CHECKING:
+    from benchmarks.peers import Outcome, Workload
 
 ItemT = TypeVar("ItemT")
 

@@ -20,9 +20,9 @@ import grpc.aio
 import numpy as np
 import uvloop
 
-from benchmarks.pairs import DEMO
 from draft_service.servicer import DraftedFor, DraftServicer
 from tandem.logs import configure
+from tandem.model_sources.bundled import demo_pair
 from tandem.serving.interceptors import Context, ReadinessInterceptor, RunningCalls
 from tandem.serving.process import set_start_aside
 from tandem.serving.server import Service, serve
@@ -142,7 +142,7 @@ class FakeTarget(Fake, TargetServicer):
         self, request: target_pb2.GetTokenizerRequest, context: Context
     ) -> AsyncIterator[target_pb2.GetTokenizerResponse]:
         """Send the demo pair's."""
-        path = DEMO / "target" / "tokenizer.json"
+        path = demo_pair().target / "tokenizer.json"
         yield target_pb2.GetTokenizerResponse(file_name=path.name, content=path.read_bytes())
 
 

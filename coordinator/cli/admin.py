@@ -6,9 +6,10 @@ import asyncio
 import inspect
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -16,7 +17,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from coordinator.cli.app import UNHEALTHY, new_app
-from coordinator.cli.command import OutputForm, OutputOptions, command
+from coordinator.cli.command import OutputForm, OutputOptions, command, option
 from coordinator.cli.connection import Connection, ConnectionOptions, connect
 from coordinator.cli.doctor import doctor_view, examine
 from coordinator.cli.views import (
@@ -69,10 +70,42 @@ class Answer(NamedTuple):
     exit_code: int = 0
 
 
-def verb(app: typer.Typer, *examples: str, name: str | None = None) -> Callable[[Any], Any]:
+@dataclass(frozen=True, slots=True)
+class WatchOptions:
+    """Looks at a coordinator that go on."""
+
+    watch: bool = option("Go on until Ctrl-C.", "--watch", "-w", default=False)
+    interval: float = option("With --watch: seconds between two looks.", default=1.0)
+    count: int | None = option("With --watch: end after so many looks.", min=1)
+
+    async def show(self, looks: AsyncGenerator[tuple[object, RenderableType]], output: OutputOptions) -> None:
+        """Show each look: a terminal updates its table, elsewhere they follow each other."""
+        live = Live(console=Console(highlight=False), auto_refresh=False, vertical_overflow="crop")
+        is_screen = output.output is OutputForm.TABLE and sys.stdout.isatty()
+        shown = 0
+        if is_screen:
+            live.start()
+        try:
+            async with aclosing(looks):
+                async for found, view in looks:
+                    if is_screen:
+                        live.update(view, refresh=True)
+                    else:
+                        output.show(found, lambda view=view: view, is_one_of_many=True)  # type: ignore[misc]
+                    shown += 1
+                    if shown == self.count:
+                        break
+        finally:
+            live.stop()
+
+
+def verb(
+    app: typer.Typer, *examples: str, name: str | None = None, can_watch: bool = False
+) -> Callable[[Any], Any]:
     """Add a function to an app as a command that asks a coordinator and prints an `Answer`.
 
-    Its first parameter is the client, its second may be `where: Connection`; the others are the command's own.
+    Its first parameter is the client, its second may be `where: Connection`; the others are the command's own. One that
+    `can_watch` asks again and again with --watch.
     """
 
     def add(function: Callable[..., Awaitable[Answer]]) -> Callable[..., Awaitable[Answer]]:
@@ -81,18 +114,26 @@ def verb(app: typer.Typer, *examples: str, name: str | None = None) -> Callable[
         needs_where = parameters.pop("where", None) is not None
 
         async def run(
-            click: typer.Context, connection: ConnectionOptions, output: OutputOptions, **own: Any
+            click: typer.Context,
+            connection: ConnectionOptions,
+            output: OutputOptions,
+            watching: WatchOptions = WatchOptions(),
+            **own: Any,
         ) -> None:
             where = connect(connection, click)
             if needs_where:
                 own["where"] = where
             async with admin_client(where) as client:
+                if watching.watch:
+                    looks = _looks(partial(function, client, **own), watching.interval)
+                    await watching.show(looks, output)
+                    return
                 answer = await function(client, **own)
             output.show(answer.result, lambda: answer.view(answer.result))
             if answer.exit_code:
                 raise typer.Exit(answer.exit_code)
 
-        shared = list(inspect.signature(run, eval_str=True).parameters.values())[:3]
+        shared = list(inspect.signature(run, eval_str=True).parameters.values())[: 4 if can_watch else 3]
         run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [each.replace(kind=each.KEYWORD_ONLY) for each in (*parameters.values(), *shared)]
         )
@@ -101,6 +142,15 @@ def verb(app: typer.Typer, *examples: str, name: str | None = None) -> Callable[
         return function
 
     return add
+
+
+async def _looks(
+    ask: Callable[[], Awaitable[Answer]], interval: float
+) -> AsyncGenerator[tuple[object, RenderableType]]:
+    while True:
+        answer = await ask()
+        yield answer.result, answer.view(answer.result)
+        await asyncio.sleep(interval)
 
 
 def admin_client(where: Connection) -> AdminClient:
@@ -152,7 +202,7 @@ RequestId = Annotated[
 ]
 
 
-@verb(admin, "tandem admin status", "tandem admin status --address 10.0.0.5:50051 -o json")
+@verb(admin, "tandem admin status -w", "tandem admin status --address 10.0.0.5:50051 -o json", can_watch=True)
 async def status(client: AdminClient) -> Answer:
     """Show replicas, load, acceptance and throughput."""
     return Answer(await client.status(), lambda found: status_view(found, client.address))
@@ -161,7 +211,13 @@ async def status(client: AdminClient) -> Answer:
 admin.add_typer(replicas, name="replicas")
 
 
-@verb(replicas, "tandem admin replicas list", "tandem admin replicas list -o yaml", name="list")
+@verb(
+    replicas,
+    "tandem admin replicas list -w",
+    "tandem admin replicas list -o yaml",
+    name="list",
+    can_watch=True,
+)
 async def list_replicas(client: AdminClient) -> Answer:
     """List every replica: its state, its load, and what became of its proposals."""
     return Answer(await client.replicas(), replicas_view)
@@ -253,9 +309,7 @@ async def stats(
     click: typer.Context,
     connection: ConnectionOptions,
     output: OutputOptions,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on until Ctrl-C.")] = False,
-    interval: Annotated[float, typer.Option(help="With --watch: seconds between two looks.")] = 1.0,
-    count: Annotated[int | None, typer.Option(min=1, help="With --watch: end after so many looks.")] = None,
+    watching: WatchOptions,
 ) -> None:
     """Show what speculation did; --watch: live.
 
@@ -263,33 +317,19 @@ async def stats(
     position since the last update. With it, JSON is one object per line and YAML one document per update.
     """
     async with admin_client(connect(connection, click)) as client:
-        if watch:
-            await _watch(client, output, interval, count)
+        if watching.watch:
+            await watching.show(_stats_looks(client, watching.interval), output)
             return
         found = await client.stats()
     output.show(found, lambda: stats_view(found))
 
 
-async def _watch(client: AdminClient, output: OutputOptions, interval: float, count: int | None) -> None:
-    live = Live(console=Console(highlight=False), auto_refresh=False, vertical_overflow="crop")
-    is_screen = output.output is OutputForm.TABLE and sys.stdout.isatty()
+async def _stats_looks(client: AdminClient, interval: float) -> AsyncGenerator[tuple[object, RenderableType]]:
     before: Stats | None = None
-    looks = 0
-    if is_screen:
-        live.start()
-    try:
-        async with aclosing(client.watch_stats(interval)) as answers:
-            async for found in answers:
-                view = stats_view(found, before)
-                if is_screen:
-                    live.update(view, refresh=True)
-                else:
-                    output.show(found, lambda view=view: view, is_one_of_many=True)  # type: ignore[misc]
-                before, looks = found, looks + 1
-                if looks == count:
-                    break
-    finally:
-        live.stop()
+    async with aclosing(client.watch_stats(interval)) as answers:
+        async for found in answers:
+            yield found, stats_view(found, before)
+            before = found
 
 
 admin.add_typer(config, name="config")

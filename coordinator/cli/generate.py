@@ -1,12 +1,14 @@
-"""`tandem generate`: completes a prompt and shows what the draft guessed right, as it streams or at its end."""
+"""`tandem generate` and `tandem chat`: complete a prompt or answer a chat, and show what the draft guessed right."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -24,6 +26,7 @@ from coordinator.stats.speculation import acceptance_rate, add, describe_with_st
 from tandem.client import Client, as_message
 from tandem.errors import ConfigurationError, InvalidRequestError
 from tandem.plural import plural
+from tandem.sync_client import SyncClient
 from tandem.types import (
     ChatMessage,
     Chunk,
@@ -268,6 +271,7 @@ def add_to(app: typer.Typer) -> None:
         "tandem generate --chat 'Name three colours.'",
         "tandem generate --prompt-file prompt.txt --address 10.0.0.5:50051 --token-file token",
     )(generate)
+    command(app, "tandem chat", "tandem chat --system 'Answer in one sentence.' --temperature 0")(chat)
 
 
 async def generate(
@@ -303,6 +307,63 @@ async def generate(
             _tell(record, result)
     if not result.as_json and not result.quiet:
         sys.stderr.write(closing_line(records) + "\n")
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """Options of a chat beside those of its completions."""
+
+    system: str | None = option("What the chat's system message says.")
+    quiet: bool = option(
+        "Leave out the line with speed and gain after each answer.", "--quiet", "-q", default=False
+    )
+
+
+def chat(
+    chat_options: ChatOptions, options: RequestOptions, connection: ConnectionOptions, click: typer.Context
+) -> None:
+    """Chat with the model. On a terminal, accepted draft tokens are green, and bold where they were drafted ahead.
+
+    Each line is a message. Ctrl-C ends an answer, Ctrl-D the chat.
+    """
+    where = connect(connection, click)
+    console = Console(highlight=False, soft_wrap=True)
+    system = [] if chat_options.system is None else [ChatMessage("system", chat_options.system)]
+    messages = system
+    with SyncClient(where.address, where.credentials) as client:
+        for line in _lines():
+            messages = [*messages, ChatMessage("user", line)]
+            record = Record()
+            try:
+                prompt = client.chat_prompt(messages, timeout_seconds=where.timeout_seconds)
+                request = options.request(prompt)
+                for chunk in client.generate(request, timeout_seconds=where.timeout_seconds):
+                    record.add(chunk)
+                    console.print(styled(chunk), end="")
+                    console.file.flush()
+            except KeyboardInterrupt:
+                pass  # the conversation goes on from what there is
+            console.print()
+            messages.append(ChatMessage("assistant", record.text))
+            if record.summary is not None and not chat_options.quiet:
+                sys.stderr.write(closing_line([record]) + "\n")
+
+
+def _lines() -> Iterator[str]:
+    """The user's messages, until the input ends."""
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        with suppress(ImportError):
+            importlib.import_module("readline")  # lines can be edited, and called back
+    while True:
+        try:
+            line = input("> " if is_terminal else "")
+        except (EOFError, KeyboardInterrupt):
+            if is_terminal:
+                sys.stdout.write("\n")
+            return
+        if line.strip():
+            yield line
 
 
 def _tell(record: Record, result: ResultOptions) -> None:

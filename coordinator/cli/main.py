@@ -19,6 +19,7 @@ VERBS = {
     "serve": ("serve", "Start one service: draft, target or coordinator."),
     "up": ("up", "Start a draft service, a target service and a coordinator here."),
     "generate": ("generate", "Complete a prompt."),
+    "chat": ("generate", "Chat with the model, turn by turn."),
     "plan": ("plan", "Show the gain of speculation at each proposal length."),
     "audit": ("audit", "Check whether a server's speculative decoding is lossless."),
     "bench": ("serve", "Compare ways of decoding here, or send a load."),

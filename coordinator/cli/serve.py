@@ -80,9 +80,12 @@ def _target_option(arguments: Sequence[str], option: str) -> str:
 
 
 _NEEDED = {
-    "benchmarks": "it is part of Tandem's repository, not of the installed package; run it in a checkout: make bench",
+    "benchmarks.bench": "it is part of Tandem's repository, not of the installed package; run it in a checkout: "
+    "make bench. A load needs no checkout: tandem bench --clients 8",
     "torch": "install the models' side as well: pip install 'tandem-speculative[engine]'",
 }
+"""What a comparison needs, and how to get it."""
+_NEEDED_BY_LOADS = {"httpx2": "install it as well: pip install 'tandem-speculative[audit]'"}
 
 _OF_LOADS = ("--clients", "--rate", "--http")
 """Options that ask for a load on a server in place of a comparison."""
@@ -96,8 +99,7 @@ def sends_load(arguments: Sequence[str]) -> bool:
 def bench(context: typer.Context) -> None:
     """Compare ways of decoding on this machine; --clients, --rate or --http send a load. `--help` lists options."""
     is_load = sends_load(context.args)
-    needed = {name: advice for name, advice in _NEEDED.items() if name != "torch" or not is_load}
-    for package, advice in needed.items():
+    for package, advice in (_NEEDED_BY_LOADS if is_load else _NEEDED).items():
         if importlib.util.find_spec(package) is None:
             exit_with(
                 ConfigurationError(f"tandem bench needs {package}, which is not installed here; {advice}"), 2

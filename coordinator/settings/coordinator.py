@@ -118,6 +118,10 @@ def _held_bodies(settings: Any) -> Iterator[str]:
         )
 
 
+def _one_text(value: object) -> object:
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
+
+
 class HttpOptions(Options):
     """HTTP beside gRPC, off unless it has a port. TLS and tokens are those of the server."""
 
@@ -140,7 +144,7 @@ class HttpOptions(Options):
     strict_requests: bool = False
     """Refuse unknown fields of requests by name. Otherwise they are ignored: each is logged once, and named in the
     header X-Tandem-Ignored. Tandem's own."""
-    cors_origin: str | None = None
+    cors_origin: Annotated[str, BeforeValidator(_one_text)] | None = None
     """Origins whose web pages may call HTTP, such as https://chat.example, with commas between them; * for all. By
     default none may."""
 
@@ -165,10 +169,6 @@ class HttpOptions(Options):
 
 DEFAULT_PORT = 50051
 """The port of gRPC's own examples."""
-
-
-def _one_text(value: object) -> object:
-    return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
 
 
 def _checked(text: str) -> str:

@@ -165,6 +165,13 @@ def test_every_verb_shows_its_result_in_every_form(
     assert commands.succeed(*words).strip()
 
 
+def test_status_and_replicas_may_be_watched(commands: Commands) -> None:
+    for verb in (("status",), ("replicas", "list")):
+        out = commands.succeed("admin", *verb, "-w", "--interval", "0.1", "--count", "2", "-o", "json")
+        first, second = documents("json", out)
+        assert keys(first) == keys(second)
+
+
 def keys(value: object) -> object:
     """The names in a document, without its values."""
     if isinstance(value, dict):

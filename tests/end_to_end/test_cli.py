@@ -174,6 +174,18 @@ def test_tokens_that_were_drafted_ahead_are_bold(paced_pair: tuple[str, str]) ->
     assert re.search(r"; \d+\.\d% of \d+ rounds drafted ahead", shown)
 
 
+def test_a_chat_has_several_turns(address: str) -> None:
+    chat = ("chat", "--address", address, *OPTIONS)
+    result = run_here(*chat, stdin=f"{PROMPT.strip()}\n\n{PROMPT.strip()}\n")
+    assert result.returncode == 0
+    first, second = (line for line in result.stderr.splitlines() if "tokens per pass" in line)
+    assert first.startswith(second[:9])
+    alone = run_here(*chat, "--quiet", stdin=f"{PROMPT.strip()}\n")
+    assert alone.stderr == ""
+    assert result.stdout.startswith(alone.stdout)
+    assert result.stdout != alone.stdout * 2, "the second answer has read the first"
+
+
 def on_a_terminal(*command: str) -> str:
     """Run a command in a terminal, and return its output."""
     ours, theirs = os.openpty()

@@ -157,7 +157,7 @@ async def test_the_usage_so_far_comes_with_each_piece() -> None:
             max_tokens=5,
             temperature=0,
             stream=True,
-            stream_options={"include_usage": True, "continuous_usage_stats": True},  # type: ignore[typeddict-unknown-key]
+            extra_body={"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
         )
         pieces = [piece async for piece in stream]
     *parts, last = [(piece.choices[0].index if piece.choices else None, piece.usage) for piece in pieces]

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bound_service.service import BoundService
 from coordinator.cli.serve import package_of
-from coordinator.cli.up import UpOptions, service_arguments
+from coordinator.cli.up import UpOptions, not_read, service_arguments
 from coordinator.settings.coordinator import CoordinatorSettings
+from draft_service.service import DraftService
 from draft_service.settings import DraftSettings
 from tandem.errors import ConfigurationError
 from tandem.model_sources import bundled
 from tandem.settings import load_settings
+from target_service.service import TargetService
 from target_service.settings import TargetSettings
 from tests.commands import Commands
-from tests.paths import DEMO_DRAFT, DEMO_TARGET, SMOLLM2_EAGLE3
+from tests.paths import DEMO_DRAFT, DEMO_EAGLE3, DEMO_TARGET, SMOLLM2_EAGLE3
 
 
 def value(words: list[str] | None, option: str) -> str | None:
@@ -357,3 +361,34 @@ def test_shares_that_no_device_has_are_refused_before_anything_starts(
     words: tuple[str, ...], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert sentence in Commands(monkeypatch, capsys).fail(2, "up", *words)
+
+
+def test_variables_that_are_overridden_are_named() -> None:
+    environment = {
+        "TANDEM_TARGET_DEVICE": "cuda",
+        "TANDEM_COORDINATOR_PORT": "1",
+        "TANDEM_COORDINATOR_DRAFT_ADDRESS": "draft:1",
+        "TANDEM_DRAFT_MODEL": "x",
+        "TANDEM_TARGET_MAX_SEQUENCES": "4",
+        "TANDEM_COORDINATOR_WORKERS": "",
+    }
+    sentences = list(not_read(service_arguments(UpOptions(draft="none")), environment))
+    assert [sentence.partition(" ")[0] for sentence in sentences] == [
+        "TANDEM_TARGET_DEVICE",
+        "TANDEM_DRAFT_MODEL",
+        "TANDEM_COORDINATOR_PORT",
+        "TANDEM_COORDINATOR_DRAFT_ADDRESS",
+    ]
+
+
+def test_a_service_without_the_packages_of_the_engine_says_which_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    sentence = r"needs torch; install the extra: pip install 'tandem-speculative\[engine\]'"
+    target = TargetSettings(model=DEMO_TARGET)
+    bound = TargetSettings(model=DEMO_TARGET, draft_model=DEMO_EAGLE3)
+    draft = DraftSettings(model=DEMO_DRAFT)
+    for service in (TargetService(target), BoundService(bound), DraftService(draft)):
+        with pytest.raises(ConfigurationError, match=sentence):
+            service.load()

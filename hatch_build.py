@@ -38,7 +38,9 @@ class BuildHook(BuildHookInterface[Any]):
         build_data["artifacts"].extend(_protobuf_modules(root))
         if version != "editable":
             build_data["force_include"].update(_bundled_models(root))
-            build_data["force_include"].update({str(root / part): part for part in LOAD_PARTS})
+            build_data["force_include"].update(
+                {str(root / part): part for part in LOAD_PARTS if (root / part).exists()}
+            )
             build_data["force_include"].update(_compiled_kernels(root, self.app.display_warning))
 
 

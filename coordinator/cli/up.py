@@ -28,6 +28,7 @@ from tandem.config.names import (
     MODEL_FREE_METHODS,
     OWN_METHODS,
     as_torch,
+    canonical_method,
     checkpoint_method,
 )
 from tandem.config.options import ALIASES
@@ -187,21 +188,19 @@ def service_arguments(options: UpOptions) -> ServiceArguments:
         raise ConfigurationError(f"--engine is {options.engine!r}; it must be one of {', '.join(ENGINES)}")
     if options.chat_template is not None and not options.chat_template.is_file():
         raise ConfigurationError(f"--chat-template is {options.chat_template}; there is no such file")
-    in_file: Mapping[str, Any] = {}
-    if options.config_file is not None:
-        file = ["--config-file", str(options.config_file)]
-        in_file = merged(read_layers(ConfigSettings, file, {}, "tandem up"))
+    file = _words(config_file=options.config_file)
+    shared: Mapping[str, Any] = merged(read_layers(ConfigSettings, file, os.environ, "tandem up"))
     target = _target(options)
-    draft = _draft(options, in_file)
-    is_method_free = in_file.get("speculative_method") in MODEL_FREE_METHODS
+    draft = _draft(options, shared)
+    is_method_free = shared.get("speculative_method") in MODEL_FREE_METHODS
     has_draft_model = draft.kind == "model" or (draft.kind == "file" and not is_method_free)
-    devices = _devices(options, in_file)
-    shares = _shares(options, in_file, devices["target"] if has_draft_model and _share_one(devices) else "")
+    devices = _devices(options, shared)
+    shares = _shares(options, shared, devices["target"] if has_draft_model and _share_one(devices) else "")
     require_engine()
     base = _words(log_level=options.log_level)
     # Draft and target take turns, but the waiting threads of one would still spin on the other's cores.
     threads = options.threads or max(1, len(os.sched_getaffinity(0)) // 2)
-    max_length = in_file.get("max_length") if options.max_length is None else options.max_length
+    max_length = shared.get("max_length") if options.max_length is None else options.max_length
     model = _words(engine=options.engine, dtype=options.dtype, threads=threads, max_length=max_length)
     beside = {"head": {"draft_model": draft.value}, "own": {"method": draft.value}}.get(draft.kind, {})
     drafting: list[str] | None = None
@@ -231,12 +230,10 @@ def service_arguments(options: UpOptions) -> ServiceArguments:
                 http_port=_http_port(options.http_port) if options.http else None,
                 num_speculative_tokens=options.num_speculative_tokens,
                 draft_ahead=options.draft_ahead,
-                rejection_sampling_strategy=_rule(draft, in_file),
+                rejection_sampling_strategy=_rule(draft, shared),
                 chat_template=options.chat_template,
                 config_file=options.config_file,
-                start_timeout_seconds=None
-                if "TANDEM_COORDINATOR_START_TIMEOUT_SECONDS" in os.environ
-                else _START_TIMEOUT_SECONDS,
+                start_timeout_seconds=None if "start_timeout_seconds" in shared else _START_TIMEOUT_SECONDS,
             ),
             *base,
         ],
@@ -254,13 +251,13 @@ def not_read(arguments: ServiceArguments, environment: Mapping[str, str]) -> Ite
         prefix = f"TANDEM_{service.upper()}_"
         for variable in environment:
             name = variable.removeprefix(prefix).lower()
-            flag = "--" + ALIASES.get(name, name).replace("_", "-")
+            flags = ["--" + each.replace("_", "-") for each in (name, ALIASES.get(name, name))]
             if not variable.startswith(prefix) or not environment[variable]:
                 continue
             if words is None:
                 yield f"{variable} is not read: there is no draft service"
-            elif flag in words:
-                yield f"{variable} is not read: tandem up decides {flag} of the {service} itself"
+            elif any(flag in words for flag in flags):
+                yield f"{variable} is not read: tandem up decides {flags[0]} of the {service} itself"
 
 
 def _target(options: UpOptions) -> str:
@@ -276,7 +273,7 @@ def _target(options: UpOptions) -> str:
     return _checked("--target", str(options.target))
 
 
-def _draft(options: UpOptions, in_file: Mapping[str, Any]) -> _Draft:
+def _draft(options: UpOptions, shared: Mapping[str, Any]) -> _Draft:
     """The way to draft for the target.
 
     Raises:
@@ -286,6 +283,11 @@ def _draft(options: UpOptions, in_file: Mapping[str, Any]) -> _Draft:
         method = None if options.method is None else checked_method(options.method)
     except ValueError as error:
         raise ConfigurationError(f"--method is {options.method}; {error}") from None
+    checkpoint = options.draft
+    shared_method = canonical_method(str(shared.get("speculative_method", "")))
+    if method is None and checkpoint is None and shared_method in BOUND_METHODS:
+        # The target hosts such a draft, so that no draft service has a use for the method.
+        method, checkpoint = shared_method, shared.get("draft_model_path")
     if method in OWN_METHODS:
         if options.draft is not None:
             raise ConfigurationError(
@@ -293,19 +295,19 @@ def _draft(options: UpOptions, in_file: Mapping[str, Any]) -> _Draft:
                 f"{options.draft}; leave out --draft"
             )
         return _Draft("own", str(method))
-    if options.draft is None:
-        return _unnamed_draft(options, method, in_file)
-    if (method or checkpoint_method(Path(options.draft).expanduser())) in BOUND_METHODS:
-        return _Draft("head", _checked("--draft", str(Path(options.draft).expanduser())))
-    if options.draft == NO_DRAFT:
+    if checkpoint is None:
+        return _unnamed_draft(options, method, shared)
+    if (method or checkpoint_method(Path(checkpoint).expanduser())) in BOUND_METHODS:
+        return _Draft("head", _checked("--draft", str(Path(checkpoint).expanduser())))
+    if checkpoint == NO_DRAFT:
         return _Draft("none")
-    if options.draft in MODEL_FREE_METHODS:
-        return _Draft("method", options.draft)
-    return _Draft("model", _checked("--draft", options.draft))
+    if checkpoint in MODEL_FREE_METHODS:
+        return _Draft("method", checkpoint)
+    return _Draft("model", _checked("--draft", checkpoint))
 
 
-def _unnamed_draft(options: UpOptions, method: str | None, in_file: Mapping[str, Any]) -> _Draft:
-    is_in_file = "speculative_method" in in_file or "draft_model_path" in in_file
+def _unnamed_draft(options: UpOptions, method: str | None, shared: Mapping[str, Any]) -> _Draft:
+    is_in_file = "speculative_method" in shared or "draft_model_path" in shared
     is_bound = method in BOUND_METHODS
     if is_bound and options.is_demo:
         return _Draft("head", str(demo_pair().head(str(method))))
@@ -324,15 +326,13 @@ def _unnamed_draft(options: UpOptions, method: str | None, in_file: Mapping[str,
     return _Draft("method", DRAFT_OF_A_TARGET_ALONE)
 
 
-def _rule(draft: _Draft, in_file: Mapping[str, Any]) -> str | None:
+def _rule(draft: _Draft, shared: Mapping[str, Any]) -> str | None:
     """auto, the fastest lossless rule, unless one is named. A coordinator's own default is MAX's: lossy with a head."""
-    is_named = any(name in in_file for name in ("rejection_sampling_strategy", "synthetic_acceptance_rate"))
-    variables = ("REJECTION_SAMPLING_STRATEGY", "REJECTION_SAMPLE_METHOD")
-    is_set = any(f"TANDEM_COORDINATOR_{name}" in os.environ for name in variables)
-    return None if draft.kind == "none" or is_named or is_set else AUTO
+    is_named = any(name in shared for name in ("rejection_sampling_strategy", "synthetic_acceptance_rate"))
+    return None if draft.kind == "none" or is_named else AUTO
 
 
-def _devices(options: UpOptions, in_file: Mapping[str, Any]) -> dict[str, str]:
+def _devices(options: UpOptions, shared: Mapping[str, Any]) -> dict[str, str]:
     """Devices of the target and the draft, as torch names them.
 
     Raises:
@@ -349,7 +349,7 @@ def _devices(options: UpOptions, in_file: Mapping[str, Any]) -> dict[str, str]:
     named = device("--draft-device", options.draft_device)
     return {
         "target": device("--target-device", options.target_device) or both,
-        "draft": named or device("draft_devices", in_file.get("draft_devices")) or both,
+        "draft": named or device("draft_devices", shared.get("draft_devices")) or both,
     }
 
 
@@ -359,7 +359,7 @@ def _share_one(devices: Mapping[str, str]) -> bool:
     return first == second != "cpu"
 
 
-def _shares(options: UpOptions, in_file: Mapping[str, Any], shared_device: str) -> dict[str, float | None]:
+def _shares(options: UpOptions, shared: Mapping[str, Any], shared_device: str) -> dict[str, float | None]:
     """Shares of a device's memory; None where the service's own default or its environment decides.
 
     `shared_device` is the device that both models are on, and empty where each has its own.
@@ -378,7 +378,7 @@ def _shares(options: UpOptions, in_file: Mapping[str, Any], shared_device: str) 
     for name, default in SHARES.items():
         prefixes = (f"TANDEM_{name.upper()}_", "TANDEM_")
         is_set = any(os.environ.get(f"{prefix}DEVICE_MEMORY_UTILIZATION") for prefix in prefixes)
-        is_in_file = name == "draft" and "device_memory_utilization" in in_file
+        is_in_file = name == "draft" and "device_memory_utilization" in shared
         if shares[name] is None and not is_set and not is_in_file:
             shares[name] = default
     if (total := sum(share for share in shares.values() if share is not None)) > 1:

@@ -49,7 +49,7 @@ class ModelService(Service):
 
     def __init__(self, settings: ModelServerSettings) -> None:
         self._observer = observer_for(settings, self.name)
-        self._shown_model = settings.model or "the draft"
+        self._shown_model: object = settings.model
         self._max_calls = settings.max_concurrent_streams
         self._models: Sequence[ServedModel] = ()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -75,7 +75,7 @@ class ModelService(Service):
         """
         self._observer.start()
         self._loop = asyncio.get_running_loop()
-        announce(f"tandem {self.name}: loading {self._shown_model}")
+        announce(f"tandem {self.name}: loading {self._shown_model or 'the draft'}")
         self._models = await in_daemon_thread(self.load)
         announce(f"tandem {self.name}: warming up")
         for model in self._models:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -41,22 +40,21 @@ _INTRODUCTION = """\
 
 <!-- Written by docs/generate.py (`make docs`) from the classes and the tables of rules. Edit those. -->
 
-An option can be given in four places; the first that names it decides:
+You can set an option in four places. The first one that names it wins:
 
-1. the command line: `--num-speculative-tokens 4`, or several at once as `--speculative-config '{"method": "ngram"}'`;
-2. the environment: `TANDEM_NUM_SPECULATIVE_TOKENS=4` for every service, `TANDEM_COORDINATOR_...`, `TANDEM_DRAFT_...`
-   and `TANDEM_TARGET_...` for one of them, which is stronger and sets any option of it; an empty variable counts as not
-   set;
-3. for the coordinator and the draft service a TOML, YAML or JSON file: `--config-file tandem.toml`, of which
-   `--section-name` takes one section;
+1. the command line: `--num-speculative-tokens 4`, or several at once: `--speculative-config '{"method": "ngram"}'`;
+2. the environment: `TANDEM_NUM_SPECULATIVE_TOKENS=4` for every service, or `TANDEM_COORDINATOR_...`, `TANDEM_DRAFT_...`
+   and `TANDEM_TARGET_...` for any option of one service, which win over the former. An empty variable counts as unset;
+3. for the coordinator and the draft service, a TOML, YAML or JSON file: `--config-file tandem.toml`, and
+   `--section-name` for one of its sections;
 4. the default.
 
 In Python: `SpeculativeConfig(speculative_method="ngram", num_speculative_tokens=4)` from `tandem.config`.
-What is no option is refused in each of these places. `tandem config show` prints every value and where it comes from;
-`tandem config check FILE|JSON` tells every rule that they break, and exits 0 or 2. Services that share a file or an
-environment each take what is theirs of the options of speculative decoding: those of the first four tables below. For
-every service there are no other variables; a file may hold others, which whoever reads it must have: what one service
-alone has goes into a section of its own."""
+
+Unknown options are refused everywhere. `tandem config show` prints every value and where it comes from;
+`tandem config check FILE|JSON` reports every broken rule and exits with 0 or 2. Services may share a file or an
+environment: each reads its own options of the first four tables. Options of one service alone belong into a section of
+the file."""
 
 _SECTIONS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("Drafting", "For the draft service; the coordinator checks that the two agree.", DraftingOptions),
@@ -64,28 +62,26 @@ _SECTIONS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("Lengths, memory and what is fixed", "For every service that has the option.", SpeculativeConfig),
     ("Files", "For the coordinator and the draft service.", SourceOptions),
     ("Requests", "For the coordinator.", RequestBounds),
-    ("Protection", "For every service; `docs/security.md` says how they go together.", ProtectionOptions),
+    ("Protection", "For every service; see [security](security.md).", ProtectionOptions),
     ("Admin calls", "For the coordinator.", AdminOptions),
-    ("HTTP", "For the coordinator; see `docs/http.md`.", HttpOptions),
+    ("HTTP", "For the coordinator; see [HTTP](http.md).", HttpOptions),
     ("Access to the services", "For the coordinator.", ServiceAccessOptions),
     (
         "Coordinator",
-        "`tandem serve coordinator`; variables begin with `TANDEM_COORDINATOR_`.",
+        "Variables begin with `TANDEM_COORDINATOR_`.",
         CoordinatorSettings,
     ),
-    ("Draft service", "`tandem serve draft`; variables begin with `TANDEM_DRAFT_`.", DraftSettings),
-    ("Target service", "`tandem serve target`; variables begin with `TANDEM_TARGET_`.", TargetSettings),
+    ("Draft service", "Variables begin with `TANDEM_DRAFT_`.", DraftSettings),
+    ("Target service", "Variables begin with `TANDEM_TARGET_`.", TargetSettings),
     ("Draft and target service", "Both have these.", ModelServerSettings),
     ("Every service", "All three have these.", ServerSettings),
-    ("Traces and metrics", "For every service; see `docs/observability.md`.", TelemetryOptions),
+    ("Traces and metrics", "For every service; see [observability](observability.md).", TelemetryOptions),
 )
 
 _TYPES: Mapping[object, str] = {
-    int: "integer", float: "number", bool: "true or false", str: "text", Path: "path", tuple: "list of numbers",
-    SecretStr: "secret",
+    int: "integer", float: "number", bool: "boolean", str: "text", Path: "path", tuple: "list of numbers",
+    SecretStr: "secret", dict: "object",
 }  # fmt: skip
-
-_ORIGIN = re.compile(r"(?:^|(?<=[.:] ))((?:MAX's|vLLM's|Tandem's own).*)$")
 
 
 def page() -> str:
@@ -95,23 +91,20 @@ def page() -> str:
 
 
 def _options() -> Iterator[str]:
-    yield "## Options"
+    yield "## Options\n\nNames that are MAX's or vLLM's say so; all others are Tandem's own."
     for title, words, cls in _SECTIONS:
         own = {name: cls.model_fields[name] for name in cls.__annotations__ if name in cls.model_fields}
         rows = [_option(name, field) for name, field in own.items()]
-        yield f"### {title}\n\n{words}\n\n" + _table(("option", "type", "default", "origin", "meaning"), rows)
+        yield f"### {title}\n\n{words}\n\n" + _table(("option", "type", "default", "meaning"), rows)
 
 
 def _option(name: str, field: FieldInfo) -> Sequence[str]:
-    text = " ".join((field.description or "").split())
-    found = _ORIGIN.search(text)
-    origin = found[1].rstrip(".") if found else "Tandem's own"
-    meaning = text[: found.start(1)].rstrip() if found else text
+    meaning = " ".join((field.description or "").split()).removesuffix(" Tandem's own.")
     default = "" if field.default in (None, "") else f"`{spelled(field.default)}`"
     if field.is_required():
         default = "required"
     kind = ", ".join(filter(None, (_type(field.annotation), allowed_range(field))))
-    return f"`{name}`", kind, default, origin, meaning
+    return f"`{name}`", kind, default, meaning
 
 
 def _type(annotation: Any) -> str:
@@ -141,23 +134,23 @@ def _refusals(refused: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def _rules() -> Iterator[str]:
-    yield "## Rules\n\nWhoever breaks several is told of all at once."
+    yield "## Rules\n\nIf several rules are broken, the error names all of them."
     yield (
-        "### Of the configuration alone\n\nWherever it is read: exit code 2.\n\n"
+        "### Of the configuration alone\n\nChecked wherever it is read; exit code 2.\n\n"
         + _rule_table(CheckedSpeculativeConfig.rules())
     )
     yield (
-        "### Of a server\n\nWhen it starts: exit code 2.\n\n"
+        "### Of a server\n\nChecked at start; exit code 2.\n\n"
         + _rule_table(
             [rule for rule in CoordinatorSettings.rules() if rule not in CheckedSpeculativeConfig.rules()]
         )
     )
     yield (
-        "### Of the models\n\nWhen the coordinator meets its services: exit code 2.\n\n"
+        "### Of the models\n\nChecked when the coordinator reaches its services; exit code 2.\n\n"
         + _rule_table(MODEL_RULES)
     )
     yield (
-        "### Of a request\n\nBefore anything is computed for it: `INVALID_ARGUMENT`; `tandem generate` exits 5.\n\n"
+        "### Of a request\n\nChecked before anything is computed; `INVALID_ARGUMENT`, exit code 5.\n\n"
         + _rule_table((*BOUND_RULES, *REQUEST_RULES))
     )
 

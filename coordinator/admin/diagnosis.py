@@ -30,7 +30,7 @@ WORTHWHILE = 1.05
 _ADVICE = {
     ReplicaState.CONNECTING: "start it there, or correct the address; the coordinator keeps trying",
     ReplicaState.DOWN: "start it again, or look into its log; the coordinator keeps trying",
-    ReplicaState.INCOMPATIBLE: "serve it a model that goes with the others, or take its address away",
+    ReplicaState.INCOMPATIBLE: "serve a model that matches the others there, or remove its address",
     ReplicaState.REFUSED: "give the coordinator a token that this service knows, with --service-token-file",
     ReplicaState.DRAINING: "if it is to take new sequences: tandem admin replicas resume {address}",
 }
@@ -146,7 +146,7 @@ def _models(status: Status, settings: CoordinatorSettings) -> Iterator[Finding]:
             )
         elif replica.model is not None:
             what = replica.model.name if replica.model.has_model else f"{replica.model.architecture} drafting"
-            yield Finding.ok("models", f"{what} goes with {target.name}", replica.address)
+            yield Finding.ok("models", f"{what} matches {target.name}", replica.address)
 
 
 def _rule(status: Status) -> Finding:

@@ -191,7 +191,7 @@ class PromptOptions:
     chat: bool = option(
         "The prompt is what a user says in a chat; the model answers.", "--chat", default=False
     )
-    system: str | None = option("What the chat's system message says; goes with --chat.")
+    system: str | None = option("The chat's system message; needs --chat.")
 
 
 @dataclass(frozen=True)
@@ -400,7 +400,7 @@ def _chat(options: PromptOptions, prompt: str | tuple[int, ...]) -> list[ChatMes
     """The messages of a chat; none for a plain prompt."""
     if not options.chat:
         if options.system is not None:
-            raise ConfigurationError("--system is given and --chat is not; a system message goes with --chat")
+            raise ConfigurationError("--system is given and --chat is not; a system message needs --chat")
         return []
     if not isinstance(prompt, str):
         raise ConfigurationError(

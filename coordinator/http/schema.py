@@ -254,7 +254,7 @@ class Sampled(AboutCaller):
             of = f" for each of {self.prompt_count} prompts" if self.prompt_count > 1 else ""
             yield f"n is {self.choices}{of}; it must make at most {MAX_CHOICES} completions"
         if self.stream_options is not None and not self.stream:
-            yield "stream_options is set; it goes with stream true only"
+            yield "stream_options is set; it needs stream true"
 
 
 class CompletionBody(Sampled):

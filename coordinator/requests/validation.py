@@ -418,7 +418,7 @@ REQUEST_RULES: tuple[Rule[TokenizedRequest], ...] = (
     ),
     Rule(
         "logits-of-draft-model",
-        "The rule logit-comparison goes with a draft service that has a model, and with any at `temperature` 0.",
+        "The rule logit-comparison needs a draft service that has a model, except at `temperature` 0.",
         _logits_of_draft,
         ("rejection_sampling_strategy",),
     ),

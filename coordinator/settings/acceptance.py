@@ -83,7 +83,7 @@ def _combination(
 COMBINATION_RULES: tuple[Rule[SpeculativeConfig], ...] = (
     Rule(
         "relaxed-acceptance",
-        "`use_relaxed_acceptance_for_thinking` goes with a rule that compares probabilities token by token.",
+        "`use_relaxed_acceptance_for_thinking` needs a rule that compares probabilities token by token.",
         _combination(relaxed_problems),
         (_STRATEGY, "use_relaxed_acceptance_for_thinking"),
     ),
@@ -99,7 +99,7 @@ COMBINATION_RULES: tuple[Rule[SpeculativeConfig], ...] = (
     ),
     Rule(
         "logit-comparison",
-        "The rule logit-comparison goes with a drafting method that has a model.",
+        "The rule logit-comparison needs a drafting method that has a model.",
         _combination(logit_problems),
         (_STRATEGY, "speculative_method"),
     ),

@@ -108,7 +108,7 @@ class SourceOptions(Options):
     own_rules: ClassVar[Rules] = (
         Rule(
             "section-name",
-            "`section_name` goes with `config_file`.",
+            "`section_name` needs `config_file`.",
             _section,
             ("section_name", "config_file"),
         ),

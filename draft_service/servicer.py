@@ -7,6 +7,7 @@ from contextlib import aclosing
 from typing import TypeAlias
 
 from draft_service.proposers import Proposer
+from tandem.errors import ConfigurationError
 from tandem.serving.interceptors import Context
 from tandem.serving.streams import SequenceStreams, ServedSequence, Translation
 from tandem.telemetry.streams import NO_SERVICE_OBSERVER, ServiceObserver
@@ -56,6 +57,17 @@ class DraftServicer(DraftServiceServicer):
                     stream.answered(0 if proposal is None else len(proposal))
                     if proposal is not None and step.is_answered:
                         await sequence.answer(proposal)
+
+    async def MapVocabulary(
+        self, request_iterator: AsyncIterator[draft_pb2.MapVocabularyRequest], context: Context
+    ) -> draft_pb2.MapVocabularyResponse:
+        """Takes the tokenizer of a target."""
+        vocabularies = self.proposer.vocabularies
+        if vocabularies is None:
+            raise ConfigurationError("this draft cannot draft for a target with another tokenizer")
+        target = await wire.tokenizer_from_proto(request_iterator)
+        coverage = vocabularies.coverage(target.hash) or await vocabularies.add(target)
+        return wire.coverage_to_proto(coverage)
 
     async def GetModelInfo(
         self, request: draft_pb2.DraftServiceGetModelInfoRequest, context: Context

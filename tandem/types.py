@@ -351,6 +351,44 @@ class DraftedOutcomes:
     """Cost of the step of this depth; None where it was not measured."""
 
 
+class VocabularyMapping(Enum):
+    """How a draft proposes tokens of another tokenizer than its own; see `tandem.vocabulary`."""
+
+    AUTO = "auto"
+    """The one that fits the request."""
+    TLI = "tli"
+    """Token-level intersection: the draft draws among the tokens that both vocabularies have."""
+    SLEM = "slem"
+    """String-level exact match: the target's tokenizer splits the text that the draft has written."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetTokenizer:
+    """The tokenizer of a target, for a draft with another one."""
+
+    hash: str
+    """See `ModelInfo.tokenizer_hash`."""
+    vocabulary_size: int
+    """The target's: no ids from here on are proposed."""
+    content: bytes
+    """tokenizer.json."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """How much of a draft's vocabulary a target's covers."""
+
+    shared_tokens: int
+    """Tokens that both have."""
+    draft_tokens: int
+    """Tokens of the draft's vocabulary."""
+    target_tokens: int
+    """Tokens of the target's."""
+    text_share: float
+    """Share of the draft's tokens that both have in a sample of prose, code, JSON and several languages. It estimates
+    the share of the draft's probability that token-level intersection keeps."""
+
+
 @dataclass(frozen=True, slots=True)
 class DraftOptions:
     """Options with which a sequence opens on a draft service."""
@@ -373,6 +411,10 @@ class DraftOptions:
     """Length of the prompt, with which the sequence begins; a grammar is for the other tokens."""
     grammar: Grammar | None = None
     """What the completion may be; None for no constraint. A draft without a model need not heed it."""
+    tokenizer_hash: str = ""
+    """Tokenizer of the sequence's tokens; empty for the draft's own."""
+    vocabulary_mapping: VocabularyMapping = VocabularyMapping.AUTO
+    """How tokens of another tokenizer are proposed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -511,6 +553,8 @@ class ModelInfo:
 
     drafts_ahead: bool = False
     """True if a draft drafts ahead where a step grants a budget."""
+    maps_vocabularies: bool = False
+    """True if a draft can draft for targets with other tokenizers."""
 
     @property
     def has_model(self) -> bool:

@@ -92,8 +92,11 @@ class DraftPlacement:
 
     def enter(self, member: Member[DraftClient], tokens: Tokens) -> None:
         """Open the sequence on a draft, which reads it while the target works."""
-        drafts_ahead = member.model is not None and member.model.drafts_ahead
+        is_mapped = member.coverage is not None
+        drafts_ahead = member.model is not None and member.model.drafts_ahead and not is_mapped
         options = self._options if drafts_ahead else replace(self._options, ahead=None)
+        if not is_mapped:
+            options = replace(options, tokenizer_hash="")
         observer = self._observer(member.address)
         sequence = member.client.sequence(options, self._limits, observer, self._on_outcomes)
         self.current = OpenSequence(member, sequence)

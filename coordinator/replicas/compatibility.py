@@ -15,7 +15,7 @@ from tandem.config.rule import Rule, broken
 from tandem.config.speculative import MAX_CONFIGURED_TOKENS
 from tandem.errors import IncompatibleModelsError
 from tandem.rpc.channels import DEFAULT_MESSAGE_LIMIT_BYTES, message_limit
-from tandem.types import ModelInfo
+from tandem.types import Coverage, ModelInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +56,41 @@ def _drafting_method(deployment: Deployment) -> Iterator[str]:
         yield f"speculative_method is {method}; the draft service drafts by {served}: they must be the same"
 
 
+MIN_TEXT_SHARE = 0.25
+"""Share of a draft's text that token-level intersection must keep (`Coverage.text_share`). With less, the draft can
+hardly say what it would."""
+
+
+def needs_mapping(draft: ModelInfo, target: ModelInfo) -> bool:
+    """True if the draft's ids do not all mean the same to the target.
+
+    A model may have more rows than its tokenizer has ids, and the number of these may differ from model to model.
+    """
+    if not draft.has_model:
+        return False
+    return draft.tokenizer_hash != target.tokenizer_hash or draft.vocabulary_size > target.vocabulary_size
+
+
+def _obstacle(deployment: Deployment) -> str:
+    """Reason why the draft cannot draft for a target with other ids; empty where it can."""
+    if deployment.config.vocabulary_mapping == "off":
+        return "vocabulary_mapping is off"
+    return (
+        "" if deployment.draft is not None and deployment.draft.maps_vocabularies else "the draft maps none"
+    )
+
+
 def _vocabulary_size(deployment: Deployment) -> Iterator[str]:
     draft, target = deployment.draft_model, deployment.target
     if draft is None or draft.vocabulary_size == target.vocabulary_size:
         return
+    if draft.tokenizer_hash != target.tokenizer_hash and target.tokenizer_hash:
+        return  # the next rule's business
+    if target.tokenizer_hash and (not needs_mapping(draft, target) or not _obstacle(deployment)):
+        return
     yield (
         f"the draft {draft.name} has a vocabulary of {draft.vocabulary_size} tokens and the target {target.name} "
-        f"one of {target.vocabulary_size}; they must be the same"
+        f"one of {target.vocabulary_size}; the draft's must not be larger, since {_obstacle(deployment)}"
     )
 
 
@@ -70,10 +98,24 @@ def _tokenizer(deployment: Deployment) -> Iterator[str]:
     draft, target = deployment.draft_model, deployment.target
     if draft is None or draft.tokenizer_hash == target.tokenizer_hash:
         return
-    yield (
-        f"the draft {draft.name} has another tokenizer (hash {draft.tokenizer_hash[:12]}) than the target "
-        f"{target.name} (hash {target.tokenizer_hash[:12]}); a token id must mean the same to both"
-    )
+    if obstacle := _obstacle(deployment):
+        yield (
+            f"the draft {draft.name} has another tokenizer (hash {draft.tokenizer_hash[:12]}) than the target "
+            f"{target.name} (hash {target.tokenizer_hash[:12]}); they must be the same, since {obstacle}"
+        )
+
+
+def check_coverage(config: SpeculativeConfig, draft: ModelInfo, coverage: Coverage) -> None:
+    """Refuse a mapping that keeps too little of the draft.
+
+    Raises:
+        IncompatibleModelsError: it does.
+    """
+    if coverage.text_share < MIN_TEXT_SHARE and config.vocabulary_mapping != "slem":
+        raise IncompatibleModelsError(
+            f"the target has {coverage.text_share:.0%} of the tokens that the draft {draft.name} writes; it must have "
+            f"{MIN_TEXT_SHARE:.0%}, or vocabulary_mapping must be slem, which needs none"
+        )
 
 
 def _shared_max_length(deployment: Deployment) -> Iterator[str]:
@@ -119,8 +161,16 @@ MODEL_RULES: tuple[Rule[Deployment], ...] = (
         "`speculative_method`, when set, is what the draft service drafts by.",
         _drafting_method,
     ),
-    Rule("vocabulary-size", "Draft model and target have vocabularies of one size.", _vocabulary_size),
-    Rule("tokenizer", "Draft model and target map the same tokens to the same ids.", _tokenizer),
+    Rule(
+        "vocabulary-size",
+        "The draft model has no more ids than the target, or `vocabulary_mapping` is not `off`.",
+        _vocabulary_size,
+    ),
+    Rule(
+        "tokenizer",
+        "Draft model and target have one tokenizer, or `vocabulary_mapping` is not `off` and the draft can map.",
+        _tokenizer,
+    ),
     Rule("shared-max-length", "Draft and target share `max_length`.", _shared_max_length),
     Rule(
         "configured-max-length",

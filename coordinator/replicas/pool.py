@@ -20,6 +20,7 @@ from coordinator.stats.speculation import MovingAverage, MovingMedian
 from coordinator.transport.draft_client import DraftClient
 from coordinator.transport.target_client import TargetClient
 from tandem.errors import (
+    ConfigurationError,
     InvalidRequestError,
     PermissionDeniedError,
     ServiceUnavailableError,
@@ -30,7 +31,7 @@ from tandem.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.rpc.addresses import Address, Resolver, joined, resolve
 from tandem.rpc.channels import DEFAULT_MESSAGE_LIMIT_BYTES, SERVICE_KEEPALIVE, errors_of, open_channel
 from tandem.rpc.credentials import PLAIN, Credentials
-from tandem.types import ModelInfo, SpeculationStats
+from tandem.types import Coverage, ModelInfo, SpeculationStats
 
 ClientT = TypeVar("ClientT", bound=TargetClient | DraftClient)
 
@@ -49,6 +50,9 @@ class Means(Generic[ClientT]):
     probe: Callable[[ClientT], Awaitable[None]] | None = None
     """Has a replica that hung do a little of its work. Raises TandemError when it does not."""
     verification_times: VerificationTimes = field(default_factory=VerificationTimes)
+    map_vocabulary: Callable[[ClientT, ModelInfo], Awaitable[Coverage | None]] | None = None
+    """Lets a draft with another tokenizer than the target's map its vocabulary; None for one that need not. Raises
+    TandemError when it cannot."""
 
 
 logger = logging.getLogger(__name__)
@@ -85,6 +89,8 @@ class Member(Generic[ClientT]):
         self.tally = RoundTally()
         self.open_sequences = 0
         self.model: ModelInfo | None = None
+        self.coverage: Coverage | None = None
+        """What a draft with another tokenizer shares with the target; None for one that has its tokenizer."""
         self.drained_because = ""
         """Reason for an operator's drain; empty without one."""
         self.unanswered = UnansweredSteps(means.verification_times)
@@ -234,6 +240,13 @@ class Member(Generic[ClientT]):
             await self._watch()
             return False
         await self._connect()
+        if self._means.map_vocabulary is not None:
+            try:
+                self.coverage = await self._means.map_vocabulary(self.client, self.model)
+            except (ConfigurationError, InvalidRequestError) as error:
+                self._become(ReplicaState.INCOMPATIBLE, str(error))
+                await self._watch()
+                return False
         if self._must_answer_probe and self._means.probe is not None:
             await self._means.probe(self.client)
         self._must_answer_probe = False

@@ -6,7 +6,14 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from coordinator.replicas.compatibility import Deployment, Fleet, check_models
+from coordinator.decoding.tokenization import TOKENIZER_FILE
+from coordinator.replicas.compatibility import (
+    Deployment,
+    Fleet,
+    check_coverage,
+    check_models,
+    needs_mapping,
+)
 from coordinator.replicas.hangs import VerificationTimes
 from coordinator.replicas.pool import ClientT, Means, Pool
 from coordinator.settings.coordinator import CoordinatorSettings
@@ -17,7 +24,7 @@ from tandem.errors import IncompatibleModelsError, ServiceUnavailableError
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.rpc.addresses import Resolver, resolve, split_addresses
 from tandem.rpc.credentials import PLAIN, Credentials
-from tandem.types import ModelInfo
+from tandem.types import Coverage, ModelInfo, TargetTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +58,7 @@ class ReplicaRegistry:
             lambda info: fleet.judge_draft(info, self._drafts_that_serve()),
             credentials,
             lambda: fleet.message_limit_bytes,
+            map_vocabulary=self._map_vocabulary,
         )
         self.targets = Pool(targets, split_addresses(settings.target_address), interval, resolver)
         self.drafts = Pool(drafts, split_addresses(settings.draft_address or ""), interval, resolver)
@@ -85,6 +93,22 @@ class ReplicaRegistry:
                 logger.warning("the target serves alone until a draft is ready", extra={"reason": str(error)})
         else:
             check_models(Deployment(self._settings, self.fleet.target))
+
+    async def _map_vocabulary(self, client: DraftClient, draft: ModelInfo) -> Coverage | None:
+        """Give a draft the target's tokenizer, where it has another one."""
+        target, member = self.fleet.target, self.targets.choose()
+        assert target is not None, "drafts are reached after the first target"
+        if not needs_mapping(draft, target):
+            return None
+        if member is None:
+            raise ServiceUnavailableError("no target is there to ask for its tokenizer")
+        files = await member.client.tokenizer_files()
+        content = files.get(TOKENIZER_FILE, b"")
+        coverage = await client.map_vocabulary(
+            TargetTokenizer(target.tokenizer_hash, target.vocabulary_size, content)
+        )
+        check_coverage(self._settings, draft, coverage)
+        return coverage
 
     def _drafts_that_serve(self) -> list[ModelInfo]:
         """What they serve. One that is being met is not among them: it is judged as new."""

@@ -56,6 +56,7 @@ from tandem.types import (
     SamplingParams,
     TargetOptions,
     Verification,
+    VocabularyMapping,
 )
 
 _SYNTHETIC = "synthetic"
@@ -207,7 +208,7 @@ class Plan:
 
     def draft_options(self, ahead: AheadBudget | None = None, client: str = "") -> DraftOptions:
         """Options with which it opens on a draft, with the most that it may draft ahead and the client's address."""
-        strategy = self.rule.strategy
+        strategy, mapping = self.rule.strategy, self.settings.vocabulary_mapping
         return DraftOptions(
             request_id=self.request_id,
             sampling=self.sampling,
@@ -219,6 +220,8 @@ class Plan:
             client=client,
             prompt_length=len(self.prompt),
             grammar=None if self.grammar is None else self.grammar.grammar,
+            tokenizer_hash=self.models.target.tokenizer_hash,
+            vocabulary_mapping=VocabularyMapping(mapping) if mapping != "off" else VocabularyMapping.AUTO,
         )
 
     def begin(self) -> Completion:

@@ -21,6 +21,7 @@ from tandem.rpc.channels import errors_of
 from tandem.speculation_state import SpeculationState
 from tandem.types import (
     AheadBudget,
+    Coverage,
     DraftedOutcomes,
     DraftOptions,
     ModelInfo,
@@ -28,6 +29,7 @@ from tandem.types import (
     ProposeStep,
     RowKind,
     SparseDistribution,
+    TargetTokenizer,
 )
 from tandem.v1 import draft_pb2
 from tandem.v1.draft_pb2_grpc import DraftServiceStub
@@ -620,6 +622,16 @@ class DraftClient:
         with errors_of("draft service"):
             answer = await self._stub.GetModelInfo(draft_pb2.DraftServiceGetModelInfoRequest())
         return model_info_from_proto(answer.model_info)
+
+    async def map_vocabulary(self, target: TargetTokenizer) -> Coverage:
+        """Let it draft for a target with another tokenizer.
+
+        Raises:
+            TandemError: it cannot, or failed.
+        """
+        with errors_of("draft service"):
+            answer = await self._stub.MapVocabulary(wire.tokenizer_to_proto(target))
+        return wire.coverage_from_proto(answer)
 
     def sequence(
         self,

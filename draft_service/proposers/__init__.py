@@ -10,6 +10,7 @@ from tandem.types import DraftOptions, Proposal, ProposeStep
 
 if TYPE_CHECKING:
     from draft_service.proposers.ahead import Pushed
+    from draft_service.proposers.mapped import Vocabularies
 
 
 class DraftedSequence(Protocol):
@@ -29,6 +30,10 @@ class DraftedSequence(Protocol):
 
 class Proposer(ServedModel, Protocol):
     """A drafting method."""
+
+    @property
+    def vocabularies(self) -> Vocabularies | None:
+        """Those of targets with other tokenizers; None for a method that needs none, or cannot draft for these."""
 
     def sequence(self, options: DraftOptions) -> AbstractAsyncContextManager[DraftedSequence]:
         """Keep a sequence for as long as the context lives.

@@ -19,6 +19,7 @@ from tandem.grammar import GrammarState, MaskArray
 from tandem.sampling.noise import proposal_keys, target_keys
 from tandem.types import (
     DraftOptions,
+    IntArray,
     Proposal,
     RowKind,
     SamplingParams,
@@ -42,11 +43,30 @@ def check_room(cached: CachedSequence, length: int, token_count: int) -> None:
         )
 
 
+class SharedTokens:
+    """The tokens that a draft and a target with other ids have in common (token-level intersection)."""
+
+    def __init__(self, draft_ids: IntArray, target_ids: IntArray) -> None:
+        """Ids of the same tokens, shape [S] both."""
+        self.draft_ids, self.target_ids = torch.from_numpy(draft_ids), torch.from_numpy(target_ids)
+
+    def restricted(self, logits: Tensor) -> Tensor:
+        """The logits of these tokens alone, [R, S]: their softmax is the draft's distribution restricted to them and
+        normalised anew."""
+        if self.draft_ids.device != logits.device:
+            self.draft_ids, self.target_ids = (
+                self.draft_ids.to(logits.device),
+                self.target_ids.to(logits.device),
+            )
+        return logits.index_select(-1, self.draft_ids)
+
+
 @dataclass(slots=True)
 class Drafting:
     """A proposal in the making."""
 
     base_length: int
+    """Length of the sequence, in the target's tokens."""
     token_count: int
     options: DraftOptions
     draft_top_k: int
@@ -56,7 +76,12 @@ class Drafting:
     """What the completion may be; proposals hold to it, so that they are accepted as often as without."""
     before: list[int] | None = None
     """The completion's tokens before the proposal, for the grammar; set with the first row."""
+    shared: SharedTokens | None = None
+    """The tokens to draw among where draft and target have other ids; None: all, and ids are the same."""
     token_ids: list[int] = field(default_factory=list)
+    """Ids of the target's."""
+    last_read: int = -1
+    """The draft's own id of the last of them."""
     distributions: list[SparseDistribution] = field(default_factory=list)
     token_logits: list[float] = field(default_factory=list)
     _keys: list[int] = field(default_factory=list)
@@ -76,7 +101,7 @@ class Drafting:
     def outcome(self) -> Outcome:
         """Continue with another token, or deliver the proposal."""
         if len(self.token_ids) < self.token_count:
-            return Continue(self.token_ids[-1])
+            return Continue(self.last_read)
         logits = np.array(self.token_logits, dtype=np.float32) if self.options.with_token_logits else None
         return Done(Proposal(self.base_length, tuple(self.token_ids), tuple(self.distributions), logits))
 
@@ -135,15 +160,30 @@ def extended(
         logits: [len(draftings), vocabulary_size].
         sampler: Computes and draws.
     """
-    logits = _allowed(draftings, logits)
+    vocabularies = {id(drafting.shared): drafting.shared for drafting in draftings}
+    if len(vocabularies) > 1:
+        return _extended_apart(draftings, logits, sampler)
+    (shared,) = vocabularies.values()
+    logits = _allowed(draftings, logits) if shared is None else shared.restricted(logits)
     if all(drafting.options.sampling.is_greedy for drafting in draftings):
-        token_ids: list[int] = sampler.argmax(logits).tolist()
+        columns: list[int] = sampler.argmax(logits).tolist()
     else:
-        token_ids = _drawn(draftings, logits, sampler)
+        columns = _drawn(draftings, logits, sampler, None if shared is None else shared.target_ids)
     return [
-        _with_token(drafting, token_id, logits[i])
-        for i, (drafting, token_id) in enumerate(zip(draftings, token_ids, strict=True))
+        _with_token(drafting, column, logits[i])
+        for i, (drafting, column) in enumerate(zip(draftings, columns, strict=True))
     ]
+
+
+def _extended_apart(draftings: Sequence[Drafting], logits: Tensor, sampler: Sampler) -> list[Outcome]:
+    """`extended`, for each vocabulary by itself."""
+    rows: dict[int, list[int]] = {}
+    for i, drafting in enumerate(draftings):
+        rows.setdefault(id(drafting.shared), []).append(i)
+    found: dict[int, Outcome] = {}
+    for own in rows.values():
+        found.update(zip(own, extended([draftings[i] for i in own], logits[own], sampler), strict=True))
+    return [found[i] for i in range(len(draftings))]
 
 
 def _allowed(draftings: Sequence[Drafting], logits: Tensor) -> Tensor:
@@ -171,38 +211,48 @@ def lenient_masks(grammar: GrammarState, before: Sequence[int], proposed: Sequen
         return np.full((len(proposed) + 1, grammar.words), -1, dtype=np.int32)
 
 
-def _with_token(drafting: Drafting, token_id: int, logits: Tensor) -> Outcome:
-    """Extend a proposal by this token; -1 stands for logits that are not finite."""
-    if token_id < 0:
+def _with_token(drafting: Drafting, column: int, logits: Tensor) -> Outcome:
+    """Extend a proposal by the token of this column; -1 stands for logits that are not finite."""
+    if column < 0:
         return non_finite(drafting.base_length + len(drafting.token_ids))
-    drafting.token_ids.append(token_id)
+    shared = drafting.shared
+    drafting.token_ids.append(column if shared is None else int(shared.target_ids[column]))
+    drafting.last_read = column if shared is None else int(shared.draft_ids[column])
     if drafting.options.with_token_logits:
-        drafting.token_logits.append(float(logits[token_id]))
+        drafting.token_logits.append(float(logits[column]))
     return drafting.outcome()
 
 
-def _drawn(draftings: Sequence[Drafting], logits: Tensor, sampler: Sampler) -> list[int]:
-    """Draw a token for each row, -1 where its logits are not finite, and record the distributions that travel."""
-    token_ids = [-1] * len(draftings)
+def _drawn(draftings: Sequence[Drafting], logits: Tensor, sampler: Sampler, ids: Tensor | None) -> list[int]:
+    """Draw a column for each row, -1 where its logits are not finite, and record the distributions that travel.
+
+    Args:
+        draftings: The proposals in the making.
+        logits: [len(draftings), V].
+        sampler: Computes and draws.
+        ids: The target's id of each column, which keys its noise, [V]; None: columns are ids.
+    """
+    found = [-1] * len(draftings)
     sparse = [i for i, d in enumerate(draftings) if d.options.row_kind is RowKind.SUPPORT]
     full = [i for i, d in enumerate(draftings) if d.options.row_kind is not RowKind.SUPPORT]
     if sparse:
         own = logits if len(sparse) == len(draftings) else logits[sparse]
-        _draw_sparse([draftings[i] for i in sparse], own, sparse, token_ids, sampler)
+        _draw_sparse([draftings[i] for i in sparse], own, sparse, found, sampler, ids)
     if full:
         probs = sampler.probabilities(logits[full], [draftings[i].options.sampling for i in full])
-        drawn = sampler.sample_tokens(probs, _keys([draftings[i] for i in full], logits)).tolist()
-        for i, token_id in zip(full, drawn, strict=True):
-            token_ids[i] = token_id
-    return token_ids
+        drawn = sampler.sample_tokens(probs, _keys([draftings[i] for i in full], logits), ids).tolist()
+        for i, column in zip(full, drawn, strict=True):
+            found[i] = column
+    return found
 
 
 def _draw_sparse(
     draftings: Sequence[Drafting],
     logits: Tensor,
     indices: Sequence[int],
-    token_ids: list[int],
+    found: list[int],
     sampler: Sampler,
+    all_ids: Tensor | None,
 ) -> None:
     """Draw from the top of each distribution, which then is the whole distribution.
 
@@ -214,8 +264,9 @@ def _draw_sparse(
     probs = sampler.probabilities(top_logits, [drafting.truncated(width) for drafting in draftings])
     # The distribution travels in binary32, so the token must be drawn from binary32 probabilities.
     probs = _of_mass(probs.float().double(), [drafting.support_mass for drafting in draftings])
-    drawn = sampler.sample(probs, _keys(draftings, logits), columns).tolist()
-    rows, ids = probs.cpu().numpy(), columns.cpu().numpy()
+    token_ids = columns if all_ids is None else all_ids[columns]
+    drawn = sampler.sample(probs, _keys(draftings, logits), token_ids).tolist()
+    rows, ids = probs.cpu().numpy(), token_ids.cpu().numpy()
     # Probabilities descend, so those that are kept come first. Where the first is NaN, so are the others.
     counts = np.where(rows[:, 0] > 0.0, (rows > 0.0).sum(axis=1), 0).tolist()
     with np.errstate(invalid="ignore"):
@@ -225,7 +276,7 @@ def _draw_sparse(
     ):
         if count:
             drafting.distributions.append(SparseDistribution(ids[number, :count], shares[number, :count]))
-            token_ids[i] = int(ids[number, winner])
+            found[i] = int(columns[number, winner])
 
 
 def _of_mass(probs: Tensor, masses: Sequence[float]) -> Tensor:

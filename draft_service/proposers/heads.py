@@ -77,6 +77,8 @@ class BoundProposer(EngineOwner[Engine[Drafting, Proposal]]):
             on_failure: Called when the engine's thread has ended by itself.
         """
         kind = self._kind = kind or HeadKind(BoundSequence, _extend)
+        self.vocabularies = None
+        """It reads the target's own tokens."""
         self._pairings = states.pairings
         self._sequences = sequences
         self._method = method

@@ -71,6 +71,8 @@ class ModelFreeProposer:
         self._max_length = limits.max_length or 0
         self._places = FairPlaces(limits.max_sequences, extra_places(limits.max_sequences))
         self._step_profile = StepProfile()
+        self.vocabularies = None
+        """It needs none: it proposes what was there before, whatever it means."""
         # One sequence at a time adds what it leaves to others.
         self._finishing = asyncio.Lock()
 

@@ -12,10 +12,12 @@ from functools import partial
 from draft_service.proposers.ahead import AheadDrafter, OutcomeHistory, Pushed
 from draft_service.proposers.drafting import (
     Drafting,
+    SharedTokens,
     check_room,
     propose_head,
     propose_where_logits_are,
 )
+from draft_service.proposers.mapped import Mapped, MappedSequence, Vocabularies
 from draft_service.settings import DraftSettings
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Job
@@ -72,7 +74,12 @@ def load_standalone(
     tokenizer = settings.checkpoint / "tokenizer.json"
     grammars = Grammars.of(tokenizer, model.info) if tokenizer.is_file() else None
     return StandaloneProposer(
-        engine, settings.draft_top_k, settings.draft_support_mass, backends.sampler, grammars
+        engine,
+        settings.draft_top_k,
+        settings.draft_support_mass,
+        backends.sampler,
+        grammars,
+        vocabularies=Vocabularies(tokenizer, model.info) if tokenizer.is_file() else None,
     )
 
 
@@ -110,6 +117,7 @@ class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
         grammars: Grammars | None = None,
         *,
         drafts_ahead: bool = True,
+        vocabularies: Vocabularies | None = None,
     ) -> None:
         """
         Args:
@@ -119,6 +127,7 @@ class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
             sampler: Computes and draws.
             grammars: Compiles what sequences may be; None: proposals heed no grammar.
             drafts_ahead: The engine has branches.
+            vocabularies: Those of targets with other tokenizers; None: there can be none.
         """
         super().__init__(engine)
         self._grammars = grammars
@@ -126,21 +135,27 @@ class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
         self._support_mass = support_mass
         self._sampler = sampler
         self._drafts_ahead = drafts_ahead
+        self.vocabularies = vocabularies
         self._histories: defaultdict[tuple[RowKind, bool], OutcomeHistory] = defaultdict(OutcomeHistory)
 
     @property
     def model_info(self) -> ModelInfo:
         """Information about the model."""
-        return replace(self._engine.info, drafts_ahead=self._drafts_ahead)
+        maps = self.vocabularies is not None
+        return replace(self._engine.info, drafts_ahead=self._drafts_ahead, maps_vocabularies=maps)
 
     @asynccontextmanager
-    async def sequence(self, options: DraftOptions) -> AsyncIterator[StandaloneSequence]:
+    async def sequence(self, options: DraftOptions) -> AsyncIterator[StandaloneSequence | MappedSequence]:
         """Keep a sequence in the KV cache for as long as the context lives.
 
         Raises:
             CapacityError: there is no room for another.
             InvalidRequestError: it may become longer than the model can read, or has a grammar that cannot be used.
+            ServiceUnavailableError: the vocabulary of its target is not known any more.
         """
+        mapped = self._mapped(options)
+        if mapped is not None:
+            options = mapped.draft_options
         grammar = None
         if options.grammar is not None and self._grammars is not None:
             grammar = await self._grammars.open(options.grammar)
@@ -158,9 +173,18 @@ class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
                     self._engine, cached, options, top_k, self._support_mass, self._sampler, history, grammar
                 )
             )
-            yield StandaloneSequence(self._engine, cached, options, top_k, self._support_mass, ahead, grammar)
+            sequence = StandaloneSequence(
+                self._engine, cached, options, top_k, self._support_mass, ahead, grammar
+            )
+            yield sequence if mapped is None else MappedSequence(sequence, mapped)
         finally:
             self._engine.release(cached)
+
+    def _mapped(self, options: DraftOptions) -> Mapped | None:
+        """How the sequence's tokens become the draft's; None where they are."""
+        if options.tokenizer_hash in ("", self._engine.info.tokenizer_hash) or self.vocabularies is None:
+            return None
+        return self.vocabularies.mapped(options)
 
 
 class StandaloneSequence:
@@ -206,24 +230,43 @@ class StandaloneSequence:
             if self._ahead is not None:
                 self._ahead.begin(step, step.delta, step.proposed_count)
             return None
-        proposal = await self._proposed(step)
+        proposal = await self.proposed(step.delta, step.token_count)
         if self._ahead is not None and step.ahead is not None:
             self._ahead.begin(step, Delta(step.delta.length, proposal.token_ids), len(proposal))
         return proposal
 
-    async def _proposed(self, step: ProposeStep) -> Proposal:
+    def room(self, length: int) -> int:
+        """How many tokens can be proposed behind so many."""
+        return self._cached.max_length - length + 1  # the draft does not read the last token
+
+    async def proposed(
+        self, delta: Delta, count: int, base_length: int | None = None, shared: SharedTokens | None = None
+    ) -> Proposal:
+        """Apply a delta and draw tokens, without drafting ahead.
+
+        Args:
+            delta: In the draft's tokens.
+            count: How many tokens to draw.
+            base_length: Length of the sequence in the target's tokens, where these are others.
+            shared: The tokens to draw among, as `Drafting` has them.
+
+        Raises:
+            NonFiniteLogitsError: the model computed logits that are not finite.
+        """
+        base_length = delta.length if base_length is None else base_length
         drafting = Drafting(
-            step.delta.length,
-            step.token_count,
+            base_length,
+            count,
             self._options,
             self._draft_top_k,
             self._support_mass,
             grammar=self._grammar,
+            shared=shared,
         )
-        if step.token_count == 0:
-            await self._engine.submit(Job(self._cached, step.delta, 0, drafting))
-            return Proposal(step.delta.length)
-        job = Job(self._cached, step.delta, 1, drafting)
+        if count == 0:
+            await self._engine.submit(Job(self._cached, delta, 0, drafting))
+            return Proposal(base_length)
+        job = Job(self._cached, delta, 1, drafting)
         try:
             return replace(await self._engine.submit(job), cost=job.cost)
         except NonFiniteLogitsError as error:

@@ -26,7 +26,7 @@ REFUSED_OPTIONS = {
     "num_speculative_tokens, the most that it may choose",
     "enable_adaptive_verification": "the coordinator chooses the length by measured costs; leave it out",
     "attention_backend": "the engine chooses it; leave it out",
-    "use_heterogeneous_vocab": "draft and target have one vocabulary; name a draft with the target's tokenizer",
+    "use_heterogeneous_vocab": "a draft with another tokenizer is mapped without it; set vocabulary_mapping",
     "index_share_for_mtp_iteration": "it belongs to attention that is not run; leave it out",
     "disable_eagle_block_drop": "no block of the prefix cache is dropped; leave it out",
     "dspark_draft_topk": "dspark is not run; use dflash",

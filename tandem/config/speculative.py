@@ -252,6 +252,10 @@ class SpeculativeConfig(DraftingOptions, AcceptanceOptions, SourceOptions):
     device_memory_utilization: float | None = Field(default=None, gt=0, le=1)
     """Share of a device's memory that one service may take, model and KV cache together. By default 0.9 on a GPU and
     0.3 on a CPU. Draft and target on one device need shares that are at most 1 together. MAX's name."""
+    vocabulary_mapping: Literal["auto", "tli", "slem", "off"] = "auto"
+    """How a draft model with another tokenizer than the target's proposes its tokens. tli: it draws among the tokens
+    that both vocabularies have. slem: the target's tokenizer splits the text that the draft writes. auto: slem at
+    temperature 0, tli above. off: such a draft is refused. Tandem's own."""
     max_num_steps: int = 1
     """Steps of the target per scheduling step; it must be 1. MAX's name."""
     enable_echo: bool = False

@@ -40,10 +40,14 @@ class Sampler:
         winners: Tensor = sample(probs, keys, token_ids)
         return winners
 
-    def sample_tokens(self, probs: Tensor, keys: Tensor) -> Tensor:
-        """The token that each row draws, int64 [R]; -1 where the row is no distribution, as `probabilities` makes of
-        logits that are not finite. Does not wait for the device."""
-        columns = self.sample(probs, keys)[:, None]
+    def sample_tokens(self, probs: Tensor, keys: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """The column that each row draws, int64 [R]; -1 where the row is no distribution, as `probabilities` makes of
+        logits that are not finite. Does not wait for the device.
+
+        `token_ids` [V] are the ids of the columns; None when columns are ids.
+        """
+        ids = None if token_ids is None else token_ids.repeat(len(probs), 1)
+        columns = self.sample(probs, keys, ids)[:, None]
         # A row that is no distribution holds only NaN or zeros, so any winner shows it.
         return torch.where(probs.gather(1, columns) > 0.0, columns, -1)[:, 0]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from itertools import chain
 from struct import Struct
 from typing import TypeAlias
@@ -15,6 +15,7 @@ from tandem.types import (
     MAX_BRANCHES,
     AheadBudget,
     Cancel,
+    Coverage,
     Delta,
     DraftedOutcomes,
     DraftOptions,
@@ -23,6 +24,7 @@ from tandem.types import (
     ProposeStep,
     RowKind,
     SparseDistribution,
+    TargetTokenizer,
 )
 from tandem.v1 import draft_pb2
 from tandem.wire.columns import (
@@ -150,6 +152,49 @@ def _check_budget(budget: AheadBudget) -> AheadBudget:
         if not 1 <= value <= limit:
             raise InvalidRequestError(f"{name} of the budget is {value}; it must be from 1 to {limit}")
     return budget
+
+
+# ---- tokenizers of targets
+
+_COVERAGE = Mirror(
+    Coverage,
+    draft_pb2.MapVocabularyResponse,
+    shared_tokens="shared_token_count",
+    draft_tokens="draft_token_count",
+    target_tokens="target_token_count",
+)
+coverage_to_proto, coverage_from_proto = _COVERAGE.to_proto, _COVERAGE.from_proto
+MAX_TOKENIZER_BYTES = 128 << 20
+"""Bound of a tokenizer.json, as for a model's own."""
+_PART_BYTES = 1 << 20
+
+
+def tokenizer_to_proto(tokenizer: TargetTokenizer) -> Iterator[draft_pb2.MapVocabularyRequest]:
+    """The messages with a tokenizer."""
+    size = tokenizer.vocabulary_size
+    yield draft_pb2.MapVocabularyRequest(tokenizer_hash=tokenizer.hash, vocabulary_size=size)
+    for start in range(0, len(tokenizer.content), _PART_BYTES):
+        yield draft_pb2.MapVocabularyRequest(content=tokenizer.content[start : start + _PART_BYTES])
+
+
+async def tokenizer_from_proto(parts: AsyncIterator[draft_pb2.MapVocabularyRequest]) -> TargetTokenizer:
+    """The tokenizer in some messages.
+
+    Raises:
+        InvalidRequestError: it is too large, or without a hash or a size.
+    """
+    first, content = draft_pb2.MapVocabularyRequest(), bytearray()
+    async for part in parts:
+        if not first.tokenizer_hash:
+            first = part
+        content += part.content
+        if len(content) > MAX_TOKENIZER_BYTES:
+            raise InvalidRequestError(
+                f"the tokenizer is too large; at most {MAX_TOKENIZER_BYTES} bytes are taken"
+            )
+    if not first.tokenizer_hash or first.vocabulary_size <= 0:
+        raise InvalidRequestError("the tokenizer came without its hash or without the size of the vocabulary")
+    return TargetTokenizer(first.tokenizer_hash, first.vocabulary_size, bytes(content))
 
 
 # ---- proposals and outcomes

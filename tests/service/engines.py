@@ -19,6 +19,7 @@ from benchmarks.load.fakes import LeaveError
 from coordinator.service import CoordinatorService
 from coordinator.settings.coordinator import CoordinatorSettings
 from draft_service.proposers.drafting import propose_head
+from draft_service.proposers.mapped import Vocabularies
 from draft_service.proposers.standalone import StandaloneProposer
 from draft_service.servicer import DraftServicer
 from tandem.client import Client
@@ -160,13 +161,20 @@ async def draft(
     draft_top_k: int = 8,
     max_sequences: int = 8,
     kept_sequences: int = 0,
+    tokenizer: Path | None = None,
 ) -> AsyncIterator[tuple[str, grpc.aio.Server]]:
-    """A draft service in this process, with this servicer or a plain one: its address, and its server."""
+    """A draft service in this process, with this servicer or a plain one: its address, and its server.
+
+    With the file of its tokenizer it drafts for targets with other tokenizers too.
+    """
     servicer = servicer or DraftServicer()
     limits = EngineSettings(max_sequences=max_sequences, kept_sequences=kept_sequences)
     async with started(Engine(Backends(model), propose_head, limits)) as proposing:
         grammars = Grammars.of(DEMO_TARGET / "tokenizer.json", model.info)
-        servicer.proposer = StandaloneProposer(proposing, draft_top_k=draft_top_k, grammars=grammars)
+        vocabularies = None if tokenizer is None else Vocabularies(tokenizer, model.info)
+        servicer.proposer = StandaloneProposer(
+            proposing, draft_top_k=draft_top_k, grammars=grammars, vocabularies=vocabularies
+        )
         async with serving(servicer) as served:
             yield served
 

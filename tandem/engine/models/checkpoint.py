@@ -349,15 +349,29 @@ def tokenizer_hash(folder: str | Path) -> str:
         ModelFolderError: there is no tokenizer.json, or it does not parse.
     """
     path = _check_tokenizer_file(Path(folder))
+    return vocabulary_hash(parsed_tokenizer(path.read_bytes(), str(path)))
+
+
+def parsed_tokenizer(content: bytes, where: str) -> Tokenizer:
+    """The tokenizer in the content of a tokenizer.json; `where` completes "the file" for errors.
+
+    Raises:
+        ModelFolderError: it is no tokenizer, or one that cannot be used.
+    """
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # tokenizers raises bare Exception, whatever the cause
-        raise ModelFolderError(f"the file {path} is not a tokenizer that can be read: {error}") from error
-    _try_long_runs(path, tokenizer)
+        raise ModelFolderError(f"the file {where} is not a tokenizer that can be read: {error}") from error
+    _try_long_runs(where, tokenizer)
+    return tokenizer
+
+
+def vocabulary_hash(tokenizer: Tokenizer) -> str:
+    """See `tokenizer_hash`."""
     return _mapping_hash(tokenizer.get_vocab(with_added_tokens=True).items())
 
 
-def _try_long_runs(path: Path, tokenizer: Tokenizer) -> None:
+def _try_long_runs(where: str, tokenizer: Tokenizer) -> None:
     """Refuse a tokenizer whose regular expression backtracks without end: one character again and again shows most."""
     try:
         tokenizer.encode_batch_fast(
@@ -367,7 +381,7 @@ def _try_long_runs(path: Path, tokenizer: Tokenizer) -> None:
         # Rust's panics are a BaseException that no module exports. The search ends at 10 million steps, a second.
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise ModelFolderError(
-                f"the file {path} is a tokenizer that cannot split a run of one character: {shortened(str(error))}"
+                f"the file {where} is a tokenizer that cannot split a run of one character: {shortened(str(error))}"
             ) from None
         raise
 

@@ -75,7 +75,7 @@ def _cached_folder(model_id: str) -> Path | None:
 def why_unfit(target: ModelInfo, draft: ModelInfo) -> str:
     """Reason why a draft cannot propose for a target; empty where it can."""
     rules = [rule for rule in _RULES if target.tokenizer_hash or rule.name != "tokenizer"]
-    return "; ".join(broken(rules, Deployment(SpeculativeConfig(), target, draft)))
+    return "; ".join(broken(rules, Deployment(SpeculativeConfig(vocabulary_mapping="off"), target, draft)))
 
 
 def draft_pool(settings: VllmSettings, target: ModelInfo) -> Pool[DraftClient]:

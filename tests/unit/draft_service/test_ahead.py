@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from draft_service.proposers import DraftedSequence
 from draft_service.proposers.ahead import MAX_ROUND_BYTES, OutcomeHistory, Ranking
 from draft_service.proposers.drafting import propose_head
-from draft_service.proposers.standalone import StandaloneProposer, StandaloneSequence
+from draft_service.proposers.standalone import StandaloneProposer
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.selection import Backends
 from tandem.engine.models.loading import LoadedModel
@@ -79,7 +80,7 @@ class Round:
         return [column.distributions[rank] for column in self.columns if rank < len(column.distributions)]
 
 
-async def pushed(sequence: StandaloneSequence, depths: int = K) -> Round:
+async def pushed(sequence: DraftedSequence, depths: int = K) -> Round:
     queue = sequence.pushed
     assert queue is not None
     columns = []
@@ -91,7 +92,7 @@ async def pushed(sequence: StandaloneSequence, depths: int = K) -> Round:
     return Round(tuple(columns))
 
 
-async def proposed(sequence: StandaloneSequence, step: ProposeStep) -> Proposal:
+async def proposed(sequence: DraftedSequence, step: ProposeStep) -> Proposal:
     proposal = await sequence.propose(step)
     assert proposal is not None
     return proposal

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from coordinator.replicas.compatibility import MODEL_RULES, Deployment, Fleet, check_models
+from coordinator.replicas.compatibility import (
+    MODEL_RULES,
+    Deployment,
+    Fleet,
+    check_coverage,
+    check_models,
+    needs_mapping,
+)
 from coordinator.requests.validation import BoundedRequest, check_bounds
 from coordinator.settings.coordinator import CheckedSpeculativeConfig, RequestBounds
+from tandem.config import SpeculativeConfig
 from tandem.config.speculative import MAX_CONFIGURED_TOKENS
 from tandem.errors import IncompatibleModelsError
-from tandem.types import DenseRow, GenerationRequest, ModelInfo, StepProfile, Verification
+from tandem.types import Coverage, DenseRow, GenerationRequest, ModelInfo, StepProfile, Verification
 from tandem.wire.target import answers_to_proto
 from tests.unit.coordinator.model_infos import DRAFT, NGRAM, TARGET, deployment
 
@@ -34,14 +43,24 @@ MODELS: list[tuple[str, Deployment, str]] = [
     ),
     (
         "vocabulary-size",
-        deployment(draft=replace(DRAFT, vocabulary_size=99)),
-        "the draft small has a vocabulary of 99 tokens and the target big one of 100; they must be the same",
+        deployment(draft=replace(DRAFT, vocabulary_size=101)),
+        "the draft small has a vocabulary of 101 tokens and the target big one of 100; the draft's must not be larger, "
+        "since the draft maps none",
     ),
     (
         "tokenizer",
         deployment(draft=replace(DRAFT, tokenizer_hash="b" * 64)),
-        "the draft small has another tokenizer (hash bbbbbbbbbbbb) than the target big (hash aaaaaaaaaaaa); a token id "
-        "must mean the same to both",
+        "the draft small has another tokenizer (hash bbbbbbbbbbbb) than the target big (hash aaaaaaaaaaaa); they "
+        "must be the same, since the draft maps none",
+    ),
+    (
+        "tokenizer",
+        deployment(
+            {"vocabulary_mapping": "off"},
+            draft=replace(DRAFT, tokenizer_hash="b" * 64, maps_vocabularies=True),
+        ),
+        "the draft small has another tokenizer (hash bbbbbbbbbbbb) than the target big (hash aaaaaaaaaaaa); they "
+        "must be the same, since vocabulary_mapping is off",
     ),
     (
         "shared-max-length",
@@ -113,3 +132,28 @@ def test_targets_of_one_model_may_measure_different_steps() -> None:
         measured = replace(TARGET, step_profile=StepProfile({(1, 1): seconds}))
         assert fleet.judge_target(measured) == ""
     assert "dtype" in fleet.judge_target(replace(TARGET, dtype="other"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_mapped"),
+    [
+        ({}, False),
+        ({"vocabulary_size": 90}, False),  # one tokenizer, fewer rows of padding
+        ({"vocabulary_size": 110, "maps_vocabularies": True}, True),
+        ({"tokenizer_hash": "b" * 64, "maps_vocabularies": True}, True),
+        ({"tokenizer_hash": "b" * 64, "vocabulary_size": 90, "maps_vocabularies": True}, True),
+    ],
+)
+def test_drafts_with_other_ids_are_mapped(changes: dict[str, Any], is_mapped: bool) -> None:
+    draft = replace(DRAFT, **changes)
+    check_models(deployment(draft=draft))
+    assert needs_mapping(draft, TARGET) is is_mapped
+
+
+def test_a_mapping_that_keeps_little_is_refused() -> None:
+    config = SpeculativeConfig()
+    check_coverage(config, DRAFT, Coverage(300, 1000, 1000, 0.3))
+    little = Coverage(256, 1000, 1000, 0.2)
+    with pytest.raises(IncompatibleModelsError, match="20% of the tokens that the draft small writes"):
+        check_coverage(config, DRAFT, little)
+    check_coverage(SpeculativeConfig(vocabulary_mapping="slem"), DRAFT, little)

@@ -1,0 +1,330 @@
+"""Two tokenizers, side by side: what text each id stands for, and which ids mean the same.
+
+A draft with another tokenizer than its target's can propose in two ways, both lossless (Timor et al. 2025,
+"Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies", arXiv
+2502.05202):
+
+- *token-level intersection* (their Algorithm 4): the draft draws among the tokens that both vocabularies have,
+- *string-level exact match* (their Algorithm 2): the target's tokenizer splits the text that the draft has written.
+
+Either way the draft reads the sequence so far in its own tokens (`Transcript`). Text is bytes here, since a token may
+hold a part of a character.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from array import array
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, normalizers, pre_tokenizers
+
+from tandem.errors import InvalidRequestError
+from tandem.types import Coverage, Delta, IntArray
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SEGMENT = re.compile(r".{64,255}?(?:(?<=\S)(?= \S)|(?<=\w)(?=\n))|.{1,256}", re.DOTALL)
+"""A segment of a transcript, tokenized by itself: it ends before a word, where no tokenizer that splits text into words
+has a token across, so segments give the tokens of the whole. A text without such places, such as Chinese, is cut after
+256 characters. Cutting at each word would take 13 us for each."""
+_LOOKAHEAD_BYTES = 5
+"""The end of a segment depends on two characters behind it: a space or newline, and one of up to four bytes."""
+
+
+class UnknownTokenizerError(ValueError):
+    """The text of a tokenizer's ids is not known. The message is a sentence for a user."""
+
+
+class Vocabulary:
+    """A tokenizer, as the texts that its ids stand for."""
+
+    def __init__(self, tokenizer: Tokenizer, model_size: int | None = None) -> None:
+        """Read a tokenizer. It must not be used otherwise, since it tokenizes parts of texts from here on.
+
+        Args:
+            tokenizer: The tokenizer.
+            model_size: Ids from here on are unknown to the model; None: there are none.
+
+        Raises:
+            UnknownTokenizerError: it is neither byte-level nor of sentencepiece's kind.
+        """
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        size = (1 << 31) if model_size is None else model_size
+        added = {i: token for i, token in tokenizer.get_added_tokens_decoder().items() if i < size}
+        pieces = {piece: i for piece, i in tokenizer.get_vocab(with_added_tokens=True).items() if i < size}
+        self._tokenizer = tokenizer
+        self._has_unknown = len(pieces) < tokenizer.get_vocab_size(with_added_tokens=True)
+        self.prefix: tuple[int, ...] = tuple(tokenizer.encode("").ids)
+        """Special tokens that it puts before each text."""
+        self.size = max(pieces.values(), default=-1) + 1
+        """One more than the highest id."""
+        self.texts: list[bytes] = [b""] * self.size
+        """The text of each id, by id; for a special token its name, which a tokenizer takes for the token."""
+        self.special_ids = {token.content: i for i, token in added.items() if token.special}
+        """Ids that end a text or say who speaks, by name."""
+        self._byte_ids: list[int] = []
+        """Ids that stand for a byte where no other token has it."""
+        self._read(pieces)
+        for i, token in added.items():
+            self.texts[i] = token.content.encode()
+        self.begins_with_space = self._text_of(tokenizer.encode("a", add_special_tokens=False).ids) == b" a"
+        """True if it puts a space before each text."""
+        self._forget_prefix()
+
+    def _read(self, pieces: dict[str, int]) -> None:
+        steps = [*_steps(self._tokenizer.decoder)]
+        types = {step["type"] for step in steps}
+        if "ByteLevel" in types:
+            for piece, i in pieces.items():
+                try:
+                    self.texts[i] = piece.translate(_BYTE_MARKS).encode("latin-1")
+                except UnicodeEncodeError:
+                    self.texts[i] = piece.encode()
+            return
+        if not types <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"} or not types:
+            raise UnknownTokenizerError(
+                f"its tokens become text by {', '.join(sorted(types)) or 'no decoder'}; a mapping needs a tokenizer "
+                "that is byte-level or of sentencepiece's kind"
+            )
+        replaced = [_replacement(step) for step in steps if step["type"] in ("Replace", "Metaspace")]
+        for piece, i in pieces.items():
+            if "ByteFallback" in types and (byte := _BYTE_TOKEN.fullmatch(piece)):
+                self.texts[i] = bytes((int(byte[1], 16),))
+                self._byte_ids.append(i)
+                continue
+            for old, new in replaced:
+                piece = piece.replace(old, new)
+            self.texts[i] = piece.encode()
+
+    def _forget_prefix(self) -> None:
+        """Let the tokenizer put nothing before a text any more."""
+        if self._tokenizer.normalizer is not None:
+            steps = [step for step in _steps(self._tokenizer.normalizer) if step["type"] != "Prepend"]
+            self._tokenizer.normalizer = _restored(normalizers.Sequence([]), "normalizers", steps)
+        if self._tokenizer.pre_tokenizer is not None:
+            steps = [
+                {**step, **_NO_PREFIX.get(step["type"], {})} for step in _steps(self._tokenizer.pre_tokenizer)
+            ]
+            self._tokenizer.pre_tokenizer = _restored(pre_tokenizers.Sequence([]), "pretokenizers", steps)
+
+    @cached_property
+    def ids(self) -> dict[bytes, int]:
+        """An id for each text that some token stands for, special tokens aside."""
+        found: dict[bytes, int] = {}
+        special, byte_ids = set(self.special_ids.values()), set(self._byte_ids)
+        for i in (*(i for i in range(self.size) if i not in byte_ids), *self._byte_ids):
+            if self.texts[i] and i not in special:
+                found.setdefault(self.texts[i], i)
+        return found
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a part of a text, with nothing put before."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return [token_id for token_id in ids if token_id < self.size] if self._has_unknown else ids
+
+    def text(self, token_id: int) -> bytes:
+        """The text of an id; empty for one that the tokenizer does not know."""
+        return self.texts[token_id] if 0 <= token_id < self.size else b""
+
+    def _text_of(self, token_ids: Sequence[int]) -> bytes:
+        return b"".join([self.text(token_id) for token_id in token_ids])
+
+
+_NO_PREFIX: dict[str, dict[str, Any]] = {
+    "Metaspace": {"prepend_scheme": "never"},
+    "ByteLevel": {"add_prefix_space": False},
+}
+
+
+def _byte_marks() -> dict[int, int]:
+    """The bytes of byte-level tokens by character: printable ones stand for themselves, others begin at U+0100."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in printable)
+    return {**{byte: byte for byte in printable}, **{0x100 + i: byte for i, byte in enumerate(others)}}
+
+
+_BYTE_MARKS = _byte_marks()
+
+
+def _state(component: Any) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(component.__getstate__())
+    return found
+
+
+def _steps(component: Any) -> Iterator[dict[str, Any]]:
+    """The steps of a part of a tokenizer as tokenizer.json describes them, those of sequences one after the other."""
+    waiting = [] if component is None else [_state(component)]
+    while waiting:
+        step = waiting.pop(0)
+        if step["type"] != "Sequence":
+            yield step
+            continue
+        (inner,) = (value for value in step.values() if isinstance(value, list))
+        waiting[:0] = inner
+
+
+def _restored(component: Any, inner: str, steps: Sequence[dict[str, Any]]) -> Any:
+    """A sequence of steps, from what tokenizer.json would say of them."""
+    component.__setstate__(json.dumps({"type": "Sequence", inner: [*steps]}).encode())
+    return component
+
+
+def _replacement(step: dict[str, Any]) -> tuple[str, str]:
+    if step["type"] == "Metaspace":
+        return step["replacement"], " "
+    pattern = step["pattern"].get("String")
+    if pattern is None:
+        raise UnknownTokenizerError(
+            "its tokens become text by a regular expression; a mapping needs a tokenizer that is byte-level or of "
+            "sentencepiece's kind"
+        )
+    return pattern, step["content"]
+
+
+class SharedVocabulary:
+    """What a draft's vocabulary and a target's have in common."""
+
+    def __init__(self, draft: Vocabulary, target: Vocabulary) -> None:
+        self.draft = draft
+        self.target = target
+        pairs = [(own, target.ids[text]) for text, own in draft.ids.items() if text in target.ids]
+        pairs += [
+            (own, target.special_ids[name])
+            for name, own in draft.special_ids.items()
+            if name in target.special_ids
+        ]
+        shared = np.array(sorted(pairs), dtype=np.int64).reshape(-1, 2)
+        self.draft_ids: IntArray = shared[:, 0]
+        """The draft's ids of tokens that the target has too, ascending; shape [S]."""
+        self.target_ids: IntArray = shared[:, 1]
+        """The target's ids of the same tokens, all of them distinct; shape [S]."""
+
+    @cached_property
+    def coverage(self) -> Coverage:
+        """How much of the draft the target's vocabulary covers."""
+        draft_ids = {*self.draft_ids.tolist()}
+        tokens = [token_id for text in SAMPLE_TEXT for token_id in self.draft.encode(text)]
+        return Coverage(
+            len(draft_ids),
+            self.draft.size,
+            self.target.size,
+            sum(token_id in draft_ids for token_id in tokens) / max(len(tokens), 1),
+        )
+
+    def retokenized(self, draft_token_ids: Sequence[int]) -> tuple[int, ...]:
+        """The target's tokens for what the draft has written, up to its first special token or part of a character.
+
+        Of a special token that the target has too, the target's own comes last.
+        """
+        special = {*self.draft.special_ids.values()}
+        end = next((i for i, token_id in enumerate(draft_token_ids) if token_id in special), None)
+        written = b"".join([self.draft.text(token_id) for token_id in draft_token_ids[:end]])
+        try:
+            text, cut = written.decode(), False
+        except UnicodeDecodeError as error:
+            text, cut = written[: error.start].decode(), True
+        found = self.target.encode(text)
+        if end is not None and not cut:
+            at = np.searchsorted(self.draft_ids, draft_token_ids[end])
+            if at < len(self.draft_ids) and self.draft_ids[at] == draft_token_ids[end]:
+                found.append(int(self.target_ids[at]))
+        return tuple(found)
+
+
+class Transcript:
+    """A target's sequence in the draft's tokens.
+
+    The draft's tokens are a function of the text alone, however many deltas brought it, so proposals do not depend on
+    how the sequence grew. A character that is not whole yet is left out.
+    """
+
+    def __init__(self, mapping: SharedVocabulary) -> None:
+        self._draft, self._target = mapping.draft, mapping.target
+        self._text = bytearray()
+        self._prefix_length = 0
+        """The first tokens, which the target's tokenizer puts before each text."""
+        self._ends = array("q")
+        """Bytes of the text up to each of the target's tokens, that one included."""
+        self._starts = [0]
+        """Where the segments begin, in bytes."""
+        self._counts = [len(self._draft.prefix)]
+        """The draft's tokens before each segment."""
+        self.token_ids: list[int] = [*self._draft.prefix]
+        """The draft's tokens."""
+        self.is_whole = True
+        """False while the text ends within a character."""
+
+    @property
+    def length(self) -> int:
+        """Number of the target's tokens."""
+        return len(self._ends)
+
+    def apply(self, delta: Delta) -> Delta:
+        """Apply a delta of the target's tokens; the delta of the draft's tokens that follows from it.
+
+        Raises:
+            InvalidRequestError: it leaves a gap.
+        """
+        if not 0 <= delta.base_length <= self.length:
+            raise InvalidRequestError(
+                f"the delta starts at token {delta.base_length}, but the sequence has {self.length} tokens; "
+                "send the missing ones from base_length 0"
+            )
+        del self._ends[delta.base_length :]
+        self._prefix_length = min(self._prefix_length, delta.base_length)
+        kept_bytes = self._ends[-1] if self._ends else 0
+        del self._text[kept_bytes:]
+        for token_id in delta.token_ids:
+            self._text += self._text_of(token_id)
+            self._ends.append(len(self._text))
+        while len(self._starts) > 1 and self._starts[-1] + _LOOKAHEAD_BYTES > kept_bytes:
+            self._starts.pop()
+            self._counts.pop()
+        kept = self._counts[-1]
+        del self.token_ids[kept:]
+        self._tokenize()
+        return Delta(kept, tuple(self.token_ids[kept:]))
+
+    def _text_of(self, token_id: int) -> bytes:
+        position = len(self._ends)
+        text = self._target.text(token_id)
+        if position != self._prefix_length:
+            return text
+        if self._target.prefix[position : position + 1] == (token_id,):
+            self._prefix_length += 1
+            return b""
+        return text.removeprefix(b" ") if self._target.begins_with_space else text
+
+    def _tokenize(self) -> None:
+        """Tokenize anew from the last segment on."""
+        decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+        start = self._starts.pop()
+        self._counts.pop()
+        text = decoder.decode(bytes(self._text[start:]))
+        self.is_whole = not decoder.getstate()[0]
+        for segment in _SEGMENT.findall(text) or [""]:
+            self._starts.append(start)
+            self._counts.append(len(self.token_ids))
+            content = segment.encode("utf-8", "surrogateescape")
+            space = " " if start == 0 and content and self._draft.begins_with_space else ""
+            # A byte that begins no character, which sampling may produce, becomes U+FFFD.
+            self.token_ids += self._draft.encode(space + content.decode("utf-8", "replace"))
+            start += len(content)
+
+
+SAMPLE_TEXT = (
+    "The committee met twice in the spring of 1987, and its report, which ran to four hundred pages, was read by "
+    'almost nobody. "I don\'t think it matters," she said, "as long as we keep the records." Prices rose by 3.5%.',
+    'def fibonacci(n: int) -> int:\n    """Return the n-th number."""\n    a, b = 0, 1\n    for _ in range(n):\n'
+    '        a, b = b, a + b\n    return a\n\n\nif __name__ == "__main__":\n    print(fibonacci(20))',
+    '{"id": 4711, "name": "Ada Lovelace", "tags": ["math", "engine"], "address": {"city": "London", "zip": null}}',
+    "Die Sitzung begann um zehn Uhr. Nous sommes arrivés hier soir. La reunión terminó sin acuerdo.",
+    "今天天气很好。我们去公园散步。東京は日本の首都です。",
+)
+"""A sample for `Coverage`: what servers of language models are asked for most."""

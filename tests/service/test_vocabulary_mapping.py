@@ -1,0 +1,120 @@
+"""Drafts with other tokenizers than the target's change its speed, never its text or its distribution."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coordinator.settings.coordinator import CoordinatorSettings
+from tandem.engine.models.loading import LoadedModel, load_model
+from tandem.errors import IncompatibleModelsError
+from tandem.types import GenerationRequest
+from tests.end_to_end.chi_square import critical_value, statistic
+from tests.end_to_end.models import blurred, save_model
+from tests.paths import DEMO_TARGET
+from tests.service.ahead_pair import small_target
+from tests.service.clients import complete_all
+from tests.service.engines import Faults, draft, target
+from tests.service.fakes import coordinator
+from tests.service.other_tokenizer import renumbered
+
+PROMPTS = (
+    "def fibonacci(n):\n    a, b = 0, 1\n    for",
+    "Once upon a time there was a little girl who",
+    "I love this 👩🏽 and 🎉🎉, said",
+    "今天天气很好。我们去",
+    '{"name": "Ada", "tags": ["math", "engine"], "address": {"city":',
+)
+
+
+def loaded(folder: Path) -> LoadedModel:
+    return load_model(folder, device="cpu", dtype="float32", threads=1)
+
+
+@pytest.fixture(scope="module")
+def target_model() -> LoadedModel:
+    return loaded(DEMO_TARGET)
+
+
+@pytest.fixture(scope="module")
+def draft_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo draft with 1200 of its 2048 tokens, under other ids: it has to spell many words."""
+    return renumbered(tmp_path_factory.mktemp("draft"), 1200)
+
+
+@asynccontextmanager
+async def joined(target_model: LoadedModel, draft_folder: Path, **options: Any) -> AsyncIterator[str]:
+    """The address of a coordinator over this pair."""
+    async with asyncio.timeout(300.0), AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        verifying, _ = await enter(target(target_model, Faults()))
+        proposing, _ = await enter(draft(loaded(draft_folder), tokenizer=draft_folder / "tokenizer.json"))
+        usual: dict[str, Any] = {
+            "target_address": verifying,
+            "draft_address": proposing,
+            "draft_patience_seconds": 60.0,
+            "speculation_policy": "fixed",
+        }
+        address, _ = await enter(coordinator(CoordinatorSettings(**(usual | options))))
+        yield address
+
+
+GREEDY = GenerationRequest("", max_tokens=24, temperature=0.0, num_speculative_tokens=4, ignore_eos=True)
+SAMPLED = replace(GREEDY, temperature=0.8, seed=7, rejection_sampling_strategy="strict")
+
+
+@pytest.mark.parametrize("mapping", ["auto", "tli", "slem"])
+async def test_texts_are_those_of_the_target_alone(
+    target_model: LoadedModel, draft_folder: Path, mapping: str
+) -> None:
+    requests = [replace(each, prompt=prompt) for each in (GREEDY, SAMPLED) for prompt in PROMPTS]
+    async with joined(target_model, draft_folder, vocabulary_mapping=mapping) as address:
+        drafted = await complete_all(address, requests)
+        alone = await complete_all(address, [replace(each, speculation=False) for each in requests])
+    assert [each.token_ids for each in drafted] == [each.token_ids for each in alone]
+    accepted = [sum(each.stats.accepted for each in part) for part in (drafted[:5], drafted[5:])]
+    assert min(accepted) > 20, "the draft is of use at temperature 0 and above"
+
+
+@pytest.mark.parametrize("rule", ["residual", "block"])
+@pytest.mark.parametrize("mapping", ["tli", "slem"])
+async def test_texts_have_the_target_s_distribution(
+    rule: str, mapping: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Of all completions, by the probabilities of the target's own module."""
+    reference = small_target()
+    folder = save_model(reference, tmp_path_factory.mktemp("target"))
+    # One of the target's six tokens is not the draft's.
+    other = renumbered(tmp_path_factory.mktemp("draft"), 5, blurred(small_target(), seed=9, scale=0.2))
+    prompt = 3, 4
+    expected: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(4):
+        with torch.inference_mode():
+            rows = reference(torch.tensor([[*prompt, *tokens] for tokens in expected])).logits[:, -1]
+        probs = rows.double().softmax(-1)
+        expected = {
+            (*tokens, token): mass * float(probs[i, token])
+            for i, (tokens, mass) in enumerate(expected.items())
+            for token in range(6)
+        }
+    request = replace(GREEDY, prompt=prompt, max_tokens=4, temperature=1.0, rejection_sampling_strategy=rule)
+    async with joined(loaded(folder), other, vocabulary_mapping=mapping) as address:
+        texts = await complete_all(address, [replace(request, seed=seed) for seed in range(400)])
+    accepted, drafted = (sum(getattr(each.stats, name) for each in texts) for name in ("accepted", "drafted"))
+    assert 0.05 < accepted / drafted < 0.95, "the test needs both accepted and recovered tokens"
+    value, freedom = statistic(Counter(each.token_ids for each in texts), expected)
+    assert value < critical_value(freedom)
+
+
+async def test_a_mapping_can_be_refused(target_model: LoadedModel, draft_folder: Path) -> None:
+    with pytest.raises(IncompatibleModelsError, match=r"another tokenizer .* vocabulary_mapping is off"):
+        async with joined(target_model, draft_folder, vocabulary_mapping="off"):
+            pass

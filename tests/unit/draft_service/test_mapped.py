@@ -1,0 +1,310 @@
+"""Drafting in another tokenizer's tokens: what is sent is exactly what was drawn from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from draft_service.proposers.drafting import Drafting, SharedTokens, propose_head
+from draft_service.proposers.mapped import MAX_TARGETS, MappedSequence, Vocabularies
+from tandem.engine.core.jobs import Continue, Job
+from tandem.engine.models.checkpoint import vocabulary_hash
+from tandem.errors import ConfigurationError, InvalidRequestError, ServiceUnavailableError
+from tandem.types import (
+    Delta,
+    DraftOptions,
+    ModelInfo,
+    Proposal,
+    ProposeStep,
+    RowKind,
+    SamplingParams,
+    TargetTokenizer,
+    VocabularyMapping,
+)
+from tandem.vocabulary import Vocabulary
+from tests.unit.draft_service.test_standalone import SAMPLED, job, logits_of, proposals
+from tests.unit.tandem.tiny_tokenizers import content_of, tokenizer_of
+
+SHARED_DRAFT = np.array([1, 4, 5, 9, 20, 33, 49])
+SHARED_TARGET = np.array([70, 3, 5, 81, 2, 66, 0])
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def shared_job(
+    sampling: SamplingParams, kind: RowKind, *, count: int = 1, base_length: int = 7
+) -> Job[Drafting]:
+    made = job(sampling, kind, count=count, base_length=base_length, draft_top_k=5)
+    made.payload.shared = SharedTokens(SHARED_DRAFT, SHARED_TARGET)
+    return made
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+def test_the_distribution_is_the_draft_s_own_restricted_and_normalised_anew(temperature: float) -> None:
+    """Over all tokens: softmax over the whole vocabulary, the shared tokens' part of it, divided by its sum."""
+    logits = logits_of(1).double()
+    made = job(SamplingParams(temperature=temperature, seed=3), RowKind.SUPPORT, draft_top_k=50)
+    made.payload.shared = SharedTokens(SHARED_DRAFT, SHARED_TARGET)
+    (proposal,) = proposals([made], logits)
+    (distribution,) = proposal.distributions
+    whole = torch.softmax(logits[0] / temperature, dim=-1).numpy()
+    # What travels is binary32, and the token is drawn from what travels.
+    part = (whole[SHARED_DRAFT] / whole[SHARED_DRAFT].sum()).astype(np.float32).astype(np.float64)
+    part /= part.sum()
+    expected = dict(zip(SHARED_TARGET.tolist(), part.tolist(), strict=True))
+    found = dict(zip(distribution.token_ids.tolist(), distribution.probs.tolist(), strict=True))
+    assert found.keys() == expected.keys()
+    for token_id, prob in found.items():
+        assert prob == pytest.approx(expected[token_id], abs=1e-12)
+    assert sum(found.values()) == pytest.approx(1.0, abs=1e-12)
+    assert proposal.token_ids[0] in found
+
+
+def test_tokens_are_drawn_from_the_sent_distribution() -> None:
+    """Chi-square over 4000 rounds, 5 cells; 26 is passed by chance once in 30,000, with fixed seeds never."""
+    count = 4000
+    jobs = [shared_job(SAMPLED, RowKind.SUPPORT, base_length=base) for base in range(count)]
+    drawn = proposals(jobs, logits_of(1).expand(count, -1))
+    distribution = drawn[0].distributions[0]
+    tokens = [proposal.token_ids[0] for proposal in drawn]
+    observed = np.array([tokens.count(token_id) for token_id in distribution.token_ids.tolist()])
+    assert observed.sum() == count
+    expected = distribution.probs * count
+    assert float(((observed - expected) ** 2 / expected).sum()) < 26.0
+
+
+@pytest.mark.parametrize("kind", [RowKind.TOKEN, RowKind.SUPPORT])
+def test_the_noise_is_that_of_the_target_s_ids(kind: RowKind) -> None:
+    """A model with the target's ids draws the same tokens from the same logits, so `strict` loses nothing."""
+    logits = logits_of(1)
+    own = torch.full((1, 90), -torch.inf)
+    own[0, SHARED_TARGET] = logits[0, SHARED_DRAFT]
+    for seed in range(20):
+        sampling = replace(SAMPLED, seed=seed)
+        (mapped,) = proposals([shared_job(sampling, kind)], logits)
+        (direct,) = proposals([job(sampling, kind, draft_top_k=5)], own)
+        assert mapped.token_ids == direct.token_ids
+
+
+def test_the_draft_goes_on_with_its_own_id() -> None:
+    logits = logits_of(1)
+    made = shared_job(GREEDY, RowKind.TOKEN, count=2)
+    (outcome,) = propose_head([made], logits)
+    assert isinstance(outcome, Continue)
+    likeliest = int(logits[0, SHARED_DRAFT].argmax())
+    assert outcome.token_id == SHARED_DRAFT[likeliest]
+    assert made.payload.token_ids == [SHARED_TARGET[likeliest]]
+
+
+def test_sequences_of_several_targets_share_a_step() -> None:
+    logits = logits_of(4)
+    jobs = [
+        shared_job(SAMPLED, RowKind.SUPPORT),
+        job(SAMPLED, RowKind.SUPPORT),
+        shared_job(GREEDY, RowKind.TOKEN),
+        job(GREEDY, RowKind.TOKEN),
+    ]
+    together = proposals(jobs, logits)
+    again = [
+        shared_job(SAMPLED, RowKind.SUPPORT),
+        job(SAMPLED, RowKind.SUPPORT),
+        shared_job(GREEDY, RowKind.TOKEN),
+        job(GREEDY, RowKind.TOKEN),
+    ]
+    alone = [proposals([each], logits[i : i + 1])[0] for i, each in enumerate(again)]
+    assert [each.token_ids for each in together] == [each.token_ids for each in alone]
+
+
+# ---- sequences
+
+
+class Scripted:
+    """A draft that goes on with a text."""
+
+    def __init__(self, own: Vocabulary, text: str, room: int = 1000) -> None:
+        self._own = own
+        self._room = room
+        self.text = text
+        self.token_ids: list[int] = []
+
+    def room(self, length: int) -> int:
+        return self._room - length + 1
+
+    async def proposed(
+        self, delta: Delta, count: int, base_length: int | None = None, shared: SharedTokens | None = None
+    ) -> Proposal:
+        assert delta.base_length <= len(self.token_ids)
+        assert base_length is not None
+        self.token_ids[delta.base_length :] = delta.token_ids
+        written = b"".join(map(self._own.text, self.token_ids)).decode()
+        assert self.text.startswith(written)
+        return Proposal(base_length, tuple(self._own.encode(self.text[len(written) :])[:count]))
+
+
+TEXT = "The committee met 今天 in the spring, and 👩 said that its report was read by nobody at all."
+
+
+def info(kind: str) -> ModelInfo:
+    tokenizer = tokenizer_of(kind)
+    return ModelInfo(kind, "", tokenizer.get_vocab_size(), vocabulary_hash(tokenizer), 64, "")
+
+
+def sent(kind: str) -> TargetTokenizer:
+    model = info(kind)
+    return TargetTokenizer(model.tokenizer_hash, model.vocabulary_size, content_of(kind).encode())
+
+
+@pytest.fixture
+def vocabularies(tmp_path_factory: pytest.TempPathFactory) -> Vocabularies:
+    """Those of the draft `gpt2`."""
+    path = tmp_path_factory.mktemp("draft") / "tokenizer.json"
+    path.write_text(content_of("gpt2"))
+    return Vocabularies(path, info("gpt2"))
+
+
+def options(kind: str, mapping: VocabularyMapping = VocabularyMapping.SLEM) -> DraftOptions:
+    return DraftOptions("r", GREEDY, tokenizer_hash=info(kind).tokenizer_hash, vocabulary_mapping=mapping)
+
+
+@pytest.mark.parametrize("kind", ["small", "llama3", "gemma", "llama2"])
+async def test_a_draft_that_writes_what_the_target_says_is_accepted_whole(
+    vocabularies: Vocabularies, kind: str
+) -> None:
+    await vocabularies.add(sent(kind))
+    mapped = vocabularies.mapped(options(kind))
+    tokens = tokenizer_of(kind).encode(TEXT).ids
+    drafted = Scripted(mapped.vocabulary.draft, TEXT)
+    sequence = MappedSequence(drafted, mapped)
+    known, accepted, rounds, proposed = 0, 12, 0, 0
+    while accepted < len(tokens):
+        proposal = await sequence.propose(ProposeStep(Delta(known, tokens[known:accepted]), 4))
+        assert proposal is not None
+        assert proposal.base_length == accepted
+        assert len(proposal) <= 4
+        following = tokens[accepted:]
+        right = next(
+            (i for i, (a, b) in enumerate(zip(proposal.token_ids, following, strict=False)) if a != b),
+            len(proposal),
+        )
+        # Only the last token of a proposal may be cut short, where the draft's last token ends within it.
+        assert right >= len(proposal) - 1
+        rounds, proposed = rounds + 1, proposed + len(proposal)
+        known, accepted = accepted, accepted + right + 1
+    assert proposed > rounds, "the draft proposed next to nothing"
+
+
+async def test_a_rollback_reaches_the_draft(vocabularies: Vocabularies) -> None:
+    await vocabularies.add(sent("llama3"))
+    mapped = vocabularies.mapped(options("llama3"))
+    tokens = mapped.vocabulary.target.encode(TEXT)
+    begin = mapped.vocabulary.target.encode(TEXT[:17])
+    drafted = Scripted(mapped.vocabulary.draft, TEXT[:17] + " something else")
+    sequence = MappedSequence(drafted, mapped)
+    await sequence.propose(ProposeStep(Delta(0, mapped.vocabulary.target.encode(drafted.text)), 1))
+    drafted.text = TEXT
+    await sequence.propose(ProposeStep(Delta(len(begin), tokens[len(begin) :]), 0))
+    assert drafted.token_ids == mapped.vocabulary.draft.encode(TEXT)
+
+
+async def test_nothing_is_proposed_within_a_character(vocabularies: Vocabularies) -> None:
+    await vocabularies.add(sent("small"))
+    mapped = vocabularies.mapped(options("small"))
+    tokens = mapped.vocabulary.target.encode("a👩 b")
+    drafted = Scripted(mapped.vocabulary.draft, "a👩 b")
+    sequence = MappedSequence(drafted, mapped)
+    for length in range(1, 6):
+        proposal = await sequence.propose(ProposeStep(Delta(length - 1, tokens[length - 1 : length]), 4))
+        assert proposal is not None
+        assert bool(len(proposal)) is (length in (1, 5))
+
+
+async def test_nothing_is_proposed_behind_what_the_draft_can_read(vocabularies: Vocabularies) -> None:
+    await vocabularies.add(sent("small"))
+    mapped = vocabularies.mapped(options("small"))
+    tokens = mapped.vocabulary.target.encode(TEXT)
+    drafted = Scripted(mapped.vocabulary.draft, TEXT, room=20)
+    sequence = MappedSequence(drafted, mapped)
+    longest = 0
+    for length in range(1, len(tokens)):
+        proposal = await sequence.propose(ProposeStep(Delta(length - 1, tokens[length - 1 : length]), 4))
+        assert proposal is not None
+        assert not len(proposal) or len(drafted.token_ids) <= 20
+        longest = max(longest, len(drafted.token_ids))
+    assert longest == 20
+
+
+@pytest.mark.parametrize(
+    ("mapping", "temperature", "with_logits", "writes_text"),
+    [
+        (VocabularyMapping.AUTO, 0.0, False, True),
+        (VocabularyMapping.AUTO, 0.7, False, False),
+        (VocabularyMapping.AUTO, 0.0, True, False),
+        (VocabularyMapping.TLI, 0.0, False, False),
+        (VocabularyMapping.SLEM, 0.7, False, True),
+        (VocabularyMapping.SLEM, 0.7, True, False),
+    ],
+)
+async def test_how_a_request_is_drafted_for(
+    vocabularies: Vocabularies,
+    mapping: VocabularyMapping,
+    temperature: float,
+    with_logits: bool,
+    writes_text: bool,
+) -> None:
+    await vocabularies.add(sent("small"))
+    asked = replace(
+        options("small", mapping),
+        sampling=SamplingParams(temperature=temperature),
+        row_kind=RowKind.SUPPORT,
+        with_token_logits=with_logits,
+    )
+    mapped = vocabularies.mapped(asked)
+    assert (mapped.tokens is None) is writes_text
+    assert mapped.draft_options.sampling.is_greedy is (writes_text or temperature == 0.0)
+
+
+# ---- tokenizers of targets
+
+
+async def test_the_tokenizers_of_the_last_targets_are_kept(vocabularies: Vocabularies) -> None:
+    await vocabularies.add(sent("small"))
+    known = vocabularies.coverage(info("small").tokenizer_hash)
+    assert known is not None
+    assert 256 <= known.shared_tokens <= known.draft_tokens
+    for i in range(MAX_TARGETS):
+        tokenizer = tokenizer_of("small")
+        tokenizer.add_tokens([f"<target {i}>"])
+        own = TargetTokenizer(vocabulary_hash(tokenizer), 400, tokenizer.to_str().encode())
+        await vocabularies.add(own)
+    assert vocabularies.coverage(info("small").tokenizer_hash) is None
+    with pytest.raises(ServiceUnavailableError, match="is not known; it has to be sent first"):
+        vocabularies.mapped(options("small"))
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"{}", "not a tokenizer that can be read"),
+        (content_of("llama3").encode(), "sent as .* but its hash is"),
+        (
+            b'{"version":"1.0","added_tokens":[],"model":{"type":"WordLevel","vocab":{"a":0},"unk_token":"a"}}',
+            "sent as",
+        ),
+    ],
+)
+async def test_a_tokenizer_that_is_none_is_refused(
+    vocabularies: Vocabularies, content: bytes, reason: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=reason):
+        await vocabularies.add(replace(sent("small"), content=content))
+
+
+async def test_a_gap_is_refused(vocabularies: Vocabularies) -> None:
+    await vocabularies.add(sent("small"))
+    mapped = vocabularies.mapped(options("small"))
+    with pytest.raises(InvalidRequestError, match="starts at token 2"):
+        await MappedSequence(Scripted(mapped.vocabulary.draft, ""), mapped).propose(
+            ProposeStep(Delta(2, (1,)), 1)
+        )

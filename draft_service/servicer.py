@@ -15,7 +15,7 @@ from tandem.types import DraftOptions, ProposeStep
 from tandem.v1 import draft_pb2
 from tandem.v1.draft_pb2_grpc import DraftServiceServicer
 from tandem.wire import draft as wire
-from tandem.wire.common import model_info_to_proto
+from tandem.wire.common import coverage_to_proto, model_info_to_proto
 
 DraftedFor: TypeAlias = ServedSequence[DraftOptions, ProposeStep, wire.Answer]
 """A sequence that a coordinator opened."""
@@ -67,7 +67,7 @@ class DraftServicer(DraftServiceServicer):
             raise ConfigurationError("this draft cannot draft for a target with another tokenizer")
         target = await wire.tokenizer_from_proto(request_iterator)
         coverage = vocabularies.coverage(target.hash) or await vocabularies.add(target)
-        return wire.coverage_to_proto(coverage)
+        return draft_pb2.MapVocabularyResponse(coverage=coverage_to_proto(coverage))
 
     async def GetModelInfo(
         self, request: draft_pb2.DraftServiceGetModelInfoRequest, context: Context

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from tandem.errors import NotFoundError
-from tandem.types import ModelInfo, SpeculationStats
+from tandem.types import Coverage, ModelInfo, SpeculationStats
 
 
 class Role(Enum):
@@ -55,6 +55,8 @@ class ReplicaSnapshot:
     """Statistics of the proposals that it made (a draft) or verified (a target)."""
     model: ModelInfo | None
     """None until it was reached."""
+    coverage: Coverage | None = None
+    """How much of its vocabulary the target's covers, for a draft with another tokenizer; None for any other."""
 
 
 def replica_at(replicas: Sequence[ReplicaSnapshot], address: str) -> ReplicaSnapshot:

@@ -388,6 +388,12 @@ class Coverage:
     """Share of the draft's tokens that both have in a sample of prose, code, JSON and several languages. It estimates
     the share of the draft's probability that token-level intersection keeps."""
 
+    def __str__(self) -> str:
+        return (
+            f"the target has {self.shared_tokens:,} of the draft's {self.draft_tokens:,} tokens, "
+            f"{self.text_share:.0%} of those in a sample text"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class DraftOptions:

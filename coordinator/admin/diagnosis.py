@@ -146,7 +146,8 @@ def _models(status: Status, settings: CoordinatorSettings) -> Iterator[Finding]:
             )
         elif replica.model is not None:
             what = replica.model.name if replica.model.has_model else f"{replica.model.architecture} drafting"
-            yield Finding.ok("models", f"{what} matches {target.name}", replica.address)
+            mapped = "" if replica.coverage is None else f" by vocabulary mapping: {replica.coverage}"
+            yield Finding.ok("models", f"{what} matches {target.name}{mapped}", replica.address)
 
 
 def _rule(status: Status) -> Finding:

@@ -167,6 +167,7 @@ def replica_view(replica: ReplicaSnapshot) -> RenderableType:
                     ("parameters", f"{model.parameter_count:,}"),
                     ("vocabulary", grouped(model.vocabulary_size, "token")),
                     ("tokenizer", model.tokenizer_hash[:12] or NOTHING),
+                    *([] if replica.coverage is None else [("mapping", str(replica.coverage))]),
                     ("max_length", f"{model.max_length:,}"),
                     ("dtype", model.dtype),
                     ("version", model.service_version),

@@ -148,6 +148,7 @@ class Member(Generic[ClientT]):
             step_seconds=self.step.value,
             figures=self.tally.stats(),
             model=self.model,
+            coverage=self.coverage,
         )
 
     def start(self) -> None:

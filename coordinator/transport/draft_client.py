@@ -34,7 +34,7 @@ from tandem.types import (
 from tandem.v1 import draft_pb2
 from tandem.v1.draft_pb2_grpc import DraftServiceStub
 from tandem.wire import draft as wire
-from tandem.wire.common import model_info_from_proto
+from tandem.wire.common import coverage_from_proto, model_info_from_proto
 
 
 @dataclass(frozen=True, slots=True)
@@ -631,7 +631,7 @@ class DraftClient:
         """
         with errors_of("draft service"):
             answer = await self._stub.MapVocabulary(wire.tokenizer_to_proto(target))
-        return wire.coverage_from_proto(answer)
+        return coverage_from_proto(answer.coverage)
 
     def sequence(
         self,

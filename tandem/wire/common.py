@@ -12,6 +12,7 @@ from tandem.errors import InvalidRequestError, ProtocolError
 from tandem.sampling.ranges import sampling_rules
 from tandem.types import (
     Cancel,
+    Coverage,
     Delta,
     Finish,
     Float32Array,
@@ -45,6 +46,14 @@ def sampling_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
 
 travels_by(SamplingParams, sampling_to_proto, sampling_from_proto)
 Mirror(Grammar, types_pb2.Grammar)
+_COVERAGE = Mirror(
+    Coverage,
+    types_pb2.VocabularyCoverage,
+    shared_tokens="shared_token_count",
+    draft_tokens="draft_token_count",
+    target_tokens="target_token_count",
+)
+coverage_to_proto, coverage_from_proto = _COVERAGE.to_proto, _COVERAGE.from_proto
 
 
 def grammar_size(grammar: Grammar | None) -> int:

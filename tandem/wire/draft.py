@@ -15,7 +15,6 @@ from tandem.types import (
     MAX_BRANCHES,
     AheadBudget,
     Cancel,
-    Coverage,
     Delta,
     DraftedOutcomes,
     DraftOptions,
@@ -156,14 +155,6 @@ def _check_budget(budget: AheadBudget) -> AheadBudget:
 
 # ---- tokenizers of targets
 
-_COVERAGE = Mirror(
-    Coverage,
-    draft_pb2.MapVocabularyResponse,
-    shared_tokens="shared_token_count",
-    draft_tokens="draft_token_count",
-    target_tokens="target_token_count",
-)
-coverage_to_proto, coverage_from_proto = _COVERAGE.to_proto, _COVERAGE.from_proto
 MAX_TOKENIZER_BYTES = 128 << 20
 """Bound of a tokenizer.json, as for a model's own."""
 _PART_BYTES = 1 << 20

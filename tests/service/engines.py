@@ -142,6 +142,7 @@ async def target(
     step_seconds: float = 0.0,
     max_sequences: int = 8,
     kept_sequences: int = 0,
+    tokenizer: Path = DEMO_TARGET / "tokenizer.json",
 ) -> AsyncIterator[tuple[str, grpc.aio.Server]]:
     """A target service in this process: its address, and its server."""
     servicer = FaultyTarget(faults)
@@ -149,7 +150,7 @@ async def target(
     async with started(
         RowEngine(Backends(model), limits, on_step=lambda _: time.sleep(step_seconds))
     ) as verifying:
-        servicer.verifier = Verifier(verifying, [DEMO_TARGET / "tokenizer.json"])
+        servicer.verifier = Verifier(verifying, [tokenizer])
         async with serving(servicer) as served:
             yield served
 

@@ -16,7 +16,7 @@ from tandem import __version__
 from tandem.admin import CoordinatorState, Finding, Load, Severity, SpeculationSettings, Status, Throughput
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role, is_last_target
 from tandem.speculation_state import SpeculationState
-from tandem.types import ModelInfo, PositionStats, SpeculationStats
+from tandem.types import Coverage, ModelInfo, PositionStats, SpeculationStats
 from tests.unit.coordinator.cli.samples import NOW, SPECULATION_OFF
 
 MODEL = ModelInfo("big", "LlamaForCausalLM", 100, "same", 64, "float32", (1,), __version__, 7)
@@ -97,6 +97,13 @@ def test_models_versions_and_round_trips_are_checked() -> None:
     other = replace(DRAFT, model=replace(SMALL, tokenizer_hash="other"))
     (finding,) = found(status(TARGET, other), "models")
     assert (finding.severity, "has another tokenizer" in finding.detail) == (Severity.WARNING, True)
+    model = replace(SMALL, tokenizer_hash="other", maps_vocabularies=True)
+    mapped = replace(DRAFT, model=model, coverage=Coverage(300, 400, 500, 0.75))
+    (finding,) = found(status(TARGET, mapped), "models")
+    words = (
+        "by vocabulary mapping: the target has 300 of the draft's 400 tokens, 75% of those in a sample text"
+    )
+    assert (finding.severity, words in finding.detail) == (Severity.OK, True)
     old = replace(DRAFT, model=replace(SMALL, service_version="0.0.1"))
     (finding,) = found(status(TARGET, old), "version")
     assert "it is 0.0.1" in finding.detail

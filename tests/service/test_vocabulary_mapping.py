@@ -20,11 +20,11 @@ from tandem.types import GenerationRequest
 from tests.end_to_end.chi_square import critical_value, statistic
 from tests.end_to_end.models import blurred, save_model
 from tests.paths import DEMO_TARGET
-from tests.service.ahead_pair import small_target
 from tests.service.clients import complete_all
 from tests.service.engines import Faults, draft, target
 from tests.service.fakes import coordinator
 from tests.service.other_tokenizer import renumbered
+from tests.service.test_drafting_ahead import small_target
 
 PROMPTS = (
     "def fibonacci(n):\n    a, b = 0, 1\n    for",

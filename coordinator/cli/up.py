@@ -72,8 +72,8 @@ class UpOptions:
     target: str | None = option("Another name for --model.", metavar="smollm2|DIR|ID")
     draft: str | None = option(
         "Draft: ngram or suffix need no model, none leaves the target alone, a folder or id is a model with the "
-        "target's tokenizer, or a drafting head for it. [default: the demo pair's; for smollm2 its head; for another "
-        "model, suffix]",
+        "target's tokenizer, or a drafting head for it. [default: the demo pair's; for smollm2 its head, with vllm "
+        "suffix; for another model, suffix]",
         metavar="ngram|suffix|none|DIR|ID",
     )
     method: str | None = option(
@@ -312,7 +312,10 @@ def _unnamed_draft(options: UpOptions, method: str | None, shared: Mapping[str, 
     if is_bound and options.is_demo:
         return _Draft("head", str(demo_pair().head(str(method))))
     is_smollm2 = (options.model or options.target) == SMOLLM2 and not Path(SMOLLM2).is_dir()
-    may_bring_head = is_smollm2 and (is_bound or (method is None and not is_in_file))
+    is_free = (
+        method is None and not is_in_file and options.engine != "vllm"
+    )  # which shows a head nothing of its target
+    may_bring_head = is_smollm2 and (is_bound or is_free)
     if may_bring_head and (head := smollm2_head(method or SMOLLM2_METHOD)):
         return _Draft("head", str(head))
     if is_bound:

@@ -54,6 +54,19 @@ async def twin_of(
     reference = save_checkpoint(folder, config)
     for module in reference.modules():
         module.do_not_compile = True  # of some families vLLM runs transformers' own classes, and changes them
+    records: list[StepRecord] = []
+    async with engine_over(folder, records.append, on_failure, **options) as engine:
+        yield Twin(reference, engine, records)
+
+
+@asynccontextmanager
+async def engine_over(
+    folder: Path,
+    on_step: Callable[[StepRecord], None] = lambda _: None,
+    on_failure: Callable[[], None] | None = None,
+    **options: Any,
+) -> AsyncIterator[RowEngine]:
+    """Our engine over vLLM's worker during the block."""
     settings = TargetSettings(
         **{
             "model": folder,
@@ -68,12 +81,11 @@ async def twin_of(
         }
         | options
     )
-    records: list[StepRecord] = []
     model = load_vllm(settings, folder, proposal_length=4, on_failure=on_failure)
-    engine = RowEngine(model, EngineSettings.of(settings, "cpu"), records.append)
+    engine = RowEngine(model, EngineSettings.of(settings, "cpu"), on_step)
     engine.start()
     try:
-        yield Twin(reference, engine, records)
+        yield engine
     finally:
         await engine.close()
 

@@ -114,9 +114,16 @@ def test_smollm2_drafts_with_its_head(options: UpOptions) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [UpOptions(model="smollm2", draft="suffix"), UpOptions(model="smollm2", method="suffix")]
+    "options",
+    [
+        UpOptions(model="smollm2", draft="suffix"),
+        UpOptions(model="smollm2", method="suffix"),
+        UpOptions(model="smollm2", engine="vllm"),
+    ],
 )
-def test_smollm2_drafts_by_another_method_where_one_is_named(options: UpOptions) -> None:
+def test_smollm2_drafts_by_another_method_where_one_is_named_or_the_engine_has_no_heads(
+    options: UpOptions,
+) -> None:
     arguments = service_arguments(options)
     assert value(arguments.target, "--draft-model") is None
     assert value(arguments.draft, "--method") == "suffix"

@@ -1,0 +1,128 @@
+"""Real processes whose models vLLM runs: a client gets the target's text, or its distribution, whatever becomes of the
+draft."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tandem.client import Client
+from tandem.types import GenerationRequest, RowKind
+from tests.end_to_end.disturbed import begun, streamed
+from tests.end_to_end.disturbed import request as requested
+from tests.end_to_end.models import save_model
+from tests.end_to_end.processes import AHEAD, TANDEM, Process, address_of, coordinator, running
+from tests.end_to_end.test_distribution import (
+    SEEDS,
+    assert_distributed_as,
+    exact,
+    sampled,
+    small_draft,
+    small_target,
+)
+from tests.paths import DEMO_DRAFT, DEMO_TARGET
+from tests.service.clients import complete, complete_all
+
+pytestmark = pytest.mark.timeout(1800)
+
+OPTIONS = ("--engine", "vllm", "--enforce-eager", "--dtype", "float32", "--threads", "1", "--port", "0")
+PROMPTS = ("def add(a, b):\n", "class Stack:\n", "import os\n\n", "for each in range(10):\n")
+REQUESTS = [requested(prompt, rule, 32) for rule in ("greedy", "strict") for prompt in PROMPTS]
+
+
+@contextmanager
+def served(target: Path, draft: Path, *options: str) -> Iterator[tuple[Process, Process]]:
+    """Both models; the options are the draft's."""
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(running(TANDEM, "serve", *words, *OPTIONS))
+            for words in (("target", "--model", str(target)), ("draft", "--model", str(draft), *options))
+        ]
+        for each in processes:
+            address_of(each)
+        yield processes[0], processes[1]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[Process, Process]]:
+    """The demo pair. The last test kills the draft."""
+    with served(DEMO_TARGET, DEMO_DRAFT) as processes:
+        yield processes
+
+
+@pytest.fixture(scope="module")
+def small_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A coordinator over a pair whose distributions can be enumerated. The draft has three tokens of six to propose."""
+    folders = [
+        save_model(model, tmp_path_factory.mktemp("small")) for model in (small_target(), small_draft())
+    ]
+    with (
+        served(folders[0], folders[1], "--draft-top-k", "3") as (target, draft),
+        coordinator(address_of(target), address_of(draft)) as process,
+    ):
+        yield address_of(process)
+
+
+@pytest.mark.parametrize(
+    ("rule", "row_kind"),
+    [
+        ("strict", RowKind.TOKEN),
+        ("residual", RowKind.SUPPORT),
+        ("residual", RowKind.DENSE),
+        ("block", RowKind.SUPPORT),
+        ("block", RowKind.DENSE),
+    ],
+)
+async def test_every_lossless_rule_has_the_targets_distribution(
+    small_address: str, rule: str, row_kind: RowKind
+) -> None:
+    request = GenerationRequest(
+        (3, 4), temperature=1.0, top_k=4, rejection_sampling_strategy=rule, row_kind=row_kind
+    )
+    assert_distributed_as(await sampled(small_address, request, SEEDS), exact(small_target(), request))
+
+
+async def test_neither_draft_nor_lead_nor_batch_changes_the_text(pair: tuple[Process, Process]) -> None:
+    """Running ahead where nothing is proposed, and verifying ahead where the draft drafts ahead."""
+    target, draft = map(address_of, pair)
+    expected: list[tuple[int, ...]] = []
+    for lead in (0, 2, 8):
+        with coordinator(target, draft, *AHEAD, "--target-lead", str(lead)) as process:
+            for at_once in (1, 4):
+                alone = await complete_all(
+                    address_of(process), [replace(each, speculation=False) for each in REQUESTS], at_once
+                )
+                expected = expected or [each.token_ids for each in alone]
+                assert [each.token_ids for each in alone] == expected, (lead, at_once)
+                led = [each.stats.lead.rounds for each in alone]
+                assert led == [len(each.token_ids) - 1 if lead else 0 for each in alone]
+                found = await complete_all(address_of(process), REQUESTS, at_once)
+                assert [each.token_ids for each in found] == expected, (lead, at_once)
+                assert all(each.stats.accepted for each in found)
+                assert any(each.stats.lead.rounds for each in found) == (lead > 0)
+
+
+async def test_requests_go_on_when_the_only_draft_is_killed(pair: tuple[Process, Process]) -> None:
+    target, draft = pair
+    requests = [
+        requested(prompt, rule, 96) for prompt, rule in zip(PROMPTS, ("greedy", "strict"), strict=False)
+    ]
+    residual = replace(requests[1], rejection_sampling_strategy="residual")
+    with coordinator(address_of(target), address_of(draft)) as process:
+        async with Client(address_of(process)) as client:
+            expected = [await streamed(client, each) for each in requests]
+            has_drafted = asyncio.Event()
+            other = asyncio.create_task(complete(client, residual, has_drafted))
+            async with begun(client, requests, expected) as disturbed:
+                await has_drafted.wait()
+                draft.kill()
+            for stream, undisturbed in zip(disturbed.streams, expected, strict=True):
+                assert 0 < sum(stream.drafted) < sum(undisturbed.drafted)
+            assert len((await other).token_ids) == residual.max_tokens
+            after = await streamed(client, requests[1])
+            assert (after.text, any(after.drafted)) == (expected[1].text, False)

@@ -47,7 +47,7 @@ from tandem.wire.generation import chat_prompt_from_proto, chat_to_proto, chunk_
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """Number of retries of a request that has delivered nothing.
+    """Number of retries of a request.
 
     Only for errors that may pass: a coordinator that cannot be reached, or one that is full and says when to come back.
     """
@@ -58,6 +58,9 @@ class Retries:
     """Longest wait before the second try; it doubles with each."""
     longest_wait_seconds: float = 5.0
     """Longest wait before an attempt. A refusal that asks for a longer wait is raised instead."""
+    goes_on: bool = True
+    """When a stream breaks, go on after the tokens that it has delivered. Statistics in the summary are those of the
+    last stream. False: only a request that nothing was delivered of is tried again."""
 
     def wait_seconds(self, error: TandemError, tried: int, uniform: float) -> float | None:
         """Seconds to wait before the next attempt; None: do not retry.
@@ -86,7 +89,7 @@ class Tries:
 
     def __init__(self, retries: Retries, timeout_seconds: float | None, service: str) -> None:
         self.timeout_seconds = timeout_seconds
-        self.delivered = 0
+        self.delivered: list[int] = []
         """Tokens received so far."""
         self._retries = retries
         self._service = service
@@ -98,21 +101,36 @@ class Tries:
         """Seconds that the next try may take; None for no limit."""
         return self._deadline.remaining_seconds
 
+    def received(self, chunk: Chunk) -> None:
+        """Note a chunk. Tries are counted from the last one on."""
+        self.delivered += chunk.token_ids
+        self._tried = 0
+
+    def message(self, request: GenerationRequest) -> generation_pb2.GenerateRequest:
+        """The next try's message.
+
+        Raises:
+            InvalidRequestError: see `as_message`.
+        """
+        delivered = (*request.delivered_token_ids, *self.delivered)
+        return as_message(replace(request, delivered_token_ids=delivered))
+
     def wait_seconds(self, error: TandemError) -> float:
         """Seconds to wait before the next attempt.
 
         Raises:
-            TandemError: the error itself, if there is no next attempt: tokens were delivered, a retry would not help,
-                or the time is up.
+            TandemError: the error itself, if there is no next attempt: a retry would not help, or the time is up.
         """
         self._tried += 1
+        count = len(self.delivered)
         if isinstance(error, DeadlineError) and self.timeout_seconds is not None:
             # gRPC's own clock may strike before the coordinator has had its say.
             raise DeadlineError(
                 f"{self._service}: the request took longer than the {self.timeout_seconds:g} s it was given; "
-                f"{plural(self.delivered, 'token')} {'was' if self.delivered == 1 else 'were'} delivered"
+                f"{plural(count, 'token')} {'was' if count == 1 else 'were'} delivered"
             ) from None
-        wait = None if self.delivered else self._retries.wait_seconds(error, self._tried, random.random())
+        goes_on = self._retries.goes_on or not count
+        wait = self._retries.wait_seconds(error, self._tried, random.random()) if goes_on else None
         remaining = self.remaining_seconds
         if wait is None or (remaining is not None and wait >= remaining):
             raise error
@@ -182,6 +200,7 @@ class Options(TypedDict, total=False):
     include_stop_str_in_output: bool
     max_tokens_must_fit: bool
     grammar: Grammar | None
+    delivered_token_ids: tuple[int, ...]
 
 
 _BITS = {"seed": 64, "max_tokens": 32, "top_k": 32, "num_speculative_tokens": 32, "logprobs": 32}
@@ -292,7 +311,7 @@ class Client(CoordinatorClient):
         Args:
             address: host:port of the coordinator.
             credentials: TLS and the token, where it asks for them.
-            retries: How often a request that nothing was delivered of is tried again.
+            retries: How often a request is tried again.
 
         Raises:
             ConfigurationError: a file of the credentials cannot be read, or makes no sense.
@@ -314,11 +333,11 @@ class Client(CoordinatorClient):
         Raises:
             TandemError: the coordinator refused or failed; the error's class says which.
         """
-        message = as_message(as_request(prompt, options))
+        request = as_request(prompt, options)
         tries = Tries(self._retries, timeout_seconds, f"coordinator {self.address}")
         while True:
             try:
-                async with aclosing(self._try(message, tries)) as chunks:
+                async with aclosing(self._try(tries.message(request), tries)) as chunks:
                     async for chunk in chunks:
                         yield chunk
             except TandemError as error:
@@ -354,7 +373,7 @@ class Client(CoordinatorClient):
             with coordinator_errors(self.address):
                 async for response in call:
                     chunk = chunk_from_proto(response)
-                    tries.delivered += len(chunk.token_ids)
+                    tries.received(chunk)
                     yield chunk
         finally:
             call.cancel()

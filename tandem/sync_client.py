@@ -25,7 +25,6 @@ from tandem.client import (
     Prompt,
     Retries,
     Tries,
-    as_message,
     as_request,
     coordinator_errors,
     joined,
@@ -73,11 +72,11 @@ class SyncClient:
         self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[Options]
     ) -> Iterator[Chunk]:
         """As `tandem.client.Client.generate`."""
-        message = as_message(as_request(prompt, options))
+        request = as_request(prompt, options)
         tries = Tries(self._retries, timeout_seconds, f"coordinator {self.address}")
         while True:
             try:
-                yield from self._try(message, tries)
+                yield from self._try(tries.message(request), tries)
             except TandemError as error:
                 wait_seconds = tries.wait_seconds(error)
             else:
@@ -125,7 +124,7 @@ class SyncClient:
             with coordinator_errors(self.address):
                 for response in call:
                     chunk = chunk_from_proto(response)
-                    tries.delivered += len(chunk.token_ids)
+                    tries.received(chunk)
                     yield chunk
         finally:
             call.cancel()

@@ -628,6 +628,8 @@ class GenerationRequest:
     grammar: Grammar | None = None
     """What the completion may be, a JSON schema for instance; None for anything. Think spans are the coordinator's to
     fill in."""
+    delivered_token_ids: tuple[int, ...] = ()
+    """Tokens of the completion that an earlier stream, which broke, has delivered: it goes on after them."""
 
 
 class FinishReason(Enum):

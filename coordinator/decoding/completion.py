@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from coordinator.stats.rounds import RoundTally
-from tandem.errors import ProtocolError
+from tandem.errors import InvalidRequestError, ProtocolError
 from tandem.grammar import GrammarState
 from tandem.types import (
     Acceptance,
@@ -214,6 +214,16 @@ class Completion:
         self._stop_reason: str | int | None = None
         self._grammar = grammar
         self._max_forced = max_forced
+
+    def go_on_after(self, token_ids: Sequence[int]) -> None:
+        """Commit tokens that an earlier stream has delivered, with their text.
+
+        Raises:
+            InvalidRequestError: they end the completion.
+        """
+        self._commit_up_to_end(token_ids)
+        if self.finish_reason is not None:
+            raise InvalidRequestError("delivered_token_ids end the completion; nothing is left to generate")
 
     @property
     def stats(self) -> SpeculationStats:

@@ -49,7 +49,8 @@ _PAGE_HEADERS = {
 }
 
 # A load balancer has no token, and the page asks for one.
-_OPEN_PATHS = frozenset({"/health", "/ping", "/openapi.json", "/docs", *_PAGE_FILES})
+HEALTH_PATHS = frozenset({"/health", "/ping"})
+_OPEN_PATHS = frozenset({*HEALTH_PATHS, "/openapi.json", "/docs", *_PAGE_FILES})
 
 REQUEST_ID_HEADER = b"x-request-id"
 """A client's own name for a request, which the answer repeats; OpenAI's clients show it with errors."""

@@ -12,12 +12,14 @@ from typing import Any
 
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from coordinator.http.app import HEALTH_PATHS
 from coordinator.http.bodies import IGNORED_HEADER
+from coordinator.http.errors import error_response
 from coordinator.settings.coordinator import CoordinatorSettings, origins
-from tandem.errors import ConfigurationError
+from tandem.errors import ConfigurationError, ServiceUnavailableError
 from tandem.rpc.credentials import ReloadedFile
 from tandem.serving.tls import server_context
 
@@ -55,6 +57,7 @@ class HttpServer:
         self._socket = listening or bound_socket(host, settings.http_port)
         name = f"[{host}]" if ":" in host else host
         self.url = f"{'http' if tls is None else 'https'}://{name}:{self._socket.getsockname()[1]}"
+        app = self._bounded(app, settings.http_max_connections)
         if allowed := origins(settings.cors_origin):
             exposed = [IGNORED_HEADER, "Retry-After", "Retry-After-Ms", "X-Request-Id"]
             app = CORSMiddleware(app, allowed, ["GET", "POST"], allow_headers=["*"], expose_headers=exposed)
@@ -70,7 +73,6 @@ class HttpServer:
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            limit_concurrency=settings.http_max_connections,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
         )
@@ -78,6 +80,21 @@ class HttpServer:
         config.ssl = tls
         self._server = _Server(config)
         self._serving: asyncio.Task[None] | None = None
+
+    def _bounded(self, app: ASGIApp, max_connections: int) -> ASGIApp:
+        """The application behind the bound on connections, which probes of health pass."""
+
+        async def bounded(scope: Scope, receive: Receive, send: Send) -> None:
+            is_full = len(self._server.server_state.connections) > max_connections
+            if is_full and scope["type"] == "http" and scope["path"] not in HEALTH_PATHS:
+                error = ServiceUnavailableError(
+                    f"more than {max_connections} connections are open, which is the maximum; try again later"
+                )
+                await error_response(error)(scope, receive, send)
+            else:
+                await app(scope, receive, send)
+
+        return bounded
 
     def start(self) -> None:
         """Begin to answer."""

@@ -225,8 +225,12 @@ class Plan:
         )
 
     def begin(self) -> Completion:
-        """The completion, which holds only the prompt yet."""
-        return Completion(
+        """The completion, which holds only the prompt, and what an earlier stream has delivered.
+
+        Raises:
+            InvalidRequestError: that ends it.
+        """
+        completion = Completion(
             self.prompt,
             self.limits,
             Detokenizer(self.models.tokenizer),
@@ -236,6 +240,8 @@ class Plan:
             grammar=None if self.grammar is None else self.grammar.state,
             max_forced=0 if self.rule.strategy.needs_token_logits else MAX_FORCED_TOKENS,
         )
+        completion.go_on_after(self.request.delivered_token_ids)
+        return completion
 
     def active(self, completion: Completion) -> ActiveRequest:
         """The entry in the list of running requests."""

@@ -234,6 +234,12 @@ def _known_ids(subject: TokenizedRequest) -> Iterator[str]:
     return outside_vocabulary("the prompt holds", subject.prompt, subject.target)
 
 
+def _delivered_ids(subject: TokenizedRequest) -> Iterator[str]:
+    return outside_vocabulary(
+        "delivered_token_ids holds", subject.request.delivered_token_ids, subject.target
+    )
+
+
 def _stop_strings(subject: TokenizedRequest) -> Iterator[str]:
     if "" in subject.request.stop:
         yield "a stop string is empty; each must have a character"
@@ -374,6 +380,11 @@ REQUEST_RULES: tuple[Rule[TokenizedRequest], ...] = (
     Rule("prompt-not-empty", "The prompt holds at least one token.", _prompt_not_empty),
     Rule("prompt-fits", "The prompt is shorter than `max_length`.", _prompt_fits),
     Rule("known-token-ids", "The prompt's ids are in the target's vocabulary.", _known_ids),
+    Rule(
+        "known-delivered-ids",
+        "Ids that an earlier stream has delivered are in the target's vocabulary.",
+        _delivered_ids,
+    ),
     at_least("max_tokens", 1, of=_request),
     *sampling_rules(of=_request),
     at_least("num_speculative_tokens", 1, of=_request),

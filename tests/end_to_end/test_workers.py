@@ -15,7 +15,7 @@ import pytest
 
 from tandem.admin import Stats
 from tandem.admin_client import AdminClient
-from tandem.client import Client
+from tandem.client import Client, Retries
 from tandem.errors import AbortedError, InvalidRequestError, NotFoundError, ServiceUnavailableError
 from tandem.replica import ReplicaState
 from tandem.types import GenerationRequest
@@ -56,9 +56,9 @@ def two(services: tuple[str, str]) -> Iterator[Process]:
         yield process
 
 
-async def complete(address: str, tokens: int) -> tuple[str, list[int]]:
+async def complete(address: str, tokens: int, *, goes_on: bool = True) -> tuple[str, list[int]]:
     """Complete a prompt over a connection of its own."""
-    async with Client(address) as client:
+    async with Client(address, retries=Retries(goes_on=goes_on)) as client:
         chunks = [chunk async for chunk in client.generate(request(tokens))]
     return "".join(chunk.text for chunk in chunks), [i for chunk in chunks for i in chunk.token_ids]
 
@@ -157,9 +157,11 @@ async def test_a_killed_worker_is_started_again_as_it_was_and_a_drain_ends_all(
             await admin.drain(services[1])
             counted = (await admin.stats()).completion_tokens
         before = workers_of(process)
-        tasks = [asyncio.create_task(complete(address, 600)) for _ in range(STREAMS)]
-        await running(address, STREAMS)
+        tasks = [asyncio.create_task(complete(address, 600, goes_on=False)) for _ in range(STREAMS)]
+        others = [asyncio.create_task(complete(address, 600)) for _ in range(STREAMS)]
+        await running(address, 2 * STREAMS)
         os.kill(before[0], signal.SIGKILL)
+        assert await asyncio.gather(*others) == [expected] * STREAMS, "clients go on by themselves"
         results = await asyncio.gather(*tasks, return_exceptions=True)
         broken = [result for result in results if isinstance(result, BaseException)]
         assert broken, "some streams were on the killed worker"

@@ -85,6 +85,7 @@ class FlakyCoordinator(GenerateOnly):
         self, request: generation_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         self.calls += 1
+        self.delivered = list(request.delivered_token_ids)
         if self.codes:
             code = self.codes.pop(0)
             for _ in range(self._after):
@@ -250,10 +251,24 @@ async def test_transient_errors_are_retried(kind: str) -> None:
 
 
 @BOTH
+async def test_a_broken_stream_goes_on_after_what_it_has_delivered(kind: str) -> None:
+    servicer = FlakyCoordinator(*[UNAVAILABLE] * 6, after=2)
+    async with serving_flaky(servicer) as address:
+        completed = await completer(kind, address, retries=Retries(first_wait_seconds=0.01))("x")
+    assert (completed.text, completed.token_ids) == ("a" * 13, (1,) * 13)
+    assert servicer.delivered == [1] * 12
+
+
+@BOTH
 @pytest.mark.parametrize(
     ("make", "retries", "error", "calls"),
     [
-        (lambda: FlakyCoordinator(UNAVAILABLE, after=1), Retries(), ServiceUnavailableError, 1),
+        (
+            lambda: FlakyCoordinator(UNAVAILABLE, after=1),
+            Retries(goes_on=False),
+            ServiceUnavailableError,
+            1,
+        ),
         (
             lambda: FlakyCoordinator(*[UNAVAILABLE] * 9),
             Retries(first_wait_seconds=0.01),
@@ -265,7 +280,7 @@ async def test_transient_errors_are_retried(kind: str) -> None:
         (lambda: FlakyCoordinator(EXHAUSTED, hint=60.0), Retries(), CapacityError, 1),
         (lambda: FlakyCoordinator(grpc.StatusCode.INVALID_ARGUMENT), Retries(), InvalidRequestError, 1),
     ],
-    ids=["already begun", "too many", "retries off", "no hint", "too long a wait", "invalid"],
+    ids=["may not go on", "too many", "retries off", "no hint", "too long a wait", "invalid"],
 )
 async def test_other_errors_are_raised(
     kind: str, make: Callable[[], FlakyCoordinator], retries: Retries, error: type[Exception], calls: int

@@ -390,3 +390,20 @@ async def test_a_full_target_takes_over_no_sequence(monkeypatch: pytest.MonkeyPa
         assert (await task).token_ids == EXPECTED
         await until(lambda: not full.fake.running and not draining.fake.running, SECONDS)
     assert (draining.fake.opened, full.fake.opened) == (1, 1)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+async def test_a_stream_that_broke_at_the_client_goes_on_with_the_same_tokens(
+    model: LoadedModel, other_model: LoadedModel, name: str
+) -> None:
+    """Noise is keyed by position, so a completion does not depend on where the client took it up again."""
+    request = replace(REQUESTS[name], presence_penalty=0.5, speculation=False)
+    async with cluster(model, other_model, Faults()) as one:
+        whole = await complete(one.client, request)
+        for cut in (1, 7):
+            rest = await one.client.complete(request, delivered_token_ids=whole.token_ids[:cut])
+            assert whole.token_ids[:cut] + rest.token_ids == whole.token_ids
+            assert rest.summary.completion_tokens == len(whole.token_ids)
+            assert whole.text.endswith(rest.text)
+        with pytest.raises(InvalidRequestError, match="delivered_token_ids holds token id -1"):
+            await complete(one.client, replace(request, delivered_token_ids=(-1,)))

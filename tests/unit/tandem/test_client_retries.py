@@ -15,6 +15,7 @@ from tandem.errors import (
     ServiceUnavailableError,
     TandemError,
 )
+from tandem.types import Chunk
 
 AWAY = ServiceUnavailableError("away")
 UNIFORMS = st.floats(0.0, 1.0, exclude_max=True)
@@ -60,9 +61,9 @@ def test_tries_are_bounded() -> None:
         Tries(NO_RETRIES, None, "c").wait_seconds(AWAY)
 
 
-def test_a_started_request_is_not_retried() -> None:
-    tries = Tries(Retries(), None, "c")
-    tries.delivered = 1
+def test_a_request_that_may_not_go_on_is_not_retried_once_it_has_begun() -> None:
+    tries = Tries(Retries(goes_on=False), None, "c")
+    tries.received(Chunk("a", (1,), (False,), (1,)))
     with pytest.raises(ServiceUnavailableError):
         tries.wait_seconds(AWAY)
 
@@ -71,7 +72,7 @@ def test_no_wait_exceeds_the_deadline() -> None:
     tries = Tries(Retries(first_wait_seconds=10.0, longest_wait_seconds=10.0), 1.0, "c")
     with pytest.raises(ServiceUnavailableError):
         tries.wait_seconds(AWAY)
-    tries.delivered = 7
+    tries.delivered += range(7)
     with pytest.raises(
         DeadlineError, match=r"c: the request took longer than the 1 s it was given; 7 tokens were"
     ):

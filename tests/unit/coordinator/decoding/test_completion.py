@@ -20,7 +20,7 @@ from coordinator.decoding.completion import (
     think_spans,
 )
 from coordinator.decoding.logprobs import LogprobsRecorder, token_logprobs
-from tandem.errors import ProtocolError
+from tandem.errors import InvalidRequestError, ProtocolError
 from tandem.types import (
     Acceptance,
     Chunk,
@@ -74,6 +74,27 @@ def test_accepted_tokens_and_the_next_one_are_committed() -> None:
     assert sum(chunk.text_lengths) == len(chunk.text)
     assert chunk.summary is None
     assert target.can_extend
+
+
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_a_completion_goes_on_after_what_was_delivered(cut: int) -> None:
+    """Stop strings and characters may lie across the place where a stream broke."""
+    ids = ids_of("é = äß # stop here, not there\n")
+    whole, rest = completion(stop=("stop here",)), completion(stop=("stop here",))
+    chunks = []
+    for token_id in ids:
+        chunks.append(extend(whole, (), 0, token_id))
+        if not whole.can_extend:
+            break
+    assert whole.finish_reason is FinishReason.STOP
+    assert cut < len(chunks)
+    rest.go_on_after(ids[:cut])
+    for before, token_id in zip(chunks[cut:], ids[cut:], strict=False):
+        after = extend(rest, (), 0, token_id)
+        assert after.text == before.text
+    assert (rest.finish_reason, rest.token_ids) == (whole.finish_reason, whole.token_ids)
+    with pytest.raises(InvalidRequestError, match="nothing is left"):
+        completion(stop=("stop here",)).go_on_after(ids)
 
 
 def test_a_chunk_is_marked_if_its_proposal_was_drafted_ahead() -> None:

@@ -329,7 +329,12 @@ async def test_options_arrive_as_they_are() -> None:
     expected = options | {name: tuple(value) for name, value in lists.items()}
     expected |= {"prompt": "x", "logit_bias": {5: -1.0}, "max_tokens_must_fit": True}
     assert request == GenerationRequest(**expected)
-    assert {field.name for field in fields(GenerationRequest)} == {*expected, "row_kind", "grammar"}
+    assert {field.name for field in fields(GenerationRequest)} == {
+        *expected,
+        "row_kind",
+        "grammar",
+        "delivered_token_ids",
+    }
 
 
 async def test_unset_fields_are_left_to_the_coordinator() -> None:

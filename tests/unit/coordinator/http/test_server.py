@@ -191,5 +191,8 @@ async def test_connections_above_the_limit_are_refused() -> None:
         reader, writer = connections[-1]
         writer.write(GET)
         assert (await reader.readline()).split()[1] == b"503"
+        reader, writer = connections[0]
+        writer.write(GET.replace(b"/ ", b"/health ", 1))
+        assert (await reader.readline()).split()[1] == b"200"
         for _, writer in connections:
             writer.close()

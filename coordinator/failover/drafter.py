@@ -146,7 +146,7 @@ class FailoverDrafter:
         self._placement.target_address = self._active.target_address
         speculation.target = self._active.target_address or speculation.target
         tokens = speculation.begin_round(load)
-        is_paused = not tokens and not speculation.is_probe
+        is_paused = not tokens
         if is_paused and not self._is_paused and (address := self._placement.address):
             self._report("draft_paused", address, {"load": load, "gain": speculation.gain})
         self._is_paused = is_paused

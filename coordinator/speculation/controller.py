@@ -50,14 +50,15 @@ HYSTERESIS = 1.03
 OPTIMISM = 0.5
 """Standard deviations by which the acceptance may be better than known, in the decision between drafting and not. In
 simulations 1 loses 1 % of the first 100 rounds, and 1.5 3 %."""
-PROBE_SHARE = 0.01
-"""Share of the rounds, and of their time, that try what was not chosen: drafting, or drafting ahead."""
-PROBE_ROUNDS = 3
-"""Proposals of one request in such a probe: the draft reads the tokens since the last one only once."""
-TURN_ROUNDS = 6
-"""Rounds of one request in a turn: the target alone is asked for the first, and settles after the second."""
-PROBE_WAIT_ROUNDS = 24
-"""Rounds in which a probe without any proposal is given up."""
+TURN_SHARE = 0.01
+"""Share of the rounds, and of their time, that try what was not chosen: the target alone, drafting, or drafting ahead."""
+TURN_ROUNDS = 4
+"""Rounds of one request in such a turn: the target alone is asked for the first, and settles after the second; a draft
+reads in the first what was committed since the last turn."""
+HOPELESS = 0.9
+"""Predicted gain below which drafting is tried by one request alone: what rounds of all take is rarely known so badly."""
+TURN_WAIT_ROUNDS = 24
+"""Rounds of one request after which a turn without enough proposals is given up."""
 RENEWAL_ROUNDS = 8
 """Rounds of each request between two decisions, doubled up to this number from 1 on. A decision takes 40 us, so that
 its share of a round is 5 us. With 32 the demo pair makes a tenth fewer of its first hundred tokens."""
@@ -130,11 +131,15 @@ class Choice:
         self._rounds = 0
         self._renew_in = 0
         self._pause = 1
-        self._next_probe = self._next_turn = self._turned_until = 0
-        self._turns_to_alone = False
+        self._turn: tuple[int, int] | None = None
+        """What the turn in progress tries: K and outcomes."""
+        self._turn_of: RequestSpeculation | None = None
+        """The only request whose turn it is; None: that of all."""
+        self._next_turn = self._turn_end = self._turn_rounds = 0
+        """Rounds: the first of the next turn, the last of this one, and those that it still needs."""
         self._turn_pause = 2 * TURN_ROUNDS * load
-        self._surprise = 0.0
-        """Tokens that the present probe has accepted beyond twice the expected ones and one."""
+        self._was_alone = False
+        """True if the last turn was of the target alone."""
 
     def of_other(self, costs: CostModel, gains: AcceptanceModel, ahead: AheadModel) -> Choice:
         """The decision for another kind of request, with the same choices, as it would be now."""
@@ -153,45 +158,54 @@ class Choice:
         """The K above 0 that the target alone is compared with: the present one, or the best."""
         return self.tokens or self.best_drafting
 
-    def begin_round(self) -> tuple[int, int]:
-        """K of the round that begins, and the outcomes that it drafts ahead for."""
+    def begin_round(self, request: RequestSpeculation) -> tuple[int, int]:
+        """K of the request's round that begins, and the outcomes that it drafts ahead for."""
         self._rounds += 1
         self._renew_in -= 1
+        if self._turn is not None and (self._turn_rounds <= 0 or self._rounds >= self._turn_end):
+            self._turn, self._renew_in = None, 0
         if self._renew_in <= 0:
             self._renew()
-        if self.tokens and self.expected and self._rounds >= self._next_turn:
-            self._turn()
-        if self._rounds == self._turned_until:
-            self._renew()
-        if not self.tokens or self._rounds >= self._turned_until:
-            return self.tokens, self.way.outcomes
-        return (0, 0) if self._turns_to_alone else (self.tokens, self._other_way.outcomes)
+        if self._turn is None and self.expected and self._rounds >= self._next_turn:
+            self._begin_turn(request)
+        is_turn = self._turn is not None and self._turn_of in (None, request)
+        return self._turn if self._turn is not None and is_turn else (self.tokens, self.way.outcomes)
 
-    def _turn(self) -> None:
-        """Let some rounds go as they might: alone, and then the other way. What is known of it is a prediction, or old.
+    def _begin_turn(self, request: RequestSpeculation) -> None:
+        """Let some rounds go as they might. What is known of it is a prediction, or old. The first turns come early.
 
-        The first ones come early.
+        Those of all requests: one that drafts beside others that do not takes what it never takes otherwise. Where
+        the draft is far from paying, one request shows whether its acceptance has changed.
         """
-        has_other = bool(self._other_way.seconds)
+        load, other = self.load, self._other_way
         # A gain beyond any surprise is compared later: a prediction may still be wrong by more.
-        is_clear = self._turn_pause <= 2 * TURN_ROUNDS * self.load and self.gain >= SURPRISE
-        may_be_alone = len(self._lengths) > 1 and not is_clear
-        self._turns_to_alone = may_be_alone and not (self._turns_to_alone and has_other)
-        if not self._turns_to_alone and not has_other:
+        is_clear = self._turn_pause <= 2 * TURN_ROUNDS * load and self.gain >= SURPRISE
+        may_be_alone = self.tokens > 0 and len(self._lengths) > 1 and not is_clear
+        self._turn_of = None
+        if not self.tokens:
+            self._turn, seconds = (self.best_drafting, self.way.outcomes), self.way.seconds[self.best_drafting]
+            if self.gain < HOPELESS:
+                self._turn_of = request
+            else:
+                self.costs.doubt_drafted(load, self.best_drafting)
+        elif may_be_alone and not (self._was_alone and other.seconds):
+            self._turn, seconds = (0, 0), self.way.seconds[0]
+            self.costs.doubt_alone(load)
+        elif other.seconds:
+            self._turn, seconds = (self.tokens, other.outcomes), other.seconds[self.tokens]
+            self.ahead.calibration(is_ahead=not self.way.outcomes).doubt(load, self.expected[self.tokens])
+        else:
             self._turn_pause *= 8
             self._next_turn = self._rounds + self._turn_pause
             return
-        self._turned_until = self._rounds + TURN_ROUNDS * self.load
-        if self._turns_to_alone:
-            self.costs.doubt_alone(self.load)
-            seconds = self.way.seconds[0]
-        else:
-            other = self.ahead.calibration(is_ahead=not self.way.outcomes)
-            other.doubt(self.load, self.expected[self.tokens])
-            seconds = self._other_way.seconds[self.tokens]
-        self._turn_pause = min(
-            8 * self._turn_pause, TURN_ROUNDS * (self._next(seconds) - self._rounds) // PROBE_ROUNDS
-        )
+        self._was_alone = self._turn[0] == 0
+        self._turn_rounds = TURN_ROUNDS * (load if self._turn_of is None else 1)
+        self._turn_end = self._rounds + (TURN_WAIT_ROUNDS if self._turn[0] else TURN_ROUNDS) * load
+        dearness = max(seconds / max(self.way.seconds[self.tokens], 1e-9), 1.0)
+        usual = int(TURN_ROUNDS * load * dearness / TURN_SHARE)
+        self._turn_pause = min(8 * self._turn_pause, usual)
+        if not self.tokens and self.gains.proposals < WINDOW:  # bad luck with the first ones is likely
+            self._turn_pause = min(self._turn_pause, 4 * TURN_ROUNDS * load)
         self._next_turn = self._rounds + self._turn_pause
 
     @property
@@ -199,36 +213,15 @@ class Choice:
         """Rounds that do not draft ahead."""
         return self._other_way if self.way.outcomes else self.way
 
-    def begin_probe(self) -> int:
-        """K of a probe, if one of the requests should begin one while the target works alone; else 0."""
-        if self.tokens or self._rounds < self._next_probe:
-            return 0
-        self._put_off_probe()
-        self._surprise = -1.0
-        return self.best_drafting
-
-    def _put_off_probe(self) -> None:
-        self._next_probe = self._next(self.way.seconds[self.best_drafting])
-        if self.gains.proposals < WINDOW:  # bad luck with the first ones is likely
-            self._next_probe = min(self._next_probe, self._rounds + 4 * PROBE_ROUNDS * self.load)
-
-    def probed(self, proposed: int, accepted: int) -> None:
-        """Count a proposal made while the target works alone. After a surprise the next probe follows at once."""
-        self._surprise += accepted - SURPRISE * (self.expected[proposed] - 1.0)
-        if self._surprise > 0.0:
-            self._renew_in, self._pause = 0, 1
-            self._next_probe = self._rounds
+    def proposed(self, request: RequestSpeculation) -> None:
+        """Count a proposal of a request towards the turn in progress."""
+        self._turn_rounds -= self._turn_of in (None, request)
 
     def count(self, proposed: int, seconds: float) -> None:
         """Count a uniform round at this load."""
         if proposed < len(self.way.seconds):
             self.predicted_seconds += self.way.seconds[proposed]
             self.measured_seconds += seconds
-
-    def _next(self, seconds: float) -> int:
-        """When to probe again, where a round of a probe takes so long."""
-        dearness = max(seconds / max(self.way.seconds[self.tokens], 1e-9), 1.0)
-        return self._rounds + int(PROBE_ROUNDS * self.load * dearness / PROBE_SHARE)
 
     def _renew(self) -> None:
         """Predict again, and change what another choice is clearly better than."""
@@ -282,9 +275,8 @@ class Choice:
         self.best_drafting = best
         if hopeful[best] <= HYSTERESIS * (1.0 if was else HYSTERESIS) * speeds[0]:
             self.tokens = 0
-            # What nobody has ever seen propose is asked at once.
-            if was and not (is_first and self.gains.proposals < WINDOW):
-                self._put_off_probe()
+            if is_first and self.gains.proposals < WINDOW:  # what nobody has ever seen propose is asked at once
+                self._next_turn = self._rounds
         elif not was or is_first or hopeful[best] > HYSTERESIS * hopeful[was]:
             self.tokens = best
 
@@ -322,15 +314,11 @@ class RequestSpeculation:
         """Outcomes that the round in progress drafts ahead for, and those that the round before it did."""
         self._own_tokens: int | None = None
         """Best length for its own acceptance; None: follow the shared choice."""
-        self._probe_proposals = self._probe_until = self._led_rounds = 0
-        self._probe_tokens = 0
+        self._alike_rounds = 0
+        """Rounds since the last one that was another kind of round: with a proposal, begun by the target, or neither."""
+        self._last_kind = (False, False)
         self._is_beginning = True
         controller.beginning += 1
-
-    @property
-    def is_probe(self) -> bool:
-        """True if the round in progress proposes only to learn whether drafting pays."""
-        return self._probe_proposals > 0
 
     @property
     def gain(self) -> float:
@@ -359,7 +347,7 @@ class RequestSpeculation:
                 leads=self._leads,
             )
         self._granted = self._outcomes
-        shared, self._outcomes = choice.begin_round()
+        shared, self._outcomes = choice.begin_round(self)
         self.tokens = self._chosen(choice, shared) if self.is_adaptive else self.max_tokens
         return self.tokens
 
@@ -435,15 +423,15 @@ class RequestSpeculation:
         if choice is None or cost is None:
             return
         if proposed:
+            choice.proposed(self)
             choice.gains.add(proposed, result.accepted)
             self._acceptance.add(proposed, result.accepted, choice.rates)
-            if self._probe_proposals and not choice.tokens:
-                choice.probed(min(proposed, choice.max_tokens), result.accepted)
-            self._probe_proposals = max(self._probe_proposals - 1, 0)
         is_ahead = result.awaited_outcome
+        kind = proposed > 0, cost.was_led and not proposed
+        self._alike_rounds = self._alike_rounds + 1 if kind == self._last_kind else 1
+        self._last_kind = kind
         if not is_ahead and not self._granted:
-            self._led_rounds = self._led_rounds + 1 if cost.was_led else 0
-            choice.costs.add(self.load, cost, is_settled=self._led_rounds != 1)
+            choice.costs.add(self.load, cost, is_settled=self._alike_rounds > 1)
         if self._draft_ahead == "auto":
             self._compare_ways(choice, proposed, cost.seconds, is_ahead)
         if is_ahead == bool(choice.way.outcomes) and cost.is_uniform and not cost.was_late:
@@ -469,18 +457,8 @@ class RequestSpeculation:
         self._is_beginning = False
 
     def _chosen(self, choice: Choice, shared: int) -> int:
-        if self._rounds == 1 and self._controller.beginning > BURST:
-            return 0
-        if self._rounds >= self._probe_until:
-            self._probe_proposals = 0
-        if self._probe_proposals:
-            return self._probe_tokens
-        if not choice.tokens and self._rounds > 1 and (probe := choice.begin_probe()):
-            # It first reads what was committed since the last one.
-            self._probe_tokens, self._probe_proposals = probe, PROBE_ROUNDS
-            self._probe_until = self._rounds + PROBE_WAIT_ROUNDS
-            return probe
-        if not shared:
+        may_begin = choice.tokens > 0 and self._controller.beginning <= BURST
+        if not shared or (self._rounds == 1 and not may_begin):
             return 0
         if self._rounds % WINDOW == 0:
             self._own_tokens = self._refined(choice)

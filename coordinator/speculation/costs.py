@@ -157,6 +157,11 @@ class RestCosts:
         """At the load at which it is least; None before any round."""
         return min((mean for _, mean in self._means.values()), default=None)
 
+    def doubt(self, load: int) -> None:
+        """Let what is known at a load weigh as little as one round of all: it was long ago."""
+        if (known := self._means.get(load_class(load))) is not None:
+            known[0] = min(known[0], 1.0)
+
     def add(self, load: int, seconds: float, way: float) -> None:
         """Count a round of one of so many requests.
 
@@ -222,16 +227,25 @@ class CostModel:
         if (known := self._led.get(load_class(load))) is not None:
             known[0] = min(known[0], 1.0)
 
+    def doubt_drafted(self, load: int, proposed: int) -> None:
+        """The same of rounds with so many proposed tokens."""
+        self.target.doubt(load, load * (proposed + 1))
+        self.draft.doubt(load, load)
+        self._drafted.doubt(load)
+
     def add(self, load: int, cost: RoundCost, *, is_settled: bool = True) -> None:
         """Count a round, with the sequences that shared the target.
 
         Args:
             load: So many requests.
             cost: What it cost.
-            is_settled: False for the first round that the target began by itself, which follows one that was asked for.
+            is_settled: False for the first round of its kind: the first that the target began by itself follows one
+                that was asked for, and for the first proposal the draft read all that was committed before.
         """
         weight = 1.0 / cost.verify_sequences
         self.target.add(cost.verify_sequences, cost.verify_tokens, cost.verify_seconds, weight)
+        if cost.proposed and not is_settled:
+            return
         if cost.proposed:
             drafting = max(cost.draft_sequences, 1)
             self.draft.add(drafting, drafting, cost.draft_seconds / cost.proposed, 1.0 / drafting)

@@ -158,8 +158,8 @@ RULE_ALIASES = {"probabilistic": "residual", "standard": "residual", "typical": 
 AUTO = "auto"
 """Picks the rule of `AUTO_NAMES` with the most tokens per second. Tandem's own."""
 
-AUTO_NAMES = ("block", "strict", "residual")
-"""All of them lossless; the first are tried first."""
+AUTO_NAMES = ("strict", "block", "residual")
+"""All of them lossless; the first are tried first. Under `strict` ids travel alone, and a target goes on by itself."""
 
 SPELLINGS = (*NAMES, *RULE_ALIASES, AUTO)
 """All that can be written."""

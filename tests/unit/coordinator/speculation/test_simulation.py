@@ -11,7 +11,7 @@ from typing import Protocol
 
 import pytest
 
-from coordinator.speculation.controller import PROBE_SHARE, SpeculationController
+from coordinator.speculation.controller import TURN_SHARE, SpeculationController
 from coordinator.speculation.gains import expected_tokens, request_kind
 from coordinator.stats.rounds import RoundCost, RoundResult
 from tandem.types import ModelInfo, StepProfile
@@ -371,14 +371,14 @@ def test_a_draft_without_gain_is_tried_in_few_rounds() -> None:
     for load in (1, 4, 16):
         _, cluster = efficiency(COSTLY, load, [load], 10_000, adaptive(controller_of(COSTLY)))
         lengths = cluster.lengths[load]
-        assert sum(lengths[1:]) <= (PROBE_SHARE + 0.005) * sum(lengths)
+        assert sum(lengths[1:]) <= (TURN_SHARE + 0.005) * sum(lengths)
 
 
 def test_a_draft_with_gain_is_left_out_in_few_rounds() -> None:
     for load in (1, 4, 16):
         share, cluster = efficiency(CHEAP, load, [load], 10_000, adaptive(SpeculationController()))
         lengths = cluster.lengths[load]
-        assert lengths[0] <= 4 * PROBE_SHARE * sum(lengths), "turns, and first rounds of requests"
+        assert lengths[0] <= 4 * TURN_SHARE * sum(lengths), "turns, and first rounds of requests"
         assert share >= 0.95
 
 

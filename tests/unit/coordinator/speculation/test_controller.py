@@ -142,7 +142,7 @@ def test_each_target_has_its_own_cost_model() -> None:
 
 def test_auto_chooses_the_rule_with_the_most_tokens_once_each_is_measured() -> None:
     controller = SpeculationController()
-    names = ("block", "strict", "residual")
+    names = ("strict", "block", "residual")
     accepted = {"block": 2, "strict": 4, "residual": 1}
     chosen = []
     for _ in range(40):

@@ -402,6 +402,26 @@ def test_a_target_that_is_faster_alone_than_its_profile_says_is_left_alone(load:
     assert lengths[0] > 0.9 * sum(lengths)
 
 
+class CrowdedStart(Cluster):
+    """Requests that begin together: their prompts are read beside the first proposals, which makes these slow."""
+
+    steps = 0
+
+    def _noise(self) -> float:
+        self.steps += 1
+        return super()._noise() * (5.0 if self.steps < 100 else 1.0)
+
+
+def test_a_crowded_start_does_not_stop_speculation_for_good() -> None:
+    """A request that drafts beside others that do not says nothing of what it takes when all do."""
+    cluster = CrowdedStart(CHEAP, 1, adaptive(controller_of(CHEAP)))
+    cluster.run(16, 100)
+    cluster.lengths.clear()
+    cluster.run(16, 400)
+    lengths = cluster.lengths[16]
+    assert lengths[0] < 0.2 * sum(lengths)
+
+
 def test_new_requests_start_with_the_measurements_of_others() -> None:
     """Tokens of the first rounds after fifty requests, relative to an oracle's."""
     for profile in (COSTLY, CHEAP):

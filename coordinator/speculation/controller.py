@@ -51,12 +51,12 @@ OPTIMISM = 0.5
 """Standard deviations by which the acceptance may be better than known, in the decision between drafting and not. In
 simulations 1 loses 1 % of the first 100 rounds, and 1.5 3 %."""
 TURN_SHARE = 0.01
-"""Share of the rounds, and of their time, that try what was not chosen: the target alone, drafting, or drafting ahead."""
+"""Share of rounds, and of their time, that try what was not chosen: the target alone, drafting, or drafting ahead."""
 TURN_ROUNDS = 4
 """Rounds of one request in such a turn: the target alone is asked for the first, and settles after the second; a draft
 reads in the first what was committed since the last turn."""
 HOPELESS = 0.9
-"""Predicted gain below which drafting is tried by one request alone: what rounds of all take is rarely known so badly."""
+"""Predicted gain below which one request alone tries drafting: what rounds of all take is rarely known so badly."""
 TURN_WAIT_ROUNDS = 24
 """Rounds of one request after which a turn without enough proposals is given up."""
 RENEWAL_ROUNDS = 8
@@ -183,7 +183,10 @@ class Choice:
         may_be_alone = self.tokens > 0 and len(self._lengths) > 1 and not is_clear
         self._turn_of = None
         if not self.tokens:
-            self._turn, seconds = (self.best_drafting, self.way.outcomes), self.way.seconds[self.best_drafting]
+            self._turn, seconds = (
+                (self.best_drafting, self.way.outcomes),
+                self.way.seconds[self.best_drafting],
+            )
             if self.gain < HOPELESS:
                 self._turn_of = request
             else:
@@ -275,8 +278,10 @@ class Choice:
         self.best_drafting = best
         if hopeful[best] <= HYSTERESIS * (1.0 if was else HYSTERESIS) * speeds[0]:
             self.tokens = 0
-            if is_first and self.gains.proposals < WINDOW:  # what nobody has ever seen propose is asked at once
-                self._next_turn = self._rounds
+            if was:  # what nobody has ever seen propose is asked at once
+                is_new = is_first and self.gains.proposals < WINDOW
+                self._turn_pause = 2 * TURN_ROUNDS * self.load
+                self._next_turn = self._rounds + (0 if is_new else self._turn_pause)
         elif not was or is_first or hopeful[best] > HYSTERESIS * hopeful[was]:
             self.tokens = best
 
@@ -312,7 +317,7 @@ class RequestSpeculation:
         self._rounds = 0
         self._outcomes = self._granted = 0
         """Outcomes that the round in progress drafts ahead for, and those that the round before it did."""
-        self._own_tokens: int | None = None
+"""Rounds since the last one of another kind: with a proposal, begun by the target, or neither."""
         """Best length for its own acceptance; None: follow the shared choice."""
         self._alike_rounds = 0
         """Rounds since the last one that was another kind of round: with a proposal, begun by the target, or neither."""

@@ -208,7 +208,7 @@ class AcceptanceOptions(Options):
     as in vLLM suffix_decoding_max_tree_depth for suffix, and n_predict where the draft's config has it."""
     rejection_sampling_strategy: Annotated[str, AfterValidator(_rule)] | None = None
     """Acceptance rule, unless a request says otherwise: greedy, residual, block, strict, typical-acceptance,
-    logit-comparison or synthetic; auto picks the fastest of block, strict and residual, which are lossless, for the
+    logit-comparison or synthetic; auto picks the fastest of strict, block and residual, which are lossless, for the
     pair, temperature and load. By default residual, or typical-acceptance for eagle, eagle3 and mtp. MAX's name; vLLM:
     rejection_sample_method, with probabilistic or standard for residual."""
     typical_epsilon: float = Field(default=0.09, ge=0, le=1)

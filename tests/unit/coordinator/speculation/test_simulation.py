@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
+from itertools import chain, repeat
 from random import Random
 from statistics import fmean, median
 from typing import Protocol
@@ -402,19 +403,21 @@ def test_a_target_that_is_faster_alone_than_its_profile_says_is_left_alone(load:
     assert lengths[0] > 0.9 * sum(lengths)
 
 
-class CrowdedStart(Cluster):
-    """Requests that begin together: their prompts are read beside the first proposals, which makes these slow."""
+@dataclass(frozen=True)
+class CrowdedStart(Profile):
+    """A machine on which the first rounds with proposals wait for prompts that are read beside them."""
 
-    steps = 0
+    waits: Iterator[float] = field(default_factory=lambda: chain(repeat(100.0, 40), repeat(1.0)))
 
-    def _noise(self) -> float:
-        self.steps += 1
-        return super()._noise() * (5.0 if self.steps < 100 else 1.0)
+    def message_seconds(self, sequences: int, is_drafted: bool) -> float:
+        """Longer in the first rounds with proposals."""
+        return super().message_seconds(sequences, is_drafted) * (next(self.waits) if is_drafted else 1.0)
 
 
 def test_a_crowded_start_does_not_stop_speculation_for_good() -> None:
     """A request that drafts beside others that do not says nothing of what it takes when all do."""
-    cluster = CrowdedStart(CHEAP, 1, adaptive(controller_of(CHEAP)))
+    machine = CrowdedStart(**asdict(CHEAP))
+    cluster = Cluster(machine, 1, adaptive(controller_of(machine)))
     cluster.run(16, 100)
     cluster.lengths.clear()
     cluster.run(16, 400)

@@ -317,10 +317,9 @@ class RequestSpeculation:
         self._rounds = 0
         self._outcomes = self._granted = 0
         """Outcomes that the round in progress drafts ahead for, and those that the round before it did."""
-"""Rounds since the last one of another kind: with a proposal, begun by the target, or neither."""
         """Best length for its own acceptance; None: follow the shared choice."""
         self._alike_rounds = 0
-        """Rounds since the last one that was another kind of round: with a proposal, begun by the target, or neither."""
+        """Rounds since the last one of another kind: with a proposal, begun by the target, or neither."""
         self._last_kind = (False, False)
         self._is_beginning = True
         controller.beginning += 1

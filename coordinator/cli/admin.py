@@ -315,6 +315,9 @@ async def stats(
 
     The statistics begin with the coordinator's start. --watch updates them until Ctrl-C, and shows acceptance at each
     position since the last update. With it, JSON is one object per line and YAML one document per update.
+
+    ACC. LENGTH is MAX's: accepted tokens per verification. MEAN LENGTH is vLLM's mean acceptance length: it counts only
+    verifications with a proposal, and the target's own token.
     """
     async with admin_client(connect(connection, click)) as client:
         if watching.watch:

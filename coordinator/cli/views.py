@@ -16,8 +16,8 @@ from coordinator.stats.speculation import (
     acceptance_rate,
     conditional_rates,
     cumulative_rates,
+    mean_acceptance_length,
     since,
-    tokens_per_pass,
 )
 from tandem.admin import ConfigOption, CoordinatorState, Load, RequestReport, Stats, Status, Throughput
 from tandem.config.layers import Origin
@@ -294,8 +294,8 @@ def _rank_table(ahead: AheadStats, when: str) -> Table:
 
 
 def _rule_table(by_rule: Mapping[str, SpeculationStats]) -> Table:
-    """Statistics by acceptance rule. The acceptance length is MAX's; tokens per pass is one more."""
-    table = plain_table("RULE", ">ROUNDS", ">PROPOSED", ">ACCEPTED", ">RATE", ">ACC. LENGTH", ">TOKENS/PASS")
+    """Statistics by acceptance rule. `stats` explains the lengths in its help."""
+    table = plain_table("RULE", ">ROUNDS", ">PROPOSED", ">ACCEPTED", ">RATE", ">ACC. LENGTH", ">MEAN LENGTH")
     for rule, counts in by_rule.items():
         table.add_row(
             rule,
@@ -304,7 +304,7 @@ def _rule_table(by_rule: Mapping[str, SpeculationStats]) -> Table:
             f"{counts.accepted:,}",
             percent(counts.accepted, counts.drafted),
             f"{acceptance_length(counts):.2f}",
-            f"{tokens_per_pass(counts):.2f}",
+            f"{mean_acceptance_length(counts):.2f}",
         )
     return table
 

@@ -88,6 +88,7 @@ class App:
         self._chats = chats
         self._status = status
         self._metrics = metrics
+        self._metric_names = settings.metric_names
         self._known_tokens = protection.token_source(settings, settings.http_host)
         self._local_only = is_loopback(settings.http_host) and not settings.knows_callers
         self._files = {path: (openapi.PAGE / name).read_bytes() for path, (name, _) in _PAGE_FILES.items()}
@@ -188,6 +189,10 @@ class App:
         if metrics is None:
             raise HttpError(404, "no metrics are collected here", "not_found")
         content, media_type = metrics
+        if self._metric_names == "vllm":
+            from tandem.telemetry.names import text_as_vllm  # only where metrics are collected
+
+            content = text_as_vllm(content)
         return Response(content, media_type=media_type)
 
     async def _page_status(self, request: Request) -> Response:

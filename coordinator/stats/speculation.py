@@ -149,8 +149,13 @@ def acceptance_length(stats: SpeculationStats) -> float:
 
 
 def tokens_per_pass(stats: SpeculationStats) -> float:
-    """Tokens for each verification, including the target's own: vLLM's mean acceptance length."""
+    """Tokens for each verification, including the target's own."""
     return 1.0 + acceptance_length(stats)
+
+
+def mean_acceptance_length(stats: SpeculationStats) -> float:
+    """vLLM's: tokens for each verification that had a proposal, including the target's own; 0 without any."""
+    return 1.0 + _share(stats.accepted, proposals(stats)) if stats.drafted else 0.0
 
 
 def cumulative_rates(stats: SpeculationStats) -> list[float]:
@@ -164,7 +169,8 @@ def conditional_rates(stats: SpeculationStats) -> list[float]:
 
 
 def describe(stats: SpeculationStats) -> dict[str, object]:
-    """All statistics by name, of types that JSON has. `acceptance_length` is MAX's; `tokens_per_pass` is one more."""
+    """All statistics by name, of types that JSON has. `acceptance_length` is MAX's, and `tokens_per_pass` is one more;
+    `mean_acceptance_length` is vLLM's."""
     return {
         "rounds": stats.rounds,
         "proposals": proposals(stats),
@@ -173,6 +179,7 @@ def describe(stats: SpeculationStats) -> dict[str, object]:
         "acceptance_rate": round(acceptance_rate(stats), 6),
         "acceptance_length": round(acceptance_length(stats), 6),
         "tokens_per_pass": round(tokens_per_pass(stats), 6),
+        "mean_acceptance_length": round(mean_acceptance_length(stats), 6),
         "per_position": {
             "cumulative": _rounded(cumulative_rates(stats)),
             "conditional": _rounded(conditional_rates(stats)),

@@ -17,6 +17,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from tandem.errors import ConfigurationError
+from tandem.telemetry.names import registry_as_vllm
 from tandem.telemetry.settings import TelemetryOptions
 
 logger = logging.getLogger(__name__)
@@ -140,6 +141,8 @@ def serve_metrics(options: TelemetryOptions, registry: CollectorRegistry) -> WSG
     host, port = options.prometheus_host, options.prometheus_port
     if port is None:
         return None
+    if options.metric_names == "vllm":
+        registry = registry_as_vllm(registry)
     try:
         server, _ = start_http_server(port, host, registry)
     except OSError as error:

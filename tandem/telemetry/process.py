@@ -41,6 +41,7 @@ from prometheus_client.samples import Sample
 
 import tandem
 from tandem.telemetry.metrics import end_server, serve_metrics
+from tandem.telemetry.names import by_conventions, unit_of
 from tandem.telemetry.settings import TelemetryOptions, sends
 
 logger = logging.getLogger(__name__)
@@ -258,7 +259,7 @@ def to_otlp(families: Iterable[Family], resource: Resource, started_ns: int) -> 
         started_ns: Start of the counters, in nanoseconds since 1970.
     """
     now_ns = time.time_ns()
-    metrics = [_metric(family, started_ns, now_ns) for family in families if family.samples]
+    metrics = [_metric(family, started_ns, now_ns) for family in by_conventions(families) if family.samples]
     scope = InstrumentationScope("tandem", tandem.__version__)
     return MetricsData([ResourceMetrics(resource, [ScopeMetrics(scope, metrics, "")], "")])
 
@@ -275,7 +276,8 @@ def _metric(family: Family, started_ns: int, now_ns: int) -> Metric:
         ]
         is_counter = family.type == "counter"
         data = Sum(points, AggregationTemporality.CUMULATIVE, True) if is_counter else Gauge(points)
-    return Metric(family.name, family.documentation, family.unit, data)
+    unit = "s" if family.unit == "seconds" else unit_of(family.name)
+    return Metric(family.name, family.documentation, unit, data)
 
 
 def _histograms(family: Family, started_ns: int, now_ns: int) -> Iterator[HistogramDataPoint]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
@@ -21,6 +21,8 @@ class TelemetryOptions(Options):
     """Port to serve metrics on, at /metrics; 0 takes any free one. By default they are not served."""
     prometheus_host: str = "127.0.0.1"
     """Address to serve metrics on."""
+    metric_names: Literal["tandem", "vllm"] = "tandem"
+    """Names of metrics for Prometheus: our own, or vLLM's where vLLM has them, for dashboards that exist."""
     otlp_endpoint: str | None = Field(default=None, pattern="^https?://")
     """OpenTelemetry collector for traces and metrics over gRPC, as http://host:4317. By default the one in
     OTEL_EXPORTER_OTLP_ENDPOINT; without it nothing is sent. OpenTelemetry's other variables apply as well."""

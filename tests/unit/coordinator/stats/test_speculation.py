@@ -22,6 +22,7 @@ from coordinator.stats.speculation import (
     cumulative_rates,
     describe,
     log_line,
+    mean_acceptance_length,
     proposals,
     since,
     tokens_per_pass,
@@ -71,6 +72,8 @@ def test_rounds_and_tokens_are_counted() -> None:
 def test_acceptance_length_of_max_and_vllm() -> None:
     assert acceptance_length(EXAMPLE) == 1.45
     assert tokens_per_pass(EXAMPLE) == 2.45
+    assert mean_acceptance_length(EXAMPLE) == 1 + 145 / 80, "20 of 100 rounds had no proposal"
+    assert mean_acceptance_length(_stats((20, 0, 0))) == 0.0
 
 
 def test_rates_per_position_of_max_and_vllm() -> None:

@@ -24,6 +24,7 @@ from prometheus_client import Histogram as UsualHistogram
 from coordinator.telemetry.setup import EventLoopProbe
 from tandem.errors import ConfigurationError
 from tandem.telemetry.metrics import AtScrape, Histogram
+from tandem.telemetry.names import registry_as_vllm, text_as_vllm
 from tandem.telemetry.process import Failures, Telemetry, to_otlp
 from tandem.telemetry.settings import TelemetryOptions, telemetry_for
 from tests.paths import ROOT
@@ -228,3 +229,45 @@ async def test_waits_are_observed_on_the_loop_until_it_is_closed() -> None:
     assert len(waits) == count
     assert min(waits) > 0.0
     assert threads == {threading.get_ident()}
+
+
+def test_units_and_names_are_opentelemetrys() -> None:
+    registry = CollectorRegistry()
+    Counter("tandem_wire_bytes", "Bytes.", registry=registry).inc()
+    first = UsualHistogram("tandem_time_to_first_token_seconds", "T.", ("model_name",), registry=registry)
+    first.labels("m").observe(0.5)
+    found = sent(registry)
+    assert {name: metric.unit for name, metric in found.items()} == {
+        "tandem_wire_bytes": "By",
+        "tandem_time_to_first_token_seconds": "s",
+        "gen_ai.server.time_to_first_token": "s",
+    }
+    (point,) = found["gen_ai.server.time_to_first_token"].histogram.data_points
+    assert (point.count, point.sum) == (1, 0.5)
+    assert {label.key: label.value.string_value for label in point.attributes} == {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "tandem",
+        "gen_ai.request.model": "m",
+    }
+
+
+def test_metrics_may_have_vllms_names() -> None:
+    registry = CollectorRegistry()
+    requests = Counter("tandem_requests", "R.", ("model_name", "outcome"), registry=registry)
+    requests.labels("m", "stop").inc(2)
+    requests.labels("m", "error").inc()
+    name = "tandem_spec_decode_num_accepted_tokens_per_pos"
+    Counter(name, "A.", ("model_name", "position"), registry=registry).labels("m", "1").inc(5)
+    latency = UsualHistogram("tandem_e2e_request_latency_seconds", "L.", ("model_name",), registry=registry)
+    latency.labels("m").observe(0.5)
+    Gauge("tandem_round_things", "Ours.", registry=registry).set(1)
+    lines = generate_latest(registry_as_vllm(registry)).decode().splitlines()
+    for line in (
+        'vllm:request_success_total{finished_reason="stop",model_name="m"} 2.0',
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="0"} 5.0',
+        'vllm:e2e_request_latency_seconds_bucket{le="+Inf",model_name="m"} 1.0',
+        "tandem_round_things 1.0",
+    ):
+        assert line in lines
+    assert not any('"error"' in line for line in lines)
+    assert text_as_vllm(generate_latest(registry)).decode().splitlines() == lines

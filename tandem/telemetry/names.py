@@ -1,0 +1,121 @@
+"""vLLM's names of metrics, for dashboards that exist, and OpenTelemetry's names and units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+_OURS = "tandem_"
+_VLLM_HAS = frozenset(
+    {
+        "num_requests_running",
+        "num_requests_waiting",
+        "prompt_tokens",
+        "generation_tokens",
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "request_time_per_output_token_seconds",
+        "e2e_request_latency_seconds",
+        "request_queue_time_seconds",
+        "request_prompt_tokens",
+        "request_generation_tokens",
+        "kv_cache_usage_perc",
+        "num_preemptions",
+        "spec_decode_num_drafts",
+        "spec_decode_num_draft_tokens",
+        "spec_decode_num_accepted_tokens",
+        "spec_decode_num_accepted_tokens_per_pos",
+    }
+)
+_VLLM_CALLS = {"requests": "request_success", "prefill_seconds": "request_prefill_time_seconds"}
+"""vLLM 0.32 has these metrics, those above under the same name (vllm/v1/metrics/loggers.py)."""
+
+
+def as_vllm(families: Iterable[Metric]) -> Iterator[Metric]:
+    """Metrics under vLLM's names, where it has them. It counts positions from 0, and only requests that ended well."""
+    for family in families:
+        bare = family.name.removeprefix(_OURS)
+        name = _VLLM_CALLS.get(bare, bare if bare in _VLLM_HAS else "")
+        if not name or bare == family.name:
+            yield family
+            continue
+        renamed = Metric(f"vllm:{name}", family.documentation, family.type)
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            if bare == "requests":
+                labels["finished_reason"] = labels.pop("outcome")
+                if labels["finished_reason"] not in ("stop", "length"):
+                    continue
+            if (position := labels.get("position", "")).isdecimal():
+                labels["position"] = str(int(position) - 1)
+            suffix = sample.name.removeprefix(family.name)
+            renamed.samples.append(sample._replace(name=f"vllm:{name}{suffix}", labels=labels))
+        yield renamed
+
+
+def text_as_vllm(text: bytes) -> bytes:
+    """The same for metrics in Prometheus's text form."""
+    return generate_latest(_registry(lambda: text_string_to_metric_families(text.decode())))
+
+
+def registry_as_vllm(registry: CollectorRegistry) -> CollectorRegistry:
+    """The same for a registry, whenever it is read."""
+    return _registry(registry.collect)
+
+
+class _AsVllm(Collector):
+    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
+        self._read = read
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        return as_vllm(self._read())
+
+
+def _registry(read: Callable[[], Iterable[Metric]]) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    registry.register(_AsVllm(read))
+    return registry
+
+
+# ---- OpenTelemetry
+
+_CONVENTIONS: Mapping[str, str] = {
+    "tandem_time_to_first_token_seconds": "gen_ai.server.time_to_first_token",
+    "tandem_request_time_per_output_token_seconds": "gen_ai.server.time_per_output_token",
+    "tandem_e2e_request_latency_seconds": "gen_ai.server.request.duration",
+}
+"""Names of the semantic conventions for generative AI."""
+_UNITS = {"seconds": "s", "bytes": "By", "tokens": "{token}", "rounds": "{round}", "requests": "{request}"}
+"""UCUM's units, by the last word of a name."""
+
+
+def unit_of(name: str) -> str:
+    """The unit of one of our metrics, as OTLP spells it; empty for a number without one."""
+    return _UNITS.get(name.rpartition("_")[2], "")
+
+
+def by_conventions(families: Iterable[Metric]) -> Iterator[Metric]:
+    """The metrics, and under OpenTelemetry's names those that it has a convention for."""
+    for family in families:
+        yield family
+        if (name := _CONVENTIONS.get(family.name)) is None:
+            continue
+        # The name is no name for Prometheus, which would refuse it.
+        named = Metric(family.name, family.documentation, family.type, "seconds")
+        named.name = name
+        for sample in family.samples:
+            others = {key: value for key, value in sample.labels.items() if key != "model_name"}
+            labels = {
+                "gen_ai.operation.name": "text_completion",
+                "gen_ai.provider.name": "tandem",
+                "gen_ai.request.model": sample.labels["model_name"],
+                **others,
+            }
+            named.samples.append(sample._replace(labels=labels))
+        yield named

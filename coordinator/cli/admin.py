@@ -50,10 +50,10 @@ _WAIT_SECONDS = 60.0
 """`health --wait` asks at this interval, and for so long unless --timeout says otherwise."""
 
 admin = new_app(
-    "See and steer a coordinator that runs.\n\n"
+    "Inspect and control a running coordinator.\n\n"
     "Every command takes --output table, json or yaml, and the options of the connection: on the command line, in the "
     "environment (TANDEM_CLIENT_ADDRESS and so on) or from a context (tandem context --help).\n\n"
-    "\b\nExit codes:\n  0  done\n  1  failed\n  2  wrongly called\n  3  unhealthy\n  4  not reachable\n  5  refused"
+    "\b\nExit codes:\n  0  done\n  1  failed\n  2  wrong usage\n  3  unhealthy\n  4  not reachable\n  5  refused"
 )
 replicas = new_app("List, show, drain and resume replicas.")
 requests = new_app("List, show and abort running requests.")
@@ -219,7 +219,7 @@ admin.add_typer(replicas, name="replicas")
     can_watch=True,
 )
 async def list_replicas(client: AdminClient) -> Answer:
-    """List every replica: its state, its load, and what became of its proposals."""
+    """List replicas with state, load and acceptance."""
     return Answer(await client.replicas(), replicas_view)
 
 
@@ -235,11 +235,12 @@ async def show_replica(client: AdminClient, replica: Address) -> Answer:
 async def drain(
     client: AdminClient,
     replica: Address,
-    yes: Annotated[bool, typer.Option("--yes", help="Drain the last target without a question.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Drain the last target without asking.")] = False,
 ) -> Answer:
-    """Send no new sequences to a replica; its own move to another one, or finish there.
+    """Stop sending new sequences to a replica.
 
-    Without any other target requests wait and then fail, so draining the last one needs confirmation.
+    Its own sequences move to another one, or finish there. Without any other target requests wait and then fail, so
+    draining the last one needs confirmation.
     """
     known = await client.replicas()
     is_last = is_last_target(replica_at(known, replica), known)
@@ -279,13 +280,13 @@ admin.add_typer(requests, name="requests")
 
 @verb(requests, "tandem admin requests list", name="list")
 async def list_requests(client: AdminClient) -> Answer:
-    """List the requests that run, the oldest first."""
+    """List running requests, the oldest first."""
     return Answer(await client.requests(), requests_view)
 
 
 @verb(requests, "tandem admin requests show 3f9c", name="show")
 async def show_request(client: AdminClient, request_id: RequestId) -> Answer:
-    """Show all that is known of a request that runs."""
+    """Show a running request in detail."""
     return Answer(await client.request(request_id), request_view)
 
 
@@ -311,7 +312,7 @@ async def stats(
     output: OutputOptions,
     watching: WatchOptions,
 ) -> None:
-    """Show what speculation did; --watch: live.
+    """Show what speculation did; --watch repeats it.
 
     The statistics begin with the coordinator's start. --watch updates them until Ctrl-C, and shows acceptance at each
     position since the last update. With it, JSON is one object per line and YAML one document per update.
@@ -475,7 +476,7 @@ async def _health(client: AdminClient) -> Health:
 
 @verb(admin, "tandem admin doctor", "tandem admin doctor -o json")
 async def doctor(client: AdminClient, where: Connection) -> Answer:
-    """Find problems, and say what to do.
+    """Find problems, and suggest remedies.
 
     Checks the address, TLS, the token, versions, clocks and round trips from here, and replicas, models, load and
     acceptance from the coordinator. Exits 0 without a problem (warnings do not count), 3 with one, 4 when the

@@ -33,15 +33,15 @@ class AuditArguments:
     reference_model: str | None = option(
         "Model to ask the reference for. [default: the first one that it lists]"
     )
-    minutes: float = option("Most minutes.", default=10.0, min=0.0)
-    concurrency: int = option("Most requests at once.", default=8, min=1)
+    minutes: float = option("Maximum minutes.", default=10.0, min=0.0)
+    concurrency: int = option("Maximum requests at once.", default=8, min=1)
     max_tokens: int = option("Tokens of each sampled completion.", default=64, min=1)
-    budget_requests: int = option("Most requests in all.", default=20_000, min=1)
-    budget_tokens: int = option("Most generated tokens in all.", default=500_000, min=1)
+    budget_requests: int = option("Maximum requests in all.", default=20_000, min=1)
+    budget_tokens: int = option("Maximum generated tokens in all.", default=500_000, min=1)
     num_speculative_tokens: int | None = option(
         "Tokens that the server proposes at once. [default: what its metrics show]", min=1
     )
-    body: str | None = option("More fields of each request, a JSON object.", metavar="JSON")
+    body: str | None = option("Extra fields of each request, as a JSON object.", metavar="JSON")
     reference_body: str | None = option("The same for the reference.", metavar="JSON")
     as_json: bool = option("Print the result as JSON.", "--json", default=False)
     html: Path | None = option("Write a report with pictures to this file.")
@@ -63,7 +63,7 @@ async def audit(arguments: AuditArguments) -> None:
     """Check whether an OpenAI-compatible server's speculative decoding is lossless.
 
     Samples tokens and tests them against the log probabilities that the server itself reports, and asks the same things
-    in several ways. Exits with 1 when something speaks against the server. docs/audit.md explains the tests.
+    in several ways. Exits with 1 if it has a finding. docs/audit.md explains the tests.
 
     A key is read from TANDEM_AUDIT_KEY, else OPENAI_API_KEY; the reference's from TANDEM_AUDIT_REFERENCE_KEY.
     """

@@ -201,9 +201,9 @@ def _address(value: str) -> str:
 
 
 context = new_app(
-    "Name coordinators, and choose the one for commands.\n\n"
-    "Contexts are kept in ~/.config/tandem/config.yaml ($XDG_CONFIG_HOME). Options of a command and the environment "
-    "are stronger than the current context; a context named with --context is stronger than the environment."
+    "Save connections to coordinators under names.\n\n"
+    "Contexts are saved in ~/.config/tandem/config.yaml ($XDG_CONFIG_HOME). Options of a command and the environment "
+    "override the current context; a context named with --context overrides the environment."
 )
 
 Name = Annotated[str, typer.Argument(help="The context's name.")]
@@ -252,7 +252,7 @@ def set_context(name: Name, settings: ConnectionSettings, click: typer.Context) 
 
 @command(context, "tandem context delete staging")
 def delete(name: Name) -> None:
-    """Forget a context."""
+    """Delete a context."""
     contexts = read_contexts()
     contexts.get(name)
     del contexts.by_name[name]

@@ -188,9 +188,7 @@ class PromptOptions:
     prompt: Annotated[str | None, typer.Argument(help="The prompt.")] = None
     prompt_file: Path | None = option("Read the prompt from a file; - is stdin.")
     prompt_token_ids: str | None = option("The prompt as token ids: 1,2,3.")
-    chat: bool = option(
-        "The prompt is what a user says in a chat; the model answers.", "--chat", default=False
-    )
+    chat: bool = option("Send the prompt as a user's chat message.", "--chat", default=False)
     system: str | None = option("The chat's system message; needs --chat.")
 
 
@@ -198,16 +196,18 @@ class PromptOptions:
 class RequestOptions:
     """Options of the completion, in the words of `GenerationRequest`."""
 
-    max_tokens: int | None = option("Most tokens to generate.", default=128)
+    max_tokens: int | None = option("Maximum tokens to generate.", default=128)
     temperature: float | None = option("0 is greedy. [default: 1]")
-    top_k: int | None = option("Keep the K highest logits; 0 keeps all.")
-    top_p: float | None = option("Keep the smallest set with this mass; 1 keeps all.")
-    min_p: float | None = option("Keep tokens with this share of the highest probability.")
-    repetition_penalty: float | None = option("Above 1 discourages tokens that occurred, as in transformers.")
-    frequency_penalty: float | None = option(
-        "Discourages tokens by how often the completion holds them, -2 to 2."
+    top_k: int | None = option("Sample from the K most probable tokens; 0 keeps all.")
+    top_p: float | None = option(
+        "Sample from the fewest tokens that have this probability together; 1 keeps all."
     )
-    presence_penalty: float | None = option("Discourages tokens that the completion holds, -2 to 2.")
+    min_p: float | None = option("Drop tokens below this share of the highest probability.")
+    repetition_penalty: float | None = option("Above 1 makes earlier tokens less likely, as in transformers.")
+    frequency_penalty: float | None = option(
+        "Makes tokens less likely by how often the completion has them, -2 to 2."
+    )
+    presence_penalty: float | None = option("Makes tokens less likely that the completion has, -2 to 2.")
     seed: int | None = option(
         "Makes the completion reproducible: always under strict, which auto takes for it, and under the fixed policy; "
         "else for the same decisions on how much to propose."
@@ -215,19 +215,19 @@ class RequestOptions:
     stop: list[str] | None = option("End before this string; may be repeated.")
     num_speculative_tokens: int | None = option("Tokens proposed per verification.")
     rejection_sampling_strategy: str | None = option("Acceptance rule, in MAX's or vLLM's spelling.")
-    row_kind: RowKind | None = option("Rows that the target answers with.")
-    speculation: bool = option("Off: the target alone, through the same path.", default=True)
+    row_kind: RowKind | None = option("Kind of rows that the target sends.")
+    speculation: bool = option("Off: the target works alone.", default=True)
     ignore_eos: bool = option("Do not end at end-of-sequence ids.", "--ignore-eos", default=False)
     logprobs: int | None = option(
-        "Tell each token's log probability, and so many of the most probable ones, 0 to 20."
+        "Return log probabilities of each token and of this many most probable ones, 0 to 20."
     )
     logit_bias: list[str] | None = option(
         "Add to the target's logit of a token id; may be repeated.", metavar="ID:BIAS"
     )
-    min_tokens: int = option("No end before so many tokens.", default=0)
+    min_tokens: int = option("Minimum tokens to generate.", default=0)
     stop_token_ids: list[int] | None = option("End at this token id; may be repeated.", "--stop-token-id")
     include_stop_str_in_output: bool = option(
-        "Let the text end with what ended it.", "--include-stop", default=False
+        "Include the stop string or token in the text.", "--include-stop", default=False
     )
 
     def request(self, prompt: str | tuple[int, ...]) -> GenerationRequest:
@@ -254,12 +254,12 @@ class ResultOptions:
     """The printed result."""
 
     as_json: bool = option(
-        "Print one JSON object for each completion when it is done.", "--json", default=False
+        "Print each completion as one JSON object when it is done.", "--json", default=False
     )
     count: int = option(
         "Completions, one after the other; with --seed, seeds that follow it.", "-n", default=1, min=1
     )
-    quiet: bool = option("Leave out the closing line on stderr.", "--quiet", "-q", default=False)
+    quiet: bool = option("Do not print the closing line on stderr.", "--quiet", "-q", default=False)
 
 
 def add_to(app: typer.Typer) -> None:

@@ -24,8 +24,8 @@ VERBS = {
     "audit": ("audit", "Check whether a server's speculative decoding is lossless."),
     "bench": ("serve", "Compare ways of decoding here, or send a load."),
     "config": ("config", "Show or check the configuration."),
-    "admin": ("admin", "See and steer a coordinator that runs."),
-    "context": ("connection", "Name coordinators, and choose the one for commands."),
+    "admin": ("admin", "Inspect and control a running coordinator."),
+    "context": ("connection", "Save connections to coordinators under names."),
 }
 """Module and summary of each verb. A module is imported when its verb is called: all of them take a second."""
 

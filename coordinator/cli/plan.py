@@ -518,10 +518,9 @@ def _words(found: BatchPlan) -> list[str]:
         f"{found.best_speedup:.2f}x with K = {found.best_tokens}" if found.best_tokens else "the target alone"
     )
     break_even = found.break_even_acceptance
-    pays = (
-        "drafting does not pay at any acceptance"
-        if break_even is None
-        else f"drafting pays from an acceptance of {percent(break_even)} at every position"
-    )
-    help_words = ", ".join(f"{remedy} {gain:.2f}x" for remedy, gain in found.remedies)
-    return [f"best: {best}; {pays}", f"what would help, the most helpful first: {help_words}"]
+    if break_even is None:
+        pays = "drafting would not pay even if every token were accepted"
+    else:
+        pays = f"drafting pays when more than {percent(break_even)} of the tokens are accepted"
+    help_words = ", ".join(f"{remedy} ({gain:.2f}x)" for remedy, gain in found.remedies)
+    return [f"best: {best}; {pays}", f"what would help, best first: {help_words}"]

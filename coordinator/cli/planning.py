@@ -165,10 +165,10 @@ def remedies(times: StepTimes, batch: int, max_tokens: int) -> tuple[tuple[str, 
     better = tuple(1.0 - (1.0 - rate) / HELP for rate in times.acceptance_rates)
     changed = {
         f"a draft {HELP:g} times as fast": replace(times, draft_step_seconds=times.draft_step_seconds / HELP),
-        f"services {HELP:g} times as near": replace(
+        f"round trips {HELP:g} times as short": replace(
             times, round_trip_seconds=times.round_trip_seconds / HELP
         ),
-        f"a draft with 1/{HELP:g} of the rejections": replace(times, acceptance_rates=better),
+        f"a draft with {1 - 1 / HELP:.0%} fewer rejections": replace(times, acceptance_rates=better),
     }
     today = times.round_seconds(batch, 0)
     found = [
@@ -176,5 +176,5 @@ def remedies(times: StepTimes, batch: int, max_tokens: int) -> tuple[tuple[str, 
         for name, other in changed.items()
     ]
     ahead = max(times.ahead_speedup(batch, tokens) for tokens in range(1, max_tokens + 1))
-    found.append((f"drafting ahead, where {HIT_RATE:.0%} of the rounds hit", max(1.0, ahead)))
+    found.append((f"drafting ahead with {HIT_RATE:.0%} hits", max(1.0, ahead)))
     return tuple(sorted(found, key=lambda remedy: -remedy[1]))

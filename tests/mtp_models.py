@@ -32,28 +32,37 @@ _SHAPES: dict[str, dict[str, Any]] = {
 
 
 def mtp_target(family: str, vocabulary: int = 2048) -> Any:
+    """A target with experts, without its prediction layer."""
+    return random_target(
+        family,
+        vocabulary,
+        moe_intermediate_size=16,
+        n_shared_experts=1,
+        n_routed_experts=EXPERTS,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+        routed_scaling_factor=1.5,
+        num_nextn_predict_layers=1,
+        **_SHAPES[family],
+    )
+
+
+def random_target(family: str, vocabulary: int, **shape: Any) -> Any:
     """A model of transformers with random weights, without the prediction layer, which transformers does not build."""
     config = transformers.AutoConfig.for_model(
         family,
         vocab_size=vocabulary,
         hidden_size=32,
         intermediate_size=48,
-        moe_intermediate_size=16,
         num_hidden_layers=LAYERS,
         num_attention_heads=2,
-        n_shared_experts=1,
-        n_routed_experts=EXPERTS,
-        num_experts_per_tok=2,
-        first_k_dense_replace=1,
-        routed_scaling_factor=1.5,
         max_position_embeddings=256,
         rope_theta=10000.0,
-        num_nextn_predict_layers=1,
         initializer_range=0.3,
         tie_word_embeddings=False,
         bos_token_id=0,
         eos_token_id=1,
-        **_SHAPES[family],
+        **shape,
     )
     make: Any = transformers.AutoModelForCausalLM
     with torch.random.fork_rng():

@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.end_to_end.models import save_model
-from tests.mtp_models import MtpReference, attended, turned_halves
+from tests.mtp_models import LAYERS, MtpReference, attended, random_target, turned_halves
 
 FAMILIES = ("qwen3", "qwen3_moe", "qwen3_next")
-LAYERS, EXPERTS = 3, 4
+EXPERTS = 4
 PREFIX = "mtp."
 
 _EXPERTS: dict[str, Any] = {
@@ -34,28 +33,8 @@ _SHAPES: dict[str, dict[str, Any]] = {
 
 
 def qwen_target(family: str, vocabulary: int = 2048) -> Any:
-    """A model of transformers with random weights, without the prediction layer, which transformers does not build."""
-    config = transformers.AutoConfig.for_model(
-        family,
-        vocab_size=vocabulary,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=256,
-        rope_theta=10000.0,
-        initializer_range=0.3,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=1,
-        **_SHAPES[family],
-    )
-    make: Any = transformers.AutoModelForCausalLM
-    with torch.random.fork_rng():
-        torch.manual_seed(7)
-        return make.from_config(config, dtype=torch.float32).eval()
+    """A target without its prediction layer."""
+    return random_target(family, vocabulary, num_key_value_heads=1, head_dim=16, **_SHAPES[family])
 
 
 def save_qwen_mtp(model: Any, folder: Path, seed: int = 7) -> Path:

@@ -6,11 +6,11 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 from coordinator.decoding.completion import Completion
 from coordinator.decoding.rounds import RoundTimings, ServedRequest
 from coordinator.failover.placement import DraftPlacement
+from coordinator.failover.verifier import FailoverVerifier
 from coordinator.replicas.pool import Member, Pool
 from coordinator.speculation import report as speculation_report
 from coordinator.speculation.ahead import Unfinished
@@ -20,20 +20,9 @@ from coordinator.transport.draft_client import DraftClient, DraftLimits, DraftSe
 from tandem.errors import TandemError
 from tandem.replica import ReplicaState
 from tandem.speculation_state import SpeculationState
-from tandem.types import DraftedOutcomes, DraftOptions, Proposal
+from tandem.types import DraftOptions, Proposal
 
 logger = logging.getLogger(__name__)
-
-
-class LeadingTarget(Protocol):
-    """A target that decides as the acceptance rule does, and so may begin rounds with a proposal by itself."""
-
-    @property
-    def begun_proposed(self) -> int | None:
-        """How many tokens are proposed in the round that it has begun by itself; None if it has begun none."""
-
-    def expect(self, drafted: DraftedOutcomes) -> None:
-        """Learn what the draft proposes after outcomes of the round in progress."""
 
 
 class FailoverDrafter:
@@ -54,7 +43,7 @@ class FailoverDrafter:
         speculation: RequestSpeculation,
         load: Callable[[], int],
         lead: int = 0,
-        target: LeadingTarget | None = None,
+        target: FailoverVerifier | None = None,
     ) -> None:
         self._placement = DraftPlacement(
             pool,

@@ -8,11 +8,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TypeAlias
 
 from coordinator.decoding.completion import Completion
+from coordinator.failover.drafter import FailoverDrafter
+from coordinator.failover.verifier import FailoverVerifier
 from coordinator.requests.admission import Place
 from coordinator.stats.speculation import TokenCounter
+from coordinator.transport.draft_client import NoDrafter
 from tandem.admin import Outcomes
 from tandem.errors import AbortedError
 from tandem.plural import plural
@@ -21,17 +24,8 @@ from tandem.speculation_state import SpeculationState
 NOT_KNOWN = SpeculationState(is_on=False, num_speculative_tokens=0, reason="the request has not begun yet")
 
 
-class ReplicaStream(Protocol):
-    """A request's stream to a replica: its drafter or its verifier."""
-
-    async def finish(self) -> None:
-        """Say that the sequence has ended."""
-
-    def cancel(self) -> None:
-        """Drop the stream, even during a step."""
-
-    def release(self) -> None:
-        """Leave the replica between two rounds. The next round sends all tokens to a replica."""
+ReplicaStream: TypeAlias = FailoverDrafter | NoDrafter | FailoverVerifier
+"""A request's stream to a replica."""
 
 
 @dataclass(slots=True, eq=False)

@@ -294,8 +294,6 @@ def _setup(settings: BenchSettings, pair: Pair, logs: Path) -> Setup:
 
 @dataclass(slots=True)
 class _Run:
-    """A run, and its figures so far."""
-
     settings: BenchSettings
     setup: Setup
     prompts: Sequence[tuple[int, ...]]

@@ -359,7 +359,6 @@ class _ThroughHttp:
 
 @asynccontextmanager
 async def _max(setup: Setup, _: Addresses) -> AsyncIterator[Contender]:
-    """MAX behind its own server."""
     assert setup.max_python is not None
     port = free_port()
     words = [

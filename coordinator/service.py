@@ -159,7 +159,6 @@ class CoordinatorService(Service):
             self._start_http()
 
     def _wait_for(self, services: str) -> None:
-        """Say in log and readiness for what the start waits."""
         logger.info("waiting", extra={"for": services})
         if self._readiness is not None and self._readiness.closed_because:
             self._readiness.closed_because = f"the coordinator is still starting: it waits for {services}"

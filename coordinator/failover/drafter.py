@@ -129,7 +129,6 @@ class FailoverDrafter:
         self._active.draft_address = None
 
     def _begin_round(self) -> int:
-        """Ask the controller how many tokens the round is to propose."""
         speculation, load = self._speculation, max(self._load(), 1)
         self._timings.load = load
         self._placement.target_address = self._active.target_address
@@ -262,7 +261,6 @@ class FailoverDrafter:
         return None if drafted is None else drafted.cut(count)
 
     def _proposed(self) -> None:
-        """The draft has done its part of the round."""
         if self._has_lost:
             self._has_lost = False
             self._report("draft_resumed", self._placement.address)

@@ -295,7 +295,6 @@ class FailoverVerifier:
 
     @property
     def _log_fields(self) -> dict[str, str]:
-        """The log fields that name the request."""
         return {"request_id": self._options.request_id}
 
     def _delivered(self) -> str:

@@ -150,7 +150,6 @@ class ChunkQueue:
             self._chunk = None
 
     def _taken(self) -> Chunk:
-        """All that is held, as one chunk."""
         self._end_watch()
         chunks, self._held, self._held_tokens = self._held, [], 0
         return chunks[0] if len(chunks) == 1 else joined(chunks)

@@ -175,7 +175,6 @@ class RequestRunner:
         deadline: Deadline,
         queue: ChunkQueue,
     ) -> None:
-        """Check a request, wait for its place, and run it."""
         # Waiting requests stay in memory: hundreds of any size would take all of it.
         settings, models = self._live_config.current, self.models
         max_length, max_text_bytes = models.target.max_length, models.max_text_bytes
@@ -192,7 +191,6 @@ class RequestRunner:
     async def _run_rounds(
         self, plan: Plan, observer: RequestObserver, deadline: Deadline, place: Place, queue: ChunkQueue
     ) -> None:
-        """The rounds of a request, between the opening of its streams and their end."""
         completion = plan.begin()
         observer.planned(completion, plan.details)
         async with AsyncExitStack() as streams:
@@ -301,7 +299,6 @@ class RequestRunner:
         return -(-self.admission.running // max(ready, 1))
 
     def _round_ended(self, run: Run, completion: Completion, result: RoundResult) -> None:
-        """Hand the result of a round to everything that counts rounds."""
         record_outcome(completion.tally.ahead, result)
         self.requests.tokens.add(result.committed)
         self.stats.round_ended(run.plan.rule.name, result)
@@ -329,7 +326,6 @@ class RequestRunner:
 
 
 def _described(speculation: RequestSpeculation) -> dict[str, EventValue]:
-    """The decision of the round in progress as attributes of a span."""
     return {
         "tandem.decision.tokens": speculation.tokens,
         "tandem.decision.load": speculation.load,
@@ -349,7 +345,6 @@ async def _closing(stream: ReplicaStream) -> AsyncIterator[None]:
 
 @contextmanager
 def _observed(observer: RequestObserver) -> Iterator[None]:
-    """Report to the observer how the block ended."""
     try:
         yield
     except BaseException as error:

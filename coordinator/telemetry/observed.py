@@ -271,7 +271,6 @@ class ObservedRequest(RequestObserver):
         return next((name for kind, name in _OUTCOMES if isinstance(error, kind)), "error")
 
     def _attributes(self) -> dict[str, EventValue | list[float] | list[int]]:
-        """Everything that was added up over the rounds."""
         attributes: dict[str, EventValue | list[float] | list[int]] = {**_seconds(self._seconds)}
         for (peer, direction), total in bytes_of(self._streams).items():
             attributes[f"tandem.bytes.{peer}.{direction}"] = total
@@ -347,7 +346,6 @@ def _seconds(phases: Mapping[str, float]) -> dict[str, float]:
 
 
 def _described(stats: SpeculationStats) -> dict[str, EventValue | list[float] | list[int]]:
-    """Statistics as attributes."""
     described: dict[str, EventValue | list[float] | list[int]] = {
         "tandem.rounds": stats.rounds,
         "tandem.drafted_tokens": stats.drafted,

@@ -270,7 +270,6 @@ class Given(Collector):
 
 
 def _sums(items: Sequence[NumbersT]) -> NumbersT:
-    """Add numbers field by field."""
     return type(items[0])(*map(sum, zip(*map(astuple, items), strict=True)))
 
 

@@ -143,7 +143,6 @@ class Supervisor:
             await self._hub.left(index)
 
     async def _follow(self, setup: WorkerSetup, worker: Child) -> None:
-        """Read a worker's stdout to its end."""
         assert worker.process.stdout is not None
         async for line in worker.process.stdout:
             what, found, rest = line.decode().strip().removeprefix("tandem coordinator: ").partition(" on ")

@@ -78,8 +78,6 @@ class SlowReaderWatchdog:
 
 
 class _Reader:
-    """The reader of one stream."""
-
     def __init__(self, task: asyncio.Task[object], patience: float | None) -> None:
         self._task = task
         self._patience = patience

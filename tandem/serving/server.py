@@ -266,7 +266,6 @@ async def _serve_until(stopping: asyncio.Event, service: Service, readiness: Rea
 
 
 async def _drain(calls: RunningCalls, seconds: float, service_name: str) -> None:
-    """Let running calls finish, and cut off those that take longer."""
     if await calls.end(seconds):
         return
     logger.warning("calls cut off", extra={"service": service_name, "calls": len(calls)})

@@ -340,8 +340,6 @@ def outcomes_from_proto(
 
 
 class _Distributions:
-    """The distributions of a block's tokens."""
-
     def __init__(self, message: draft_pb2.DistributionColumns, token_count: int) -> None:
         """Read the columns.
 

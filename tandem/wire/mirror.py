@@ -120,7 +120,6 @@ class Mirror(Generic[DataT, MessageT]):
 
 
 def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
-    """Returns the values of these attributes."""
     if len(names) > 1:
         return attrgetter(*names)
     return lambda value: tuple(getattr(value, name) for name in names)

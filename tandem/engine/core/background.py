@@ -211,8 +211,6 @@ class _Trunk:
 
 @dataclass(slots=True)
 class _Begun:
-    """A job whose trunk is read."""
-
     job: BackgroundJob
     step: BranchStep
     """The one that is to come."""
@@ -409,7 +407,6 @@ class BackgroundWork:
         job.fail(error if isinstance(error, TandemError) else TandemError("the model's step failed"))
 
     def _applied(self, job: BackgroundJob) -> bool:
-        """Apply the job's delta; true if it fits."""
         try:
             job.sequence.apply(job.delta)
         except InvalidRequestError as error:

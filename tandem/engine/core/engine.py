@@ -192,7 +192,6 @@ class Engine(Generic[PayloadT, ResultT]):
         return found
 
     def _stepped(self, record: StepRecord) -> None:
-        """Called on the engine's thread, after each step."""
         began = time.perf_counter()
         if self._on_step is not None:
             self._on_step(record)
@@ -309,7 +308,6 @@ class Engine(Generic[PayloadT, ResultT]):
             raise ServiceUnavailableError("The engine is not running.")
 
     def _ended(self) -> None:
-        """The thread has ended."""
         self._admission.refuse_waiting()
         if not self._is_closing and self._on_failure is not None:
             self._on_failure()

@@ -28,7 +28,6 @@ class RowEngine(Engine[RowRequest, Verification]):
         *,
         on_failure: Callable[[], None] | None = None,
     ) -> None:
-        """Allocates the KV cache; see `Engine`."""
         super().__init__(model, partial(row_head, model=model), settings, on_step, on_failure=on_failure)
 
     async def run(self, sequence: CachedSequence, request: RowRequest) -> Verification:

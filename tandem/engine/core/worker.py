@@ -229,7 +229,6 @@ class Worker(Generic[PayloadT, ResultT]):
 
     @property
     def _has_news(self) -> bool:
-        """True if anything was submitted since the last check."""
         return bool(self._submitted or self._granted or self._put_back or self._released)
 
     def _free(self, sequences: SequenceOf[Sequence]) -> None:
@@ -277,7 +276,6 @@ class Worker(Generic[PayloadT, ResultT]):
             self._settle(job, None)
 
     def _settle(self, job: Job[PayloadT], result: object) -> None:
-        """Ends a job, whether it ran or not, with a result or an exception."""
         if self._running.get(job.sequence) is job:
             del self._running[job.sequence]
             job.sequence.idle_since = time.monotonic()
@@ -374,7 +372,6 @@ class Worker(Generic[PayloadT, ResultT]):
                 self._settle(job, error)
 
     def _fail(self, jobs: SequenceOf[Job[PayloadT]], error: Exception) -> None:
-        """Ends those of the jobs that still run."""
         told = TandemError("The model's step failed; the service's log says why.")
         for job in jobs:
             if self._running.get(job.sequence) is job:

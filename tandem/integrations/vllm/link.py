@@ -431,7 +431,6 @@ class DraftLink:
         return row
 
     def _forget(self, key: int) -> None:
-        """Free an ended sequence on its draft."""
         row = self._rows.pop(key, None)
         if row is not None:
             self._background(row.finish())

@@ -93,7 +93,6 @@ def read_eagle_config(folder: Path) -> EagleConfig:
 
 
 def _layer(file: HeadFile) -> HeadFile:
-    """The config of the head's one layer."""
     if _SPECULATORS_TYPE in file.content:
         file.check(_OWNER, speculators_model_type=EAGLE, transformer_layer_architecture="LlamaDecoderLayer")
         return file.nested("transformer_layer_config")

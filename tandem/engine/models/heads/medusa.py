@@ -121,8 +121,6 @@ class MedusaHeads(DraftHead):
 
 
 class _Block(nn.Module):
-    """The residual layers of one head."""
-
     def __init__(self, size: int, count: int, *, has_bias: bool) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(size, size, bias=has_bias) for _ in range(count))

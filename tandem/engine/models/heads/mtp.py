@@ -106,7 +106,6 @@ class MtpHead(DraftHead):
     """A target's first MTP layer."""
 
     def __init__(self, config: MtpConfig, target: LoadedModel) -> None:
-        """The layer, without its weights."""
         super().__init__()
         module: Any = target.module
         self.architecture = f"{target.info.architecture} ({MTP})"

@@ -1,4 +1,4 @@
-"""A lost, hanging or draining target, or one with invalid rows, costs a pause: the text is the same, token for token."""
+"""A lost, hanging or draining target, or one with invalid rows, costs a pause: the text is the same to the token."""
 
 from __future__ import annotations
 

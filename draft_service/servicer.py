@@ -65,8 +65,7 @@ class DraftServicer(DraftServiceServicer):
         vocabularies = self.proposer.vocabularies
         if vocabularies is None:
             raise ConfigurationError("this draft cannot draft for a target with another tokenizer")
-        target = await wire.tokenizer_from_proto(request_iterator)
-        coverage = vocabularies.coverage(target.hash) or await vocabularies.add(target)
+        coverage = await vocabularies.add(await wire.tokenizer_from_proto(request_iterator))
         return draft_pb2.MapVocabularyResponse(coverage=coverage_to_proto(coverage))
 
     async def GetModelInfo(

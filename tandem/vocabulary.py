@@ -200,9 +200,9 @@ class SharedVocabulary:
             if name in target.special_ids
         ]
         shared = np.array(sorted(pairs), dtype=np.int64).reshape(-1, 2)
-        self.draft_ids: IntArray = shared[:, 0]
+        self.draft_ids: IntArray = shared[:, 0].copy()
         """The draft's ids of tokens that the target has too, ascending; shape [S]."""
-        self.target_ids: IntArray = shared[:, 1]
+        self.target_ids: IntArray = shared[:, 1].copy()
         """The target's ids of the same tokens, all of them distinct; shape [S]."""
 
     @cached_property

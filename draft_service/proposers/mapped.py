@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
@@ -57,23 +57,8 @@ class Vocabularies:
         Raises:
             ConfigurationError: it is no tokenizer, another one than the hash says, or one that cannot be mapped.
         """
-        shared = await asyncio.get_running_loop().run_in_executor(self._thread, self._shared, target)
-        self._known[target.hash] = shared
-        self._known.move_to_end(target.hash)
-        while len(self._known) > MAX_TARGETS:
-            self._known.popitem(last=False)
-        found = shared.vocabulary.coverage
-        logger.info(
-            "vocabulary mapped",
-            extra={
-                "tokenizer": target.hash[:12],
-                "shared_tokens": found.shared_tokens,
-                "draft_tokens": found.draft_tokens,
-                "target_tokens": found.target_tokens,
-                "text_share": round(found.text_share, 3),
-            },
-        )
-        return found
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self._added, target)
 
     def mapped(self, options: DraftOptions) -> Mapped:
         """How a sequence is drafted for.
@@ -93,6 +78,16 @@ class Vocabularies:
     def _own(self) -> Vocabulary:
         tokenizer = parsed_tokenizer(self._file.read_bytes(), str(self._file))
         return Vocabulary(tokenizer, self._model.vocabulary_size)
+
+    def _added(self, target: TargetTokenizer) -> Coverage:
+        if (known := self.coverage(target.hash)) is not None:
+            return known  # several coordinators of a target begin at once
+        shared = self._known[target.hash] = self._shared(target)
+        while len(self._known) > MAX_TARGETS:
+            self._known.popitem(last=False)
+        found = shared.vocabulary.coverage
+        logger.info("vocabulary mapped", extra={"tokenizer": target.hash[:12], **asdict(found)})
+        return found
 
     def _shared(self, target: TargetTokenizer) -> Shared:
         tokenizer = parsed_tokenizer(target.content, "that the coordinator sent")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.engine.models.loading import LoadedModel, load_model
@@ -25,6 +26,8 @@ from tests.service.engines import Faults, draft, target
 from tests.service.fakes import coordinator
 from tests.service.other_tokenizer import renumbered
 from tests.service.test_drafting_ahead import small_target
+from tests.service.vllm_drafts import plugged, run
+from tests.service.vllm_stub import Request, Runner
 
 PROMPTS = (
     "def fibonacci(n):\n    a, b = 0, 1\n    for",
@@ -142,6 +145,23 @@ async def test_one_draft_serves_targets_with_different_tokenizers(
         assert [each.token_ids for each in own] == [each.token_ids for each in reference]
         assert sum(each.stats.accepted for each in own) > 10
     assert [shot.coverage is not None for shot in shots] == [True, True, False]
+
+
+async def test_vllm_gets_proposals_of_its_own_tokens(
+    draft_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a draft with another tokenizer, through the plug-in: what the draft would write, in vLLM's tokens."""
+    tokenizer = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))
+    tokens = tokenizer.encode(PROMPTS[0]).ids
+    runner = Runner(lambda read: tokens[len(read)] if len(read) < len(tokens) else 0)
+    async with (
+        draft(loaded(draft_folder), tokenizer=draft_folder / "tokenizer.json") as (address, _),
+        plugged(monkeypatch, address) as proposer,
+    ):
+        runner.requests = [Request(tokens[:6])]
+        await run(proposer, runner, len(tokens) - 7)
+    assert runner.accepted > 0
+    assert runner.requests[0].tokens[: len(tokens)] == tokens
 
 
 async def test_a_mapping_can_be_refused(target_model: LoadedModel, draft_folder: Path) -> None:

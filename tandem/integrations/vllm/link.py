@@ -16,7 +16,7 @@ from typing import Any
 import uvloop
 
 from coordinator.failover.placement import DraftPlacement, OpenSequence
-from coordinator.replicas.compatibility import MODEL_RULES, Deployment
+from coordinator.replicas.compatibility import MODEL_RULES, Deployment, needs_mapping
 from coordinator.replicas.pool import Means, Member, Pool
 from coordinator.speculation.ahead import Unfinished, tokens_after_hit
 from coordinator.transport.draft_client import DraftClient, DraftLimits, DraftSequence
@@ -28,7 +28,7 @@ from tandem.integrations.vllm.metrics import Counts
 from tandem.integrations.vllm.settings import VllmSettings
 from tandem.replica import ReplicaState, Role
 from tandem.rpc.addresses import split_addresses
-from tandem.types import AheadBudget, DraftOptions, ModelInfo, Proposal
+from tandem.types import AheadBudget, Coverage, DraftOptions, ModelInfo, Proposal, TargetTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -42,18 +42,22 @@ def target_info(model_config: Any, tensor_parallel_size: int) -> ModelInfo:
         name=str(model_config.model),
         architecture="",
         vocabulary_size=int(model_config.get_vocab_size()),
-        tokenizer_hash=_tokenizer_hash(str(model_config.tokenizer or model_config.model)),
+        tokenizer_hash=_tokenizer_hash(tokenizer_folder(model_config)),
         max_length=int(model_config.max_model_len),
         dtype="",
         tensor_parallel_size=tensor_parallel_size,
     )
 
 
-def _tokenizer_hash(tokenizer: str) -> str:
-    """Hash of the tokenizer in a folder or of a Hugging Face id that vLLM has downloaded; empty where there is none."""
+def tokenizer_folder(model_config: Any) -> Path:
+    """Folder of the tokenizer, which may be named by a Hugging Face id that vLLM has downloaded."""
+    tokenizer = str(model_config.tokenizer or model_config.model)
     folder = Path(tokenizer)
-    if not folder.is_dir():
-        folder = _cached_folder(tokenizer) or folder
+    return folder if folder.is_dir() else _cached_folder(tokenizer) or folder
+
+
+def _tokenizer_hash(folder: Path) -> str:
+    """Hash of the tokenizer in a folder; empty where there is none."""
     try:
         return tokenizer_hash(folder)
     except ModelFolderError as error:
@@ -75,12 +79,33 @@ def _cached_folder(model_id: str) -> Path | None:
 def why_unfit(target: ModelInfo, draft: ModelInfo) -> str:
     """Reason why a draft cannot propose for a target; empty where it can."""
     rules = [rule for rule in _RULES if target.tokenizer_hash or rule.name != "tokenizer"]
-    return "; ".join(broken(rules, Deployment(SpeculativeConfig(vocabulary_mapping="off"), target, draft)))
+    return "; ".join(broken(rules, Deployment(SpeculativeConfig(), target, draft)))
 
 
-def draft_pool(settings: VllmSettings, target: ModelInfo) -> Pool[DraftClient]:
-    """The drafts that the settings name, as far as they fit. Construct it on the event loop that is to use it."""
-    means = Means(Role.DRAFT, DraftClient, lambda info: why_unfit(target, info), settings.service_credentials)
+def draft_pool(settings: VllmSettings, target: ModelInfo, tokenizer: Path) -> Pool[DraftClient]:
+    """The drafts that the settings name, as far as they fit. Construct it on the event loop that is to use it.
+
+    Args:
+        settings: Name them.
+        target: vLLM's model.
+        tokenizer: Folder of its tokenizer, for drafts with another one.
+    """
+
+    async def map_vocabulary(client: DraftClient, draft: ModelInfo) -> Coverage | None:
+        if not target.tokenizer_hash or not needs_mapping(draft, target):
+            return None
+        content = await asyncio.to_thread((tokenizer / TOKENIZER_FILE).read_bytes)
+        return await client.map_vocabulary(
+            TargetTokenizer(target.tokenizer_hash, target.vocabulary_size, content)
+        )
+
+    means = Means(
+        Role.DRAFT,
+        DraftClient,
+        lambda info: why_unfit(target, info),
+        settings.service_credentials,
+        map_vocabulary=map_vocabulary,
+    )
     return Pool(means, split_addresses(settings.draft_address or ""), settings.resolve_interval_seconds)
 
 

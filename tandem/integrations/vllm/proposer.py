@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +17,14 @@ from coordinator.speculation.ahead import DraftAhead
 from coordinator.stats.speculation import MovingAverage
 from coordinator.transport.draft_client import DraftLimits
 from tandem.errors import TandemError
-from tandem.integrations.vllm.link import AskedRow, Batch, DraftLink, draft_pool, target_info
+from tandem.integrations.vllm.link import (
+    AskedRow,
+    Batch,
+    DraftLink,
+    draft_pool,
+    target_info,
+    tokenizer_folder,
+)
 from tandem.integrations.vllm.metrics import Counts, Report, log_through
 from tandem.integrations.vllm.rows import IntArray, RecognisedRow, SequenceTable
 from tandem.integrations.vllm.settings import VllmSettings, read_settings
@@ -200,7 +208,7 @@ logger = logging.getLogger("vllm.tandem")
 class StepDrafter:
     """Proposals for one step of vLLM after the other."""
 
-    def __init__(self, settings: VllmSettings, target: ModelInfo, token_count: int) -> None:
+    def __init__(self, settings: VllmSettings, target: ModelInfo, token_count: int, tokenizer: Path) -> None:
         self._settings = settings
         self._token_count = token_count
         self._max_length = target.max_length
@@ -211,8 +219,10 @@ class StepDrafter:
         sampling, max_budget = SamplingParams(temperature=0.0), self._ahead.max_budget
         name = uuid.uuid4().hex[:8]  # several vLLMs may share a draft, whose log names their sequences
         self.link = DraftLink(
-            lambda: draft_pool(settings, target),
-            lambda key: DraftOptions(f"vllm-{name}-{key}", sampling, ahead=max_budget),
+            lambda: draft_pool(settings, target, tokenizer),
+            lambda key: DraftOptions(
+                f"vllm-{name}-{key}", sampling, ahead=max_budget, tokenizer_hash=target.tokenizer_hash
+            ),
             DraftLimits(token_count, target.vocabulary_size),
             self.counts,
         )
@@ -379,8 +389,10 @@ class TandemProposer:
             return
         log_through(logger)
         parallel = self._vllm_config.parallel_config
-        target = target_info(self._vllm_config.model_config, parallel.tensor_parallel_size)
-        self._steps = StepDrafter(self._settings, target, self._token_count)
+        model_config = self._vllm_config.model_config
+        target = target_info(model_config, parallel.tensor_parallel_size)
+        tokenizer = tokenizer_folder(model_config)
+        self._steps = StepDrafter(self._settings, target, self._token_count, tokenizer)
         self._steps.start()
 
     def propose(

@@ -24,9 +24,9 @@ class DraftSettings(DraftingOptions, SourceOptions, ModelServerSettings):
     """Folder of the draft model's checkpoint, for standalone: config.json, safetensors and tokenizer.json; or a Hugging
     Face id."""
     draft_top_k: int = Field(default=512, ge=1)
-    """How many of its most probable tokens the draft chooses among at most when its distribution travels with them."""
+    """Maximum number of most probable tokens that the draft samples from when it sends its distribution."""
     draft_support_mass: float = Field(default=0.97, gt=0.0, le=1.0)
-    """Share of these tokens' probability that is enough: the draft chooses among the fewest of them that hold it."""
+    """The draft samples from the fewest of these tokens that hold this share of their probability."""
 
     @property
     def method(self) -> str:

@@ -134,7 +134,7 @@ class HttpOptions(Options):
     http_max_body_bytes: int = Field(default=4 << 20, ge=1024)
     """Maximum bytes of a request's body."""
     http_max_held_body_bytes: int = Field(default=64 << 20, ge=1024)
-    """Maximum bytes of bodies that have not come whole, over all connections; the first 64 KiB of each are free."""
+    """Maximum bytes of incomplete bodies over all connections; the first 64 KiB of each are free."""
     http_max_held_answer_bytes: int = Field(default=256 << 20, ge=1024)
     """Maximum bytes of answers that are not streamed, over all connections; the first 64 KiB of each are free."""
     served_model_name: str | None = None
@@ -245,12 +245,12 @@ class CoordinatorSettings(
     tokens per second at the current load. fixed: always num_speculative_tokens, for benchmarks. Tandem's own."""
     draft_ahead: Literal["auto", "off"] | Annotated[int, Field(ge=1, le=64)] = "auto"
     """How far the draft works ahead while the target verifies. auto: for as many outcomes of a verification as pay,
-    none included. off: not at all. A number: always for so many outcomes. Tandem's own."""
+    possibly none. off: not at all. A number: always for this many outcomes. Tandem's own."""
     target_lead: int = Field(default=2, ge=0, le=MAX_LEAD)
-    """How many rounds without a proposal a target may begin before it is asked for them. Lossless rules alone."""
+    """How many rounds a target may begin before it is asked for them, under a lossless rule; 0 turns it off."""
     stream_interval: int = Field(default=1, ge=1, le=1024)
-    """Tokens of a streamed chunk: it joins rounds until it has so many. The first tokens and the end are sent at once,
-    and so is what there is when a stream pauses. 1: each round is a chunk. vLLM's name."""
+    """Tokens per streamed chunk: rounds are joined until a chunk has this many. The first tokens and the end are sent
+    at once, and so are waiting tokens when a stream pauses. 1: each round is a chunk. vLLM's name."""
     trace_rounds: float = Field(default=0.0, ge=0, le=1)
     """Share of the traced requests that have a span for each round."""
     measure_waits: bool = False

@@ -212,9 +212,9 @@ class AcceptanceOptions(Options):
     pair, temperature and load. By default residual, or typical-acceptance for eagle, eagle3 and mtp. MAX's name; vLLM:
     rejection_sample_method, with probabilistic or standard for residual."""
     typical_epsilon: float = Field(default=0.09, ge=0, le=1)
-    """typical-acceptance: a token of more than this probability is always accepted. Tandem's own."""
+    """typical-acceptance: a token above this probability is always accepted. Tandem's own."""
     typical_delta: float = Field(default=0.3, ge=0, allow_inf_nan=False)
-    """typical-acceptance: factor of exp(-entropy), which is enough as well. Tandem's own."""
+    """typical-acceptance: factor of exp(-entropy); a token above the product is accepted too. Tandem's own."""
     synthetic_acceptance_rate: float | None = Field(default=None, ge=0, le=1)
     """synthetic: share of the proposed tokens to accept on average, for benchmarks. MAX's name."""
     synthetic_acceptance_rates: Floats | None = None
@@ -261,7 +261,7 @@ class SpeculativeConfig(DraftingOptions, AcceptanceOptions, SourceOptions):
     enable_echo: bool = False
     """Begin the completion with the prompt. MAX's name."""
     enable_structured_output: bool = False
-    """Taken, without effect: `structured_output` says whether completions may be bound to a grammar or schema. MAX's
+    """Accepted, without effect: `structured_output` says whether completions may follow a grammar or schema. MAX's
     name."""
 
     own_rules: ClassVar[Rules] = (

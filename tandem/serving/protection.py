@@ -169,7 +169,7 @@ class ProtectionOptions(Options):
     """Bearer token that callers must have. Any user of the machine can read a command line: better in the environment,
     or in auth_token_file."""
     auth_token_file: Path | None = None
-    """File of such tokens, one on each line, all of them good. Read again when it changes."""
+    """File of such tokens, one on each line, all of them valid. Read again when it changes."""
     insecure: bool = False
     """Allow other machines without TLS, or without tokens and certificates; for a network where everyone is trusted."""
 
@@ -228,7 +228,7 @@ class AdminOptions(ProtectionOptions):
     """Bearer token for admin calls, which opens all other calls too. Better in the environment or in admin_token_file.
     Without one, admin calls are open to this machine alone, and only while clients need no token either."""
     admin_token_file: Path | None = None
-    """File of such tokens, one on each line, all of them good. Read again when it changes."""
+    """File of such tokens, one on each line, all of them valid. Read again when it changes."""
 
     own_rules: ClassVar[Rules] = (_token_rule("admin_token"),)
 

@@ -327,7 +327,7 @@ def _decisions(decisions: Sequence[SpeculationDecision]) -> Iterator[RenderableT
     ordered = sorted(decisions, key=lambda each: (each.draft, each.rule, each.temperatures, each.load))
     for draft, decided in groupby(ordered[:_MAX_DECISIONS], key=lambda each: each.draft):
         yield ""
-        yield Text(f"proposals of {draft} by load", style="dim")
+        yield Text(f"proposal length by load, draft {draft}", style="dim")
         for decision in decided:
             yield f"{decision.rule}, temperature {decision.temperatures}, {decision.reason}"
     if len(ordered) > _MAX_DECISIONS:
@@ -358,8 +358,8 @@ def _ahead(stats: SpeculationStats) -> Iterator[tuple[str, str]]:
     if lead.rounds:
         wasted = lead.wasted / (stats.rounds + lead.wasted)
         yield (
-            "begun before asked",
-            f"{grouped(lead.rounds, 'round')}, {percent(wasted)} of all more for nothing",
+            "run ahead",
+            f"{grouped(lead.rounds, 'round')} begun early; {percent(wasted)} of all rounds wasted",
         )
     if ahead.awaited:
         rounds = grouped(ahead.awaited, "round")

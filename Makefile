@@ -14,7 +14,7 @@ ARGS ?=
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos test test-fast test-vllm soak lint format kubernetes docs docs-site screenshots observe-check demo demo-models exactness bench bench-results bench-gpu clean
+.PHONY: help setup protos test test-fast test-vllm test-clients soak lint format kubernetes docs docs-site screenshots observe-check demo demo-models exactness bench bench-results bench-gpu clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -134,5 +134,5 @@ bench-results: setup ## Repeat the recorded runs in benchmarks/results; needs a 
 		--contenders target-alone,speculative --no-phases --no-prefix $(call RECORDED,shaped_many) $(ARGS)
 
 clean: ## Remove what was installed and generated
-	rm -rf $(VENV) $(VLLM) $(VLLM_GPU) tandem/v1 build dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(VLLM_GPU) $(CLIENTS) tandem/v1 build dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

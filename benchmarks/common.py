@@ -35,13 +35,13 @@ class Contender(Protocol):
 
 
 @asynccontextmanager
-async def process(package: str, *options: str) -> AsyncIterator[tuple[str, int]]:
-    """Run a service that logs warnings on a free port; its address and its process id.
+async def process(package: str, *options: str, port: int = 0) -> AsyncIterator[tuple[str, int]]:
+    """Run a service that logs warnings, by default on a free port; its address and its process id.
 
     Raises:
         ServiceUnavailableError: it ended before it was ready.
     """
-    command = ("-P", "-m", package, *options, "--port", "0", "--log-level", "warning")
+    command = ("-P", "-m", package, *options, "--port", str(port), "--log-level", "warning")
     started = await asyncio.create_subprocess_exec(
         sys.executable, *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
     )

@@ -97,6 +97,7 @@ def load_pair(
     proposer = BoundProposer(backends, states, bound, limits, method, _kind(head), on_failure=on_failure)
     model = replace(tap.model, info=replace(target.info, drafting_method=method))
     verifier = make_verifier(model, settings, on_step, on_failure, tap, bound)
+    proposer.open_grammar = verifier.open_grammar
     return BoundPair(verifier, proposer)
 
 

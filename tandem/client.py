@@ -93,6 +93,7 @@ class Tries:
         """Tokens received so far."""
         self._retries = retries
         self._service = service
+        self._is_echoed = False
         self._tried = 0
         self._deadline = Deadline(timeout_seconds)
 
@@ -112,6 +113,7 @@ class Tries:
         Raises:
             InvalidRequestError: see `as_message`.
         """
+        self._is_echoed = request.echo  # the prompt would be among the tokens
         delivered = (*request.delivered_token_ids, *self.delivered)
         return as_message(replace(request, delivered_token_ids=delivered))
 
@@ -129,7 +131,7 @@ class Tries:
                 f"{self._service}: the request took longer than the {self.timeout_seconds:g} s it was given; "
                 f"{plural(count, 'token')} {'was' if count == 1 else 'were'} delivered"
             ) from None
-        goes_on = self._retries.goes_on or not count
+        goes_on = (self._retries.goes_on and not self._is_echoed) or not count
         wait = self._retries.wait_seconds(error, self._tried, random.random()) if goes_on else None
         remaining = self.remaining_seconds
         if wait is None or (remaining is not None and wait >= remaining):

@@ -227,6 +227,14 @@ class GrammarState:
         found: list[int] = self._matcher.compute_ff_tokens()[:most]
         return found
 
+    def allowed_count(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens may follow. A span in which anything may is not looked into."""
+        if self._is_free or self._may_think:
+            return len(token_ids)
+        known = next((i for i, token_id in enumerate(token_ids) if token_id >= self._known_ids), None)
+        count: int = self._matcher.validate_tokens([*token_ids[:known]])
+        return count
+
     def fill(self, row: MaskArray) -> None:
         """Write the mask of the next token into a row of zeros, shape [words]. Where nothing is constrained, or nothing
         can follow, all ids are allowed.

@@ -630,6 +630,8 @@ class GenerationRequest:
     fill in."""
     delivered_token_ids: tuple[int, ...] = ()
     """Tokens of the completion that an earlier stream, which broke, has delivered: it goes on after them."""
+    echo: bool = False
+    """Begin with a chunk of the prompt, with its log probabilities if any are asked for. Without speculation alone."""
 
 
 class FinishReason(Enum):
@@ -706,7 +708,7 @@ class TokenLogprobs:
     """Natural logarithms of the target's probabilities at a position, before temperature and truncation."""
 
     logprob: float
-    """Log probability of the token at this position."""
+    """Log probability of the token at this position; NaN for a prompt's first token, which nothing precedes."""
     top_token_ids: tuple[int, ...] = ()
     """The most probable tokens, the most probable first; as many as were asked for."""
     top_logprobs: tuple[float, ...] = ()

@@ -174,7 +174,7 @@ class Verifier(EngineOwner[SequenceEngine[Any]]):
         info = self._engine.info
         if options.adjustments:
             check_ids(options.adjustments, info.vocabulary_size)
-        grammar = None if options.grammar is None else await self._grammar(options.grammar)
+        grammar = None if options.grammar is None else await self.open_grammar(options.grammar)
         max_length = options.max_length or info.max_length
         cached = await self._engine.open(max_length, client=options.client)
         sequence = VerifiedSequence(
@@ -192,7 +192,12 @@ class Verifier(EngineOwner[SequenceEngine[Any]]):
                 self._bound.close(options.request_id, cached)
             self._engine.release(cached)
 
-    async def _grammar(self, grammar: Grammar) -> GrammarState:
+    async def open_grammar(self, grammar: Grammar) -> GrammarState:
+        """A grammar's state before the first token.
+
+        Raises:
+            InvalidRequestError: it cannot be used.
+        """
         if self._grammars is None:
             file = next((path for path in self.tokenizer_files if path.name == TOKENIZER_FILES[0]), None)
             if file is None:

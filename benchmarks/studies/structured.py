@@ -1,12 +1,13 @@
 """Structured output: are all answers valid, what does a schema cost, and what does a mask.
 
     python -m benchmarks.studies.structured                                 the demo pair
+    python -m benchmarks.studies.structured --kill 5                        with deaths of drafts and targets
+    python -m benchmarks.studies.structured --compare --answers 250         and the same prompts without a schema
     python -m benchmarks.studies.structured --address HOST:PORT             a coordinator that runs
     python -m benchmarks.studies.structured --masks tokenizer.json          the time of masks alone, on random rows
 
 Answers of 50 schemas (nested objects, enums, arrays, characters of several bytes, numbers with bounds, patterns), at
-temperature 0 and 1, many at once, checked by the package jsonschema. The comparison of speeds asks the same prompts
-for as many tokens without a schema.
+temperature 0 and 1, many at once, checked by the package jsonschema. A pass is the target's, through one sequence.
 """
 
 from __future__ import annotations
@@ -14,19 +15,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from random import Random
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import jsonschema
 import torch
 
-from benchmarks.contenders import Setup, services
+from benchmarks.common import floats, free_port, process, service
 from benchmarks.pairs import DEMO
 from tandem.client import Client, Completed
 from tandem.engine.rows import masked
@@ -35,6 +39,8 @@ from tandem.grammar import Grammars
 from tandem.types import FinishReason, Grammar, GrammarKind
 
 SCHEMAS = 50
+PART = 250
+"""Questions of one kind in a row."""
 _WORDS = ("name", "größe", "city", "状態", "price", "is open", "id", "note", "tags", "λ")
 
 
@@ -78,63 +84,153 @@ def is_valid(completed: Completed, schema: Mapping[str, Any]) -> bool:
     return completed.finish_reason is FinishReason.STOP
 
 
-@asynccontextmanager
-async def connected(options: argparse.Namespace) -> AsyncIterator[Client]:
-    """A client of the coordinator that is measured."""
-    async with AsyncExitStack() as stack:
-        address = options.address
-        if address is None:
-            logs = Path(stack.enter_context(TemporaryDirectory(prefix="tandem-structured-")))
-            setup = Setup(DEMO / "target", DEMO / "draft", 1024, options.at_once, 4, logs, dtype="float32")
-            address = (await stack.enter_async_context(services(setup, with_ahead=False))).coordinator
-        yield await stack.enter_async_context(Client(address))
+class Replica:
+    """A draft or a target as a process, started again at its port when it is killed."""
+
+    def __init__(self, role: str, at_once: int) -> None:
+        """Of the demo pair."""
+        self.role = role
+        self.port = free_port()
+        self.ready, self._killed = asyncio.Event(), asyncio.Event()
+        self._options = ("--model", str(DEMO / role), "--max-length", "1024", "--max-sequences", str(at_once))
+        self._pid = 0
+
+    async def run(self) -> None:
+        """Run it until this is cancelled."""
+        while True:
+            async with process(f"{self.role}_service", *self._options, port=self.port) as (_, self._pid):
+                self.ready.set()
+                await self._killed.wait()
+                self._killed.clear()
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.ready.clear()
+        os.kill(self._pid, signal.SIGKILL)
+        self._killed.set()
+
+
+class Cluster:
+    """A coordinator over such replicas."""
+
+    def __init__(self, at_once: int, of_each: int) -> None:
+        """So many of each role."""
+        self._replicas = [Replica(role, at_once) for _ in range(of_each) for role in ("target", "draft")]
+        self.kills = 0
+
+    @asynccontextmanager
+    async def coordinator(self, seconds_between_kills: float | None) -> AsyncIterator[str]:
+        """Run all, and kill one after the other; the coordinator's address."""
+        tasks = [asyncio.create_task(replica.run()) for replica in self._replicas]
+        try:
+            words = []
+            for role in ("target", "draft"):
+                own = [replica for replica in self._replicas if replica.role == role]
+                words += [f"--{role}-address", ",".join(f"127.0.0.1:{replica.port}" for replica in own)]
+                await asyncio.gather(*(replica.ready.wait() for replica in own))
+            async with service("coordinator", *words) as address:
+                if seconds_between_kills is not None:
+                    tasks.append(asyncio.create_task(self._kill_each(seconds_between_kills)))
+                yield address
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _kill_each(self, seconds: float) -> None:
+        for replica in cycle(self._replicas):
+            await asyncio.sleep(seconds)
+            await asyncio.gather(*(each.ready.wait() for each in self._replicas))
+            replica.kill()
+            self.kills += 1
+
+
+@dataclass
+class Run:
+    """What requests of one kind were answered with."""
+
+    failures: list[str] = field(default_factory=list)
+    answers: int = 0
+    lengths: list[int] = field(default_factory=list)
+    rounds: int = 0
+    seconds: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Of all answers."""
+        return sum(self.lengths)
+
+    @property
+    def tokens_a_pass(self) -> float:
+        """Tokens by the passes of the target through sequences."""
+        return self.tokens / max(self.rounds, 1)
+
+
+class Questions:
+    """Asks for answers with and without a schema."""
+
+    def __init__(self, client: Client, options: argparse.Namespace, temperature: float) -> None:
+        self._client = client
+        self._options = options
+        self._temperature = temperature
+        self._places = asyncio.Semaphore(options.at_once)
+
+    async def ask(self, run: Run, numbers: Sequence[int], lengths: Sequence[int] | None = None) -> None:
+        """Ask these questions at once: with schemas, or without and for so many tokens each."""
+        began = time.perf_counter()
+        wanted = [None] * len(numbers) if lengths is None else lengths
+        found = await asyncio.gather(
+            *(self._one(run, number, tokens) for number, tokens in zip(numbers, wanted, strict=True))
+        )
+        run.seconds += time.perf_counter() - began
+        run.answers += len(found)
+        run.lengths += [0 if each is None else len(each.token_ids) for each in found]
+        run.rounds += sum(0 if each is None else each.speculation.rounds for each in found)
+
+    async def _one(self, run: Run, number: int, tokens: int | None) -> Completed | None:
+        is_bound = tokens is None
+        schema = schema_of(number % SCHEMAS)
+        async with self._places:
+            try:
+                found = await self._client.complete(
+                    f'# {number}\nperson = json.loads("',
+                    max_tokens=self._options.max_tokens if tokens is None else max(tokens, 1),
+                    temperature=self._temperature,
+                    seed=number,
+                    grammar=Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)) if is_bound else None,
+                    ignore_eos=not is_bound,
+                    speculation=not self._options.alone,
+                )
+            except TandemError as error:
+                run.failures.append(str(error))
+                return None
+        if is_bound and not is_valid(found, schema):
+            run.failures.append(found.text)
+        return found
 
 
 async def answers(client: Client, options: argparse.Namespace, temperature: float) -> None:
-    """Ask, check and print a row of the table."""
-    places = asyncio.Semaphore(options.at_once)
-    failures: list[str] = []
-
-    async def one(number: int, *, is_bound: bool, tokens: int) -> Completed | None:
-        schema = schema_of(number % SCHEMAS)
-        grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)) if is_bound else None
-        prompt = f'# {number}\nperson = json.loads("'
-        async with places:
-            try:
-                found = await client.complete(
-                    prompt,
-                    max_tokens=tokens,
-                    temperature=temperature,
-                    seed=number,
-                    grammar=grammar,
-                    ignore_eos=not is_bound,
-                    speculation=not options.alone,
-                )
-            except TandemError as error:
-                failures.append(str(error))
-                return None
-        if is_bound and not is_valid(found, schema):
-            failures.append(found.text)
-        return found
-
-    began = time.perf_counter()
-    bound = await asyncio.gather(
-        *(one(number, is_bound=True, tokens=options.max_tokens) for number in range(options.answers))
-    )
-    bound_seconds, began = time.perf_counter() - began, time.perf_counter()
-    lengths = [0 if each is None else len(each.token_ids) for each in bound]
-    await asyncio.gather(
-        *(one(number, is_bound=False, tokens=max(length, 1)) for number, length in enumerate(lengths))
-    )
-    free_seconds = time.perf_counter() - began
-    rounds = sum(0 if each is None else each.speculation.rounds for each in bound)
-    total, valid = sum(lengths), options.answers - len(failures)
-    sys.stdout.write(
-        f"| {temperature:g} | {valid} of {options.answers} | {total / bound_seconds:.0f} | {total / free_seconds:.0f} "
-        f"| {free_seconds / bound_seconds:.2f} | {total / max(rounds, 1):.2f} |\n"
-    )
-    for failure in failures[:5]:
-        sys.stdout.write(f"\nnot valid: {failure!r}\n")
+    """Ask, check and print a row of the table. Parts with and without schemas take turns."""
+    questions, bound, free = Questions(client, options, temperature), Run(), Run()
+    for start in range(0, options.answers, PART):
+        numbers = range(start, min(start + PART, options.answers))
+        await questions.ask(bound, numbers)
+        if options.compare:
+            await questions.ask(free, numbers, bound.lengths[start:])
+    valid = bound.answers - len(bound.failures)
+    columns = [
+        f"{temperature:g}",
+        f"{valid} of {bound.answers}",
+        f"{bound.tokens}",
+        f"{bound.tokens_a_pass:.2f}",
+    ]
+    if options.compare:
+        passes = bound.rounds / bound.seconds / (free.rounds / free.seconds)
+        speed = bound.tokens / bound.seconds / (free.tokens / free.seconds)
+        columns += [f"{free.tokens_a_pass:.2f}", f"{passes:.2f}", f"{speed:.2f}"]
+    sys.stdout.write(f"| {' | '.join(columns)} |\n")
+    for failure in (*bound.failures, *free.failures)[:5]:
+        sys.stdout.write(f"\nfailed: {failure!r}\n")
     sys.stdout.flush()
 
 
@@ -180,13 +276,22 @@ async def main(options: argparse.Namespace) -> None:
     if options.masks is not None:
         masks(options.masks)
         return
+    names = ["temperature", "valid", "tokens", "tokens a pass"]
+    if options.compare:
+        names += ["without a schema", "passes a second by those without", "tokens a second by those without"]
     sys.stdout.write(
-        f"{SCHEMAS} schemas, {options.at_once} at once\n\n"
-        "| temperature | valid | tokens/s | without a schema | share | tokens a round |\n|---|---|---|---|---|---|\n"
+        f"{SCHEMAS} schemas, {options.at_once} at once\n\n| {' | '.join(names)} |\n{'|---' * len(names)}|\n"
     )
-    async with connected(options) as client:
-        for temperature in (0.0, 1.0):
+    async with AsyncExitStack() as stack:
+        address, cluster = options.address, None
+        if address is None:
+            cluster = Cluster(options.at_once, 1 if options.kill is None else 2)
+            address = await stack.enter_async_context(cluster.coordinator(options.kill))
+        client = await stack.enter_async_context(Client(address))
+        for temperature in options.temperatures:
             await answers(client, options, temperature)
+        if cluster is not None and cluster.kills:
+            sys.stdout.write(f"\nkilled and started again meanwhile: {cluster.kills} services\n")
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -197,7 +302,17 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--answers", type=int, default=1000, help="of each temperature")
     add("--at-once", type=int, default=32)
     add("--max-tokens", type=int, default=400)
+    add("--temperatures", type=floats, default=[0.0, 1.0])
     add("--alone", action="store_true", help="the target without a draft")
+    add(
+        "--compare", action="store_true", help="ask the same prompts for as many tokens without a schema, too"
+    )
+    add(
+        "--kill",
+        type=float,
+        metavar="SECONDS",
+        help="two drafts and two targets, of which one is killed so often",
+    )
     add("--masks", type=Path, help="measure masks alone, with this tokenizer.json")
     return parser.parse_args(arguments)
 

@@ -44,6 +44,10 @@ class Detokenizer:
         self._waiting.clear()
         return text
 
+    def anew(self) -> Detokenizer:
+        """One of another text."""
+        return Detokenizer(self._tokenizer)
+
     def finish(self) -> str:
         """Text of the ids that still wait, without bytes that never became a character."""
         text: str = self._tokenizer.decode(self._waiting)
@@ -257,6 +261,32 @@ class Completion:
             return None
         tokens = self._grammar.forced(min(self._max_forced, self._room - 1))
         return Proposal(self.length, tuple(tokens)) if tokens else None
+
+    def echoed(self) -> Chunk:
+        """The prompt as a chunk, which is the last one where the completion may have no token."""
+        detokenizer = self._detokenizer.anew()
+        texts = list(map(detokenizer.push, self.token_ids))
+        texts[-1] += detokenizer.finish()
+        if self._room <= 0:
+            self.finish_reason = FinishReason.LENGTH
+        return Chunk(
+            text="".join(texts),
+            token_ids=tuple(self.token_ids),
+            drafted=(False,) * len(texts),
+            text_lengths=tuple(map(len, texts)),
+            summary=None if self.finish_reason is None else self._summary(self.finish_reason),
+        )
+
+    def possible(self, proposal: Proposal) -> Proposal:
+        """The proposal, cut before a token that the grammar forbids, which would be rejected, and all behind it.
+
+        One that was drawn from distributions stays as it is: the recovered token makes up for what they give to
+        forbidden tokens.
+        """
+        if self._grammar is None or proposal.distributions:
+            return proposal
+        count = self._grammar.allowed_count(proposal.token_ids)
+        return proposal if count == len(proposal) else proposal.cut(count)
 
     def extend(self, proposal: Proposal, acceptance: Acceptance) -> Chunk:
         """Commit the accepted tokens up to the completion's end, and drop those past it.

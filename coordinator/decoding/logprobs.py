@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from coordinator.decoding.loop import AcceptanceRule
+from coordinator.decoding.completion import Completion
+from coordinator.decoding.loop import AcceptanceRule, Verifier
 from tandem.errors import ProtocolError
 from tandem.types import (
     Acceptance,
@@ -51,6 +53,30 @@ class LogprobsRecorder:
         if self._top_count is None:
             return chunk
         return replace(chunk, logprobs=self._recorded[: len(chunk.token_ids)])
+
+
+async def prompt_logprobs(
+    prompt: Completion, verifier: Verifier, top_count: int, most: int
+) -> tuple[TokenLogprobs, ...]:
+    """Log probabilities of a prompt's tokens, as if each had been proposed.
+
+    Args:
+        prompt: A completion that has not begun, which this uses up.
+        verifier: Answers with dense rows.
+        top_count: How many of the most probable tokens to give at each position.
+        most: Tokens to verify at a time: messages have room for so many rows and one more.
+
+    Raises:
+        ProtocolError: a row is not dense.
+    """
+    token_ids = prompt.token_ids[:]
+    found = [TokenLogprobs(math.nan)]
+    while len(found) < len(token_ids):
+        known = len(found)
+        prompt.token_ids[:] = token_ids[:known]
+        proposal = Proposal(known, tuple(token_ids[known : known + most]))
+        found += token_logprobs(await verifier.verify(prompt, proposal), proposal.token_ids, top_count)
+    return tuple(found)
 
 
 def token_logprobs(

@@ -77,18 +77,21 @@ class FailoverDrafter:
         placement = self._placement
         count = min(self._begin_round(), completion.room - 1)
         has_begun = self._target is not None and self._target.begun_proposed is not None
-        if not has_begun and (forced := completion.forced()) is not None and len(forced) >= count:
+        forced = None if has_begun else completion.forced()
+        if forced is not None and len(forced) >= count:
             return self._jumped(completion, forced)
         proposal = None
         try:
             if count <= 0:
                 self._leave_if_draining()
             elif (sequence := self._sequence_to_ask(completion)) is not None:
-                proposal = await self._asked(sequence, completion, count)
+                proposal = await self._asked(sequence, completion, count, forced)
         except TandemError as error:
             placement.lose(error)
         finally:
             self._active.draft_address = placement.address
+        if forced is not None and not proposal:
+            return self._jumped(completion, forced)
         if proposal is None:
             return Proposal(completion.length, lead=self._lead if self._is_paused else 0)
         return proposal
@@ -172,7 +175,9 @@ class FailoverDrafter:
         """True if at most two rounds are left."""
         return completion.has_begun and completion.room <= 2 * (self._limits.num_speculative_tokens + 1)
 
-    async def _asked(self, sequence: DraftSequence, completion: Completion, count: int) -> Proposal | None:
+    async def _asked(
+        self, sequence: DraftSequence, completion: Completion, count: int, forced: Proposal | None
+    ) -> Proposal | None:
         budget, wanted = self._speculation.ahead_budget, count
         is_miss = sequence.awaits_outcome(completion)
         if is_miss:
@@ -193,14 +198,16 @@ class FailoverDrafter:
                 count = self._speculation.tokens_after_miss(count)
             self._went_alone = count == 0
             if count == 0:
-                # The target goes on alone, and the draft works ahead of that.
-                alone = Proposal(completion.length)
+                # The target goes on alone, or with forced tokens, and the draft works ahead of that.
+                alone = forced or Proposal(completion.length)
                 sequence.go_on(completion, alone, budget)
                 return self._leading(sequence, alone, wanted)
         if self._placement.must_read(completion):
             return None
         requested = await self._requested(sequence, completion, count, is_miss=is_miss)
-        return requested and self._leading(sequence, requested, wanted)
+        if requested is None:
+            return None
+        return self._leading(sequence, completion.possible(requested), wanted)
 
     def _leading(self, sequence: DraftSequence, proposal: Proposal, count: int) -> Proposal:
         """Let the target begin the next rounds by itself, if the draft makes their proposals ahead."""

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import isnan
 from typing import Any, Literal
 
 from tokenizers import Tokenizer
@@ -258,8 +259,8 @@ class CompletionAnswer(Answer):
             offset += length
         columns = (
             [token_text(self._tokenizer, token_id) for token_id in chunk.token_ids],
-            [_number(position.logprob) for position in positions],
-            [self._top(position) for position in positions],
+            [None if isnan(each.logprob) else _number(each.logprob) for each in positions],
+            [None if isnan(each.logprob) else self._top(each) for each in positions],
             offsets,
         )
         return dict(zip(_COMPLETION_LOGPROBS, columns, strict=True))

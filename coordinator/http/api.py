@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from coordinator.http.answers import Answer, ChatAnswer, CompletionAnswer
-from coordinator.http.bodies import BodyReader, HeldBytes, Share, fit, ignored_header
+from coordinator.http.bodies import ALONE_HEADER, BodyReader, HeldBytes, Share, fit, ignored_header
 from coordinator.http.chat import Chats
 from coordinator.http.errors import ModelNotFoundError
 from coordinator.http.responses import ResponseObject, chat_of, failure, response_events
@@ -31,7 +31,7 @@ from coordinator.http.schema import (
 )
 from coordinator.http.sending import DONE, EventStream, WholeAnswer, data_line, merged
 from coordinator.requests.admission import peer_of_host
-from coordinator.requests.plan import Models, goes_without_drafting
+from coordinator.requests.plan import Models, keep_out
 from coordinator.requests.runner import RequestRunner
 from coordinator.requests.validation import REQUEST_RULES, TokenizedRequest, outside_vocabulary
 from coordinator.settings.coordinator import HttpOptions, RequestBounds
@@ -91,9 +91,9 @@ class Api:
         """`POST /v1/responses`."""
         body = await self._body(request, ResponsesBody)
         refuse(body.refusals())
-        answer, chunks = await self._begin(request, chat_of(body), ChatAnswer)
+        answer, chunks, headers = await self._begin(request, chat_of(body), ChatAnswer)
         described = ResponseObject(body, self.model_name)
-        headers = ignored_header(request.state.ignored_fields, body.passed_over)
+        headers |= ignored_header(request.state.ignored_fields, body.passed_over)
         if body.stream:
             return EventStream(response_events(described, answer, chunks), self._calls, headers, failure)
         return self._whole(answer, chunks, lambda: described.ended(answer), headers)
@@ -150,16 +150,16 @@ class Api:
 
     async def _complete(self, request: Request, model: type[Sampled], form: type[Answer]) -> Response:
         body = await self._body(request, model)
-        answer, chunks = await self._begin(request, body, form)
-        headers = ignored_header(request.state.ignored_fields, body.passed_over)
+        answer, chunks, headers = await self._begin(request, body, form)
+        headers |= ignored_header(request.state.ignored_fields, body.passed_over)
         if body.stream:
             return EventStream(_events(answer, chunks, body.stream_options), self._calls, headers)
         return self._whole(answer, chunks, answer.whole, headers)
 
     async def _begin(
         self, request: Request, body: Sampled, form: type[Answer]
-    ) -> tuple[Answer, AsyncGenerator[tuple[int, Chunk]]]:
-        """The answer to a body, still empty, and the chunks that it will gather."""
+    ) -> tuple[Answer, AsyncGenerator[tuple[int, Chunk]], dict[str, str]]:
+        """The answer to a body, still empty, the chunks that it will gather, and what its headers say of them."""
         models = self._completions.models
         bounds = self._completions.bounds
         requests = await requests_of(body, models, self._chats, bounds)
@@ -188,7 +188,8 @@ class Api:
                 for each, name in zip(requests, names, strict=True)
             ]
         )
-        return answer, chunks
+        penalties = keep_out(requests[0], self._completions.bounds, models)
+        return answer, chunks, {ALONE_HEADER: ", ".join(penalties)} if penalties else {}
 
     def _whole(
         self,
@@ -268,7 +269,7 @@ async def _broken_later(
             prompt = await models.encode(prompt, bounds)
         except InvalidRequestError as error:
             return [str(error)]
-    if goes_without_drafting(request, bounds, models):
+    if keep_out(request, bounds, models):
         request = replace(request, speculation=False)
     return broken(REQUEST_RULES, TokenizedRequest(request, prompt, models.target, models.draft))
 

@@ -147,7 +147,8 @@ class Sampled(AboutCaller):
     logit_bias: dict[int, float] | None = None
     """Added to the target's logits, by token id: 400 beyond -100 to 100."""
     frequency_penalty: float | None = None
-    """With a draft model refused, or served without drafting (`draft_model_penalties`)."""
+    """Leaves a separate draft model out, which the header `X-Tandem-Target-Alone` says, or is refused
+    (`draft_model_penalties`)."""
     presence_penalty: float | None = None
     """As `frequency_penalty`."""
     repetition_penalty: float | None = None
@@ -266,7 +267,9 @@ class CompletionBody(Sampled):
     """Return log probabilities of the tokens and of so many alternatives, up to 20."""
     best_of: int | None = None
     """It must be `n`: completions are not ranked."""
-    echo: Any = _only(False, because="this coordinator does not repeat the prompt")
+    echo: bool = False
+    """Begin with the prompt, and with its log probabilities if `logprobs` is set. `max_tokens` may be 0. 400 where a
+    draft proposes: let `max_tokens` be 0 or 1, or `speculation` false."""
     suffix: Any = _only("", because="text is completed at its end only")
     add_special_tokens: Any = _only(
         True, because="a text prompt has the tokenizer's special tokens; send token ids"

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from coordinator.http.app import HEALTH_PATHS
-from coordinator.http.bodies import IGNORED_HEADER
+from coordinator.http.bodies import ALONE_HEADER, IGNORED_HEADER
 from coordinator.http.errors import error_response
 from coordinator.settings.coordinator import CoordinatorSettings, origins
 from tandem.errors import ConfigurationError, ServiceUnavailableError
@@ -59,7 +59,7 @@ class HttpServer:
         self.url = f"{'http' if tls is None else 'https'}://{name}:{self._socket.getsockname()[1]}"
         app = self._bounded(app, settings.http_max_connections)
         if allowed := origins(settings.cors_origin):
-            exposed = [IGNORED_HEADER, "Retry-After", "Retry-After-Ms", "X-Request-Id"]
+            exposed = [IGNORED_HEADER, ALONE_HEADER, "Retry-After", "Retry-After-Ms", "X-Request-Id"]
             app = CORSMiddleware(app, allowed, ["GET", "POST"], allow_headers=["*"], expose_headers=exposed)
         # uvicorn passes no arguments to a protocol.
         bounds = {"stalled_reader_seconds": settings.stalled_reader_timeout_seconds}

@@ -31,7 +31,8 @@ from coordinator.requests.validation import (
     TokenizedRequest,
     check_request,
     is_separate_model,
-    penalizes,
+    never_proposes,
+    penalties_of,
     too_much_text,
 )
 from coordinator.settings.acceptance import for_draft, names_auto, requested_options
@@ -150,6 +151,8 @@ class Plan:
     """True if a seed promises its text and that depends on what is proposed, which must then not depend on time."""
     is_adaptive: bool
     """True if measurements may change how much its rounds propose."""
+    is_penalized: bool
+    """True if its penalties keep the draft model out."""
     think_spans: ThinkSpans | None
     """Followed when acceptance is relaxed inside them."""
     grammar: PlannedGrammar | None
@@ -284,7 +287,8 @@ async def make_plan(
     Raises:
         InvalidRequestError: with a sentence for each broken rule.
     """
-    if not settings.speculation or goes_without_drafting(request, settings, models):
+    is_penalized = settings.speculation and request.speculation and bool(keep_out(request, settings, models))
+    if not settings.speculation or is_penalized or (request.echo and never_proposes(request)):
         request = replace(request, speculation=False)
     prompt = request.prompt
     if isinstance(prompt, str):
@@ -313,6 +317,7 @@ async def make_plan(
         draft_ahead=settings.draft_ahead if can_draft_ahead(rule, models.draft) else "off",
         keeps_proposals=not is_adaptive and _depends_on_rounds(rule, request),
         is_adaptive=is_adaptive,
+        is_penalized=is_penalized,
         think_spans=think_spans(models.tokenizer) if options.use_relaxed_acceptance_for_thinking else None,
         grammar=grammar,
         settings=settings,
@@ -320,13 +325,10 @@ async def make_plan(
     )
 
 
-def goes_without_drafting(request: GenerationRequest, bounds: RequestBounds, models: Models) -> bool:
-    """True if the configuration says that the target serves the request alone because of its penalties."""
-    return (
-        is_separate_model(models.draft)
-        and bounds.draft_model_penalties == "target-only"
-        and penalizes(request)
-    )
+def keep_out(request: GenerationRequest, bounds: RequestBounds, models: Models) -> tuple[str, ...]:
+    """The request's penalties because of which the target serves it alone: all of them, or none, as configured."""
+    is_alone = is_separate_model(models.draft) and bounds.draft_model_penalties == "target-only"
+    return penalties_of(request) if is_alone and request.speculation else ()
 
 
 def _limits(request: GenerationRequest, prompt_length: int, target: ModelInfo) -> Limits:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import NoReturn
 
 from coordinator.decoding.completion import Completion
-from coordinator.decoding.logprobs import LogprobsRecorder
+from coordinator.decoding.logprobs import LogprobsRecorder, prompt_logprobs
 from coordinator.decoding.loop import generate
 from coordinator.decoding.rounds import RoundRecorder, RoundTimings
 from coordinator.failover.drafter import FailoverDrafter
@@ -23,7 +23,7 @@ from coordinator.requests.admission import Admission, Peers, Place
 from coordinator.requests.chunks import ChunkPacer, ChunkQueue, stream_of
 from coordinator.requests.plan import Models, Plan, make_plan
 from coordinator.requests.validation import BoundedRequest, check_bounds
-from coordinator.settings.coordinator import RequestBounds
+from coordinator.settings.coordinator import MAX_SPECULATIVE_TOKENS, RequestBounds
 from coordinator.settings.live import LiveConfig
 from coordinator.speculation import report as speculation_report
 from coordinator.speculation.ahead import max_budget
@@ -36,7 +36,7 @@ from coordinator.transport.draft_client import DraftLimits, NoDrafter
 from coordinator.transport.target_client import RowChoice
 from tandem.rpc.channels import Deadline
 from tandem.speculation_state import SpeculationState
-from tandem.types import Chunk, GenerationRequest, Summary
+from tandem.types import Chunk, GenerationRequest, Summary, TokenLogprobs
 
 LARGE_BYTES = 16 << 10
 """Parsing a larger message takes a turn. Protobuf and pydantic parse a smaller one in at most 3 ms."""
@@ -205,6 +205,10 @@ class RequestRunner:
             active.streams, active.place = (drafter, verifier), place
             active.speculation_state = lambda: drafter.speculation_state
             streams.enter_context(self._stalled.following(active))
+            if plan.request.echo:
+                await queue.put(await self._echoed(plan, completion, verifier))
+            if not completion.can_extend:
+                return
             logprobs = LogprobsRecorder(plan.request.logprobs)
             accept = logprobs.recording(partial(plan.accept, completion))
             recorder = RoundRecorder(drafter, verifier, accept, timings, active)
@@ -218,6 +222,20 @@ class RequestRunner:
                 active.is_delivering = False
                 if active.has_stalled and completion.can_extend:
                     await active.resume()
+
+    async def _echoed(self, plan: Plan, completion: Completion, verifier: FailoverVerifier) -> Chunk:
+        """The prompt as the first chunk, and the last one of a completion of no tokens."""
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if plan.request.logprobs is not None:
+            logprobs = await prompt_logprobs(
+                plan.begin(), verifier, plan.request.logprobs, MAX_SPECULATIVE_TOKENS
+            )
+        chunk = replace(completion.echoed(), logprobs=logprobs)
+        if chunk.summary is None:
+            return chunk
+        return self._with_state(
+            chunk, chunk.summary, plan, speculation_report.off(speculation_report.NOT_ASKED)
+        )
 
     def _speculation(self, plan: Plan) -> RequestSpeculation | None:
         """The request's part of the controller; None where the target works alone."""
@@ -287,6 +305,8 @@ class RequestRunner:
     def _why_alone(self, plan: Plan) -> str:
         if not self.replicas.drafts.addresses:
             return speculation_report.NO_DRAFT
+        if plan.is_penalized:
+            return speculation_report.PENALIZED
         return speculation_report.NOT_ASKED if plan.settings.speculation else speculation_report.DISABLED
 
     def _load(self, active: ActiveRequest) -> int:

@@ -309,23 +309,53 @@ PENALTIES: Mapping[str, float] = {
 """The penalties of a request, each with the value that turns it off."""
 
 
-def penalizes(request: GenerationRequest) -> bool:
-    """True if the request has a penalty that is not off."""
-    return any(getattr(request, name) not in (None, off) for name, off in PENALTIES.items())
+def penalties_of(request: GenerationRequest) -> tuple[str, ...]:
+    """Names of the request's penalties that are not off."""
+    return tuple(name for name, off in PENALTIES.items() if getattr(request, name) not in (None, off))
 
 
 def _penalties_without_draft_model(subject: TokenizedRequest) -> Iterator[str]:
     """The draft model proposes without penalties, so it would be wrong more and more often; MAX refuses this too."""
     if not subject.speculates_with_model:
         return
-    for name, off in PENALTIES.items():
-        value = getattr(subject.request, name)
-        if value not in (None, off):
-            yield (
-                f"{name} is {spelled(value)}; with a separate draft model it must be {off:g}: use a draft service "
-                "with speculative_method ngram or suffix, turn speculation off for this request, or start the "
-                "coordinator with --draft-model-penalties target-only"
-            )
+    for name in penalties_of(subject.request):
+        value = spelled(getattr(subject.request, name))
+        yield (
+            f"{name} is {value}; with a separate draft model it must be {PENALTIES[name]:g}: use a draft service "
+            "with speculative_method ngram or suffix, turn speculation off for this request, or start the "
+            "coordinator with --draft-model-penalties target-only"
+        )
+
+
+def _max_tokens(subject: TokenizedRequest) -> Iterator[str]:
+    minimum = 0 if subject.request.echo else 1
+    if subject.request.max_tokens is not None and subject.request.max_tokens < minimum:
+        yield f"max_tokens is {subject.request.max_tokens}; it must be at least {minimum}"
+
+
+def never_proposes(request: GenerationRequest) -> bool:
+    """True for a completion that is too short for any proposal."""
+    return request.max_tokens is not None and request.max_tokens <= 1
+
+
+def _echo(subject: TokenizedRequest) -> Iterator[str]:
+    request = subject.request
+    if not request.echo:
+        return
+    if request.speculation and subject.draft is not None and not never_proposes(request):
+        yield (
+            "echo is true and a draft proposes; it must be false: set max_tokens to 0 or 1, or turn speculation off "
+            "for this request"
+        )
+    if request.delivered_token_ids:
+        yield "echo is true and an earlier stream has delivered tokens; it must be false"
+    if request.logprobs is None:
+        return
+    if request.grammar is not None or request.logit_bias or request.min_tokens > 0 or penalties_of(request):
+        yield (
+            "echo is true and logprobs are asked for; structured output, logit_bias, min_tokens and penalties must be "
+            "left out: they are for completions, and change no prompt's probabilities"
+        )
 
 
 def _grammar(subject: TokenizedRequest) -> Iterator[str]:
@@ -385,7 +415,7 @@ REQUEST_RULES: tuple[Rule[TokenizedRequest], ...] = (
         "Ids that an earlier stream has delivered are in the target's vocabulary.",
         _delivered_ids,
     ),
-    at_least("max_tokens", 1, of=_request),
+    Rule("max-tokens", "`max_tokens` is at least 1, or 0 with `echo`.", _max_tokens, ("max_tokens", "echo")),
     *sampling_rules(of=_request),
     at_least("num_speculative_tokens", 1, of=_request),
     within("seed", -(2**63), 2**63 - 1, "a signed 64-bit integer", of=_request),
@@ -417,13 +447,19 @@ REQUEST_RULES: tuple[Rule[TokenizedRequest], ...] = (
         _max_tokens_fit,
     ),
     Rule(
+        "echo",
+        "With `echo` no draft proposes; with `logprobs` beside it, nothing changes the target's logits.",
+        _echo,
+        ("echo",),
+    ),
+    Rule(
         "grammar-ends-the-text",
         "With structured output `ignore_eos` is false, `min_tokens` 0, and acceptance not synthetic.",
         _grammar,
     ),
     Rule(
         "penalties-without-draft-model",
-        "Penalties are off with a separate draft model; they work with ngram, suffix and without speculation.",
+        "With `draft_model_penalties` refuse, penalties are off where a separate draft model proposes.",
         _penalties_without_draft_model,
         tuple(PENALTIES),
     ),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 
 from coordinator.settings.acceptance import COMBINATION_RULES
 from tandem.config import SpeculativeConfig
@@ -23,6 +23,10 @@ MAX_SPECULATIVE_TOKENS = 32
 """A request may ask for so many tokens per proposal, or for as many as the coordinator's own setting."""
 MAX_CHAT_MESSAGES = 2_048
 """Maximum messages of a chat."""
+
+
+_MAX = {"structured_output": "refuse", "draft_model_penalties": "refuse"}
+"""Defaults of options with `compatibility` max."""
 
 
 class RequestBounds(Options):
@@ -54,9 +58,17 @@ class RequestBounds(Options):
     call tools: serve them, or refuse them, as MAX does beside speculative decoding. Tandem's own."""
     max_grammar_bytes: int = Field(default=64 << 10, ge=1)
     """Maximum bytes of such a schema, expression, list or grammar, in UTF-8."""
-    draft_model_penalties: Literal["refuse", "target-only"] = "refuse"
+    draft_model_penalties: Literal["refuse", "target-only"] = "target-only"
     """Treatment of a request with repetition, frequency or presence penalties where a separate draft model
-    proposes: refuse it, as MAX does, or let the target serve it without drafting. Tandem's own."""
+    proposes: let the target serve it without drafting, and say so, or refuse it, as MAX does. Tandem's own."""
+    compatibility: Literal["none", "max"] = "none"
+    """max: refuse what MAX refuses beside speculative decoding, so that `structured_output` and `draft_model_penalties`
+    are refuse unless they are set. none: serve all of it. docs/comparison.md says what each peer does. Tandem's own."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_peer(cls, values: Any) -> Any:
+        return {**_MAX, **values} if values.get("compatibility") == "max" else values
 
 
 class ServiceAccessOptions(Options):

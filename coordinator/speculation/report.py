@@ -16,6 +16,7 @@ from tandem.types import SpeculationStats
 DISABLED = "switched off (tandem admin config set speculation true)"
 NO_DRAFT = "the coordinator has no draft (--draft-address)"
 NOT_ASKED = "the request asked for the target alone"
+PENALIZED = "a request with penalties leaves the draft model out"
 NONE_READY = "no draft takes new sequences (tandem admin replicas list)"
 TOO_SHORT = "the completion ended before the draft proposed anything"
 PROPOSED_NOTHING = "the draft found nothing to propose"

@@ -248,7 +248,7 @@ class BranchDrafting:
         first.token_count = self._lead_count + self._max_depth + 1
         first.token_ids += lead.token_ids[1:]
         (outcome,) = extended([first], lead.logits[-1:], self.sampler)
-        return None if isinstance(outcome, Failed) else first.token_ids[-1]
+        return None if isinstance(outcome, Failed) or first.is_cut else first.token_ids[-1]
 
     def advance(self, logits: Tensor) -> BranchStep | None:
         """See `BackgroundJob`."""
@@ -256,6 +256,8 @@ class BranchDrafting:
             return None  # the last tokens are read, which is all
         if any(isinstance(outcome, Failed) for outcome in extended(self._branches, logits, self.sampler)):
             return None  # an explicit request for this proposal raises the error
+        if any(branch.is_cut for branch in self._branches):
+            return None
         self._keep_within_bytes()
         if not self._branches:
             return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -73,9 +73,12 @@ class Drafting:
     support_mass: float = 1.0
     """Share of the `draft_top_k` tokens' probability that the support must hold."""
     grammar: GrammarState | None = None
-    """What the completion may be; proposals hold to it, so that they are accepted as often as without."""
+    """What the completion may be; proposals hold to it, so that they are accepted as often as without. It stays in the
+    process that has the sequence."""
+    mask: MaskArray | None = None
+    """The grammar's, of the next token, for a process without the grammar."""
     before: list[int] | None = None
-    """The completion's tokens before the proposal, for the grammar; set with the first row."""
+    """The completion's tokens before the proposal, for the grammar; set with the first row at the latest."""
     shared: SharedTokens | None = None
     """The tokens to draw among where draft and target have other ids; None: all, and ids are the same."""
     token_ids: list[int] = field(default_factory=list)
@@ -84,6 +87,8 @@ class Drafting:
     """The draft's own id of the last of them."""
     distributions: list[SparseDistribution] = field(default_factory=list)
     token_logits: list[float] = field(default_factory=list)
+    is_cut: bool = False
+    """True if the grammar leaves no token that the draft knows: a head may know a part of the vocabulary."""
     _keys: list[int] = field(default_factory=list)
     """Noise keys of all tokens, computed with the first: four cost no more than one."""
     _truncated: tuple[int, SamplingParams] | None = None
@@ -100,7 +105,7 @@ class Drafting:
 
     def outcome(self) -> Outcome:
         """Continue with another token, or deliver the proposal."""
-        if len(self.token_ids) < self.token_count:
+        if len(self.token_ids) < self.token_count and not self.is_cut:
             return Continue(self.last_read)
         logits = np.array(self.token_logits, dtype=np.float32) if self.options.with_token_logits else None
         return Done(Proposal(self.base_length, tuple(self.token_ids), tuple(self.distributions), logits))
@@ -126,21 +131,32 @@ def propose_head(
     ready: Sequence[Job[Drafting]], logits: Tensor, sampler: Sampler = TORCH_SAMPLER
 ) -> list[Outcome]:
     """Head of the draft's engine: each row of logits becomes one more token of a proposal."""
+    return extended(_with_tokens(ready), logits, sampler)
+
+
+def propose_where_logits_are(ready: Sequence[Job[Drafting]], logits: Any) -> list[Outcome]:
+    """See `propose_head`, for logits that another engine's worker keeps (`tandem.engine_vllm.engine.RemoteLogits`)."""
+    own = [
+        drafting
+        if drafting.grammar is None
+        else replace(drafting, grammar=None, before=None, mask=_mask(drafting))
+        for drafting in _with_tokens(ready)
+    ]
+    outcomes, draftings = logits.apply(_extended_copies, own)
+    for job, drafting in zip(ready, draftings, strict=True):
+        job.payload = replace(drafting, grammar=job.payload.grammar, before=job.payload.before, mask=None)
+    found: list[Outcome] = outcomes
+    return found
+
+
+def _with_tokens(ready: Sequence[Job[Drafting]]) -> list[Drafting]:
+    """The jobs' proposals, each with the completion's tokens where a grammar needs them."""
     for job in ready:
         drafting = job.payload
         if drafting.grammar is not None and drafting.before is None:
             tokens = job.sequence.token_ids
             drafting.before = tokens[drafting.options.prompt_length : drafting.base_length]
-    return extended([job.payload for job in ready], logits, sampler)
-
-
-def propose_where_logits_are(ready: Sequence[Job[Drafting]], logits: Any) -> list[Outcome]:
-    """See `propose_head`, for logits that another engine's worker keeps (`tandem.engine_vllm.engine.RemoteLogits`)."""
-    outcomes, draftings = logits.apply(_extended_copies, [job.payload for job in ready])
-    for job, drafting in zip(ready, draftings, strict=True):
-        job.payload = drafting
-    found: list[Outcome] = outcomes
-    return found
+    return [job.payload for job in ready]
 
 
 def _extended_copies(
@@ -164,13 +180,14 @@ def extended(
     if len(vocabularies) > 1:
         return _extended_apart(draftings, logits, sampler)
     (shared,) = vocabularies.values()
+    unmasked = logits
     logits = _allowed(draftings, logits) if shared is None else shared.restricted(logits)
     if all(drafting.options.sampling.is_greedy for drafting in draftings):
         columns: list[int] = sampler.argmax(logits).tolist()
     else:
         columns = _drawn(draftings, logits, sampler, None if shared is None else shared.target_ids)
     return [
-        _with_token(drafting, column, logits[i])
+        _with_token(drafting, column, logits[i], unmasked[i])
         for i, (drafting, column) in enumerate(zip(draftings, columns, strict=True))
     ]
 
@@ -188,7 +205,7 @@ def _extended_apart(draftings: Sequence[Drafting], logits: Tensor, sampler: Samp
 
 def _allowed(draftings: Sequence[Drafting], logits: Tensor) -> Tensor:
     """The logits with -inf for what the grammars forbid."""
-    own = [i for i, drafting in enumerate(draftings) if drafting.grammar is not None]
+    own = [i for i, each in enumerate(draftings) if each.grammar is not None or each.mask is not None]
     if not own:
         return logits
     rows = np.concatenate([_mask(draftings[i]) for i in own])
@@ -199,6 +216,8 @@ def _allowed(draftings: Sequence[Drafting], logits: Tensor) -> Tensor:
 
 
 def _mask(drafting: Drafting) -> MaskArray:
+    if drafting.mask is not None:
+        return drafting.mask
     assert drafting.grammar is not None
     return lenient_masks(drafting.grammar, [*(drafting.before or ()), *drafting.token_ids], ())
 
@@ -211,9 +230,15 @@ def lenient_masks(grammar: GrammarState, before: Sequence[int], proposed: Sequen
         return np.full((len(proposed) + 1, grammar.words), -1, dtype=np.int32)
 
 
-def _with_token(drafting: Drafting, column: int, logits: Tensor) -> Outcome:
+def _with_token(drafting: Drafting, column: int, logits: Tensor, unmasked: Tensor) -> Outcome:
     """Extend a proposal by the token of this column; -1 stands for logits that are not finite."""
     if column < 0:
+        is_masked = drafting.grammar is not None or drafting.mask is not None
+        drafting.is_cut = is_masked and bool(
+            unmasked.isfinite().any() and not unmasked.isnan().any() and (logits == -torch.inf).all()
+        )
+        if drafting.is_cut:
+            return drafting.outcome()
         return non_finite(drafting.base_length + len(drafting.token_ids))
     shared = drafting.shared
     drafting.token_ids.append(column if shared is None else int(shared.target_ids[column]))

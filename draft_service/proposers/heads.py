@@ -10,7 +10,7 @@ without one.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -29,7 +29,8 @@ from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.sampler import Sampler
 from tandem.engine.settings import EngineSettings
 from tandem.errors import ServiceUnavailableError
-from tandem.types import Delta, DraftOptions, ModelInfo, Proposal, ProposeStep
+from tandem.grammar import GrammarState
+from tandem.types import Delta, DraftOptions, Grammar, ModelInfo, Proposal, ProposeStep
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,15 @@ class HeadKind:
     """The way in which a head's passes become a proposal."""
 
     make_sequence: Callable[
-        [Engine[Drafting, Proposal], CachedSequence, Pairing, BoundSequences, DraftOptions], BoundSequence
+        [
+            Engine[Drafting, Proposal],
+            CachedSequence,
+            Pairing,
+            BoundSequences,
+            DraftOptions,
+            GrammarState | None,
+        ],
+        BoundSequence,
     ]
     extend: Callable[..., list[Outcome]]
     """Head of the engine: the outcome of each job of a pass, given its logits, the pairings and a sampler."""
@@ -79,6 +88,8 @@ class BoundProposer(EngineOwner[Engine[Drafting, Proposal]]):
         kind = self._kind = kind or HeadKind(BoundSequence, _extend)
         self.vocabularies = None
         """It reads the target's own tokens."""
+        self.open_grammar: Callable[[Grammar], Awaitable[GrammarState]] | None = None
+        """Compiles what sequences may be, as the target does; None: proposals heed no grammar."""
         self._pairings = states.pairings
         self._sequences = sequences
         self._method = method
@@ -102,13 +113,16 @@ class BoundProposer(EngineOwner[Engine[Drafting, Proposal]]):
 
         Raises:
             CapacityError: there is no room for another.
-            InvalidRequestError: it may become longer than the model can read.
+            InvalidRequestError: it may become longer than the model can read, or has a grammar that cannot be used.
         """
+        grammar = None
+        if options.grammar is not None and self.open_grammar is not None:
+            grammar = await self.open_grammar(options.grammar)
         length = options.max_length or self._engine.max_length
         cached = await self._engine.open(length)
         pairing = self._pairings[cached] = Pairing()
         try:
-            yield self._kind.make_sequence(self._engine, cached, pairing, self._sequences, options)
+            yield self._kind.make_sequence(self._engine, cached, pairing, self._sequences, options, grammar)
         finally:
             del self._pairings[cached]
             self._engine.release(cached)
@@ -127,8 +141,10 @@ class BoundSequence:
         pairing: Pairing,
         sequences: BoundSequences,
         options: DraftOptions,
+        grammar: GrammarState | None = None,
     ) -> None:
         self._engine = engine
+        self._grammar = grammar
         self._cached = cached
         self._pairing = pairing
         self._sequences = sequences
@@ -165,7 +181,11 @@ class BoundSequence:
     async def _drafted(self, target: CachedSequence, token_count: int) -> Proposal:
         length, options = len(self._tokens), self._options
         self._pairing.begin(target, length - 1)
-        drafting = Drafting(length, token_count, options, options.draft_top_k or TOP_K, SUPPORT_MASS)
+        drafting = Drafting(
+            length, token_count, options, options.draft_top_k or TOP_K, SUPPORT_MASS, self._grammar
+        )
+        if self._grammar is not None:
+            drafting.before = self._tokens.token_ids[options.prompt_length :].tolist()
         job = self._job(drafting)
         self._read_length = 0  # an error leaves nothing that can be trusted
         try:

@@ -64,6 +64,7 @@ def load_standalone(
         compile_cache=settings.compile_cache,
     )
     limits = EngineSettings.of(settings, model.device.type)
+    tokenizer = settings.checkpoint / "tokenizer.json"
     engine = Engine(
         backends,
         partial(propose_head, sampler=backends.sampler),
@@ -71,14 +72,12 @@ def load_standalone(
         on_step=on_step,
         on_failure=on_failure,
     )
-    tokenizer = settings.checkpoint / "tokenizer.json"
-    grammars = Grammars.of(tokenizer, model.info) if tokenizer.is_file() else None
     return StandaloneProposer(
         engine,
         settings.draft_top_k,
         settings.draft_support_mass,
         backends.sampler,
-        grammars,
+        _grammars(settings, model.info),
         vocabularies=Vocabularies(tokenizer, model.info) if tokenizer.is_file() else None,
     )
 
@@ -101,8 +100,17 @@ def _load_over_vllm(
     limits = EngineSettings.of(settings, settings.compute_device.partition(":")[0])
     engine = Engine(model, propose_where_logits_are, limits, on_step=on_step, on_failure=on_failure)
     return StandaloneProposer(
-        engine, settings.draft_top_k, settings.draft_support_mass, drafts_ahead=drafts_ahead
+        engine,
+        settings.draft_top_k,
+        settings.draft_support_mass,
+        grammars=_grammars(settings, model.info),
+        drafts_ahead=drafts_ahead,
     )
+
+
+def _grammars(settings: DraftSettings, model: ModelInfo) -> Grammars | None:
+    tokenizer = settings.checkpoint / "tokenizer.json"
+    return Grammars.of(tokenizer, model) if tokenizer.is_file() else None
 
 
 class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):

@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from tandem.errors import TandemError
+from tandem.errors import InvalidRequestError, TandemError
 from tandem.grammar import GrammarState, MaskArray
 from tandem.outcome_table import OutcomeTable
 from tandem.sampling.noise import recovery_keys, target_keys
@@ -85,15 +85,31 @@ class RowRequest:
             self, grammar=None, masks=masks, token_ids=token_ids if self.sampling.penalizes else ()
         )
 
-    def decided(self, answer: Verification) -> Verification:
-        """The answer, with how the sequence goes on by itself as the table of outcomes is now."""
+    def decided(self, answer: Verification, token_ids: Sequence[int] = ()) -> Verification:
+        """The answer, with how the sequence goes on by itself as the table of outcomes is now.
+
+        Args:
+            answer: The answer.
+            token_ids: All of the sequence's tokens, the proposal's at the end, where a grammar asks for them.
+        """
         delta = self.step.led_delta(answer, self.end_token_ids, self.max_length, self.outcomes.find)
-        if delta is None:
+        if delta is None or (self.grammar is not None and self._is_forced(self.grammar, delta, token_ids)):
             return answer
         accepted, room = delta.base_length - answer.base_length, self.max_length - delta.base_length - 2
         if not self.outcomes.suffices(answer.base_length, accepted, delta.token_ids[0], room):
             return answer
         return replace(answer, next_proposed=len(delta.token_ids) - 1)
+
+    def _is_forced(self, grammar: GrammarState, delta: Delta, token_ids: Sequence[int]) -> bool:
+        """True if the completion ends behind the delta's first token, or the coordinator proposes as many tokens there
+        as the draft does, since the grammar forces them."""
+        completion = [*token_ids[self.prompt_length : delta.base_length], delta.token_ids[0]]
+        count = max(len(delta.token_ids) - 1, 1)
+        try:
+            can_follow = grammar.follow(completion) and not grammar.is_over
+        except InvalidRequestError:
+            return True  # which the next step says
+        return not can_follow or len(grammar.forced(count)) == count
 
     def following(self, answer: Verification) -> RowRequest | None:
         """The request with which the sequence goes on by itself, as was decided; None where it does not."""

@@ -13,7 +13,6 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from tandem.errors import InvalidRequestError
 from tandem.types import FinishReason, GenerationRequest
 from tests.commands import run_here
 from tests.end_to_end.models import load_reference
@@ -177,9 +176,13 @@ async def test_a_draft_does_not_change_completions_with_penalties(
     assert accepted(drafted) > 0
 
 
-async def test_penalties_are_refused_with_a_draft_model(address: str, prompts: list[str]) -> None:
-    with pytest.raises(InvalidRequestError, match="with a separate draft model it must be 1"):
-        await complete_all(address, requests(prompts[:1], repetition_penalty=PENALTY))
+async def test_penalties_leave_a_draft_model_out(address: str, prompts: list[str]) -> None:
+    (completed,) = await complete_all(address, requests(prompts[:1], repetition_penalty=PENALTY))
+    assert [completed.token_ids] == generated(prompts[:1], 64, repetition_penalty=PENALTY)
+    assert completed.stats.drafted == 0
+    state = completed.summary.speculation_state
+    assert state is not None
+    assert state.reason == "a request with penalties leaves the draft model out"
 
 
 @pytest.mark.parametrize("speculation", [False, True])

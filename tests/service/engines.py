@@ -87,6 +87,8 @@ class Faults:
     """True if there is no room for a new sequence."""
     code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
     steps: int = 0
+    proposals: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    """What was to be verified, each behind its base length."""
     opened: int = 0
     running: int = 0
 
@@ -112,8 +114,11 @@ class FaultyTarget(TargetServicer):
         if faults.full:
             raise refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
 
-        def on_step(_: VerifyStep) -> None:
+        def on_step(step: VerifyStep) -> None:
             faults.steps += 1
+            count = step.row_count - 1
+            proposed = step.delta.token_ids[len(step.delta.token_ids) - count :]
+            faults.proposals.append((step.delta.length - count, tuple(proposed)))
             if faults.steps in faults.before:
                 raise refusal(faults.code, "gone")
 

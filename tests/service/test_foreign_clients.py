@@ -95,10 +95,10 @@ async def test_the_requests_of_litellm(template: Path) -> None:
 async def test_the_request_of_lm_eval() -> None:
     async with http_cluster(FakeTarget(), FakeDraft()) as cluster:
         answer = await cluster.http.post("/v1/completions", json=LM_EVAL_REQUEST)
-        scored = await cluster.http.post(
+        refused = await cluster.http.post(
             "/v1/completions", json=LM_EVAL_REQUEST | {"echo": True, "logprobs": 1}
         )
     assert answer.json()["choices"][0]["text"] == after("def f():")
-    assert scored.json()["error"]["message"].startswith(
-        "echo is true; it must be false: this coordinator does not"
+    assert refused.json()["error"]["message"].startswith(
+        "echo is true and a draft proposes; it must be false"
     )

@@ -119,14 +119,26 @@ async def test_the_finish_reason_is_reported() -> None:
 
 async def test_penalties_may_leave_the_draft_out() -> None:
     draft = FakeDraft()
-    async with http_cluster(FakeTarget(), draft, draft_model_penalties="target-only") as cluster:
-        body: dict[str, Any] = {"prompt": [10], "temperature": 0, "max_tokens": 9, "presence_penalty": 0.5}
-        answer = (await cluster.http.post("/v1/completions", json=body)).json()
+    body: dict[str, Any] = {"prompt": [10], "temperature": 0, "max_tokens": 9, "presence_penalty": 0.5}
+    async with http_cluster(FakeTarget(), draft) as cluster:
+        said = await cluster.http.post("/v1/completions", json=body)
+        assert said.headers["x-tandem-target-alone"] == "presence_penalty"
+        answer = said.json()
         assert answer["choices"][0]["text"] == text(11, 19)
         assert answer["speculation"]["drafted"] == 0
+        assert (
+            answer["speculation"]["state"]["reason"] == "a request with penalties leaves the draft model out"
+        )
         assert draft.opened == 0
-        del body["presence_penalty"]
-        assert (await cluster.http.post("/v1/completions", json=body)).json()["speculation"]["drafted"] > 0
+        for more in ({"presence_penalty": 0}, {"speculation": False}):
+            plain = await cluster.http.post("/v1/completions", json=body | more)
+            assert "x-tandem-target-alone" not in plain.headers
+            assert (plain.json()["speculation"]["drafted"] > 0) == ("speculation" not in more)
+    async with http_cluster(FakeTarget(), FakeDraft(), compatibility="max") as cluster:
+        for refused in (body, {"prompt": [10], "structured_outputs": {"regex": "a"}}):
+            answer = await cluster.http.post("/v1/completions", json=refused)
+            assert answer.status_code == 400
+            assert "draft model" in answer.text or "structured_output is refuse" in answer.text
 
 
 async def test_other_origins_are_admitted_only_by_name() -> None:

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
+from coordinator.settings.coordinator import CoordinatorSettings
+from draft_service.proposers.model_free import SequenceLimits
+from draft_service.proposers.ngram import ngram_proposer
+from draft_service.proposers.suffix import suffix_proposer
+from draft_service.servicer import DraftServicer
 from tandem.client import Client
+from tandem.config.speculative import DraftingOptions
 from tandem.engine.models.loading import LoadedModel
 from tandem.engine.rows import masked
 from tandem.errors import InvalidRequestError, TandemError
@@ -32,7 +40,8 @@ from tests.end_to_end.chi_square import critical_value, statistic
 from tests.end_to_end.models import random_model
 from tests.paths import DEMO_TARGET
 from tests.service.clients import Completed, complete
-from tests.service.engines import TINY, Faults, pair
+from tests.service.engines import TINY, Faults, pair, target
+from tests.service.fakes import coordinator, serving
 
 SCHEMA = {
     "type": "object",
@@ -50,6 +59,7 @@ REQUEST = GenerationRequest(
     "def f(", max_tokens=80, temperature=1.0, seed=4, num_speculative_tokens=3, grammar=JSON
 )
 RULES = ("strict", "residual", "block", "typical-acceptance", "logit-comparison")
+TOKENIZER = DEMO_TARGET / "tokenizer.json"
 BOUND_SECONDS = 300.0
 
 
@@ -106,15 +116,57 @@ async def test_greedy_and_strict_texts_are_those_of_the_target_alone(
                 assert together.stats.rounds < len(together.token_ids)
 
 
-async def test_leads_change_no_text(model: LoadedModel, other_model: LoadedModel) -> None:
-    texts = []
-    for lead in (0, 8):
-        async with cluster(model, other_model, target_lead=lead) as client:
-            request = replace(REQUEST, grammar=WORD, speculation=False, rejection_sampling_strategy="strict")
-            texts.append(await complete(client, request))
-    without, with_lead = texts
-    assert with_lead.token_ids == without.token_ids
-    assert with_lead.stats.lead.rounds > without.stats.lead.rounds == 0
+async def test_leads_change_no_text_and_are_not_wasted_on_forced_text(
+    model: LoadedModel, other_model: LoadedModel
+) -> None:
+    """A target that leads stops where the coordinator proposes without a model, and where the text ends."""
+    texts: dict[tuple[Grammar, bool], Completed] = {}
+    for lead in (0, 2, 8):
+        async with cluster(model, other_model, target_lead=lead, draft_ahead="4") as client:
+            for grammar, speculation in itertools.product((JSON, WORD), (False, True)):
+                request = replace(
+                    REQUEST, grammar=grammar, speculation=speculation, rejection_sampling_strategy="strict"
+                )
+                found = await complete(client, request)
+                plain = texts.setdefault((grammar, speculation), found)
+                assert found.token_ids == plain.token_ids == texts[grammar, False].token_ids
+                if not speculation:
+                    assert (found.stats.lead.rounds > 0) == (lead > 0)
+                    assert found.stats.lead.wasted == 0
+                    assert found.stats.rounds == plain.stats.rounds, "forced text takes no more rounds"
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+async def test_no_forbidden_token_of_a_draft_without_a_model_is_verified(
+    model: LoadedModel, method: str
+) -> None:
+    """The prompt repeats what the grammar forbids behind its first characters."""
+    servicer, faults = DraftServicer(), Faults()
+    make = ngram_proposer if method == "ngram" else suffix_proposer
+    servicer.proposer = make(DraftingOptions(prompt_lookup_min=1), SequenceLimits())
+    grammar = Grammar(GrammarKind.REGEX, "(a|b|c|d| ){60}e")
+    prompt = tuple(Tokenizer.from_file(str(TOKENIZER)).encode("a b c d x y a b c d z " * 8).ids)
+    request = replace(REQUEST, prompt=prompt, grammar=grammar, rejection_sampling_strategy="strict")
+    async with asyncio.timeout(BOUND_SECONDS), AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        settings = CoordinatorSettings(
+            target_address=(await enter(target(model, faults)))[0],
+            draft_address=(await enter(serving(servicer)))[0],
+            draft_patience_seconds=30.0,
+            speculation_policy="fixed",
+            target_lead=0,
+        )
+        client = await enter(Client((await enter(coordinator(settings)))[0]))
+        together = await complete(client, request)
+        proposals = [*faults.proposals]
+        alone = await complete(client, replace(request, speculation=False))
+    assert together.token_ids == alone.token_ids
+    assert re.fullmatch("[a-d ]{60}e", together.text)
+    state = Grammars(TOKENIZER.read_text, model.info.vocabulary_size, [0]).compiled(grammar)
+    assert sum(len(proposed) for _, proposed in proposals) > 3
+    for base_length, proposed in proposals:
+        assert state.follow([*together.token_ids[: base_length - len(prompt)]])
+        assert state.allowed_count(proposed) == len(proposed)
 
 
 async def test_forced_text_takes_a_round(model: LoadedModel, other_model: LoadedModel) -> None:
@@ -157,9 +209,7 @@ async def test_texts_have_the_masked_targets_distribution(
 ) -> None:
     """Of all completions of a small grammar, by the chances of the target's own module."""
     grammar = Grammar(GrammarKind.REGEX, "[ab][cd][ab]")
-    state = Grammars((DEMO_TARGET / "tokenizer.json").read_text, model.info.vocabulary_size, [0]).compiled(
-        grammar
-    )
+    state = Grammars(TOKENIZER.read_text, model.info.vocabulary_size, [0]).compiled(grammar)
     prompt, reference = (300, 301), random_model(1, **TINY)
     expected: dict[tuple[int, ...], float] = {}
     growing: dict[tuple[int, ...], float] = {(): 1.0}

@@ -56,7 +56,7 @@ def row_head(
 
 def _go_on(job: Job[RowRequest], answer: Verification) -> tuple[Verification, Job[RowRequest] | None]:
     """The answer, and the job with which the sequence goes on by itself."""
-    answer = job.payload.decided(answer)
+    answer = job.payload.decided(answer, job.sequence.token_ids)
     request = job.payload.following(answer)
     if request is None:
         return answer, None

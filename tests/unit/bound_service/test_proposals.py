@@ -24,6 +24,8 @@ from tandem.model_sources.bundled import demo_pair
 from tandem.types import (
     Delta,
     DraftOptions,
+    Grammar,
+    GrammarKind,
     Proposal,
     ProposeStep,
     RowKind,
@@ -75,8 +77,16 @@ async def running(target: Path, head: Path | None, **settings: object) -> AsyncI
 class Request:
     """A greedy request on both, round by round as the coordinator runs them."""
 
-    def __init__(self, pair: BoundPair, name: str, prompt: Sequence[int], token_count: int = 4) -> None:
+    def __init__(
+        self,
+        pair: BoundPair,
+        name: str,
+        prompt: Sequence[int],
+        token_count: int = 4,
+        grammar: Grammar | None = None,
+    ) -> None:
         self._pair = pair
+        self._grammar = grammar
         self._name = name
         self._token_count = token_count
         self._sent_draft = self._sent_target = 0
@@ -88,8 +98,9 @@ class Request:
     async def run(self, new_tokens: int) -> list[int]:
         """The first `new_tokens` tokens after the prompt."""
         end = len(self.tokens) + new_tokens
-        target = TargetOptions(self._name, GREEDY, prompt_length=len(self.tokens))
-        draft = DraftOptions(self._name, GREEDY)
+        prompt_length, grammar = len(self.tokens), self._grammar
+        target = TargetOptions(self._name, GREEDY, prompt_length=prompt_length, grammar=grammar)
+        draft = DraftOptions(self._name, GREEDY, prompt_length=prompt_length, grammar=grammar)
         async with (
             self._pair.verifier.sequence(target) as verified,
             self._pair.proposer.sequence(draft) as drafted,
@@ -387,3 +398,22 @@ def test_mtp_needs_no_draft(tmp_path: Path) -> None:
 def test_a_target_alone_refuses_a_draft(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="is started by `tandem serve target`"):
         TargetService(TargetSettings(model=DEMO_TARGET, draft_model=tmp_path))
+
+
+@pytest.mark.parametrize("method", METHODS)
+async def test_heads_propose_what_a_grammar_allows(method: str, tmp_path: Path) -> None:
+    """In every way of making proposals: one token a pass, heads side by side, and blocks."""
+    model = small_target()
+    target = saved_target(model, tmp_path / "target")
+    whole = {"draft_vocabulary": 2048} if method == "eagle3" else {}
+    head = METHODS[method][0](tmp_path / f"{method}-head", model, **whole)
+    grammar = Grammar(GrammarKind.REGEX, "([ab][cd]){30}")
+    async with running(target, head) as pair:
+        request = Request(pair, "r", PROMPTS[0], grammar=grammar)
+        await request.run(16)
+        state = await pair.verifier.open_grammar(grammar)
+    proposed = [(length, token_ids) for length, token_ids in request.proposals if token_ids]
+    assert len(proposed) > 3
+    for length, token_ids in proposed:
+        assert state.follow(request.tokens[len(PROMPTS[0]) : length])
+        assert state.allowed_count(token_ids) == len(token_ids)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import pickle
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from draft_service.proposers.drafting import Drafting, propose_head
+from draft_service.proposers.drafting import Drafting, propose_head, propose_where_logits_are
 from draft_service.proposers.standalone import StandaloneProposer
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Continue, Done, Failed, Job
@@ -30,6 +32,7 @@ from tandem.types import (
     SparseDistribution,
 )
 from tests.unit.engine.tiny_models import CONFIGS, save_checkpoint
+from tests.unit.tandem.tiny_grammars import TEXTS, state_of, text_of
 
 VOCABULARY_SIZE = 50
 
@@ -51,6 +54,55 @@ def job(
     options = DraftOptions("r", sampling, row_kind=kind, with_token_logits=with_token_logits)
     sequence = CachedSequence(PageTable(64, 64), 64, VOCABULARY_SIZE)
     return Job(sequence, Delta(0, []), 1, Drafting(base_length, count, options, draft_top_k, support_mass))
+
+
+class OtherProcess:
+    """Logits in a process of their own, to which everything has to be pickled."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self._logits = logits
+
+    def apply(self, function: Callable[[Any, torch.Tensor], Any], payload: Any) -> Any:
+        return pickle.loads(pickle.dumps(function(pickle.loads(pickle.dumps(payload)), self._logits)))  # noqa: S301
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True], ids=["here", "where the logits are"])
+def test_proposals_hold_to_a_grammar(is_elsewhere: bool) -> None:
+    """Beside one without a grammar, over several tokens, whatever the process of the logits."""
+    options = DraftOptions("r", SamplingParams(temperature=0.0), prompt_length=2)
+    words, row = ("abca", "abcb"), torch.zeros(1, VOCABULARY_SIZE)
+    row[0, TEXTS.index("c")] = 9.0
+    jobs = []
+    for grammar in (state_of(*words), None):
+        sequence = CachedSequence(PageTable(64, 64), 64, VOCABULARY_SIZE)
+        sequence.apply(Delta(0, [7, 7, TEXTS.index("a")]))
+        jobs.append(Job(sequence, Delta(3, []), 1, Drafting(3, 2, options, 8, grammar=grammar)))
+    logits = row.expand(2, -1)
+    for _ in range(2):
+        outcomes = (
+            propose_where_logits_are(jobs, OtherProcess(logits))
+            if is_elsewhere
+            else propose_head(jobs, logits)
+        )
+    bound, free = [each.result.token_ids for each in outcomes if isinstance(each, Done)]
+    assert free == (TEXTS.index("c"),) * 2
+    assert text_of(bound) in ("bc", "bca", "bcb")
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), SamplingParams(seed=3)])
+@pytest.mark.parametrize("kind", [RowKind.TOKEN, RowKind.SUPPORT])
+def test_a_proposal_ends_where_the_draft_knows_no_allowed_token(
+    sampling: SamplingParams, kind: RowKind
+) -> None:
+    known = torch.full((1, VOCABULARY_SIZE), -torch.inf)
+    known[0, TEXTS.index("c")] = 1.0
+    for logits, is_failed in ((known, False), (torch.full_like(known, torch.nan), True)):
+        own = job(sampling, kind, count=3)
+        own.payload.grammar, own.payload.before = state_of("ab"), []
+        (outcome,) = propose_head([own], logits)
+        assert isinstance(outcome, Failed if is_failed else Done)
+        if isinstance(outcome, Done):
+            assert outcome.result.token_ids == ()
 
 
 def proposals(jobs: Sequence[Job[Drafting]], logits: torch.Tensor) -> list[Proposal]:

@@ -99,6 +99,30 @@ def test_nothing_is_forced_where_there_is_a_choice() -> None:
     assert state.forced(8) == []
 
 
+@given(TOKENS, TOKENS)
+@settings(deadline=None, max_examples=60)
+def test_tokens_that_may_follow_are_counted(before: list[int], proposed: list[int]) -> None:
+    state = state_of(*WORDS)
+    if not state.follow(before):
+        return
+    fits = [
+        any(word.startswith(text_of([*before, *proposed[: count + 1]])) for word in WORDS)
+        for count in range(len(proposed))
+    ]
+    assert state.allowed_count(proposed) == sum(fits)
+    assert state.follow(before)
+    assert state.allowed_count([*proposed, VOCABULARY_SIZE - 1]) == sum(fits), "an id without a text"
+
+
+def test_a_span_of_thought_is_not_looked_into() -> None:
+    state = state_of("ab", think_start_token_id=THINK, think_end_token_id=THOUGHT)
+    assert state.allowed_count([THINK, 4, 4]) == 3
+    assert state.follow([THINK])
+    assert state.allowed_count([4, 4]) == 2
+    assert state.follow([THINK, THOUGHT])
+    assert state.allowed_count([0, 4]) == 1
+
+
 def test_the_end_is_allowed_where_the_grammar_accepts() -> None:
     state = state_of("ab", "abc")
     assert EOS not in ids_in(state.masks([0], ())[0])

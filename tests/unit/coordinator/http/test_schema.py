@@ -72,6 +72,7 @@ BOTH = (completion, chat)
 ALONE = {"speculation": False}
 PLAIN = {"messages": [{"role": "user", "content": "other"}], "prompt": [5, 6]}
 BESIDE: dict[str, dict[str, Any]] = {
+    "echo": ALONE,
     "frequency_penalty": ALONE,
     "presence_penalty": ALONE,
     "repetition_penalty": ALONE,
@@ -111,6 +112,7 @@ CHANGES: list[tuple[str, Any]] = [
     ("num_speculative_tokens", 3),
     ("rejection_sampling_strategy", "strict"),
     ("speculation", False),
+    ("echo", True),
     ("response_format", {"type": "json_object"}),
     ("response_format", {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": {}}}),
     ("structured_outputs", {"json": {"type": "integer"}}),
@@ -204,6 +206,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos is true and structured output is asked for"),
     ({"best_of": 3}, "best_of is 3; it must be n, 1"),
+    ({"echo": True}, "echo is true and a draft proposes"),
     ({"tools": [{"type": "function"}]}, 'tools.0 must be {"type": "function"'),
     ({"tools": [TOOL, TOOL]}, "tools.1 is named f as another is"),
     ({"tools": [TOOL], "tool_choice": "any"}, 'tool_choice is "any"; it must be none, auto, required, or'),
@@ -334,6 +337,7 @@ async def test_options_arrive_as_they_are() -> None:
         "row_kind",
         "grammar",
         "delivered_token_ids",
+        "echo",
     }
 
 
@@ -400,8 +404,8 @@ async def test_a_text_beyond_its_bound_is_not_tokenized(body: Sampled) -> None:
 
 async def test_one_error_names_broken_rules_of_both_kinds() -> None:
     with pytest.raises(InvalidRequestError) as refusal:
-        await requests(completion(echo=True, temperature=-1.0, presence_penalty=1.0))
-    for start in ("echo is true", "temperature is -1.0", "presence_penalty is 1.0"):
+        await requests(completion(best_of=3, temperature=-1.0, presence_penalty=3.0))
+    for start in ("best_of is 3", "temperature is -1.0", "presence_penalty is 3.0"):
         assert start in str(refusal.value)
 
 

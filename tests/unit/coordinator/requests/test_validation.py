@@ -46,6 +46,19 @@ REQUESTS: list[tuple[str, TokenizedRequest, str]] = [
     ),
     ("known-token-ids", request((1, 100)), "the prompt holds token id 100; ids must be in 0..99"),
     ("max-tokens", request(max_tokens=0), "max_tokens is 0; it must be at least 1"),
+    ("max-tokens", request(max_tokens=-1, echo=True), "max_tokens is -1; it must be at least 0"),
+    (
+        "echo",
+        request(echo=True, max_tokens=2),
+        "echo is true and a draft proposes; it must be false: set max_tokens to 0 or 1, or turn speculation off for "
+        "this request",
+    ),
+    (
+        "echo",
+        request(echo=True, max_tokens=1, logprobs=0, min_tokens=1),
+        "echo is true and logprobs are asked for; structured output, logit_bias, min_tokens and penalties must be left "
+        "out: they are for completions, and change no prompt's probabilities",
+    ),
     (
         "temperature",
         request(temperature=INF),

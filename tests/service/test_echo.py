@@ -1,0 +1,81 @@
+"""A completion that begins with its prompt, and the prompt's log probabilities, as lm-eval asks for them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from tandem.engine.models.loading import LoadedModel
+from tests.end_to_end.models import random_model
+from tests.paths import DEMO_TARGET
+from tests.service.engines import TINY
+from tests.service.test_structured_http import cluster
+
+PROMPT = [300 + 7 * index % 900 for index in range(70)]
+"""More than are verified at a time."""
+TOKENIZER = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))
+SCORED: dict[str, Any] = {
+    "model": "m",
+    "temperature": 0,
+    "prompt": PROMPT,
+    "echo": True,
+    "logprobs": 1,
+    "seed": 1234,
+}
+
+
+def expected() -> torch.Tensor:
+    """By transformers: log probabilities of each next token, [len(PROMPT), vocabulary_size]."""
+    with torch.inference_mode():
+        logits = random_model(1, **TINY)(torch.tensor([PROMPT])).logits[0]
+    return logits.double().log_softmax(-1)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+async def test_a_prompt_is_scored_beside_a_draft(
+    model: LoadedModel, other_model: LoadedModel, tmp_path: Path, max_tokens: int
+) -> None:
+    async with cluster(model, other_model, tmp_path) as client:
+        answer = await client.completions.create(**SCORED, max_tokens=max_tokens)
+        stream = await client.completions.create(**SCORED, max_tokens=max_tokens, stream=True)
+        pieces = [piece.choices[0] async for piece in stream]
+    (choice,) = answer.choices
+    assert choice.logprobs is not None
+    said, tops = choice.logprobs.token_logprobs or [], choice.logprobs.top_logprobs or []
+    assert len(said) == len(tops) == len(PROMPT) + max_tokens
+    assert said[0] is tops[0] is None
+    rows = expected()
+    for i, token_id in enumerate(PROMPT[1:]):
+        assert said[i + 1] == pytest.approx(float(rows[i, token_id]), abs=1e-4)
+        assert max(tops[i + 1].values()) == pytest.approx(float(rows[i].max()), abs=1e-4)
+    assert choice.text.startswith(TOKENIZER.decode(PROMPT))
+    assert (choice.logprobs.text_offset or [])[-1] <= len(choice.text)
+    assert choice.finish_reason == "length"
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(PROMPT), max_tokens)
+    assert "".join(piece.text for piece in pieces) == choice.text
+    streamed = [each for piece in pieces if piece.logprobs for each in piece.logprobs.token_logprobs or []]
+    assert streamed == said
+
+
+async def test_a_longer_completion_needs_the_target_alone(
+    model: LoadedModel, other_model: LoadedModel, tmp_path: Path
+) -> None:
+    asked = {"model": "m", "prompt": "def f(", "max_tokens": 6, "temperature": 0, "echo": True}
+    async with cluster(model, other_model, tmp_path) as client:
+        with pytest.raises(openai.BadRequestError, match="echo is true and a draft proposes"):
+            await client.completions.create(**asked)
+        alone: Any = {"extra_body": {"speculation": False}}
+        echoed = await client.completions.create(**asked, **alone)
+        plain = await client.completions.create(**asked | {"echo": False}, **alone)
+        assert echoed.choices[0].text == "def f(" + plain.choices[0].text
+        with pytest.raises(openai.BadRequestError, match="max_tokens is 0; it must be at least 1"):
+            await client.completions.create(**asked | {"echo": False, "max_tokens": 0})
+        with pytest.raises(openai.BadRequestError, match="echo is true and logprobs are asked for"):
+            await client.completions.create(**SCORED, max_tokens=1, logit_bias=json.loads('{"5": 1}'))

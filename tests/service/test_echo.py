@@ -33,7 +33,7 @@ SCORED: dict[str, Any] = {
 def expected() -> torch.Tensor:
     """By transformers: log probabilities of each next token, [len(PROMPT), vocabulary_size]."""
     with torch.inference_mode():
-        logits = random_model(1, **TINY)(torch.tensor([PROMPT])).logits[0]
+        logits: torch.Tensor = random_model(1, **TINY)(torch.tensor([PROMPT])).logits[0]
     return logits.double().log_softmax(-1)
 
 
@@ -67,7 +67,7 @@ async def test_a_prompt_is_scored_beside_a_draft(
 async def test_a_longer_completion_needs_the_target_alone(
     model: LoadedModel, other_model: LoadedModel, tmp_path: Path
 ) -> None:
-    asked = {"model": "m", "prompt": "def f(", "max_tokens": 6, "temperature": 0, "echo": True}
+    asked: Any = {"model": "m", "prompt": "def f(", "max_tokens": 6, "temperature": 0, "echo": True}
     async with cluster(model, other_model, tmp_path) as client:
         with pytest.raises(openai.BadRequestError, match="echo is true and a draft proposes"):
             await client.completions.create(**asked)

@@ -78,6 +78,7 @@ def test_proposals_hold_to_a_grammar(is_elsewhere: bool) -> None:
         sequence.apply(Delta(0, [7, 7, TEXTS.index("a")]))
         jobs.append(Job(sequence, Delta(3, []), 1, Drafting(3, 2, options, 8, grammar=grammar)))
     logits = row.expand(2, -1)
+    outcomes: list[Done[Proposal] | Failed | Continue] = []
     for _ in range(2):
         outcomes = (
             propose_where_logits_are(jobs, OtherProcess(logits))

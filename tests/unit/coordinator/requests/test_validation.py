@@ -45,6 +45,11 @@ REQUESTS: list[tuple[str, TokenizedRequest, str]] = [
         "the prompt has 64 tokens; it must have at most 63, one less than max_length (64)",
     ),
     ("known-token-ids", request((1, 100)), "the prompt holds token id 100; ids must be in 0..99"),
+    (
+        "known-delivered-ids",
+        request(delivered_token_ids=(100,)),
+        "delivered_token_ids holds token id 100; ids must be in 0..99",
+    ),
     ("max-tokens", request(max_tokens=0), "max_tokens is 0; it must be at least 1"),
     ("max-tokens", request(max_tokens=-1, echo=True), "max_tokens is -1; it must be at least 0"),
     (
@@ -226,7 +231,7 @@ def test_one_error_names_every_broken_rule() -> None:
     )
     with pytest.raises(IncompatibleModelsError) as refused:
         check_models(deployment(draft=replace(DRAFT, vocabulary_size=99, max_length=32)))
-    assert "vocabulary" in str(refused.value)
+    assert "another tokenizer" in str(refused.value)
     assert "max_length" in str(refused.value)
 
 

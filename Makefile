@@ -62,6 +62,17 @@ test-vllm: setup $(VLLM)/.installed ## Install vLLM for CPUs and run the tests t
 	PYTHONPATH=. $(VLLM)/bin/python -m pytest -v -rs -W default tests/vllm $(ARGS)
 	$(BIN)/python -m pytest -v -rs --vllm-python $(CURDIR)/$(VLLM)/bin/python tests/end_to_end/test_vllm.py $(ARGS)
 
+# Libraries of others, in an environment of their own: they pin other versions than we do.
+CLIENTS := .clients
+$(CLIENTS)/.installed:
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet openai langchain-openai litellm 'pydantic-ai-slim[openai]' instructor
+	@touch $@
+
+test-clients: setup $(CLIENTS)/.installed ## Run the tests with client libraries, which this installs
+	CLIENTS_PYTHON=$(CURDIR)/$(CLIENTS)/bin/python $(BIN)/python -m pytest -v -rs -s -m soak \
+		tests/service/test_client_libraries.py $(ARGS)
+
 lint: setup ## Check style, types, import rules, protos and the links of the docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

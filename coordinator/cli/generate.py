@@ -209,8 +209,8 @@ class RequestOptions:
     )
     presence_penalty: float | None = option("Makes tokens less likely that the completion has, -2 to 2.")
     seed: int | None = option(
-        "Makes the completion reproducible: always under strict, which auto takes for it, and under the fixed policy; "
-        "else for the same decisions on how much to propose."
+        "Makes the completion reproducible under strict (which auto picks for it) and with the fixed policy; otherwise "
+        "the text also depends on how many tokens were proposed."
     )
     stop: list[str] | None = option("End before this string; may be repeated.")
     num_speculative_tokens: int | None = option("Tokens proposed per verification.")

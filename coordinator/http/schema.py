@@ -31,7 +31,7 @@ _UNCONSTRAINED = "this coordinator does not constrain what is written"
 _NO_BEAMS = "this coordinator does not search in beams"
 _NO_SPECIAL_TOKENS = "this coordinator does not write special tokens"
 _TEXT_ONLY = "the model reads and writes text only"
-_TAKEN = "Taken, without effect."
+_TAKEN = "Accepted, without effect."
 
 ItemT = TypeVar("ItemT")
 
@@ -101,7 +101,7 @@ class AboutCaller(Body):
 
     user: str | None = Field(default=None, description=_TAKEN)
     metadata: dict[str, str] | None = Field(default=None, description=_TAKEN)
-    store: bool | None = Field(default=None, description="Taken; nothing is stored.")
+    store: bool | None = Field(default=None, description="Accepted; nothing is stored.")
     service_tier: str | None = Field(default=None, description=_TAKEN)
     safety_identifier: str | None = Field(default=None, description=_TAKEN)
     prompt_cache_key: str | None = Field(default=None, description=_TAKEN)
@@ -120,7 +120,7 @@ class Sampled(AboutCaller):
     """Fields of both kinds of completion. `GenerationRequest` has most of them under the same names."""
 
     max_tokens: int | None = None
-    """Maximum tokens; 400 when there is no room for so many. 16 for completions unless set."""
+    """Maximum tokens; 400 if there is no room for that many. By default 16 for completions."""
     max_completion_tokens: int | None = None
     """OpenAI's newer name of `max_tokens`."""
     min_tokens: int | None = None
@@ -130,12 +130,12 @@ class Sampled(AboutCaller):
     top_p: float | None = None
     """Sample from the most probable tokens that have this probability together."""
     top_k: int | None = None
-    """vLLM's: sample from so many of the most probable tokens; 0 and -1 keep all."""
+    """vLLM's: sample from this many most probable tokens; 0 and -1 keep all."""
     min_p: float | None = None
     """vLLM's: leave out tokens below this share of the most probable one's probability."""
     seed: int | None = None
-    """Makes the completion reproducible: always under `strict`, which `auto` takes for it, and under the fixed
-    policy; else for the same decisions on how much to propose."""
+    """Makes the completion reproducible under `strict` (which `auto` picks for it) and with the fixed policy; otherwise
+    the text also depends on how many tokens were proposed."""
     stop: str | Items[str] | None = None
     """Strings that end the completion, up to `max_stop_strings`."""
     stop_token_ids: Items[int] | None = None
@@ -163,7 +163,7 @@ class Sampled(AboutCaller):
     request_id: str | None = None
     """vLLM's: part of the answer's id and of the request's name in logs, unless the header `X-Request-Id` is."""
     priority: int = 0
-    """vLLM's. Taken; requests are served in the order in which they come, and `X-Tandem-Ignored` says so."""
+    """vLLM's. Accepted; requests are served in order of arrival, and `X-Tandem-Ignored` says so."""
     return_token_ids: bool = False
     """vLLM's: return the tokens' ids; here also which of them the draft proposed, and how much text each completed."""
     num_speculative_tokens: int | None = None
@@ -181,7 +181,7 @@ class Sampled(AboutCaller):
     structured_outputs: dict[str, Any] | None = None
     """vLLM's: one of `json` (a schema), `regex`, `choice`, `grammar` and `json_object`."""
     guided_json: dict[str, Any] | str | None = None
-    """vLLM's older name of `structured_outputs.json`; likewise the next three."""
+    """vLLM's older name of `structured_outputs.json`, as are the next three."""
     guided_regex: str | None = None
     """`structured_outputs.regex`."""
     guided_choice: list[str] | None = None
@@ -264,7 +264,7 @@ class CompletionBody(Sampled):
     prompt: str | Items[str] | Items[int] | Items[Items[int]]
     """One or several, each as text or as token ids."""
     logprobs: int | None = None
-    """Return log probabilities of the tokens and of so many alternatives, up to 20."""
+    """Return log probabilities of the tokens and of this many alternatives, up to 20."""
     best_of: int | None = None
     """It must be `n`: completions are not ranked."""
     echo: bool = False
@@ -356,7 +356,7 @@ class ChatBody(Chat, Sampled):
     logprobs: bool | None = None
     """Return log probabilities."""
     top_logprobs: int | None = None
-    """Return those of so many alternatives too, up to 20."""
+    """Return those of this many alternatives too, up to 20."""
     tools: Items[dict[str, Any]] | None = None
     """Functions that the model may call. Ignored with `tool_choice: none`, and said so in `X-Tandem-Ignored`."""
     tool_choice: str | dict[str, Any] | None = None
@@ -473,7 +473,7 @@ class ResponsesBody(AboutCaller):
     tool_choice: str | dict[str, Any] | None = None
     """Without tools it has no effect."""
     parallel_tool_calls: bool | None = None
-    """Taken, without effect."""
+    """Accepted, without effect."""
     reasoning: dict[str, Any] | None = None
     """Only null values are taken: the answer is not split into reasoning and text."""
     previous_response_id: Any = _only(because="this coordinator does not keep responses")

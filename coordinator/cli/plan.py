@@ -212,6 +212,7 @@ async def measured_through(
     async with Client(address) as client, AdminClient(address) as admin:
         seconds = {batch: await _round_seconds(client, batch, lengths, temperature) for batch in batches}
         decisions = (await admin.stats()).decisions
+        coverages = [each.coverage for each in await admin.replicas() if each.coverage is not None]
         trip = await _round_trip_seconds(admin)
     full = [decision for decision in decisions if len(decision.round_seconds) == max_tokens + 1]
     found = {}
@@ -222,9 +223,8 @@ async def measured_through(
                 "tandem up"
             )
         nearest = min(full, key=lambda decision: abs(decision.load - batch))
-        found[batch] = _times(
-            nearest, [_interpolated(by_length, each) for each in range(max_tokens + 1)], trip
-        )
+        times = _times(nearest, [_interpolated(by_length, each) for each in range(max_tokens + 1)], trip)
+        found[batch] = replace(times, mapping=str(coverages[0]) if coverages else "")
     return found
 
 
@@ -484,6 +484,7 @@ def _described(plans: dict[str, BatchPlan]) -> list[dict[str, Any]]:
             "best_speedup": round(found.best_speedup, 4),
             "break_even_acceptance": found.break_even_acceptance,
             "remedies": [{"remedy": remedy, "speedup": round(gain, 4)} for remedy, gain in found.remedies],
+            "mapping": found.mapping,
             "lengths": found.rows,
         }
         for name, found in plans.items()
@@ -523,4 +524,5 @@ def _words(found: BatchPlan) -> list[str]:
     else:
         pays = f"drafting pays when more than {percent(break_even)} of the tokens are accepted"
     help_words = ", ".join(f"{remedy} ({gain:.2f}x)" for remedy, gain in found.remedies)
-    return [f"best: {best}; {pays}", f"what would help, best first: {help_words}"]
+    mapped = [f"vocabulary mapping: {found.mapping}"] if found.mapping else []
+    return [f"best: {best}; {pays}", f"what would help, best first: {help_words}", *mapped]

@@ -32,6 +32,8 @@ class StepTimes:
     verify_by_length: tuple[float, ...] = ()
     """Seconds of a verification of 0, 1, ... proposed tokens, where a cluster has measured them at one load.
     `draft_step_seconds` then belongs to the same load."""
+    mapping: str = ""
+    """What a vocabulary mapping covers, for a draft with another tokenizer."""
 
     def verification_seconds(self, batch: int, proposed: int) -> float:
         """Seconds of a target step in which each sequence has so many proposed tokens."""
@@ -115,6 +117,8 @@ class BatchPlan:
     """Lowest acceptance rate, the same at every position, at which any length pays; None where none does."""
     remedies: tuple[tuple[str, float], ...]
     """Improvements, the most helpful first, each with its speed-up."""
+    mapping: str = ""
+    """See `StepTimes.mapping`."""
 
 
 def plan(times: StepTimes, batch: int, max_tokens: int = MAX_TOKENS) -> BatchPlan:
@@ -137,6 +141,7 @@ def plan(times: StepTimes, batch: int, max_tokens: int = MAX_TOKENS) -> BatchPla
         best.speedup,
         break_even(times, batch, max_tokens),
         remedies(times, batch, max_tokens),
+        times.mapping,
     )
 
 

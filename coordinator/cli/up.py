@@ -71,8 +71,8 @@ class UpOptions:
     )
     target: str | None = option("Another name for --model.", metavar="smollm2|DIR|ID")
     draft: str | None = option(
-        "Draft: ngram or suffix need no model, none leaves the target alone, a folder or id is a model with the "
-        "target's tokenizer, or a drafting head for it. [default: the demo pair's; for smollm2 its head, with vllm "
+        "Draft: ngram or suffix need no model, none leaves the target alone, a folder or id is a model, best with "
+        "the target's tokenizer, or a drafting head for it. [default: the demo pair's; for smollm2 its head, with vllm "
         "suffix; for another model, suffix]",
         metavar="ngram|suffix|none|DIR|ID",
     )

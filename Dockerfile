@@ -31,7 +31,7 @@ ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_ROOT_USER_ACTION=ignore
 WORKDIR /source
 COPY --from=build /opt/tandem /opt/tandem
-COPY constraints.txt pyproject.toml LICENSE hatch_build.py ./
+COPY constraints.txt pyproject.toml LICENSE README.md hatch_build.py ./
 COPY protos protos
 COPY tandem tandem
 COPY draft_service draft_service
@@ -73,46 +73,41 @@ USER 10001:10001
 STOPSIGNAL SIGTERM
 
 
-# The packages first, then our code: each image holds its own service and no other, except that a target can host a
-# draft (`--entrypoint python ... -P -m bound_service`).
+# The packages first, then our code, which is the same in all: the coordinator has no torch, so no model runs there. A
+# target can host a draft (`--entrypoint python ... -P -m tandem.bound_service`).
 FROM runtime AS coordinator
 COPY --from=coordinator-packages /opt/tandem /opt/tandem
 COPY --from=code /code/bin/tandem /opt/tandem/bin/tandem
 COPY --from=code /code/tandem_speculative-*.dist-info tandem_speculative.dist-info
 COPY --from=code /code/tandem tandem
-COPY --from=code /code/coordinator coordinator
 ENV TANDEM_COORDINATOR_HOST=0.0.0.0
 EXPOSE 8000
 EXPOSE 50051
 HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 \
     CMD ["python", "-P", "-m", "tandem.serving.healthcheck", "127.0.0.1:50051"]
-ENTRYPOINT ["python", "-P", "-m", "coordinator"]
+ENTRYPOINT ["python", "-P", "-m", "tandem.coordinator"]
 
 
 FROM runtime AS draft
 COPY --from=model-packages /opt/tandem /opt/tandem
 COPY --from=code /code/tandem_speculative-*.dist-info tandem_speculative.dist-info
 COPY --from=code /code/tandem tandem
-COPY --from=code /code/draft_service draft_service
 ENV TANDEM_DRAFT_HOST=0.0.0.0
 EXPOSE 50053
 HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --retries=3 \
     CMD ["python", "-P", "-m", "tandem.serving.healthcheck", "127.0.0.1:50053"]
-ENTRYPOINT ["python", "-P", "-m", "draft_service"]
+ENTRYPOINT ["python", "-P", "-m", "tandem.draft_service"]
 
 
 FROM runtime AS target
 COPY --from=model-packages /opt/tandem /opt/tandem
 COPY --from=code /code/tandem_speculative-*.dist-info tandem_speculative.dist-info
 COPY --from=code /code/tandem tandem
-COPY --from=code /code/target_service target_service
-COPY --from=code /code/draft_service draft_service
-COPY --from=code /code/bound_service bound_service
 ENV TANDEM_TARGET_HOST=0.0.0.0
 EXPOSE 50052
 HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --retries=3 \
     CMD ["python", "-P", "-m", "tandem.serving.healthcheck", "127.0.0.1:50052"]
-ENTRYPOINT ["python", "-P", "-m", "target_service"]
+ENTRYPOINT ["python", "-P", "-m", "tandem.target_service"]
 
 
 # The bundled pair, for pods without a volume of models: an init container that copies it to where the services look.
@@ -159,7 +154,7 @@ ENV TANDEM_DRAFT_HOST=0.0.0.0 \
 EXPOSE 50053
 HEALTHCHECK --interval=10s --timeout=5s --start-period=1800s --retries=3 \
     CMD ["python", "-P", "-m", "tandem.serving.healthcheck", "127.0.0.1:50053"]
-ENTRYPOINT ["python", "-P", "-m", "draft_service"]
+ENTRYPOINT ["python", "-P", "-m", "tandem.draft_service"]
 
 
 FROM gpu AS target-gpu
@@ -169,4 +164,4 @@ ENV TANDEM_TARGET_HOST=0.0.0.0 \
 EXPOSE 50052
 HEALTHCHECK --interval=10s --timeout=5s --start-period=1800s --retries=3 \
     CMD ["python", "-P", "-m", "tandem.serving.healthcheck", "127.0.0.1:50052"]
-ENTRYPOINT ["python", "-P", "-m", "target_service"]
+ENTRYPOINT ["python", "-P", "-m", "tandem.target_service"]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import runpy
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from shutil import copyfile, copytree, ignore_patterns
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
@@ -16,8 +19,15 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 DEMO_PACKAGE = "tandem_demo"
 """The bundled models' folder in a wheel: beside `tandem`, where `tandem.model_sources.bundled` looks for it."""
 
+PACKAGES = ("tandem", "coordinator", "draft_service", "target_service", "bound_service")
 LOAD_PARTS = ("benchmarks/__init__.py", "benchmarks/common.py", "benchmarks/load")
 """What a load by `tandem bench` needs of the benchmarks."""
+MOVED = re.compile(
+    r"^(\s*(?:from|import) )(coordinator|draft_service|target_service|bound_service|benchmarks)\b",
+    re.MULTILINE,
+)
+"""Imports of what lies beside `tandem` in the repository, and below it in a wheel: site-packages is shared, and such
+names are too common for it. Names of modules in texts follow `__package__`."""
 
 KERNEL_LIBRARY = Path("tandem", "engine", "backends", "cpu_native", "library")
 
@@ -32,27 +42,48 @@ class BuildHook(BuildHookInterface[Any]):
 
     PLUGIN_NAME = "custom"
 
+    _folder: TemporaryDirectory[str] | None = None
+
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Add the generated modules, and to a wheel that will be installed the bundled models and compiled kernels."""
+        """Generate modules, and add to a wheel that will be installed our packages, the models and compiled kernels."""
         root = Path(self.root)
-        build_data["artifacts"].extend(_protobuf_modules(root))
+        _generate_protobuf_modules(root)
         if version != "editable":
             build_data["force_include"].update(_bundled_models(root))
-            build_data["force_include"].update(
-                {str(root / part): part for part in LOAD_PARTS if (root / part).exists()}
-            )
+            self._folder = TemporaryDirectory()
+            build_data["force_include"][_under_one_name(root, Path(self._folder.name))] = "tandem"
             build_data["force_include"].update(_compiled_kernels(root, self.app.display_warning))
 
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Remove what was made for the wheel."""
+        if self._folder is not None:
+            self._folder.cleanup()
 
-def _protobuf_modules(root: Path) -> list[str]:
-    """Generate `tandem/v1`, and return its files as artifacts: they are packed although git ignores them."""
+
+def _under_one_name(root: Path, folder: Path) -> str:
+    """Copy our packages into one, and return its folder."""
+    unwanted = ignore_patterns("__pycache__", "objects")
+    one = folder / "tandem"
+    for part in [*PACKAGES, *LOAD_PARTS]:
+        source, place = root / part, one if part == "tandem" else one / part
+        if source.is_dir():
+            copytree(source, place, ignore=unwanted)
+        elif source.exists():
+            place.parent.mkdir(exist_ok=True)
+            copyfile(source, place)
+    for module in one.rglob("*.py"):
+        module.write_text(MOVED.sub(r"\1tandem.\2", module.read_text(encoding="utf-8")), encoding="utf-8")
+    return str(one)
+
+
+def _generate_protobuf_modules(root: Path) -> None:
+    """Generate `tandem/v1`."""
     # Run by path: while a wheel is built, the source tree is not on the import path.
     generator = runpy.run_path(str(root / "protos" / "generate.py"))
     try:
-        outputs = generator["generate"](root)
+        generator["generate"](root)
     except generator["ProtoError"] as error:
         sys.exit(f"error: {error}")
-    return [f"/{output.relative_to(root).as_posix()}" for output in outputs]
 
 
 def _bundled_models(root: Path) -> dict[str, str]:

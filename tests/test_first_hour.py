@@ -27,7 +27,7 @@ from tests.paths import DEMO_DRAFT, DEMO_EAGLE3, DEMO_TARGET, ROOT, SMOLLM2_EAGL
 
 DRIVER = """
 import contextlib, io, json, sys
-from coordinator.cli.main import main
+from tandem.__main__ import main
 
 results = []
 for call in json.loads(sys.argv[1]):
@@ -88,7 +88,7 @@ class Newcomer:
 pytestmark = pytest.mark.slow
 SOURCES = (
     "pyproject.toml", "hatch_build.py", "LICENSE", "README.md", "protos",
-    "tandem", "draft_service", "target_service", "bound_service", "coordinator",
+    "tandem", "draft_service", "target_service", "bound_service", "coordinator", "benchmarks",
 )  # fmt: skip
 # Heavy packages come from the environment that runs the tests, by a path in a .pth file. That brings in its packages,
 # but not its .pth files, one of which installs this checkout.
@@ -151,8 +151,9 @@ def test_a_wheel_holds_its_packages_heads_and_kernels(wheel: Path) -> None:
     assert wheel.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    packages = "tandem tandem_demo draft_service target_service bound_service coordinator"
-    assert {name.partition("/")[0] for name in names} == set(packages.split())
+    assert {name.partition("/")[0] for name in names} == {"tandem", "tandem_demo"}, "site-packages is shared"
+    assert "tandem/benchmarks/load/generator.py" in names, "tandem bench --clients needs it"
+    assert "tandem/benchmarks/bench.py" not in names
     for head in ("tandem_demo/eagle3", "tandem_demo/smollm2/eagle3"):
         assert {f"{head}/config.json", f"{head}/model.safetensors"} <= names
     assert sorted(name for name in names if name.endswith(".so")) == sorted(bundled_kernels.PLACES)
@@ -196,7 +197,7 @@ def test_the_demo_pair_is_served_from_any_folder(newcomer: Newcomer) -> None:
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as answer:
         text = json.load(answer)["choices"][0]["message"]["content"]
     assert written.strip().endswith(text.strip())
-    where = newcomer.python("import coordinator, tandem; print(coordinator.__file__, tandem.__file__)")
+    where = newcomer.python("import tandem.coordinator as c, tandem; print(c.__file__, tandem.__file__)")
     assert where.count(str(newcomer.bin.parent)) == 2
 
 

@@ -50,6 +50,7 @@ from benchmarks.load.figures import (
     waits_of,
 )
 from coordinator.cli.app import exit_code
+from coordinator.cli.serve import SERVICES
 from tandem.errors import TandemError
 from tandem.rpc.credentials import Credentials
 from tandem.standard_streams import exit_with
@@ -315,7 +316,7 @@ async def _loaded(options: argparse.Namespace) -> AsyncIterator[Loaded]:
         (target, target_pid), (draft, draft_pid) = [
             await stack.enter_async_context(
                 process(
-                    "benchmarks.load.fakes",
+                    f"{__package__}.fakes",
                     *("--role", role, "--step-ms", str(step), "--acceptance", str(options.acceptance)),
                 )
             )
@@ -326,7 +327,7 @@ async def _loaded(options: argparse.Namespace) -> AsyncIterator[Loaded]:
         most = max(options.clients, options.workers, 256)
         address, pid = await stack.enter_async_context(
             process(
-                "coordinator",
+                SERVICES["coordinator"],
                 *("--target-address", target, "--draft-address", draft),
                 *("--num-speculative-tokens", str(options.num_speculative_tokens)),
                 *("--speculation-policy", "fixed", "--draft-ahead", "off"),

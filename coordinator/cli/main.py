@@ -45,7 +45,7 @@ class _Verbs(TyperGroup):
         if cmd_name not in VERBS:
             return None
         verbs = new_app("")
-        import_module(f"coordinator.cli.{VERBS[cmd_name][0]}").add_to(verbs)
+        import_module(f"{__package__}.{VERBS[cmd_name][0]}").add_to(verbs)
         return typer.main.get_group(verbs).commands[cmd_name]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:

@@ -320,7 +320,7 @@ async def _services(words: Sequence[str]) -> AsyncIterator[str]:
     with TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "tandem.serving.supervised", str(os.getpid())),
-            *("coordinator.cli", "up", *words),
+            *(str(__package__), "up", *words),
             stdin=asyncio.subprocess.PIPE,  # its end tells the child that this process is gone
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,

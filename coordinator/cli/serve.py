@@ -15,10 +15,20 @@ from tandem.config.names import OWN_METHODS, canonical_method
 from tandem.errors import ConfigurationError
 from tandem.standard_streams import exit_with
 
-SERVICES = {"draft": "draft_service", "target": "target_service", "coordinator": "coordinator"}
+_ROOT = __name__.removesuffix("coordinator.cli.serve")
+"""Begins the names of our packages: "tandem." where they are installed, nothing in a checkout."""
+
+SERVICES = {
+    name: f"{_ROOT}{package}"
+    for name, package in {
+        "draft": "draft_service",
+        "target": "target_service",
+        "coordinator": "coordinator",
+    }.items()
+}
 """The package of each service."""
 
-BOUND_PACKAGE = "bound_service"
+BOUND_PACKAGE = f"{_ROOT}bound_service"
 """Package of a target with a draft beside it."""
 
 _USAGE = """Usage: tandem serve SERVICE [OPTIONS]
@@ -80,8 +90,8 @@ def _target_option(arguments: Sequence[str], option: str) -> str:
 
 
 _NEEDED = {
-    "benchmarks.bench": "it is part of Tandem's repository, not of the installed package; run it in a checkout: "
-    "make bench. A load needs no checkout: tandem bench --clients 8",
+    f"{_ROOT}benchmarks.bench": "it is part of Tandem's repository, not of the installed package; run it in a "
+    "checkout: make bench. A load needs no checkout: tandem bench --clients 8",
     "torch": "install the models' side as well: pip install 'tandem-speculative[engine]'",
 }
 """What a comparison needs, and how to get it."""
@@ -102,7 +112,11 @@ def bench(context: typer.Context) -> None:
     for package, advice in (_NEEDED_BY_LOADS if is_load else _NEEDED).items():
         if importlib.util.find_spec(package) is None:
             exit_with(
-                ConfigurationError(f"tandem bench needs {package}, which is not installed here; {advice}"), 2
+                ConfigurationError(
+                    f"tandem bench needs {package.removeprefix(_ROOT)}, which is not installed here; {advice}"
+                ),
+                2,
             )
     # Found by name, as services are: nothing of the coordinator's needs torch.
-    importlib.import_module("benchmarks.load.generator" if is_load else "benchmarks.bench").run(context.args)
+    module = "benchmarks.load.generator" if is_load else "benchmarks.bench"
+    importlib.import_module(f"{_ROOT}{module}").run(context.args)

@@ -30,7 +30,7 @@ _SLACK = 2
 """Prompts are rendered to twice their bound, so that the refusal of one can say how long it is."""
 _NAMED_TOKENS = ("extra_special_tokens", "model_specific_special_tokens")
 """Where a config has special tokens by names of its own."""
-_WORKER = "coordinator.http.chat_worker"
+_WORKER = f"{__package__}.chat_worker"
 
 Message = Mapping[str, Any]
 

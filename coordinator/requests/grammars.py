@@ -10,7 +10,7 @@ from tandem.errors import InvalidRequestError
 from tandem.grammar import Grammars, GrammarState, refused
 from tandem.types import Grammar
 
-_WORKER = "coordinator.requests.grammar_worker"
+_WORKER = f"{__package__}.grammar_worker"
 
 
 class CheckedGrammars:

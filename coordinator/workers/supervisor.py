@@ -130,7 +130,7 @@ class Supervisor:
         # Ten seconds after its drain should have ended it is killed
         worker = self._workers[index] = await Child.start(
             f"worker {index}",
-            "coordinator.workers.worker",
+            f"{__package__}.worker",
             [json.dumps(asdict(setup)), *self._arguments],
             self._settings.drain_timeout_seconds + 10.0,
             pass_fds=() if http is None else (http,),

@@ -98,7 +98,7 @@ def build_code(folder: Path) -> Path:
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         wheel.extractall(code)
     (code / "bin").mkdir()
-    script = f"#!{VENV}/bin/python\nfrom coordinator.cli.main import main\nmain()\n"
+    script = f"#!{VENV}/bin/python\nfrom tandem.__main__ import main\nmain()\n"
     (code / "bin" / "tandem").write_text(script, encoding="utf-8")
     (code / "bin" / "tandem").chmod(0o755)
     return code

@@ -75,7 +75,40 @@ def test_every_profile_is_complete(profiles: tuple[str, ...]) -> None:
 def test_docker_compose_up_chooses_the_cpu_profile() -> None:
     lines = (ROOT / ".env").read_text(encoding="utf-8").splitlines()
     assert [line for line in lines if line and not line.startswith("#")] == ["COMPOSE_PROFILES=cpu"]
-    assert services("cpu").keys() == {"draft_service", "target_service", "coordinator"}
+    assert services("cpu").keys() == {"draft_service", "target_service", "coordinator", "ready"}
+
+
+def test_the_cpu_profile_is_built_without_cuda() -> None:
+    for name in ("draft_service", "target_service"):
+        assert services("cpu")[name]["build"]["args"]["TORCH_CPU_INDEX"].endswith("/cpu")
+
+
+def test_the_start_ends_with_what_to_open_and_how_to_ask() -> None:
+    program, form, *lines = services("cpu", variables={"HTTP_PORT": "8080"})["ready"]["entrypoint"]
+    done = subprocess.run([program, form, *lines], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == lines
+    assert lines[0].endswith("http://127.0.0.1:8080/")
+
+
+@pytest.mark.parametrize("given", ["", "a-token-of-many-characters"])
+def test_an_admin_token_is_made_where_none_is_given(given: str, tmp_path: Path) -> None:
+    service = services("cpu", variables={"ADMIN_TOKEN": given})["coordinator"]
+    shell, option, script = service["entrypoint"]
+    file = tmp_path / "token"
+    environment = {
+        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+        "ADMIN_TOKEN": service["environment"]["ADMIN_TOKEN"],
+        "TANDEM_COORDINATOR_ADMIN_TOKEN_FILE": str(file),
+    }
+    script = script.replace("exec python -P -m tandem.coordinator", "env")
+    done = subprocess.run(
+        [shell, option, script], env=environment, capture_output=True, text=True, check=True
+    )
+    token = file.read_text(encoding="utf-8").strip()
+    assert len(token) >= 16
+    assert (token == given) == bool(given)
+    assert done.stdout.count(token) == (0 if given else 1), "printed once, and in no variable"
+    assert file.stat().st_mode & 0o077 == 0
 
 
 def test_observe_env_adds_the_observability_services() -> None:
@@ -99,7 +132,7 @@ def test_containers_are_confined(everything: dict[str, dict[str, Any]]) -> None:
         assert service["read_only"] is True, name
         assert service["cap_drop"] == ["ALL"], name
         assert service["security_opt"] == ["no-new-privileges:true"], name
-        assert service["restart"] == "unless-stopped", name
+        assert service["restart"] == ("no" if name == "ready" else "unless-stopped"), name
         assert "container_name" not in service, f"{name} could not be scaled"
         for port in service.get("ports", []):
             assert port.startswith("127.0.0.1:"), f"{name} is open to other machines"
@@ -166,7 +199,7 @@ def test_replicas_have_gpus_of_their_own(tmp_path: Path) -> None:
         subprocess.run(command, capture_output=True, text=True, check=True).stdout, encoding="utf-8"
     )
     chosen = services("gpu", overlays=[overlay])
-    del chosen["coordinator"]
+    del chosen["coordinator"], chosen["ready"]
     assert {name: gpus_of(service) for name, service in chosen.items()} == {
         "target_service_gpu": ["0", "1"],
         "target_service_gpu_2": ["2", "3"],

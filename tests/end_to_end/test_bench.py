@@ -168,13 +168,13 @@ def test_transformers_write_the_same_text_alone_and_assisted(prompts: list[str])
 
 
 def test_bench_without_the_repository_is_a_clear_error() -> None:
-    # As where only the wheel is installed: the packages are there, `benchmarks` is not.
+    # As where only the wheel is installed: it has what loads need.
     code = (
         "import importlib.util as u, sys; real = u.find_spec\n"
-        "u.find_spec = lambda name, *rest: None if name == 'benchmarks' else real(name, *rest)\n"
+        "u.find_spec = lambda name, *rest: None if name == 'benchmarks.bench' else real(name, *rest)\n"
         "from coordinator.cli.main import app; app(sys.argv[1:])"
     )
     with running(sys.executable, "-c", code, "bench", "--rounds", "1") as process:
         assert process.wait(60) == 2, process.story
-        assert "tandem bench needs benchmarks, which is not installed here" in process.stderr
+        assert "tandem bench needs benchmarks.bench, which is not installed here" in process.stderr
         assert "Traceback" not in process.stderr

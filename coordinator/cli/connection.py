@@ -136,6 +136,8 @@ def connect(options: ConnectionOptions, click: typer.Context) -> Connection:
     given = {name: value for name, value in asdict(options).items() if value is not None}
     by_hand = {name for name in given if is_by_hand(click, name)}
     values = merged(given, by_hand, read_contexts())
+    if "token" in by_hand and "token_file" not in by_hand:
+        values.pop("token_file", None)  # a file is stronger otherwise, and this one is from elsewhere
     if options.timeout is not None and not options.timeout > 0:
         raise ConfigurationError(f"--timeout is {options.timeout:g}; it must be above 0")
     return Connection(

@@ -196,7 +196,11 @@ class App:
         return Response(content, media_type=media_type)
 
     async def _page_status(self, request: Request) -> Response:
-        status = _status_object(await self._status(), has_chat=self._chats.template is not None)
+        template = self._chats.template
+        status = _status_object(await self._status()) | {
+            "chat": template is not None,
+            "instruct": template is not None and template.is_instruct,
+        }
         return JSONResponse(status, headers={"Cache-Control": "no-store"})
 
     async def _page_file(self, request: Request) -> Response:
@@ -223,7 +227,7 @@ def _of_router(error: HTTPException, scope: Scope) -> HttpError:
     return HttpError(error.status_code, f"there is nothing at {scope['path']}", "not_found")
 
 
-def _status_object(status: Status, *, has_chat: bool) -> dict[str, Any]:
+def _status_object(status: Status) -> dict[str, Any]:
     """The status as the page reads it."""
     settings = status.settings
     return {
@@ -231,7 +235,6 @@ def _status_object(status: Status, *, has_chat: bool) -> dict[str, Any]:
         "state": status.state.value,
         "uptime_seconds": round(status.uptime_seconds, 3),
         "model": status.model,
-        "chat": has_chat,
         "load": {"running": status.load.running, "queued": status.load.queued},
         "tokens_per_second": round(status.throughput.last_10_seconds, 3),
         "speculation": {

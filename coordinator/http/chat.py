@@ -120,6 +120,8 @@ class ChatTemplate:
         """
         self.calls = parser_of(source)
         """Form in which the model writes calls of tools."""
+        self.is_instruct = "assistant" in source
+        """True if it marks who speaks, as templates of models that were trained on chats do."""
         self._special_tokens = special_tokens
         self._origin = origin
         self._refusal = refusal

@@ -203,6 +203,34 @@ def test_a_sample_prompt_works_as_text_and_as_chat(url: str, browser: Page) -> N
     assert "reverses a string" not in shown(browser, "output"), "a chat's answer does not repeat the question"
 
 
+def test_a_chat_has_turns_and_a_system_message(url: str, browser: Page) -> None:
+    visit(browser, url)
+    browser.until("!document.getElementById('modes').hidden")
+    browser.evaluate("document.getElementById('compare').checked = false")
+    browser.click("#chat")
+    browser.type("#system", "# be brief")
+    browser.type("#max-tokens", "16")
+    answers = []
+    for message in ("def one():", "def two():"):
+        browser.type("#prompt", message)
+        browser.click("#run")
+        browser.until("document.getElementById('prompt').value === ''", 60.0)
+        settle(browser)
+        answers.append(shown(browser, "output"))
+    turns = browser.evaluate("[...document.querySelectorAll('#turns p')].map((turn) => turn.textContent)")
+    assert turns == ["def one():", answers[0], "def two():"]
+    browser.click("#code summary")
+    assert all(text in shown(browser, "curl") for text in ("# be brief", "def one():", "def two():"))
+    browser.evaluate("document.getElementById('new-chat').click()")
+    assert shown(browser, "turns") == ""
+    browser.evaluate("document.getElementById('rule').value = 'strict'")
+    browser.type("#seed", "7")
+    browser.type("#top-p", "0.9")
+    browser.type("#prompt", "def three():")
+    code = shown(browser, "python")
+    assert all(word in code for word in ("seed=7", "top_p=0.9", '"rejection_sampling_strategy": "strict"'))
+
+
 @pytest.mark.parametrize("mode", ["text", "chat"])
 def test_the_displayed_code_does_the_same_as_the_page(url: str, browser: Page, mode: str) -> None:
     visit(browser, url)

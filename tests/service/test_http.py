@@ -123,7 +123,8 @@ async def test_chats_use_the_models_own_template() -> None:
         refused = await cluster.http.post(
             "/v1/chat/completions", json=body | {"tools": [{"type": "function"}]}
         )
-        assert (await cluster.http.get("/tandem/status")).json()["chat"]
+        status = (await cluster.http.get("/tandem/status")).json()
+        assert (status["chat"], status["instruct"]) == (True, False)
     assert answer.json()["usage"]["prompt_tokens"] == len(TOKENIZER.encode("user: a\n").ids)
     assert "tools.0 must be" in refused.json()["error"]["message"]
 

@@ -28,10 +28,11 @@ function literal(value) {
 
 /** A Python program that sends the same request with OpenAI's client. */
 export function pythonOf(origin, path, body, model, needsToken) {
-  const { num_speculative_tokens: count, ...known } = body;
+  const { num_speculative_tokens, rejection_sampling_strategy, ...known } = body;
+  const ours = Object.entries({ num_speculative_tokens, rejection_sampling_strategy }).filter(([, value]) => value !== undefined);
   const isChat = path.includes("chat");
   const values = Object.entries({ model, ...known }).map(([name, value]) => `    ${name}=${literal(value)},`);
-  if (count !== undefined) values.push(`    extra_body={"num_speculative_tokens": ${count}},`);
+  if (ours.length) values.push(`    extra_body=${literal(Object.fromEntries(ours))},`);
   return [
     ...(needsToken ? ["import os", ""] : []),
     "from openai import OpenAI",

@@ -15,6 +15,8 @@ const SAMPLES = {
 
 let modelName = "";
 let running = null; // the AbortController of the completion that runs
+let messages = []; // of the chat so far
+let hasChosenMode = false;
 
 // ---- talking to the coordinator
 
@@ -69,6 +71,7 @@ class Run {
     this.accepted = 0;
     this.ahead = 0; // rounds whose proposal was there before it was asked for
     this.positions = [];
+    this.arrivals = []; // [milliseconds, tokens so far] of each piece
     this.state = null; // whether speculation worked at the end, as the coordinator says
   }
 
@@ -76,6 +79,7 @@ class Run {
     this.totalMs = performance.now() - this.started;
     this.firstMs ??= this.totalMs;
     this.tokens += choice.token_ids.length;
+    this.arrivals.push([this.totalMs, this.tokens]);
     this.seed = choice.seed ?? this.seed;
     this.ahead += choice.drafted_ahead.filter(Boolean).length;
     for (const proposed of choice.proposed) this.#round(proposed, choice.drafted.filter(Boolean).length);
@@ -129,6 +133,32 @@ function appendTokens(output, text, choice) {
     append(output, characters.slice(start, start + length).join(""), choice.drafted[index] ? "accepted" : "supplied");
     start += length;
   });
+}
+
+// Tokens per second, over the last tenth of the completion at each place.
+function showSpeeds({ arrivals, totalMs }) {
+  const span = totalMs / 10;
+  let from = 0;
+  const speeds = arrivals.map(([at, tokens], index) => {
+    while (arrivals[from][0] < at - span && from < index) from += 1;
+    const [since, before] = arrivals[from];
+    return at > since ? (tokens - before) / (at - since) : 0;
+  });
+  const most = Math.max(...speeds);
+  $("speeds").toggleAttribute("hidden", speeds.length < 10);
+  const points = speeds.map((speed, index) => `${((300 * index) / speeds.length).toFixed(1)},${(39 - (38 * speed) / most).toFixed(1)}`);
+  $("speeds").firstElementChild.setAttribute("points", points.slice(1).join(" "));
+}
+
+function showTurns() {
+  const turns = messages.map(({ role, content }) => {
+    const turn = document.createElement("p");
+    turn.dataset.role = role;
+    turn.textContent = content;
+    return turn;
+  });
+  $("turns").replaceChildren(...turns);
+  $("new-chat").hidden = !turns.length;
 }
 
 function showRound(choice) {
@@ -188,6 +218,7 @@ function clear() {
   for (const id of ["acceptance", "length", "first", "speedup"]) $(id).textContent = DASH;
   for (const id of ["rate", "alone-rate", "said", "why"]) $(id).textContent = "";
   for (const id of ["alone", "problem", "why"]) $(id).hidden = true;
+  $("speeds").setAttribute("hidden", "");
   $("rounds").removeAttribute("aria-label");
   $("ahead").textContent = "drafted ahead";
   $("speedup-name").textContent = "Speed-up";
@@ -235,10 +266,19 @@ function requested(changes) {
     ...changes,
   };
   if ($("count").value) options.num_speculative_tokens = $("count").valueAsNumber;
-  const prompt = $("prompt").value;
+  if ($("top-p").value) options.top_p = $("top-p").valueAsNumber;
+  if ($("seed").value) options.seed ??= $("seed").valueAsNumber;
+  if ($("rule").value) options.rejection_sampling_strategy = $("rule").value;
   return isChat()
-    ? ["/v1/chat/completions", { ...options, messages: [{ role: "user", content: prompt }] }]
-    : ["/v1/completions", { ...options, prompt }];
+    ? ["/v1/chat/completions", { ...options, messages: asked() }]
+    : ["/v1/completions", { ...options, prompt: $("prompt").value }];
+}
+
+// The chat with the message that is typed, unless it was sent already.
+function asked() {
+  const system = $("system").value ? [{ role: "system", content: $("system").value }] : [];
+  const typed = messages.at(-1)?.role === "user" ? [] : [{ role: "user", content: $("prompt").value }];
+  return [...system, ...messages, ...typed];
 }
 
 async function complete(changes, output, rate, each) {
@@ -264,15 +304,24 @@ async function complete(changes, output, rate, each) {
 
 async function completeBoth() {
   clear();
+  if (isChat()) {
+    messages.push({ role: "user", content: $("prompt").value });
+    showTurns();
+  }
   const run = await complete({}, $("output"), $("rate"), (so_far, choice) => {
     showRound(choice);
     showFigures(so_far);
   });
+  showSpeeds(run);
   if (run.state && !run.state.is_on) showWhy(`The draft was left out: ${run.state.explanation}.`);
   $("said").textContent = `Completed with ${run.tokens} tokens; ${percent(run.accepted, run.drafted)} of the proposed tokens accepted.`;
-  if (!$("compare").checked) return;
+  if (!$("compare").checked) {
+    answered(run.text);
+    return;
+  }
   $("alone").hidden = false;
   const alone = await complete({ speculation: false, seed: run.seed }, $("alone-output"), $("alone-rate"), () => {});
+  answered(run.text);
   const factor = showSpeedUp(run, alone);
   const isGreedy = $("temperature").valueAsNumber === 0;
   const sameness = isGreedy ? ` The two texts are ${run.text === alone.text ? "the same" : "not the same"}.` : "";
@@ -280,6 +329,13 @@ async function completeBoth() {
     `Measured just now: ${run.tokens} tokens in ${(run.totalMs / 1000).toFixed(2)} s with the draft, ${alone.tokens} in ` +
     `${(alone.totalMs / 1000).toFixed(2)} s by the target alone. One run each, so it varies.${sameness}`;
   $("said").textContent += ` ${factor.toFixed(2)} times as fast as the target alone.${sameness}`;
+}
+
+// The answer is a turn of the chat once the next message is sent.
+function answered(text) {
+  if (!isChat()) return;
+  messages.push({ role: "assistant", content: text });
+  $("prompt").value = "";
 }
 
 async function submit(event) {
@@ -299,6 +355,7 @@ async function submit(event) {
       $("problem").hidden = false;
     }
   } finally {
+    if (messages.at(-1)?.role === "user") messages.pop(); // it has no answer
     running = null;
     $("run").textContent = "Complete";
     delete $("run").dataset.running;
@@ -334,8 +391,16 @@ function showSamples() {
 function changeMode() {
   const own = Object.values(SAMPLES).flat();
   if (own.includes($("prompt").value)) $("prompt").value = SAMPLES[isChat() ? "chat" : "text"][0];
+  $("system-option").hidden = !isChat();
+  $("prompt-name").textContent = isChat() ? "Message" : "Prompt";
+  newChat();
   showSamples();
   showCode();
+}
+
+function newChat() {
+  messages = [];
+  showTurns();
 }
 
 // ---- the coordinator
@@ -389,8 +454,8 @@ async function showStatus() {
   modelName ||= await servedName();
   if ($("modes").hidden === status.chat) {
     $("modes").hidden = !status.chat;
-    showSamples();
-    showCode();
+    if (status.instruct && !hasChosenMode) $("chat").checked = true;
+    changeMode();
   }
   $("count").placeholder = speculation.num_speculative_tokens;
   $("all-acceptance").textContent = percent(speculation.accepted, speculation.drafted);
@@ -417,7 +482,17 @@ $("prompt").addEventListener("keydown", (event) => {
 });
 $("form").addEventListener("input", showCode);
 $("code").addEventListener("toggle", showCode);
-for (const id of ["text", "chat"]) $(id).addEventListener("change", changeMode);
+for (const id of ["text", "chat"]) {
+  $(id).addEventListener("change", () => {
+    hasChosenMode = true;
+    changeMode();
+  });
+}
+$("new-chat").addEventListener("click", () => {
+  newChat();
+  clear();
+});
+$("copy").addEventListener("click", () => navigator.clipboard.writeText($("output").textContent));
 $("token").addEventListener("change", showStatus);
 clear();
 showSamples();

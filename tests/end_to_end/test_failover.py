@@ -11,7 +11,16 @@ import pytest
 
 from tandem.client import Client
 from tandem.types import GenerationRequest
-from tests.end_to_end.disturbed import begun, joined, joining, request, revived, started, streamed
+from tests.end_to_end.disturbed import (
+    Disturbance,
+    begun,
+    joined,
+    joining,
+    request,
+    revived,
+    started,
+    streamed,
+)
 from tests.end_to_end.processes import Nursery, Service, address_of
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
 from tests.service.clients import until
@@ -157,6 +166,10 @@ async def test_a_target_and_a_draft_can_be_restarted_by_draining(
     assert completed >= len(requests)
 
 
+def hits(disturbed: Disturbance) -> int:
+    return sum(stream.hits for stream in disturbed.streams)
+
+
 async def test_drafting_ahead_survives_the_kill_and_the_stop_of_a_draft(
     services: Nursery, prompts: list[str]
 ) -> None:
@@ -171,23 +184,23 @@ async def test_drafting_ahead_survives_the_kill_and_the_stop_of_a_draft(
     with joining([target], drafts, "--draft-ahead", "16") as process:
         async with Client(address_of(process)) as client:
             async with begun(client, requests, expected) as disturbed:
-                await until(lambda: all(stream.hits for stream in disturbed.streams), SECONDS)
+                await until(lambda: hits(disturbed) > len(requests), SECONDS)
                 drafts[0].kill()
-                before = [stream.hits for stream in disturbed.streams]
+                counts = [stream.hits for stream in disturbed.streams]
                 assert disturbed.is_running
-            for stream, hits in zip(disturbed.streams, before, strict=True):
-                assert stream.hits > hits, "those of the other draft go on, and the others move to it"
+            for stream, count in zip(disturbed.streams, counts, strict=True):
+                assert stream.hits > count, "those of the other draft go on, and the others move to it"
             async with begun(client, requests, expected) as disturbed:
-                await until(lambda: all(stream.hits for stream in disturbed.streams), SECONDS)
+                await until(lambda: hits(disturbed) > len(requests), SECONDS)
                 late = process.story.count("draft late")
                 drafts[1].signal(signal.SIGSTOP)
                 try:
                     await until(lambda: process.story.count("draft late") > late, SECONDS)
-                    before = [stream.hits for stream in disturbed.streams]
+                    before = hits(disturbed)
                     assert disturbed.is_running
                 finally:
                     drafts[1].signal(signal.SIGCONT)
-                await until(lambda: sum(stream.hits for stream in disturbed.streams) > sum(before), SECONDS)
+                await until(lambda: hits(disturbed) > before, SECONDS)
             assert process.story.count("draft late") - late <= len(requests), "each waits for it once"
     for each in (target, *drafts):
         each.kill()

@@ -15,13 +15,14 @@ import torch
 from tokenizers import Tokenizer
 
 from coordinator.settings.coordinator import CoordinatorSettings
+from draft_service.servicer import DraftServicer
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.errors import IncompatibleModelsError
 from tandem.types import GenerationRequest
 from tests.end_to_end.chi_square import critical_value, statistic
 from tests.end_to_end.models import blurred, save_model
 from tests.paths import DEMO_TARGET
-from tests.service.clients import complete_all
+from tests.service.clients import complete_all, until
 from tests.service.engines import Faults, draft, target
 from tests.service.fakes import coordinator
 from tests.service.other_tokenizer import renumbered
@@ -54,12 +55,15 @@ def draft_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def joined(target_model: LoadedModel, draft_folder: Path, **options: Any) -> AsyncIterator[str]:
+async def joined(
+    target_model: LoadedModel, draft_folder: Path, servicer: DraftServicer | None = None, **options: Any
+) -> AsyncIterator[str]:
     """The address of a coordinator over this pair."""
     async with asyncio.timeout(300.0), AsyncExitStack() as stack:
         enter = stack.enter_async_context
         verifying, _ = await enter(target(target_model, Faults()))
-        proposing, _ = await enter(draft(loaded(draft_folder), tokenizer=draft_folder / "tokenizer.json"))
+        tokenizer = draft_folder / "tokenizer.json"
+        proposing, _ = await enter(draft(loaded(draft_folder), servicer, tokenizer=tokenizer))
         usual: dict[str, Any] = {
             "target_address": verifying,
             "draft_address": proposing,
@@ -162,6 +166,24 @@ async def test_vllm_gets_proposals_of_its_own_tokens(
         await run(proposer, runner, len(tokens) - 7)
     assert runner.accepted > 0
     assert runner.requests[0].tokens[: len(tokens)] == tokens
+
+
+async def test_a_draft_that_has_forgotten_the_target_is_told_again(
+    target_model: LoadedModel, draft_folder: Path
+) -> None:
+    """Other targets have pushed its tokenizer out: the request goes on, and drafting comes back."""
+    servicer, request = DraftServicer(), replace(GREEDY, prompt=PROMPTS[0], max_tokens=64)
+    async with joined(target_model, draft_folder, servicer) as address:
+        (alone,) = await complete_all(address, [replace(request, speculation=False)])
+        vocabularies = servicer.proposer.vocabularies
+        assert vocabularies is not None
+        vocabularies._known.clear()
+        (forgotten,) = await complete_all(address, [request])
+        await until(lambda: vocabularies.coverage(target_model.info.tokenizer_hash) is not None, 60.0)
+        await asyncio.sleep(0.5)  # for the coordinator to have seen it
+        (again,) = await complete_all(address, [request])
+    assert forgotten.token_ids == again.token_ids == alone.token_ids
+    assert again.stats.accepted > 0
 
 
 async def test_a_mapping_can_be_refused(target_model: LoadedModel, draft_folder: Path) -> None:

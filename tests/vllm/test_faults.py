@@ -1,4 +1,4 @@
-"""What a vLLM that fails does to the service: a typed error, an end, or a step that is known to hang."""
+"""What a vLLM that fails does to the service: a typed error, an end, or a step that is known to hang; a full cache."""
 
 from __future__ import annotations
 
@@ -66,6 +66,15 @@ async def test_memory_that_is_full_fails_a_step_and_a_hang_is_noticed(
         goes_on.set()
         assert await asked == expected
         assert not twin.engine.overdue_seconds
+
+
+async def test_the_youngest_are_computed_again_where_the_cache_is_full(tmp_path: Path) -> None:
+    """A block of 32 tokens takes 16 KiB, and a text up to four of them: there is room for three of sixteen."""
+    async with twin_of(tmp_path, FAMILIES["llama"](), kv_cache_memory_bytes=13 << 14) as twin:
+        texts = prompts(16)
+        found = await together(*(text_of(twin.engine, prompt, 32) for prompt in texts))
+        assert all(twin.is_greedy(prompt, text) for prompt, text in zip(texts, found, strict=True))
+        assert twin.engine.usage.preemption_count > 0
 
 
 def _children(of: int) -> list[int]:

@@ -632,6 +632,8 @@ class GenerationRequest:
     """Tokens of the completion that an earlier stream, which broke, has delivered: it goes on after them."""
     echo: bool = False
     """Begin with a chunk of the prompt, with its log probabilities if any are asked for. Without speculation alone."""
+    with_special_tokens: bool = False
+    """Write special tokens into the text."""
 
 
 class FinishReason(Enum):

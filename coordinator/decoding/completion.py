@@ -30,9 +30,10 @@ _REPLACEMENT = "\ufffd"
 class Detokenizer:
     """Turns ids into text incrementally. Bytes of an unfinished character wait for the ids that finish it."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._skips = skip_special_tokens
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._waiting: list[int] = []
 
     def push(self, token_id: int) -> str:
@@ -46,11 +47,11 @@ class Detokenizer:
 
     def anew(self) -> Detokenizer:
         """One of another text."""
-        return Detokenizer(self._tokenizer)
+        return Detokenizer(self._tokenizer, skip_special_tokens=self._skips)
 
     def finish(self) -> str:
         """Text of the ids that still wait, without bytes that never became a character."""
-        text: str = self._tokenizer.decode(self._waiting)
+        text: str = self._tokenizer.decode(self._waiting, skip_special_tokens=self._skips)
         self._waiting.clear()
         return text.rstrip(_REPLACEMENT)
 

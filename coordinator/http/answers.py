@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
-from coordinator.http.tools import CallReader, Parser
+from coordinator.http.tools import CallReader, HarmonyReader, Parser, reader_of
 from coordinator.stats.speculation import add, describe_with_state
 from tandem.speculation_state import SpeculationState
 from tandem.types import Chunk, FinishReason, SpeculationStats, Summary, TokenLogprobs
@@ -281,12 +281,12 @@ class ChatAnswer(Answer):
 
     whole_object, piece_object = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl"
-    _readers: Sequence[CallReader] = ()
+    _readers: Sequence[CallReader | HarmonyReader] = ()
     """For each completion, what reads its calls of tools; empty where there are no tools."""
 
     def read_calls(self, form: Parser | Literal["demanded"]) -> None:
         """Read calls of tools out of the completions' texts."""
-        self._readers = [CallReader(form) for _ in self.choices]
+        self._readers = [reader_of(form) for _ in self.choices]
 
     def whole(self) -> dict[str, Any]:
         """See `Answer`."""
@@ -296,6 +296,7 @@ class ChatAnswer(Answer):
             content += reader.finish()
             calls = [call.whole for call in reader.calls]
             described["message"] |= {"content": content or None} | ({"tool_calls": calls} if calls else {})
+            described["message"] |= _reasoning(reader)
             described["finish_reason"] = self._reason(reader, described["finish_reason"])
         return body
 
@@ -309,14 +310,17 @@ class ChatAnswer(Answer):
         if chunk.summary is not None:
             content += reader.finish()
         (described,) = piece["choices"]
+        reasoning = _reasoning(reader)
         says_more = chunk.summary or chunk.logprobs or self._with_ids or "role" in described["delta"]
-        if not (content or calls or says_more):
+        if not (content or calls or reasoning or says_more):
             return None
-        described["delta"] |= {"content": content or None} | ({"tool_calls": calls} if calls else {})
+        described["delta"] |= (
+            {"content": content or None} | ({"tool_calls": calls} if calls else {}) | reasoning
+        )
         described["finish_reason"] = self._reason(reader, described["finish_reason"])
         return piece
 
-    def _reason(self, reader: CallReader, reason: str | None) -> str | None:
+    def _reason(self, reader: CallReader | HarmonyReader, reason: str | None) -> str | None:
         return "tool_calls" if reader.calls and reason == FinishReason.STOP.value else reason
 
     def _logprobs(self, choice: Choice, chunk: Chunk) -> dict[str, list[Any]]:
@@ -338,6 +342,12 @@ class ChatAnswer(Answer):
         if is_piece:
             return {"delta": {**({"role": "assistant"} if is_first else {}), "content": text}}
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+
+def _reasoning(reader: CallReader | HarmonyReader) -> dict[str, str]:
+    """The field of what the reader took for reasoning since the last call."""
+    reasoning, reader.reasoning = reader.reasoning, ""
+    return {"reasoning_content": reasoning} if reasoning else {}
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:

@@ -30,6 +30,7 @@ from coordinator.http.schema import (
     TokenizeBody,
 )
 from coordinator.http.sending import DONE, EventStream, WholeAnswer, data_line, merged
+from coordinator.http.tools import HARMONY, reader_of
 from coordinator.requests.admission import peer_of_host
 from coordinator.requests.plan import Models, keep_out
 from coordinator.requests.runner import RequestRunner
@@ -92,6 +93,8 @@ class Api:
         body = await self._body(request, ResponsesBody)
         refuse(body.refusals())
         answer, chunks, headers = await self._begin(request, chat_of(body), ChatAnswer)
+        if self._chats.template is not None and self._chats.template.calls == HARMONY:
+            chunks = _texts_of(chunks)
         described = ResponseObject(body, self.model_name)
         headers |= ignored_header(request.state.ignored_fields, body.passed_over)
         if body.stream:
@@ -174,10 +177,13 @@ class Api:
         if usage is not None and usage.include_usage and usage.continuous_usage_stats:
             requests = [await _tokenized(each, models, bounds) for each in requests]
             answer.prompt_tokens = [len(each.prompt) for each in requests]
-        if isinstance(answer, ChatAnswer) and isinstance(body, ChatBody) and body.may_call:
+        if isinstance(answer, ChatAnswer) and isinstance(body, ChatBody):
             assert self._chats.template is not None, "it has made the prompt"
-            is_demanded = body.tool_choice not in (None, "auto")
-            answer.read_calls("demanded" if is_demanded else self._chats.template.calls)
+            is_bound, form = requests[0].grammar is not None, self._chats.template.calls
+            if body.may_call and body.tool_choice not in (None, "auto"):
+                answer.read_calls("demanded")
+            elif body.may_call or (form == HARMONY and not is_bound):
+                answer.read_calls(form)
         traceparent = request.headers.get("traceparent", "")
         peer = "" if request.client is None else peer_of_host(request.client.host)
         # The first completion has the request's own name in logs and lists.
@@ -222,6 +228,17 @@ async def _events(
     yield DONE
 
 
+async def _texts_of(
+    chunks: AsyncGenerator[tuple[int, Chunk]],
+) -> AsyncGenerator[tuple[int, Chunk]]:
+    """The chunks of one completion, without what is reasoning or a call in it."""
+    reader = reader_of(HARMONY)
+    async with aclosing(chunks):
+        async for index, chunk in chunks:
+            text, _ = reader.read(chunk.text)
+            yield index, replace(chunk, text=text + (reader.finish() if chunk.summary else ""))
+
+
 # ---- from a body to the completions that it asks for
 
 
@@ -249,7 +266,12 @@ async def requests_of(
             sentences + await _broken_later(_request(body, prompts[0], 0, None), prompts[0], models, bounds)
         )
     grammar = body.grammar
-    return [_request(body, prompt, choice, grammar) for prompt in prompts for choice in range(body.choices)]
+    is_marked = isinstance(body, ChatBody) and chats.template is not None and chats.template.calls == HARMONY
+    return [
+        _request(body, prompt, choice, grammar, with_special_tokens=is_marked)
+        for prompt in prompts
+        for choice in range(body.choices)
+    ]
 
 
 async def _tokenized(request: GenerationRequest, models: Models, bounds: RequestBounds) -> GenerationRequest:
@@ -296,7 +318,14 @@ async def _chat_prompt(body: Chat, models: Models, chats: Chats, bounds: Request
     )
 
 
-def _request(body: Sampled, prompt: Prompt, choice: int, grammar: Grammar | None) -> GenerationRequest:
+def _request(
+    body: Sampled,
+    prompt: Prompt,
+    choice: int,
+    grammar: Grammar | None,
+    *,
+    with_special_tokens: bool = False,
+) -> GenerationRequest:
     # What has the same name means the same; what differs follows.
     values = {
         name: value
@@ -310,6 +339,7 @@ def _request(body: Sampled, prompt: Prompt, choice: int, grammar: Grammar | None
         "stop": (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         "stop_token_ids": tuple(body.stop_token_ids or ()),
         "logprobs": body.alternatives,
+        "with_special_tokens": with_special_tokens or not body.skip_special_tokens,
         "grammar": grammar,
     }
     if body.top_k == -1:

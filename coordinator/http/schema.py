@@ -29,7 +29,6 @@ MAX_CHOICES = 16
 
 _UNCONSTRAINED = "this coordinator does not constrain what is written"
 _NO_BEAMS = "this coordinator does not search in beams"
-_NO_SPECIAL_TOKENS = "this coordinator does not write special tokens"
 _TEXT_ONLY = "the model reads and writes text only"
 _TAKEN = "Accepted, without effect."
 
@@ -192,8 +191,9 @@ class Sampled(AboutCaller):
     bad_words: Any = _only([], because=_UNCONSTRAINED)
     use_beam_search: Any = _only(False, because=_NO_BEAMS)
     length_penalty: Any = _only(1.0, because=_NO_BEAMS)
-    skip_special_tokens: Any = _only(True, because=_NO_SPECIAL_TOKENS)
-    spaces_between_special_tokens: Any = _only(True, because=_NO_SPECIAL_TOKENS)
+    skip_special_tokens: bool = True
+    """vLLM's: false writes special tokens into the text."""
+    spaces_between_special_tokens: Any = _only(True, because="the tokenizer decides about spaces")
     truncate_prompt_tokens: Any = _only(because="this coordinator does not shorten prompts")
     prompt_logprobs: Any = _only(because="this coordinator does not score prompts")
     logits_processors: Any = _only(because="no code of a client is run")

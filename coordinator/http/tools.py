@@ -7,6 +7,7 @@ the request demands (`tool_choice` required, or a function's name) are bound by 
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,11 +17,14 @@ from coordinator.http.errors import SHOWN_CHARACTERS
 from tandem.errors import InvalidRequestError
 from tandem.types import Grammar, GrammarKind
 
-Parser = Literal["hermes", "llama3", "mistral"]
-"""vLLM's names of the forms: `<tool_call>{"name": ..., "arguments": ...}</tool_call>`, as Qwen writes it too;
-`{"name": ..., "parameters": ...}` as the whole text; `[TOOL_CALLS] [{"name": ..., "arguments": ...}]`."""
+Parser = Literal["hermes", "llama3", "mistral", "harmony"]
+"""Names of the forms: `<tool_call>{"name": ..., "arguments": ...}</tool_call>`, as Qwen writes it too;
+`{"name": ..., "parameters": ...}` as the whole text; `[TOOL_CALLS] [{"name": ..., "arguments": ...}]`; messages with
+channels, as GPT-OSS writes them (`HarmonyReader`)."""
+HARMONY: Parser = "harmony"
 
 _MARKS: Mapping[Parser, tuple[str, ...]] = {
+    HARMONY: ("<|channel|>",),
     "hermes": ("<tool_call>",),
     "mistral": ("[TOOL_CALLS]",),
     "llama3": ("<|python_tag|>", '"parameters"'),
@@ -134,10 +138,80 @@ class Call:
         }
 
 
+_HARMONY_MARK = re.compile(r"<\|(?:start|channel|message|constrain|end|call|return)\|>")
+_HARMONY_PART = re.compile(r"<(?:\|[a-z]*\|?)?$")
+_HARMONY_CALL = re.compile(r"to=functions\.([^\s<]+)")
+
+
+class HarmonyReader:
+    """Divides messages with channels into text, reasoning and calls, as they are written.
+
+    A completion has messages such as `<|channel|>analysis<|message|>...<|end|>`, and ends with a call,
+    `<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`, or with a message of the
+    channel final (https://cookbook.openai.com/articles/openai-harmony). Special tokens are in the text.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.reasoning = ""
+        """Of the channel analysis, since somebody took it."""
+        self._waiting = ""
+        """Text that may be the beginning of a mark."""
+        self._head = ""
+        """The head of the next message, as far as it is written."""
+        self._part: Literal["head", "text", "reasoning", "call"] = "head"
+
+    def read(self, text: str) -> tuple[str, list[dict[str, Any]]]:
+        """See `CallReader`."""
+        content = ""
+        deltas: list[dict[str, Any]] = []
+        self._waiting += text
+        while self._waiting:
+            mark = _HARMONY_MARK.search(self._waiting)
+            end = mark or _HARMONY_PART.search(self._waiting)
+            before = self._waiting[: end.start()] if end else self._waiting
+            content += self._add(before, deltas)
+            self._waiting = self._waiting[mark.end() if mark else len(before) :]
+            if mark is None:
+                break
+            self._pass(mark[0], deltas)
+        return content, deltas
+
+    def finish(self) -> str:
+        """The end: text that was held back, or a text without any message."""
+        text, self._waiting = self._waiting, ""
+        is_plain = self._part == "head" and "<|" not in self._head and not self.calls
+        return self._head + text if is_plain else self._add(text, [])
+
+    def _add(self, text: str, deltas: list[dict[str, Any]]) -> str:
+        """Add text to what it belongs to: the part that is text for the reader."""
+        if self._part == "head":
+            self._head += text
+        elif self._part == "reasoning":
+            self.reasoning += text
+        elif self._part == "call" and text:
+            _add(deltas, len(self.calls) - 1, self.calls[-1], text)
+        return text if self._part == "text" else ""
+
+    def _pass(self, mark: str, deltas: list[dict[str, Any]]) -> None:
+        if mark != "<|message|>":
+            self._head = (self._head if self._part == "head" else "") + mark
+            self._part = "head"
+        elif called := _HARMONY_CALL.search(self._head):
+            self.calls.append(Call(called[1]))
+            deltas.append(_begun(len(self.calls) - 1, self.calls[-1]))
+            self._part = "call"
+        else:
+            self._part = "reasoning" if "<|channel|>analysis" in self._head else "text"
+
+
 class CallReader:
     """Divides the text of one completion into text and calls, as it is written."""
 
-    def __init__(self, parser: Parser | Literal["demanded"]) -> None:
+    reasoning = ""
+    """It is not told from the text."""
+
+    def __init__(self, parser: Literal["hermes", "llama3", "mistral", "demanded"]) -> None:
         self.calls: list[Call] = []
         self._starts = {
             "hermes": ("<tool_call>",),
@@ -316,10 +390,15 @@ class _ObjectReader:
         self._string += character
 
 
+def reader_of(form: Parser | Literal["demanded"]) -> CallReader | HarmonyReader:
+    """What reads a completion of this form."""
+    return HarmonyReader() if form == "harmony" else CallReader(form)
+
+
 def calls_in(
     texts: Iterator[str] | Sequence[str], parser: Parser | Literal["demanded"]
 ) -> tuple[str, list[Call]]:
     """The text and the calls of a whole completion."""
-    reader = CallReader(parser)
+    reader = reader_of(parser)
     content = "".join(reader.read(text)[0] for text in texts)
     return content + reader.finish(), reader.calls

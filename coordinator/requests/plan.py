@@ -236,7 +236,7 @@ class Plan:
         completion = Completion(
             self.prompt,
             self.limits,
-            Detokenizer(self.models.tokenizer),
+            Detokenizer(self.models.tokenizer, skip_special_tokens=not self.request.with_special_tokens),
             StopStrings(self.request.stop, included=self.request.include_stop_str_in_output),
             request_id=self.request_id,
             seed=self.sampling.seed,

@@ -75,6 +75,10 @@ async def test_a_longer_completion_needs_the_target_alone(
         echoed = await client.completions.create(**asked, **alone)
         plain = await client.completions.create(**asked | {"echo": False}, **alone)
         assert echoed.choices[0].text == "def f(" + plain.choices[0].text
+        end: Any = {"logit_bias": {"0": 100}, "max_tokens": 2, "echo": False}
+        special: Any = {"extra_body": {"ignore_eos": True, "skip_special_tokens": False}}
+        marked = await client.completions.create(**asked | end, **special)
+        assert marked.choices[0].text == 2 * (TOKENIZER.id_to_token(0) or "")
         with pytest.raises(openai.BadRequestError, match="max_tokens is 0; it must be at least 1"):
             await client.completions.create(**asked | {"echo": False, "max_tokens": 0})
         with pytest.raises(openai.BadRequestError, match="echo is true and logprobs are asked for"):

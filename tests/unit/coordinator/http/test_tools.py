@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from coordinator.http.tools import CallReader, Parser, calls_in, demanded, functions_of, parser_of, readable
+from coordinator.http.tools import (
+    CallReader,
+    HarmonyReader,
+    Parser,
+    calls_in,
+    demanded,
+    functions_of,
+    parser_of,
+    readable,
+)
 from tandem.grammar import Grammars
 from tests.paths import DEMO_TARGET
 from tests.unit.tandem.test_grammar import tokens_of
@@ -47,6 +56,27 @@ TEXTS: list[tuple[Any, str, str, list[tuple[str, str]]]] = [
         [("a", "{}"), ("b", "{}")],
     ),
     ("mistral", "[1] says", "[1] says", []),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>Think < of |> it.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.get <|constrain|>json<|message|>{"a": "<|"}',
+        "",
+        [("get", '{"a": "<|"}')],
+    ),
+    (
+        "harmony",
+        "<|channel|>commentary<|message|>First: <|end|><|start|>assistant to=functions.f<|channel|>commentary json"
+        "<|message|>{}<|call|>",
+        "First: ",
+        [("f", "{}")],
+    ),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b <|c",
+        "b <|c",
+        [],
+    ),
+    ("harmony", "no message", "no message", []),
     ("demanded", '[{"name": "a", "arguments": {"q": {}}}]', "", [("a", '{"q": {}}')]),
 ]
 
@@ -78,6 +108,7 @@ def test_arguments_are_streamed_as_they_are_written() -> None:
         ("{{ '<tool_call>' }}", "hermes"),
         ("[AVAILABLE_TOOLS] [TOOL_CALLS]", "mistral"),
         ("<|python_tag|>", "llama3"),
+        ("<|channel|>final<|message|>", "harmony"),
         ("plain", "hermes"),
     ],
 )
@@ -134,3 +165,11 @@ def test_arguments_reach_templates_as_objects() -> None:
     odd = {**call, "function": {"name": "f", "arguments": "{"}}
     assert readable({"role": "assistant", "tool_calls": [odd, 5]})["tool_calls"] == [odd, 5]
     assert json.loads(call["function"]["arguments"]) == {"a": 1}  # type: ignore[index]
+
+
+def test_reasoning_is_told_from_text() -> None:
+    text = "<|channel|>analysis<|message|>Hm <b>.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
+    for pieces in ([text], list(text)):
+        reader = HarmonyReader()
+        assert "".join(reader.read(piece)[0] for piece in pieces) + reader.finish() == "Yes."
+        assert reader.reasoning == "Hm <b>."

@@ -179,11 +179,11 @@ class Api:
             answer.prompt_tokens = [len(each.prompt) for each in requests]
         if isinstance(answer, ChatAnswer) and isinstance(body, ChatBody):
             assert self._chats.template is not None, "it has made the prompt"
-            is_bound, form = requests[0].grammar is not None, self._chats.template.calls
+            is_bound, calls = requests[0].grammar is not None, self._chats.template.calls
             if body.may_call and body.tool_choice not in (None, "auto"):
                 answer.read_calls("demanded")
-            elif body.may_call or (form == HARMONY and not is_bound):
-                answer.read_calls(form)
+            elif body.may_call or (calls == HARMONY and not is_bound):
+                answer.read_calls(calls)
         traceparent = request.headers.get("traceparent", "")
         peer = "" if request.client is None else peer_of_host(request.client.host)
         # The first completion has the request's own name in logs and lists.

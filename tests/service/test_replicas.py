@@ -214,7 +214,7 @@ async def test_a_replica_with_another_model_is_incompatible_until_it_returns_wit
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"vocabulary_size": 7}, "a vocabulary of 7 tokens"),
+        ({"vocabulary_size": 4096}, "a vocabulary of 4096 tokens"),
         ({"vocabulary_size": 0, "architecture": "ngram", "max_length": 0}, "they must draft alike"),
     ],
 )
@@ -232,9 +232,9 @@ async def test_a_draft_that_breaks_a_rule_is_incompatible(changes: dict[str, Any
 
 async def test_the_first_mismatch_ends_the_start() -> None:
     wrong = FakeDraft()
-    wrong.model_info = replace(wrong.model_info, vocabulary_size=7)
+    wrong.model_info = replace(wrong.model_info, vocabulary_size=4096)
     async with served(FakeTarget(), wrong) as (target, draft):
-        with pytest.raises(IncompatibleModelsError, match="vocabulary of 7 tokens"):
+        with pytest.raises(IncompatibleModelsError, match="vocabulary of 4096 tokens"):
             async with started(ReplicaRegistry(settings(target.address, draft.address))):
                 pass
 

@@ -206,7 +206,8 @@ class Choice:
         self._turn_end = self._rounds + (TURN_WAIT_ROUNDS if self._turn[0] else TURN_ROUNDS) * load
         dearness = max(seconds / max(self.way.seconds[self.tokens], 1e-9), 1.0)
         usual = int(TURN_ROUNDS * load * dearness / TURN_SHARE)
-        self._turn_pause = min(8 * self._turn_pause, usual)
+        # Where two things are to be tried, the second follows as soon as the first.
+        self._turn_pause = min((1 if self._was_alone and other.seconds else 8) * self._turn_pause, usual)
         if not self.tokens and self.gains.proposals < WINDOW:  # bad luck with the first ones is likely
             self._turn_pause = min(self._turn_pause, 4 * TURN_ROUNDS * load)
         self._next_turn = self._rounds + self._turn_pause

@@ -17,7 +17,13 @@ from benchmarks.load.fakes import FakeTarget, NextToken, counting, rows
 from coordinator.service import CoordinatorService
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.speculation.controller import RequestSpeculation
+from draft_service.proposers import Proposer
+from draft_service.proposers.model_free import SequenceLimits
+from draft_service.proposers.ngram import ngram_proposer
+from draft_service.proposers.suffix import suffix_proposer
+from draft_service.servicer import DraftServicer
 from tandem.client import Client
+from tandem.config.speculative import DraftingOptions
 from tandem.engine.interface import RowRequest
 from tandem.engine.models.loading import LoadedModel
 from tandem.errors import ServiceUnavailableError, TandemError
@@ -36,7 +42,16 @@ from target_service.verifier import Verifier
 from tests.service.ahead_draft import EXPECTED, REQUEST, SECONDS, AheadDraft, Pushes
 from tests.service.clients import Completed, complete, until
 from tests.service.engines import Fault, Faults, target
-from tests.service.fakes import Fleet, coordinating, coordinator, fleet, refusal, served, settings_over
+from tests.service.fakes import (
+    Fleet,
+    coordinating,
+    coordinator,
+    fleet,
+    refusal,
+    served,
+    serving,
+    settings_over,
+)
 
 
 @dataclass(eq=False)
@@ -358,6 +373,10 @@ REQUESTS = {
 }
 
 
+MODEL_FREE = ("greedy", "strict, temperature 0.7", "strict, temperature 1.0")
+"""Requests whose rule may have a lead beside a draft."""
+
+
 @asynccontextmanager
 async def alone(
     model: LoadedModel, lead: int, *faults: Faults, max_sequences: int = 8
@@ -398,6 +417,34 @@ async def test_the_text_does_not_depend_on_the_lead(
         assert (found.text, found.token_ids) == (plain[name].text, plain[name].token_ids), name
         # Every round but the first, which the request asks for.
         assert found.stats.lead.rounds == len(found.token_ids) - 1, name
+
+
+@pytest.mark.parametrize("make", [ngram_proposer, suffix_proposer])
+async def test_the_text_does_not_depend_on_the_lead_with_a_draft_without_a_model(
+    model: LoadedModel, make: Callable[[DraftingOptions, SequenceLimits], Proposer]
+) -> None:
+    """What is found in the prompt is proposed; in the rounds of the target alone it leads."""
+    biases = {300: 40.0, 301: 40.0, 302: 40.0}
+    requests = [replace(REQUESTS[name], prompt=(*biases,) * 4, logit_bias=biases) for name in MODEL_FREE]
+    wanted = await completions(model, 0, requests)
+    for lead in LEADS:
+        servicer = DraftServicer()
+        servicer.proposer = make(DraftingOptions(prompt_lookup_min=1), SequenceLimits())
+        async with asyncio.timeout(BOUND_SECONDS), AsyncExitStack() as stack:
+            enter = stack.enter_async_context
+            settings = CoordinatorSettings(
+                target_address=(await enter(target(model, Faults())))[0],
+                draft_address=(await enter(serving(servicer)))[0],
+                draft_patience_seconds=30.0,
+                target_lead=lead,
+            )
+            client = await enter(Client((await enter(coordinator(settings)))[0]))
+            for request, plain in zip(requests, wanted, strict=True):
+                found = await complete(client, request)
+                alone = await complete(client, replace(request, speculation=False))
+                assert found.token_ids == alone.token_ids == plain.token_ids
+                assert found.stats.drafted > 0
+                assert (alone.stats.lead.rounds > 0) == (lead > 0)
 
 
 @pytest.mark.parametrize("lead", LEADS)

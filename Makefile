@@ -14,7 +14,7 @@ ARGS ?=
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos test test-fast test-vllm soak lint format kubernetes docs docs-site screenshots observe-check demo demo-models exactness bench bench-results bench-gpu clean
+.PHONY: help setup protos test test-fast test-vllm test-clients soak lint format kubernetes docs docs-site screenshots observe-check demo demo-models exactness bench bench-results bench-gpu clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +61,17 @@ $(VLLM)/.installed: pyproject.toml
 test-vllm: setup $(VLLM)/.installed ## Install vLLM for CPUs and run the tests that need it
 	PYTHONPATH=. $(VLLM)/bin/python -m pytest -v -rs -W default tests/vllm $(ARGS)
 	$(BIN)/python -m pytest -v -rs --vllm-python $(CURDIR)/$(VLLM)/bin/python tests/end_to_end/test_vllm.py $(ARGS)
+
+# Libraries of others, in an environment of their own: they pin other versions than we do.
+CLIENTS := .clients
+$(CLIENTS)/.installed:
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet openai langchain-openai litellm 'pydantic-ai-slim[openai]' instructor
+	@touch $@
+
+test-clients: setup $(CLIENTS)/.installed ## Run the tests with client libraries, which this installs
+	CLIENTS_PYTHON=$(CURDIR)/$(CLIENTS)/bin/python $(BIN)/python -m pytest -v -rs -s -m soak \
+		tests/service/test_client_libraries.py $(ARGS)
 
 lint: setup ## Check style, types, import rules, protos and the links of the docs
 	$(BIN)/ruff check .
@@ -134,5 +145,5 @@ bench-results: setup ## Repeat the recorded runs in benchmarks/results; needs a 
 		--contenders target-alone,speculative --no-phases --no-prefix $(call RECORDED,shaped_many) $(ARGS)
 
 clean: ## Remove what was installed and generated
-	rm -rf $(VENV) $(VLLM) $(VLLM_GPU) tandem/v1 build dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(VLLM_GPU) $(CLIENTS) tandem/v1 build dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,135 @@
+"""Libraries of others that ask for structured output and tools: each in a process of its own, against real services.
+
+`make test-clients` installs them in an environment of their own; those that it does not find are skipped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tandem.engine.models.loading import LoadedModel
+from tests.service.test_structured_http import cluster
+
+pytestmark = pytest.mark.soak
+
+SECONDS = 500.0
+PYTHON = os.environ.get("CLIENTS_PYTHON", sys.executable)
+"""Of the environment that has the libraries."""
+MISSING = 75
+"""Exit code of a script whose library is not there."""
+HEAD = """
+import json, sys
+from importlib.metadata import version
+from typing import Literal
+from pydantic import BaseModel, Field
+try:
+    import {module}
+except ImportError:
+    sys.exit(75)
+URL = sys.argv[1] + "/v1"
+class Weather(BaseModel, extra="forbid"):
+    "The weather of a city."
+    city: Literal["Oslo", "Køge"]
+    days: int = Field(ge=1, le=9)
+TOOL = {{"type": "function", "function": {{"name": "Weather", "parameters": Weather.model_json_schema()}}}}
+ASK = [{{"role": "user", "content": "How is it in Oslo?"}}]
+SAMPLING = dict(temperature=1.0, seed=3, max_tokens=120)
+found = []
+def take(value):
+    found.append(value.model_dump() if isinstance(value, BaseModel) else Weather.model_validate(value).model_dump())
+"""
+TAIL = """
+print(json.dumps([version("{package}"), found]))
+"""
+SCRIPTS = {
+    "openai": (
+        "openai",
+        """
+client = openai.OpenAI(base_url=URL, api_key="none")
+done = client.chat.completions.parse(model="m", messages=ASK, response_format=Weather, **SAMPLING)
+take(done.choices[0].message.parsed)
+done = client.chat.completions.create(model="m", messages=ASK, tools=[TOOL], tool_choice="required", **SAMPLING)
+take(json.loads(done.choices[0].message.tool_calls[0].function.arguments))
+take(client.responses.parse(model="m", input="A city", text_format=Weather, temperature=1).output_parsed)
+""",
+    ),
+    "langchain-openai": (
+        "langchain_openai",
+        """
+chat = langchain_openai.ChatOpenAI(base_url=URL, api_key="none", model="m", **SAMPLING)
+take(chat.with_structured_output(Weather).invoke("How is it?"))
+take(chat.with_structured_output(Weather, method="function_calling").invoke("How is it?"))
+for choice in ("Weather", "required"):
+    (call,) = chat.bind_tools([Weather], tool_choice=choice, parallel_tool_calls=False).invoke("How?").tool_calls
+    take(call["args"])
+pieces = chat.bind_tools([Weather], tool_choice="Weather").stream("How?")
+whole = next(pieces)
+for piece in pieces:
+    whole += piece
+take(whole.tool_calls[0]["args"])
+""",
+    ),
+    "litellm": (
+        "litellm",
+        """
+ask = dict(model="openai/m", api_base=URL, api_key="none", messages=ASK, **SAMPLING)
+schema = {"name": "w", "strict": True, "schema": Weather.model_json_schema()}
+done = litellm.completion(**ask, response_format={"type": "json_schema", "json_schema": schema})
+take(json.loads(done.choices[0].message.content))
+done = litellm.completion(**ask, tools=[TOOL], tool_choice="required")
+take(json.loads(done.choices[0].message.tool_calls[0].function.arguments))
+""",
+    ),
+    "pydantic-ai-slim": (
+        "pydantic_ai",
+        """
+from pydantic_ai import Agent, NativeOutput
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
+model = OpenAIChatModel("m", provider=OpenAIProvider(base_url=URL, api_key="none"))
+for output in (Weather, NativeOutput(Weather)):
+    take(Agent(model, output_type=output, model_settings=SAMPLING).run_sync("How is it?").output)
+""",
+    ),
+    "instructor": (
+        "instructor",
+        """
+import openai
+for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
+    client = instructor.from_openai(openai.OpenAI(base_url=URL, api_key="none"), mode=mode)
+    take(client.chat.completions.create(model="m", messages=ASK, response_model=Weather, max_retries=0, **SAMPLING))
+""",
+    ),
+}
+
+
+@pytest.mark.parametrize("package", SCRIPTS)
+async def test_structured_output_and_tools_reach_it(
+    model: LoadedModel, other_model: LoadedModel, tmp_path: Path, package: str
+) -> None:
+    module, script = SCRIPTS[package]
+    script = HEAD.format(module=module) + script + TAIL.format(package=package)
+    async with asyncio.timeout(SECONDS), cluster(model, other_model, tmp_path) as client:
+        url = str(client.base_url).removesuffix("/v1/")
+        process = await asyncio.create_subprocess_exec(
+            PYTHON, "-W", "ignore", "-c", script, url,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=os.environ | {"LANGSMITH_TRACING": "false", "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+        )  # fmt: skip
+        out, err = await process.communicate()
+    if process.returncode == MISSING:
+        pytest.skip(f"{package} is not installed")
+    assert process.returncode == 0, err.decode()[-3000:]
+    version, found = json.loads(out.decode().strip().splitlines()[-1])
+    sys.stdout.write(f"{package} {version}: {len(found)} answers\n")
+    assert len(found) >= 2
+    for each in found:
+        assert each["city"] in ("Oslo", "Køge")
+        assert 1 <= each["days"] <= 9

@@ -152,9 +152,13 @@ class Grammars:
                 self._tokenizer = LLTokenizer(
                     content, n_vocab=self._vocabulary_size, eos_token=list(self._eos_token_ids) or None
                 )
-            except ValueError as error:
+            except BaseException as error:
+                # On tokens of some kilobytes the library panics, which is no Exception.
+                if not (isinstance(error, ValueError) or type(error).__name__ == "PanicException"):
+                    raise
                 raise InvalidRequestError(
-                    f"structured output needs a byte-level tokenizer or one with byte fallback: {error}"
+                    "structured output cannot read the model's tokenizer; it must be byte-level or have byte fallback, "
+                    f"without tokens of thousands of bytes: {error}"
                 ) from None
         return self._tokenizer
 

@@ -73,14 +73,14 @@ def masked(logits: Tensor, masks: MaskArray) -> Tensor:
         masks: The masks of the rows; see `tandem.grammar`.
     """
     if logits.device.type == "cpu":
-        bits = np.unpackbits(masks.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
-        allowed = torch.from_numpy(bits)
+        bits = np.unpackbits(~masks.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
+        forbidden = torch.from_numpy(bits).view(torch.bool)
     else:
         (packed,) = to_device([masks.view(np.int64)], logits.device)
         words = packed.view(torch.int32)
         shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
-        allowed = ((words[:, :, None] >> shifts) & 1).flatten(1)[:, : logits.shape[1]]
-    return logits.float().masked_fill(allowed == 0, -torch.inf)
+        forbidden = ((words[:, :, None] >> shifts) & 1).flatten(1)[:, : logits.shape[1]] == 0
+    return logits.to(torch.float32, copy=True).masked_fill_(forbidden, -torch.inf)
 
 
 def penalized(

@@ -335,7 +335,7 @@ def load_vllm(setup: dict[str, Any]) -> Run:
         skip_tokenizer_init=True,
         enforce_eager=setup["vllm_eager"],
         tensor_parallel_size=(size := setup.get("tensor_parallel_size", 1)),
-        **setup.get("engine", {"distributed_executor_backend": "uni" if size == 1 else "mp"}),
+        distributed_executor_backend="uni" if size == 1 else "mp",
         **_vllm_speculation(setup),
     )
     if setup["pace"]:

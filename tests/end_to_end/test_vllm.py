@@ -94,18 +94,18 @@ async def test_text_and_acceptance_are_those_of_vllm_itself(
 
 @asynccontextmanager
 async def plugged(
-    python: str, pair: Pair, address: str, log: Path, engine: dict[str, Any] | None = None, **environment: str
+    python: str, pair: Pair, address: str, log: Path, tensor_parallel_size: int = 1, **environment: str
 ) -> AsyncIterator[Peer]:
     """A vLLM that drafts by this service."""
     setup: dict[str, Any] = {
         **setup_of(python, pair, log.parent).as_json(),
         "mode": "tandem",
+        "tensor_parallel_size": tensor_parallel_size,
         "environment": {
             "TANDEM_VLLM_DRAFT_ADDRESS": address,
             "TANDEM_VLLM_DRAFT_AHEAD": "off",
             **environment,
         },
-        "engine": engine or {"distributed_executor_backend": "uni"},
     }
     async with peer("vllm", [python, "benchmarks.peers", "vllm"], setup, log) as running:
         yield running
@@ -158,7 +158,7 @@ async def test_of_two_tensor_parallel_workers_one_asks(vllm_python: str, pair: P
                 pair,
                 address,
                 log,
-                {"tensor_parallel_size": 2},
+                tensor_parallel_size=2,
                 VLLM_CPU_OMP_THREADS_BIND="0|1",
                 # Two workers that poll on two cores hold the draft up for longer than its tokens are worth.
                 TANDEM_VLLM_DRAFT_PATIENCE_SECONDS="5",

@@ -202,6 +202,8 @@ class Options(TypedDict, total=False):
     include_stop_str_in_output: bool
     max_tokens_must_fit: bool
     grammar: Grammar | None
+    echo: bool
+    with_special_tokens: bool
     delivered_token_ids: tuple[int, ...]
 
 

@@ -50,8 +50,9 @@ HYSTERESIS = 1.03
 OPTIMISM = 0.5
 """Standard deviations by which the acceptance may be better than known, in the decision between drafting and not. In
 simulations 1 loses 1 % of the first 100 rounds, and 1.5 3 %."""
-TURN_SHARE = 0.01
-"""Share of rounds, and of their time, that try what was not chosen: the target alone, drafting, or drafting ahead."""
+TURN_SHARE = 0.005
+"""Share of the tokens that is lost by rounds that try what was not chosen: the target alone, drafting, or drafting
+ahead."""
 TURN_ROUNDS = 4
 """Rounds of one request in such a turn: the target alone is asked for the first, and settles after the second; a draft
 reads in the first what was committed since the last turn."""
@@ -178,6 +179,7 @@ class Choice:
         the draft is far from paying, one request shows whether its acceptance has changed.
         """
         load, other = self.load, self._other_way
+        has_other = bool(other.seconds) and len(self._outcomes) > 1
         # A gain beyond any surprise is compared later: a prediction may still be wrong by more.
         is_clear = self._turn_pause <= 2 * TURN_ROUNDS * load and self.gain >= SURPRISE
         may_be_alone = self.tokens > 0 and len(self._lengths) > 1 and not is_clear
@@ -187,14 +189,14 @@ class Choice:
                 (self.best_drafting, self.way.outcomes),
                 self.way.seconds[self.best_drafting],
             )
-            if self.gain < HOPELESS:
+            if self.gain < HOPELESS and load > 1:
                 self._turn_of = request
             else:
                 self.costs.doubt_drafted(load, self.best_drafting)
-        elif may_be_alone and not (self._was_alone and other.seconds):
+        elif may_be_alone and not (self._was_alone and has_other):
             self._turn, seconds = (0, 0), self.way.seconds[0]
             self.costs.doubt_alone(load)
-        elif other.seconds:
+        elif has_other:
             self._turn, seconds = (self.tokens, other.outcomes), other.seconds[self.tokens]
             self.ahead.calibration(is_ahead=not self.way.outcomes).doubt(load, self.expected[self.tokens])
         else:
@@ -205,9 +207,11 @@ class Choice:
         self._turn_rounds = TURN_ROUNDS * (load if self._turn_of is None else 1)
         self._turn_end = self._rounds + (TURN_WAIT_ROUNDS if self._turn[0] else TURN_ROUNDS) * load
         dearness = max(seconds / max(self.way.seconds[self.tokens], 1e-9), 1.0)
-        usual = int(TURN_ROUNDS * load * dearness / TURN_SHARE)
+        speed = self.expected[self._turn[0]] / max(seconds, 1e-9)
+        lost = 1.0 - speed / self.tokens_per_second[self.tokens]
+        usual = int(TURN_ROUNDS * load * dearness * max(lost, 1.0 - HOPELESS) / TURN_SHARE)
         # Where two things are to be tried, the second follows as soon as the first.
-        self._turn_pause = min((1 if self._was_alone and other.seconds else 8) * self._turn_pause, usual)
+        self._turn_pause = min((1 if self._was_alone and has_other else 8) * self._turn_pause, usual)
         if not self.tokens and self.gains.proposals < WINDOW:  # bad luck with the first ones is likely
             self._turn_pause = min(self._turn_pause, 4 * TURN_ROUNDS * load)
         self._next_turn = self._rounds + self._turn_pause

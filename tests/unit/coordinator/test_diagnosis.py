@@ -116,7 +116,7 @@ def test_models_versions_and_round_trips_are_checked() -> None:
 
 def test_the_finding_describes_the_rule() -> None:
     assert found(status(TARGET, DRAFT, rule="auto"), "rule")[0].detail.startswith(
-        "auto: the fastest of block, strict"
+        "auto: the fastest of strict, block"
     )
     assert found(status(TARGET, DRAFT, rule="synthetic"), "rule")[0].severity is Severity.WARNING
     assert "not distributed" in found(status(TARGET, DRAFT, rule="typical-acceptance"), "rule")[0].detail

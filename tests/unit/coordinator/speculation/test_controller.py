@@ -117,6 +117,12 @@ def test_a_fixed_number_of_outcomes_is_always_drafted_for() -> None:
     assert request.ahead_budget == AheadBudget(8, K)
     (decision,) = controller.decisions()
     assert decision.reason == f"batch 1: K = {K}, ahead 8, nothing was measured yet"
+    fixed = controller.request(KIND, K, draft_ahead=8, is_adaptive=False)
+    fixed.target = "target"
+    for _ in range(100):
+        simulate(fixed, 1, 0.05, 2)
+        assert fixed.begin_round(1) == K
+        assert fixed.ahead_budget == AheadBudget(8, K)
 
 
 def test_a_newer_profile_replaces_what_was_known() -> None:

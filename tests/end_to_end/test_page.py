@@ -220,6 +220,7 @@ def test_a_chat_has_turns_and_a_system_message(url: str, browser: Page) -> None:
     turns = browser.evaluate("[...document.querySelectorAll('#turns p')].map((turn) => turn.textContent)")
     assert turns == ["def one():", answers[0], "def two():"]
     browser.click("#code summary")
+    browser.until("document.getElementById('curl').textContent !== ''")
     assert all(text in shown(browser, "curl") for text in ("# be brief", "def one():", "def two():"))
     browser.evaluate("document.getElementById('new-chat').click()")
     assert shown(browser, "turns") == ""

@@ -246,7 +246,7 @@ async def test_a_tokenizer_without_bytes_is_refused() -> None:
     unknown = json.dumps(
         {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}, "added_tokens": []}
     )
-    with pytest.raises(InvalidRequestError, match="structured output needs a byte-level tokenizer"):
+    with pytest.raises(InvalidRequestError, match="must be byte-level or have byte fallback"):
         await Grammars(lambda: unknown, 1, []).open(Grammar(GrammarKind.REGEX, "a"))
 
 

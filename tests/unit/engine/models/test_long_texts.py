@@ -76,7 +76,7 @@ async def test_long_texts_are_those_of_transformers(
     family: str, long_model: Callable[[str], TinyModel]
 ) -> None:
     model = long_model(family)
-    prompts = _prompts(400, 500, *[20 + 11 * number for number in range(14)])
+    prompts = _prompts(400, 500, *[80 + 11 * number for number in range(14)])
     expected = [plain_greedy(model.reference, prompt, _TOKEN_COUNT) for prompt in prompts[:2]]
     windows = [group.window for group in group_layers(model.loaded.layers)]
     assert set(windows) - {None} == {WINDOW}

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from tandem.engine.core.jobs import StepRecord
     from tandem.telemetry.streams import OnStep
 
-_CHUNK_BYTES = 1 << 16
-
 
 def sleep_until(due: float) -> None:
     """Return at a moment of `time.perf_counter`, some 0.02 ms late. Other threads run meanwhile."""
@@ -140,7 +138,7 @@ def _read(source: socket.socket, chunks: queue.SimpleQueue[tuple[float, bytes]],
     data = b"."
     while data:
         try:
-            data = source.recv(_CHUNK_BYTES)
+            data = source.recv(1 << 16)
         except OSError:
             data = b""
         chunks.put((time.perf_counter() + seconds, data))

@@ -14,6 +14,7 @@ from tandem.types import DraftedOutcomes, TargetOptions, Verification, VerifySte
 from tandem.v1 import target_pb2
 from tandem.v1.target_pb2_grpc import TargetServiceServicer
 from tandem.wire import target as wire
+from tandem.wire.columns import parts_of
 from tandem.wire.common import model_info_to_proto
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ _TRANSLATION: Translation[
 ] = Translation(
     TargetOptions, wire.requests_from_proto, wire.answers_to_proto, wire.answer_size, DraftedOutcomes
 )
-_PART_BYTES = 1 << 20
 
 
 class TargetServicer(TargetServiceServicer):
@@ -87,8 +87,5 @@ class TargetServicer(TargetServiceServicer):
     ) -> AsyncIterator[target_pb2.GetTokenizerResponse]:
         """The tokenizer's files, in parts."""
         for path in self.verifier.tokenizer_files:
-            content = path.read_bytes()
-            for start in range(0, len(content), _PART_BYTES):
-                yield target_pb2.GetTokenizerResponse(
-                    file_name=path.name, content=content[start : start + _PART_BYTES]
-                )
+            for part in parts_of(path.read_bytes()):
+                yield target_pb2.GetTokenizerResponse(file_name=path.name, content=part)

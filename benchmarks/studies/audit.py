@@ -23,12 +23,13 @@ from tandem.audit.run import COLD, GRAM_TOKENS, MAIN, NUCLEUS, TEMPERATURE, TOP_
 from tandem.audit.statistics import ALPHA, Calibration, Evidence, FloatArray, IntArray, Steps
 
 TOKENS = 60_000
+"""Of the audits whose power docs/measurements.md reports."""
 LENGTH = 64
 """Tokens of a completion."""
 VARIATION = 0.0125
+"""Mean total variation of the forms of a small fault, whose detection docs/measurements.md reports."""
 _PROMPTS = 24
-_BATCH = 16
-_LANGUAGES = 20
+"""Beginnings of completions."""
 _COMPLETIONS = (100, 400, 1600)
 _SHARES = {COLD: 0.05, NUCLEUS: 0.05, MAIN: 0.9}
 _LOOKS = {COLD: (TEMPERATURE, 1.0), NUCLEUS: (1.0, TOP_P), MAIN: (1.0, 1.0)}
@@ -53,9 +54,9 @@ def simulated(
     generator = np.random.default_rng(seed)
     evidence = Evidence({name: Calibration(name != MAIN, PROPOSED + 1) for name in _LOOKS})
     prompts = np.random.default_rng(1).integers(0, language.size**2, _PROMPTS)
-    size, removed = _BATCH * LENGTH, 0
+    size, removed = 16 * LENGTH, 0  # in batches, as `tandem.audit.run` reads completions
     for name, share in _SHARES.items():
-        count = max(1, round(tokens * share / size)) * _BATCH
+        count = max(1, round(tokens * share / size)) * size // LENGTH
         contexts = np.resize(prompts, count)
         made, accepted = generate(name, contexts, generator)
         steps = steps_of(language, contexts, made, accepted, fault)
@@ -131,7 +132,7 @@ def judged(evidence: Evidence, removed: int) -> Run:
 
 def false_alarms(runs: int, tokens: int) -> Iterator[bool]:
     """For each right sampler, whether it is accused."""
-    languages = [Language.random(seed=seed) for seed in range(min(runs, _LANGUAGES))]
+    languages = [Language.random(seed=seed) for seed in range(min(runs, 20))]  # making one takes long
     for seed in range(runs):
         language = languages[seed % len(languages)]
         yield judged(*simulated(language, sampler(language), seed, tokens)).is_finding

@@ -32,9 +32,9 @@ from tandem.types import GenerationRequest
 
 CLIENTS = 64
 READERS = 300
+"""More than the 256 requests that a coordinator runs by default."""
 SETTLED_SECONDS = 120.0
 """All readers have to be served until they do not read, and then wait for a second."""
-GOOD_REQUESTS = 30
 _GOOD_ADDRESS = "127.0.0.9"
 """Requests of one client address are bounded, so the good client has one of its own."""
 _MESSAGES = 2048
@@ -96,10 +96,10 @@ async def _gaps(client: Client, until: float) -> list[float]:
 
 async def _readers(kind: str, address: str, port: int, options: argparse.Namespace) -> list[str]:
     async with _http(port) as http:
-        alone = [await _good_request(http, number) for number in range(GOOD_REQUESTS)]
+        alone = await _good_requests(http)
         async with _attack(kind, address, port, options):
             came = await _until_stalled(http)
-            beside = [await _good_request(http, number) for number in range(GOOD_REQUESTS)]
+            beside = await _good_requests(http)
     return [
         f"{kind}, alone: a request of 16 tokens {_described(alone)}",
         f"{kind}, while they arrive: {1e3 * came[0]:.1f} ms at first, then {_described(came)}",
@@ -119,6 +119,10 @@ async def _until_stalled(http: httpx2.AsyncClient) -> list[float]:
         if time.perf_counter() > deadline:
             raise TimeoutError(f"{count} readers still hold places after {SETTLED_SECONDS:g} s")
         found.append(await _good_request(http, len(found)))
+
+
+async def _good_requests(http: httpx2.AsyncClient) -> list[float]:
+    return [await _good_request(http, number) for number in range(30)]
 
 
 async def _good_request(http: httpx2.AsyncClient, number: int) -> float:

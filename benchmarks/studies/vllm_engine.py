@@ -19,8 +19,6 @@ from typing import Any
 
 from tandem.engine_vllm.adapter import prepare_process
 
-PROMPT_TOKENS = 32
-
 
 @dataclass
 class Ran:
@@ -112,7 +110,7 @@ async def measure(sequences: int, count: int, rounds: int, model: Any, engine: A
     core = model._core.engine
     clock = Clock(model._core.executor.driver_worker.worker.model_runner)
     draw = random.Random(5)
-    prompts = [[draw.randrange(3, 2000) for _ in range(PROMPT_TOKENS)] for _ in range(sequences)]
+    prompts = [[draw.randrange(3, 2000) for _ in range(32)] for _ in range(sequences)]
     ran = {"tandem": Ran(), "vllm": Ran()}
 
     def stepped(record: Any) -> None:

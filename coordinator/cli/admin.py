@@ -16,7 +16,7 @@ import typer
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from coordinator.cli.app import UNHEALTHY, new_app
+from coordinator.cli.app import Exit, new_app
 from coordinator.cli.command import OutputForm, OutputOptions, command, option
 from coordinator.cli.connection import Connection, ConnectionOptions, connect
 from coordinator.cli.doctor import doctor_view, examine
@@ -45,9 +45,8 @@ from tandem.replica import ReplicaState, Role, is_last_target, replica_at
 
 _COMPLETION_SECONDS = 1.0
 """A shell that completes a word does not wait longer for a coordinator."""
-_POLL_SECONDS = 0.2
 _WAIT_SECONDS = 60.0
-"""`health --wait` asks at this interval, and for so long unless --timeout says otherwise."""
+"""`health --wait` asks for so long unless --timeout says otherwise."""
 
 admin = new_app(
     "Inspect and control a running coordinator.\n\n"
@@ -451,11 +450,11 @@ async def health(
         try:
             found = await _health(client)
             if found.healthy or time.monotonic() > deadline:
-                return Answer(found, str, 0 if found.healthy else UNHEALTHY)
+                return Answer(found, str, Exit.OK if found.healthy else Exit.UNHEALTHY)
         except ServiceUnavailableError:
             if time.monotonic() > deadline:
                 raise
-        await asyncio.sleep(_POLL_SECONDS)
+        await asyncio.sleep(0.2)
 
 
 async def _health(client: AdminClient) -> Health:

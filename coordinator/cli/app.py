@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 import typer
 
 from tandem.errors import (
@@ -15,27 +17,31 @@ from tandem.errors import (
     UnauthenticatedError,
 )
 
-OK = 0
-FAILED = 1
-USAGE = 2
-UNHEALTHY = 3
-UNREACHABLE = 4
-REFUSED = 5
-"""Exit codes, which the help of `tandem admin` lists."""
 
-_EXIT_CODES: tuple[tuple[type[TandemError], int], ...] = (
-    (ModelFolderError, FAILED),
-    (ConfigurationError, USAGE),
-    (ServiceUnavailableError, UNREACHABLE),
-    (InvalidRequestError, REFUSED),
-    (UnauthenticatedError, REFUSED),
-    (PermissionDeniedError, REFUSED),
-    (CapacityError, REFUSED),
-    (TandemError, FAILED),
+class Exit(IntEnum):
+    """Exit codes, which the help of `tandem admin` lists."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    UNHEALTHY = 3
+    UNREACHABLE = 4
+    REFUSED = 5
+
+
+_EXIT_CODES: tuple[tuple[type[TandemError], Exit], ...] = (
+    (ModelFolderError, Exit.FAILED),
+    (ConfigurationError, Exit.USAGE),
+    (ServiceUnavailableError, Exit.UNREACHABLE),
+    (InvalidRequestError, Exit.REFUSED),
+    (UnauthenticatedError, Exit.REFUSED),
+    (PermissionDeniedError, Exit.REFUSED),
+    (CapacityError, Exit.REFUSED),
+    (TandemError, Exit.FAILED),
 )
 
 
-def exit_code(error: TandemError) -> int:
+def exit_code(error: TandemError) -> Exit:
     """The exit code for a kind of failure."""
     return next(code for kind, code in _EXIT_CODES if isinstance(error, kind))
 

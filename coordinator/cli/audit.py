@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from coordinator.cli.app import FAILED, OK
+from coordinator.cli.app import Exit
 from coordinator.cli.command import command, option, plain_table, print_parts
 from tandem.errors import ConfigurationError
 
@@ -106,7 +106,7 @@ async def audit(arguments: AuditArguments) -> None:
     else:
         show(result)
     sys.stdout.flush()
-    raise typer.Exit(FAILED if result.findings else OK)
+    raise typer.Exit(Exit.FAILED if result.findings else Exit.OK)
 
 
 def _progress(words: str) -> None:

@@ -12,7 +12,7 @@ import typer
 from pydantic import ValidationError
 from rich.table import Table
 
-from coordinator.cli.app import USAGE, new_app
+from coordinator.cli.app import Exit, new_app
 from coordinator.cli.command import OutputForm, OutputOptions, command, errors_to_exit, plain_table
 from coordinator.settings.coordinator import ConfigSettings
 from tandem.config.layers import Origin, merged, origins, read_layers
@@ -123,7 +123,7 @@ def _read(arguments: list[str], environment: Mapping[str, str]) -> tuple[ConfigS
 def _refuse(broken: list[str]) -> NoReturn:
     for sentence in broken:
         sys.stderr.write(f"error: {sentence}\n")
-    raise typer.Exit(USAGE)
+    raise typer.Exit(Exit.USAGE)
 
 
 def _values(

@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.cli.app import UNHEALTHY, UNREACHABLE, exit_code
+from coordinator.cli.app import Exit, exit_code
 from coordinator.cli.connection import Connection
 from coordinator.cli.views import milliseconds
 from tandem import __version__
@@ -40,7 +40,7 @@ async def examine(where: Connection, client: AdminClient) -> tuple[list[Finding]
     """Everything that can be found, and the exit code: 0 if requests can be completed."""
     findings = [await _reached(where.address, where.timeout_seconds or DEFAULT_TIMEOUT_SECONDS)]
     if findings[0].severity is Severity.PROBLEM:
-        return findings, UNREACHABLE
+        return findings, Exit.UNREACHABLE
     findings.append(transport(where))
     try:
         round_trip = await _round_trip(client)
@@ -53,7 +53,7 @@ async def examine(where: Connection, client: AdminClient) -> tuple[list[Finding]
     findings += [distance(round_trip), version(diagnosis), clock(before, took, diagnosis.time)]
     findings += diagnosis.findings
     has_problem = any(finding.severity is Severity.PROBLEM for finding in findings)
-    return findings, UNHEALTHY if has_problem else 0
+    return findings, Exit.UNHEALTHY if has_problem else Exit.OK
 
 
 async def _reached(address: str, seconds: float) -> Finding:

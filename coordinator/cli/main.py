@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from coordinator.cli.app import FAILED, OK, new_app
+from coordinator.cli.app import Exit, new_app
 from tandem import __version__
 from tandem.standard_streams import OutputError, exit_with, fill_closed, unwritable
 
@@ -87,19 +87,19 @@ def main() -> None:
     except typer.TyperException as error:
         _refuse(error)
     except typer.Abort:
-        sys.exit(FAILED)
+        sys.exit(Exit.FAILED)
     except BrokenPipeError:
         # The reader has closed the pipe; buffered output must not be written again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(FAILED)
+        sys.exit(Exit.FAILED)
     except OutputError as error:
-        exit_with(error, FAILED)
+        exit_with(error, Exit.FAILED)
     except OSError as error:
         if error.filename is not None or error.errno not in _UNWRITABLE:
             raise
-        exit_with(unwritable(error), FAILED)
+        exit_with(unwritable(error), Exit.FAILED)
     else:
-        sys.exit(code if isinstance(code, int) else OK)
+        sys.exit(code if isinstance(code, int) else Exit.OK)
 
 
 def _refuse(error: typer.TyperException) -> NoReturn:

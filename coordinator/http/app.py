@@ -53,8 +53,7 @@ HEALTH_PATHS = frozenset({"/health", "/ping"})
 _OPEN_PATHS = frozenset({*HEALTH_PATHS, "/openapi.json", "/docs", *_PAGE_FILES})
 
 REQUEST_ID_HEADER = b"x-request-id"
-"""A client's own name for a request, which the answer repeats; OpenAI's clients show it with errors."""
-_LONGEST_REQUEST_ID = 256
+"""A client's own name for a request, of which the answer repeats 256 bytes; OpenAI's clients show it with errors."""
 
 # RFC 9110 7.2: a name or an address, and perhaps a port. A URL's parser would also take user@name and name#fragment.
 _HOST = re.compile(r"(?:(?P<name>[A-Za-z0-9.-]+)|\[(?P<ipv6>[0-9A-Fa-f:.]+)\])(?::[0-9]*)?")
@@ -120,7 +119,7 @@ class App:
         if scope["type"] != "http":
             return
         has_begun = False
-        named = dict(scope["headers"]).get(REQUEST_ID_HEADER, b"")[:_LONGEST_REQUEST_ID]
+        named = dict(scope["headers"]).get(REQUEST_ID_HEADER, b"")[:256]
         request_id = named or uuid.uuid4().hex.encode()
 
         async def noted(message: Message) -> None:

@@ -32,7 +32,6 @@ _MAX_HEADER_BYTES = 64 << 10
 # Bounds on the bytes of an answer that a client does not read, in the kernel and here. The kernel doubles its number.
 # By default it buffers megabytes, so that a completion would run to its end without a reader.
 _SEND_BUFFER_BYTES = 32 << 10
-_WRITE_BUFFER_BYTES = 4 << 10
 # Bytes in the kernel's buffer that a client which does not read keeps from being sent; bytes on their way to another
 # client have the rest. A stream of 2 kB for each token, with its logprobs, stalls after 11 tokens; it was 36.
 _UNSENT_BYTES = 8 << 10
@@ -132,7 +131,7 @@ class _Bounded(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
+        transport.set_write_buffer_limits(high=_SEND_BUFFER_BYTES // 8)
         self._await_request()
 
     def connection_lost(self, exc: Exception | None) -> None:

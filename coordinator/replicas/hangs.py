@@ -15,6 +15,7 @@ from typing import Any
 MIN_SECONDS = 10.0
 """Shorter silences are pauses of a busy machine. To move a sequence, the next target has to read all of its tokens."""
 UNLEARNT_SECONDS = 30.0
+"""Before the first answer of a step: as long as the engine's own watchdog allows at least."""
 UNLEARNT_SECONDS_PER_TOKEN = 1.0
 """Before the first answers: a large model on a slow CPU reads a few tokens per second."""
 MARGIN = 8.0

@@ -46,8 +46,9 @@ NEAR_TIE_NATS = 0.25
 SAME_VARIATION = 0.05
 """Total variation between two reports of one distribution that rounding and batches explain."""
 _TOKENS = 32
+"""Of the completions that are compared."""
 _TOGETHER = 16
-_STOPS = 12
+"""Requests at once."""
 _TOKEN_CHARACTERS = 16
 """The token that completes a stop string goes on for fewer characters."""
 _LOOKS = 12
@@ -201,7 +202,7 @@ async def _stops(server: Server) -> list[Check]:
     (whole,) = await server.complete(prompt, max_tokens=2 * _TOKENS, temperature=0.0)
     text = whole.text
     offsets = [i for i in range(len(text) - 3) if text[i : i + 3].strip() and "\ufffd" not in text[i : i + 3]]
-    offsets = offsets[:: max(1, len(offsets) // _STOPS)][:_STOPS]
+    offsets = offsets[:: max(1, len(offsets) // 12)][:12]
     stops = list(dict.fromkeys(text[i : i + 3] for i in offsets))
     answers = await asyncio.gather(
         *(server.complete(prompt, max_tokens=2 * _TOKENS, temperature=0.0, stop=[stop]) for stop in stops)

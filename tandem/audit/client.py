@@ -36,8 +36,6 @@ _OPTIONAL: Sequence[Mapping[str, Any]] = (
     {"top_p": 1.0},
 )
 """Fields of a request, the most wanted first: the first set that a server accepts is used."""
-_ATTEMPTS = 3
-_MAX_RETRY_SECONDS = 10.0
 _LEAST = -9999.0
 """A logarithm of 0, as vLLM writes it."""
 _IDS = re.compile(r"token_id:\d+")
@@ -194,7 +192,7 @@ class Server:
             self.budget.sent += 1
             async with self._places:
                 answer = await _sent(self.http, "POST", self.url + path, json=body)
-            if answer.status_code not in (429, 503) or attempt == _ATTEMPTS:
+            if answer.status_code not in (429, 503) or attempt == 3:
                 _raise_for(answer, self.url + path)
                 return answer
             await asyncio.sleep(_retry_seconds(answer, attempt))
@@ -385,7 +383,7 @@ def _retry_seconds(answer: httpx2.Response, attempt: int) -> float:
         wanted = float(answer.headers.get("retry-after", ""))
     except ValueError:
         wanted = 2.0**attempt
-    return min(max(wanted, 0.0), _MAX_RETRY_SECONDS)
+    return min(max(wanted, 0.0), 10.0)
 
 
 _KINDS: Sequence[tuple[tuple[int, ...], type[TandemError]]] = (

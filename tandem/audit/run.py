@@ -52,18 +52,16 @@ MAIN = "temperature 1"
 COLD = f"temperature {TEMPERATURE:g}"
 NUCLEUS = f"top-p {TOP_P:g}"
 _SHARES = {COLD: 0.05, NUCLEUS: 0.05}
-_REFERENCE_SHARE = 0.3
 _MARGIN = 0.02
 """How near to top-p a sum may be without being tested: probabilities of bfloat16 have three digits."""
 _MAX_REMOVED = 2
 """Tokens that top-p should have removed and that are no finding."""
 _MAX_SUM = 1.01
-_BATCH = 16
+"""Of the probabilities of one position, by the same rounding."""
 _CONCLUSIVE_LOG10 = 6.0
 """Sampling ends early at this evidence: more would not say more."""
-_MAX_FAILURES = 5
-_PERMUTATIONS = 9_999
 GRAM_TOKENS = 24
+"""First tokens of completions, whose pairs are compared."""
 _MIN_COMPLETIONS = 20
 """Of server and reference together; fewer are not compared."""
 LOSSY = ("typical", "logit-comparison", "logit_comparison", "synthetic", "relaxed")
@@ -209,7 +207,7 @@ async def audit(
         if reference is not None:
             report("reference")
             # Without log probabilities the rest of an audit has nothing to weigh.
-            share = _REFERENCE_SHARE if server.listed else 1.0
+            share = 0.3 if server.listed else 1.0
             with asked_alike(server, reference):
                 result.checks += await _unless_spent(greedy_equality(server, reference))
                 until = time.monotonic() + left * share
@@ -318,7 +316,7 @@ async def _batches(
     async with aclosing(completions):
         async for _, completion in completions:
             batch.append(reader.steps(completion))
-            if len(batch) == _BATCH:
+            if len(batch) == 16:
                 yield joined(batch)
                 batch = []
     if batch:
@@ -363,7 +361,7 @@ async def sampled(
                 return
             except TandemError as error:
                 failures += 1
-                if failures >= _MAX_FAILURES:
+                if failures >= 5:
                     raise ServiceUnavailableError(f"{failures} requests in a row failed: {error}") from None
                 continue
             failures = 0
@@ -431,9 +429,7 @@ async def _two_samples(
     return compared(found)
 
 
-def compared(
-    found: Sequence[tuple[int, bool, Completion]], permutations: int = _PERMUTATIONS
-) -> list[TestResult]:
+def compared(found: Sequence[tuple[int, bool, Completion]], permutations: int = 9_999) -> list[TestResult]:
     """Two-sample tests of first tokens, their pairs, pairs anywhere, lengths and reasons to end.
 
     Args:

@@ -30,9 +30,8 @@ _BETS = np.array([sign * 0.4 / 2**i for i in range(6) for sign in (1, -1)])
 _USUAL = ("more probable than usual", "less probable than usual")
 _BROAD = ("first choice", "first 8", "surprise", *_USUAL, "token bias", "pair bias")
 """Tests to which every token counts: what most faults change."""
-_TIE = 1 - 1e-9
 _BUCKETS = 1 << 18
-_SURPRISE_NATS = 6.0
+"""Of hashed pairs: more than an audit has tokens."""
 _RARE = 1e-3
 """Probabilities far below it are not told apart."""
 
@@ -263,9 +262,9 @@ class Calibration:
         for name, rank in (("first choice", 1), ("first 2", 2), ("first 4", 4), ("first 8", 8)):
             # Equal probabilities count together: which of them a server lists first may depend on the draw.
             lowest = probs[:, min(rank, probs.shape[1]) - 1, None]
-            functions[name] = (((probs >= lowest * _TIE) & (probs > 0)).astype(np.float64), none)
+            functions[name] = (((probs >= lowest * (1 - 1e-9)) & (probs > 0)).astype(np.float64), none)
         nats = -np.log(np.maximum(probs, 1e-300))
-        functions["surprise"] = (np.minimum(nats / _SURPRISE_NATS, 1.0), none + 1.0)
+        functions["surprise"] = (np.minimum(nats / 6.0, 1.0), none + 1.0)
         functions |= {name: (values, none) for name, values in self._unusual(steps).items()}
         functions |= {base: (self._preferences(steps, base), none) for base in self._learnt}
         if not self.is_brief:

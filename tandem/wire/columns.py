@@ -32,6 +32,13 @@ _ANSWER = Struct("<3if2i")
 """Sequence, base length, number of rows or tokens, and the cost: seconds, sequences, tokens."""
 
 
+def parts_of(content: bytes) -> Iterator[bytes]:
+    """A file in parts for messages, of which gRPC allows 4 MiB."""
+    size = 1 << 20
+    for start in range(0, len(content), size):
+        yield content[start : start + size]
+
+
 def ints_to_bytes(values: Sequence[int]) -> bytes:
     """Little-endian signed 32-bit integers."""
     return pack(f"<{len(values)}i", *values)

@@ -37,6 +37,7 @@ from tandem.wire.columns import (
     ids_to_bytes,
     ints_from_bytes,
     ints_to_bytes,
+    parts_of,
     records_from_bytes,
 )
 from tandem.wire.common import check_delta, grammar_size, read_requests, write_requests
@@ -157,15 +158,14 @@ def _check_budget(budget: AheadBudget) -> AheadBudget:
 
 MAX_TOKENIZER_BYTES = 128 << 20
 """Bound of a tokenizer.json, as for a model's own."""
-_PART_BYTES = 1 << 20
 
 
 def tokenizer_to_proto(tokenizer: TargetTokenizer) -> Iterator[draft_pb2.MapVocabularyRequest]:
     """The messages with a tokenizer."""
     size = tokenizer.vocabulary_size
     yield draft_pb2.MapVocabularyRequest(tokenizer_hash=tokenizer.hash, vocabulary_size=size)
-    for start in range(0, len(tokenizer.content), _PART_BYTES):
-        yield draft_pb2.MapVocabularyRequest(content=tokenizer.content[start : start + _PART_BYTES])
+    for part in parts_of(tokenizer.content):
+        yield draft_pb2.MapVocabularyRequest(content=part)
 
 
 async def tokenizer_from_proto(parts: AsyncIterator[draft_pb2.MapVocabularyRequest]) -> TargetTokenizer:

@@ -185,7 +185,7 @@ async def all_progress(record: Record) -> None:
 @pytest.mark.parametrize(
     ("strikes", "streams"),
     [
-        pytest.param(300, 16, id="long"),
+        pytest.param(100, 16, id="long"),
         pytest.param(24, 64, id="many"),
     ],
 )

@@ -21,7 +21,9 @@ from transformers import (
 from models.demo.recipe.corpus import VOCABULARY_SIZE, SourceFile
 
 MAX_LENGTH = 1024
+"""Longest sequence of the pair."""
 END_OF_TEXT_ID = 0
+"""The tokenizer's only special token."""
 
 
 def target_config() -> LlamaConfig:

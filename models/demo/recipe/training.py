@@ -23,10 +23,8 @@ SAVE_MINUTES, REPORT_MINUTES = 3.0, 0.5
 # What follows was tuned by trials of some minutes each, by held-out loss or by divergence from the target.
 TOKENS_PER_BATCH = 4096
 MATRIX_LR, OTHER_LR = 0.015, 3e-3
-ROWS = 160
 TEMPERATURES = (0.8, 0.0, 0.8, 1.0)
 PROMPT_LENGTHS = (24, 48, 80)
-ROWS_PER_BATCH = 10
 DRAFT_MATRIX_LR, DRAFT_OTHER_LR = 0.02, 4e-3
 TOTAL_VARIATION_FROM = 0.6
 """Share of the time after which total variation takes over from KL."""
@@ -184,7 +182,7 @@ def lessons_of(
         length = PROMPT_LENGTHS[count % len(PROMPT_LENGTHS)]
         temperature = TEMPERATURES[count % len(TEMPERATURES)]
         beginnings = [tokens[:length] for tokens in ids if len(tokens) >= length]
-        prompts = chooser.sample(beginnings, min(ROWS, len(beginnings)))
+        prompts = chooser.sample(beginnings, min(160, len(beginnings)))
         written = continue_text(target, prompts, 224, temperature, seed + count)
         groups[length].append(Lessons(written.tokens[:, :-1], written.hidden.half()))
         count += 1
@@ -215,7 +213,7 @@ def distil(
     It first learns from all lessons, and in the last phase from the target's own text alone: all but the first.
     """
     generator = torch.Generator().manual_seed(seed)
-    broad, own_text = (endless(groups, ROWS_PER_BATCH, generator) for groups in (lessons, lessons[1:]))
+    broad, own_text = (endless(groups, 10, generator) for groups in (lessons, lessons[1:]))
 
     def next_loss(fraction: float) -> tuple[Tensor, int]:
         batch = next(own_text if fraction >= TOTAL_VARIATION_FROM else broad)

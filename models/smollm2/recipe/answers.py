@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
+import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,11 +26,14 @@ from benchmarks.common import service
 from models.demo.recipe.heads.eagle3 import STEPS
 from models.demo.recipe.measure import parser_of
 from models.demo.recipe.training import REPORT_MINUTES, Lessons, TimeBox
-from models.smollm2.recipe.questions import held_out_questions, training_questions
 from tandem.client import Client
 from tandem.model_sources.bundled import SMOLLM2
 from tandem.types import ChatMessage, GenerationRequest
 
+WORDS: dict[str, list[str]] = json.loads(Path(__file__).with_name("words.json").read_text(encoding="utf-8"))
+"""Every combination makes a question."""
+QUESTION_SEED = 25
+"""Of the checked-in head."""
 LAYER_IDS = (2, 15, 27)
 """EAGLE-3's default for 30 layers."""
 ANSWER_MARK = (1, 520, 9531, 198)
@@ -37,9 +42,44 @@ END_OF_ANSWER = 2
 """Token id of `<|im_end|>`. It is in no file: the target does not read what it ends with."""
 TEMPERATURES = (0.0, 0.7, 1.0, 0.4)
 AT_ONCE = 64
-MAX_TOKENS = 160
+"""Questions at once, and sequences of the target."""
 
 logger = logging.getLogger(__name__)
+
+
+def training_questions() -> list[str]:
+    """Several thousand different questions, shuffled; none has a subject or task of the held-out ones."""
+    return _questions(WORDS["subjects"], WORDS["tasks"], random.Random(QUESTION_SEED), 400)
+
+
+def held_out_questions() -> list[str]:
+    """Questions to measure with: the same kinds, about other things."""
+    return _questions(
+        WORDS["held_out_subjects"], WORDS["held_out_tasks"], random.Random(QUESTION_SEED + 1), 16
+    )
+
+
+def _questions(
+    subjects: Sequence[str], tasks: Sequence[str], chooser: random.Random, sum_count: int
+) -> list[str]:
+    asked = [
+        question.format(subject) for subject, question in itertools.product(subjects, WORDS["questions"])
+    ]
+    sentences = (
+        sentence.format(subject) for subject, sentence in itertools.product(subjects, WORDS["sentences"])
+    )
+    rewrites = WORDS["rewrites"]
+    asked += [rewrites[index % len(rewrites)].format(text) for index, text in enumerate(sentences)]
+    for task, language, question in itertools.product(tasks, WORDS["languages"], WORDS["code_questions"]):
+        asked.append(question.format(language, task))
+    asked += sorted({_sum(chooser) for _ in range(sum_count)})
+    random.Random(QUESTION_SEED).shuffle(asked)
+    return asked
+
+
+def _sum(chooser: random.Random) -> str:
+    form, person = chooser.choice(WORDS["sums"]), chooser.choice(WORDS["people"])
+    return form.format(person, chooser.randint(3, 90), chooser.choice(WORDS["goods"]), chooser.randint(2, 12))
 
 
 async def answer(folder: Path, questions: Sequence[tuple[str, float]], minutes: float) -> int:
@@ -72,7 +112,7 @@ async def answer(folder: Path, questions: Sequence[tuple[str, float]], minutes: 
                 return
             prompt = await client.chat_prompt([ChatMessage("user", question)])
             request = GenerationRequest(
-                prompt=prompt, max_tokens=MAX_TOKENS, temperature=temperature, seed=seed, speculation=False
+                prompt=prompt, max_tokens=160, temperature=temperature, seed=seed, speculation=False
             )
             async for chunk in client.generate(request):
                 tokens += len(chunk.token_ids)

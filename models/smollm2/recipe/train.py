@@ -30,8 +30,6 @@ from tandem.engine.models.heads.eagle3 import Eagle3Head
 from tandem.model_sources.bundled import SMOLLM2
 from tandem.model_sources.find import find_model
 
-ROWS_PER_BATCH = 16
-TOTAL_VARIATION_FROM = 0.75
 STEPS_FROM = {0.65: 3, 0.35: 2, 0.0: 1}
 """Tokens of a proposal that the head is trained on, by the share of the time from which on: each costs as much as the
 first, which has to be right for any other to count."""
@@ -71,10 +69,10 @@ def train(
     head: Eagle3Head, last: LastLayer, answers: Path, folder: Path, minutes: float, held_out: Path | None
 ) -> int:
     """Train the head in place until the time is up, and save it now and then; returns the tokens seen."""
-    batches = endless_batches(answers, ROWS_PER_BATCH, torch.Generator().manual_seed(SEED))
+    batches = endless_batches(answers, 16, torch.Generator().manual_seed(SEED))
 
     def next_loss(fraction: float) -> tuple[Tensor, int]:
-        batch, compare = next(batches), divergence(fraction, TOTAL_VARIATION_FROM)
+        batch, compare = next(batches), divergence(fraction, last_phase=0.75)
         steps = next(steps for start, steps in STEPS_FROM.items() if fraction >= start)
         total = torch.zeros(())
         with torch.autocast("cpu", torch.bfloat16):

@@ -13,9 +13,10 @@ from models.smollm2.recipe.answers import (
     ANSWER_MARK,
     END_OF_ANSWER,
     frequent_tokens,
+    held_out_questions,
     read_batch,
+    training_questions,
 )
-from models.smollm2.recipe.questions import held_out_questions, training_questions
 from models.smollm2.recipe.train import foreseen
 
 WANTED = torch.tensor([[0.5, 0.25, 0.25], [0.2, 0.3, 0.5]]).log()

@@ -35,11 +35,11 @@ from tandem.engine.models import loading
 from tandem.engine.models.heads.eagle3 import Eagle3Head, load_eagle3, read_eagle3_config
 
 SEED = 11
+"""Of the checked-in head."""
 STEPS = 4
 """Tokens of a proposal when acceptance is measured."""
 STEP_WEIGHT = 0.8
 """Each token counts this much of the one before it, as Medusa's heads do."""
-ROWS_PER_BATCH = 4
 MATRIX_LR, OTHER_LR = 0.02, 1e-3
 
 logger = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ def with_states(target: LlamaForCausalLM, texts: Tensor, layer_ids: Sequence[int
 
 def train(head: Eagle3Head, target: LlamaForCausalLM, lessons: Sequence[Lessons], minutes: float) -> int:
     """Train the head in place until the time is up; returns the tokens seen."""
-    batches = endless(lessons, ROWS_PER_BATCH, torch.Generator().manual_seed(SEED))
+    batches = endless(lessons, 4, torch.Generator().manual_seed(SEED))
 
     def next_loss(fraction: float) -> tuple[Tensor, int]:
         batch, compare, total = next(batches), divergence(fraction), torch.zeros(())

@@ -29,10 +29,12 @@ from tandem.engine.models import loading
 from tandem.engine.models.heads.medusa import MedusaHeads, read_medusa_config
 
 HEADS = 4
-LAYERS = 1
+"""As many as the demo proposes tokens."""
 ROWS_PER_BATCH = 4
+"""Texts; some thousand tokens."""
 MATRIX_LR, OTHER_LR = 0.02, 1e-3
 SEED = 13
+"""Of the checked-in heads."""
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +76,7 @@ def new_heads(target_folder: Path, folder: Path) -> MedusaHeads:
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
         "num_heads": HEADS,
-        "num_hidden_layers": LAYERS,
+        "num_hidden_layers": 1,
         "hidden_size": target["hidden_size"],
         "vocab_size": target["vocab_size"],
     }

@@ -96,22 +96,6 @@ def each() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("service", "name"), each())
-def test_an_option_arrives_from_every_source(
-    service: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cls, needed = SERVICES[service]
-    value = sample(cls, name)
-    base = [] if needed[0] == flag(name, "")[0] else needed
-    by_flag = outcome(cls, name, [*base, *flag(name, value)])
-    assert by_flag != cls.model_fields[name].default
-    if "config_file" in cls.model_fields and (service, name) not in OTHER_IN_FILES:
-        assert outcome(cls, name, [*base, *config_file(tmp_path, {name: value})]) == by_flag
-    text = json.dumps(value) if isinstance(value, list | bool) else str(value)
-    monkeypatch.setenv(f"{cls.env_prefix}{name.upper()}", text)
-    assert outcome(cls, name, base) == by_flag
-
-
 def through_up(service: str, options: UpOptions) -> tuple[list[str], list[str]]:
     """The command line that `tandem up` gives a service, and the variables that it says are not read."""
     arguments = service_arguments(options)
@@ -123,23 +107,25 @@ def through_up(service: str, options: UpOptions) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.parametrize(("service", "name"), each())
-def test_an_option_of_a_service_arrives_through_up(
+def test_an_option_arrives_from_every_source(
     service: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cls, needed = SERVICES[service]
     value = sample(cls, name)
     base = [] if needed[0] == flag(name, "")[0] else needed
     by_flag = outcome(cls, name, [*base, *flag(name, value)])
+    assert by_flag != cls.model_fields[name].default
+    if "config_file" in cls.model_fields and (service, name) not in OTHER_IN_FILES:
+        assert outcome(cls, name, [*base, *config_file(tmp_path, {name: value})]) == by_flag
     variable = f"{cls.env_prefix}{name.upper()}"
     with monkeypatch.context() as environment:
         environment.setenv(variable, json.dumps(value) if isinstance(value, list | bool) else str(value))
+        assert outcome(cls, name, base) == by_flag
         words, not_read_here = through_up(service, UpOptions())
         assert variable in not_read_here or outcome(cls, name, words) == by_flag
-    if service != "coordinator" or flag(name, "")[0] in words:
-        return
-    (tmp_path / "file.json").write_text(json.dumps({name: value}))
-    words, _ = through_up(service, UpOptions(config_file=tmp_path / "file.json"))
-    assert outcome(cls, name, words) == by_flag
+    if service == "coordinator" and flag(name, "")[0] not in words:
+        words, _ = through_up(service, UpOptions(config_file=Path(config_file(tmp_path, {name: value})[1])))
+        assert outcome(cls, name, words) == by_flag
 
 
 @pytest.mark.parametrize("name", [each.name for each in fields(UpOptions)])

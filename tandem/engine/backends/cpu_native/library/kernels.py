@@ -129,12 +129,9 @@ class RoutineCall(ctypes.Structure):
     _fields_ = (("routine", _INTEGER), ("arguments", _POINTER))
 
 
-VERSION: Final = 5
-"""`INTERFACE_VERSION` of kernels.cpp. It rises with every change of a structure, an enumeration, or a
-function's name or arguments."""
-
 EXPECTED: Final = {
-    "interface version": VERSION,
+    # `INTERFACE_VERSION` rises with every change of a structure, an enumeration, or a function's name or arguments
+    "interface version": 5,
     "size of Linear": ctypes.sizeof(LinearCall),
     "size of Attention": ctypes.sizeof(AttentionCall),
     "size of Operand": ctypes.sizeof(Operand),

@@ -27,6 +27,7 @@ TARGETS = {
     "x86-64-v3": ("-march=x86-64-v3",),
     "avx512": ("-march=x86-64-v4",),
     "avx512-bf16": ("-march=x86-64-v4", "-mavx512bf16"),
+    "amx-bf16": ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
 }
 """The processors that a wheel has kernels for, each with the compiler's flags; later ones are faster."""
 
@@ -152,7 +153,12 @@ _V3: Final = frozenset(
 )  # fmt: skip
 _V4: Final = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 
-_NEEDED: Final = {"x86-64-v3": _V3, "avx512": _V4, "avx512-bf16": _V4 | {"avx512_bf16"}}
+_NEEDED: Final = {
+    "x86-64-v3": _V3,
+    "avx512": _V4,
+    "avx512-bf16": _V4 | {"avx512_bf16"},
+    "amx-bf16": _V4 | {"avx512_bf16", "amx_tile", "amx_bf16"},
+}
 """Flags of a processor, in Linux's spelling, by target. The levels are those of the x86-64 psABI."""
 
 

@@ -56,7 +56,13 @@ def test_a_packed_layer_agrees_with_torch(kernels: Kernels, dtype: torch.dtype, 
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        for outputs, inputs, bias in [(1, 1, True), (31, 7, False), (33, 64, True), (200, 129, False)]:
+        for outputs, inputs, bias in [
+            (1, 1, True),
+            (31, 7, False),
+            (33, 64, True),
+            (200, 129, False),
+            (1600, 640, True),
+        ]:
             layer = nn.Linear(inputs, outputs, bias=bias).to(dtype).requires_grad_(False)
             model = nn.Sequential(layer)
             weight = layer.weight.detach().clone()
@@ -87,12 +93,15 @@ def test_float32_weights_that_are_exact_in_bfloat16_are_stored_so(kernels: Kerne
 
 
 @pytest.mark.parametrize("dtype", _DTYPES)
-def test_a_row_does_not_depend_on_the_others(kernels: Kernels, dtype: torch.dtype) -> None:
-    weights = packed(torch.randn(70, 300).to(dtype), kernels.block)
-    values = torch.randn(40, 300).to(dtype)
+@pytest.mark.parametrize("inputs", [300, 320])
+def test_a_row_does_not_depend_on_the_others(kernels: Kernels, inputs: int, dtype: torch.dtype) -> None:
+    weights = packed(torch.randn(70, inputs).to(dtype), kernels.block)
+    values = torch.randn(40, inputs).to(dtype)
     together = kernels.linear(values, weights, None, 70)
-    for count in (1, 2, 5, 13):
-        assert torch.equal(kernels.linear(values[:count], weights, None, 70), together[:count])
+    for first in (0, 3, 20):
+        for count in (1, 2, 5, 13, 17):
+            rows = slice(first, first + count)
+            assert torch.equal(kernels.linear(values[rows], weights, None, 70), together[rows])
 
 
 def test_nan_and_infinity_are_preserved(kernels: Kernels) -> None:

@@ -76,7 +76,8 @@ def _library_that_says(folder: Path, numbers: list[int]) -> Path:
 @pytest.mark.parametrize(
     ("flags", "present", "expected"),
     [
-        (_AVX512 | {"avx512_bf16"}, list(TARGETS), "avx512-bf16"),
+        (_AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"}, list(TARGETS), "amx-bf16"),
+        (_AVX512 | {"avx512_bf16", "amx_tile"}, list(TARGETS), "avx512-bf16"),
         (_AVX512 | {"avx512_bf16"}, ["x86-64-v3", "avx512"], "avx512"),
         (_AVX512, list(TARGETS), "avx512"),
         (_AVX512 - {"avx512vl"}, list(TARGETS), "x86-64-v3"),
@@ -97,7 +98,12 @@ def test_the_fastest_kernels_that_the_processor_can_run_are_chosen(
 @needs_compiler
 @pytest.mark.parametrize(
     ("target", "macro"),
-    [("x86-64-v3", "__AVX2__"), ("avx512", "__AVX512F__"), ("avx512-bf16", "__AVX512BF16__")],
+    [
+        ("x86-64-v3", "__AVX2__"),
+        ("avx512", "__AVX512F__"),
+        ("avx512-bf16", "__AVX512BF16__"),
+        ("amx-bf16", "__AMX_BF16__"),
+    ],
 )
 def test_the_sources_compile_without_a_warning_for_each_processor(target: str, macro: str) -> None:
     command = ["c++", "-std=c++17", *TARGETS[target], "-fopenmp"]

@@ -2,12 +2,16 @@
 
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 #include <vector>
 
 #include "vectors.h"
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
+#endif
+#if defined(__AMX_BF16__)
+#include "tiles.h"
 #endif
 
 #if defined(__AVX512F__)
@@ -108,26 +112,27 @@ struct Results {
     }
 };
 
+// Writes sums of rows with one block of outputs, [rows][BLOCK], of which the first `valid` are wanted.
+static inline void write_block(const float* sums, int64_t rows, const float* bias, const Results& outputs,
+                               int64_t output_width, int64_t valid) {
+    for (int64_t row = 0; row < rows; row++, sums += BLOCK) {
+        if (valid == BLOCK)
+            for (int64_t i = 0; i < BLOCK; i += LANES) {
+                const Floats sum = *(const LooseFloats*)(sums + i);
+                outputs.write(bias ? sum + *(const LooseFloats*)(bias + i) : sum, row * output_width + i);
+            }
+        else
+            for (int64_t i = 0; i < valid; i++)
+                outputs.write(bias ? sums[i] + bias[i] : sums[i], row * output_width + i);
+    }
+}
+
 template <int ROWS, typename Input, typename Weight>
 static void linear_block(const Input* inputs, int64_t width, const Weight* weights, const float* bias,
                          const Results& outputs, int64_t output_width, int64_t valid) {
     Floats sums[ROWS][2] = {};
     multiply_rows<ROWS>(inputs, width, weights, sums);
-    if (valid == BLOCK) {
-        for (int half = 0; half < 2; half++) {
-            const Floats shift = bias ? *(const LooseFloats*)(bias + half * LANES) : Floats{};
-            for (int row = 0; row < ROWS; row++)
-                outputs.write(bias ? sums[row][half] + shift : sums[row][half], row * output_width + half * LANES);
-        }
-        return;
-    }
-    for (int row = 0; row < ROWS; row++) {
-        float values[BLOCK];
-        std::memcpy(values, sums[row], sizeof values);
-        if (bias)
-            for (int i = 0; i < valid; i++) values[i] += bias[i];
-        for (int i = 0; i < valid; i++) outputs.write(values[i], row * output_width + i);
-    }
+    write_block((const float*)sums, ROWS, bias, outputs, output_width, valid);
 }
 
 template <int ROWS, typename Input, typename Weight>
@@ -161,6 +166,37 @@ static void multiply(const Input* inputs, int64_t rows, int64_t width, const Wei
     }
 }
 
+#if defined(__AMX_BF16__)
+// The same by the tile unit; `width` is a multiple of TILE_WIDTH.
+static void multiply_by_tiles(const uint16_t* inputs, int64_t rows, int64_t width, const uint16_t* weights,
+                              const float* bias, const Results& outputs, int64_t output_width, int64_t threads) {
+    const int64_t blocks = (output_width + BLOCK - 1) / BLOCK;
+    const int64_t parts = (rows + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS);
+    if (parts * width * output_width < WORTH_WAKING) threads = 1;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        alignas(64) float sums[2 * TILE_ROWS * BLOCK];
+        for (int64_t part = 0; part < parts; part++) {
+            const int64_t start = part * 2 * TILE_ROWS, count = std::min<int64_t>(rows - start, 2 * TILE_ROWS);
+            const bool has_lower = count > TILE_ROWS;
+            set_tiles(count);
+#pragma omp for schedule(static) nowait
+            for (int64_t block = 0; block < blocks; block++) {
+                const int64_t first = block * BLOCK;
+                const uint16_t* of_block = weights + block * width * BLOCK;
+                if (has_lower)
+                    multiply_tiles<true>(inputs + start * width, width, of_block, sums);
+                else
+                    multiply_tiles<false>(inputs + start * width, width, of_block, sums);
+                write_block(sums, count, bias ? bias + first : nullptr, outputs.from(start * output_width + first),
+                            output_width, std::min<int64_t>(output_width - first, BLOCK));
+            }
+        }
+        _tile_release();
+    }
+}
+#endif
+
 static const float* as_floats(const void* values, Kind kind, int64_t count) {
     if (kind == FLOAT32) return (const float*)values;
     static thread_local std::vector<float> buffer;
@@ -186,6 +222,11 @@ static void linear(const Linear& l) {
         multiply(values, l.rows, l.width, packed, l.bias, {l.outputs, l.output_kind == BFLOAT16}, l.output_width,
                  l.threads);
     };
+#if defined(__AMX_BF16__)
+    if (l.weight_kind == BFLOAT16 && l.kind == BFLOAT16 && l.width % TILE_WIDTH == 0 && may_use_tiles())
+        return multiply_by_tiles((const uint16_t*)l.inputs, l.rows, l.width, (const uint16_t*)l.weights, l.bias,
+                                 {l.outputs, l.output_kind == BFLOAT16}, l.output_width, l.threads);
+#endif
 #if defined(__AVX512BF16__)
     if (l.weight_kind == BFLOAT16 && l.kind == BFLOAT16)
         return run((const uint16_t*)l.inputs, (const uint16_t*)l.weights);

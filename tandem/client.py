@@ -204,6 +204,7 @@ class Options(TypedDict, total=False):
     grammar: Grammar | None
     echo: bool
     with_special_tokens: bool
+    probabilities: bool
     delivered_token_ids: tuple[int, ...]
 
 

@@ -634,6 +634,8 @@ class GenerationRequest:
     """Begin with a chunk of the prompt, with its log probabilities if any are asked for. Without speculation alone."""
     with_special_tokens: bool = False
     """Write special tokens into the text."""
+    probabilities: bool = False
+    """Return how probable draft and target found each token, where the rows of the acceptance rule say so."""
 
 
 class FinishReason(Enum):
@@ -737,3 +739,8 @@ class Chunk:
     drafted_ahead: bool = False
     """True if the proposal was drafted during the verification before it, so that nobody waited for it. A chunk that
     joins rounds: true if one of them had such a proposal."""
+    draft_probs: tuple[float, ...] = ()
+    """For each token, when the request asked for them: its probability by the draft, after temperature and truncation.
+    NaN where it is not known."""
+    target_probs: tuple[float, ...] = ()
+    """The same by the target."""

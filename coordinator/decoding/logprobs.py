@@ -1,4 +1,5 @@
-"""How probable the target finds the tokens of a completion: log probabilities, from dense rows."""
+"""How probable draft and target find the tokens of a completion: log probabilities, from dense rows, and what the rows
+of a rule say."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ import numpy as np
 
 from coordinator.decoding.completion import Completion
 from coordinator.decoding.loop import AcceptanceRule, Verifier
+from coordinator.rejection.rounds import Round
+from coordinator.rejection.rows import support_row
 from tandem.errors import ProtocolError
 from tandem.types import (
     Acceptance,
@@ -17,42 +20,77 @@ from tandem.types import (
     DenseRow,
     Float32Array,
     FloatArray,
+    GenerationRequest,
     NextToken,
     Proposal,
+    SamplingParams,
     TokenLogprobs,
+    TokenRow,
     Verification,
 )
 
 
-class LogprobsRecorder:
-    """Records the log probabilities of a completion's tokens, and adds them to its chunks."""
+class TokenRecorder:
+    """Records what the request wants to know of a completion's tokens, and adds it to the chunks."""
 
-    def __init__(self, top_count: int | None) -> None:
-        """Record this many of the most probable tokens at each position; None: record nothing."""
-        self._top_count = top_count
-        self._recorded: tuple[TokenLogprobs, ...] = ()
+    def __init__(self, request: GenerationRequest, sampling: SamplingParams) -> None:
+        self._top_count, self._with_probs, self._sampling = request.logprobs, request.probabilities, sampling
+        self._logprobs: tuple[TokenLogprobs, ...] = ()
+        self._probs: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._top_count is None and not self._with_probs
 
     def recording(self, accept: AcceptanceRule) -> AcceptanceRule:
-        """Wrap a rule so that it records the log probabilities of the tokens that it keeps."""
-        if self._top_count is None:
+        """Wrap a rule so that what is wanted of the tokens that it keeps is recorded."""
+        if self._is_idle:
             return accept
-        top_count = self._top_count
 
         def recorded(proposal: Proposal, verification: Verification) -> Acceptance:
             acceptance = accept(proposal, verification)
             kept = [*proposal.token_ids[: acceptance.accepted_count]]
             if acceptance.next_token is not NextToken.NONE:
                 kept.append(acceptance.next_token_id)
-            self._recorded = token_logprobs(verification, kept, top_count)
+            if self._top_count is not None:
+                self._logprobs = token_logprobs(verification, kept, self._top_count)
+            if self._with_probs:
+                own = Round(proposal, verification, self._sampling)
+                self._probs = tuple(token_probs(own, index, token_id) for index, token_id in enumerate(kept))
             return acceptance
 
         return recorded
 
     def added_to(self, chunk: Chunk) -> Chunk:
-        """The chunk of the last round with its log probabilities, without tokens past the completion's end."""
-        if self._top_count is None:
+        """The chunk of the last round with what was recorded, without tokens past the completion's end."""
+        if self._is_idle:
             return chunk
-        return replace(chunk, logprobs=self._recorded[: len(chunk.token_ids)])
+        count = len(chunk.token_ids)
+        draft_probs, target_probs = (
+            zip(*self._probs[:count], strict=True) if self._probs and count else ((), ())
+        )
+        return replace(
+            chunk, logprobs=self._logprobs[:count], draft_probs=draft_probs, target_probs=target_probs
+        )
+
+
+def token_probs(own: Round, index: int, token_id: int) -> tuple[float, float]:
+    """Probability of a token at a row's position by the draft and by the target; NaN where proposal or row do not say.
+
+    A draft that sends no distribution, and a row of one token, say nothing; nor is there a draft behind the proposal.
+    """
+    distributions, row = own.proposal.distributions, own.verification.rows[index]
+    drafted = targeted = math.nan
+    if index < len(distributions):
+        drafted = float(distributions[index].probs[distributions[index].token_ids == token_id].sum())
+    if not isinstance(row, TokenRow):
+        known = support_row(own, index)
+        inside = known.token_ids == token_id
+        if inside.any():
+            targeted = float(known.probs[inside][0])
+        elif token_id == known.outside_token_id and known.outside_prob is not None:
+            targeted = known.outside_prob
+    return drafted, targeted
 
 
 async def prompt_logprobs(

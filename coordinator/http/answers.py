@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -22,6 +23,7 @@ PART_BYTES = 32 << 10
 """Large answers are sent in parts of this size: rendering and sending one holds the event loop for less than 1 ms."""
 
 _IDS = ("token_ids", "drafted", "text_lengths", "proposed", "drafted_ahead")
+_PROBS = ("draft_probs", "target_probs")
 _COMPLETION_LOGPROBS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 _LEAST_LOGPROB = -9999.0
@@ -163,7 +165,10 @@ class Answer(ABC):
         choices = []
         for index, choice in enumerate(self.choices):
             ids = {name: choice.columns[name] for name in _IDS} if self._with_ids else {}
-            logprobs = {name: entries for name, entries in choice.columns.items() if name not in _IDS}
+            ids |= {name: choice.columns[name] for name in _PROBS if name in choice.columns}
+            logprobs = {
+                name: entries for name, entries in choice.columns.items() if name not in _IDS + _PROBS
+            }
             described = self._text(choice.text, is_piece=False) | {
                 "logprobs": self._form(logprobs) if logprobs else None
             }
@@ -228,7 +233,11 @@ class Answer(ABC):
         if not self._with_ids:
             return {}
         said = (chunk.token_ids, chunk.drafted, chunk.text_lengths, (chunk.proposed,), (chunk.drafted_ahead,))
-        return dict(zip(_IDS, map(list, said), strict=True))
+        ids: dict[str, list[Any]] = dict(zip(_IDS, map(list, said), strict=True))
+        for name, probs in zip(_PROBS, (chunk.draft_probs, chunk.target_probs), strict=True):
+            if probs:
+                ids[name] = [None if math.isnan(each) else each for each in probs]
+        return ids
 
     @abstractmethod
     def _logprobs(self, choice: Choice, chunk: Chunk) -> dict[str, list[Any]]:

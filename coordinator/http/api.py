@@ -339,6 +339,7 @@ def _request(
         "stop": (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         "stop_token_ids": tuple(body.stop_token_ids or ()),
         "logprobs": body.alternatives,
+        "probabilities": body.return_probabilities,
         "with_special_tokens": with_special_tokens or not body.skip_special_tokens,
         "grammar": grammar,
     }

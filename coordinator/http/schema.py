@@ -165,6 +165,9 @@ class Sampled(AboutCaller):
     """vLLM's. Accepted; requests are served in order of arrival, and `X-Tandem-Ignored` says so."""
     return_token_ids: bool = False
     """vLLM's: return the tokens' ids; here also which of them the draft proposed, and how much text each completed."""
+    return_probabilities: bool = False
+    """Tandem's: with `return_token_ids`, how probable draft and target found each token; null where the acceptance rule
+    does not need it."""
     num_speculative_tokens: int | None = None
     """Tandem's: tokens proposed per verification."""
     rejection_sampling_strategy: str | None = None

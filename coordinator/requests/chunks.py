@@ -24,6 +24,8 @@ def joined(chunks: Sequence[Chunk]) -> Chunk:
         proposed=sum(chunk.proposed for chunk in chunks),
         logprobs=tuple(chain.from_iterable(chunk.logprobs for chunk in chunks)),
         drafted_ahead=any(chunk.drafted_ahead for chunk in chunks),
+        draft_probs=tuple(chain.from_iterable(chunk.draft_probs for chunk in chunks)),
+        target_probs=tuple(chain.from_iterable(chunk.target_probs for chunk in chunks)),
     )
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import NoReturn
 
 from coordinator.decoding.completion import Completion
-from coordinator.decoding.logprobs import LogprobsRecorder, prompt_logprobs
+from coordinator.decoding.logprobs import TokenRecorder, prompt_logprobs
 from coordinator.decoding.loop import generate
 from coordinator.decoding.rounds import RoundRecorder, RoundTimings
 from coordinator.failover.drafter import FailoverDrafter
@@ -209,8 +209,8 @@ class RequestRunner:
                 await queue.put(await self._echoed(plan, completion, verifier))
             if not completion.can_extend:
                 return
-            logprobs = LogprobsRecorder(plan.request.logprobs)
-            accept = logprobs.recording(partial(plan.accept, completion))
+            tokens = TokenRecorder(plan.request, plan.sampling)
+            accept = tokens.recording(partial(plan.accept, completion))
             recorder = RoundRecorder(drafter, verifier, accept, timings, active)
             rounds = generate(completion, recorder, recorder, recorder.accept)
             async for chunk in await streams.enter_async_context(aclosing(rounds)):
@@ -218,7 +218,7 @@ class RequestRunner:
                 if chunk.summary is not None:
                     chunk = self._with_state(chunk, chunk.summary, plan, drafter.speculation_state)
                 active.is_delivering = True
-                await queue.put(logprobs.added_to(chunk))
+                await queue.put(tokens.added_to(chunk))
                 active.is_delivering = False
                 if active.has_stalled and completion.can_extend:
                     await active.resume()

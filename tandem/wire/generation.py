@@ -102,6 +102,8 @@ def chunk_to_proto(chunk: Chunk) -> generation_pb2.GenerateResponse:
     message.token_ids.extend(chunk.token_ids)
     message.drafted.extend(chunk.drafted)
     message.text_lengths.extend(chunk.text_lengths)
+    message.draft_probs.extend(chunk.draft_probs)
+    message.target_probs.extend(chunk.target_probs)
     if chunk.summary is not None:
         message.summary.CopyFrom(_summary_to_proto(chunk.summary))
     for position in chunk.logprobs:
@@ -129,6 +131,8 @@ def chunk_from_proto(message: generation_pb2.GenerateResponse) -> Chunk:
             for position in message.logprobs
         ),
         message.drafted_ahead,
+        tuple(message.draft_probs),
+        tuple(message.target_probs),
     )
 
 

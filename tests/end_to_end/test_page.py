@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -181,6 +183,64 @@ def test_a_slowdown_is_marked_with_its_reason(url: str, browser: Page) -> None:
     assert shown(browser, "why") == (
         "Slower: a pass with the draft took 24.0 ms and gave 1.20 tokens, the target alone took 12.5 ms for one."
     )
+
+
+def test_a_tokens_hover_has_the_probabilities_that_decided_it(url: str, browser: Page) -> None:
+    visit(browser, url)
+    browser.type("#temperature", "0.8")
+    browser.type("#count", "3")
+    browser.evaluate("document.getElementById('rule').value = 'residual'")
+    browser.type("#max-tokens", "48")
+    browser.click("#run")
+    browser.until("!document.getElementById('race').hidden", 60.0)
+    settle(browser)
+    titles = "[...document.querySelectorAll('#output .%s')].map((token) => token.title)"
+    accepted, own = browser.evaluate(titles % "accepted"), browser.evaluate(titles % "supplied")
+    said = "proposed by the draft and accepted \u00b7 draft "
+    assert accepted
+    assert all(title.startswith(said) and " target " in title for title in accepted)
+    assert all(title.startswith("the target's own") for title in own)
+    assert any("target " in title.removeprefix("the target's own") for title in own)
+
+
+def test_a_race_shows_both_side_by_side_once_more(url: str, browser: Page) -> None:
+    visit(browser, url)
+    browser.type("#max-tokens", "24")
+    assert browser.evaluate("document.getElementById('race').hidden")
+    browser.click("#run")
+    browser.until("!document.getElementById('race').hidden", 60.0)
+    settle(browser)
+    texts = {element: shown(browser, element) for element in ("output", "alone-output")}
+    prompt = str(browser.evaluate("document.getElementById('prompt').value"))
+    browser.evaluate("document.getElementById('race').click()")
+    for element, text in texts.items():
+        assert shown(browser, element) in ("", *(text[:end] for end in range(len(text)))), "it begins anew"
+        browser.until(f"document.getElementById('{element}').textContent.length === {len(text)}", 60.0)
+        assert shown(browser, element) == text
+        assert text.startswith(prompt)
+    place = "document.getElementById('%s').getBoundingClientRect().%s"
+    assert browser.evaluate(place % ("output", "right")) <= browser.evaluate(place % ("alone-output", "left"))
+    assert browser.evaluate(place % ("output", "top")) == browser.evaluate(place % ("alone-output", "top"))
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of a CSS rgb colour, as the Web Content Accessibility Guidelines 2.2 define it."""
+    parts = (int(part) / 255 for part in re.findall(r"\d+", colour)[:3])
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_verdicts_can_be_read(url: str, browser: Page, scheme: Literal["light", "dark"]) -> None:
+    visit(browser, url)
+    browser.prefer(scheme)
+    style = "getComputedStyle(document.%s)"
+    ground = luminance(browser.evaluate(style % "querySelector('.this')" + ".backgroundColor"))
+    for verdict in ("slower", "faster"):
+        browser.evaluate(f"document.getElementById('speedup').dataset.verdict = '{verdict}'")
+        ink = luminance(browser.evaluate(style % "getElementById('speedup')" + ".color"))
+        low, high = sorted((ink, ground))
+        assert (high + 0.05) / (low + 0.05) >= 4.5, "the guidelines' level AA"
 
 
 def test_a_sample_prompt_works_as_text_and_as_chat(url: str, browser: Page) -> None:

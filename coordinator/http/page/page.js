@@ -17,6 +17,7 @@ let modelName = "";
 let running = null; // the AbortController of the completion that runs
 let messages = []; // of the chat so far
 let hasChosenMode = false;
+const racing = []; // timers of a race
 
 // ---- talking to the coordinator
 
@@ -72,6 +73,7 @@ class Run {
     this.ahead = 0; // rounds whose proposal was there before it was asked for
     this.positions = [];
     this.arrivals = []; // [milliseconds, tokens so far] of each piece
+    this.pieces = []; // [milliseconds, text, choice], for the race
     this.state = null; // whether speculation worked at the end, as the coordinator says
   }
 
@@ -113,16 +115,14 @@ const percent = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(0)} 
 
 // ---- showing it
 
-function append(output, text, kind) {
+function append(output, text, kind, about = "") {
   if (!text) return;
   const wasAtEnd = output.scrollHeight - output.scrollTop - output.clientHeight < 30;
-  let last = output.lastElementChild;
-  if (last?.className !== kind) {
-    last = document.createElement("span");
-    last.className = kind;
-    output.append(last);
-  }
-  last.append(text);
+  const span = document.createElement("span");
+  span.className = kind;
+  span.title = about;
+  span.append(text);
+  output.append(span);
   if (wasAtEnd) output.scrollTop = output.scrollHeight;
 }
 
@@ -130,9 +130,30 @@ function appendTokens(output, text, choice) {
   const characters = Array.from(text); // text_lengths counts characters, not UTF-16 units
   let start = 0;
   choice.text_lengths.forEach((length, index) => {
-    append(output, characters.slice(start, start + length).join(""), choice.drafted[index] ? "accepted" : "supplied");
+    append(output, characters.slice(start, start + length).join(""), choice.drafted[index] ? "accepted" : "supplied", about(choice, index));
     start += length;
   });
+}
+
+// What a token's hover says. At temperature 0 and under `strict` only ids travel, so nobody knows the probabilities.
+function about(choice, index) {
+  const known = [["draft", choice.draft_probs?.[index]], ["target", choice.target_probs?.[index]]]
+    .filter(([, prob]) => prob !== null && prob !== undefined)
+    .map(([name, prob]) => `${name} ${prob.toFixed(3)}`);
+  return [choice.drafted[index] ? "proposed by the draft and accepted" : "the target's own", ...known].join(" \u00b7 ");
+}
+
+// Both completions again, each piece when it came. They ran one after the other, so neither slowed the other down.
+function race(runs) {
+  stopRace();
+  for (const [output, run] of runs) {
+    output.replaceChildren(...[...output.childNodes].filter((node) => node.className === "prompt"));
+    for (const [at, text, choice] of run.pieces) racing.push(setTimeout(() => appendTokens(output, text, choice), at));
+  }
+}
+
+function stopRace() {
+  racing.splice(0).forEach(clearTimeout);
 }
 
 // Tokens per second, over the last tenth of the completion at each place.
@@ -213,6 +234,9 @@ function showFigures(run) {
 }
 
 function clear() {
+  stopRace();
+  $("race").hidden = true;
+  $("draft-name").textContent = "With the draft";
   for (const id of ["output", "alone-output", "rounds"]) $(id).replaceChildren();
   $("positions").tBodies[0].replaceChildren();
   for (const id of ["acceptance", "length", "first", "speedup"]) $(id).textContent = DASH;
@@ -263,6 +287,7 @@ function requested(changes) {
     stream: true,
     stream_options: { include_usage: true },
     return_token_ids: true,
+    return_probabilities: true,
     ...changes,
   };
   if ($("count").value) options.num_speculative_tokens = $("count").valueAsNumber;
@@ -295,6 +320,7 @@ async function complete(changes, output, rate, each) {
     const text = choice.text ?? choice.delta.content ?? "";
     run.add(choice);
     run.text += text;
+    run.pieces.push([run.totalMs, text, choice]);
     appendTokens(output, text, choice);
     rate.textContent = `${run.perSecond.toFixed(1)} tokens/s`;
     each(run, choice);
@@ -313,6 +339,7 @@ async function completeBoth() {
     showFigures(so_far);
   });
   showSpeeds(run);
+  if (!run.drafted) $("draft-name").textContent = "Nothing was proposed";
   if (run.state && !run.state.is_on) showWhy(`The draft was left out: ${run.state.explanation}.`);
   $("said").textContent = `Completed with ${run.tokens} tokens; ${percent(run.accepted, run.drafted)} of the proposed tokens accepted.`;
   if (!$("compare").checked) {
@@ -322,6 +349,8 @@ async function completeBoth() {
   $("alone").hidden = false;
   const alone = await complete({ speculation: false, seed: run.seed }, $("alone-output"), $("alone-rate"), () => {});
   answered(run.text);
+  $("race").hidden = false;
+  $("race").onclick = () => race([[$("output"), run], [$("alone-output"), alone]]);
   const factor = showSpeedUp(run, alone);
   const isGreedy = $("temperature").valueAsNumber === 0;
   const sameness = isGreedy ? ` The two texts are ${run.text === alone.text ? "the same" : "not the same"}.` : "";
@@ -367,7 +396,7 @@ async function submit(event) {
 
 function showCode() {
   if (!$("code").open) return;
-  const [path, { stream, stream_options, return_token_ids, ...body }] = requested({});
+  const [path, { stream, stream_options, return_token_ids, return_probabilities, ...body }] = requested({});
   const needsToken = !$("token-option").hidden;
   $("curl").textContent = curlOf(location.origin, path, body, needsToken);
   $("python").textContent = pythonOf(location.origin, path, body, modelName, needsToken);

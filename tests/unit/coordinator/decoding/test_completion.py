@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from coordinator.decoding.completion import (
     ThinkSpans,
     think_spans,
 )
-from coordinator.decoding.logprobs import LogprobsRecorder, token_logprobs
+from coordinator.decoding.logprobs import TokenRecorder, token_logprobs
 from tandem.errors import InvalidRequestError, ProtocolError
 from tandem.types import (
     Acceptance,
@@ -27,9 +28,14 @@ from tandem.types import (
     DenseRow,
     FinishReason,
     Float32Array,
+    GenerationRequest,
     NextToken,
     Proposal,
+    SamplingParams,
+    SparseDistribution,
     Summary,
+    SupportRow,
+    TargetRow,
     TokenRow,
     Verification,
 )
@@ -329,7 +335,7 @@ def test_logprobs_are_those_of_the_distribution_and_top_tokens_come_first(
 
 def test_each_kept_token_is_looked_up_in_its_own_row() -> None:
     rows = tuple(DenseRow(np.eye(4, dtype=np.float32)[i] * 50) for i in (2, 0, 1))
-    recorder = LogprobsRecorder(1)
+    recorder = TokenRecorder(GenerationRequest("", logprobs=1), SamplingParams())
     accept = recorder.recording(lambda proposal, verification: Acceptance(1, 3, NextToken.RECOVERED))
     accept(Proposal(5, (2, 1)), Verification(5, rows))
     chunk = recorder.added_to(Chunk("", (2, 3), (True, False), (0, 0)))
@@ -339,10 +345,37 @@ def test_each_kept_token_is_looked_up_in_its_own_row() -> None:
 
 def test_dropped_tokens_have_no_logprobs() -> None:
     row = DenseRow(np.zeros(4, np.float32))
-    recorder = LogprobsRecorder(0)
+    recorder = TokenRecorder(GenerationRequest("", logprobs=0), SamplingParams())
     accept = recorder.recording(lambda proposal, verification: Acceptance(2, 3, NextToken.BONUS))
     accept(Proposal(5, (2, 1)), Verification(5, (row, row, row)))
     assert len(recorder.added_to(Chunk("", (2,), (True,), (0,))).logprobs) == 1
+
+
+def test_probabilities_are_those_of_proposal_and_rows_as_far_as_these_say() -> None:
+    ids = np.array([2, 5])
+    drawn = tuple(SparseDistribution(ids, np.array(probs)) for probs in ([0.25, 0.75], [0.5, 0.5]))
+    inside, outside = SupportRow(ids, np.array([0.125, 0.5]), 0.375, 9, None, 0.25), TokenRow(7)
+    past = SupportRow(np.array([], np.int64), np.array([]), 1.0, 4, None, 0.5)
+
+    def recorded(proposal: Proposal, rows: tuple[TargetRow, ...], kept: Acceptance) -> Chunk:
+        recorder = TokenRecorder(GenerationRequest("", probabilities=True), SamplingParams())
+        recorder.recording(lambda *_: kept)(proposal, Verification(5, rows))
+        tokens = kept.accepted_count + 1
+        return recorder.added_to(Chunk("", (0,) * tokens, (True,) * tokens, (0,) * tokens))
+
+    proposal = Proposal(5, (5, 2), drawn)
+    chunk = recorded(proposal, (inside, inside, past), Acceptance(2, 4, NextToken.BONUS))
+    assert chunk.draft_probs == pytest.approx((0.75, 0.5, math.nan), nan_ok=True), (
+        "behind it there is no draft"
+    )
+    assert chunk.target_probs == pytest.approx((0.5, 0.125, 0.5))
+    chunk = recorded(proposal, (inside, inside, past), Acceptance(0, 9, NextToken.RECOVERED))
+    assert (chunk.draft_probs, chunk.target_probs) == ((0.0,), (0.25,)), "a token outside the draft's support"
+    chunk = recorded(Proposal(5, (7,)), (outside, outside), Acceptance(1, 7, NextToken.BONUS))
+    assert [*map(math.isnan, chunk.draft_probs + chunk.target_probs)] == [True] * 4, "only ids travelled"
+    dense = DenseRow(np.log(np.array([0.1, 0.2, 0.7], np.float32)))
+    chunk = recorded(Proposal(5), (dense,), Acceptance(0, 2, NextToken.BONUS))
+    assert chunk.target_probs == pytest.approx((0.7,))
 
 
 def test_a_row_without_logits_is_the_targets_fault() -> None:

@@ -113,6 +113,7 @@ CHANGES: list[tuple[str, Any]] = [
     ("rejection_sampling_strategy", "strict"),
     ("speculation", False),
     ("echo", True),
+    ("return_probabilities", True),
     ("skip_special_tokens", False),
     ("response_format", {"type": "json_object"}),
     ("response_format", {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": {}}}),
@@ -340,6 +341,7 @@ async def test_options_arrive_as_they_are() -> None:
         "delivered_token_ids",
         "echo",
         "with_special_tokens",
+        "probabilities",
     }
 
 

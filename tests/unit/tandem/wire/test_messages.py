@@ -233,6 +233,7 @@ def test_dense_rows_take_hundreds_of_kilobytes() -> None:
             stop_token_ids=(7, 9),
             include_stop_str_in_output=True,
             max_tokens_must_fit=True,
+            probabilities=True,
             grammar=Grammar(GrammarKind.JSON_SCHEMA, "{}"),
         ),
     ],
@@ -268,6 +269,8 @@ def test_chunks_survive(finish_reason: FinishReason) -> None:
         4,
         (TokenLogprobs(-0.5, (1, 7), (-0.5, -1.25)), TokenLogprobs(-2.0)),
         drafted_ahead=True,
+        draft_probs=(0.5, 0.25),
+        target_probs=(0.75, 1.0),
     )
     assert generation.chunk_from_proto(generation.chunk_to_proto(chunk)) == chunk
     assert generation.chunk_from_proto(generation.chunk_to_proto(Chunk("", (), (), ()))).summary is None

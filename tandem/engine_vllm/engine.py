@@ -22,7 +22,7 @@ from tandem.engine.models.loading import end_ids_within
 from tandem.engine.rows import verifications
 from tandem.engine.settings import EngineSettings
 from tandem.engine.steps import Machinery, SequenceBranches, StepBackend, StepRunner
-from tandem.engine_vllm.adapter import Core, load_core
+from tandem.engine_vllm.adapter import Core, load_core, uses_v2_runner
 from tandem.engine_vllm.cache import BlockCache
 from tandem.engine_vllm.worker import EXTENSION, NO_PROPOSER
 from tandem.errors import ConfigurationError
@@ -104,13 +104,7 @@ def _options(
         "kv_cache_memory_bytes": settings.kv_cache_memory_bytes,
         "block_size": _CPU_BLOCK_TOKENS if is_cpu else None,
         # Without it vLLM computes one row of each sequence, and captures graphs of one token.
-        "speculative_config": {
-            "method": "custom_class",
-            "model": NO_PROPOSER,
-            "num_speculative_tokens": proposal_length,
-        }
-        if proposal_length
-        else None,
+        "speculative_config": _rows_of(proposal_length) if proposal_length else None,
     }
     return {
         "model": str(folder),
@@ -131,6 +125,15 @@ def _options(
         "disable_log_stats": True,
         **{name: value for name, value in given.items() if value is not None},
     }
+
+
+def _rows_of(proposal_length: int) -> dict[str, Any]:
+    """A configuration of vLLM's drafting, of which no proposer ever runs."""
+    if uses_v2_runner():  # it takes none of others
+        proposer: dict[str, Any] = {"method": "ngram", "prompt_lookup_max": proposal_length}
+    else:
+        proposer = {"method": "custom_class", "model": NO_PROPOSER}
+    return proposer | {"num_speculative_tokens": proposal_length}
 
 
 def _cpu_cache_bytes(checkpoint: Checkpoint, limits: EngineSettings, dtype: str) -> int:

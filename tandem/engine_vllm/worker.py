@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from tandem.vllm_contract import RUNNER_ATTRIBUTES, lacking
+
 AnswerT = TypeVar("AnswerT")
 
 EXTENSION = "tandem.engine_vllm.worker.RowWorker"
@@ -97,20 +99,24 @@ class RowWorker:
     rank: int
     _tandem_logits: Tensor | None = None
 
+    def tandem_lacks(self) -> list[str]:
+        """What the model runner should have and has not."""
+        runner: Any = self.model_runner
+        return lacking(runner, RUNNER_ATTRIBUTES["V2" if hasattr(runner, "req_states") else "V1"])
+
     @torch.inference_mode()
     def tandem_step(self, step: Step) -> None:
         """Run a step and keep the logits of its rows, part by part, [rows, vocabulary_size]."""
         self._tandem_logits = None
         runner: Any = self.model_runner
-        for part in step.parts:
-            if not part.is_new:
-                _extend(runner, part)
+        known = [part for part in step.parts if not part.is_new]
+        extend, logits_of = (_extend_v2, _logits_v2) if hasattr(runner, "req_states") else (_extend, _logits)
+        extend(runner, known)
         try:
             runner.execute_model(_scheduler_output(step))
         finally:
             state, runner.execute_model_state = runner.execute_model_state, None
-        if state.logits is not None:  # only the first rank may have them
-            self._tandem_logits = _in_order(state.logits, runner.input_batch.req_ids, step.parts)
+        self._tandem_logits = logits_of(runner, state, step.parts)
 
     @torch.inference_mode()
     def tandem_apply(self, function: Callable[[Any, Tensor], AnswerT], payload: Any) -> AnswerT | None:
@@ -123,18 +129,32 @@ class RowWorker:
         return function(payload, logits)
 
 
-def _extend(runner: Any, part: Part) -> None:
-    """Make a known request's tokens those of the step. All of them are prompt to vLLM, which has sampled none."""
-    request, batch = runner.requests[part.request_id], runner.input_batch
-    certain = part.end - part.draft_count
-    tokens = part.token_ids[: certain - part.first]
-    request.prompt_token_ids[part.first :] = tokens
-    request.num_prompt_tokens = certain
-    index = batch.req_id_to_index.get(part.request_id)
-    if index is not None:
-        batch.token_ids_cpu[index, part.first : certain] = tokens
-        batch.is_token_ids[index, part.first : certain] = True
-        batch.num_tokens_no_spec[index] = batch.num_prompt_tokens[index] = certain
+def _extend(runner: Any, parts: Sequence[Part]) -> None:
+    """Make known requests' tokens those of the step. All of them are prompt to vLLM, which has sampled none."""
+    batch = runner.input_batch
+    for part in parts:
+        request = runner.requests[part.request_id]
+        certain = part.end - part.draft_count
+        tokens = part.token_ids[: certain - part.first]
+        request.prompt_token_ids[part.first :] = tokens
+        request.num_prompt_tokens = certain
+        index = batch.req_id_to_index.get(part.request_id)
+        if index is not None:
+            batch.token_ids_cpu[index, part.first : certain] = tokens
+            batch.is_token_ids[index, part.first : certain] = True
+            batch.num_tokens_no_spec[index] = batch.num_prompt_tokens[index] = certain
+
+
+def _extend_v2(runner: Any, parts: Sequence[Part]) -> None:
+    """`_extend` for the runner that vLLM calls V2, to which a proposal is prompt as well: it takes the tokens behind a
+    prompt from its own sampler. A step of one certain token and a proposal is a decode to it all the same."""
+    states = runner.req_states
+    for part in parts:
+        index = states.req_id_to_index[part.request_id]
+        states.all_token_ids.stage_write(index, part.first, part.token_ids)
+        states.prefill_len.np[index] = part.end
+        states.num_computed_tokens.stage_write_elem(index, part.start)
+    states.apply_staged_writes()
 
 
 def _scheduler_output(step: Step) -> Any:
@@ -154,6 +174,7 @@ def _scheduler_output(step: Step) -> Any:
                 block_ids=part.block_ids,
                 num_computed_tokens=part.start,
                 lora_request=None,
+                prefill_token_ids=part.token_ids,  # V2
             )
             for part in new
         ],
@@ -178,22 +199,36 @@ def _scheduler_output(step: Step) -> Any:
     )
 
 
-def _in_order(logits: Tensor, request_ids: Sequence[str], parts: Sequence[Part]) -> Tensor:
-    """The rows that are wanted, in the order of the parts: vLLM orders requests as it likes, and computes a row
-    of each.
+def _logits(runner: Any, state: Any, parts: Sequence[Part]) -> Tensor | None:
+    """The rows that are wanted, in the order of the parts: vLLM orders requests as it likes, and computes a row of
+    each.
 
     Args:
-        logits: [sum of all draft counts + 1, vocabulary_size], in the order of `request_ids`.
-        request_ids: The batch's.
+        runner: Of the kind that vLLM calls V1.
+        state: What its `execute_model` left. Its logits are [sum of all draft counts + 1, vocabulary_size], request
+            after request; only the first rank may have them.
         parts: The step's.
     """
+    logits: Tensor | None = state.logits
+    if logits is None:
+        return None
     by_id = {part.request_id: part for part in parts}
     firsts: dict[str, int] = {}
     count = 0
-    for request_id in request_ids:
+    for request_id in runner.input_batch.req_ids:
         firsts[request_id] = count
         count += by_id[request_id].draft_count + 1
     rows = [firsts[part.request_id] + row for part in parts for row in range(part.row_count)]
-    if rows == list(range(len(logits))):
-        return logits
-    return logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]
+    return logits if rows == list(range(len(logits))) else logits[_index(rows, logits)]
+
+
+def _logits_v2(runner: Any, state: Any, parts: Sequence[Part]) -> Tensor | None:
+    """`_logits` for the runner that vLLM calls V2, which leaves hidden states, [tokens of the step, hidden_size]."""
+    batch, hidden = state.input_batch, state.hidden_states
+    ends = dict(zip(batch.req_ids, batch.query_start_loc_np[1:].tolist(), strict=False))
+    rows = [ends[part.request_id] - back for part in parts for back in range(part.row_count, 0, -1)]
+    return runner.model.compute_logits(hidden[_index(rows, hidden)]) if rows else None
+
+
+def _index(rows: Sequence[int], of: Tensor) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int64, device=of.device)

@@ -142,9 +142,10 @@ def joining(targets: Sequence[Service], drafts: Sequence[Service], *arguments: s
     revived([*targets, *drafts])
     # On a busy machine the adaptive policy may stop speculating.
     fixed = ("--speculation-policy", "fixed")
-    with coordinator(_addresses(targets), _addresses(drafts), *fixed, *arguments) as process:
+    with coordinator(addresses(targets), addresses(drafts), *fixed, *arguments) as process:
         yield process
 
 
-def _addresses(services: Sequence[Service]) -> str:
+def addresses(services: Sequence[Service]) -> str:
+    """The value of an option that names them."""
     return ",".join(each.address for each in services)

@@ -1,13 +1,15 @@
 """Drafts and targets are killed, stopped and restarted at random under many streams; clients see only pauses.
 
 Each stream is greedy, or strict with a seed, so its text is a function of the target alone, and a token that is lost,
-doubled or different shows.
+doubled or different shows. The coordinator is struck as well; its streams end then, with what they had, and are asked
+for again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import signal
 import time
@@ -19,9 +21,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from tandem.client import Client
+from tandem.errors import TandemError
 from tandem.types import GenerationRequest
-from tests.end_to_end.disturbed import joined, request, revived, started, streamed
-from tests.end_to_end.processes import Nursery, Service
+from tests.end_to_end.disturbed import addresses, request, revived, started, streamed
+from tests.end_to_end.processes import Nursery, Service, nursery
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
 
 pytestmark = pytest.mark.soak
@@ -33,6 +36,9 @@ PROGRESS_SECONDS = 120.0
 END_SECONDS = 45.0
 """Bound on an end after a drain."""
 LONGEST_STOP_SECONDS = 6.0
+RETRY_SECONDS = 0.2
+RECONNECT_SECONDS = 30.0
+"""A channel that was refused tells requests so for a while, although the coordinator is back."""
 _TELL_EVERY = 20
 
 
@@ -43,10 +49,14 @@ class Record:
     chunks: list[int]
     """Number of chunks of each stream."""
     completed: int = 0
+    broken: int = 0
+    """Streams that ended because the coordinator did."""
+    coordinator_returned: float = -math.inf
+    """When it was there again after the last strike on it; infinity until it is."""
     pauses: list[tuple[float, float]] = field(default_factory=list)
     """The longer pauses, with their begin and end."""
     outages: list[tuple[float, float]] = field(default_factory=list)
-    """Intervals without a live target."""
+    """Intervals without a live target or coordinator."""
 
     def longest_pause(self, *, with_target: bool) -> float:
         """Return the durations in seconds of pauses with a live target, or of those in an interval without one."""
@@ -64,11 +74,17 @@ class Campaign:
     """Disturbs replicas at random, and restores them."""
 
     def __init__(
-        self, chance: random.Random, drafts: Sequence[Service], targets: Sequence[Service], record: Record
+        self,
+        chance: random.Random,
+        drafts: Sequence[Service],
+        targets: Sequence[Service],
+        coordinator: Service,
+        record: Record,
     ) -> None:
         self._chance = chance
         self._drafts = drafts
         self._targets = targets
+        self._coordinator = coordinator
         self._record = record
         self._began = time.monotonic()
         self.done: Counter[str] = Counter()
@@ -81,10 +97,11 @@ class Campaign:
     def tell(self) -> None:
         """Log the disturbances and the pauses of clients."""
         logger.info(
-            "%d strikes in %.0f s, %d streams completed; longest pause %.2f s, with a time without target %.2f s: %s",
+            "%d strikes in %.0f s, %d streams completed, %d broken; longest pause %.2f s, without a target %.2f s: %s",
             self.strikes,
             time.monotonic() - self._began,
             self._record.completed,
+            self._record.broken,
             self._record.longest_pause(with_target=True),
             self._record.longest_pause(with_target=False),
             dict(sorted(self.done.items())),
@@ -110,7 +127,7 @@ class Campaign:
             await asyncio.to_thread(revived, victims)
 
     def _victims(self) -> list[Service]:
-        everyone = [*self._drafts, *self._targets]
+        everyone = [*self._drafts, *self._targets, self._coordinator]
         if self._chance.random() < 0.6:
             return [self._chance.choice(everyone)]
         pairs = (
@@ -129,10 +146,15 @@ class Campaign:
 
     @contextmanager
     def _outage(self, victims: Sequence[Service]) -> Iterator[None]:
-        """Record an interval without any target, until the coordinator can have reached one again."""
+        """Record an interval without coordinator or any target, until the latter can have been reached again."""
         since = time.monotonic()
+        has_coordinator = self._coordinator not in victims
+        if not has_coordinator:
+            self._record.coordinator_returned = math.inf
         yield
-        if set(self._targets) <= set(victims):
+        if not has_coordinator:
+            self._record.coordinator_returned = time.monotonic()
+        if set(self._targets) <= set(victims) or not has_coordinator:
             self._record.outages.append((since, time.monotonic() + 1.0))
 
 
@@ -152,15 +174,24 @@ async def streaming(
 
     async def keep_streaming(number: int) -> None:
         while not over.is_set():
-            text, token_ids, last = "", list[int](), time.monotonic()
-            async for chunk in client.generate(requests[number]):
-                now = time.monotonic()
-                if now - last > 1.0:
-                    record.pauses.append((last, now))
-                last = now
-                text += chunk.text
-                token_ids += chunk.token_ids
-                record.chunks[number] += 1
+            text, token_ids, began = "", list[int](), time.monotonic()
+            last = began
+            try:
+                async for chunk in client.generate(requests[number]):
+                    now = time.monotonic()
+                    if now - last > 1.0:
+                        record.pauses.append((last, now))
+                    last = now
+                    text += chunk.text
+                    token_ids += chunk.token_ids
+                    record.chunks[number] += 1
+            except TandemError:
+                if began > record.coordinator_returned + RECONNECT_SECONDS:
+                    raise
+                assert token_ids == expected[number].token_ids[: len(token_ids)]
+                record.broken += 1
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
             assert token_ids == expected[number].token_ids
             assert text == expected[number].text
             record.completed += 1
@@ -182,6 +213,41 @@ async def all_progress(record: Record) -> None:
             await asyncio.sleep(0.02)
 
 
+async def assert_nothing_lost(
+    strikes: int,
+    targets: Sequence[Service],
+    drafts: Sequence[Service],
+    prompts: Sequence[str],
+    streams: int = 16,
+) -> None:
+    """Strike so many times while so many streams run, each time once all of them have gone on."""
+    requests = [
+        request(prompts[i % len(prompts)], ("greedy", "strict")[i % 2], TOKENS) for i in range(streams)
+    ]
+    chance = random.Random(19)
+    record, over = Record([0] * streams), asyncio.Event()
+    coordinator = nursery().service(
+        "coordinator", "--target-address", addresses(targets), "--draft-address", addresses(drafts),
+        "--speculation-policy", "fixed", "--draft-ahead", "off",
+    )  # fmt: skip
+    revived([coordinator])
+    campaign = Campaign(chance, drafts, targets, coordinator, record)
+    try:
+        async with Client(coordinator.address) as client, streaming(client, requests, record, over):
+            for _ in range(strikes):
+                await all_progress(record)
+                await asyncio.sleep(chance.uniform(0.0, 0.2))
+                await campaign.strike()
+                if campaign.strikes % _TELL_EVERY == 0:
+                    campaign.tell()
+            await all_progress(record)
+    finally:
+        campaign.tell()
+        for each in (coordinator, *targets, *drafts):
+            each.kill()
+    assert record.completed >= streams
+
+
 @pytest.mark.parametrize(
     ("strikes", "streams"),
     [
@@ -194,21 +260,4 @@ async def test_kills_stops_and_restarts_lose_no_token(
 ) -> None:
     targets = started(services.model_service("target_service", DEMO_TARGET) for _ in range(2))
     drafts = started(services.model_service("draft_service", DEMO_DRAFT) for _ in range(2))
-    requests = [
-        request(prompts[i % len(prompts)], ("greedy", "strict")[i % 2], TOKENS) for i in range(streams)
-    ]
-    chance = random.Random(19)
-    record, over = Record([0] * streams), asyncio.Event()
-    campaign = Campaign(chance, drafts, targets, record)
-    async with joined(targets, drafts) as client, streaming(client, requests, record, over):
-        for _ in range(strikes):
-            await all_progress(record)
-            await asyncio.sleep(chance.uniform(0.0, 0.2))
-            await campaign.strike()
-            if campaign.strikes % _TELL_EVERY == 0:
-                campaign.tell()
-        await all_progress(record)
-    campaign.tell()
-    for each in (*targets, *drafts):
-        each.kill()
-    assert record.completed >= streams
+    await assert_nothing_lost(strikes, targets, drafts, prompts, streams)

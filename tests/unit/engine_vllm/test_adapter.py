@@ -10,7 +10,7 @@ import pytest
 from tandem import vllm_contract
 from tandem.engine_vllm.adapter import prepare_process
 from tandem.errors import ConfigurationError
-from tandem.vllm_contract import check_engine, differing
+from tandem.vllm_contract import check_engine, check_runner, differing, lacking
 
 
 class _Executor:
@@ -50,6 +50,13 @@ def test_another_vllm_is_refused_with_what_it_lacks(
         "vLLM 0.33.1 is not as vLLM 0.32 is: there is no Executor.run in vllm; install vLLM 0.32, or a Tandem made for "
         "0.33.1"
     )
+
+
+def test_a_runner_without_what_is_read_of_it_is_refused(vllm: ModuleType) -> None:
+    missing = lacking(_Executor(), ("collective_rpc", "requests", "collective_rpc.cache"))
+    assert missing == ["requests", "collective_rpc.cache"]
+    with pytest.raises(ConfigurationError, match="its model runner has no requests; install"):
+        check_runner(missing)
 
 
 def test_no_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,40 +123,38 @@ def _names() -> Iterator[str]:
     yield "## Names from MAX and vLLM\n\nAccepted in place of the names above:\n\n" + _table(
         ("written", "meant"), [(f"`{alias}`", f"`{name}`") for alias, name in ALIASES.items()]
     )
-    yield ("Refused by name:\n\n" + _table(("option", "why"), _refusals(REFUSED_OPTIONS)))
-    yield "Drafting methods that are refused by name:\n\n" + _table(
-        ("method", "why"), _refusals(REFUSED_METHODS)
-    )
+    yield f"Options that are refused, with the reason, unless their value changes nothing: {_listed(REFUSED_OPTIONS)}."
+    yield f"Drafting methods that are refused, with the reason: {_listed(REFUSED_METHODS)}."
 
 
-def _refusals(refused: Mapping[str, str]) -> list[tuple[str, str]]:
-    return [(f"`{name}`", f"{reason[0].upper()}{reason[1:]}.") for name, reason in refused.items()]
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _rules() -> Iterator[str]:
     yield "## Rules\n\nIf several rules are broken, the error names all of them."
     yield (
         "### Of the configuration alone\n\nChecked wherever it is read; exit code 2.\n\n"
-        + _rule_table(CheckedSpeculativeConfig.rules())
+        + _rule_list(CheckedSpeculativeConfig.rules())
     )
     yield (
         "### Of a server\n\nChecked at start; exit code 2.\n\n"
-        + _rule_table(
+        + _rule_list(
             [rule for rule in CoordinatorSettings.rules() if rule not in CheckedSpeculativeConfig.rules()]
         )
     )
     yield (
         "### Of the models\n\nChecked when the coordinator reaches its services; exit code 2.\n\n"
-        + _rule_table(MODEL_RULES)
+        + _rule_list(MODEL_RULES)
     )
     yield (
         "### Of a request\n\nChecked before anything is computed; `INVALID_ARGUMENT`, exit code 5.\n\n"
-        + _rule_table((*BOUND_RULES, *REQUEST_RULES))
+        + _rule_list((*BOUND_RULES, *REQUEST_RULES))
     )
 
 
-def _rule_table(rules: Sequence[Rule[Any]]) -> str:
-    return _table(("rule", "what must hold"), [(rule.name, rule.requirement) for rule in rules])
+def _rule_list(rules: Sequence[Rule[Any]]) -> str:
+    return "\n".join(f"- {rule.requirement}" for rule in rules)
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -169,7 +167,18 @@ def http_page() -> str:
     before, _, rest = HTTP_PAGE.read_text(encoding="utf-8").partition(FIELDS_BEGIN)
     after = rest.partition(FIELDS_END)[2]
     rows = [(f"`{name}`", endpoint, " ".join(words.split())) for name, endpoint, words in field_rows()]
-    return f"{before}{FIELDS_BEGIN}{_table(('field', 'endpoint', 'meaning'), rows)}\n{FIELDS_END}{after}"
+    kept: dict[tuple[str, str], list[str]] = {}
+    refused: dict[str, list[str]] = {}
+    for name, endpoint, words in rows:
+        if words.startswith("Refused"):
+            condition, _, reason = words.partition(": ")
+            where = "" if endpoint == "both" else f" ({endpoint})"
+            refused.setdefault(reason, []).append(name + where + condition.removeprefix("Refused"))
+        else:
+            kept.setdefault((endpoint, words), []).append(name)
+    table = _table(("field", "endpoint", "meaning"), [(", ".join(kept[key]), *key) for key in kept])
+    reasons = "\n".join(f"- {', '.join(names)}: {reason}" for reason, names in refused.items())
+    return f"{before}{FIELDS_BEGIN}{table}\n\nRefused by name:\n\n{reasons}\n{FIELDS_END}{after}"
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -24,6 +24,7 @@ VERBS = {
     "audit": ("audit", "Check whether a server's speculative decoding is lossless."),
     "bench": ("serve", "Compare ways of decoding here, or send a load."),
     "config": ("config", "Show or check the configuration."),
+    "doctor draft": ("conformance", "Play the protocol of draft services against one."),
     "admin": ("admin", "Inspect and control a running coordinator."),
     "context": ("connection", "Save connections to coordinators under names."),
 }
@@ -37,6 +38,12 @@ class _Verbs(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         """Their names, in the order of the help."""
         return list(VERBS)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command of the first words, which may be two: `doctor draft` is a verb beside `doctor`."""
+        if (both := " ".join(args[:2])) in VERBS:
+            args = [both, *args[2:]]
+        return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command of a verb; None for another word."""

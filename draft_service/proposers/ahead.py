@@ -20,7 +20,7 @@ from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.rows import masked
 from tandem.engine.sampler import Sampler
 from tandem.engine.steps import BranchStep
-from tandem.errors import InvalidRequestError, TandemError
+from tandem.errors import TandemError
 from tandem.grammar import GrammarState
 from tandem.sampling.noise import gumbel, recovery_keys, target_keys
 from tandem.types import (
@@ -69,17 +69,8 @@ class AheadDrafter:
         """At most a round's depths: the next step empties it."""
 
     def apply(self, step: ProposeStep) -> None:
-        """Apply a step's delta, end the last round and learn its outcome.
-
-        Raises:
-            InvalidRequestError: the step's delta starts past the sequence's end.
-        """
+        """Apply a step's delta, which fits the sequence; end the last round and learn its outcome."""
         delta, token_ids = step.delta, self._token_ids
-        if not 0 <= delta.base_length <= len(token_ids):
-            raise InvalidRequestError(
-                f"The delta starts at token {delta.base_length}, but the sequence has {len(token_ids)} tokens; "
-                "send the missing ones from base_length 0."
-            )
         token_ids[delta.base_length :] = delta.token_ids
         last, self._round = self._round, None
         self._rounds += 1

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import tandem
+from draft_service.proposers import check_start
 from tandem.errors import InvalidRequestError
 from tandem.fair_places import FairPlaces, extra_places
 from tandem.types import (
@@ -213,11 +214,7 @@ class TokenState:
         return self.token_ids[self.prompt_length or 0 :]
 
     def _check(self, delta: Delta) -> None:
-        if not 0 <= delta.base_length <= len(self):
-            raise InvalidRequestError(
-                f"the delta starts at token {delta.base_length}, but the sequence has {len(self)} tokens; "
-                "send the missing ones from base_length 0"
-            )
+        check_start(delta, len(self))
         if self._max_length and delta.length > self._max_length:
             raise InvalidRequestError(
                 f"the sequence would have {delta.length} tokens, but its limit is {self._max_length}"

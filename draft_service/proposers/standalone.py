@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 
+from draft_service.proposers import check_start
 from draft_service.proposers.ahead import AheadDrafter, OutcomeHistory, Pushed
 from draft_service.proposers.drafting import (
     Drafting,
@@ -215,6 +216,8 @@ class StandaloneSequence:
         self._options = options
         self._draft_top_k = draft_top_k
         self._support_mass = support_mass
+        self._length = 0
+        """Tokens that were sent, without those that were proposed."""
 
     @property
     def pushed(self) -> Pushed | None:
@@ -231,7 +234,9 @@ class StandaloneSequence:
             InvalidRequestError: the delta does not fit the sequence or the model, or the tokens do not.
             NonFiniteLogitsError: the model computed logits that are not finite.
         """
+        check_start(step.delta, self._length)
         check_room(self._cached, step.delta.length, step.token_count)
+        self._length = step.delta.length
         if self._ahead is not None:
             self._ahead.apply(step)
         if not step.is_answered:

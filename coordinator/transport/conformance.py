@@ -1,0 +1,584 @@
+"""Plays the protocol of draft services (docs/protocol.md) against one, and says where it differs.
+
+Each check is a function that returns what it found, or raises the difference.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from coordinator.transport.draft_client import DraftClient, PendingOutcomes, check_proposal
+from tandem.admin import Finding
+from tandem.errors import ProtocolError, TandemError
+from tandem.rpc.channels import errors_of
+from tandem.types import (
+    MAX_BRANCHES,
+    AheadBudget,
+    Cancel,
+    Delta,
+    DraftedOutcomes,
+    DraftOptions,
+    Finish,
+    ModelInfo,
+    Proposal,
+    ProposeStep,
+    RowKind,
+    SamplingParams,
+)
+from tandem.v1.draft_pb2 import ProposeResponse
+from tandem.wire import draft as wire
+from tandem.wire.status import Ending
+
+_COUNT = 4
+"""Tokens of a proposal, the default of `num_speculative_tokens`."""
+_PROMPT_LENGTH = 24
+_MAX_LENGTH = 128
+"""Of the sequences that are played, where the model reads as much."""
+_LARGEST_ID = 2**31 - 1
+_WITHOUT_MODEL = 1 << 20
+"""Bound of ids for a draft without a vocabulary, which proposes ids that it was sent."""
+_REFUSED = grpc.StatusCode.INVALID_ARGUMENT
+
+Request = DraftOptions | ProposeStep | Finish | Cancel
+
+
+class Conversation:
+    """One stream to the service, on which requests are said as they are."""
+
+    def __init__(self, channel: grpc.aio.Channel, seconds: float) -> None:
+        """
+        Args:
+            channel: To the service.
+            seconds: How long an answer may take.
+        """
+        self._call = channel.stream_stream("/tandem.v1.DraftService/Propose")()
+        self._seconds = seconds
+        self._arrived: defaultdict[int, asyncio.Queue[wire.Answer | ProtocolError | Ending]] = defaultdict(
+            asyncio.Queue
+        )
+        self._reading = asyncio.create_task(self._read())
+
+    async def say(self, *requests: tuple[int, Request]) -> None:
+        """Send requests in one message, each with the number of its sequence."""
+        await self.write(wire.requests_to_proto(requests).SerializeToString())
+
+    async def write(self, message: bytes) -> None:
+        """Send the bytes of a message."""
+        with errors_of("draft service"):
+            await self._call.write(message)
+
+    async def next(self, sequence: int) -> wire.Answer | Ending:
+        """What is said next of a sequence.
+
+        Raises:
+            ProtocolError: nothing in time, or something that cannot be read.
+        """
+        waiting = asyncio.create_task(self._arrived[sequence].get())
+        try:
+            await asyncio.wait(
+                {waiting, self._reading}, timeout=self._seconds, return_when=asyncio.FIRST_COMPLETED
+            )
+            if waiting.done():
+                answer = waiting.result()
+                if isinstance(answer, ProtocolError):
+                    raise answer
+                return answer
+        finally:
+            waiting.cancel()
+        if self._reading.done():
+            self._reading.result()
+            raise ProtocolError("it ended the stream")
+        raise ProtocolError(f"no answer to sequence {sequence} within {self._seconds:g} s")
+
+    async def proposal(self, sequence: int) -> Proposal:
+        """The answer to a step; outcomes that were drafted ahead before it are passed over."""
+        while isinstance(answer := await self.next(sequence), DraftedOutcomes):
+            pass
+        if isinstance(answer, Ending):
+            raise ProtocolError(f"it ended sequence {sequence} instead of answering: {_words(answer)}")
+        return answer
+
+    async def ending(self, sequence: int) -> Ending:
+        """How a sequence ends."""
+        while isinstance(answer := await self.next(sequence), DraftedOutcomes):
+            pass
+        if isinstance(answer, Proposal):
+            raise ProtocolError(f"it answered sequence {sequence}, which it must end")
+        return answer
+
+    def is_silent(self, sequence: int) -> bool:
+        """True if nothing is there that was said of a sequence and not taken."""
+        return self._arrived[sequence].empty()
+
+    async def end_of_stream(self) -> grpc.StatusCode:
+        """Status of the stream, which must end now."""
+        await asyncio.wait({self._reading}, timeout=self._seconds)
+        if not self._reading.done():
+            raise ProtocolError(f"it did not end the stream within {self._seconds:g} s")
+        code: grpc.StatusCode = await self._call.code()
+        return code
+
+    async def half_close(self) -> None:
+        """Say that no message follows."""
+        await self._call.done_writing()
+
+    async def close(self) -> None:
+        """End the stream."""
+        self._call.cancel()
+        self._reading.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
+
+    async def _read(self) -> None:
+        with errors_of("draft service"):
+            async for content in self._call:
+                for sequence, answer in wire.answers_from_proto(ProposeResponse.FromString(content)):
+                    self._arrived[sequence].put_nowait(answer)
+
+
+def _words(ending: Ending) -> str:
+    return f"{ending.code.name} {ending.sentence}".strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The service that is tested."""
+
+    channel: grpc.aio.Channel
+    model: ModelInfo
+    seconds: float
+    """How long an answer may take."""
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Bound of ids."""
+        return self.model.vocabulary_size or _WITHOUT_MODEL
+
+    @property
+    def max_length(self) -> int:
+        """Of the sequences that are played."""
+        return min(_MAX_LENGTH, self.model.max_length or _MAX_LENGTH)
+
+    def prompt(self, first: int = 0) -> tuple[int, ...]:
+        """Tokens that repeat, so that drafts without a model have something to propose."""
+        base = min(300, self.vocabulary_size // 2)
+        return tuple(
+            base + (first + number % 5) % (self.vocabulary_size - base) for number in range(_PROMPT_LENGTH)
+        )
+
+    def options(self, temperature: float = 0.0, **others: object) -> DraftOptions:
+        """Open a sequence."""
+        sampling = SamplingParams(temperature=temperature, seed=7)
+        usual = DraftOptions("conformance", sampling, self.max_length, prompt_length=_PROMPT_LENGTH)
+        return replace(usual, **others)  # type: ignore[arg-type]  # fields of the class
+
+    @asynccontextmanager
+    async def conversation(self) -> AsyncIterator[Conversation]:
+        """A stream."""
+        talk = Conversation(self.channel, self.seconds)
+        try:
+            yield talk
+        finally:
+            await talk.close()
+
+    async def fresh(self, tokens: Sequence[int], options: DraftOptions) -> Proposal:
+        """The proposal of a new sequence that was sent all tokens at once."""
+        async with self.conversation() as talk:
+            await talk.say((1, options), (1, _step(tokens)))
+            proposal = self.checked(await talk.proposal(1), len(tokens))
+            await talk.say((1, Finish(len(tokens))))
+            await talk.ending(1)
+            return proposal
+
+    def checked(self, proposal: Proposal, length: int, count: int = _COUNT) -> Proposal:
+        """A proposal that a coordinator would take."""
+        check_proposal(proposal, length, count, self.vocabulary_size, with_token_logits=False)
+        return proposal
+
+
+def _step(tokens: Sequence[int], base_length: int = 0, count: int = _COUNT) -> ProposeStep:
+    return ProposeStep(Delta(base_length, list(tokens[base_length:])), count)
+
+
+def _must_equal(found: Proposal, wanted: Proposal, what: str) -> None:
+    if found.token_ids != wanted.token_ids:
+        raise ProtocolError(
+            f"{what}: it proposed {list(found.token_ids)}, and before {list(wanted.token_ids)}"
+        )
+
+
+# ---- what every draft service must do
+
+
+async def _health(draft: Subject) -> str:
+    with errors_of("draft service"):
+        answer = await health_pb2_grpc.HealthStub(draft.channel).Check(
+            health_pb2.HealthCheckRequest(), timeout=draft.seconds
+        )
+    if answer.status != health_pb2.HealthCheckResponse.SERVING:
+        raise ProtocolError(f"grpc.health.v1.Health/Check says {answer.status}; it must be 1 (SERVING)")
+    return "grpc.health.v1.Health/Check says SERVING"
+
+
+async def _model(draft: Subject) -> str:
+    model = draft.model
+    if model.drafting_method:
+        raise ProtocolError(
+            f"it is bound to the target at its own address ({model.drafting_method}), so it drafts for no other"
+        )
+    if model.has_model and not (model.tokenizer_hash and model.max_length > 0):
+        raise ProtocolError("a model with a vocabulary must name its tokenizer's hash and its maximum length")
+    profile = (
+        f"{len(model.step_profile.seconds)} step times" if model.step_profile.seconds else "no step times"
+    )
+    size = f"{model.vocabulary_size} tokens" if model.has_model else "no vocabulary"
+    return f"{model.name}: {size}, sequences of up to {model.max_length or 'any'} tokens, {profile}"
+
+
+async def _reading(draft: Subject) -> str:
+    tokens = draft.prompt()
+    async with draft.conversation() as talk:
+        await talk.say((1, draft.options()), (1, _step(tokens, count=0)))
+        draft.checked(await talk.proposal(1), len(tokens), 0)
+    return "a step that asks for no tokens is answered by an empty proposal"
+
+
+async def _proposals(draft: Subject) -> str:
+    tokens, lengths = list(draft.prompt()), []
+    async with draft.conversation() as talk:
+        await talk.say((1, draft.options()))
+        base = 0
+        for _ in range(4):
+            await talk.say((1, _step(tokens, base)))
+            proposal = draft.checked(await talk.proposal(1), len(tokens))
+            base, lengths = len(tokens), [*lengths, len(proposal)]
+            tokens += [*proposal.token_ids[:2], *tokens[3:7]]
+    return f"rounds were answered with {', '.join(map(str, lengths))} of {_COUNT} tokens"
+
+
+async def _distributions(draft: Subject) -> str:
+    options = draft.options(1.0, row_kind=RowKind.SUPPORT, draft_top_k=5)
+    proposal = await draft.fresh(draft.prompt(), options)
+    _must_equal(await draft.fresh(draft.prompt(), options), proposal, "two sequences with one seed")
+    for each in proposal.distributions:
+        if len(each.token_ids) > 5:
+            raise ProtocolError(f"draft_top_k is 5; a distribution has {len(each.token_ids)} ids")
+    if not proposal.distributions:
+        return "proposals are deterministic, without distributions"
+    return "each token is from the support that it comes with; one seed gives one proposal"
+
+
+async def _token_rows(draft: Subject) -> str:
+    proposal = await draft.fresh(draft.prompt(), draft.options(1.0))
+    if proposal.distributions:
+        raise ProtocolError("row_kind is ROW_KIND_TOKEN; its proposal has distributions")
+    return "ROW_KIND_TOKEN: no distributions"
+
+
+async def _logits(draft: Subject) -> str:
+    if not draft.model.has_model:
+        return "not asked for: without a model there are none"
+    tokens = draft.prompt()
+    async with draft.conversation() as talk:
+        await talk.say((1, draft.options(with_token_logits=True)), (1, _step(tokens)))
+        proposal = await talk.proposal(1)
+        check_proposal(proposal, len(tokens), _COUNT, draft.vocabulary_size, with_token_logits=True)
+    return "each token comes with its logit where the Open asks for it"
+
+
+async def _order(draft: Subject) -> str:
+    prompts = {number: draft.prompt(number)[: _PROMPT_LENGTH - number] for number in (1, 2, 3)}
+    async with draft.conversation() as talk:
+        await talk.say(
+            *((number, draft.options()) for number in prompts),
+            *((number, _step(prompt)) for number, prompt in prompts.items()),
+        )
+        for number in (3, 1, 2):
+            draft.checked(await talk.proposal(number), len(prompts[number]))
+        # Each step has one answer: none may be left once another step was answered
+        await talk.say((1, _step(prompts[1], len(prompts[1]))))
+        await talk.proposal(1)
+        if not all(map(talk.is_silent, prompts)):
+            raise ProtocolError("it answered a step twice")
+    return "three sequences of one message: each step is answered once, by its sequence's number"
+
+
+# ---- deltas
+
+
+async def _idempotence(draft: Subject) -> str:
+    tokens = draft.prompt()
+    async with draft.conversation() as talk:
+        await talk.say((1, draft.options()), (1, _step(tokens)))
+        first = draft.checked(await talk.proposal(1), len(tokens))
+        for base, what in ((0, "the same step again"), (_PROMPT_LENGTH // 2, "a delta that repeats a half")):
+            await talk.say((1, _step(tokens, base)))
+            _must_equal(draft.checked(await talk.proposal(1), len(tokens)), first, what)
+    return "a delta that says again what is there changes nothing"
+
+
+async def _rollback(draft: Subject) -> str:
+    kept = draft.prompt()
+    async with draft.conversation() as talk:
+        await talk.say((1, draft.options()), (1, _step([*kept, *reversed(kept)])))
+        await talk.proposal(1)
+        tokens = [*kept[:-3], *kept[3:7]]
+        await talk.say((1, _step(tokens, len(kept) - 3)))
+        found = draft.checked(await talk.proposal(1), len(tokens))
+    _must_equal(found, await draft.fresh(tokens, draft.options()), "after a rollback and on a fresh sequence")
+    return "a delta that begins earlier replaces the tail, and the proposal is that of a fresh sequence"
+
+
+async def _unchanged(draft: Subject) -> str:
+    tokens = draft.prompt()
+    async with draft.conversation() as talk:
+        await talk.say((1, draft.options()), (1, _step(tokens)))
+        await talk.proposal(1)
+        beyond = len(tokens) + 1
+        await talk.say((1, ProposeStep(Delta(beyond, [tokens[0]]), _COUNT)))
+        _must_refuse(await talk.ending(1), "a delta that begins behind the sequence's end")
+    return "a proposal changes nothing: a delta behind it leaves a gap, and is refused"
+
+
+# ---- what is refused
+
+
+def _must_refuse(ending: Ending, what: str) -> None:
+    if ending.code is not _REFUSED:
+        raise ProtocolError(f"{what} ended with {_words(ending)}; it must be {_REFUSED.name}")
+
+
+async def _malformed(draft: Subject) -> str:
+    tokens = list(draft.prompt())
+    steps = {
+        "a negative base length": ProposeStep(Delta(-1, tokens), _COUNT),
+        "a negative id": ProposeStep(Delta(0, [*tokens[:-1], -1]), _COUNT),
+        "a negative number of tokens to propose": ProposeStep(Delta(0, tokens), -1),
+        "a sequence beyond its max_length": ProposeStep(
+            Delta(0, [tokens[0]] * (draft.max_length + 2)), _COUNT
+        ),
+    }
+    if draft.model.has_model:
+        unknown = min(draft.vocabulary_size, _LARGEST_ID)
+        steps["an unknown id"] = ProposeStep(Delta(0, [*tokens[:-1], unknown]), _COUNT)
+    async with draft.conversation() as talk:
+        await talk.say((1, draft.options()), (1, _step(tokens)))
+        first = await talk.proposal(1)
+        for number, (what, step) in enumerate(steps.items(), start=2):
+            await talk.say((number, draft.options()), (number, step))
+            _must_refuse(await talk.ending(number), what)
+        await talk.say((1, _step(tokens, len(tokens))))
+        _must_equal(await talk.proposal(1), first, "beside sequences that were refused")
+    return f"{len(steps)} bad steps each ended their own sequence with {_REFUSED.name}, and no other"
+
+
+async def _huge(draft: Subject) -> str:
+    tokens = draft.prompt()
+    async with draft.conversation() as talk:
+        await talk.say((1, draft.options()), (1, _step(tokens, count=1 << 30)))
+        answer = await talk.next(1)
+    if isinstance(answer, Ending):
+        _must_refuse(answer, "a step that asks for 2^30 tokens")
+        return f"a step that asks for 2^30 tokens is refused with {_REFUSED.name}"
+    if not isinstance(answer, Proposal) or len(answer) > draft.max_length:
+        raise ProtocolError("a step that asks for 2^30 tokens had an answer beyond the sequence's max_length")
+    return f"a step that asks for 2^30 tokens was answered with {len(answer)}"
+
+
+async def _opening(draft: Subject) -> str:
+    tokens = draft.prompt()
+    async with draft.conversation() as talk:
+        await talk.say((1, _step(tokens)))
+        _must_refuse(await talk.ending(1), "a step without an Open")
+        await talk.say((2, draft.options()), (2, _step(tokens)))
+        await talk.proposal(2)
+        await talk.say((2, draft.options()))
+        _must_refuse(await talk.ending(2), "a second Open")
+    return "a step without an Open and a second Open are refused"
+
+
+async def _torn(draft: Subject) -> str:
+    async with draft.conversation() as talk:
+        message = wire.requests_to_proto([(1, draft.options()), (1, _step(draft.prompt()))])
+        message.steps.token_ids = message.steps.token_ids[:-4]
+        await talk.write(message.SerializeToString())
+        if (code := await talk.end_of_stream()) is not _REFUSED:
+            raise ProtocolError(
+                f"columns that do not fit together ended the stream with {code.name}; it must be {_REFUSED.name}"
+            )
+    await draft.fresh(draft.prompt(), draft.options())
+    return f"columns that do not fit together end the stream with {_REFUSED.name}; the next stream is served"
+
+
+# ---- ends
+
+
+async def _finish(draft: Subject) -> str:
+    tokens = draft.prompt()
+    async with draft.conversation() as talk:
+        await talk.say((1, draft.options()), (1, _step(tokens)))
+        await talk.proposal(1)
+        await talk.say((1, Finish(len(tokens))))
+        if (ending := await talk.ending(1)).code is not grpc.StatusCode.OK:
+            raise ProtocolError(f"a Finish was answered with {_words(ending)}; it must be OK")
+    return "a Finish is answered by the sequence's end, code 0"
+
+
+async def _stale(draft: Subject) -> str:
+    tokens = draft.prompt()
+    async with draft.conversation() as talk:
+        await talk.say((1, draft.options()), (1, _step(tokens)), (1, Finish(len(tokens))))
+        await talk.proposal(1)
+        await talk.ending(1)
+        # Said before the coordinator knew of the end
+        await talk.say((1, _step(tokens)), (1, Finish(len(tokens))), (1, Cancel()))
+        await talk.say((2, draft.options()), (2, _step(tokens)))
+        draft.checked(await talk.proposal(2), len(tokens))
+        if not talk.is_silent(1):
+            raise ProtocolError("it answered a sequence that had ended")
+    return "what comes for a sequence that has ended is passed over"
+
+
+async def _cancel(draft: Subject) -> str:
+    tokens = draft.prompt()
+    async with draft.conversation() as talk:
+        await talk.say((1, draft.options()), (1, _step(tokens)), (2, draft.options()), (2, _step(tokens)))
+        await talk.say((1, Cancel()))
+        draft.checked(await talk.proposal(2), len(tokens))
+    await draft.fresh(tokens, draft.options())
+    return "a cancelled sequence ends alone"
+
+
+async def _half_closed(draft: Subject) -> str:
+    tokens = draft.prompt()
+    async with draft.conversation() as talk:
+        await talk.say((1, draft.options()), (1, _step(tokens)))
+        await talk.proposal(1)
+        await talk.half_close()
+        await talk.end_of_stream()
+    await draft.fresh(tokens, draft.options())
+    return "a stream that ends without a Finish ends its sequences; the next stream is served"
+
+
+# ---- drafting ahead
+
+
+_BUDGET = AheadBudget(branch_count=4, token_count=3)
+
+
+async def _ahead(draft: Subject) -> str:
+    if not draft.model.drafts_ahead:
+        return "it does not draft ahead, so no budget is granted"
+    tokens = list(draft.prompt())
+    pending = PendingOutcomes(draft.vocabulary_size, RowKind.TOKEN)
+    async with draft.conversation() as talk:
+        await talk.say((1, draft.options(ahead=_BUDGET)))
+        await talk.say((1, ProposeStep(Delta(0, tokens), _COUNT, _BUDGET)))
+        proposal = draft.checked(await talk.proposal(1), len(tokens))
+        pending.expect(len(tokens), proposal.token_ids, _BUDGET)
+        found = await _outcomes(talk, pending)
+        # The round that follows is verified already: nothing is asked for, and nothing but outcomes comes.
+        accepted, following = found.accepted_counts[0], found.next_token_ids[0]
+        base = len(tokens)
+        tokens += [*proposal.token_ids[:accepted], following]
+        drafted = pending.find(tokens)
+        assert drafted is not None, "the first outcome was drafted for"
+        pending.expect(len(tokens), drafted.token_ids, _BUDGET)
+        step = ProposeStep(Delta(base, [*tokens[base:], *drafted.token_ids]), 0, _BUDGET, len(drafted))
+        await talk.say((1, step))
+        await _outcomes(talk, pending)
+        # A question ends drafting ahead; stale outcomes may be under way, no more than were granted.
+        pending.expect(len(tokens), (), None)
+        await talk.say((1, _step(tokens, len(tokens))))
+        while isinstance(answer := await talk.next(1), DraftedOutcomes):
+            pending.add(answer)
+        if isinstance(answer, Ending):
+            raise ProtocolError(f"it ended the sequence after its budget: {_words(answer)}")
+        draft.checked(answer, len(tokens))
+    return f"{_BUDGET.branch_count} x {_BUDGET.token_count} granted twice: outcomes came within them, also unasked"
+
+
+async def _outcomes(talk: Conversation, pending: PendingOutcomes) -> DraftedOutcomes:
+    """The first depth of a round's outcomes, after all its depths have come."""
+    first: DraftedOutcomes | None = None
+    depth = 0
+    while first is None or depth < _BUDGET.token_count:
+        answer = await talk.next(1)
+        if not isinstance(answer, DraftedOutcomes):
+            what = "a proposal" if isinstance(answer, Proposal) else _words(answer)
+            raise ProtocolError(f"outcomes were granted, and {what} came instead")
+        if pending.add(answer, time.monotonic()):
+            first = first or answer
+            depth = answer.depth + 1 + len(answer.lead_token_ids)
+    return first
+
+
+async def _budgets(draft: Subject) -> str:
+    if not draft.model.drafts_ahead:
+        return "it does not draft ahead, so no budget is granted"
+    async with draft.conversation() as talk:
+        wrong = (AheadBudget(MAX_BRANCHES + 1, 1), AheadBudget(1, 1 << 20), AheadBudget(-1, 1))
+        for number, budget in enumerate(wrong, start=1):
+            await talk.say((number, draft.options(ahead=budget)))
+            _must_refuse(
+                await talk.ending(number), f"a budget of {budget.branch_count} x {budget.token_count}"
+            )
+    return f"budgets out of range are refused with {_REFUSED.name}"
+
+
+CHECKS: dict[str, Callable[[Subject], Awaitable[str]]] = {
+    "health": _health,
+    "model": _model,
+    "reading": _reading,
+    "proposals": _proposals,
+    "token rows": _token_rows,
+    "distributions": _distributions,
+    "token logits": _logits,
+    "order": _order,
+    "idempotence": _idempotence,
+    "rollback": _rollback,
+    "unchanged": _unchanged,
+    "malformed": _malformed,
+    "huge": _huge,
+    "opening": _opening,
+    "torn": _torn,
+    "finish": _finish,
+    "stale": _stale,
+    "cancel": _cancel,
+    "half-closed": _half_closed,
+    "ahead": _ahead,
+    "budgets": _budgets,
+}
+"""By name. Each opens streams of its own, so that one failure explains no other."""
+
+
+async def conformance(channel: grpc.aio.Channel, seconds: float) -> list[Finding]:
+    """Everything that a draft service does as the protocol says, and what not.
+
+    Args:
+        channel: To the service.
+        seconds: How long an answer may take.
+
+    Raises:
+        TandemError: the service does not say what it serves, so that nothing can be tested.
+    """
+    async with asyncio.timeout(seconds):
+        model = await DraftClient(channel).model_info()
+    draft = Subject(channel, model, seconds)
+    findings = []
+    for name, check in CHECKS.items():
+        try:
+            findings.append(Finding.ok(name, await check(draft)))
+        except TandemError as error:
+            findings.append(Finding.problem(name, str(error).removeprefix("draft service: ")))
+            if name == "model":
+                break
+    return findings

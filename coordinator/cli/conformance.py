@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from coordinator.cli.app import FAILED
+from coordinator.cli.app import Exit
 from coordinator.cli.command import OutputForm, OutputOptions, command, option
 from coordinator.cli.doctor import doctor_view
 from coordinator.transport.conformance import conformance
@@ -71,4 +71,4 @@ async def doctor_draft(
         output = OutputOptions(OutputForm.JSON)
     output.show({"conforms": conforms, "findings": findings}, lambda: doctor_view(findings))
     if not conforms:
-        raise typer.Exit(FAILED)
+        raise typer.Exit(Exit.FAILED)

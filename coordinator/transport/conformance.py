@@ -17,6 +17,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.transport.draft_client import DraftClient, PendingOutcomes, check_proposal
+from coordinator.transport.streams import Call
 from tandem.admin import Finding
 from tandem.errors import ProtocolError, TandemError
 from tandem.rpc.channels import errors_of
@@ -60,7 +61,7 @@ class Conversation:
             channel: To the service.
             seconds: How long an answer may take.
         """
-        self._call = channel.stream_stream("/tandem.v1.DraftService/Propose")()
+        self._call: Call = channel.stream_stream("/tandem.v1.DraftService/Propose")()
         self._seconds = seconds
         self._arrived: defaultdict[int, asyncio.Queue[wire.Answer | ProtocolError | Ending]] = defaultdict(
             asyncio.Queue
@@ -252,7 +253,8 @@ async def _reading(draft: Subject) -> str:
 
 
 async def _proposals(draft: Subject) -> str:
-    tokens, lengths = list(draft.prompt()), []
+    tokens = list(draft.prompt())
+    lengths: list[int] = []
     async with draft.conversation() as talk:
         await talk.say((1, draft.options()))
         base = 0

@@ -66,11 +66,14 @@ test-vllm: setup $(VLLM)/.installed ## Install vLLM for CPUs and run the tests t
 CLIENTS := .clients
 $(CLIENTS)/.installed:
 	$(PYTHON) -m venv $(CLIENTS)
-	$(CLIENTS)/bin/python -m pip install --quiet openai langchain-openai litellm 'pydantic-ai-slim[openai]' instructor
+	$(CLIENTS)/bin/python -m pip install --quiet openai langchain-openai litellm 'pydantic-ai-slim[openai]'
+	# It needs an older jiter than the openai of pydantic-ai: together, pip searches for half an hour.
+	$(PYTHON) -m venv $(CLIENTS)/instructor
+	$(CLIENTS)/instructor/bin/python -m pip install --quiet instructor
 	@touch $@
 
 test-clients: setup $(CLIENTS)/.installed ## Run the tests with client libraries, which this installs
-	CLIENTS_PYTHON=$(CURDIR)/$(CLIENTS)/bin/python $(BIN)/python -m pytest -v -rs -s -m soak \
+	CLIENTS_PYTHON=$(CURDIR)/$(CLIENTS)/bin/python:$(CURDIR)/$(CLIENTS)/instructor/bin/python $(BIN)/python -m pytest -v -rs -s -m soak \
 		tests/service/test_client_libraries.py $(ARGS)
 
 lint: setup ## Check style, types, import rules, protos and the links of the docs

@@ -1,8 +1,10 @@
 """Structured output: are all answers valid, what does a schema cost, and what does a mask.
 
     python -m benchmarks.studies.structured                                 the demo pair
-    python -m benchmarks.studies.structured --kill 5                        with deaths of drafts and targets
+    python -m benchmarks.studies.structured --pair smollm2                  SmolLM2-135M-Instruct, drafts by suffix
+    python -m benchmarks.studies.structured --kill 1                        with deaths of drafts and targets
     python -m benchmarks.studies.structured --compare --answers 250         and the same prompts without a schema
+    python -m benchmarks.studies.structured --compare --unforced ...        of a schema that forces no text
     python -m benchmarks.studies.structured --address HOST:PORT             a coordinator that runs
     python -m benchmarks.studies.structured --masks tokenizer.json          the time of masks alone, on random rows
 
@@ -19,21 +21,24 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from itertools import cycle
+from itertools import cycle, pairwise
 from pathlib import Path
 from random import Random
+from statistics import median
 from typing import Any
 
 import jsonschema
+import numpy as np
 import torch
 
 from benchmarks.common import floats, free_port, process, service
 from benchmarks.pairs import DEMO
 from tandem.client import Client, Completed
-from tandem.engine.rows import masked
+from tandem.engine.rows import forbid
 from tandem.errors import TandemError
 from tandem.grammar import Grammars
 from tandem.types import FinishReason, Grammar, GrammarKind
@@ -75,6 +80,10 @@ def _value(random: Random, depth: int) -> dict[str, Any]:
     return random.choice(kinds)
 
 
+UNFORCED = {"type": "string", "minLength": 200, "maxLength": 250}
+"""Leaves a choice at each token but the quotation marks, and allows more ids at once than any of the schemas."""
+
+
 def is_valid(completed: Completed, schema: Mapping[str, Any]) -> bool:
     """True if the text is a value of the schema, and nothing else."""
     try:
@@ -84,15 +93,21 @@ def is_valid(completed: Completed, schema: Mapping[str, Any]) -> bool:
     return completed.finish_reason is FinishReason.STOP
 
 
+PAIRS = {
+    "demo": (("--model", str(DEMO / "target")), ("--model", str(DEMO / "draft"))),
+    "smollm2": (("--model", "smollm2"), ("--method", "suffix")),
+}
+"""Options of the target and of the draft."""
+
+
 class Replica:
     """A draft or a target as a process, started again at its port when it is killed."""
 
-    def __init__(self, role: str, at_once: int) -> None:
-        """Of the demo pair."""
+    def __init__(self, role: str, options: Sequence[str]) -> None:
         self.role = role
         self.port = free_port()
         self.ready, self._killed = asyncio.Event(), asyncio.Event()
-        self._options = ("--model", str(DEMO / role), "--max-length", "1024", "--max-sequences", str(at_once))
+        self._options = options
         self._pid = 0
 
     async def run(self) -> None:
@@ -111,12 +126,18 @@ class Replica:
 
 
 class Cluster:
-    """A coordinator over such replicas."""
+    """A coordinator over replicas of a pair."""
 
-    def __init__(self, at_once: int, of_each: int) -> None:
+    def __init__(self, pair: str, at_once: int, of_each: int) -> None:
         """So many of each role."""
-        self._replicas = [Replica(role, at_once) for _ in range(of_each) for role in ("target", "draft")]
-        self.kills = 0
+        limits = ("--max-length", "1024", "--max-sequences", str(at_once))
+        self._replicas = [
+            Replica(role, (*options, *limits))
+            for role, options in zip(("target", "draft"), PAIRS[pair], strict=True)
+            for _ in range(of_each)
+        ]
+        self.kills = Counter[str]()
+        """By role."""
 
     @asynccontextmanager
     async def coordinator(self, seconds_between_kills: float | None) -> AsyncIterator[str]:
@@ -130,30 +151,41 @@ class Cluster:
                 await asyncio.gather(*(replica.ready.wait() for replica in own))
             async with service("coordinator", *words) as address:
                 if seconds_between_kills is not None:
-                    tasks.append(asyncio.create_task(self._kill_each(seconds_between_kills)))
+                    tasks += [
+                        asyncio.create_task(self._kill_each(role, seconds_between_kills))
+                        for role in ("target", "draft")
+                    ]
                 yield address
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _kill_each(self, seconds: float) -> None:
-        for replica in cycle(self._replicas):
+    async def _kill_each(self, role: str, seconds: float) -> None:
+        """Kill one of a role after the other, while the others of that role are ready."""
+        own = [replica for replica in self._replicas if replica.role == role]
+        for replica in cycle(own):
             await asyncio.sleep(seconds)
-            await asyncio.gather(*(each.ready.wait() for each in self._replicas))
+            await asyncio.gather(*(each.ready.wait() for each in own))
             replica.kill()
-            self.kills += 1
+            self.kills[role] += 1
 
 
 @dataclass
 class Run:
     """What requests of one kind were answered with."""
 
-    failures: list[str] = field(default_factory=list)
-    answers: int = 0
-    lengths: list[int] = field(default_factory=list)
-    rounds: int = 0
+    schemas: list[dict[str, Any]] = field(default_factory=list)
+    """Of the answers; empty where they had none."""
+    completed: list[Completed | None] = field(default_factory=list)
+    """The answers; None for a request that failed."""
+    errors: list[str] = field(default_factory=list)
     seconds: float = 0.0
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each answer."""
+        return [0 if each is None else len(each.token_ids) for each in self.completed]
 
     @property
     def tokens(self) -> int:
@@ -161,9 +193,17 @@ class Run:
         return sum(self.lengths)
 
     @property
-    def tokens_a_pass(self) -> float:
-        """Tokens by the passes of the target through sequences."""
-        return self.tokens / max(self.rounds, 1)
+    def passes(self) -> int:
+        """The passes of the target through sequences."""
+        return sum(0 if each is None else each.speculation.rounds for each in self.completed)
+
+    @property
+    def failures(self) -> list[str]:
+        """Errors, and texts that are not what their schema asks for."""
+        pairs = zip(self.completed, self.schemas, strict=False)
+        return self.errors + [
+            each.text for each, schema in pairs if each is not None and not is_valid(each, schema)
+        ]
 
 
 class Questions:
@@ -177,36 +217,32 @@ class Questions:
 
     async def ask(self, run: Run, numbers: Sequence[int], lengths: Sequence[int] | None = None) -> None:
         """Ask these questions at once: with schemas, or without and for so many tokens each."""
+        schemas = [UNFORCED if self._options.unforced else schema_of(number % SCHEMAS) for number in numbers]
+        wanted = schemas if lengths is None else lengths
         began = time.perf_counter()
-        wanted = [None] * len(numbers) if lengths is None else lengths
-        found = await asyncio.gather(
-            *(self._one(run, number, tokens) for number, tokens in zip(numbers, wanted, strict=True))
+        run.completed += await asyncio.gather(
+            *(self._one(run, number, each) for number, each in zip(numbers, wanted, strict=True))
         )
         run.seconds += time.perf_counter() - began
-        run.answers += len(found)
-        run.lengths += [0 if each is None else len(each.token_ids) for each in found]
-        run.rounds += sum(0 if each is None else each.speculation.rounds for each in found)
+        if lengths is None:
+            run.schemas += schemas
 
-    async def _one(self, run: Run, number: int, tokens: int | None) -> Completed | None:
-        is_bound = tokens is None
-        schema = schema_of(number % SCHEMAS)
+    async def _one(self, run: Run, number: int, wanted: Mapping[str, Any] | int) -> Completed | None:
+        tokens = wanted if isinstance(wanted, int) else None
         async with self._places:
             try:
-                found = await self._client.complete(
+                return await self._client.complete(
                     f'# {number}\nperson = json.loads("',
                     max_tokens=self._options.max_tokens if tokens is None else max(tokens, 1),
                     temperature=self._temperature,
                     seed=number,
-                    grammar=Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)) if is_bound else None,
-                    ignore_eos=not is_bound,
+                    grammar=Grammar(GrammarKind.JSON_SCHEMA, json.dumps(wanted)) if tokens is None else None,
+                    ignore_eos=tokens is not None,
                     speculation=not self._options.alone,
                 )
             except TandemError as error:
-                run.failures.append(str(error))
+                run.errors.append(str(error))
                 return None
-        if is_bound and not is_valid(found, schema):
-            run.failures.append(found.text)
-        return found
 
 
 async def answers(client: Client, options: argparse.Namespace, temperature: float) -> None:
@@ -217,52 +253,75 @@ async def answers(client: Client, options: argparse.Namespace, temperature: floa
         await questions.ask(bound, numbers)
         if options.compare:
             await questions.ask(free, numbers, bound.lengths[start:])
-    valid = bound.answers - len(bound.failures)
+    failures = bound.failures
+    count = len(bound.completed)
     columns = [
         f"{temperature:g}",
-        f"{valid} of {bound.answers}",
+        f"{count - len(failures)} of {count}",
         f"{bound.tokens}",
-        f"{bound.tokens_a_pass:.2f}",
+        f"{bound.tokens / bound.passes:.2f}",
+        f"{bound.tokens / bound.seconds:.0f}",
     ]
     if options.compare:
-        passes = bound.rounds / bound.seconds / (free.rounds / free.seconds)
+        passes = bound.passes / bound.seconds / (free.passes / free.seconds)
         speed = bound.tokens / bound.seconds / (free.tokens / free.seconds)
-        columns += [f"{free.tokens_a_pass:.2f}", f"{passes:.2f}", f"{speed:.2f}"]
+        columns += [f"{free.tokens / free.passes:.2f}", f"{passes:.2f}", f"{speed:.2f}"]
     sys.stdout.write(f"| {' | '.join(columns)} |\n")
-    for failure in (*bound.failures, *free.failures)[:5]:
+    for failure in (*failures, *free.errors)[:5]:
         sys.stdout.write(f"\nfailed: {failure!r}\n")
     sys.stdout.flush()
 
 
 def masks(tokenizer: Path, sequences: int = 16, rows: int = 5) -> None:
-    """Print the time of masks and of their application, of a step of so many sequences with random logits."""
+    """Print what masks and their application take in steps of so many sequences with random logits, beside the
+    matrices of a small model that has as many ids."""
     from tokenizers import Tokenizer
 
-    own = Tokenizer.from_file(str(tokenizer))
-    size = -(-own.get_vocab_size() // 64) * 64
+    size = -(-Tokenizer.from_file(str(tokenizer)).get_vocab_size() // 64) * 64
     grammars = Grammars(tokenizer.read_text, size, [])
-    logits = torch.randn(sequences * rows, size)
-    found: list[tuple[float, float]] = []
+    texts = []
     for number in range(SCHEMAS):
-        schema = schema_of(number)
-        state = grammars.compiled(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
-        tokens = _a_text(state, Random(number))
-        for start in range(0, max(len(tokens) - rows, 1), rows):
-            began = time.perf_counter()
-            made = state.masks(tokens[:start], tokens[start : start + rows - 1])
-            made_at = time.perf_counter()
-            masked(logits[: len(made)], made)
-            found.append((made_at - began, time.perf_counter() - made_at))
-    making, applying = (1e3 * sequences * sum(each) / len(found) for each in zip(*found, strict=True))
-    sys.stdout.write(
-        f"{size} ids, {sequences} sequences of {rows} rows: masks {making:.2f} ms, application {applying:.2f} ms\n"
-    )
+        state = grammars.compiled(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema_of(number))))
+        texts.append((state, _a_text(state, Random(number))))
+    logits, random = torch.randn(sequences * rows, size), Random(0)
+    times: dict[str, list[float]] = {"masks": [], "application": [], "the model's matrices": []}
+    model = _matrices(size)
+    for _ in range(40):
+        own = random.sample(texts, sequences)
+        starts = [random.randrange(max(len(tokens) - rows, 1)) for _, tokens in own]
+        began = time.perf_counter()
+        made = [
+            state.masks(tokens[:start], tokens[start : start + rows - 1])
+            for (state, tokens), start in zip(own, starts, strict=True)
+        ]
+        made_at = time.perf_counter()
+        all_made = np.concatenate(made)
+        forbid(logits[: len(all_made)], all_made)
+        applied_at = time.perf_counter()
+        model(len(logits))
+        ends = (began, made_at, applied_at, time.perf_counter())
+        for found, (start_at, end_at) in zip(times.values(), pairwise(ends), strict=True):
+            found.append(1e3 * (end_at - start_at))
+    medians = ", ".join(f"{name} {median(found):.1f} ms" for name, found in times.items())
+    sys.stdout.write(f"{size} ids, {sequences} sequences of {rows} rows: {medians}\n")
+
+
+def _matrices(vocabulary_size: int) -> Callable[[int], None]:
+    """Multiplies so many rows with matrices of the shape of Llama-3.2-1B's, the smallest Llama of such a vocabulary:
+    without attention, and with one layer's matrices for all 16, so that it takes less than a step."""
+    shapes = [(2048, 3072), (2048, 2048), (2048, 16_384), (8192, 2048)]
+    layer = [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
+    output = torch.randn(2048, vocabulary_size, dtype=torch.bfloat16)
+
+    def run(rows: int) -> None:
+        for weights in (*layer * 16, output):
+            torch.randn(rows, weights.shape[0], dtype=torch.bfloat16) @ weights
+
+    return run
 
 
 def _a_text(state: Any, random: Random) -> list[int]:
     """Tokens of a random text of the grammar."""
-    import numpy as np
-
     tokens: list[int] = []
     while state.follow(tokens) and not state.is_over and len(tokens) < 200:
         (row,) = state.masks(tokens, ())
@@ -276,29 +335,35 @@ async def main(options: argparse.Namespace) -> None:
     if options.masks is not None:
         masks(options.masks)
         return
-    names = ["temperature", "valid", "tokens", "tokens a pass"]
+    names = ["temperature", "valid", "tokens", "tokens a pass", "tokens a second"]
     if options.compare:
-        names += ["without a schema", "passes a second by those without", "tokens a second by those without"]
-    sys.stdout.write(
-        f"{SCHEMAS} schemas, {options.at_once} at once\n\n| {' | '.join(names)} |\n{'|---' * len(names)}|\n"
-    )
+        names += [
+            "tokens a pass without a schema",
+            "passes a second by those without",
+            "tokens a second by those without",
+        ]
+    schemas = "1 schema" if options.unforced else f"{SCHEMAS} schemas"
+    sys.stdout.write(f"{schemas}, {options.at_once} at once\n\n")
+    sys.stdout.write(f"| {' | '.join(names)} |\n{'|---' * len(names)}|\n")
     async with AsyncExitStack() as stack:
         address, cluster = options.address, None
         if address is None:
-            cluster = Cluster(options.at_once, 1 if options.kill is None else 2)
+            cluster = Cluster(options.pair, options.at_once, 1 if options.kill is None else 2)
             address = await stack.enter_async_context(cluster.coordinator(options.kill))
         client = await stack.enter_async_context(Client(address))
         for temperature in options.temperatures:
             await answers(client, options, temperature)
         if cluster is not None and cluster.kills:
-            sys.stdout.write(f"\nkilled and started again meanwhile: {cluster.kills} services\n")
+            killed = ", ".join(f"{count} {role}s" for role, count in cluster.kills.items())
+            sys.stdout.write(f"\nkilled and started again meanwhile: {killed}\n")
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The settings that the command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.structured", description=__doc__)
     add = parser.add_argument
-    add("--address", help="a coordinator's gRPC address; by default one is started over the demo pair")
+    add("--address", help="a coordinator's gRPC address; by default one is started over the pair")
+    add("--pair", choices=PAIRS, default="demo")
     add("--answers", type=int, default=1000, help="of each temperature")
     add("--at-once", type=int, default=32)
     add("--max-tokens", type=int, default=400)
@@ -311,8 +376,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--kill",
         type=float,
         metavar="SECONDS",
-        help="two drafts and two targets, of which one is killed so often",
+        help="two drafts and two targets, of which one of each is killed so long after all are ready",
     )
+    add("--unforced", action="store_true", help="one schema that forces no text, so that proposals are alike")
     add("--masks", type=Path, help="measure masks alone, with this tokenizer.json")
     return parser.parse_args(arguments)
 

@@ -62,8 +62,8 @@ class RowRequest:
 
     @property
     def takes_logits_as_they_are(self) -> bool:
-        """True if the rows are those of the model's own logits."""
-        return self.adjustments is None and self.masks is None and not self.sampling.penalizes
+        """True if the rows are those of the model's own logits, as far as a grammar allows them."""
+        return self.adjustments is None and not self.sampling.penalizes
 
     @property
     def base_length(self) -> int:

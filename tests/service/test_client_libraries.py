@@ -1,6 +1,6 @@
 """Libraries of others that ask for structured output and tools: each in a process of its own, against real services.
 
-`make test-clients` installs them in an environment of their own; those that it does not find are skipped.
+`make test-clients` installs them in environments of their own; those that it does not find are skipped.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tests.service.test_structured_http import cluster
 pytestmark = pytest.mark.soak
 
 SECONDS = 500.0
-PYTHON = os.environ.get("CLIENTS_PYTHON", sys.executable)
-"""Of the environment that has the libraries."""
+PYTHONS = os.environ.get("CLIENTS_PYTHON", sys.executable).split(os.pathsep)
+"""Of the environments that have the libraries."""
 MISSING = 75
 """Exit code of a script whose library is not there."""
 HEAD = """
@@ -109,6 +109,23 @@ for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
 }
 
 
+async def answered(script: str, url: str) -> tuple[int | None, str, str]:
+    """Exit code and output of a script in the first environment that has its library."""
+    code, out, err = None, b"", b""
+    for python in PYTHONS:
+        process = await asyncio.create_subprocess_exec(
+            python, "-W", "ignore", "-c", script, url,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=os.environ | {"LANGSMITH_TRACING": "false", "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+        )  # fmt: skip
+        out, err = await process.communicate()
+        code = process.returncode
+        if code != MISSING:
+            break
+    return code, out.decode(), err.decode()
+
+
 @pytest.mark.parametrize("package", SCRIPTS)
 async def test_structured_output_and_tools_reach_it(
     model: LoadedModel, other_model: LoadedModel, tmp_path: Path, package: str
@@ -117,17 +134,11 @@ async def test_structured_output_and_tools_reach_it(
     script = HEAD.format(module=module) + script + TAIL.format(package=package)
     async with asyncio.timeout(SECONDS), cluster(model, other_model, tmp_path) as client:
         url = str(client.base_url).removesuffix("/v1/")
-        process = await asyncio.create_subprocess_exec(
-            PYTHON, "-W", "ignore", "-c", script, url,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=os.environ | {"LANGSMITH_TRACING": "false", "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
-        )  # fmt: skip
-        out, err = await process.communicate()
-    if process.returncode == MISSING:
+        code, out, err = await answered(script, url)
+    if code == MISSING:
         pytest.skip(f"{package} is not installed")
-    assert process.returncode == 0, err.decode()[-3000:]
-    version, found = json.loads(out.decode().strip().splitlines()[-1])
+    assert code == 0, err[-3000:]
+    version, found = json.loads(out.strip().splitlines()[-1])
     sys.stdout.write(f"{package} {version}: {len(found)} answers\n")
     assert len(found) >= 2
     for each in found:

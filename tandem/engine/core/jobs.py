@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -33,6 +34,8 @@ class Job(Generic[PayloadT]):
         "lead",
         "on_result",
         "payload",
+        "prepare",
+        "prepared",
         "row_count",
         "sequence",
     )
@@ -45,6 +48,7 @@ class Job(Generic[PayloadT]):
         payload: PayloadT,
         lead: int = 0,
         on_result: Callable[[Job[PayloadT], object], None] | None = None,
+        prepare: Callable[[Job[PayloadT]], Future[Any]] | None = None,
     ) -> None:
         if row_count < 0:
             raise InvalidRequestError(f"The number of rows is {row_count} and must not be negative.")
@@ -58,6 +62,11 @@ class Job(Generic[PayloadT]):
         """How many jobs may follow this one by themselves."""
         self.on_result = on_result
         """Takes the result of a job that follows by itself, on the event loop."""
+        self.prepare = prepare
+        """Begins, before the forward pass whose rows complete the job, what another thread can do for the head
+        meanwhile."""
+        self.prepared: Future[Any] | None = None
+        """What `prepare` has begun."""
         self.future: asyncio.Future[object] | None = None
         """Set by the engine when the job is submitted."""
         self.cost: StepCost | None = None

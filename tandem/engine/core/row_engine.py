@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,6 +17,9 @@ from tandem.engine.settings import EngineSettings
 from tandem.engine.steps import ModelRunner
 from tandem.errors import InvalidRequestError, TandemError
 from tandem.types import Verification
+
+_MASK_THREADS = min(4, os.cpu_count() or 1)
+"""Threads that compute masks, one sequence each. Within the library they hold no lock."""
 
 
 class RowEngine(Engine[RowRequest, Verification]):
@@ -29,12 +34,24 @@ class RowEngine(Engine[RowRequest, Verification]):
         on_failure: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(model, partial(row_head, model=model), settings, on_step, on_failure=on_failure)
+        self._masks = ThreadPoolExecutor(_MASK_THREADS, "masks")
+
+    async def close(self) -> None:
+        """See `SequenceEngine`."""
+        await super().close()
+        self._masks.shutdown(wait=False)
 
     async def run(self, sequence: CachedSequence, request: RowRequest) -> Verification:
         """See `SequenceEngine`."""
-        job = Job(sequence, request.step.delta, request.step.row_count, request, request.step.lead)
+        step = request.step
+        prepare = None if request.grammar is None else self._begin_masks
+        job = Job(sequence, step.delta, step.row_count, request, step.lead, prepare=prepare)
         answer = await self.submit(job)
         return replace(answer, cost=job.cost) if job.row_count else Verification(request.base_length, ())
+
+    def _begin_masks(self, job: Job[RowRequest]) -> Future[RowRequest]:
+        """Compute the masks of a step while the model computes its logits: they depend on the tokens alone."""
+        return self._masks.submit(job.payload.with_tokens, job.sequence.token_ids)
 
 
 def row_head(
@@ -60,7 +77,14 @@ def _go_on(job: Job[RowRequest], answer: Verification) -> tuple[Verification, Jo
     request = job.payload.following(answer)
     if request is None:
         return answer, None
-    return answer, Job(job.sequence, request.step.delta, request.step.row_count, request, on_result=_tell_led)
+    return answer, Job(
+        job.sequence,
+        request.step.delta,
+        request.step.row_count,
+        request,
+        on_result=_tell_led,
+        prepare=job.prepare,
+    )
 
 
 def _tell_led(job: Job[RowRequest], result: object) -> None:
@@ -78,7 +102,7 @@ def _with_tokens(job: Job[RowRequest], failures: dict[Job[RowRequest], Failed]) 
     if request.grammar is None and not request.sampling.penalizes:
         return request
     try:
-        return request.with_tokens(job.sequence.token_ids)
+        return request.with_tokens(job.sequence.token_ids) if job.prepared is None else job.prepared.result()
     except InvalidRequestError as error:
         failures[job] = Failed(error)
         return replace(request, grammar=None)

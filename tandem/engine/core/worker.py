@@ -344,6 +344,8 @@ class Worker(Generic[PayloadT, ResultT]):
             if job.row_count and segment.end == segment.sequence.length:
                 rows.extend(range(token_end - job.row_count, token_end))
                 ready.append(job)
+                if job.prepare is not None:
+                    job.prepared = job.prepare(job)
         logits = self._runner.run(segments, rows)
         model_end = time.perf_counter()
         for segment, job in zip(segments, jobs, strict=True):

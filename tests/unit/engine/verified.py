@@ -14,6 +14,8 @@ def verified(
     requests: Sequence[RowRequest], logits: torch.Tensor, sampler: Sampler = TORCH_SAMPLER
 ) -> list[Verification]:
     """The rows of requests whose logits are numbers."""
-    found = [verification for verification in verifications(requests, logits, sampler) if verification]
+    found = [
+        verification for verification in verifications(requests, logits.clone(), sampler) if verification
+    ]
     assert len(found) == len(requests)
     return found

@@ -7,10 +7,13 @@ import heapq
 import itertools
 import math
 import threading
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import pytest
+import torch
 
 from tandem.engine.core.jobs import Job, StepRecord
 from tandem.engine.core.leads import Leads
@@ -18,9 +21,10 @@ from tandem.engine.core.row_engine import RowEngine
 from tandem.engine.core.scheduler import PageScheduler, RejoinWindow, next_segments
 from tandem.engine.interface import RowRequest
 from tandem.engine.kv_cache.arena import PageTable
-from tandem.engine.kv_cache.sequence import Sequence
+from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.settings import EngineSettings
 from tandem.errors import TandemError
+from tandem.grammar import MaskArray
 from tandem.types import (
     Delta,
     RowKind,
@@ -323,6 +327,36 @@ async def test_a_lead_delays_no_other_sequence(llama: TinyModel) -> None:
         assert steps[3] == 2
     finally:
         may_go_on.set()
+        await engine.close()
+
+
+async def test_masks_are_computed_beside_the_forward_pass(
+    llama: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    are_begun = threading.Event()
+
+    class Only7:
+        def masks(self, before: SequenceOf[int], proposed: SequenceOf[int]) -> MaskArray:
+            are_begun.set()
+            rows = np.zeros((len(proposed) + 1, 2 * -(-llama.loaded.info.vocabulary_size // 64)), np.int32)
+            rows[:, 0] = 1 << 7
+            return rows
+
+    engine = RowEngine(llama.backends, EngineSettings())
+    run = engine._runner.run
+
+    def waiting(segments: SequenceOf[Segment], rows: SequenceOf[int]) -> torch.Tensor:
+        assert are_begun.wait(10)
+        return run(segments, rows)
+
+    monkeypatch.setattr(engine._runner, "run", waiting)
+    engine.start()
+    try:
+        sequence = await engine.open(100)
+        step = VerifyStep(Delta(0, [5, 6, 7]), RowKind.TOKEN, 1)
+        request = RowRequest(step, SamplingParams(temperature=0.0), 3, grammar=cast("Any", Only7()))
+        assert (await engine.run(sequence, request)).rows == (TokenRow(7),)
+    finally:
         await engine.close()
 
 

@@ -37,8 +37,9 @@ class OutcomeTable:
         if drafted.base_length != base_length:
             return False
         for index, (key, token_id) in enumerate(zip(keys, token_ids, strict=False)):
-            before = proposals.get(key, ())[:depth]
-            proposals[key] = (*before, token_id, *(drafted.lead_token_ids if index == 0 else ()))
+            if token_id >= 0:
+                before = proposals.get(key, ())[:depth]
+                proposals[key] = (*before, token_id, *(drafted.lead_token_ids if index == 0 else ()))
         return True
 
     def ask(self, step: VerifyStep) -> None:

@@ -338,7 +338,7 @@ class DraftedOutcomes:
     depth: int
     """Number of tokens of each continuation that were pushed before."""
     token_ids: tuple[int, ...]
-    """The next token of each continuation; fewer than outcomes where the last ones were given up."""
+    """The next token of each continuation, -1 where it has ended; fewer where the last ones were given up."""
     accepted_counts: tuple[int, ...] = ()
     """`a` of each outcome; given with the first depth only."""
     next_token_ids: tuple[int, ...] = ()
@@ -372,6 +372,8 @@ class TargetTokenizer:
     """The target's: no ids from here on are proposed."""
     content: bytes
     """tokenizer.json."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Ids that end a completion of the target's."""
 
 
 @dataclass(frozen=True, slots=True)

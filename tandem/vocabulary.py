@@ -18,6 +18,7 @@ import json
 import re
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -204,6 +205,7 @@ class SharedVocabulary:
         """The draft's ids of tokens that the target has too, ascending; shape [S]."""
         self.target_ids: IntArray = shared[:, 1].copy()
         """The target's ids of the same tokens, all of them distinct; shape [S]."""
+        self._first_ids: dict[int, int | None] = {}
 
     @cached_property
     def coverage(self) -> Coverage:
@@ -230,11 +232,22 @@ class SharedVocabulary:
         except UnicodeDecodeError as error:
             text, cut = written[: error.start].decode(), True
         found = self.target.encode(text)
-        if end is not None and not cut:
-            at = np.searchsorted(self.draft_ids, draft_token_ids[end])
-            if at < len(self.draft_ids) and self.draft_ids[at] == draft_token_ids[end]:
-                found.append(int(self.target_ids[at]))
+        if end is not None and not cut and (own := self.shared_id(draft_token_ids[end])) is not None:
+            found.append(own)
         return tuple(found)
+
+    def shared_id(self, draft_token_id: int) -> int | None:
+        """The target's id of a token of the draft's; None where it has no such token."""
+        at = int(np.searchsorted(self.draft_ids, draft_token_id))
+        is_shared = at < len(self.draft_ids) and self.draft_ids[at] == draft_token_id
+        return int(self.target_ids[at]) if is_shared else None
+
+    def first_id(self, draft_token_id: int) -> int | None:
+        """The target's first token of what one of the draft's says; None where that is no whole character."""
+        if draft_token_id not in self._first_ids:
+            said = self.retokenized([draft_token_id])
+            self._first_ids[draft_token_id] = said[0] if said else None
+        return self._first_ids[draft_token_id]
 
 
 class Transcript:
@@ -291,6 +304,15 @@ class Transcript:
         self._tokenize()
         return Delta(kept, tuple(self.token_ids[kept:]))
 
+    @property
+    def end(self) -> TranscriptEnd:
+        """The end of the text, as far as tokens that follow may change how it is tokenized."""
+        index = len(self._starts) - 1
+        while index and self._starts[index] + _LOOKAHEAD_BYTES > len(self._text):
+            index -= 1
+        start = self._starts[index]
+        return TranscriptEnd(self._draft, start, bytes(self._text[start:]), self._counts[index])
+
     def _text_of(self, token_id: int) -> bytes:
         position = len(self._ends)
         text = self._target.text(token_id)
@@ -303,19 +325,50 @@ class Transcript:
 
     def _tokenize(self) -> None:
         """Tokenize anew from the last segment on."""
-        decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
         start = self._starts.pop()
         self._counts.pop()
-        text = decoder.decode(bytes(self._text[start:]))
-        self.is_whole = not decoder.getstate()[0]
-        for segment in _SEGMENT.findall(text) or [""]:
+        self.is_whole, segments = _segments(bytes(self._text[start:]))
+        for segment in segments:
             self._starts.append(start)
             self._counts.append(len(self.token_ids))
-            content = segment.encode("utf-8", "surrogateescape")
-            space = " " if start == 0 and content and self._draft.begins_with_space else ""
-            # A byte that begins no character, which sampling may produce, becomes U+FFFD.
-            self.token_ids += self._draft.encode(space + content.decode("utf-8", "replace"))
-            start += len(content)
+            self.token_ids += _tokens(self._draft, segment, start)
+            start += len(segment)
+
+
+@dataclass(frozen=True, slots=True)
+class TranscriptEnd:
+    """The last segment of a transcript, to see what tokens it has with other text behind it."""
+
+    _draft: Vocabulary
+    _start: int
+    _text: bytes
+    count: int
+    """The draft's tokens before the segment."""
+
+    def tokens(self, more: bytes) -> list[int] | None:
+        """The draft's tokens of the segment and this text; None if the text ends within a character."""
+        is_whole, segments = _segments(self._text + more)
+        if not is_whole:
+            return None
+        found, start = list[int](), self._start
+        for segment in segments:
+            found += _tokens(self._draft, segment, start)
+            start += len(segment)
+        return found
+
+
+def _segments(text: bytes) -> tuple[bool, list[bytes]]:
+    """The segments of a text, one at least, without a part of a character at its end; False if there is one."""
+    decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+    segments = _SEGMENT.findall(decoder.decode(text)) or [""]
+    return not decoder.getstate()[0], [each.encode("utf-8", "surrogateescape") for each in segments]
+
+
+def _tokens(draft: Vocabulary, segment: bytes, start: int) -> list[int]:
+    """The tokens of a segment that begins so many bytes behind the text's begin."""
+    space = " " if start == 0 and segment and draft.begins_with_space else ""
+    # A byte that begins no character, which sampling may produce, becomes U+FFFD.
+    return draft.encode(space + segment.decode("utf-8", "replace"))
 
 
 SAMPLE_TEXT = (

@@ -92,10 +92,9 @@ class DraftPlacement:
 
     def enter(self, member: Member[DraftClient], tokens: Tokens) -> None:
         """Open the sequence on a draft, which reads it while the target works."""
-        is_mapped = member.coverage is not None
-        drafts_ahead = member.model is not None and member.model.drafts_ahead and not is_mapped
+        drafts_ahead = member.model is not None and member.model.drafts_ahead
         options = self._options if drafts_ahead else replace(self._options, ahead=None)
-        if not is_mapped:
+        if member.coverage is None:
             options = replace(options, tokenizer_hash="")
         observer = self._observer(member.address)
         sequence = member.client.sequence(options, self._limits, observer, self._on_outcomes)

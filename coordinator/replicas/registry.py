@@ -105,7 +105,9 @@ class ReplicaRegistry:
         files = await member.client.tokenizer_files()
         content = files.get(TOKENIZER_FILE, b"")
         coverage = await client.map_vocabulary(
-            TargetTokenizer(target.tokenizer_hash, target.vocabulary_size, content)
+            TargetTokenizer(
+                target.tokenizer_hash, target.vocabulary_size, content, tuple(target.eos_token_ids)
+            )
         )
         check_coverage(self._settings, draft, coverage)
         return coverage

@@ -158,6 +158,8 @@ OnOutcomes: TypeAlias = Callable[[DraftedOutcomes], None] | None
 """Takes outcomes of the round in progress as they arrive."""
 
 _NO_OUTCOME = -1, -1
+_ENDED = -1
+"""In the place of a continuation's next token: there is none."""
 _MAX_SUPPORT_IDS = 1 << 16
 """Ids in all supports of a round: a mebibyte in memory, and over ten times what a draft of ours pushes."""
 
@@ -281,9 +283,11 @@ class PendingOutcomes:
         distributions: tuple[SparseDistribution, ...] = ()
         if self._needs_distributions:
             distributions = tuple(column.distributions[rank] for column in columns)
-        tokens = tuple(column.token_ids[rank] for column in columns)
+        tokens = tuple(column.token_ids[rank] for column in columns if column.token_ids[rank] != _ENDED)
         if rank == 0:
             tokens += self._lead
+        if not tokens:
+            return None
         return Proposal(len(token_ids), tokens, distributions, outcome_rank=rank)
 
     def ready_count(self, token_ids: Sequence[int]) -> int:
@@ -297,6 +301,11 @@ class PendingOutcomes:
     def _ready_count(self, rank: int | None) -> int:
         return len(self._columns) + (len(self._lead) if rank == 0 else 0)
 
+    def _has_ended(self, rank: int) -> bool:
+        """True if nothing more will come of a continuation."""
+        last = self._columns[-1].token_ids
+        return rank >= len(last) or last[rank] == _ENDED
+
     def unfinished(self, token_ids: Sequence[int], now: float) -> Unfinished | None:
         """The continuation of the outcome that came, while the draft is still at it; None otherwise.
 
@@ -308,8 +317,8 @@ class PendingOutcomes:
         ready = self._ready_count(rank)
         if rank is None or self._budget is None or ready >= self._budget.token_count:
             return None
-        if rank >= len(self._columns[-1].token_ids):
-            return None  # the draft has given it up
+        if self._has_ended(rank):
+            return None
         return self._times.following(ready, self._budget.token_count, now)
 
     def _outcome(self, token_ids: Sequence[int]) -> tuple[int, int]:
@@ -361,7 +370,11 @@ class PendingOutcomes:
             raise ProtocolError("draft service: it drafted twice for one outcome")
 
     def _check_tokens(self, drafted: DraftedOutcomes) -> None:
-        ids = (*drafted.token_ids, *drafted.next_token_ids, *drafted.lead_token_ids)
+        before = self._columns[-1].token_ids if self._columns else drafted.token_ids
+        if any(old == _ENDED != new for old, new in zip(before, drafted.token_ids, strict=False)):
+            raise ProtocolError("draft service: it went on with a continuation that it had ended")
+        own = [token_id for token_id in drafted.token_ids if token_id != _ENDED]
+        ids = (*own, *drafted.next_token_ids, *drafted.lead_token_ids)
         unknown = next((token_id for token_id in ids if not 0 <= token_id < self._vocabulary_size), None)
         if unknown is not None:
             raise ProtocolError(

@@ -12,12 +12,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from draft_service.proposers.drafting import Drafting, extended, lenient_masks
+from draft_service.proposers.drafting import Drafting, extended, lenient_masks, masked_tokens
+from draft_service.proposers.mapped import MappedTrunk
 from tandem.engine.core.background import Lead
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Failed, StepRecord
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
-from tandem.engine.rows import masked
 from tandem.engine.sampler import Sampler
 from tandem.engine.steps import BranchStep
 from tandem.errors import TandemError
@@ -79,19 +79,29 @@ class AheadDrafter:
         while not self.pushed.empty():
             self.pushed.get_nowait()
 
-    def begin(self, step: ProposeStep, delta: Delta, proposed_count: int) -> None:
-        """Draft ahead of the verification of the last tokens of the sequence."""
+    def begin(
+        self, step: ProposeStep, delta: Delta, proposed_count: int, trunk: MappedTrunk | None = None
+    ) -> None:
+        """Draft ahead of the verification of the last tokens of the sequence.
+
+        Args:
+            step: Grants the budget.
+            delta: Makes the sequence the trunk, in the target's tokens.
+            proposed_count: How many of the trunk's last tokens are the proposal.
+            trunk: The trunk in the draft's tokens, where these are others.
+        """
         if step.ahead is None or self._options.with_token_logits:
             return
         if proposed_count > MAX_AHEAD_TOKENS:
             return  # reading it takes a row of the vocabulary for each token
-        if step.is_answered and delta.length > self._cached.max_length:
+        own = delta if trunk is None else trunk.delta
+        if (step.is_answered or trunk is not None) and own.length > self._cached.max_length:
             return  # the longest proposal has one token more than the sequence can hold
         self._token_ids[delta.base_length :] = delta.token_ids
         proposed = tuple(self._token_ids[len(self._token_ids) - proposed_count :])
         self._round = job = BranchDrafting(
             self._cached,
-            delta,
+            own,
             proposed,
             step.ahead,
             self._options,
@@ -103,6 +113,7 @@ class AheadDrafter:
             push=partial(self._push, self._rounds),
             grammar=self._grammar,
             completion=self._token_ids[self._options.prompt_length :] if self._grammar is not None else [],
+            trunk=trunk,
         )
         self._engine.put_back(job)
 
@@ -154,6 +165,8 @@ class BranchDrafting:
     """What the completion may be."""
     completion: Sequence[int] = ()
     """The completion's tokens, the proposal's at the end, for the grammar."""
+    trunk: MappedTrunk | None = None
+    """The trunk in the draft's tokens, where these are others than the target's; `delta` is then of the draft's."""
     ranking: Ranking | None = None
     """Set once the trunk was read; for the history, which learns the outcome of the round on the event loop."""
     _outcomes: list[tuple[int, int]] = field(default_factory=list)
@@ -167,34 +180,40 @@ class BranchDrafting:
     """Steps of branches: one for each token, and one that reads the last: otherwise a branch that comes true has to be
     read before its own outcomes are ranked."""
     _bytes: int = 0
-    _ready: DraftedOutcomes | None = None
+    _ready: list[DraftedOutcomes] = field(default_factory=list)
     """The outcomes of the step in progress."""
+    _texts: list[tuple[int, ...]] = field(default_factory=list)
+    """What was told of each branch, where the draft writes text."""
 
     @property
     def base_length(self) -> int:
         """Length of the sequence that the proposal extends."""
-        return self.delta.length - len(self.proposed)
+        return self.delta.length - len(self.proposed) if self.trunk is None else self.trunk.base_length
 
     @property
     def row_count(self) -> int:
         """See `BackgroundJob`."""
-        return len(self.proposed) + 1
+        return len(self.proposed) + 1 if self.trunk is None else self.trunk.row_count
 
     @property
     def max_lead(self) -> int:
         """See `BackgroundJob`. Tokens that are drawn with noise of their position alone do not depend on the round."""
-        if self.options.row_kind is not RowKind.TOKEN:
+        if self.options.row_kind is not RowKind.TOKEN or self.trunk is not None:
             return 0
         tokens = self.budget.token_count
         return max(min(tokens, self.max_length - self.delta.length - tokens - 1), 0)
 
     def begin(self, logits: Tensor, room: int, lead: Lead | None) -> BranchStep | None:
         """See `BackgroundJob`."""
+        trunk = self.trunk
+        shared = None if trunk is None else trunk.tokens
+        if trunk is not None:
+            logits = trunk.rows(logits)
         if self.grammar is not None:
             kept = len(self.completion) - len(self.proposed)
             masks = lenient_masks(self.grammar, self.completion[:kept], self.completion[kept:])
-            logits = masked(logits, masks)
-        ranking = rank(logits, self.proposed, self.base_length, self.options, self.sampler)
+            logits = masked_tokens(logits, masks if trunk is None else masks[trunk.places], shared)
+        ranking = rank(logits, self.proposed, self.base_length, self.options, self.sampler, trunk)
         if ranking is None:
             return None
         self.ranking = ranking
@@ -206,7 +225,7 @@ class BranchDrafting:
         led = 0 if lead is None else len(lead.token_ids)
         reads_last = count * (tokens + 1) <= room and self.delta.length + led + tokens < self.max_length
         self._token_count, self._max_depth = tokens, tokens + reads_last
-        self._outcomes = self.history.likeliest(self.proposed, ranking, count)
+        inputs = self._choose(ranking, count)
         self._branches = [
             Drafting(
                 self.base_length + accepted + 1,
@@ -216,16 +235,30 @@ class BranchDrafting:
                 self.support_mass,
                 grammar=self.grammar,
                 before=self._before(accepted, token_id),
+                shared=shared,
             )
             for accepted, token_id in self._outcomes
         ]
-        inputs = [token_id for _, token_id in self._outcomes]
         if lead is not None and self._outcomes[:1] == [(len(self.proposed), lead.token_ids[0])]:
             token_id = self._led(lead)
             if token_id is None:
                 return None
             inputs[0] = token_id
         return self._step(inputs)
+
+    def _choose(self, ranking: Ranking, count: int) -> list[int]:
+        """Choose up to so many outcomes; the token that each branch begins with."""
+        if self.trunk is None:
+            self._outcomes = self.history.likeliest(self.proposed, ranking, count)
+            return [token_id for _, token_id in self._outcomes]
+        inputs: list[int] = []
+        # Some cannot begin a branch, so there are more to choose from.
+        for outcome in self.history.likeliest(self.proposed, ranking, 2 * count):
+            first = self.trunk.begin(*outcome)
+            if first is not None and len(inputs) < count:
+                self._outcomes.append(outcome)
+                inputs.append(first)
+        return inputs
 
     def _before(self, accepted: int, token_id: int) -> list[int]:
         """The completion's tokens of an outcome."""
@@ -249,19 +282,22 @@ class BranchDrafting:
             return None  # an explicit request for this proposal raises the error
         if any(branch.is_cut for branch in self._branches):
             return None
-        self._keep_within_bytes()
-        if not self._branches:
-            return None
-        self._ready = self._told()
         self._depth += 1
-        return self._step([branch.token_ids[-1] for branch in self._branches])
+        if self.trunk is None or self.trunk.tokens is not None:
+            self._keep_within_bytes()
+            if not self._branches:
+                return None
+            self._ready.append(self._told())
+        else:
+            self._ready += self._said(self.trunk)
+        return self._step([branch.last_read for branch in self._branches])
 
     def count_step(self, record: StepRecord) -> None:
         """See `BackgroundJob`."""
-        ready, self._ready = self._ready, None
-        if ready is not None:
-            cost = StepCost(record.seconds, record.sequence_count, record.token_count)
-            self.push(replace(ready, cost=cost))
+        ready, self._ready = self._ready, []
+        cost = StepCost(record.seconds, record.sequence_count, record.token_count)
+        for each in ready:
+            self.push(replace(each, cost=cost))
 
     def fail(self, error: TandemError) -> None:
         """See `BackgroundJob`."""
@@ -270,13 +306,16 @@ class BranchDrafting:
     def _step(self, token_ids: Sequence[int]) -> BranchStep | None:
         if not token_ids or self._depth == self._max_depth:
             return None
-        lengths = [self.base_length + accepted for accepted, _ in self._outcomes]
+        ends = None if self.trunk is None else self.trunk.ends
+        lengths = [
+            self.base_length + accepted if ends is None else ends[accepted] for accepted, _ in self._outcomes
+        ]
         lengths[0] += self._lead_count
         return BranchStep(token_ids, lengths, self._depth, self._max_depth)
 
     def _keep_within_bytes(self) -> None:
         """Give up the last branches where a round's messages would be too long; each depth has its share."""
-        allowed = MAX_ROUND_BYTES * (self._depth + 1) // self._token_count
+        allowed = MAX_ROUND_BYTES * self._depth // self._token_count
         kept = 0
         for branch in self._branches:
             ids = len(branch.distributions[-1].token_ids) if branch.distributions else 0
@@ -289,23 +328,57 @@ class BranchDrafting:
         del self._branches[kept:]
 
     def _told(self) -> DraftedOutcomes:
-        is_first = self._depth == 0
-        named = self._outcomes[: len(self._branches)] if is_first else []
-        return DraftedOutcomes(
-            base_length=self.base_length,
-            depth=self._depth,
-            token_ids=tuple(branch.token_ids[self._depth] for branch in self._branches),
-            accepted_counts=tuple(accepted for accepted, _ in named),
-            next_token_ids=tuple(token_id for _, token_id in named),
+        depth = self._depth - 1
+        return replace(
+            self._named(depth, [branch.token_ids[depth] for branch in self._branches]),
             distributions=tuple(
                 branch.distributions[-1] for branch in self._branches if branch.distributions
             ),
-            lead_token_ids=tuple(self._branches[0].token_ids[self._depth + 1 : self._token_count]),
+            lead_token_ids=tuple(self._branches[0].token_ids[depth + 1 : self._token_count]),
         )
+
+    def _named(self, depth: int, token_ids: Sequence[int]) -> DraftedOutcomes:
+        """A depth of the outcomes, with their names at the first."""
+        named = self._outcomes[: len(token_ids)] if depth == 0 else []
+        return DraftedOutcomes(
+            base_length=self.base_length,
+            depth=depth,
+            token_ids=tuple(token_ids),
+            accepted_counts=tuple(accepted for accepted, _ in named),
+            next_token_ids=tuple(token_id for _, token_id in named),
+        )
+
+    def _said(self, trunk: MappedTrunk) -> list[DraftedOutcomes]:
+        """The depths that are certain now, where the draft writes text.
+
+        The target's tokens of a word are known when it has ended. What is told of a text that turns out otherwise ends
+        there.
+        """
+        is_last = self._depth == self._token_count
+        texts = [trunk.said(branch.token_ids, is_last=is_last) for branch in self._branches]
+        self._texts = self._texts or [()] * len(texts)
+        told = len(self._texts[0])
+        depths = self._token_count if is_last else min(min(map(len, texts)), self._token_count)
+        for depth in range(told, depths):
+            self._texts = [
+                (*old, new[depth] if new[:depth] == old and depth < len(new) else -1)
+                for old, new in zip(self._texts, texts, strict=True)
+            ]
+        columns = [*zip(*self._texts, strict=True)]
+        return [
+            self._named(depth, columns[depth])
+            for depth in range(told, depths)
+            if depth == 0 or max(columns[depth]) >= 0
+        ]
 
 
 def rank(
-    logits: Tensor, proposed: Sequence[int], base_length: int, options: DraftOptions, sampler: Sampler
+    logits: Tensor,
+    proposed: Sequence[int],
+    base_length: int,
+    options: DraftOptions,
+    sampler: Sampler,
+    trunk: MappedTrunk | None = None,
 ) -> Ranking | None:
     """Rank the likely tokens at each position of a proposal and after it.
 
@@ -313,39 +386,71 @@ def rank(
     are keyed noise that the draft can compute as well, so it ranks by log q + noise; without noise at temperature 0.
 
     Args:
-        logits: [len(proposed) + 1, vocabulary_size].
+        logits: [len(proposed) + 1, vocabulary_size]; with a trunk, its `rows`.
         proposed: The proposed tokens.
         base_length: Tokens before them.
         options: Of the sequence.
         sampler: Computes the probabilities.
+        trunk: Says what the columns are, where the draft has other tokens than the target.
 
     Returns:
         None where the logits are not finite.
     """
     count = min(16, logits.shape[-1])
+    places = [*range(len(proposed) + 1)] if trunk is None else trunk.places
     if options.sampling.is_greedy:
-        scores, token_ids = sampler.topk(logits.float(), count)
-        found = Ranking(token_ids.tolist(), scores.tolist(), ())
-        return _with_shares(found, proposed)
+        scores, columns = sampler.topk(logits.float(), count)
+        return _ranking(columns, scores, proposed, places, trunk)
     probs = sampler.probabilities(logits, [options.sampling] * len(logits))
     is_shared = options.row_kind is RowKind.TOKEN
     # What follows no proposal at all is the target's own sample.
     keys_of = target_keys if is_shared or not proposed else recovery_keys
-    keys = torch.from_numpy(keys_of(options.sampling.seed, base_length, len(logits))).to(logits.device)
-    scores, token_ids = (probs.log() + gumbel(keys, probs.shape[-1])).topk(count, dim=-1)
+    keys = torch.from_numpy(keys_of(options.sampling.seed, base_length, len(proposed) + 1)[places])
+    ids = None if trunk is None or trunk.tokens is None else trunk.tokens.target_ids
+    noise = gumbel(keys.to(logits.device), probs.shape[-1] if ids is None else ids)
+    scores, columns = (probs.log() + noise).topk(count, dim=-1)
     if is_shared:
-        return _with_shares(Ranking(token_ids.tolist(), scores.tolist(), ()), proposed)
-    columns = torch.tensor(proposed, dtype=torch.int64, device=logits.device)[:, None]
-    own = probs[: len(proposed)].gather(1, columns)[:, 0].tolist() if proposed else []
-    return _finite(Ranking(token_ids.tolist(), scores.tolist(), own))
+        return _ranking(columns, scores, proposed, places, trunk)
+    wanted = [proposed[place] for place in places if place < len(proposed)]
+    if trunk is not None and trunk.tokens is not None:
+        wanted = [trunk.tokens.columns.get(token_id, -1) for token_id in wanted]
+    at = torch.tensor(wanted, dtype=torch.int64, device=logits.device)[:, None]
+    own = probs[: len(wanted)].gather(1, at.clamp(min=0))[:, 0].tolist() if wanted else []
+    beliefs = [prob if column >= 0 else 0.0 for prob, column in zip(own, wanted, strict=True)]
+    return _ranking(columns, scores, proposed, places, trunk, beliefs)
 
 
-def _with_shares(ranking: Ranking, proposed: Sequence[int]) -> Ranking | None:
-    """Take each proposed token's share of its row's candidates as the confidence in it."""
-    if _finite(ranking) is None:
+def _ranking(
+    columns: Tensor,
+    scores: Tensor,
+    proposed: Sequence[int],
+    places: Sequence[int],
+    trunk: MappedTrunk | None,
+    beliefs: Sequence[float] | None = None,
+) -> Ranking | None:
+    """The ranking of columns at some places of a proposal; None where the scores are not finite.
+
+    Without beliefs in the proposed tokens of these places, each one's share of its row's candidates is taken.
+    """
+    ids, values = columns.tolist(), scores.tolist()
+    if not all(row[0] - row[0] == 0.0 for row in values):
         return None
-    rows = zip(proposed, ranking.token_ids, ranking.scores, strict=False)
-    return Ranking(ranking.token_ids, ranking.scores, [_share(*row) for row in rows])
+    if trunk is not None:
+        ids, values = trunk.candidates(ids, values)
+    if beliefs is None:
+        rows = zip(places, ids, values, strict=True)
+        beliefs = [_share(proposed[place], *row) for place, *row in rows if place < len(proposed)]
+    if len(places) == len(proposed) + 1:
+        return Ranking(ids, values, beliefs)
+    # Nothing is known at the other places, whose proposed tokens the draft has drawn.
+    known = {place: (ids[i], values[i]) for i, place in enumerate(places)}
+    sure = dict(zip(places, beliefs, strict=False))
+    all_rows = [known.get(place, ((), ())) for place in range(len(proposed) + 1)]
+    return Ranking(
+        [row for row, _ in all_rows],
+        [row for _, row in all_rows],
+        [sure.get(place, 1.0) for place in range(len(proposed))],
+    )
 
 
 def _share(token_id: int, token_ids: Sequence[int], scores: Sequence[float]) -> float:
@@ -353,10 +458,6 @@ def _share(token_id: int, token_ids: Sequence[int], scores: Sequence[float]) -> 
         return 0.0
     own, highest = scores[token_ids.index(token_id)], scores[0]
     return math.exp(own - highest) / sum(math.exp(score - highest) for score in scores)
-
-
-def _finite(ranking: Ranking) -> Ranking | None:
-    return ranking if all(row[0] - row[0] == 0.0 for row in ranking.scores) else None
 
 
 _EDGES = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,11 @@ class SharedTokens:
                 self.target_ids.to(logits.device),
             )
         return logits.index_select(-1, self.draft_ids)
+
+    @cached_property
+    def columns(self) -> dict[int, int]:
+        """The column of each of the target's ids in `restricted`."""
+        return {token_id: i for i, token_id in enumerate(self.target_ids.tolist())}
 
 
 @dataclass(slots=True)
@@ -181,7 +187,7 @@ def extended(
         return _extended_apart(draftings, logits, sampler)
     (shared,) = vocabularies.values()
     unmasked = logits
-    logits = _allowed(draftings, logits) if shared is None else shared.restricted(logits)
+    logits = _allowed(draftings, logits if shared is None else shared.restricted(logits), shared)
     if all(drafting.options.sampling.is_greedy for drafting in draftings):
         columns: list[int] = sampler.argmax(logits).tolist()
     else:
@@ -203,16 +209,25 @@ def _extended_apart(draftings: Sequence[Drafting], logits: Tensor, sampler: Samp
     return [found[i] for i in range(len(draftings))]
 
 
-def _allowed(draftings: Sequence[Drafting], logits: Tensor) -> Tensor:
-    """The logits with -inf for what the grammars forbid."""
+def _allowed(draftings: Sequence[Drafting], logits: Tensor, shared: SharedTokens | None) -> Tensor:
+    """The logits, of the shared tokens or of all, with -inf for what the grammars forbid."""
     own = [i for i, each in enumerate(draftings) if each.grammar is not None or each.mask is not None]
     if not own:
         return logits
     rows = np.concatenate([_mask(draftings[i]) for i in own])
     if len(own) == len(draftings):
-        return masked(logits, rows)
+        return masked_tokens(logits, rows, shared)
     logits = logits.float()  # a copy or not: rows of other sequences stay as they are
-    return logits.index_copy(0, torch.tensor(own, device=logits.device), masked(logits[own], rows))
+    at = torch.tensor(own, device=logits.device)
+    return logits.index_copy(0, at, masked_tokens(logits[own], rows, shared))
+
+
+def masked_tokens(logits: Tensor, masks: MaskArray, shared: SharedTokens | None) -> Tensor:
+    """`masked`, where the columns may be the shared tokens; masks are by the target's ids."""
+    if shared is None:
+        return masked(logits, masks)
+    forbidden = masked(torch.zeros(len(logits), 32 * masks.shape[1], device=logits.device), masks)
+    return logits.float() + forbidden.index_select(-1, shared.target_ids)
 
 
 def _mask(drafting: Drafting) -> MaskArray:

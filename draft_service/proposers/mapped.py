@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
 
 from draft_service.proposers.drafting import SharedTokens
 from tandem.engine.models.checkpoint import parsed_tokenizer, vocabulary_hash
 from tandem.errors import ConfigurationError, ServiceUnavailableError
+from tandem.grammar import Grammars, GrammarState
 from tandem.types import (
     Coverage,
     Delta,
@@ -27,6 +31,9 @@ from tandem.types import (
     VocabularyMapping,
 )
 from tandem.vocabulary import SharedVocabulary, Transcript, UnknownTokenizerError, Vocabulary
+
+if TYPE_CHECKING:
+    from draft_service.proposers.ahead import AheadDrafter, Pushed
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +112,8 @@ class Vocabularies:
             raise ConfigurationError(
                 f"the target's tokenizer cannot be mapped to the draft's: {error}"
             ) from None
-        return Shared(vocabulary, SharedTokens(vocabulary.draft_ids, vocabulary.target_ids))
+        grammars = Grammars(target.content.decode, target.vocabulary_size, target.eos_token_ids)
+        return Shared(vocabulary, SharedTokens(vocabulary.draft_ids, vocabulary.target_ids), grammars)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +122,8 @@ class Shared:
 
     vocabulary: SharedVocabulary
     tokens: SharedTokens
+    grammars: Grammars
+    """Compiles what sequences may be, in the target's tokens."""
 
 
 class Mapped:
@@ -123,25 +133,123 @@ class Mapped:
         self.vocabulary = shared.vocabulary
         self.tokens: SharedTokens | None = shared.tokens
         """The tokens that the draft draws among; None: all of its own, and its text is tokenized anew."""
-        # The grammar is the target's business: its tokens would have to be found in the draft's.
-        self.draft_options = replace(options, max_length=0, ahead=None, grammar=None)
+        self.grammars = shared.grammars
+        self.draft_options = replace(options, max_length=0)
         """Options with which the draft opens the sequence."""
         if self._writes_text(options):
             self.tokens = None
-            # The draft's likeliest text: whatever it is, the target decides by its own tokens.
-            greedy = SamplingParams(temperature=0.0)
-            self.draft_options = replace(self.draft_options, sampling=greedy, row_kind=RowKind.TOKEN)
+            # The draft's likeliest text: whatever it is, the target decides by its own tokens. Above temperature 0 the
+            # outcomes of a verification depend on noise, of which a text knows nothing.
+            self.draft_options = replace(
+                self.draft_options,
+                sampling=SamplingParams(temperature=0.0),
+                row_kind=RowKind.TOKEN,
+                ahead=options.ahead if options.sampling.is_greedy and options.grammar is None else None,
+            )
 
     @staticmethod
     def _writes_text(options: DraftOptions) -> bool:
         """True where the draft writes text freely.
 
         Without distributions it must be the very text that the target chooses, so at temperatures above 0, where the
-        draft shares the target's noise for the tokens that both have, that is left to those.
+        draft shares the target's noise for the tokens that both have, that is left to those. So are grammars, which
+        speak of the target's tokens.
         """
         if options.with_token_logits or options.vocabulary_mapping is VocabularyMapping.TLI:
             return False
-        return options.vocabulary_mapping is VocabularyMapping.SLEM or options.sampling.is_greedy
+        if options.vocabulary_mapping is VocabularyMapping.SLEM:
+            return True
+        return options.sampling.is_greedy and options.grammar is None
+
+
+class MappedTrunk:
+    """What is being verified, in the draft's tokens, and how outcomes in the target's tokens branch off.
+
+    A branch begins where it would if the outcome were asked for: an outcome that the draft reads as other tokens than
+    the trunk's and one more has none.
+    """
+
+    def __init__(self, mapped: Mapped, transcript: Transcript, proposed: Sequence[int], read: int) -> None:
+        """
+        Args:
+            mapped: How the sequence is drafted for.
+            transcript: The sequence before the proposal.
+            proposed: The proposal, in the target's tokens.
+            read: The transcript's first tokens that the draft has.
+        """
+        vocabulary = mapped.vocabulary
+        self.tokens = mapped.tokens
+        """The tokens that branches draw among; None: all of the draft's own."""
+        self.base_length = transcript.length
+        """The target's tokens before the proposal."""
+        self._vocabulary = vocabulary
+        self._end = transcript.end
+        self._texts = [b""]
+        """The proposal's text up to each of its places."""
+        for token_id in proposed:
+            self._texts.append(self._texts[-1] + vocabulary.target.text(token_id))
+        lists = [self._end.tokens(text) for text in self._texts]
+        whole = lists[-1]
+        self._own = whole or []
+        """The draft's tokens of the trunk, from the transcript's end on."""
+        self.ends = [
+            -1 if own is None or whole is None or whole[: len(own)] != own else self._end.count + len(own)
+            for own in lists
+        ]
+        """The draft's tokens up to each place; -1 where a token of the draft's spans it."""
+        self.places = [place for place, end in enumerate(self.ends) if end > 0]
+        """Those at which outcomes can be drafted for."""
+        kept = min(read, self._end.count)
+        self.delta = Delta(kept, (*transcript.token_ids[kept : self._end.count], *self._own))
+        """Makes the draft's sequence the trunk."""
+
+    @property
+    def row_count(self) -> int:
+        """Number of the trunk's last positions of which rows are needed."""
+        return self.delta.length - self.ends[self.places[0]] + 1
+
+    def rows(self, logits: Tensor) -> Tensor:
+        """The rows of `places`, of the tokens to draw among: from logits of the last `row_count` positions."""
+        first = self.ends[self.places[0]]
+        own = logits[[self.ends[place] - first for place in self.places]]
+        return own if self.tokens is None else self.tokens.restricted(own)
+
+    def candidates(
+        self, columns: Sequence[Sequence[int]], scores: Sequence[Sequence[float]]
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """The target's tokens for columns of rows, with their scores, the best first."""
+        found: list[dict[int, float]] = []
+        for own, values in zip(columns, scores, strict=True):
+            row: dict[int, float] = {}
+            for column, score in zip(own, values, strict=True):
+                token_id = self._target_id(column)
+                if token_id is not None:
+                    row.setdefault(token_id, score)
+            found.append(row)
+        return [[*row] for row in found], [[*row.values()] for row in found]
+
+    def _target_id(self, column: int) -> int | None:
+        if self.tokens is None:
+            return self._vocabulary.first_id(column)
+        return int(self._vocabulary.target_ids[column])
+
+    def begin(self, accepted: int, token_id: int) -> int | None:
+        """The draft's token with which the branch of an outcome begins; None if it cannot be one token alone."""
+        own = self._end.tokens(self._texts[accepted] + self._vocabulary.target.text(token_id))
+        before = self.ends[accepted] - self._end.count
+        if own is None or len(own) != before + 1 or own[:-1] != self._own[:before]:
+            return None
+        return own[-1]
+
+    def said(self, draft_token_ids: Sequence[int], *, is_last: bool) -> tuple[int, ...]:
+        """The target's tokens of what a branch says, while it goes on those before its last word."""
+        found = self._vocabulary.retokenized(draft_token_ids)
+        if is_last:
+            return found
+        begins = [
+            i for i, token_id in enumerate(found) if self._vocabulary.target.text(token_id)[:1].isspace()
+        ]
+        return found[: begins[-1]] if begins else ()
 
 
 class _Drafted(Protocol):
@@ -151,7 +259,12 @@ class _Drafted(Protocol):
         """How many tokens can be proposed behind so many."""
 
     async def proposed(
-        self, delta: Delta, count: int, base_length: int | None = None, shared: SharedTokens | None = None
+        self,
+        delta: Delta,
+        count: int,
+        base_length: int | None = None,
+        shared: SharedTokens | None = None,
+        before: list[int] | None = None,
     ) -> Proposal:
         """Apply a delta and draw tokens."""
 
@@ -159,39 +272,91 @@ class _Drafted(Protocol):
 class MappedSequence:
     """A sequence in a target's tokens, which is drafted for in the draft's."""
 
-    def __init__(self, drafted: _Drafted, mapped: Mapped) -> None:
+    def __init__(
+        self,
+        drafted: _Drafted,
+        mapped: Mapped,
+        ahead: AheadDrafter | None = None,
+        grammar: GrammarState | None = None,
+    ) -> None:
         self._drafted = drafted
         self._mapped = mapped
+        self._ahead = ahead
+        self._grammar = grammar
         self._transcript = Transcript(mapped.vocabulary)
+        self._token_ids: list[int] = []
+        """The target's, those of a proposal that is being verified included."""
         self._read = 0
         """The transcript's first tokens that the draft has."""
-        self.pushed = None
-        """Nothing is drafted ahead."""
+
+    @property
+    def pushed(self) -> Pushed | None:
+        """Continuations drafted ahead; None where no step grants a budget."""
+        return None if self._ahead is None else self._ahead.pushed
 
     async def propose(self, step: ProposeStep) -> Proposal | None:
         """Apply the step's delta and draw the tokens that follow. None are proposed while the text ends within a
         character, and behind a text that is longer than the draft can read.
 
+        With a budget, what may follow the proposal is then drafted ahead and pushed. A step that asks for nothing else
+        has no answer of its own: None.
+
         Raises:
             InvalidRequestError: the delta does not fit the sequence.
             NonFiniteLogitsError: the draft computed logits that are not finite.
         """
-        transcript = self._transcript
-        if len(step.delta.token_ids) > _MANY_TOKENS:
-            changed = await asyncio.to_thread(transcript.apply, step.delta)
+        if self._ahead is not None:
+            self._ahead.apply(step)
+        committed = self._committed(step)
+        if len(committed.token_ids) > _MANY_TOKENS:
+            changed = await asyncio.to_thread(self._transcript.apply, committed)
         else:
-            changed = transcript.apply(step.delta)
+            changed = self._transcript.apply(committed)
         self._read = min(self._read, changed.base_length)
         if not step.is_answered:
+            self._draft_ahead(step, step.delta)
             return None
-        base_length, room = step.delta.length, self._drafted.room(len(transcript.token_ids))
-        count = min(step.token_count, room) if transcript.is_whole and transcript.token_ids else 0
+        proposal = await self._proposed(committed.length, step.token_count)
+        if step.ahead is not None:
+            self._token_ids += proposal.token_ids
+            self._draft_ahead(step, Delta(committed.length, proposal.token_ids))
+        return proposal
+
+    def _committed(self, step: ProposeStep) -> Delta:
+        """Apply a step's delta to the target's tokens; that of the transcript, which has no proposal."""
+        delta, tokens, transcript = step.delta, self._token_ids, self._transcript
+        if delta.base_length > len(tokens):
+            return delta  # which the transcript refuses
+        tokens[delta.base_length :] = delta.token_ids
+        length = len(tokens) - (0 if step.is_answered else step.proposed_count)
+        base = min(delta.base_length, transcript.length, length)
+        return Delta(base, tuple(tokens[base:length]))
+
+    async def _proposed(self, base_length: int, wanted: int) -> Proposal:
+        transcript = self._transcript
+        room = self._drafted.room(len(transcript.token_ids))
         if room < 1 or not transcript.token_ids:
             return Proposal(base_length)
-        delta = Delta(self._read, transcript.token_ids[self._read :])
+        count = min(wanted, room) if transcript.is_whole else 0
+        delta = Delta(self._read, tuple(transcript.token_ids[self._read :]))
         self._read = len(transcript.token_ids)
-        proposal = await self._drafted.proposed(delta, count, base_length, self._mapped.tokens)
-        if self._mapped.tokens is None:
-            written = self._mapped.vocabulary.retokenized(proposal.token_ids)
-            return Proposal(base_length, written[: step.token_count], cost=proposal.cost)
-        return proposal
+        before = None
+        if self._grammar is not None:
+            before = self._token_ids[self._mapped.draft_options.prompt_length : base_length]
+        proposal = await self._drafted.proposed(delta, count, base_length, self._mapped.tokens, before)
+        if self._mapped.tokens is not None:
+            return proposal
+        written = self._mapped.vocabulary.retokenized(proposal.token_ids)[:wanted]
+        if self._grammar is not None and before is not None:
+            written = written[: self._grammar.allowed_count(written)] if self._grammar.follow(before) else ()
+        return Proposal(base_length, written, cost=proposal.cost)
+
+    def _draft_ahead(self, step: ProposeStep, delta: Delta) -> None:
+        """Draft ahead of the verification of the last tokens, which a delta of the target's tokens ends with."""
+        if self._ahead is None or not self._transcript.token_ids:
+            return
+        proposed = self._token_ids[self._transcript.length :]
+        trunk = MappedTrunk(self._mapped, self._transcript, proposed, self._read)
+        if trunk.places:
+            self._read = min(self._read, trunk.delta.base_length)
+            self._ahead.begin(step, delta, len(proposed), trunk)

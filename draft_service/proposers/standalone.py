@@ -145,7 +145,7 @@ class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
         self._sampler = sampler
         self._drafts_ahead = drafts_ahead
         self.vocabularies = vocabularies
-        self._histories: defaultdict[tuple[RowKind, bool], OutcomeHistory] = defaultdict(OutcomeHistory)
+        self._histories: defaultdict[tuple[RowKind, bool, bool], OutcomeHistory] = defaultdict(OutcomeHistory)
 
     @property
     def model_info(self) -> ModelInfo:
@@ -165,16 +165,16 @@ class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
         mapped = self._mapped(options)
         if mapped is not None:
             options = mapped.draft_options
-        grammar = None
-        if options.grammar is not None and self._grammars is not None:
-            grammar = await self._grammars.open(options.grammar)
+        grammar, grammars = None, self._grammars if mapped is None else mapped.grammars
+        if options.grammar is not None and grammars is not None:
+            grammar = await grammars.open(options.grammar)
         spare = 0 if options.ahead is None else options.ahead.branch_count * (options.ahead.token_count + 1)
         cached = await self._engine.open(
             options.max_length or self.model_info.max_length, spare, options.client
         )
         try:
             top_k = options.draft_top_k or self._draft_top_k
-            history = self._histories[options.row_kind, options.sampling.is_greedy]
+            history = self._histories[options.row_kind, options.sampling.is_greedy, mapped is not None]
             ahead = (
                 None
                 if options.ahead is None or not self._drafts_ahead
@@ -182,10 +182,16 @@ class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
                     self._engine, cached, options, top_k, self._support_mass, self._sampler, history, grammar
                 )
             )
-            sequence = StandaloneSequence(
-                self._engine, cached, options, top_k, self._support_mass, ahead, grammar
-            )
-            yield sequence if mapped is None else MappedSequence(sequence, mapped)
+            if mapped is None:
+                yield StandaloneSequence(
+                    self._engine, cached, options, top_k, self._support_mass, ahead, grammar
+                )
+            else:
+                masks = None if mapped.tokens is None else grammar
+                drafted = StandaloneSequence(
+                    self._engine, cached, options, top_k, self._support_mass, grammar=masks
+                )
+                yield MappedSequence(drafted, mapped, ahead, grammar)
         finally:
             self._engine.release(cached)
 
@@ -253,7 +259,12 @@ class StandaloneSequence:
         return self._cached.max_length - length + 1  # the draft does not read the last token
 
     async def proposed(
-        self, delta: Delta, count: int, base_length: int | None = None, shared: SharedTokens | None = None
+        self,
+        delta: Delta,
+        count: int,
+        base_length: int | None = None,
+        shared: SharedTokens | None = None,
+        before: list[int] | None = None,
     ) -> Proposal:
         """Apply a delta and draw tokens, without drafting ahead.
 
@@ -262,6 +273,7 @@ class StandaloneSequence:
             count: How many tokens to draw.
             base_length: Length of the sequence in the target's tokens, where these are others.
             shared: The tokens to draw among, as `Drafting` has them.
+            before: The completion's tokens, likewise, where the target's are others.
 
         Raises:
             NonFiniteLogitsError: the model computed logits that are not finite.
@@ -275,6 +287,7 @@ class StandaloneSequence:
             self._support_mass,
             grammar=self._grammar,
             shared=shared,
+            before=before,
         )
         if count == 0:
             await self._engine.submit(Job(self._cached, delta, 0, drafting))

@@ -163,7 +163,9 @@ MAX_TOKENIZER_BYTES = 128 << 20
 def tokenizer_to_proto(tokenizer: TargetTokenizer) -> Iterator[draft_pb2.MapVocabularyRequest]:
     """The messages with a tokenizer."""
     size = tokenizer.vocabulary_size
-    yield draft_pb2.MapVocabularyRequest(tokenizer_hash=tokenizer.hash, vocabulary_size=size)
+    yield draft_pb2.MapVocabularyRequest(
+        tokenizer_hash=tokenizer.hash, vocabulary_size=size, eos_token_ids=tokenizer.eos_token_ids
+    )
     for part in parts_of(tokenizer.content):
         yield draft_pb2.MapVocabularyRequest(content=part)
 
@@ -185,7 +187,9 @@ async def tokenizer_from_proto(parts: AsyncIterator[draft_pb2.MapVocabularyReque
             )
     if not first.tokenizer_hash or first.vocabulary_size <= 0:
         raise InvalidRequestError("the tokenizer came without its hash or without the size of the vocabulary")
-    return TargetTokenizer(first.tokenizer_hash, first.vocabulary_size, bytes(content))
+    return TargetTokenizer(
+        first.tokenizer_hash, first.vocabulary_size, bytes(content), tuple(first.eos_token_ids)
+    )
 
 
 # ---- proposals and outcomes

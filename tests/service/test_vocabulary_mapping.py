@@ -58,10 +58,12 @@ def draft_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def joined(
     target_model: LoadedModel, draft_folder: Path, servicer: DraftServicer | None = None, **options: Any
 ) -> AsyncIterator[str]:
-    """The address of a coordinator over this pair."""
+    """The address of a coordinator over this pair; without `draft_ahead` each proposal is asked for."""
     async with asyncio.timeout(300.0), AsyncExitStack() as stack:
         enter = stack.enter_async_context
-        verifying, _ = await enter(target(target_model, Faults()))
+        # Long enough for the draft to draft ahead meanwhile.
+        seconds = 0.008 if "draft_ahead" in options else 0.0
+        verifying, _ = await enter(target(target_model, Faults(), seconds))
         tokenizer = draft_folder / "tokenizer.json"
         proposing, _ = await enter(draft(loaded(draft_folder), servicer, tokenizer=tokenizer))
         usual: dict[str, Any] = {
@@ -69,6 +71,7 @@ async def joined(
             "draft_address": proposing,
             "draft_patience_seconds": 60.0,
             "speculation_policy": "fixed",
+            "draft_ahead": "off",
         }
         address, _ = await enter(coordinator(CoordinatorSettings(**(usual | options))))
         yield address
@@ -83,18 +86,23 @@ async def test_texts_are_those_of_the_target_alone(
     target_model: LoadedModel, draft_folder: Path, mapping: str
 ) -> None:
     requests = [replace(each, prompt=prompt) for each in (GREEDY, SAMPLED) for prompt in PROMPTS]
-    async with joined(target_model, draft_folder, vocabulary_mapping=mapping) as address:
+    async with joined(target_model, draft_folder, vocabulary_mapping=mapping, draft_ahead=8) as address:
         drafted = await complete_all(address, requests)
         alone = await complete_all(address, [replace(each, speculation=False) for each in requests])
     assert [each.token_ids for each in drafted] == [each.token_ids for each in alone]
-    accepted = [sum(each.stats.accepted for each in part) for part in (drafted[:5], drafted[5:])]
+    parts = drafted[:5], drafted[5:]
+    accepted = [sum(each.stats.accepted for each in part) for part in parts]
     assert min(accepted) > 20, "the draft is of use at temperature 0 and above"
+    hits = [sum(each.stats.ahead.hits for each in part) for part in parts]
+    # A text that is drafted freely knows nothing of the target's noise, so nothing of the outcomes above temperature 0.
+    assert hits[0] > 0
+    assert (hits[1] > 0) is (mapping != "slem")
 
 
 @pytest.mark.parametrize("rule", ["residual", "block"])
-@pytest.mark.parametrize("mapping", ["tli", "slem"])
+@pytest.mark.parametrize(("mapping", "options"), [("tli", {"draft_ahead": 4}), ("slem", {})])
 async def test_texts_have_the_target_s_distribution(
-    rule: str, mapping: str, tmp_path_factory: pytest.TempPathFactory
+    rule: str, mapping: str, options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Of all completions, by the probabilities of the target's own module."""
     reference = small_target()
@@ -113,10 +121,11 @@ async def test_texts_have_the_target_s_distribution(
             for token in range(6)
         }
     request = replace(GREEDY, prompt=prompt, max_tokens=4, temperature=1.0, rejection_sampling_strategy=rule)
-    async with joined(loaded(folder), other, vocabulary_mapping=mapping) as address:
+    async with joined(loaded(folder), other, vocabulary_mapping=mapping, **options) as address:
         texts = await complete_all(address, [replace(request, seed=seed) for seed in range(400)])
     accepted, drafted = (sum(getattr(each.stats, name) for each in texts) for name in ("accepted", "drafted"))
     assert 0.05 < accepted / drafted < 0.95, "the test needs both accepted and recovered tokens"
+    assert (sum(each.stats.ahead.hits for each in texts) > 20) is ("draft_ahead" in options)
     value, freedom = statistic(Counter(each.token_ids for each in texts), expected)
     assert value < critical_value(freedom)
 

@@ -114,8 +114,10 @@ def train_until_over(
     return seen
 
 
-def pretrain(model: LlamaForCausalLM, stream: Tensor, minutes: float, seed: int = 1) -> int:
-    """Train in place for the given time; returns the tokens seen."""
+def pretrain(
+    model: LlamaForCausalLM, stream: Tensor, minutes: float, seed: int = 1, rate: float = 1.0
+) -> int:
+    """Train in place for the given time, with `rate` times the usual learning rates; returns the tokens seen."""
     windows = Windows(stream, seed)
 
     def next_loss(fraction: float) -> tuple[Tensor, int]:
@@ -125,7 +127,7 @@ def pretrain(model: LlamaForCausalLM, stream: Tensor, minutes: float, seed: int 
         logits = model(input_ids=batch[:, :-1], use_cache=False).logits
         return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()), TOKENS_PER_BATCH
 
-    return train_until_over(model, next_loss, minutes, MATRIX_LR, OTHER_LR)
+    return train_until_over(model, next_loss, minutes, rate * MATRIX_LR, rate * OTHER_LR)
 
 
 @dataclass(frozen=True)

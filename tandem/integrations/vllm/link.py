@@ -96,7 +96,9 @@ def draft_pool(settings: VllmSettings, target: ModelInfo, tokenizer: Path) -> Po
             return None
         content = await asyncio.to_thread((tokenizer / TOKENIZER_FILE).read_bytes)
         return await client.map_vocabulary(
-            TargetTokenizer(target.tokenizer_hash, target.vocabulary_size, content)
+            TargetTokenizer(
+                target.tokenizer_hash, target.vocabulary_size, content, tuple(target.eos_token_ids)
+            )
         )
 
     means = Means(

@@ -304,7 +304,7 @@ async def test_hits_that_follow_each_other_have_what_would_be_proposed(
     """Each goes on with a branch of the one before; where it is the first outcome, a lead shortens the way."""
     leads = 0
     async with proposing(make_model(family)) as proposer, proposer.sequence(options) as sequence:
-        accepted_so_far = proposer._histories[options.row_kind, options.sampling.is_greedy]._accepted
+        accepted_so_far = proposer._histories[options.row_kind, options.sampling.is_greedy, False]._accepted
         accepted_so_far._rates = [0.99] * len(
             accepted_so_far._rates
         )  # as a draft that is nearly always right

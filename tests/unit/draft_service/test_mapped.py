@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
 
+from draft_service.proposers import DraftedSequence
 from draft_service.proposers.drafting import Drafting, SharedTokens, propose_head
 from draft_service.proposers.mapped import MAX_TARGETS, MappedSequence, Vocabularies
+from draft_service.proposers.standalone import StandaloneProposer
+from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Continue, Job
+from tandem.engine.core.selection import Backends
 from tandem.engine.models.checkpoint import vocabulary_hash
+from tandem.engine.models.loading import load_model
+from tandem.engine.settings import EngineSettings
 from tandem.errors import ConfigurationError, InvalidRequestError, ServiceUnavailableError
 from tandem.types import (
+    AheadBudget,
     Delta,
+    DraftedOutcomes,
     DraftOptions,
+    Grammar,
+    GrammarKind,
     ModelInfo,
     Proposal,
     ProposeStep,
@@ -25,8 +41,10 @@ from tandem.types import (
     VocabularyMapping,
 )
 from tandem.vocabulary import Vocabulary
+from tests.paths import DEMO_TARGET
+from tests.service.other_tokenizer import renumbered
 from tests.unit.draft_service.test_standalone import SAMPLED, job, logits_of, proposals
-from tests.unit.tandem.tiny_tokenizers import content_of, tokenizer_of
+from tests.unit.tandem.tiny_tokenizers import END, content_of, tokenizer_of
 
 SHARED_DRAFT = np.array([1, 4, 5, 9, 20, 33, 49])
 SHARED_TARGET = np.array([70, 3, 5, 81, 2, 66, 0])
@@ -133,7 +151,12 @@ class Scripted:
         return self._room - length + 1
 
     async def proposed(
-        self, delta: Delta, count: int, base_length: int | None = None, shared: SharedTokens | None = None
+        self,
+        delta: Delta,
+        count: int,
+        base_length: int | None = None,
+        shared: SharedTokens | None = None,
+        before: list[int] | None = None,
     ) -> Proposal:
         assert delta.base_length <= len(self.token_ids)
         assert base_length is not None
@@ -263,6 +286,134 @@ async def test_how_a_request_is_drafted_for(
     mapped = vocabularies.mapped(asked)
     assert (mapped.tokens is None) is writes_text
     assert mapped.draft_options.sampling.is_greedy is (writes_text or temperature == 0.0)
+
+
+# ---- drafting ahead
+
+K = 4
+BUDGET = AheadBudget(branch_count=12, token_count=K)
+CODE = "def fibonacci(n):\n    a, b = 0, 1\n    for"
+AHEAD = {
+    "tli greedy": (VocabularyMapping.TLI, GREEDY, RowKind.TOKEN),
+    "slem greedy": (VocabularyMapping.SLEM, GREEDY, RowKind.TOKEN),
+    "tli strict": (VocabularyMapping.TLI, SAMPLED, RowKind.TOKEN),
+    "tli support": (VocabularyMapping.TLI, SAMPLED, RowKind.SUPPORT),
+}
+
+
+@pytest.fixture(scope="module")
+def demo_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo draft with 1200 of its tokens, under other ids."""
+    return renumbered(tmp_path_factory.mktemp("draft"), 1200)
+
+
+@asynccontextmanager
+async def demo(folder: Path, options: DraftOptions) -> AsyncIterator[tuple[StandaloneProposer, DraftOptions]]:
+    """That draft, and the options of sequences for the demo target."""
+    model = load_model(folder, device="cpu", dtype="float32", threads=1)
+    engine = Engine(Backends(model), propose_head, EngineSettings(max_sequences=3))
+    known = Vocabularies(folder / "tokenizer.json", model.info)
+    content = (DEMO_TARGET / "tokenizer.json").read_bytes()
+    tokenizer_hash = vocabulary_hash(Tokenizer.from_str(content.decode()))
+    engine.start()
+    try:
+        async with asyncio.timeout(60.0):
+            await known.add(TargetTokenizer(tokenizer_hash, 2048, content, (0,)))
+            proposer = StandaloneProposer(engine, 8, vocabularies=known)
+            yield proposer, replace(options, tokenizer_hash=tokenizer_hash)
+    finally:
+        await engine.close()
+
+
+async def drafted_for(sequence: DraftedSequence, *, is_whole: bool) -> dict[tuple[int, int], Proposal]:
+    """What was drafted ahead of a verification, by outcome: all of it, or what comes without a pause."""
+    assert sequence.pushed is not None
+    columns = [await sequence.pushed.get()]
+    with suppress(TimeoutError):
+        while len(columns) < K:
+            columns.append(await asyncio.wait_for(sequence.pushed.get(), 60.0 if is_whole else 1.0))
+    whole = [each for each in columns if isinstance(each, DraftedOutcomes)]
+    assert [each.depth for each in whole] == [*range(len(columns))]
+    found: dict[tuple[int, int], Proposal] = {}
+    for rank, outcome in enumerate(zip(whole[0].accepted_counts, whole[0].next_token_ids, strict=True)):
+        own = [each for each in whole if rank < len(each.token_ids) and each.token_ids[rank] >= 0]
+        distributions = tuple(each.distributions[rank] for each in own if each.distributions)
+        found[outcome] = Proposal(
+            whole[0].base_length + outcome[0] + 1, tuple(each.token_ids[rank] for each in own), distributions
+        )
+    return found
+
+
+@pytest.mark.parametrize("how", AHEAD)
+async def test_what_is_drafted_ahead_is_what_would_be_proposed(demo_draft: Path, how: str) -> None:
+    """So the text of a seed does not depend on which proposals came in time. After an answer, a hit and a miss."""
+    mapping, sampling, kind = AHEAD[how]
+    asked = DraftOptions("r", sampling, row_kind=kind, ahead=BUDGET, vocabulary_mapping=mapping)
+    target = Vocabulary(Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json")))
+    async with demo(demo_draft, asked) as (proposer, options), proposer.sequence(options) as sequence:
+        tokens, proposed, hits = target.encode(CODE), list[int](), 0
+        step = ProposeStep(Delta(0, tuple(tokens)), K, BUDGET)
+        for number in range(6):
+            answer = await sequence.propose(step)
+            proposed = proposed if answer is None else [*answer.token_ids]
+            writes_text = mapping is VocabularyMapping.SLEM
+            found = await drafted_for(sequence, is_whole=not writes_text)
+            async with proposer.sequence(replace(options, ahead=None)) as plain:
+                for (accepted, token_id), proposal in found.items():
+                    before = (*tokens, *proposed[:accepted], token_id)
+                    fresh = await plain.propose(ProposeStep(Delta(0, before), K))
+                    assert fresh is not None
+                    # A text may have become fewer of the target's tokens than that.
+                    expected = fresh.token_ids[: len(proposal)] if writes_text else fresh.token_ids
+                    assert proposal.token_ids == expected
+                    assert len(proposal.distributions) == len(fresh.distributions)
+                    for own, other in zip(proposal.distributions, fresh.distributions, strict=True):
+                        np.testing.assert_array_equal(own.token_ids, other.token_ids)
+                        np.testing.assert_allclose(own.probs, other.probs, atol=1e-5)
+            accepted, token_id = max(found, key=lambda outcome: (len(found[outcome]), outcome))
+            if number % 3 == 2:  # a miss
+                accepted, token_id, continuation = 0, target.encode(" x")[0], list[int]()
+            else:
+                continuation, hits = [*found[accepted, token_id].token_ids], hits + 1
+            base, new = len(tokens) + accepted, [token_id, *continuation]
+            tokens, proposed = [*tokens, *proposed[:accepted], token_id], continuation
+            if continuation:
+                step = ProposeStep(Delta(base, tuple(new)), 0, BUDGET, len(continuation))
+            else:
+                step = ProposeStep(Delta(base, tuple(new)), K, BUDGET)
+    assert hits >= 3
+
+
+@pytest.mark.parametrize("how", ["tli greedy", "slem greedy", "tli strict", "tli support"])
+async def test_proposals_hold_to_the_target_s_grammar(demo_draft: Path, how: str) -> None:
+    """Whether asked for or drafted ahead; a text that is written freely ends where the grammar forbids it."""
+    mapping, sampling, kind = AHEAD[how]
+    target = Vocabulary(Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json")))
+    prompt = target.encode("x = [")
+    asked = DraftOptions(
+        "r",
+        sampling,
+        row_kind=kind,
+        ahead=BUDGET,
+        vocabulary_mapping=mapping,
+        prompt_length=len(prompt),
+        grammar=Grammar(GrammarKind.REGEX, r"[0-9]+(, [0-9]+)*"),
+    )
+    async with demo(demo_draft, asked) as (proposer, options), proposer.sequence(options) as sequence:
+        tokens = [*prompt, *target.encode("1")]
+        answer = await sequence.propose(ProposeStep(Delta(0, tuple(tokens)), K, BUDGET))
+        assert answer is not None
+        written = [[*answer.token_ids]]
+        if mapping is VocabularyMapping.TLI:
+            assert len(answer) == K
+            found = await drafted_for(sequence, is_whole=True)
+            written += [
+                [*answer.token_ids[:accepted], token_id, *proposal.token_ids]
+                for (accepted, token_id), proposal in found.items()
+            ]
+    for token_ids in written:
+        text = b"".join(map(target.text, token_ids)).decode().partition(END)[0]
+        assert re.fullmatch(r"1[0-9]*(, [0-9]+)*,? ?", "1" + text), text
 
 
 # ---- tokenizers of targets

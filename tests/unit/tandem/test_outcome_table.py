@@ -17,6 +17,8 @@ def test_continuations_grow_depth_by_depth() -> None:
     assert table.add(DraftedOutcomes(4, 1, (9,), lead_token_ids=(10, 11)))
     assert table.find(4, 2, 5) == (7, 9, 10, 11)
     assert table.find(4, 0, 6) == (8,), "it was given up"
+    assert table.add(DraftedOutcomes(4, 2, (-1, 3)))
+    assert table.find(4, 2, 5) == (7, 9, 10, 11), "it has ended"
     assert table.find(4, 0, 5) == table.find(3, 2, 5) == table.find(5, 2, 5) == ()
 
 

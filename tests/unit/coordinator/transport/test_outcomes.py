@@ -53,6 +53,20 @@ def test_the_actual_outcome_is_found_with_its_rank_and_all_its_tokens() -> None:
     assert whole.distributions == ()
 
 
+def test_a_continuation_that_has_ended_has_the_tokens_before() -> None:
+    """One text of a draft with another tokenizer may be fewer tokens than the others'."""
+    came = (*PREFIX, *PROPOSED, 10)
+    outcomes = pending(FIRST, replace(SECOND, token_ids=(-1, 8)))
+    found, other = outcomes.find(came), outcomes.find((*PREFIX, 11))
+    assert found is not None
+    assert other is not None
+    assert (found.token_ids, other.token_ids) == ((4,), (5, 8))
+    assert outcomes.unfinished(came, 0.0) is None
+    with pytest.raises(ProtocolError, match="went on with a continuation that it had ended"):
+        outcomes.add(DraftedOutcomes(BASE, 2, (3, 9)))
+    assert pending(replace(FIRST, token_ids=(-1, 5, 6))).find(came) is None, "it has no token at all"
+
+
 def test_the_first_outcome_has_what_the_draft_is_ahead_with() -> None:
     came = (*PREFIX, *PROPOSED, 10)
     outcomes = pending(replace(FIRST, lead_token_ids=(7,)))

@@ -1,0 +1,161 @@
+"""The draft once more, with a tokenizer of another kind: `python -m models.demo.recipe.other_tokenizer`.
+
+A draft and a target with different tokenizers need a vocabulary mapping; this model is either side of such a pair.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Iterable, Sequence
+from itertools import cycle
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from models.demo.recipe.architecture import (
+    END_OF_TEXT_ID,
+    MAX_LENGTH,
+    continue_text,
+    load_model,
+    packed,
+    save_folder,
+    write_json,
+)
+from models.demo.recipe.corpus import (
+    CHAT_TEMPLATE,
+    END_OF_TEXT,
+    SPLIT_PATTERN,
+    SourceFile,
+    functions,
+    load_tokenizer,
+    read_corpus,
+)
+from models.demo.recipe.measure import DEMO_FOLDER, held_out_loss, parser_of
+from models.demo.recipe.training import PROMPT_LENGTHS, ROWS, TEMPERATURES, TimeBox, pretrain
+
+VOCABULARY_SIZE = 2560
+SPACE = "▁"
+"""Stands for a space, as in sentencepiece."""
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+"""Tokens of bytes, for characters that the vocabulary lacks."""
+RATE = 0.3
+"""Learning rates as a share of those for a model that begins with random weights."""
+
+logger = logging.getLogger("models.demo.recipe")
+
+
+def train_unigram(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Learn a unigram vocabulary with byte fallback, as sentencepiece has them, from the training texts."""
+    trained = _unigram([("<unk>", 0.0)])
+    trainer = trainers.UnigramTrainer(
+        vocab_size=VOCABULARY_SIZE - len(BYTES) - 1, unk_token="<unk>", show_progress=False
+    )
+    trained.train_from_iterator(texts, trainer)
+    scores = {piece: score for piece, score in _pieces(trained) if piece != "<unk>"}
+    lowest = min(scores.values())
+    first = [(END_OF_TEXT, lowest), ("<unk>", lowest), *((byte, lowest) for byte in BYTES)]
+    tokenizer = _unigram([*first, *scores.items()], unk_id=1, byte_fallback=True)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    found: PreTrainedTokenizerFast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        model_max_length=MAX_LENGTH,
+        clean_up_tokenization_spaces=False,
+    )
+    found.chat_template = CHAT_TEMPLATE
+    return found
+
+
+def _unigram(
+    pieces: Sequence[tuple[str, float]], unk_id: int = 0, *, byte_fallback: bool = False
+) -> Tokenizer:
+    tokenizer = Tokenizer(models.Unigram([*pieces], unk_id=unk_id, byte_fallback=byte_fallback))
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+    # The pair's own words, with the mark for each blank.
+    pattern = SPLIT_PATTERN.replace(" ?", f"{SPACE}?").replace(r"[ \t]", rf"[{SPACE}\t]")
+    pattern = pattern.replace(r"[^\s\p{L}", rf"[^\s{SPACE}\p{{L}}")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    return tokenizer
+
+
+def _pieces(tokenizer: Tokenizer) -> list[tuple[str, float]]:
+    state = json.loads(tokenizer.to_str())
+    return [(piece, score) for piece, score in state["model"]["vocab"]]
+
+
+@torch.no_grad()
+def moved(
+    model: LlamaForCausalLM, old: PreTrainedTokenizerFast, new: PreTrainedTokenizerFast
+) -> LlamaForCausalLM:
+    """The model with another tokenizer's tokens: each begins as the mean of what the old tokenizer splits it into (Gee
+    et al. 2022, "Fast Vocabulary Transfer for Language Model Compression")."""
+    embedding = model.model.embed_tokens.weight.detach().clone()
+    pieces = sorted(new.get_vocab().items(), key=lambda item: item[1])
+    rows: list[Tensor] = []
+    for piece, _ in pieces:
+        if piece in BYTES:
+            mark = bytes([BYTES.index(piece)]).decode("latin-1")
+            ids = old(mark)["input_ids"][-1:]
+        else:
+            ids = old(piece.replace(SPACE, " "))["input_ids"] or [END_OF_TEXT_ID]
+        rows.append(embedding[ids].mean(dim=0))
+    model.resize_token_embeddings(len(rows))
+    model.model.embed_tokens.weight.copy_(torch.stack(rows))
+    return model
+
+
+def written_by(target: LlamaForCausalLM, folder: Path, minutes: float, seed: int = 0) -> list[SourceFile]:
+    """Texts that the target writes after the beginnings of training functions, as long as the time allows."""
+    tokenizer = load_tokenizer(folder)
+    ids = tokenizer([each.source for each in functions(read_corpus())], verbose=False)["input_ids"]
+    chooser, box, texts = random.Random(seed), TimeBox(minutes), list[SourceFile]()
+    for count, (length, temperature) in enumerate(zip(cycle(PROMPT_LENGTHS), cycle(TEMPERATURES))):
+        if count and box.fraction >= 1.0:
+            break
+        prompts = chooser.sample([tokens[:length] for tokens in ids if len(tokens) >= length], ROWS)
+        written = continue_text(target, prompts, 224, temperature, seed + count)
+        texts += [SourceFile(f"written/{count}", text) for text in tokenizer.batch_decode(written.tokens)]
+    logger.info("the target wrote %d texts", len(texts))
+    return texts
+
+
+def main() -> None:
+    """Move the draft to a tokenizer of another kind, and train it on the corpus and on the target's own text."""
+    parser = parser_of(main.__doc__)
+    parser.add_argument("--output", type=Path, default=DEMO_FOLDER / "unigram")
+    parser.add_argument("--minutes-writing", type=float, default=3.0, help="the target writes text")
+    parser.add_argument("--minutes", type=float, default=8.0, help="training")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.set_flush_denormal(True)
+
+    corpus = read_corpus()
+    tokenizer = train_unigram(file.text for file in corpus)
+    draft = DEMO_FOLDER / "draft"
+    model = moved(load_model(draft), load_tokenizer(draft), tokenizer)
+    target = DEMO_FOLDER / "target"
+    written = written_by(load_model(target), target, options.minutes_writing)
+    held_out = packed(read_corpus(held_out=True), tokenizer)
+    figures = {"held_out_loss_before": held_out_loss(model, held_out)}
+    # The target's own text counts double, since that is what a draft has to foresee.
+    files = [*corpus, *written, *written]
+    random.Random(0).shuffle(files)
+    figures["tokens_seen"] = pretrain(model, packed(files, tokenizer), options.minutes, rate=RATE)
+    save_folder(model, tokenizer, options.output)
+    figures["held_out_loss"] = held_out_loss(load_model(options.output), held_out)
+    logger.info("%s", figures)
+    write_json(figures, options.output / "figures.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -324,6 +324,7 @@ def load_vllm(setup: dict[str, Any]) -> Run:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{setup['threads'] - 1}")
     from vllm import LLM
 
+    _mend_expansion()
     engine = LLM(
         model=setup["target"],
         dtype=setup["dtype"],
@@ -343,16 +344,40 @@ def load_vllm(setup: dict[str, Any]) -> Run:
     return lambda workload: _run_vllm(engine, workload)
 
 
+def _mend_expansion() -> None:
+    """Mend vLLM 0.32's builds for a CPU without Triton, which divide the logits of proposed tokens by memory that was
+    never written (vLLM's issue 55005): above temperature 0, acceptance and text are wrong with any draft."""
+    from vllm.utils import cpu_triton_utils
+
+    def expand(
+        output: Any, values: Any, ends: Any, replace_from: Any, replace_to: Any, *_: Any, **__: Any
+    ) -> None:
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        replaced = values.where(values != replace_from, values.new_tensor(replace_to))
+        output.copy_(replaced.repeat_interleave(counts))
+
+    cpu_triton_utils._expand_kernel_impl = expand
+
+
 def _vllm_speculation(setup: dict[str, Any]) -> dict[str, Any]:
     configs: dict[str, dict[str, Any]] = {
         "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5},
-        "draft_model": {"method": "draft_model", "model": setup["draft"]},
+        "draft_model": {
+            "method": "draft_model",
+            "model": setup["draft"],
+            "draft_sample_method": "probabilistic",
+        },
         "tandem": {"method": "custom_class", "model": "tandem.integrations.vllm.TandemProposer"},
     }
     if setup["mode"] == "alone":
         return {}
     count = setup["num_speculative_tokens"]
-    return {"speculative_config": {**configs[setup["mode"]], "num_speculative_tokens": count}}
+    found: dict[str, Any] = {
+        "speculative_config": {**configs[setup["mode"]], "num_speculative_tokens": count}
+    }
+    if setup["mode"] == "tandem":
+        found["worker_cls"] = "tandem.integrations.vllm.worker.TandemWorker"
+    return found
 
 
 def _pace_vllm(engine: Any, text: str) -> None:

@@ -8,12 +8,14 @@ import urllib.request
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from coordinator.replicas.pool import Pool
 from coordinator.transport.draft_client import DraftClient
+from draft_service.servicer import DraftedFor
 from tandem.integrations.vllm import TandemProposer
-from tandem.types import Proposal
+from tandem.types import DraftOptions, Proposal, RowKind, SparseDistribution
 from tests.service.ahead_draft import AheadDraft
 from tests.service.clients import until
 from tests.service.fakes import FakeDraft, counting
@@ -27,8 +29,8 @@ TOKEN = "a-token-of-many-characters"
 class CheckedRunner(Runner):
     """Every proposal must be what the draft says of that row's tokens."""
 
-    def step(self, propose: object) -> None:
-        super().step(propose)  # type: ignore[arg-type]
+    def step(self, proposer: object) -> None:
+        super().step(proposer)
         for request in self.requests:
             assert request.proposal == _continuation(request.tokens, len(request.proposal))
 
@@ -59,6 +61,58 @@ async def test_every_proposal_extends_the_right_tokens(monkeypatch: pytest.Monke
         await until(lambda: not draft.running, SECONDS)
 
 
+class UnsureDraft(FakeDraft):
+    """Gives each token that it proposes a probability of 0.75."""
+
+    def __init__(self) -> None:
+        super().__init__(hashed)
+        self.options: list[DraftOptions] = []
+
+    async def serve_sequence(self, sequence: DraftedFor) -> None:
+        self.options.append(sequence.options)
+        await super().serve_sequence(sequence)
+
+    def proposal(self, tokens: Sequence[int], count: int) -> Proposal:
+        sure = super().proposal(tokens, count)
+        spread = tuple(
+            SparseDistribution(np.array([token_id, (token_id + 1) % 2048]), np.array([0.75, 0.25]))
+            for token_id in sure.token_ids
+        )
+        return replace(sure, distributions=spread)
+
+
+async def test_each_requests_distributions_are_given_to_vllm_by_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    draft, runner = fitting(UnsureDraft()), CheckedRunner(hashed)
+    async with served(draft) as [(address, _)], plugged(monkeypatch, address) as proposer:
+        runner.requests = [Request([1, 2], temperature=0.7), Request([3]), Request([4], temperature=1.0)]
+        await run(proposer, runner, 1)
+        runner.requests.reverse()
+        await run(proposer, runner, 2)
+        found = proposer._runner
+        assert found._draft_prob_req_ids == [request.name for request in runner.requests]
+        assert found._draft_probs.shape == (3, TOKEN_COUNT, 2048)
+        for row, request in zip(found._draft_probs, runner.requests, strict=True):
+            assert len(request.proposal) == TOKEN_COUNT
+            for probs, token_id in zip(row, request.proposal, strict=True):
+                assert probs[token_id] == 0.75
+                assert probs.sum() == 1.0
+    asked = {options.sampling.temperature: options.row_kind for options in draft.options}
+    assert asked == {0.7: RowKind.SUPPORT, 0.0: RowKind.TOKEN, 1.0: RowKind.SUPPORT}
+
+
+async def test_a_name_that_comes_again_is_another_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft, runner = fitting(FakeDraft(hashed)), CheckedRunner(hashed)
+    async with served(draft) as [(address, _)], plugged(monkeypatch, address) as proposer:
+        for first in (1, 9):
+            runner.requests = [Request([first, 2, 3], name="same")]
+            await run(proposer, runner, 3)
+        await until(lambda: draft.running == 1, SECONDS)
+        assert draft.opened == 2
+        assert runner.accepted == 2 * TOKEN_COUNT
+
+
 async def test_ended_sequences_are_finished_on_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     draft, runner = fitting(FakeDraft(hashed)), Runner(hashed)
     async with served(draft) as [(address, _)], plugged(monkeypatch, address) as proposer:
@@ -66,22 +120,9 @@ async def test_ended_sequences_are_finished_on_the_draft(monkeypatch: pytest.Mon
         await run(proposer, runner, 3)
         assert draft.running == 8
         del runner.requests[2:]
-        await run(proposer, runner, 6)
+        await run(proposer, runner, 1)
         await until(lambda: draft.running == 2, SECONDS)
         assert steps_of(proposer).link.open_sequences == 2
-
-
-async def test_a_pause_without_steps_frees_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After its last request vLLM makes no step that could tell of an end."""
-    monkeypatch.setattr("tandem.integrations.vllm.link.IDLE_SECONDS", 0.4)
-    draft, runner = fitting(FakeDraft(hashed)), Runner(hashed)
-    async with served(draft) as [(address, _)], plugged(monkeypatch, address) as proposer:
-        runner.requests = [Request([1, 2])]
-        await run(proposer, runner, 3)
-        await until(lambda: not draft.running, SECONDS)
-        before = runner.accepted
-        await run(proposer, runner, 4)
-        assert runner.accepted > before, "a sequence that went on after the pause has no draft again"
 
 
 async def test_outcomes_drafted_ahead_answer_without_a_question(monkeypatch: pytest.MonkeyPatch) -> None:

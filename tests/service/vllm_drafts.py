@@ -8,6 +8,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from typing import TypeVar
 
 import grpc.aio
 import pytest
@@ -34,7 +35,10 @@ def hashed(tokens: Sequence[int]) -> int:
     return value % 2048
 
 
-def fitting(draft: FakeDraft) -> FakeDraft:
+DraftT = TypeVar("DraftT", bound=FakeDraft)
+
+
+def fitting(draft: DraftT) -> DraftT:
     """Give a fake draft the tokenizer of the stand-in's model."""
     info = target_info(vllm_stub.config().model_config, 1)
     draft.model_info = replace(draft.model_info, tokenizer_hash=info.tokenizer_hash)
@@ -68,6 +72,7 @@ async def plugged(
     loggers = [logging.getLogger(name) for name in ("tandem", "coordinator")]
     before = [(each.level, each.propagate, list(each.handlers)) for each in loggers]
     proposer = TandemProposer(vllm_stub.config())
+    proposer.attach(vllm_stub.ModelRunner(Runner(hashed)))
     await asyncio.to_thread(proposer.load_model, None)
     try:
         yield proposer
@@ -88,9 +93,10 @@ async def run(
     proposer: TandemProposer, runner: Runner, steps: int, disturbed: Callable[[], None] = lambda: None
 ) -> None:
     """Make steps on a thread, as vLLM's blocks, while this loop serves the drafts."""
+    proposer.attach(vllm_stub.ModelRunner(runner))
     for _ in range(steps):
         disturbed()
-        await asyncio.to_thread(runner.step, proposer.propose)
+        await asyncio.to_thread(runner.step, proposer)
         await asyncio.sleep(STEP_SECONDS)
 
 

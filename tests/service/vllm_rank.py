@@ -9,7 +9,7 @@ import time
 from tandem.integrations.vllm import TandemProposer
 from tests.service import vllm_stub
 from tests.service.vllm_drafts import PATIENCE, STEP_SECONDS, hashed
-from tests.service.vllm_stub import Request, Runner
+from tests.service.vllm_stub import ModelRunner, Request, Runner
 
 
 def main(rank: int, address: str) -> None:
@@ -18,11 +18,12 @@ def main(rank: int, address: str) -> None:
     os.environ["TANDEM_VLLM_DRAFT_ADDRESS"] = address
     os.environ["TANDEM_VLLM_DRAFT_PATIENCE_SECONDS"] = str(PATIENCE)
     proposer = TandemProposer(vllm_stub.config(rank, tensor_parallel_size=2))
-    proposer.load_model()
     runner = Runner(hashed)
+    proposer.attach(ModelRunner(runner))
+    proposer.load_model()
     runner.requests = [Request([1, 2])]
     for _ in range(6):
-        runner.step(proposer.propose)
+        runner.step(proposer)
         time.sleep(10 * STEP_SECONDS)
     sys.stdout.write(f"{runner.proposed}\n")
 

@@ -6,6 +6,7 @@ requests are preempted and come back, and proposals are verified against a targe
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.paths import DEMO_TARGET
 from tests.service.fakes import MAX_LENGTH
@@ -61,10 +63,12 @@ class ChangedRunner:
 
 def modules(runner: type = GPUModelRunner, version: str = VERSION) -> dict[str, ModuleType]:
     """The packages of vLLM that the plug-in imports."""
-    made = {
-        name: ModuleType(name)
-        for name in ("vllm", "vllm.v1", "vllm.v1.worker", "vllm.v1.worker.gpu_model_runner")
-    }
+    names = "vllm", "vllm.v1", "vllm.v1.worker", "vllm.v1.worker.gpu_model_runner"
+    distributed = "vllm.distributed", "vllm.distributed.parallel_state"
+    made = {name: ModuleType(name) for name in (*names, *distributed)}
+    # A process alone hears itself
+    group = SimpleNamespace(broadcast_object=lambda found, src: found)
+    made[distributed[1]].get_tp_group = lambda: group  # type: ignore[attr-defined]
     made["vllm"].__version__ = version  # type: ignore[attr-defined]
     made["vllm.v1.worker.gpu_model_runner"].GPUModelRunner = runner  # type: ignore[attr-defined]
     return made
@@ -90,6 +94,9 @@ def config(rank: int = 0, tensor_parallel_size: int = 1, vocabulary_size: int = 
     )
 
 
+_names = itertools.count()
+
+
 @dataclass(eq=False)
 class Request:
     """One request of the runner."""
@@ -98,6 +105,33 @@ class Request:
     unread: int = 0
     """Tokens of the prompt that later steps read."""
     proposal: list[int] = field(default_factory=list)
+    temperature: float = 0.0
+    structured: bool = False
+    name: str = field(default_factory=lambda: f"request-{next(_names)}")
+
+    @property
+    def sampling_params(self) -> Any:
+        """In vLLM's words."""
+        grammar = object() if self.structured else None
+        return SimpleNamespace(
+            temperature=self.temperature, top_k=0, top_p=1.0, min_p=0.0, seed=None, structured_outputs=grammar
+        )
+
+
+class ModelRunner:
+    """What the plug-in reads and sets of vLLM's, over a batch."""
+
+    def __init__(self, batch: Runner) -> None:
+        self.batch = batch
+        self.device = torch.device("cpu")
+        self._draft_probs: torch.Tensor | None = None
+        self._draft_prob_req_ids: list[str] | None = None
+
+    @property
+    def input_batch(self) -> Any:
+        """Those that have a row."""
+        names = [request.name for request in self.batch.requests]
+        return SimpleNamespace(req_ids=names, vocab_size=2048)
 
 
 class Runner:
@@ -109,18 +143,21 @@ class Runner:
         self._lengths = np.zeros(max_rows, np.int32)
         self.requests: list[Request] = []
         """By row."""
+        self._begun: dict[str, Request] = {}
+        """Of which steps have told."""
         self.preempted: list[Request] = []
         self.accepted = 0
         self.proposed = 0
 
-    def step(self, propose: Callable[..., list[list[int]]]) -> None:
+    def step(self, proposer: Any) -> None:
         """Verify what was proposed, sample, and have the next tokens proposed."""
+        proposer.begin_step(self._scheduled())
         sampled = [self._sampled(request) for request in self.requests]
         for row, request in enumerate(self.requests):
             self._lengths[row] = len(request.tokens)
             self._token_ids[row, : len(request.tokens)] = request.tokens
             self._token_ids[row, len(request.tokens) :] = -1  # nothing past the end may be read
-        proposals = propose(sampled, self._lengths, self._token_ids, slot_mappings=None)
+        proposals = proposer.propose(sampled, self._lengths, self._token_ids, slot_mappings=None)
         assert len(proposals) == len(self.requests)
         for request, proposal in zip(self.requests, proposals, strict=True):
             assert len(proposal) <= TOKEN_COUNT
@@ -146,6 +183,26 @@ class Runner:
                 request = self.preempted.pop()
                 request.proposal, request.unread = [], 1
                 self.requests.append(request)
+
+    def _scheduled(self) -> Any:
+        """As vLLM's scheduler tells of a step."""
+        live = {request.name: request for request in (*self.requests, *self.preempted)}
+        over = [name for name, request in self._begun.items() if live.get(name) is not request]
+        new = [request for request in self.requests if self._begun.get(request.name) is not request]
+        self._begun = {name: request for name, request in self._begun.items() if name not in over}
+        self._begun |= {request.name: request for request in new}
+        return SimpleNamespace(
+            finished_req_ids=over,
+            scheduled_new_reqs=[
+                SimpleNamespace(
+                    req_id=request.name,
+                    prompt_token_ids=list(request.tokens),
+                    prefill_token_ids=None,
+                    sampling_params=request.sampling_params,
+                )
+                for request in new
+            ],
+        )
 
     def _take(self, row: int) -> Request:
         """Remove a row; the last one takes its place, as vLLM condenses."""

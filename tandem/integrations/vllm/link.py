@@ -28,7 +28,15 @@ from tandem.integrations.vllm.metrics import Counts
 from tandem.integrations.vllm.settings import VllmSettings
 from tandem.replica import ReplicaState, Role
 from tandem.rpc.addresses import split_addresses
-from tandem.types import AheadBudget, Coverage, DraftOptions, ModelInfo, Proposal, TargetTokenizer
+from tandem.types import (
+    AheadBudget,
+    Coverage,
+    DraftOptions,
+    ModelInfo,
+    Proposal,
+    SamplingParams,
+    TargetTokenizer,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -130,12 +138,16 @@ class AskedRow:
     """One sequence of a step."""
 
     key: int
+    sampling: SamplingParams
+    """How the draft is to draw."""
     new_tokens: Sequence[int]
     """Tokens since its last step."""
     count: int
     """Tokens to propose; 0: only take note of the tokens."""
-    reads_prompt: bool = False
-    """True if vLLM still reads its prompt, so that nobody waits for a proposal."""
+
+
+NOTHING = Proposal(0)
+"""The answer of a draft that has nothing to propose, or not in time."""
 
 
 @dataclass(slots=True)
@@ -153,8 +165,8 @@ class Batch:
     """Expected tokens of a step with a proposal of 0, 1, ... tokens."""
     tokens_per_second: float = 0.0
     """Speed of a sequence now."""
-    answers: list[tuple[int, ...]] = field(default_factory=list)
-    """One for each row; empty until it has come."""
+    answers: list[Proposal] = field(default_factory=list)
+    """One for each row; without tokens until it has come."""
     done: threading.Event = field(default_factory=threading.Event)
     left: int = 0
     """Answers that are still to come."""
@@ -162,7 +174,7 @@ class Batch:
     """True if the wait for one of them was in vain."""
 
     def __post_init__(self) -> None:
-        self.answers = [() for _ in self.rows]
+        self.answers = [NOTHING for _ in self.rows]
 
 
 class DraftedRow:
@@ -179,10 +191,8 @@ class DraftedRow:
         """Tokens that came while a proposal was awaited."""
         self.timed_out = False
         """True if the last step waited for its proposal in vain."""
-        self.task: asyncio.Task[tuple[int, ...]] | None = None
+        self.task: asyncio.Task[Proposal] | None = None
         """Proposes for a step."""
-        self.seen_at = 0.0
-        """Time of the last step that named it."""
 
     @property
     def is_busy(self) -> bool:
@@ -200,11 +210,6 @@ class DraftedRow:
         return len(self._tokens)
 
     @property
-    def is_placed(self) -> bool:
-        """True while a draft holds it."""
-        return self._placement.current is not None
-
-    @property
     def may_answer(self) -> bool:
         """True while a draft holds it that is not late."""
         current = self._placement.current
@@ -217,27 +222,27 @@ class DraftedRow:
             self._tokens.extend(self._unread)
             self._unread = []
 
-    async def propose(self, asked: AskedRow, batch: Batch) -> tuple[int, ...]:
-        """Tokens that may follow; none when no draft has any in time."""
+    async def propose(self, asked: AskedRow, batch: Batch) -> Proposal:
+        """Tokens that may follow, none when no draft has any in time, with the distributions they were drawn from."""
         self.timed_out = False
         placement = self._placement
         try:
             placement.leave_for_better()
             if asked.count <= 0:
-                return ()
+                return NOTHING
             if placement.current is None:
                 # The draft reads the sequence while vLLM works.
                 member = placement.candidate()
                 if member is not None and self._room(member) > self._limits.num_speculative_tokens:
                     placement.enter(member, self)
-                return ()
+                return NOTHING
             return await self._asked(placement.current, asked, batch)
         except TandemError as error:
             placement.lose(error)
-            return ()
+            return NOTHING
 
     async def finish(self) -> None:
-        """End the sequence; the draft frees it at once. It may be entered again."""
+        """End the sequence; the draft frees it at once."""
         if self.task is not None:
             await asyncio.wait({self.task}, timeout=_CLOSE_SECONDS)
         try:
@@ -247,31 +252,31 @@ class DraftedRow:
 
     async def _asked(
         self, place: OpenSequence[DraftClient, DraftSequence], asked: AskedRow, batch: Batch
-    ) -> tuple[int, ...]:
+    ) -> Proposal:
         sequence, placement, counts = place.sequence, self._placement, self._counts
         count = min(asked.count, self._room(place.member))
         if count <= 0:
-            return ()
-        until = 0.0 if asked.reads_prompt else batch.until
+            return NOTHING
+        until = batch.until
         if sequence.awaits_outcome(self):
             drafted = await self._drafted_ahead(sequence, batch, until, count)
             if drafted is not None:
                 sequence.go_on(self, drafted, batch.budget)
                 placement.count_proposal()
-                return drafted.token_ids
+                return drafted
         if not sequence.is_idle:
             counts.late_rows += 1
-            return ()  # it reads the prompt, or is late already
+            return NOTHING  # it reads the prompt, or is late already
         if placement.must_read(self):
-            return ()
+            return NOTHING
         proposal, _ = await placement.asked(self, count, max(until - time.monotonic(), 0.0), batch.budget)
         if proposal is None:
             self.timed_out = True
             counts.late_rows += 1
-            return ()
+            return NOTHING
         placement.count_proposal()
         counts.answered_rows += 1
-        return proposal.token_ids
+        return proposal
 
     async def _drafted_ahead(
         self, sequence: DraftSequence, batch: Batch, until: float, count: int
@@ -306,8 +311,6 @@ class DraftedRow:
         )
 
 
-IDLE_SECONDS = 10.0
-"""A sequence that no step has named for so long has ended: vLLM makes no more steps once its last request has ended."""
 _CLOSE_SECONDS = 2.0
 """Time for the sequences' streams to end: vLLM's own end must not wait for a draft that hangs."""
 _START_SECONDS = 5.0
@@ -325,11 +328,11 @@ class DraftLink:
     def __init__(
         self,
         make_pool: Callable[[], Pool[DraftClient]],
-        options: Callable[[int], DraftOptions],
+        options: Callable[[AskedRow], DraftOptions],
         limits: DraftLimits,
         counts: Counts,
     ) -> None:
-        """`make_pool` is called on the loop; `options` returns the options with which the sequence of a key opens."""
+        """`make_pool` is called on the loop; `options` returns the options with which a row's sequence opens."""
         self._make_pool = make_pool
         self._options = options
         self._limits = limits
@@ -341,7 +344,7 @@ class DraftLink:
         self._stopping: asyncio.Event | None = None
         self._is_running = threading.Event()
         self._may_answer = False
-        """True if a draft that is not late held any sequence of the last step. Without one a step waits for nothing."""
+        """True if a draft that is not late held any sequence last time. Without one a step waits for nothing."""
         self._thread = threading.Thread(target=self._run, name="tandem-drafts", daemon=True)
 
     @property
@@ -370,10 +373,7 @@ class DraftLink:
         self._thread.join(_CLOSE_SECONDS)
 
     def ask(self, batch: Batch, seconds: float) -> None:
-        """Have the drafts propose for a step, and wait until all have answered, at most so many seconds.
-
-        The first step of sequences only opens them on a draft, so it does not wait either.
-        """
+        """Have the drafts propose for a step, and wait until all have answered, at most so many seconds."""
         if self._loop is None or not self._thread.is_alive():
             return
         self._loop.call_soon_threadsafe(self._begin, batch)
@@ -391,9 +391,7 @@ class DraftLink:
         try:
             await self._pool.start()
             self._is_running.set()
-            sweeping = asyncio.create_task(self._sweep())
             await self._stopping.wait()
-            sweeping.cancel()
         except TandemError as error:
             logger.error("no draft can be reached", extra={"reason": str(error)})  # noqa: TRY400 - a sentence is enough
         finally:
@@ -415,11 +413,9 @@ class DraftLink:
         """Start the work for a step's rows. Nothing here waits."""
         for key in batch.ended:
             self._forget(key)
-        now = time.monotonic()
         left = len(batch.rows)
         for index, asked in enumerate(batch.rows):
-            row = self._row(asked.key)
-            row.seen_at = now
+            row = self._row(asked)
             row.extend(asked.new_tokens)
             if row.is_busy:
                 self._counts.late_rows += 1
@@ -431,9 +427,7 @@ class DraftLink:
         if left == 0:
             self._end_batch(batch)
 
-    def _answered(
-        self, batch: Batch, index: int, row: DraftedRow, task: asyncio.Task[tuple[int, ...]]
-    ) -> None:
+    def _answered(self, batch: Batch, index: int, row: DraftedRow, task: asyncio.Task[Proposal]) -> None:
         batch.timed_out |= row.timed_out
         if not task.cancelled():
             error = task.exception()
@@ -446,15 +440,15 @@ class DraftLink:
             self._end_batch(batch)
 
     def _end_batch(self, batch: Batch) -> None:
-        rows = (self._rows.get(asked.key) for asked in batch.rows)
-        self._may_answer = any(row is not None and row.may_answer for row in rows)
+        self._may_answer = any(row.may_answer for row in self._rows.values())
         batch.done.set()
 
-    def _row(self, key: int) -> DraftedRow:
-        row = self._rows.get(key)
+    def _row(self, asked: AskedRow) -> DraftedRow:
+        row = self._rows.get(asked.key)
         if row is None:
             assert self._pool is not None, "batches come after the start"
-            row = self._rows[key] = DraftedRow(self._pool, self._options(key), self._limits, self._counts)
+            row = DraftedRow(self._pool, self._options(asked), self._limits, self._counts)
+            self._rows[asked.key] = row
         return row
 
     def _forget(self, key: int) -> None:
@@ -466,12 +460,3 @@ class DraftLink:
         task = asyncio.ensure_future(work)
         self._endings.add(task)
         task.add_done_callback(self._endings.discard)
-
-    async def _sweep(self) -> None:
-        """Leave the drafts for sequences that no step names any more. Their tokens stay: vLLM may have paused."""
-        while True:
-            await asyncio.sleep(IDLE_SECONDS / 4)
-            before = time.monotonic() - IDLE_SECONDS
-            for row in self._rows.values():
-                if row.seen_at < before and not row.is_busy and row.is_placed:
-                    self._background(row.finish())

@@ -1,23 +1,28 @@
-"""The proposer that vLLM calls: what each step asks the drafts, how long it waits for them, and what it learns."""
+"""What a step of vLLM asks the drafts, how long it waits for them, what it learns, and the proposer that vLLM calls."""
 
 from __future__ import annotations
 
 import atexit
 import logging
+import random
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from coordinator.speculation.ahead import DraftAhead
 from coordinator.stats.speculation import MovingAverage
 from coordinator.transport.draft_client import DraftLimits
-from tandem.errors import TandemError
+from tandem.errors import ConfigurationError, TandemError
 from tandem.integrations.vllm.link import (
+    NOTHING,
     AskedRow,
     Batch,
     DraftLink,
@@ -26,10 +31,22 @@ from tandem.integrations.vllm.link import (
     tokenizer_folder,
 )
 from tandem.integrations.vllm.metrics import Counts, Report, log_through
-from tandem.integrations.vllm.rows import IntArray, RecognisedRow, SequenceTable
 from tandem.integrations.vllm.settings import VllmSettings, read_settings
-from tandem.types import MAX_AHEAD_TOKENS, AheadBudget, DraftOptions, ModelInfo, SamplingParams
-from tandem.vllm_contract import check_plugin
+from tandem.types import (
+    MAX_AHEAD_TOKENS,
+    AheadBudget,
+    DraftOptions,
+    Float32Array,
+    IntArray,
+    ModelInfo,
+    Proposal,
+    RowKind,
+    SamplingParams,
+)
+from tandem.vllm_contract import check_plugin, check_runner, lacking
+
+WORKER = "tandem.integrations.vllm.worker.TandemWorker"
+"""What vLLM is to be started with as `--worker-cls`."""
 
 _MAX_BRANCHES = 8
 """Outcomes for each sequence where it is measured whether drafting ahead pays."""
@@ -205,6 +222,33 @@ logger = logging.getLogger("vllm.tandem")
 """A child of vLLM's own logger: same form, same destination."""
 
 
+@dataclass(frozen=True, slots=True)
+class BatchRow:
+    """A row of vLLM's batch."""
+
+    name: str
+    """vLLM's id of the request."""
+    sampled: int
+    """How many tokens its last step sampled; 0 while it reads its prompt."""
+    tokens_from: Callable[[int], Sequence[int]]
+    """Returns its tokens from a position on."""
+
+
+@dataclass(slots=True)
+class KnownSequence:
+    """A request that has not ended."""
+
+    key: int
+    sampling: SamplingParams
+    """How its draft draws."""
+    length: int = 0
+    """Tokens that the draft was told of."""
+    has_sampled: bool = False
+    """True from the step on that has read its prompt to the end."""
+    proposed: int = 0
+    """Tokens proposed for it in the last step that it had a row in."""
+
+
 class StepDrafter:
     """Proposals for one step of vLLM after the other."""
 
@@ -214,14 +258,19 @@ class StepDrafter:
         self._max_length = target.max_length
         self.counts = Counts()
         self.patience = Patience(token_count, settings.draft_patience_seconds)
-        self.table = SequenceTable()
+        self._known: dict[str, KnownSequence] = {}
+        self._next_key = 0
         self._ahead = AheadSwitch(settings.draft_ahead, token_count)
-        sampling, max_budget = SamplingParams(temperature=0.0), self._ahead.max_budget
+        max_budget = self._ahead.max_budget
         name = uuid.uuid4().hex[:8]  # several vLLMs may share a draft, whose log names their sequences
         self.link = DraftLink(
             lambda: draft_pool(settings, target, tokenizer),
-            lambda key: DraftOptions(
-                f"vllm-{name}-{key}", sampling, ahead=max_budget, tokenizer_hash=target.tokenizer_hash
+            lambda asked: DraftOptions(
+                f"vllm-{name}-{asked.key}",
+                asked.sampling,
+                row_kind=RowKind.TOKEN if asked.sampling.is_greedy else RowKind.SUPPORT,
+                ahead=max_budget,
+                tokenizer_hash=target.tokenizer_hash,
             ),
             DraftLimits(token_count, target.vocabulary_size),
             self.counts,
@@ -248,57 +297,74 @@ class StepDrafter:
         atexit.unregister(self.link.close)
         self.link.close()
 
-    def propose(self, rows: Sequence[IntArray], sampled: Sequence[int]) -> list[list[int]]:
-        """Proposals for a step.
+    def begin_step(self, scheduled: Any) -> None:
+        """Let drafts read new prompts while vLLM does, and forget requests that have ended.
 
         Args:
-            rows: Tokens of each row, shape [length].
-            sampled: How many of these its last step sampled; 0 for a row that still reads its prompt.
+            scheduled: vLLM's `SchedulerOutput`.
         """
+        new = scheduled.scheduled_new_reqs
+        # A name that comes again is a request that was preempted, or whose prompt has grown
+        over = [*scheduled.finished_req_ids, *(data.req_id for data in new)]
+        keys = [self._known.pop(name).key for name in over if name in self._known]
+        asked = [
+            self._asked(
+                self._begun(data.req_id, sampling_of(data.sampling_params)),
+                data.prefill_token_ids or data.prompt_token_ids or (),
+                is_asking=True,
+            )
+            for data in new
+        ]
+        if keys or asked:
+            self.link.ask(Batch(asked, 0.0, keys), 0.0)
+
+    def propose(self, rows: Sequence[BatchRow]) -> list[Proposal]:
+        """Proposals for a step, one for each row of vLLM's batch."""
         began = time.monotonic()
-        recognised = self.table.recognise(rows)
-        self._learn(recognised, sampled, began)
+        sequences = [self._known.get(row.name) or self._begun(row.name, GREEDY) for row in rows]
+        self._learn(sequences, rows, began)
         budget = self._ahead.begin_step(len(rows))
         seconds = self.patience.seconds if self.patience.may_ask() else 0.0
         asked = [
-            self._asked(row, count, is_asking=seconds > 0.0)
-            for row, count in zip(recognised, sampled, strict=True)
+            self._asked(
+                sequence, row.tokens_from(sequence.length), is_asking=seconds > 0.0 and row.sampled > 0
+            )
+            for sequence, row in zip(sequences, rows, strict=True)
         ]
         expected = self.patience.expected()
-        batch = Batch(
-            asked,
-            began + seconds,
-            [known.key for known in self.table.take_ended()],
-            budget,
-            expected,
-            expected[-1] / step if (step := self.patience.step_seconds) else 0.0,
-        )
+        step = self.patience.step_seconds
+        tokens_per_second = expected[-1] / step if step else 0.0
+        batch = Batch(asked, began + seconds, (), budget, expected, tokens_per_second)
         self.link.ask(batch, seconds)
-        answers = [list(answer) for answer in batch.answers]
+        answers = list(batch.answers)
         is_late = seconds > 0.0 and batch.timed_out
-        self._count(recognised, answers, time.monotonic() - began, is_late=is_late, was_asked=seconds > 0.0)
+        self._count(sequences, answers, time.monotonic() - began, is_late=is_late, was_asked=seconds > 0.0)
         return answers
 
-    def _asked(self, row: RecognisedRow, sampled: int, *, is_asking: bool) -> AskedRow:
-        reads_prompt = not sampled
-        # A row that still reads its prompt: the draft may read it meanwhile.
-        is_asked = row.is_new if reads_prompt else is_asking
-        room = self._max_length - 1 - row.sequence.length
-        count = min(self._token_count, room) if is_asked else 0
-        return AskedRow(row.sequence.key, row.new_tokens, count, reads_prompt)
+    def _begun(self, name: str, sampling: SamplingParams) -> KnownSequence:
+        self._next_key += 1
+        known = self._known[name] = KnownSequence(self._next_key, sampling)
+        return known
 
-    def _learn(self, recognised: Sequence[RecognisedRow], sampled: Sequence[int], now: float) -> None:
+    def _asked(self, sequence: KnownSequence, new_tokens: Sequence[int], *, is_asking: bool) -> AskedRow:
+        sequence.length += len(new_tokens)
+        room = self._max_length - 1 - sequence.length
+        count = min(self._token_count, room) if is_asking else 0
+        return AskedRow(sequence.key, sequence.sampling, new_tokens, count)
+
+    def _learn(self, sequences: Sequence[KnownSequence], rows: Sequence[BatchRow], now: float) -> None:
         """Learn from the step that has ended: its time, and what became of its proposals."""
-        continued = [
-            (row, count) for row, count in zip(recognised, sampled, strict=True) if count and not row.is_new
-        ]
-        for row, count in continued:
-            if row.sequence.proposed:
-                accepted = min(count - 1, row.sequence.proposed)
-                self.patience.came_out(row.sequence.proposed, accepted)
-                self.counts.verified_tokens += row.sequence.proposed
+        sampled = [pair for pair in zip(sequences, rows, strict=True) if pair[1].sampled]
+        continued = [(sequence, row.sampled) for sequence, row in sampled if sequence.has_sampled]
+        for sequence, count in continued:
+            if sequence.proposed:
+                accepted = min(count - 1, sequence.proposed)
+                self.patience.came_out(sequence.proposed, accepted)
+                self.counts.verified_tokens += sequence.proposed
                 self.counts.accepted_tokens += accepted
-                row.sequence.proposed = 0
+                sequence.proposed = 0
+        for sequence, _ in sampled:
+            sequence.has_sampled = True
         if not continued or self._answered_at is None or self._asked_at is None:
             return
         # A longer time between two calls was a pause without requests
@@ -309,8 +375,8 @@ class StepDrafter:
 
     def _count(
         self,
-        recognised: Sequence[RecognisedRow],
-        answers: Sequence[Sequence[int]],
+        sequences: Sequence[KnownSequence],
+        answers: Sequence[Proposal],
         seconds: float,
         *,
         is_late: bool,
@@ -318,9 +384,9 @@ class StepDrafter:
     ) -> None:
         counts = self.counts
         proposals = 0
-        for row, answer in zip(recognised, answers, strict=True):
-            row.sequence.proposed = len(answer)
-            proposals += bool(answer)
+        for sequence, answer in zip(sequences, answers, strict=True):
+            sequence.proposed = len(answer)
+            proposals += len(answer) > 0
             counts.proposed_tokens += len(answer)
         counts.steps += 1
         counts.proposals += proposals
@@ -352,13 +418,99 @@ def asks(parallel: ParallelConfig) -> bool:
     return parallel.rank % group == 0
 
 
+def started(settings: VllmSettings, vllm_config: Any) -> StepDrafter:
+    """The part that asks the drafts, connected to them, for vLLM's `VllmConfig`."""
+    log_through(logger)
+    model_config = vllm_config.model_config
+    target = target_info(model_config, vllm_config.parallel_config.tensor_parallel_size)
+    count = int(vllm_config.speculative_config.num_speculative_tokens)
+    steps = StepDrafter(settings, target, count, tokenizer_folder(model_config))
+    steps.start()
+    return steps
+
+
+def shared(proposals: list[Proposal], parallel: ParallelConfig) -> list[Proposal]:
+    """The proposals of the process that asks, in each process of its tensor-parallel group: each of them verifies, so
+    each needs the distributions."""
+    if parallel.tensor_parallel_size == 1:
+        return proposals
+    from vllm.distributed.parallel_state import get_tp_group
+
+    found: list[Proposal] = get_tp_group().broadcast_object(proposals, src=0)
+    return found
+
+
+def drawing(temperature: float, top_k: int, top_p: float, min_p: float, seed: int | None) -> SamplingParams:
+    """How a draft draws for a request: as its target does, with a noise of its own."""
+    if seed is None:
+        seed = random.getrandbits(63)
+    return SamplingParams(temperature, max(top_k, 0), top_p, min_p, seed & (1 << 63) - 1)
+
+
+GREEDY = SamplingParams(temperature=0.0)
+_SAMPLING_EPS = 1e-5
+"""vLLM's own: a lower temperature is greedy."""
+
+
+def sampling_of(params: Any) -> SamplingParams:
+    """How the draft of a request with these sampling parameters of vLLM's draws.
+
+    It draws nothing under structured output: vLLM's scheduler drops proposed tokens that the grammar forbids, and
+    samples anew there, which is right for greedy proposals alone (where the distribution is certain, what remains of
+    the target's after a rejection is the target's own).
+    """
+    if params is None or params.temperature < _SAMPLING_EPS or params.structured_outputs is not None:
+        return GREEDY
+    return drawing(params.temperature, params.top_k, params.top_p, params.min_p, params.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """The probabilities of all proposals, as entries of a tensor of shape [rows, tokens, vocabulary] that is 0
+    elsewhere. A proposed token without a distribution is certain."""
+
+    rows: IntArray
+    tokens: IntArray
+    ids: IntArray
+    probs: Float32Array
+
+    @staticmethod
+    def of(proposals: Sequence[Proposal]) -> Entries:
+        """Those of one proposal for each row."""
+        rows, tokens, ids, probs = [_NO_IDS], [_NO_IDS], [_NO_IDS], [np.zeros(0, np.float32)]
+        for row, proposal in enumerate(proposals):
+            for token, token_id in enumerate(proposal.token_ids):
+                given = proposal.distributions[token] if token < len(proposal.distributions) else None
+                ids.append(np.array([token_id]) if given is None else given.token_ids)
+                probs.append(np.ones(1, np.float32) if given is None else given.probs.astype(np.float32))
+                rows.append(np.full(len(ids[-1]), row))
+                tokens.append(np.full(len(ids[-1]), token))
+        return Entries(
+            np.concatenate(rows), np.concatenate(tokens), np.concatenate(ids), np.concatenate(probs)
+        )
+
+
+_NO_IDS = np.zeros(0, np.int64)
+
+RUNNER_ATTRIBUTES = (
+    "_draft_probs",
+    "_draft_prob_req_ids",
+    "input_batch.req_ids",
+    "input_batch.vocab_size",
+    "device",
+)
+"""Attributes of vLLM's model runner that the proposer reads and sets, beside the methods of `vllm_contract`."""
+
+
 class TandemProposer:
     """vLLM's proposer (`"method": "custom_class"`) over Tandem's draft services.
 
-    Proposals are greedy, which vLLM takes as one-hot distributions; its output stays that of the target at any
-    temperature. Whatever fails costs proposals, never a request.
+    Proposals are drawn by each request's own temperature, top-k, top-p and min-p, and vLLM's rejection sampler is given
+    the distributions they were drawn from, so that its output stays that of the target. Whatever fails costs proposals,
+    never a request.
 
-    Source: `create_custom_proposer` and `GPUModelRunner.propose_draft_token_ids` of vLLM 0.32.
+    Source, of vLLM 0.32: `create_custom_proposer`, `GPUModelRunner.propose_draft_token_ids`,
+    `GPUModelRunner._get_spec_decode_draft_probs`.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -371,10 +523,10 @@ class TandemProposer:
         """
         check_plugin()
         self._settings: VllmSettings = read_settings()
-        speculative = vllm_config.speculative_config
-        self._token_count = int(speculative.num_speculative_tokens)
-        self._is_asking = asks(vllm_config.parallel_config)
+        self._parallel = vllm_config.parallel_config
+        self._is_asking = asks(self._parallel)
         self._vllm_config = vllm_config
+        self._runner: Any = None
         self._steps: StepDrafter | None = None
         self._has_failed = False
 
@@ -383,17 +535,33 @@ class TandemProposer:
         """The part that asks the drafts; None in a process that does not, and before the start."""
         return self._steps
 
+    def attach(self, runner: Any) -> None:
+        """Take the model runner that calls this, which knows the requests and takes the distributions.
+
+        Raises:
+            ConfigurationError: it is not as that of the tested release.
+        """
+        check_runner(lacking(runner, RUNNER_ATTRIBUTES))
+        self._runner = runner
+
     def load_model(self, model: object = None) -> None:
-        """Connect to the drafts. The model itself is not needed; vLLM calls this when it has loaded it."""
-        if not self._is_asking or self._steps is not None:
-            return
-        log_through(logger)
-        parallel = self._vllm_config.parallel_config
-        model_config = self._vllm_config.model_config
-        target = target_info(model_config, parallel.tensor_parallel_size)
-        tokenizer = tokenizer_folder(model_config)
-        self._steps = StepDrafter(self._settings, target, self._token_count, tokenizer)
-        self._steps.start()
+        """Connect to the drafts. The model itself is not needed; vLLM calls this when it has loaded it.
+
+        Raises:
+            ConfigurationError: vLLM was started without our worker class.
+        """
+        if self._runner is None:
+            raise ConfigurationError(
+                f"start vLLM with --worker-cls {WORKER}, which lets Tandem's drafts be drawn"
+            )
+        if self._is_asking and self._steps is None:
+            self._steps = started(self._settings, self._vllm_config)
+
+    def begin_step(self, scheduled: Any) -> None:
+        """vLLM begins a step, as its `SchedulerOutput` says."""
+        if self._steps is not None and not self._has_failed:
+            with self._switched_off_by_errors():
+                self._steps.begin_step(scheduled)
 
     def propose(
         self,
@@ -410,29 +578,61 @@ class TandemProposer:
             token_ids_cpu: Tokens of each row, int32, shape [max rows, max length].
             slot_mappings: Not used.
         """
-        nothing: list[list[int]] = [[] for _ in sampled_token_ids]
-        if not self._is_asking or self._has_failed:
-            return nothing
+        proposals = [NOTHING for _ in sampled_token_ids]
+        if self._steps is not None and not self._has_failed:
+            with self._switched_off_by_errors():
+                rows = self._rows(
+                    [len(each) for each in sampled_token_ids], num_tokens_no_spec, token_ids_cpu
+                )
+                proposals = self._steps.propose(rows)
+        proposals = shared(proposals, self._parallel)
+        self._give_distributions(proposals)
+        return [list(proposal.token_ids) for proposal in proposals]
+
+    @contextmanager
+    def _switched_off_by_errors(self) -> Iterator[None]:
+        """An error of ours must not end a request of vLLM's."""
         try:
-            self.load_model()
-            assert self._steps is not None, "it was made just now"
-            rows = _rows(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
-            return self._steps.propose(rows, [len(sampled) for sampled in sampled_token_ids])
-        except Exception:  # an error of ours must not end a request of vLLM's
+            yield
+        except Exception:
             self._has_failed = True
             logger.exception("drafting is switched off until the next start, because it failed")
-            return nothing
 
+    def _rows(self, sampled: Sequence[int], lengths: Any, token_ids: Any) -> list[BatchRow]:
+        """The rows of vLLM's batch.
 
-def _rows(sampled: Sequence[Sequence[int]], lengths: Any, token_ids: Any) -> list[IntArray]:
-    """The tokens of each row of vLLM's batch.
+        Raises:
+            TypeError: these are not the arrays of the release that the plug-in was made for.
+        """
+        if not (
+            isinstance(lengths, np.ndarray) and isinstance(token_ids, np.ndarray) and token_ids.ndim == 2
+        ):
+            raise TypeError(
+                f"vLLM passed {type(lengths).__name__} and {type(token_ids).__name__}; they must be numpy arrays, the "
+                "second one of two dimensions"
+            )
+        names = self._runner.input_batch.req_ids
+        return [
+            BatchRow(
+                names[row],
+                count,
+                lambda start, row=row: token_ids[row, start : int(lengths[row])].tolist(),  # type: ignore[misc]
+            )
+            for row, count in enumerate(sampled)
+        ]
 
-    Raises:
-        TypeError: these are not the arrays of the release that the plug-in was made for.
-    """
-    if not (isinstance(lengths, np.ndarray) and isinstance(token_ids, np.ndarray) and token_ids.ndim == 2):
-        raise TypeError(
-            f"vLLM passed {type(lengths).__name__} and {type(token_ids).__name__}; they must be numpy arrays, the "
-            "second one of two dimensions"
+    def _give_distributions(self, proposals: Sequence[Proposal]) -> None:
+        """Let vLLM's next step verify by the distributions; without any it takes proposed tokens as certain."""
+        if not any(proposal.distributions for proposal in proposals):
+            return
+        runner = self._runner
+        entries = Entries.of(proposals)
+        longest = max(map(len, proposals))
+        shape = len(proposals), longest, runner.input_batch.vocab_size
+        probs = torch.zeros(shape, dtype=torch.float32, device=runner.device)
+        at = tuple(
+            torch.from_numpy(each).to(runner.device) for each in (entries.rows, entries.tokens, entries.ids)
         )
-    return [token_ids[row, : int(lengths[row])] for row in range(len(sampled))]
+        probs[at] = torch.from_numpy(entries.probs).to(runner.device)
+        runner._draft_probs = probs
+        runner._draft_prob_req_ids = list(runner.input_batch.req_ids)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import logging
-import random
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tandem.errors import ConfigurationError
 from tandem.integrations.vllm import TandemProposer
 from tandem.integrations.vllm.link import target_info, why_unfit
-from tandem.integrations.vllm.proposer import MAX_SECONDS, MIN_SECONDS, AheadSwitch, Patience, asks
-from tandem.integrations.vllm.rows import ABSENT_STEPS, IntArray, SequenceTable
-from tandem.types import AheadBudget, ModelInfo
+from tandem.integrations.vllm.proposer import (
+    MAX_SECONDS,
+    MIN_SECONDS,
+    AheadSwitch,
+    Entries,
+    Patience,
+    asks,
+    sampling_of,
+)
+from tandem.types import AheadBudget, ModelInfo, Proposal, SamplingParams, SparseDistribution
 from tandem.vllm_contract import check_plugin
 from tests.service import vllm_stub
 
@@ -151,87 +155,56 @@ def test_drafting_ahead_is_used_where_it_was_measured_to_pay(ahead_seconds: floa
     assert (sum(ways[-200:]) > 100) is pays
 
 
-def row(*tokens: int) -> IntArray:
-    return np.array(tokens, np.int32)
+@pytest.mark.usefixtures("address")
+def test_without_our_worker_class_the_start_says_how_to_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm_stub.install(monkeypatch)
+    with pytest.raises(
+        ConfigurationError, match=r"--worker-cls tandem\.integrations\.vllm\.worker\.TandemWorker"
+    ):
+        TandemProposer(vllm_stub.config()).load_model(None)
 
 
-class Receiver:
-    """The other end: what each key's deltas add up to."""
-
-    def __init__(self) -> None:
-        self.table = SequenceTable()
-        self.tokens: dict[int, list[int]] = {}
-
-    def step(self, rows: list[list[int]]) -> list[int]:
-        """Take a step's deltas; the key of each row, whose tokens must be the row's."""
-        recognised = self.table.recognise([row(*tokens) for tokens in rows])
-        for found, tokens in zip(recognised, rows, strict=True):
-            assert found.is_new == (found.sequence.key not in self.tokens)
-            self.tokens.setdefault(found.sequence.key, []).extend(found.new_tokens)
-            assert self.tokens[found.sequence.key] == tokens == found.sequence.token_ids.tolist()
-        keys = [found.sequence.key for found in recognised]
-        assert len(set(keys)) == len(keys), "two rows were taken for one sequence"
-        for ended in self.table.take_ended():
-            del self.tokens[ended.key]
-        return keys
+@pytest.mark.usefixtures("address")
+def test_a_runner_that_takes_no_distributions_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm_stub.install(monkeypatch)
+    with pytest.raises(ConfigurationError, match="its model runner has no _draft_probs; install vLLM"):
+        TandemProposer(vllm_stub.config()).attach(SimpleNamespace(input_batch=None))
 
 
-def test_swapped_rows_keep_their_sequences() -> None:
-    receiver = Receiver()
-    first = receiver.step([[1, 2], [3, 4], [5]])
-    assert receiver.step([[5, 9], [3, 4, 8], [1, 2, 7, 7]]) == [first[2], first[1], first[0]]
+def params(**given: object) -> SimpleNamespace:
+    """vLLM's sampling parameters."""
+    usual = {
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "seed": 5,
+        "structured_outputs": None,
+    }
+    return SimpleNamespace(**{**usual, **given})
 
 
-def test_equal_sequences_are_two() -> None:
-    receiver = Receiver()
-    keys = receiver.step([[1, 2], [1, 2]])
-    assert set(receiver.step([[1, 2, 3], [1, 2, 4]])) == set(keys)
+@pytest.mark.parametrize(
+    "given", [None, params(temperature=0.0), params(temperature=1e-6), params(structured_outputs=object())]
+)
+def test_drafts_are_greedy_where_drawing_gains_nothing_or_would_be_wrong(given: object) -> None:
+    """Under a grammar vLLM drops proposed tokens by what they are, and forgets that they were drawn."""
+    assert sampling_of(given).is_greedy
 
 
-def test_a_sequence_whose_steps_were_not_seen_is_the_same() -> None:
-    """vLLM asks nobody while a sequence is near the length limit."""
-    receiver = Receiver()
-    (key,) = receiver.step([[1, 2]])
-    assert receiver.step([[1, 2, 3, 4, 5, 6, 7, 8]]) == [key]
+def test_a_draft_draws_as_its_target() -> None:
+    given = params(temperature=0.7, top_k=-1, top_p=0.9, min_p=0.1, seed=-3)
+    assert sampling_of(given) == SamplingParams(0.7, 0, 0.9, 0.1, seed=(1 << 63) - 3)
+    assert sampling_of(params(seed=None)).seed != sampling_of(params(seed=None)).seed
 
 
-def test_other_tokens_in_the_same_row_are_another_sequence() -> None:
-    receiver = Receiver()
-    (key,) = receiver.step([[1, 2, 3]])
-    assert receiver.step([[1, 9, 3, 4]]) != [key]
-
-
-def test_the_end_of_a_sequence_is_told_once_after_some_steps() -> None:
-    table = SequenceTable()
-    (ended,) = table.recognise([row(1, 2)])
-    told = []
-    for _ in range(ABSENT_STEPS + 3):
-        table.recognise([])
-        told += table.take_ended()
-    assert [known.key for known in told] == [ended.sequence.key]
-    assert len(table) == 0
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.integers(0, 2**32), st.integers(1, 12), st.integers(2, 4))
-def test_every_delta_adds_up_to_the_rows_tokens(seed: int, max_rows: int, alphabet: int) -> None:
-    """Few different tokens, so that sequences are often equal, or prefixes of each other."""
-    chance = random.Random(seed)
-    receiver, rows, away = Receiver(), list[list[int]](), list[list[int]]()
-    for _ in range(40):
-        for tokens in rows:
-            tokens += [chance.randrange(alphabet) for _ in range(chance.randrange(4))]
-        match chance.randrange(6):
-            case 0 | 1 if len(rows) < max_rows:
-                rows.append([chance.randrange(alphabet) for _ in range(chance.randrange(1, 6))])
-            case 2 if rows:
-                rows.pop(chance.randrange(len(rows)))
-            case 3 if rows:
-                away.append(rows.pop(chance.randrange(len(rows))))
-            case 4 if away and len(rows) < max_rows:
-                rows.append(away.pop())
-            case _:
-                chance.shuffle(rows)
-        receiver.step(rows)
-        assert len(receiver.table) <= max_rows * (ABSENT_STEPS + 1)
-        assert len(receiver.tokens) == len(receiver.table)
+def test_supports_become_entries_of_dense_rows() -> None:
+    drawn = SparseDistribution(np.array([4, 1]), np.array([0.75, 0.25]))
+    proposals = [Proposal(3, (1, 7), (drawn,)), Proposal(0), Proposal(9, (2,))]
+    entries = Entries.of(proposals)
+    dense = np.zeros((3, 2, 8), np.float32)
+    dense[entries.rows, entries.tokens, entries.ids] = entries.probs
+    assert dense[0, 0].tolist() == [0, 0.25, 0, 0, 0.75, 0, 0, 0]
+    assert dense[0, 1].argmax() == 7
+    assert dense[2, 0].argmax() == 2
+    assert dense.sum(-1).tolist() == [[1, 1], [0, 0], [1, 0]]

@@ -21,7 +21,7 @@ DEMO_PACKAGE = "tandem_demo"
 
 PACKAGES = ("tandem", "coordinator", "draft_service", "target_service", "bound_service")
 LOAD_PARTS = ("benchmarks/__init__.py", "benchmarks/common.py", "benchmarks/load")
-"""What a load by `tandem bench` needs of the benchmarks."""
+"""Modules of the benchmarks that a load by `tandem bench` needs."""
 MOVED = re.compile(
     r"^(\s*(?:from|import) )(coordinator|draft_service|target_service|bound_service|benchmarks)\b",
     re.MULTILINE,

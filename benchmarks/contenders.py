@@ -43,7 +43,7 @@ class Setup:
     dtype: str = "bfloat16"
     threads: int = 1
     device: str = "cpu"
-    """Of both models, unless the draft has one of its own."""
+    """Device of both models, unless the draft has one of its own."""
     draft_device: str = ""
     """Empty: the target's."""
     serving_engine: str = ""

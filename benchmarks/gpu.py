@@ -47,7 +47,7 @@ class GpuReport(Data):
     """Day and time, UTC."""
     command: str
     gpus: tuple[str, ...]
-    """What nvidia-smi says of each."""
+    """nvidia-smi's line about each."""
     runs: dict[str, Report] = Field(default_factory=dict)
     failures: dict[str, str] = Field(default_factory=dict)
     """Runs that failed, and why."""

@@ -73,7 +73,7 @@ class Outcome:
     drafted: int = 0
     accepted: int = 0
     led: int = 0
-    """Of the rounds, those that the target had begun by itself."""
+    """Rounds that the target had begun by itself."""
     wasted: int = 0
     """Further rounds that it had begun by itself and that were not wanted."""
     phases: dict[str, list[float]] = field(default_factory=dict)

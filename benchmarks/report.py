@@ -416,7 +416,7 @@ _GOALS: tuple[tuple[Side, float, tuple[Side, ...], float], ...] = (
 )
 """One side, temperature, the sides of which the best counts, and the least ratio of tokens per second."""
 _PREFIX_GOAL = 0.25
-"""Of the time to the first token. The project's goal for prefix caching."""
+"""The project's goal for prefix caching: share of the time to the first token."""
 
 
 def _goals(report: Report) -> Sheet:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from tandem.engine.core.row_engine import RowEngine
 from tandem.engine.core.selection import choose_backends
@@ -33,9 +33,6 @@ from tandem.types import (
 )
 from target_service.hidden_state_files import HiddenStateFiles, hidden_state_files
 from target_service.settings import TargetSettings
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 

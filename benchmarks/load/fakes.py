@@ -56,7 +56,7 @@ NextToken = Callable[[Sequence[int]], int]
 """The token that a fake model continues these tokens with."""
 
 VOCABULARY_SIZE = 2048
-"""Of the demo pair, whose tokenizer the fake target hands out."""
+"""The demo pair's, whose tokenizer the fake target hands out."""
 MAX_LENGTH = 64
 
 

@@ -23,7 +23,7 @@ from tandem.audit.run import COLD, GRAM_TOKENS, MAIN, NUCLEUS, TEMPERATURE, TOP_
 from tandem.audit.statistics import ALPHA, Calibration, Evidence, FloatArray, IntArray, Steps
 
 TOKENS = 60_000
-"""Of the audits whose power docs/measurements.md reports."""
+"""Length of the audits whose power docs/measurements.md reports."""
 LENGTH = 64
 """Tokens of a completion."""
 VARIATION = 0.0125

@@ -101,7 +101,7 @@ def _show(temperature: float, found: dict[str, list[Outcome]]) -> None:
 
 
 def _milliseconds(outcome: Outcome) -> float:
-    """Of a token of one stream, behind its first tokens."""
+    """Milliseconds of a token of one stream, behind its first tokens."""
     each = []
     for answer in outcome.answers:
         (first, at_first), (last, _) = answer.arrivals[0], answer.arrivals[-1]

@@ -1,4 +1,4 @@
-"""What our scheduler costs around vLLM's forward pass, beside vLLM's own scheduler over the same worker.
+"""Times our scheduler around vLLM's forward pass, beside vLLM's own scheduler over the same worker.
 
 Run with a Python that has vLLM: `python -m benchmarks.studies.vllm_engine --model FOLDER`. Both ways continue the same
 prompts greedily, alternately, in one process: by our engine, a row a step; and by `EngineCore.step`, which is what
@@ -22,16 +22,15 @@ from tandem.engine_vllm.adapter import prepare_process
 
 @dataclass
 class Ran:
-    """What the runs of one way took."""
+    """Times in seconds of one way's runs, and the texts of the last one."""
 
     seconds: list[float] = field(default_factory=list)
-    """Of each run."""
+    """Each run."""
     around: list[float] = field(default_factory=list)
-    """Of each step that extends all sequences, outside vLLM's `execute_model`."""
+    """Each step that extends all sequences, outside vLLM's `execute_model`."""
     model: list[float] = field(default_factory=list)
-    """Of the same steps, inside it."""
+    """The same steps, inside it."""
     texts: list[list[int]] = field(default_factory=list)
-    """Of the last run."""
 
 
 class Clock:

@@ -33,7 +33,7 @@ class StepTimes:
     """Seconds of a verification of 0, 1, ... proposed tokens, where a cluster has measured them at one load.
     `draft_step_seconds` then belongs to the same load."""
     mapping: str = ""
-    """What a vocabulary mapping covers, for a draft with another tokenizer."""
+    """Coverage of the vocabulary mapping, for a draft with another tokenizer."""
 
     def verification_seconds(self, batch: int, proposed: int) -> float:
         """Seconds of a target step in which each sequence has so many proposed tokens."""

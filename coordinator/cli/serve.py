@@ -94,7 +94,7 @@ _NEEDED = {
     "checkout: make bench. A load needs no checkout: tandem bench --clients 8",
     "torch": "install the models' side as well: pip install 'tandem-speculative[engine]'",
 }
-"""What a comparison needs, and how to get it."""
+"""Packages that a comparison needs, and how to get them."""
 _NEEDED_BY_LOADS = {"httpx2": "install it as well: pip install 'tandem-speculative[audit]'"}
 
 _OF_LOADS = ("--clients", "--rate", "--http")

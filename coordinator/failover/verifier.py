@@ -28,7 +28,7 @@ from tandem.types import DraftedOutcomes, Proposal, TargetOptions, Verification
 logger = logging.getLogger(__name__)
 
 _REFUSAL_CHARACTERS = 200
-"""Of what a service says about a request that it refuses."""
+"""Length at which a service's reason for refusing a request is cut."""
 MAX_LOSSES = 3
 """A request that loses so many targets in one round may be the cause, and ends before it takes down the next."""
 _MOVE_SECONDS = 5.0

@@ -1,4 +1,4 @@
-"""What the rules read of draft and target rows, whatever their kind.
+"""Reads draft and target rows for the rules, whatever their kind.
 
 A support row has the target's probabilities on a support, and one sample from outside with its probability. Exact
 rejection sampling needs no more when the support covers every token that the draft could have proposed: outside it the
@@ -252,7 +252,7 @@ def target_argmax(own: Round, index: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TokenStatistics:
-    """What the target's whole distribution says about a proposed token."""
+    """Statistics of the target's whole distribution for a proposed token."""
 
     prob: float
     logit: float
@@ -260,7 +260,7 @@ class TokenStatistics:
     rank: int
     """How many tokens are more probable."""
     entropy: float
-    """Of the distribution, in nats."""
+    """Entropy of the distribution, in nats."""
     max_prob: float
 
 

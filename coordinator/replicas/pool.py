@@ -90,7 +90,7 @@ class Member(Generic[ClientT]):
         self.open_sequences = 0
         self.model: ModelInfo | None = None
         self.coverage: Coverage | None = None
-        """What a draft with another tokenizer shares with the target; None for one that has its tokenizer."""
+        """Tokens that a draft with another tokenizer shares with the target; None for one that has its tokenizer."""
         self.drained_because = ""
         """Reason for an operator's drain; empty without one."""
         self.unanswered = UnansweredSteps(means.verification_times)

@@ -113,7 +113,7 @@ class ReplicaRegistry:
         return coverage
 
     def _drafts_that_serve(self) -> list[ModelInfo]:
-        """What they serve. One that is being met is not among them: it is judged as new."""
+        """Models that the replicas serve. A replica that is being met is not among them: it is judged as new."""
         alive = (ReplicaState.READY, ReplicaState.DRAINING)
         return [each.model for each in self.drafts.members if each.model is not None and each.state in alive]
 

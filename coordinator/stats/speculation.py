@@ -242,7 +242,7 @@ class StatsLog:
         self._clock = clock
         self._by_rule: defaultdict[str, RoundTally] = defaultdict(RoundTally)
         self._by_pair: defaultdict[Pair, RoundTally] = defaultdict(RoundTally)
-        """Of the present interval."""
+        """Counts of the present interval."""
         self._intervals: deque[tuple[float, SpeculationStats]] = deque()
         """Ends and statistics of the intervals of the last minute."""
         self._timer: asyncio.TimerHandle | None = None

@@ -671,7 +671,7 @@ class NoDrafter:
         self.speculation_state = SpeculationState(is_on=False, num_speculative_tokens=0, reason=reason)
 
     async def propose(self, completion: Completion) -> Proposal:
-        """What the grammar forces, otherwise nothing."""
+        """The tokens that the grammar forces; otherwise none."""
         return completion.forced() or Proposal(completion.length, lead=self._lead)
 
     async def finish(self) -> None:

@@ -46,7 +46,7 @@ NEAR_TIE_NATS = 0.25
 SAME_VARIATION = 0.05
 """Total variation between two reports of one distribution that rounding and batches explain."""
 _TOKENS = 32
-"""Of the completions that are compared."""
+"""Length of the completions that are compared."""
 _TOGETHER = 16
 """Requests at once."""
 _TOKEN_CHARACTERS = 16

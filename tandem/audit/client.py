@@ -83,7 +83,7 @@ class Completion:
 
     @property
     def pieces(self) -> tuple[str, ...]:
-        """What two completions are compared by: tokens, or else characters."""
+        """The units by which two completions are compared: tokens, or else characters."""
         return self.tokens or tuple(self.text)
 
 
@@ -164,7 +164,7 @@ class Server:
             return None
 
     async def speculation(self) -> SpeculationCounts | None:
-        """What the server's /metrics counted of its speculation since it started; None: it counts nothing."""
+        """Counts of speculation in the server's /metrics since it started; None: there are none."""
         try:
             answer = await self.http.get(self._root + "/metrics")
         except httpx2.HTTPError:

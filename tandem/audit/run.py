@@ -57,13 +57,13 @@ _MARGIN = 0.02
 _MAX_REMOVED = 2
 """Tokens that top-p should have removed and that are no finding."""
 _MAX_SUM = 1.01
-"""Of the probabilities of one position, by the same rounding."""
+"""Highest sum of the probabilities of one position that rounding explains."""
 _CONCLUSIVE_LOG10 = 6.0
 """Sampling ends early at this evidence: more would not say more."""
 GRAM_TOKENS = 24
 """First tokens of completions, whose pairs are compared."""
 _MIN_COMPLETIONS = 20
-"""Of server and reference together; fewer are not compared."""
+"""Completions of server and reference together; fewer are not compared."""
 LOSSY = ("typical", "logit-comparison", "logit_comparison", "synthetic", "relaxed")
 """Acceptance rules that are not lossless by design begin with one of these."""
 
@@ -119,7 +119,7 @@ class Audit:
 
     @property
     def findings(self) -> list[str]:
-        """What speaks against the server, a sentence each; none for a server about which nothing was found."""
+        """Evidence against the server, a sentence each; none where nothing was found."""
         found = []
         if self.is_miscalibrated:
             worst = [

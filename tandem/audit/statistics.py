@@ -1,4 +1,4 @@
-"""What the tokens of a server say about its sampler: martingale tests, an e-process, Holm's correction, two samples.
+"""Tests of a server's sampler by its tokens: martingale tests, an e-process, Holm's correction, two samples.
 
 A sampler that draws each token from the distribution that it reports makes *indicator minus probability* a martingale
 difference, whatever came before. Every test here is a sum of such differences, each multiplied by a weight that is
@@ -31,7 +31,7 @@ _USUAL = ("more probable than usual", "less probable than usual")
 _BROAD = ("first choice", "first 8", "surprise", *_USUAL, "token bias", "pair bias")
 """Tests to which every token counts: what most faults change."""
 _BUCKETS = 1 << 18
-"""Of hashed pairs: more than an audit has tokens."""
+"""Hashed pairs are counted in so many places, more than an audit has tokens."""
 _RARE = 1e-3
 """Probabilities far below it are not told apart."""
 
@@ -363,7 +363,7 @@ def _lagged(values: NDArray[_T], index: IntArray, lag: int, filling: float) -> N
 
 
 def _copied(steps: Steps) -> IntArray:
-    """What followed when the previous token last occurred in this completion, which n-gram drafts propose; else -2."""
+    """The token behind the last occurrence of the previous one in this completion, as n-gram drafts propose; or -2."""
     found = np.full(len(steps), -2, np.int64)
     followers: dict[int, int] = {}
     before = -2
@@ -441,7 +441,7 @@ class Evidence:
         return found
 
     def _places(self) -> list[tuple[str, int, bool]]:
-        """Of each test: its calibration, its place there, and whether every token counts in it."""
+        """Each test: its calibration, its place there, and whether every token counts in it."""
         return [
             (name, i, test in _BROAD and not each.is_brief)
             for name, each in self.calibrations.items()

@@ -53,7 +53,7 @@ class RowRequest:
     on_led: Callable[[Verification | TandemError], None] | None = None
     """Takes the answers to the steps that go on by themselves, in order, on the event loop."""
     outcomes: OutcomeTable = field(default_factory=OutcomeTable)
-    """What the draft proposes after the likely outcomes of the step."""
+    """The draft's proposals after the likely outcomes of the step."""
 
     token_ids: Sequence[int] = ()
     """All of the sequence's tokens, the proposal's at the end. The engine fills them in where penalties need them."""

@@ -25,7 +25,7 @@ from models.demo.recipe.measure import DEMO_FOLDER, TEMPERATURES, held_out_loss,
 from models.demo.recipe.training import adopt_embedding, distil, lessons_of, pretrain
 
 SEED = 0
-"""Of the checked-in pair."""
+"""The seed of the checked-in pair."""
 
 logger = logging.getLogger("models.demo.recipe")
 

@@ -1,4 +1,4 @@
-"""What the pair learns from: the sources of CPython's standard library, their functions, and the tokenizer."""
+"""The pair's training texts: the sources of CPython's standard library, their functions, and the tokenizer."""
 
 from __future__ import annotations
 

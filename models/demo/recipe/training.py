@@ -47,7 +47,7 @@ class TimeBox:
 
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""Of the target's logits and the draft's."""
+"""A loss of the target's logits and the draft's."""
 
 
 def decayed(fraction: float, warm_up: float = 0.02, floor: float = 0.01) -> float:

@@ -33,7 +33,7 @@ from tandem.types import ChatMessage, GenerationRequest
 WORDS: dict[str, list[str]] = json.loads(Path(__file__).with_name("words.json").read_text(encoding="utf-8"))
 """Every combination makes a question."""
 QUESTION_SEED = 25
-"""Of the checked-in head."""
+"""The seed of the checked-in head."""
 LAYER_IDS = (2, 15, 27)
 """EAGLE-3's default for 30 layers."""
 ANSWER_MARK = (1, 520, 9531, 198)

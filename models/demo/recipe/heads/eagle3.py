@@ -35,7 +35,7 @@ from tandem.engine.models import loading
 from tandem.engine.models.heads.eagle3 import Eagle3Head, load_eagle3, read_eagle3_config
 
 SEED = 11
-"""Of the checked-in head."""
+"""The seed of the checked-in head."""
 STEPS = 4
 """Tokens of a proposal when acceptance is measured."""
 STEP_WEIGHT = 0.8

@@ -34,7 +34,7 @@ ROWS_PER_BATCH = 4
 """Texts; some thousand tokens."""
 MATRIX_LR, OTHER_LR = 0.02, 1e-3
 SEED = 13
-"""Of the checked-in heads."""
+"""The seed of the checked-in heads."""
 
 logger = logging.getLogger(__name__)
 

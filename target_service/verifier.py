@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from tandem.engine.core.row_engine import RowEngine
+from tandem.engine.core.engine import RowEngine
 from tandem.engine.core.selection import choose_backends
 from tandem.engine.hidden_states import BoundSequences, HiddenStateTap
 from tandem.engine.interface import EngineOwner, RowRequest, SequenceEngine

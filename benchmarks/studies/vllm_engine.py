@@ -147,7 +147,7 @@ async def measure(sequences: int, count: int, rounds: int, model: Any, engine: A
 async def main(arguments: argparse.Namespace) -> None:
     """Load the model once and measure every number of sequences."""
     prepare_process(arguments.threads, arguments.device, 1)
-    from tandem.engine.core.row_engine import RowEngine
+    from tandem.engine.core.engine import RowEngine
     from tandem.engine.settings import EngineSettings
     from tandem.engine_vllm.engine import load_vllm
     from target_service.settings import TargetSettings

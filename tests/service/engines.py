@@ -23,8 +23,7 @@ from draft_service.proposers.mapped import Vocabularies
 from draft_service.proposers.standalone import StandaloneProposer
 from draft_service.servicer import DraftServicer
 from tandem.client import Client
-from tandem.engine.core.engine import Engine
-from tandem.engine.core.row_engine import RowEngine
+from tandem.engine.core.engine import Engine, RowEngine
 from tandem.engine.core.selection import Backends
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.engine.settings import EngineSettings

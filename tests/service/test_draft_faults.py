@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.load.fakes import VOCABULARY_SIZE
 from draft_service.proposers.drafting import propose_head
-from tandem.engine.core import row_engine
+from tandem.engine.core import engine as core_engine
 from tandem.engine.core.jobs import Continue, Done, Failed, Job
 from tandem.engine.models.loading import LoadedModel
 from tandem.errors import ProtocolError, TandemError
@@ -245,7 +245,7 @@ class Spoilt:
 async def test_non_finite_logits_of_the_target_end_the_request_with_internal(
     rule: str, model: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(row_engine, "row_head", Spoilt(row_engine.row_head, first=3))
+    monkeypatch.setattr(core_engine, "row_head", Spoilt(core_engine.row_head, first=3))
     async with pair(model, model) as (client, _):
         with pytest.raises(TandemError) as raised, caplog.at_level(logging.ERROR):
             await complete(client, REQUESTS[rule])

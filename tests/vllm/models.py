@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.engine.core.engine import RowEngine
 from tandem.engine.core.jobs import StepRecord
-from tandem.engine.core.row_engine import RowEngine
 from tandem.engine.interface import RowRequest
 from tandem.engine.settings import EngineSettings
 from tandem.engine_vllm.engine import load_vllm

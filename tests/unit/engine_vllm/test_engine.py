@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tandem.engine.core.row_engine import RowEngine
+from tandem.engine.core.engine import RowEngine
 from tandem.engine.interface import RowRequest
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.engine.models.checkpoint import open_checkpoint

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.engine.core.engine import RowEngine
 from tandem.engine.core.jobs import Job, StepRecord
 from tandem.engine.core.leads import Leads
-from tandem.engine.core.row_engine import RowEngine
 from tandem.engine.core.scheduler import PageScheduler, RejoinWindow, next_segments
 from tandem.engine.interface import RowRequest
 from tandem.engine.kv_cache.arena import PageTable

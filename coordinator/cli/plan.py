@@ -24,6 +24,7 @@ from rich.table import Table
 from coordinator.cli.admin import admin_client
 from coordinator.cli.command import OutputOptions, command, plain_table
 from coordinator.cli.connection import ConnectionOptions, connect
+from coordinator.cli.fleet import Fleet, FleetPlan, fleet_plan
 from coordinator.cli.planning import (
     MAX_TOKENS,
     BatchPlan,
@@ -39,6 +40,7 @@ from tandem.client import Client
 from tandem.config.names import DEVICES
 from tandem.errors import ConfigurationError, NotFoundError, ServiceUnavailableError
 from tandem.model_sources.bundled import DEMO
+from tandem.plural import plural
 from tandem.serving.children import Child
 from tandem.speculation_state import SpeculationDecision
 from tandem.types import GenerationRequest
@@ -349,6 +351,7 @@ def add_to(app: typer.Typer) -> None:
         "tandem plan --target models/my-target --draft models/my-draft --batch 1,8 --svg plan.svg",
         "tandem plan --verify-ms 6.5 --draft-step-ms 1.2 --acceptance 0.8 --round-trip-ms 0.5 --batch 1,8,32",
         "tandem plan --verify-ms 22 --draft-step-ms 1.5 --acceptance 0.9,0.8,0.7 --svg plan.svg -o json",
+        "tandem plan --fleet 4,2,64 --verify-ms 22 --draft-step-ms 1.5 --acceptance 0.8 --per-8-rows 0.5",
         name="plan",
     )(show_plan)
 
@@ -380,6 +383,17 @@ async def show_plan(
     svg_file: Annotated[
         Path | None, typer.Option("--svg", help="Write a chart of speed-up by proposal length.")
     ] = None,
+    fleet: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TARGETS,DRAFTS,CLIENTS[,K]",
+            help="Clients that targets serve with drafts elsewhere, beside so many clients with drafts on the targets' "
+            "devices; needs the step times. K by default: the best.",
+        ),
+    ] = None,
+    draft_per_8_rows: Annotated[
+        float, typer.Option(min=0.0, help="With --fleet: the same share for the draft's steps.")
+    ] = 0.0,
 ) -> None:
     """Show the gain of speculation at each proposal length, the best length, and what would help most.
 
@@ -388,6 +402,15 @@ async def show_plan(
     target alone: (1 + E[accepted(K)]) x round of the target alone / round with K proposed tokens. The column without
     the wire is the usual formula (1 + E[accepted]) / (cost_draft x K + cost_verify).
     """
+    if fleet is not None:
+        if pair.is_named or verify_ms is None:
+            raise ConfigurationError(
+                "--fleet was given without --verify-ms, --draft-step-ms and --acceptance; give all four"
+            )
+        times = _step_times(verify_ms, draft_step_ms, acceptance, round_trip_ms, per_8_rows)
+        planned, of_fleet = _fleet(fleet, times, draft_per_8_rows, max_tokens)
+        output.show(planned, lambda: fleet_view(of_fleet, planned))
+        return
     if pair.is_named:
         if verify_ms is not None:
             raise ConfigurationError(
@@ -473,6 +496,48 @@ def _sizes(text: str) -> list[int]:
             f"--batch is {text}; it must be numbers from 1 to 4096 with commas between them"
         )
     return [int(part) for part in parts]
+
+
+def _fleet(text: str, times: StepTimes, draft_per_8_rows: float, max_tokens: int) -> tuple[FleetPlan, Fleet]:
+    """The plan of a fleet, and the fleet.
+
+    Raises:
+        ConfigurationError: the text is not three or four numbers, or the target is best alone.
+    """
+    parts = text.split(",")
+    if len(parts) not in (3, 4) or not all(
+        part.strip().isdigit() and 0 < int(part) <= 4096 for part in parts
+    ):
+        raise ConfigurationError(
+            f"--fleet is {text}; it must be TARGETS,DRAFTS,CLIENTS or TARGETS,DRAFTS,CLIENTS,K, each from 1 to 4096"
+        )
+    targets, drafts, clients, *given = map(int, parts)
+    proposed = given[0] if given else plan(times, -(-clients // targets), max_tokens).best_tokens
+    if not proposed:
+        raise ConfigurationError(
+            f"at {-(-clients // targets)} clients of each target no proposal pays, so there is no fleet to plan; give "
+            "K as the fourth number of --fleet to see it all the same"
+        )
+    fleet = Fleet(times, targets, drafts, proposed, draft_per_8_rows)
+    return fleet_plan(fleet, clients), fleet
+
+
+def fleet_view(fleet: Fleet, found: FleetPlan) -> RenderableType:
+    """What the fleet serves, in sentences."""
+    needed = (
+        "no number of drafts is enough"
+        if found.drafts_needed is None
+        else plural(found.drafts_needed, "draft")
+    )
+    left = "the targets go on alone" if fleet.drafts == 1 else f"{plural(fleet.drafts - 1, 'draft')} left"
+    return Group(
+        f"drafts on the targets' devices: {plural(found.together_clients, 'client')} at {found.rate:.1f} tokens/s each "
+        f"(K = {found.proposed})",
+        f"{plural(fleet.drafts, 'draft')} elsewhere: {plural(found.clients, 'client')} at that rate, "
+        f"{found.gain:.2f}x; the law for saturated targets says {found.law:.2f}x",
+        f"for the law's clients within a tenth of the rate: {needed}",
+        f"a lost draft: {left}, {found.rate_with_one_less:.1f} tokens/s each, {found.lost_share:.0%} less",
+    )
 
 
 def _described(plans: dict[str, BatchPlan]) -> list[dict[str, Any]]:

@@ -324,7 +324,7 @@ def load_vllm(setup: dict[str, Any]) -> Run:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{setup['threads'] - 1}")
     from vllm import LLM
 
-    _mend_expansion()
+    mend_expansion()
     engine = LLM(
         model=setup["target"],
         dtype=setup["dtype"],
@@ -344,7 +344,7 @@ def load_vllm(setup: dict[str, Any]) -> Run:
     return lambda workload: _run_vllm(engine, workload)
 
 
-def _mend_expansion() -> None:
+def mend_expansion() -> None:
     """Mend vLLM 0.32's builds for a CPU without Triton, which divide the logits of proposed tokens by memory that was
     never written (vLLM's issue 55005): above temperature 0, acceptance and text are wrong with any draft."""
     from vllm.utils import cpu_triton_utils

@@ -85,8 +85,8 @@ async def plugged(
 
 def steps_of(proposer: TandemProposer) -> StepDrafter:
     """What asks the drafts."""
-    assert proposer.steps is not None
-    return proposer.steps
+    assert proposer.drafts.steps is not None
+    return proposer.drafts.steps
 
 
 async def run(

@@ -151,7 +151,7 @@ class Runner:
 
     def step(self, proposer: Any) -> None:
         """Verify what was proposed, sample, and have the next tokens proposed."""
-        proposer.begin_step(self._scheduled())
+        proposer.drafts.begin_step(self._scheduled())
         sampled = [self._sampled(request) for request in self.requests]
         for row, request in enumerate(self.requests):
             self._lengths[row] = len(request.tokens)

@@ -418,28 +418,6 @@ def asks(parallel: ParallelConfig) -> bool:
     return parallel.rank % group == 0
 
 
-def started(settings: VllmSettings, vllm_config: Any) -> StepDrafter:
-    """The part that asks the drafts, connected to them, for vLLM's `VllmConfig`."""
-    log_through(logger)
-    model_config = vllm_config.model_config
-    target = target_info(model_config, vllm_config.parallel_config.tensor_parallel_size)
-    count = int(vllm_config.speculative_config.num_speculative_tokens)
-    steps = StepDrafter(settings, target, count, tokenizer_folder(model_config))
-    steps.start()
-    return steps
-
-
-def shared(proposals: list[Proposal], parallel: ParallelConfig) -> list[Proposal]:
-    """The proposals of the process that asks, in each process of its tensor-parallel group: each of them verifies, so
-    each needs the distributions."""
-    if parallel.tensor_parallel_size == 1:
-        return proposals
-    from vllm.distributed.parallel_state import get_tp_group
-
-    found: list[Proposal] = get_tp_group().broadcast_object(proposals, src=0)
-    return found
-
-
 def drawing(temperature: float, top_k: int, top_p: float, min_p: float, seed: int | None) -> SamplingParams:
     """How a draft draws for a request: as its target does, with a noise of its own."""
     if seed is None:
@@ -502,6 +480,67 @@ RUNNER_ATTRIBUTES = (
 """Attributes of vLLM's model runner that the proposer reads and sets, beside the methods of `vllm_contract`."""
 
 
+class Drafts:
+    """What the plug-in is to one of vLLM's model runners: proposals in the one process of a group that asks for them,
+    passed on to the others, each of which verifies and so needs the distributions.
+
+    An error of ours must not end a request of vLLM's: it switches drafting off.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        """
+        Args:
+            vllm_config: vLLM's `VllmConfig`.
+
+        Raises:
+            ConfigurationError: an option is wrong.
+        """
+        self._settings = read_settings()
+        self._config = vllm_config
+        self._has_failed = False
+        self.steps: StepDrafter | None = None
+        """The part that asks the drafts; None in a process that does not, and before the start."""
+
+    def start(self) -> None:
+        """Connect to the drafts."""
+        parallel = self._config.parallel_config
+        if not asks(parallel) or self.steps is not None:
+            return
+        log_through(logger)
+        model_config = self._config.model_config
+        target = target_info(model_config, parallel.tensor_parallel_size)
+        count = int(self._config.speculative_config.num_speculative_tokens)
+        self.steps = StepDrafter(self._settings, target, count, tokenizer_folder(model_config))
+        self.steps.start()
+
+    def begin_step(self, scheduled: Any) -> None:
+        """vLLM begins a step, as its `SchedulerOutput` says."""
+        with self._switched_off_by_errors():
+            if self.steps is not None and not self._has_failed:
+                self.steps.begin_step(scheduled)
+
+    def propose(self, row_count: int, rows: Callable[[], Sequence[BatchRow]]) -> list[Proposal]:
+        """A proposal for each row of vLLM's batch."""
+        proposals = [NOTHING] * row_count
+        with self._switched_off_by_errors():
+            if self.steps is not None and not self._has_failed:
+                proposals = self.steps.propose(rows())
+        if self._config.parallel_config.tensor_parallel_size == 1:
+            return proposals
+        from vllm.distributed.parallel_state import get_tp_group
+
+        found: list[Proposal] = get_tp_group().broadcast_object(proposals, src=0)
+        return found
+
+    @contextmanager
+    def _switched_off_by_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            self._has_failed = True
+            logger.exception("drafting is switched off until the next start, because it failed")
+
+
 class TandemProposer:
     """vLLM's proposer (`"method": "custom_class"`) over Tandem's draft services.
 
@@ -522,18 +561,8 @@ class TandemProposer:
             ConfigurationError: this vLLM calls proposers differently, or an option is wrong.
         """
         check_plugin()
-        self._settings: VllmSettings = read_settings()
-        self._parallel = vllm_config.parallel_config
-        self._is_asking = asks(self._parallel)
-        self._vllm_config = vllm_config
+        self.drafts = Drafts(vllm_config)
         self._runner: Any = None
-        self._steps: StepDrafter | None = None
-        self._has_failed = False
-
-    @property
-    def steps(self) -> StepDrafter | None:
-        """The part that asks the drafts; None in a process that does not, and before the start."""
-        return self._steps
 
     def attach(self, runner: Any) -> None:
         """Take the model runner that calls this, which knows the requests and takes the distributions.
@@ -554,14 +583,7 @@ class TandemProposer:
             raise ConfigurationError(
                 f"start vLLM with --worker-cls {WORKER}, which lets Tandem's drafts be drawn"
             )
-        if self._is_asking and self._steps is None:
-            self._steps = started(self._settings, self._vllm_config)
-
-    def begin_step(self, scheduled: Any) -> None:
-        """vLLM begins a step, as its `SchedulerOutput` says."""
-        if self._steps is not None and not self._has_failed:
-            with self._switched_off_by_errors():
-                self._steps.begin_step(scheduled)
+        self.drafts.start()
 
     def propose(
         self,
@@ -578,25 +600,12 @@ class TandemProposer:
             token_ids_cpu: Tokens of each row, int32, shape [max rows, max length].
             slot_mappings: Not used.
         """
-        proposals = [NOTHING for _ in sampled_token_ids]
-        if self._steps is not None and not self._has_failed:
-            with self._switched_off_by_errors():
-                rows = self._rows(
-                    [len(each) for each in sampled_token_ids], num_tokens_no_spec, token_ids_cpu
-                )
-                proposals = self._steps.propose(rows)
-        proposals = shared(proposals, self._parallel)
+        sampled = [len(each) for each in sampled_token_ids]
+        proposals = self.drafts.propose(
+            len(sampled), lambda: self._rows(sampled, num_tokens_no_spec, token_ids_cpu)
+        )
         self._give_distributions(proposals)
         return [list(proposal.token_ids) for proposal in proposals]
-
-    @contextmanager
-    def _switched_off_by_errors(self) -> Iterator[None]:
-        """An error of ours must not end a request of vLLM's."""
-        try:
-            yield
-        except Exception:
-            self._has_failed = True
-            logger.exception("drafting is switched off until the next start, because it failed")
 
     def _rows(self, sampled: Sequence[int], lengths: Any, token_ids: Any) -> list[BatchRow]:
         """The rows of vLLM's batch.

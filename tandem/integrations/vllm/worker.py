@@ -23,15 +23,22 @@ class TandemWorker(PlatformWorker):  # type: ignore[misc]
     """The platform's worker, with Tandem's drafts."""
 
     def init_device(self) -> None:
-        """Make the model runner, and give it to the proposer that it has made."""
+        """Make the model runner with our speculator, or give it to the proposer that it has made."""
+        if self.use_v2_model_runner:
+            from vllm.v1.worker.gpu import model_runner
+
+            from tandem.integrations.vllm.speculator import TandemSpeculator
+
+            model_runner.init_speculator = TandemSpeculator
         super().init_device()
-        drafter = getattr(self.model_runner, "drafter", None)  # the last pipeline stage alone has one
-        if isinstance(drafter, TandemProposer):
-            drafter.attach(self.model_runner)
+        # The last pipeline stage alone has one
+        name = "speculator" if self.use_v2_model_runner else "drafter"
+        self._tandem: Any = getattr(self.model_runner, name, None)
+        if isinstance(self._tandem, TandemProposer):
+            self._tandem.attach(self.model_runner)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run a step, of which the drafts hear before it begins."""
-        drafter = getattr(self.model_runner, "drafter", None)
-        if isinstance(drafter, TandemProposer):
-            drafter.begin_step(scheduler_output)
+        if self._tandem is not None:
+            self._tandem.drafts.begin_step(scheduler_output)
         return super().execute_model(scheduler_output)

@@ -75,9 +75,9 @@ def _obstacle(deployment: Deployment) -> str:
     """Reason why the draft cannot draft for a target with other ids; empty where it can."""
     if deployment.config.vocabulary_mapping == "off":
         return "vocabulary_mapping is off"
-    return (
-        "" if deployment.draft is not None and deployment.draft.maps_vocabularies else "the draft maps none"
-    )
+    if deployment.draft is not None and deployment.draft.maps_vocabularies:
+        return ""
+    return "this draft cannot map vocabularies, for which it must run on the engine tandem with its tokenizer.json"
 
 
 def _vocabulary_size(deployment: Deployment) -> Iterator[str]:

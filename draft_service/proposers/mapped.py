@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -56,7 +57,7 @@ class Vocabularies:
     def coverage(self, target_hash: str) -> Coverage | None:
         """What the draft shares with a target; None for one that is not known."""
         shared = self._known.get(target_hash)
-        return None if shared is None else shared.vocabulary.coverage
+        return None if shared is None else shared.coverage
 
     async def add(self, target: TargetTokenizer) -> Coverage:
         """Take the tokenizer of a target.
@@ -92,11 +93,11 @@ class Vocabularies:
         shared = self._known[target.hash] = self._shared(target)
         while len(self._known) > MAX_TARGETS:
             self._known.popitem(last=False)
-        found = shared.vocabulary.coverage
-        logger.info("vocabulary mapped", extra={"tokenizer": target.hash[:12], **asdict(found)})
-        return found
+        logger.info("vocabulary mapped", extra={"tokenizer": target.hash[:12], **asdict(shared.coverage)})
+        return shared.coverage
 
     def _shared(self, target: TargetTokenizer) -> Shared:
+        began = time.perf_counter()
         tokenizer = parsed_tokenizer(target.content, "that the coordinator sent")
         if (found := vocabulary_hash(tokenizer)) != target.hash:
             raise ConfigurationError(
@@ -113,7 +114,10 @@ class Vocabularies:
                 f"the target's tokenizer cannot be mapped to the draft's: {error}"
             ) from None
         grammars = Grammars(target.content.decode, target.vocabulary_size, target.eos_token_ids)
-        return Shared(vocabulary, SharedTokens(vocabulary.draft_ids, vocabulary.target_ids), grammars)
+        tokens = SharedTokens(vocabulary.draft_ids, vocabulary.target_ids)
+        coverage = replace(vocabulary.coverage, build_seconds=time.perf_counter() - began)
+        coverage = replace(coverage, token_seconds=vocabulary.seconds_per_token())
+        return Shared(vocabulary, tokens, grammars, coverage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +128,8 @@ class Shared:
     tokens: SharedTokens
     grammars: Grammars
     """Compiles what sequences may be, in the target's tokens."""
+    coverage: Coverage
+    """What the mapping covers and costs."""
 
 
 class Mapped:

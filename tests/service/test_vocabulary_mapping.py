@@ -130,36 +130,6 @@ async def test_texts_have_the_target_s_distribution(
     assert value < critical_value(freedom)
 
 
-async def test_one_draft_serves_targets_with_different_tokenizers(
-    target_model: LoadedModel, draft_folder: Path, tmp_path: Path
-) -> None:
-    """Three at once, one of which has the draft's own tokenizer; the coordinators say what is mapped."""
-    folders = [DEMO_TARGET, renumbered(tmp_path / "third", 700), draft_folder]
-    requests = [replace(each, prompt=prompt) for each in (GREEDY, SAMPLED) for prompt in PROMPTS[:2]]
-    async with asyncio.timeout(300.0), AsyncExitStack() as stack:
-        enter = stack.enter_async_context
-        proposing, _ = await enter(draft(loaded(draft_folder), tokenizer=draft_folder / "tokenizer.json"))
-        joined = []
-        for folder in folders:
-            model = target_model if folder is DEMO_TARGET else loaded(folder)
-            verifying, _ = await enter(target(model, Faults(), tokenizer=folder / "tokenizer.json"))
-            settings = CoordinatorSettings(
-                target_address=verifying,
-                draft_address=proposing,
-                draft_patience_seconds=60.0,
-                speculation_policy="fixed",
-            )
-            joined.append(await enter(coordinator(settings)))
-        drafted = await asyncio.gather(*(complete_all(address, requests) for address, _ in joined))
-        shots = [service.replicas.drafts.snapshots()[0] for _, service in joined]
-        alone = [replace(each, speculation=False) for each in requests]
-        texts = await asyncio.gather(*(complete_all(address, alone) for address, _ in joined))
-    for own, reference in zip(drafted, texts, strict=True):
-        assert [each.token_ids for each in own] == [each.token_ids for each in reference]
-        assert sum(each.stats.accepted for each in own) > 10
-    assert [shot.coverage is not None for shot in shots] == [True, True, False]
-
-
 async def test_vllm_gets_proposals_of_its_own_tokens(
     draft_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,7 +121,7 @@ def written_by(target: LlamaForCausalLM, folder: Path, minutes: float, seed: int
     for count, (length, temperature) in enumerate(zip(cycle(PROMPT_LENGTHS), cycle(TEMPERATURES))):
         if count and box.fraction >= 1.0:
             break
-        prompts = chooser.sample([tokens[:length] for tokens in ids if len(tokens) >= length], 160)
+        prompts = chooser.sample([tokens[:length] for tokens in ids if len(tokens) >= length], 96)
         written = continue_text(target, prompts, 224, temperature, seed + count)
         texts += [SourceFile(f"written/{count}", text) for text in tokenizer.batch_decode(written.tokens)]
     logger.info("the target wrote %d texts", len(texts))

@@ -1,0 +1,225 @@
+"""`python -m benchmarks.studies.mapping`: one draft service for targets with other tokenizers, all of them at once.
+
+    python -m benchmarks.studies.mapping models/demo/target models/demo/unigram             texts and acceptance
+    python -m benchmarks.studies.mapping --pace 6.5,1.2 models/demo/target ...              and speed
+    python -m benchmarks.studies.mapping --costs                                            of two large vocabularies
+
+For each target: whether the texts are those of the target alone, and the tokens of a pass. Every text is asked for at
+once from all targets, but with a pace one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from benchmarks.common import names, service
+from benchmarks.pairs import DEMO
+from draft_service.proposers.drafting import SharedTokens
+from tandem.client import Client
+from tandem.types import GenerationRequest, SpeculationStats
+from tandem.vocabulary import SharedVocabulary, Vocabulary
+
+PROMPTS = (
+    "def fibonacci(n):\n    a, b = 0, 1\n    for",
+    "Once upon a time there was a little girl who",
+    "I love this 👩🏽 and 🎉🎉, said",
+    "今天天气很好。我们去",
+    '{"name": "Ada", "tags": ["math", "engine"], "address": {"city":',
+)
+"""Code, prose, emoji, Chinese, JSON."""
+CODE = (
+    PROMPTS[0],
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
+    "import os\nimport sys\n\n\ndef main(argv=None):\n    parser =",
+    'def read_lines(path):\n    """Return the lines of a file."""\n    with open(path) as',
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A completion."""
+
+    token_ids: tuple[int, ...]
+    stats: SpeculationStats
+    seconds_per_token: float
+    """Behind its first chunk."""
+
+
+async def main(options: argparse.Namespace) -> None:
+    """Measure, and print a table in Markdown."""
+    prompts = CODE if options.pace else PROMPTS
+    async with AsyncExitStack() as stack:
+        draft = await stack.enter_async_context(_model("draft", options.draft, options))
+        words = ["--vocabulary-mapping", options.mapping, "--num-speculative-tokens", str(options.proposed)]
+        # Counts do not depend on the time that steps take if the lengths of proposals do not.
+        words += [] if options.pace else ["--speculation-policy", "fixed", "--draft-patience-seconds", "60"]
+        clients = [
+            await stack.enter_async_context(_joined(each, draft, words, options)) for each in options.targets
+        ]
+        sys.stdout.write(
+            f"draft {options.draft}, {options.mapping}, {options.proposed} proposed, {len(prompts)} prompts of "
+            f"{options.max_tokens} tokens, pace {options.pace or 'none'}, load {os.getloadavg()[0]:.1f}\n\n"
+            "| target | rule | texts of the target alone | accepted | tokens per pass | ahead | ms per token alone "
+            "| drafted | speed-up |\n|---|---|---|---|---|---|---|---|---|\n"
+        )
+        for rule in options.rules:
+            temperature = 0.0 if rule == "greedy" else 0.7
+            request = GenerationRequest(
+                "",
+                max_tokens=options.max_tokens,
+                temperature=temperature,
+                ignore_eos=True,
+                rejection_sampling_strategy=rule,
+            )
+            requests = [replace(request, prompt=prompt, seed=i) for i, prompt in enumerate(prompts)]
+            if options.pace:
+                for client in clients:  # the controller learns what pays
+                    await _completed(client, requests[:2])
+                tables = [await _both(client, requests) for client in clients]
+            else:
+                tables = await asyncio.gather(*(_both(client, requests) for client in clients))
+            for target, (drafted, alone) in zip(options.targets, tables, strict=True):
+                _show(target, rule, drafted, alone)
+
+
+def _show(target: Path, rule: str, drafted: Sequence[Answer], alone: Sequence[Answer]) -> None:
+    equal = sum(one.token_ids == other.token_ids for one, other in zip(drafted, alone, strict=True))
+    tokens = sum(len(each.token_ids) for each in drafted)
+    rounds, proposed, accepted = (
+        sum(getattr(each.stats, name) for each in drafted) for name in ("rounds", "drafted", "accepted")
+    )
+    hits = sum(each.stats.ahead.hits for each in drafted)
+    slow, quick = (1e3 * sum(one.seconds_per_token for one in each) / len(each) for each in (alone, drafted))
+    sys.stdout.write(
+        f"| {target} | {rule} | {equal} of {len(alone)} | {accepted / max(proposed, 1):.2f} | {tokens / rounds:.2f} | "
+        f"{hits / rounds:.0%} | {slow:.2f} | {quick:.2f} | {slow / quick:.2f} |\n"
+    )
+    sys.stdout.flush()
+
+
+async def _both(client: Client, requests: Sequence[GenerationRequest]) -> tuple[list[Answer], list[Answer]]:
+    drafted = await _completed(client, requests)
+    return drafted, await _completed(client, [replace(each, speculation=False) for each in requests])
+
+
+async def _completed(client: Client, requests: Sequence[GenerationRequest]) -> list[Answer]:
+    found: list[Answer] = []
+    for request in requests:
+        tokens, first, begun, stats = list[int](), 0, 0.0, SpeculationStats()
+        async for chunk in client.generate(request):
+            tokens += chunk.token_ids
+            if not first:
+                first, begun = len(tokens), time.perf_counter()
+            if chunk.summary is not None:
+                stats = chunk.summary.speculation
+        seconds = (time.perf_counter() - begun) / max(len(tokens) - first, 1)
+        found.append(Answer(tuple(tokens), stats, seconds))
+    return found
+
+
+@asynccontextmanager
+async def _joined(
+    target: Path, draft: str, words: Sequence[str], options: argparse.Namespace
+) -> AsyncIterator[Client]:
+    """A client of a coordinator over this target and the draft that all share."""
+    async with AsyncExitStack() as stack:
+        verifying = await stack.enter_async_context(_model("target", target, options))
+        address = await stack.enter_async_context(
+            service("coordinator", "--target-address", verifying, "--draft-address", draft, *words)
+        )
+        yield await stack.enter_async_context(Client(address))
+
+
+@asynccontextmanager
+async def _model(role: str, folder: Path, options: argparse.Namespace) -> AsyncIterator[str]:
+    words = [
+        "--model",
+        str(folder),
+        "--max-length",
+        "1024",
+        "--dtype",
+        "float32",
+        "--device",
+        "cpu",
+        "--threads",
+        "1",
+    ]
+    paced = ["benchmarks.pace", "--role", role, "--pace", options.pace]
+    async with service(*(paced if options.pace else [f"{role}_service"]), *words) as address:
+        yield address
+
+
+# ---- costs
+
+
+def costs(size: int = 128_000) -> None:
+    """Time the mapping of two vocabularies, and what it adds to a proposed token."""
+    contents = [_tokenizer(size, seed).to_str() for seed in (1, 2)]
+    parsed = [Tokenizer.from_str(content) for content in contents]
+    began = time.perf_counter()
+    draft, target = map(Vocabulary, parsed)
+    shared = SharedVocabulary(draft, target)
+    SharedTokens(shared.draft_ids, shared.target_ids)
+    mapped = time.perf_counter() - began
+    each = shared.seconds_per_token()
+    sys.stdout.write(
+        f"{size} and {size} tokens, {len(shared.draft_ids)} shared: {mapped:.2f} s to map, "
+        f"{1e6 * each:.1f} us per proposed token in rounds of four, load {os.getloadavg()[0]:.1f}\n"
+    )
+
+
+def _tokenizer(size: int, seed: int) -> Tokenizer:
+    """A byte-level tokenizer with random merges, half of them the same for every seed."""
+    pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
+    known, merges = {piece: i for i, piece in enumerate(pieces)}, list[tuple[str, str]]()
+    while len(pieces) < size:
+        chance = (
+            random.Random(len(pieces)) if len(pieces) < size // 2 else random.Random(len(pieces) * 10 + seed)
+        )
+        while True:
+            # Most pieces are words' beginnings, so that texts become few tokens.
+            one, other = (pieces[int(len(pieces) * chance.random() ** 2)] for _ in range(2))
+            if one + other not in known and len(one + other) < 12:
+                break
+        known[one + other] = len(pieces)
+        pieces.append(one + other)
+        merges.append((one, other))
+    tokenizer = Tokenizer(models.BPE(known, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def parse(arguments: Sequence[str]) -> Any:
+    """The settings that the command line asks for."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.mapping", description=__doc__)
+    add = parser.add_argument
+    add("targets", type=Path, nargs="*", default=[DEMO / "target"])
+    add("--draft", type=Path, default=DEMO / "draft")
+    add("--mapping", default="auto", help="as of the coordinator")
+    add("--rules", type=names, default=["greedy", "strict"], help="several with commas")
+    add("--proposed", type=int, default=4, help="tokens of a proposal, at most")
+    add("--max-tokens", type=int, default=128, help="tokens of each completion")
+    add("--pace", default="", help="as for tandem bench")
+    add("--costs", action="store_true", help="time the mapping of two vocabularies of 128,000 tokens instead")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    settings = parse(sys.argv[1:])
+    if settings.costs:
+        costs()
+    else:
+        asyncio.run(main(settings))

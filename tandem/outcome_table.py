@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tandem.types import DraftedOutcomes, VerifyStep
+from tandem.types import ENDED, DraftedOutcomes, VerifyStep
 
 
 class _Round(NamedTuple):
@@ -37,7 +37,7 @@ class OutcomeTable:
         if drafted.base_length != base_length:
             return False
         for index, (key, token_id) in enumerate(zip(keys, token_ids, strict=False)):
-            if token_id >= 0:
+            if token_id != ENDED:
                 before = proposals.get(key, ())[:depth]
                 proposals[key] = (*before, token_id, *(drafted.lead_token_ids if index == 0 else ()))
         return True

@@ -326,6 +326,10 @@ class AheadBudget:
     """Most tokens to draft for each."""
 
 
+ENDED = -1
+"""In the place of the next token of a drafted continuation: there is none."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftedOutcomes:
     """One depth of the continuations of some outcomes, the likeliest outcome first.
@@ -338,7 +342,7 @@ class DraftedOutcomes:
     depth: int
     """Number of tokens of each continuation that were pushed before."""
     token_ids: tuple[int, ...]
-    """The next token of each continuation, -1 where it has ended; fewer where the last ones were given up."""
+    """The next token of each continuation, `ENDED` where there is none; fewer where the last ones were given up."""
     accepted_counts: tuple[int, ...] = ()
     """`a` of each outcome; given with the first depth only."""
     next_token_ids: tuple[int, ...] = ()

@@ -23,6 +23,7 @@ from tandem.grammar import Grammars, GrammarState
 from tandem.outcome_table import OutcomeTable
 from tandem.telemetry.streams import OnStep
 from tandem.types import (
+    ENDED,
     DraftedOutcomes,
     Grammar,
     LogitAdjustments,
@@ -269,7 +270,8 @@ class VerifiedSequence:
         Raises:
             InvalidRequestError: an id is not in the vocabulary.
         """
-        token_ids = (*drafted.token_ids, *drafted.lead_token_ids)
+        own = [token_id for token_id in drafted.token_ids if token_id != ENDED]
+        token_ids = (*own, *drafted.lead_token_ids)
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._vocabulary_size):
             raise InvalidRequestError(
                 f"an outcome holds an id outside the vocabulary; ids must be in 0..{self._vocabulary_size - 1}"

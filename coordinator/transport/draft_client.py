@@ -20,6 +20,7 @@ from tandem.errors import ProtocolError, TandemError
 from tandem.rpc.channels import errors_of
 from tandem.speculation_state import SpeculationState
 from tandem.types import (
+    ENDED,
     AheadBudget,
     Coverage,
     DraftedOutcomes,
@@ -158,8 +159,6 @@ OnOutcomes: TypeAlias = Callable[[DraftedOutcomes], None] | None
 """Takes outcomes of the round in progress as they arrive."""
 
 _NO_OUTCOME = -1, -1
-_ENDED = -1
-"""In the place of a continuation's next token: there is none."""
 _MAX_SUPPORT_IDS = 1 << 16
 """Ids in all supports of a round: a mebibyte in memory, and over ten times what a draft of ours pushes."""
 
@@ -283,7 +282,7 @@ class PendingOutcomes:
         distributions: tuple[SparseDistribution, ...] = ()
         if self._needs_distributions:
             distributions = tuple(column.distributions[rank] for column in columns)
-        tokens = tuple(column.token_ids[rank] for column in columns if column.token_ids[rank] != _ENDED)
+        tokens = tuple(column.token_ids[rank] for column in columns if column.token_ids[rank] != ENDED)
         if rank == 0:
             tokens += self._lead
         if not tokens:
@@ -304,7 +303,7 @@ class PendingOutcomes:
     def _has_ended(self, rank: int) -> bool:
         """True if nothing more will come of a continuation."""
         last = self._columns[-1].token_ids
-        return rank >= len(last) or last[rank] == _ENDED
+        return rank >= len(last) or last[rank] == ENDED
 
     def unfinished(self, token_ids: Sequence[int], now: float) -> Unfinished | None:
         """The continuation of the outcome that came, while the draft is still at it; None otherwise.
@@ -371,9 +370,9 @@ class PendingOutcomes:
 
     def _check_tokens(self, drafted: DraftedOutcomes) -> None:
         before = self._columns[-1].token_ids if self._columns else drafted.token_ids
-        if any(old == _ENDED != new for old, new in zip(before, drafted.token_ids, strict=False)):
+        if any(old == ENDED != new for old, new in zip(before, drafted.token_ids, strict=False)):
             raise ProtocolError("draft service: it went on with a continuation that it had ended")
-        own = [token_id for token_id in drafted.token_ids if token_id != _ENDED]
+        own = [token_id for token_id in drafted.token_ids if token_id != ENDED]
         ids = (*own, *drafted.next_token_ids, *drafted.lead_token_ids)
         unknown = next((token_id for token_id in ids if not 0 <= token_id < self._vocabulary_size), None)
         if unknown is not None:

@@ -24,6 +24,7 @@ from tandem.errors import TandemError
 from tandem.grammar import GrammarState
 from tandem.sampling.noise import gumbel, recovery_keys, target_keys
 from tandem.types import (
+    ENDED,
     MAX_AHEAD_TOKENS,
     AheadBudget,
     Delta,
@@ -361,14 +362,14 @@ class BranchDrafting:
         depths = self._token_count if is_last else min(min(map(len, texts)), self._token_count)
         for depth in range(told, depths):
             self._texts = [
-                (*old, new[depth] if new[:depth] == old and depth < len(new) else -1)
+                (*old, new[depth] if new[:depth] == old and depth < len(new) else ENDED)
                 for old, new in zip(self._texts, texts, strict=True)
             ]
         columns = [*zip(*self._texts, strict=True)]
         return [
             self._named(depth, columns[depth])
             for depth in range(told, depths)
-            if depth == 0 or max(columns[depth]) >= 0
+            if depth == 0 or max(columns[depth]) != ENDED
         ]
 
 

@@ -22,7 +22,9 @@ pytestmark = pytest.mark.slow
 async def test_one_draft_serves_three_tokenizers_at_once(
     services: Nursery, target_address: str, draft_address: str, tmp_path: Path
 ) -> None:
-    requests = [replace(each, prompt=prompt) for each in (GREEDY, SAMPLED) for prompt in PROMPTS]
+    requests = [
+        replace(each, prompt=prompt, max_tokens=64) for each in (GREEDY, SAMPLED) for prompt in PROMPTS
+    ]
     with ExitStack() as stack:
         others = [DEMO_UNIGRAM, renumbered(tmp_path / "renumbered", 700)]
         targets = [target_address, *(services.started("target_service", each).address for each in others)]

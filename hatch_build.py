@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 DEMO_PACKAGE = "tandem_demo"
 """The bundled models' folder in a wheel: beside `tandem`, where `tandem.model_sources.bundled` looks for it."""
@@ -35,6 +36,34 @@ KERNELS_VARIABLE = "TANDEM_WHEEL_KERNELS"
 """Names, with commas between them, of the processors whose kernels a wheel is to hold (`TARGETS` of the kernels'
 build.py); empty for none. By default all of them on Linux and x86-64, and the build goes on without those that cannot
 be compiled."""
+
+
+URL_VARIABLE = "TANDEM_WHEEL_URL"
+"""Address of the repository that a wheel is published from, as https://host/owner/name: links of the README lead there,
+and METADATA names it. By default there is none, and the README of a wheel has the links' words alone."""
+
+
+class MetadataHook(MetadataHookInterface):
+    """Writes what METADATA says about the project."""
+
+    PLUGIN_NAME = "custom"
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        """Add the README, with links that work on a package index, and the project's addresses."""
+        url = os.environ.get(URL_VARIABLE, "").rstrip("/")
+        readme = (Path(self.root) / "README.md").read_text(encoding="utf-8")
+        metadata["readme"] = {"content-type": "text/markdown", "text": published(readme, url)}
+        places = {"Source": "", "Documentation": "/tree/main/docs", "Changelog": "/blob/main/CHANGELOG.md"}
+        metadata["urls"] = {name: url + place for name, place in places.items()} if url else {}
+
+
+def published(readme: str, url: str) -> str:
+    """The README with absolute links, or without a URL with their words in place of relative ones."""
+    return re.sub(
+        r"\[([^\]]+)\]\((?!https?:)([^)]+)\)",
+        lambda link: f"[{link[1]}]({url}/blob/main/{link[2]})" if url else link[1],
+        readme,
+    )
 
 
 class BuildHook(BuildHookInterface[Any]):

@@ -18,7 +18,7 @@ from coordinator.cli.generate import ACCEPTED_STYLE, Record, received
 from coordinator.cli.up import SMOLLM2_METHOD
 from coordinator.stats.speculation import acceptance_rate, add, tokens_per_pass
 from tandem.client import Client
-from tandem.errors import TandemError
+from tandem.errors import ModelFolderError, TandemError
 from tandem.model_sources.bundled import DEMO, SMOLLM2, smollm2_head
 from tandem.model_sources.find import find_model
 from tandem.standard_streams import exit_with
@@ -47,7 +47,8 @@ async def main(model: str, prompt_count: int, max_tokens: int, method: str | Non
             f"\n[bold]{prompts[0].name}[/bold]: [dim]the prompt[/dim], "
             f"[{ACCEPTED_STYLE}]accepted from the draft[/{ACCEPTED_STYLE}], the target's own\n"
         )
-        console.print(prompts[0].text, style="dim", markup=False, end="")
+        shown = prompts[0].question
+        console.print(f"{shown}\n" if shown else prompts[0].text, style="dim", markup=False, end="")
         chunks = client.generate(_request(prompts[0], max_tokens, temperature=0.0))
         await received(chunks, Console(highlight=False, soft_wrap=True))
         console.print(
@@ -63,6 +64,18 @@ async def main(model: str, prompt_count: int, max_tokens: int, method: str | Non
         f"\nNext: [bold].venv/bin/tandem up{options}[/bold]"
         f"\nand in another terminal: [bold].venv/bin/tandem generate {request}[/bold]"
     )
+
+
+def default_model() -> str:
+    """The model that chats, or without its package the bundled pair."""
+    try:
+        find_model(SMOLLM2)
+    except ModelFolderError as error:
+        Console(stderr=True, highlight=False).print(
+            f"{error}. The bundled pair takes its place.", markup=False
+        )
+        return DEMO
+    return SMOLLM2
 
 
 def _drafting(model: str, method: str | None) -> str:
@@ -129,13 +142,16 @@ if __name__ == "__main__":
     parser.add_argument("--prompts", type=int, default=8, help="how many prompts to compare on")
     parser.add_argument("--max-tokens", type=int, default=96, help="tokens of each completion")
     parser.add_argument(
-        "--model", default=DEMO, help="demo, smollm2, or the folder or Hugging Face id of a model that chats"
+        "--model",
+        help="demo, smollm2, or the folder or Hugging Face id of a model that chats [default: smollm2, or demo "
+        "where its package is not installed]",
     )
     parser.add_argument(
         "--method", help="drafting method: eagle3, medusa, ngram or suffix; by default as in tandem up"
     )
     arguments = parser.parse_args()
     try:
-        asyncio.run(main(arguments.model, arguments.prompts, arguments.max_tokens, arguments.method))
+        model = arguments.model or default_model()
+        asyncio.run(main(model, arguments.prompts, arguments.max_tokens, arguments.method))
     except TandemError as error:
         exit_with(error, 1)

@@ -19,8 +19,13 @@ class Prompt:
 
     name: str
     text: str
-    is_chat: bool = False
-    """True if the answer ends where the model ends it: a chat model has nothing to say after its end-of-turn token."""
+    question: str = ""
+    """What a model that chats is asked; empty where the prompt is to be continued."""
+
+    @property
+    def is_chat(self) -> bool:
+        """True if the answer ends where the model ends it: behind its end-of-turn token it has nothing to say."""
+        return bool(self.question)
 
 
 def held_out_prompts(count: int) -> list[Prompt]:
@@ -41,7 +46,7 @@ def source_text(length: int) -> str:
 
 # Some answers repeat the question's text, which drafting without a model foresees, and some do not.
 _QUESTIONS = {
-    "the capital of France": "What is the capital of France?",
+    "a question": "Why is the sky blue?",
     "a corrected sentence": (
         "Correct the spelling and repeat the whole text: The quick brown fox jumpd over the lazy dog, and then the "
         "quick brown fox jumpd over the lazy cat as well, because the quick brown fox is very quick."
@@ -54,7 +59,7 @@ _QUESTIONS = {
         "model verifies in one pass. The text is the large model's own, but it is written faster."
     ),
     "a haiku": "Write a haiku about the sea.",
-    "a question": "Why is the sky blue?",
+    "the capital of France": "What is the capital of France?",
 }
 
 
@@ -73,7 +78,7 @@ async def chat_prompts(folder: Path, count: int) -> list[Prompt]:
     try:
         await template.check()
         return [
-            Prompt(name, await template.prompt([{"role": "user", "content": question}]), is_chat=True)
+            Prompt(name, await template.prompt([{"role": "user", "content": question}]), question)
             for name, question in list(_QUESTIONS.items())[:count]
         ]
     finally:

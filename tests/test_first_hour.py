@@ -20,6 +20,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from hatch_build import published
 from tests import bundled_kernels
 from tests.commands import Ran
 from tests.end_to_end.processes import clean_environment, running
@@ -157,6 +158,20 @@ def test_a_wheel_holds_its_packages_heads_and_kernels(wheel: Path) -> None:
     for head in ("tandem_demo/eagle3", "tandem_demo/smollm2/eagle3"):
         assert {f"{head}/config.json", f"{head}/model.safetensors"} <= names
     assert sorted(name for name in names if name.endswith(".so")) == sorted(bundled_kernels.PLACES)
+
+
+def test_a_wheel_describes_itself_with_links_that_work(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = archive.read(name).decode()
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert readme.splitlines()[2] in metadata
+    relative = r"\]\((?!https?:)[^)]*\)"
+    assert re.search(relative, readme)
+    assert re.search(relative, metadata) is None
+    linked = published(readme, "https://example.org/a/tandem")
+    assert re.search(relative, linked) is None
+    assert "[scaling](https://example.org/a/tandem/blob/main/docs/scaling.md)" in linked
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 SHELL_BLOCKS = [block.splitlines() for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)]
 
 # A smaller run of the same command.
-ARGUMENTS = {"make demo": ["ARGS=--prompts 1 --max-tokens 16"]}
+ARGUMENTS = {"make demo": ["ARGS=--model demo --prompts 1 --max-tokens 16"]}
 
 
 def words_of(command: str) -> list[str]:

@@ -65,6 +65,8 @@ class FailoverDrafter:
         self._target = target
         """None: it may begin none with a proposal."""
         self._is_paused = False
+        self._is_too_long = False
+        """True once the completion is too long for a draft."""
         self._is_resuming = False
         """True after `release`, until the next round that asks a draft."""
         self._has_lost = False
@@ -76,13 +78,18 @@ class FailoverDrafter:
         """Tokens that may follow, fewer than the completion has room for; none when no draft has any in time."""
         placement = self._placement
         count = min(self._begin_round(), completion.room - 1)
+        if self._limits.max_length is not None:
+            count = min(count, self._limits.max_length - completion.length)
+            self._is_too_long = completion.length >= self._limits.max_length
         has_begun = self._target is not None and self._target.begun_proposed is not None
         forced = None if has_begun else completion.forced()
         if forced is not None and len(forced) >= count:
             return self._jumped(completion, forced)
         proposal = None
         try:
-            if count <= 0:
+            if self._is_too_long:
+                self._leave()
+            elif count <= 0:
                 self._leave_if_draining()
             elif (sequence := self._sequence_to_ask(completion)) is not None:
                 proposal = await self._asked(sequence, completion, count, forced)
@@ -93,7 +100,7 @@ class FailoverDrafter:
         if forced is not None and not proposal:
             return self._jumped(completion, forced)
         if proposal is None:
-            return Proposal(completion.length, lead=self._lead if self._is_paused else 0)
+            return Proposal(completion.length, lead=self._lead if self._is_paused or self._is_too_long else 0)
         return proposal
 
     def _jumped(self, completion: Completion, forced: Proposal) -> Proposal:
@@ -107,6 +114,8 @@ class FailoverDrafter:
     def speculation_state(self) -> SpeculationState:
         """State of speculation for this request now."""
         current = self._placement.current
+        if self._is_too_long:
+            return speculation_report.off(speculation_report.TOO_LONG)
         if current is None and self._placement.goes_without:
             return speculation_report.off(speculation_report.NONE_READY)
         if current is not None and current.sequence.is_late:

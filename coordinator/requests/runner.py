@@ -267,6 +267,7 @@ class RequestRunner:
             plan.num_speculative_tokens,
             self.models.target.vocabulary_size,
             keeps_proposals=plan.keeps_proposals,
+            max_length=plan.settings.draft_max_length,
         )
         run.observer.deciding(lambda: _described(speculation))
         return FailoverDrafter(

@@ -22,6 +22,7 @@ TOO_SHORT = "the completion ended before the draft proposed anything"
 PROPOSED_NOTHING = "the draft found nothing to propose"
 DOES_NOT_PAY = "drafting does not pay"
 GAINS_TOO_LITTLE = "drafting gains too little to be sure"
+TOO_LONG = "the text is longer than draft_max_length"
 LATE = "the draft does not answer in time"
 
 _RATE = "tokens/s"

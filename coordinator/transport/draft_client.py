@@ -48,6 +48,8 @@ class DraftLimits:
     """The target's; proposed ids must be below it."""
     keeps_proposals: bool = False
     """True if the text depends on what is proposed, and must not depend on time."""
+    max_length: int | None = None
+    """Tokens of a sequence beyond which nothing is proposed."""
 
 
 def check_proposal(

@@ -48,6 +48,9 @@ ALIASES = {
 }
 """vLLM's spelling of an option, and the one used here, which is MAX's."""
 
+_ALIASES_OF_JSON = {**ALIASES, "max_model_len": "draft_max_length"}
+"""Inside vLLM's JSON form, where the length is the draft's; a flag or a field of that name is a server's."""
+
 _JSON_OPTION = "speculative_config"
 """vLLM's option for all options at once, as a JSON object."""
 
@@ -251,20 +254,24 @@ def spelled_one_way(
             inside = json.loads(inside)
     if not isinstance(inside, dict | None):
         raise ConfigurationError(f"{_JSON_OPTION} is {values[_JSON_OPTION]!r}; it must be a JSON object")
-    return _renamed(inside or {}, fields, is_shared=True) | _renamed(own, fields, is_shared=is_shared)
+    return _renamed(inside or {}, fields, _ALIASES_OF_JSON, is_shared=True) | _renamed(
+        own, fields, ALIASES, is_shared=is_shared
+    )
 
 
-def _renamed(values: Mapping[str, Any], fields: Container[str], *, is_shared: bool) -> dict[str, Any]:
+def _renamed(
+    values: Mapping[str, Any], fields: Container[str], aliases: Mapping[str, str], *, is_shared: bool
+) -> dict[str, Any]:
     found: dict[str, Any] = {}
     method = next((values[name] for name in ("speculative_method", "method") if name in values), None)
     for given, value in values.items():
-        name = given if given in fields and not is_shared else ALIASES.get(given, given)
+        name = given if given in fields and not is_shared else aliases.get(given, given)
         if value is None and (name in fields or name in REFUSED_OPTIONS):
             continue
         if name not in fields and changes_nothing(name, value, method):
             continue
         if name in found and found[name] != value:
-            spellings = " and ".join([name, *(alias for alias, meant in ALIASES.items() if meant == name)])
+            spellings = " and ".join([name, *(alias for alias, meant in aliases.items() if meant == name)])
             raise ConfigurationError(
                 f"{name} is {found[name]} and {value}: {spellings} are one option; give it once"
             )

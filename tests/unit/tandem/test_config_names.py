@@ -194,6 +194,13 @@ def test_an_option_is_supported_or_refused_by_name(name: str) -> None:
         assert ALIASES.get(name, name) in SpeculativeConfig.model_fields
 
 
+def test_the_length_in_vllms_json_form_is_the_drafts() -> None:
+    config = SpeculativeConfig.model_validate(
+        {"speculative_config": {"max_model_len": 512}, "max_model_len": 4096}
+    )
+    assert (config.draft_max_length, config.max_length) == (512, 4096)
+
+
 @pytest.mark.parametrize(("name", "default"), [*MAX_OPTIONS.items(), *VLLM_DEFAULTS.items()])
 def test_defaults_are_the_references(name: str, default: object) -> None:
     assert getattr(SpeculativeConfig(), name) == default

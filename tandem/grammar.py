@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from threading import Lock
 from typing import TypeAlias
 
 import numpy as np
@@ -183,8 +182,6 @@ class GrammarState:
         self._mask_bytes = 4 * -(-known_ids // 32)
         self.words = 2 * -(-vocabulary_size // 64)
         """Words of a mask: an even number, so that masks are int64 as well, as arrays for a device have to be."""
-        self._lock = Lock()
-        """Held by whoever computes masks: those of a step that failed may still be in the making."""
         self._read: list[int] = []
         """The tokens that the matcher has read: those behind a think span."""
         self._is_first = True
@@ -270,11 +267,8 @@ class GrammarState:
         Raises:
             InvalidRequestError: the grammar forbids a token before the proposal, or exceeds the limits.
         """
-        with self._lock:
-            return self._masks(list(before), proposed)
-
-    def _masks(self, tokens: list[int], proposed: Sequence[int]) -> MaskArray:
         rows = np.zeros((len(proposed) + 1, self.words), dtype=np.int32)
+        tokens = list(before)
         if not self.follow(tokens):
             raise InvalidRequestError(
                 f"token {len(self._read)} of the completion is forbidden by the structured output's grammar"

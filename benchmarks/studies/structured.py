@@ -95,7 +95,7 @@ def is_valid(completed: Completed, schema: Mapping[str, Any]) -> bool:
 
 PAIRS = {
     "demo": (("--model", str(DEMO / "target")), ("--model", str(DEMO / "draft"))),
-    "smollm2": (("--model", "smollm2"), ("--method", "suffix")),
+    "smollm2": (("--model", "smollm2", "--dtype", "bfloat16"), ("--method", "suffix")),
 }
 """Options of the target and of the draft."""
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import statistics
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -30,6 +29,7 @@ from tandem.engine.core.jobs import (
     Job,
     News,
     PayloadT,
+    Prepare,
     ResultT,
     StepRecord,
     finite_head,
@@ -96,10 +96,12 @@ class Worker(Generic[PayloadT, ResultT]):
         on_step: Callable[[StepRecord], None] | None,
         watchdog: StepWatchdog,
         branches: BranchRunner | None = None,
+        prepare: Prepare[PayloadT] = None,
     ) -> None:
         self._runner = runner
         self._cache = cache
         self._head = head
+        self._prepare = prepare
         self._chunk_tokens = settings.prefill_chunk_tokens
         self._device = device
         self._tell = tell
@@ -136,11 +138,12 @@ class Worker(Generic[PayloadT, ResultT]):
     @contextmanager
     def using_head(self, head: Head[Any, Any]) -> Iterator[None]:
         """Uses another head for as long as the block runs. No job is in flight when the block begins and ends."""
-        own, self._head = self._head, head
+        own = self._head, self._prepare
+        self._head, self._prepare = head, None
         try:
             yield
         finally:
-            self._head = own
+            self._head, self._prepare = own
 
     def start(self) -> None:
         """Starts the thread."""
@@ -387,8 +390,8 @@ class Worker(Generic[PayloadT, ResultT]):
             if job.row_count and segment.end == segment.sequence.length:
                 rows.extend(range(token_end - job.row_count, token_end))
                 ready.append(job)
-                if job.prepare is not None:
-                    job.prepared = job.prepare(job)
+        if self._prepare is not None:
+            self._prepare(ready)
         logits = self._runner.run(segments, rows)
         model_end = time.perf_counter()
         for segment, job in zip(segments, jobs, strict=True):
@@ -441,6 +444,7 @@ class Engine(Generic[PayloadT, ResultT]):
         on_step: Callable[[StepRecord], None] | None = None,
         *,
         on_failure: Callable[[], None] | None = None,
+        prepare: Prepare[PayloadT] = None,
     ) -> None:
         """Allocates the KV cache.
 
@@ -450,6 +454,7 @@ class Engine(Generic[PayloadT, ResultT]):
             settings: limits.
             on_step: called after each step, on the engine's thread; for metrics.
             on_failure: called on the event loop when the thread has ended by itself: no job runs any more.
+            prepare: called before each forward pass.
 
         Raises:
             ConfigurationError: the settings cannot be met.
@@ -471,7 +476,7 @@ class Engine(Generic[PayloadT, ResultT]):
         self._watchdog = StepWatchdog(settings.step_timeout_seconds)
         self._worker = Worker(
             self._runner, self._cache, head, settings, self._tell, model.device, self._stepped, self._watchdog,
-            machinery.branches,
+            machinery.branches, prepare,
         )  # fmt: skip
         self._on_step = on_step
         self._step_times = StepTimes()
@@ -706,10 +711,6 @@ class Engine(Generic[PayloadT, ResultT]):
 # ---- targets
 
 
-_MASK_THREADS = min(4, os.cpu_count() or 1)
-"""Threads that compute masks, one sequence each. Within the library they hold no lock."""
-
-
 class RowEngine(Engine[RowRequest, Verification]):
     """See `tandem.engine.interface.SequenceEngine`."""
 
@@ -721,8 +722,15 @@ class RowEngine(Engine[RowRequest, Verification]):
         *,
         on_failure: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(model, partial(row_head, model=model), settings, on_step, on_failure=on_failure)
-        self._masks = ThreadPoolExecutor(_MASK_THREADS, "masks")
+        super().__init__(
+            model,
+            partial(row_head, model=model),
+            settings,
+            on_step,
+            on_failure=on_failure,
+            prepare=self._begin_masks,
+        )
+        self._masks = ThreadPoolExecutor(1, "masks")
 
     async def close(self) -> None:
         """See `SequenceEngine`."""
@@ -731,15 +739,30 @@ class RowEngine(Engine[RowRequest, Verification]):
 
     async def run(self, sequence: Sequence, request: RowRequest) -> Verification:
         """See `SequenceEngine`."""
-        step = request.step
-        prepare = None if request.grammar is None else self._begin_masks
-        job = Job(sequence, step.delta, step.row_count, request, step.lead, prepare=prepare)
+        job = Job(sequence, request.step.delta, request.step.row_count, request, request.step.lead)
         answer = await self.submit(job)
         return replace(answer, cost=job.cost) if job.row_count else Verification(request.base_length, ())
 
-    def _begin_masks(self, job: Job[RowRequest]) -> Future[RowRequest]:
-        """Compute the masks of a step while the model computes its logits: they depend on the tokens alone."""
-        return self._masks.submit(job.payload.with_tokens, job.sequence.token_ids)
+    def _begin_masks(self, ready: SequenceOf[Job[RowRequest]]) -> None:
+        """Compute masks while the model computes logits: they depend on the tokens alone."""
+        own = [job for job in ready if job.payload.grammar is not None]
+        if own:
+            begun = self._masks.submit(_constrained, own)
+            for job in own:
+                job.prepared = begun
+
+
+def _constrained(
+    jobs: SequenceOf[Job[RowRequest]],
+) -> dict[Job[RowRequest], RowRequest | InvalidRequestError]:
+    """The requests with their masks; errors of those that have none."""
+    found: dict[Job[RowRequest], RowRequest | InvalidRequestError] = {}
+    for job in jobs:
+        try:
+            found[job] = job.payload.with_tokens(job.sequence.token_ids)
+        except InvalidRequestError as error:
+            found[job] = error
+    return found
 
 
 def row_head(
@@ -765,14 +788,7 @@ def _go_on(job: Job[RowRequest], answer: Verification) -> tuple[Verification, Jo
     request = job.payload.following(answer)
     if request is None:
         return answer, None
-    return answer, Job(
-        job.sequence,
-        request.step.delta,
-        request.step.row_count,
-        request,
-        on_result=_tell_led,
-        prepare=job.prepare,
-    )
+    return answer, Job(job.sequence, request.step.delta, request.step.row_count, request, on_result=_tell_led)
 
 
 def _tell_led(job: Job[RowRequest], result: object) -> None:
@@ -787,10 +803,10 @@ def _tell_led(job: Job[RowRequest], result: object) -> None:
 
 def _with_tokens(job: Job[RowRequest], failures: dict[Job[RowRequest], Failed]) -> RowRequest:
     request = job.payload
-    if request.grammar is None and not request.sampling.penalizes:
-        return request
-    try:
-        return request.with_tokens(job.sequence.token_ids) if job.prepared is None else job.prepared.result()
-    except InvalidRequestError as error:
-        failures[job] = Failed(error)
+    if job.prepared is not None:
+        found = job.prepared.result()[job]
+        if isinstance(found, RowRequest):
+            return found
+        failures[job] = Failed(found)
         return replace(request, grammar=None)
+    return request.with_tokens(job.sequence.token_ids) if request.sampling.penalizes else request

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -34,7 +34,6 @@ class Job(Generic[PayloadT]):
         "lead",
         "on_result",
         "payload",
-        "prepare",
         "prepared",
         "row_count",
         "sequence",
@@ -48,7 +47,6 @@ class Job(Generic[PayloadT]):
         payload: PayloadT,
         lead: int = 0,
         on_result: Callable[[Job[PayloadT], object], None] | None = None,
-        prepare: Callable[[Job[PayloadT]], Future[Any]] | None = None,
     ) -> None:
         if row_count < 0:
             raise InvalidRequestError(f"The number of rows is {row_count} and must not be negative.")
@@ -62,11 +60,8 @@ class Job(Generic[PayloadT]):
         """How many jobs may follow this one by themselves."""
         self.on_result = on_result
         """Takes the result of a job that follows by itself, on the event loop."""
-        self.prepare = prepare
-        """Begins, before the forward pass whose rows complete the job, what another thread can do for the head
-        meanwhile."""
         self.prepared: Future[Any] | None = None
-        """What `prepare` has begun."""
+        """Computed for the head by another thread, beside the forward pass whose rows complete the job."""
         self.future: asyncio.Future[object] | None = None
         """Set by the engine when the job is submitted."""
         self.cost: StepCost | None = None
@@ -112,6 +107,10 @@ class Failed:
     """The job has no result; its sequence is computed again, since its keys and values cannot be trusted."""
 
     error: TandemError
+
+
+Prepare: TypeAlias = Callable[[SequenceOf[Job[PayloadT]]], None] | None
+"""Called before a forward pass with the jobs that its rows complete; another thread may begin what the head needs."""
 
 
 class Head(Protocol[PayloadT, ResultT]):

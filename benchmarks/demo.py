@@ -25,6 +25,7 @@ from tandem.standard_streams import exit_with
 from tandem.types import GenerationRequest, SpeculationStats
 
 NUM_SPECULATIVE_TOKENS = 4
+"""The documentation's examples have as many."""
 
 
 async def main(model: str, prompt_count: int, max_tokens: int, method: str | None = None) -> None:

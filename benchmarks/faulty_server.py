@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from tandem.audit.client import LISTED
 from tandem.audit.statistics import BoolArray, FloatArray, IntArray, Steps
 
 RIGHT = "none"
@@ -32,8 +33,7 @@ FAULTS = {
     "typical-acceptance": "a lossy rule: p > min(0.09, 0.3 exp(-H)) accepts",
 }
 PROPOSED = 4
-LISTED = 20
-"""Candidates that a step reports."""
+"""Tokens of a proposal."""
 
 
 @dataclass(frozen=True, slots=True)

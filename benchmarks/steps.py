@@ -20,8 +20,8 @@ SIZES = ((1, 1), (1, 5), (4, 1), (4, 5), (16, 1), (16, 5), (1, 512))
 """Sequences, and tokens of each: one, a proposal of four with the token before it, and a prompt."""
 PAST_TOKENS = 200
 """Number of earlier tokens that each sequence of a short step attends to."""
-_ROOM = 768
-"""Tokens of a sequence's pages: the longest step, and more than the earlier tokens of a short one."""
+_ROOM = PAST_TOKENS + max(width for _, width in SIZES)
+"""Tokens of a sequence's pages."""
 _SEQUENCES = max(count for count, _ in SIZES)
 _READ_BYTES = 1 << 28
 """More than the caches of a processor hold."""

@@ -58,6 +58,7 @@ NextToken = Callable[[Sequence[int]], int]
 VOCABULARY_SIZE = 2048
 """The demo pair's, whose tokenizer the fake target hands out."""
 MAX_LENGTH = 64
+"""Of a sequence of fakes that follow no script."""
 
 
 def counting(tokens: Sequence[int]) -> int:
@@ -239,6 +240,7 @@ class FakeDraft(Fake, DraftServicer):
 # ---- fakes that follow a script
 
 _SCRIPTED_LENGTH = 65_536
+"""Longest scripted sequence: no load asks for more."""
 _SUPPORT_SIZE = 24
 """Ids of a draft's distribution, about as many as hold 0.98 of the demo draft's mass at temperature 1."""
 _FIRST_ID = 300

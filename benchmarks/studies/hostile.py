@@ -26,19 +26,19 @@ import httpx2
 
 from benchmarks.common import free_port, process, service
 from benchmarks.pairs import DEMO
+from coordinator.settings.coordinator import MAX_CHAT_MESSAGES
 from tandem.client import Client
 from tandem.standard_streams import write_out
 from tandem.types import GenerationRequest
 
 CLIENTS = 64
+"""A quarter of the requests that a coordinator runs by default."""
 READERS = 300
 """More than the 256 requests that a coordinator runs by default."""
 SETTLED_SECONDS = 120.0
 """All readers have to be served until they do not read, and then wait for a second."""
 _GOOD_ADDRESS = "127.0.0.9"
 """Requests of one client address are bounded, so the good client has one of its own."""
-_MESSAGES = 2048
-"""Messages of the longest chat that the HTTP API reads."""
 
 
 @asynccontextmanager
@@ -179,7 +179,7 @@ async def _largest(port: int) -> list[tuple[str, bytes]]:
     found = re.search(r"at most (\d+)", refusal.json()["error"]["message"])
     assert found is not None, refusal.text
     text = ("the quick brown fox " * (int(found[1]) // 20 + 1))[: int(found[1])]
-    chat = [{"role": "user", "content": "x" * (len(text) // _MESSAGES // 2)}] * _MESSAGES
+    chat = [{"role": "user", "content": "x" * (len(text) // MAX_CHAT_MESSAGES // 2)}] * MAX_CHAT_MESSAGES
     return [
         ("/v1/completions", json.dumps({"prompt": text, "max_tokens": 1}).encode()),
         ("/v1/chat/completions", json.dumps({"messages": chat, "max_tokens": 1}).encode()),

@@ -36,8 +36,6 @@ _WAYS = {
     "ahead": (),
 }
 """Options of the coordinators."""
-_WARM_UPS = 2
-"""Rounds that do not count: the controller learns acceptance."""
 
 
 async def main(options: argparse.Namespace) -> None:
@@ -75,14 +73,15 @@ async def main(options: argparse.Namespace) -> None:
         )
         for temperature in options.temperature:
             found: dict[str, list[Outcome]] = {name: [] for name in contenders}
-            for number in range(_WARM_UPS + options.rounds):
+            for number in range(2 + options.rounds):
                 chosen = [
                     prompts[(options.batch * number + index) % len(prompts)] for index in range(options.batch)
                 ]
                 workload = Workload(tuple(chosen), temperature, options.max_tokens, seed=100 * number)
                 for name, contender in contenders.items():
                     found[name].append(await contender.run(workload))
-            _show(temperature, {name: each[_WARM_UPS:] for name, each in found.items()})
+            # In the first two rounds the controller learns acceptance
+            _show(temperature, {name: each[2:] for name, each in found.items()})
 
 
 def _show(temperature: float, found: dict[str, list[Outcome]]) -> None:

@@ -35,10 +35,6 @@ def option(text: str, *flags: str, default: Any = None, **more: Any) -> Any:
     return field(default=default, metadata={"typer": typer.Option(*flags, help=text, **more)})
 
 
-# Piped output is not cut to the width of a terminal.
-_ENDLESS = 1000
-
-
 class OutputForm(Enum):
     """Form of a printed result."""
 
@@ -76,7 +72,7 @@ def print_parts(*parts: RenderableType) -> None:
     if console.is_terminal:
         console.print(*parts, sep="\n")
     else:
-        sys.stdout.write(as_text(*parts, width=_ENDLESS))
+        sys.stdout.write(as_text(*parts, width=1000))  # not cut to the width of a terminal
 
 
 def as_text(*parts: RenderableType, width: int) -> str:

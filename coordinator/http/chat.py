@@ -26,8 +26,6 @@ TEMPLATE_FILE = "chat_template.jinja"
 
 MAX_SOURCE_BYTES = 1 << 20
 """Maximum size of a template. Published ones have up to some 30 KiB."""
-_SLACK = 2
-"""Prompts are rendered to twice their bound, so that the refusal of one can say how long it is."""
 _NAMED_TOKENS = ("extra_special_tokens", "model_specific_special_tokens")
 """Where a config has special tokens by names of its own."""
 _WORKER = f"{__package__}.chat_worker"
@@ -170,7 +168,8 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            answer = await self._process.answer({"context": context, "max_characters": _SLACK * max_bytes})
+            # To twice the bound, so that the refusal of a longer prompt can say how long it is
+            answer = await self._process.answer({"context": context, "max_characters": 2 * max_bytes})
         except JobError as error:
             raise InvalidRequestError(
                 f"the model's chat template cannot make a prompt of the messages: it {error}"

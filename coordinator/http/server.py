@@ -16,15 +16,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from coordinator.http.app import HEALTH_PATHS
-from coordinator.http.bodies import ALONE_HEADER, IGNORED_HEADER
+from coordinator.http.bodies import ALONE_HEADER, BODY_SECONDS, IGNORED_HEADER
 from coordinator.http.errors import error_response
 from coordinator.settings.coordinator import CoordinatorSettings, origins
 from tandem.errors import ConfigurationError, ServiceUnavailableError
 from tandem.rpc.credentials import ReloadedFile
+from tandem.serving.server import GOODBYE_SECONDS
 from tandem.serving.tls import server_context
 
-# Time of a client from connecting, or from the first byte after an answer, to the end of a request's headers.
-_HEADER_SECONDS = 30.0
+_HEADER_SECONDS = BODY_SECONDS
+"""Time of a client from connecting, or from the first byte after an answer, to the end of a request's headers."""
 # nginx's default.
 _KEEP_ALIVE_SECONDS = 75
 # h11's own bound is 16 KiB; browsers send cookies of other servers on this machine.
@@ -36,8 +37,6 @@ _SEND_BUFFER_BYTES = 32 << 10
 # client have the rest. A stream of 2 kB for each token, with its logprobs, stalls after 11 tokens; it was 36.
 _UNSENT_BYTES = 8 << 10
 _UNSENT_OPTION: int | None = getattr(socket, "TCP_NOTSENT_LOWAT", None)
-# Time for connections to close once nothing runs on them.
-_GOODBYE_SECONDS = 0.5
 
 
 class HttpServer:
@@ -108,7 +107,7 @@ class HttpServer:
             task.cancel()
         self._server.should_exit = True
         try:
-            async with asyncio.timeout(_GOODBYE_SECONDS):
+            async with asyncio.timeout(GOODBYE_SECONDS):
                 await asyncio.shield(self._serving)
         except TimeoutError:
             self._server.force_exit = True

@@ -51,7 +51,6 @@ _TOGETHER = 16
 """Requests at once."""
 _TOKEN_CHARACTERS = 16
 """The token that completes a stop string goes on for fewer characters."""
-_LOOKS = 12
 _CHANCE_NATS = 21.0
 """exp(-21) is below 1e-9: two samples that agree on so much share their noise."""
 
@@ -289,7 +288,7 @@ async def _own_logprobs(server: Server) -> list[Check]:
     variations: list[float] = []
     has_ids = True
     for prompt in PROMPTS[:4]:
-        (whole,) = await server.complete(prompt, max_tokens=_LOOKS + 1, **fields)
+        (whole,) = await server.complete(prompt, max_tokens=13, **fields)
         prefixes, is_exact = _prefixes(prompt, whole, await server.tokenize(prompt))
         has_ids &= is_exact
         singles = await asyncio.gather(

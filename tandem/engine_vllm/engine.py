@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import tandem
+from tandem.config.speculative import MAX_CONFIGURED_TOKENS
 from tandem.engine.interface import RowRequest
 from tandem.engine.kv_cache.arena import memory_allowance
 from tandem.engine.kv_cache.sequence import Segment, Sequence
@@ -39,7 +40,7 @@ AnswerT = TypeVar("AnswerT")
 
 _SHORT_STEP_TOKENS = 32
 """Tokens of each sequence beside a chunk of prompts, as `tandem.engine.core.scheduler` packs steps."""
-_MAX_ROWS = 129
+_MAX_ROWS = MAX_CONFIGURED_TOKENS + 1
 """Rows of the longest proposal that can be configured: they are all in one step, even beside a full chunk."""
 LOAD_FORMATS = ("safetensors", "fastsafetensors", "runai_streamer", "bitsandbytes", "dummy")
 """Those of vLLM's that unpickle nothing."""

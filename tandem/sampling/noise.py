@@ -48,6 +48,7 @@ _FIRST_MULTIPLIER = _signed(0xBF58476D1CE4E5B9)
 _SECOND_MULTIPLIER = _signed(0x94D049BB133111EB)
 
 _ALL_BITS = (1 << 64) - 1
+"""Python's integers are cut to the 64 bits of numpy's and torch's."""
 
 _LENGTH_BITS = 30
 """Positions and base lengths are below 2**30, so that both and the purpose share one word."""

@@ -104,13 +104,13 @@ class Readiness:
         self.interceptor.closed_because = f"the {self.name} service is draining"
         # Each watcher holds a lock while its answer is written; one that does not read must not hold up the drain.
         with suppress(TimeoutError):
-            async with asyncio.timeout(_GOODBYE_SECONDS):
+            async with asyncio.timeout(GOODBYE_SECONDS):
                 await self.health.enter_graceful_shutdown()
         logger.info("draining", extra={"service": self.name})
 
 
 # How long the last words of calls that have ended may take to be sent, and watchers of health are borne with.
-_GOODBYE_SECONDS = 0.5
+GOODBYE_SECONDS = 0.5
 
 _SERVER_OPTIONS = (
     # A peer that is gone without a word is noticed by pings; clients may ping as often.
@@ -239,7 +239,7 @@ async def serve(
         finally:
             expiry.cancel()
             # Only now: a server that stops takes no connection, and could not even say that it is draining.
-            await server.stop(_GOODBYE_SECONDS)
+            await server.stop(GOODBYE_SECONDS)
             await service.close()
             logger.info("stopped", extra={"service": service.name})
 
@@ -270,7 +270,7 @@ async def _drain(calls: RunningCalls, seconds: float, service_name: str) -> None
         return
     logger.warning("calls cut off", extra={"service": service_name, "calls": len(calls)})
     calls.cut_off(f"the {service_name} service has drained for as long as it may, and stops")
-    await calls.end(_GOODBYE_SECONDS)
+    await calls.end(GOODBYE_SECONDS)
 
 
 def new_server(

@@ -26,6 +26,7 @@ EXCLUDED_FILES = {"entities.py"}
 EXCLUDED_PREFIX = "_sysconfigdata"
 
 VOCABULARY_SIZE = 2048
+"""Few, so that most of a small model's parameters are in its layers."""
 END_OF_TEXT = "<|endoftext|>"
 # The pair was not trained to chat. A chat becomes the text of its messages, which the model then continues.
 CHAT_TEMPLATE = (

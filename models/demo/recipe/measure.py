@@ -23,6 +23,7 @@ DEMO_FOLDER = Path(__file__).parents[1]
 PROMPT_TOKENS = 20
 """Tokens of the prompts behind which drafting heads are measured."""
 NEW_TOKENS = 128
+"""Length of the completions behind them."""
 TEMPERATURES = (0.0, 0.8, 1.0)
 logger = logging.getLogger(__name__)
 

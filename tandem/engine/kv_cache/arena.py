@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.config.speculative import MAX_CONFIGURED_TOKENS
 from tandem.engine.settings import EngineSettings
 from tandem.errors import ConfigurationError
 
-ROLLBACK_TOKENS = 136
-"""Layers with a window keep so many tokens more than the next one sees. The longest proposal that can be configured
-has 128, and a few more come with it; a sequence that rolls back further is computed again."""
+ROLLBACK_TOKENS = MAX_CONFIGURED_TOKENS + 8
+"""Layers with a window keep so many tokens more than the next one sees: the longest proposal, and a few that come with
+it. A sequence that rolls back further is computed again."""
 
 
 def pages_for(tokens: int, page_tokens: int) -> int:

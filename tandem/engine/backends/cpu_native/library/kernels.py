@@ -23,7 +23,7 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1}
 DTYPES = frozenset(_KINDS)
 """Data type in which the kernels compute."""
 
-INT64_KIND = 2
+INT64_KIND = len(_KINDS)
 """The word for what can only be read, and only by a copy."""
 
 DIMENSIONS = 4

@@ -18,7 +18,15 @@ from tandem.engine.core.selection import Backends
 from tandem.engine.models.loading import load_model
 from tandem.engine.settings import EngineSettings
 from tandem.types import Delta, DraftOptions, ProposeStep, SparseDistribution
-from tests.unit.draft_service.test_ahead import GREEDY, STRICT, SUPPORT, K, proposed
+from tests.unit.draft_service.test_ahead import (
+    BUDGET,
+    GREEDY,
+    STRICT,
+    SUPPORT,
+    K,
+    assert_as_if_asked,
+    proposed,
+)
 from tests.unit.engine.tiny_models import MAX_LENGTH, save_checkpoint
 from tests.unit.engine_vllm.test_branches import drafted_rounds
 from tests.vllm.families import FAMILIES
@@ -57,7 +65,9 @@ async def test_proposals_and_what_follows_them_are_those_of_the_embedded_engine(
     assert over_vllm.model_info.drafts_ahead
     async with own.sequence(options) as other:
         prompt = tuple(7 * index % 90 + 3 for index in range(70))
-        async for text, answer in drafted_rounds(over_vllm, options, prompt):
+        async for text, answer, drafted in drafted_rounds(over_vllm, options, prompt):
+            assert len(drafted.outcomes) == BUDGET.branch_count
+            await assert_as_if_asked(over_vllm, options, (*text, *answer.token_ids), drafted)
             expected = await proposed(other, ProposeStep(Delta(0, text), K))
             assert answer.token_ids == expected.token_ids
             for given, known in zip(answer.distributions, expected.distributions, strict=True):

@@ -23,6 +23,7 @@ from tests.unit.draft_service.test_ahead import (
     STRICT,
     SUPPORT,
     K,
+    Round,
     assert_as_if_asked,
     proposed,
     pushed,
@@ -33,18 +34,16 @@ from tests.unit.engine_vllm.fake_vllm import FakeWorker, expected_logits, fake_c
 
 async def drafted_rounds(
     proposer: StandaloneProposer, options: DraftOptions, text: tuple[int, ...]
-) -> AsyncIterator[tuple[tuple[int, ...], Proposal]]:
-    """Rounds of hits, on the likeliest outcome and on others, and of misses: texts and what was proposed after them."""
+) -> AsyncIterator[tuple[tuple[int, ...], Proposal, Round]]:
+    """Rounds of hits, on the likeliest outcome and on others, and of misses: texts, what was proposed after them, and
+    what was drafted after that."""
     async with proposer.sequence(options) as sequence:
         for number in range(5):
             answer = await proposed(sequence, ProposeStep(Delta(0, text), K, BUDGET))
-            yield text, answer
-            before = (*text, *answer.token_ids)
             drafted = await pushed(sequence)
-            assert len(drafted.outcomes) == BUDGET.branch_count
-            await assert_as_if_asked(proposer, options, before, drafted)
+            yield text, answer, drafted
             accepted, token_id = drafted.outcomes[number] if number % 2 else (1, 7)
-            text = (*before[: len(text) + accepted], token_id)
+            text = (*text, *answer.token_ids[:accepted], token_id)
 
 
 @asynccontextmanager
@@ -65,8 +64,10 @@ async def proposing(block_count: int) -> AsyncIterator[StandaloneProposer]:
 async def test_each_continuation_is_what_would_be_proposed(options: DraftOptions) -> None:
     async with proposing(400) as proposer:
         for first in range(3):
-            async for _ in drafted_rounds(proposer, options, tuple(range(first, first + 9 + first))):
-                pass
+            prompt = tuple(range(first, first + 9 + first))
+            async for text, answer, drafted in drafted_rounds(proposer, options, prompt):
+                assert len(drafted.outcomes) == BUDGET.branch_count
+                await assert_as_if_asked(proposer, options, (*text, *answer.token_ids), drafted)
 
 
 async def test_branches_take_no_room_from_those_who_wait() -> None:

@@ -14,6 +14,7 @@ from tandem.speculation_state import DecidingFigure, SpeculationState
 from tandem.types import SpeculationStats
 
 DISABLED = "switched off (tandem admin config set speculation true)"
+STARTING = "the coordinator is starting"
 NO_DRAFT = "the coordinator has no draft (--draft-address)"
 NOT_ASKED = "the request asked for the target alone"
 PENALIZED = "a request with penalties leaves the draft model out"
@@ -86,7 +87,7 @@ def of_coordinator(
     """
     drafts = [replica for replica in replicas if replica.role is Role.DRAFT]
     if not drafts:
-        return off(NO_DRAFT)
+        return off(NO_DRAFT if replicas else STARTING)
     if not is_enabled:
         return off(DISABLED)
     if not any(draft.state is ReplicaState.READY for draft in drafts):

@@ -75,3 +75,8 @@ def test_it_is_of_types_that_json_has() -> None:
         "figures": [{"name": "alone", "value": 114.1, "unit": "tokens/s"}],
         "explanation": "it is slower (alone 114.1 tokens/s)",
     }
+
+
+def test_a_coordinator_that_knows_no_replica_yet_is_starting() -> None:
+    state = report.of_coordinator([], is_enabled=True, num_speculative_tokens=2, latest=None)
+    assert state == report.off(report.STARTING)

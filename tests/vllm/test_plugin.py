@@ -6,9 +6,11 @@ With `VLLM_USE_V2_MODEL_RUNNER=1` the same through vLLM's newer model runner (se
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -104,6 +106,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 def _engine(folder: Path) -> Any:
     from vllm import LLM
 
+    if uses_v2_runner():
+        language: Any = importlib.import_module("triton.language")
+        from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
+
+        # Triton's interpreter knows no functions of the device's own library
+        rejection_sampler_utils.tldevice = SimpleNamespace(log1p=lambda value: language.log(1.0 + value))
     ours = {"method": "custom_class", "model": "tandem.integrations.vllm.TandemProposer"}
     return LLM(
         model=str(folder),

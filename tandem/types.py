@@ -107,8 +107,8 @@ class GrammarKind(Enum):
 class Grammar:
     """What a completion may be.
 
-    The target masks its logits with it, last of all changes, so every kind of row describes the masked distribution,
-    and acceptance is exact for it whatever the draft proposes.
+    The target masks its logits with it, so every kind of row describes the masked distribution, and acceptance is exact
+    for it whatever the draft proposes.
     """
 
     kind: GrammarKind

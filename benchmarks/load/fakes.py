@@ -292,8 +292,13 @@ def _other(token_id: int) -> int:
 class Steps:
     """Steps of a model that is not there."""
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    def __init__(self, seconds: float, per_8_tokens: float = 0.0) -> None:
+        """
+        Args:
+            seconds: Of a step with one token.
+            per_8_tokens: Share by which it takes longer for each 8 tokens more.
+        """
+        self._seconds, self._per_8_tokens = seconds, per_8_tokens
         self._waiting: list[tuple[asyncio.Future[StepCost], int]] = []
         self._more = asyncio.Event()
 
@@ -309,8 +314,10 @@ class Steps:
         while await self._more.wait():
             self._more.clear()
             taken, self._waiting = self._waiting, []
-            await asyncio.sleep(self._seconds)
-            cost = StepCost(self._seconds, len(taken), sum(count for _, count in taken))
+            tokens = sum(count for _, count in taken)
+            seconds = self._seconds * (1.0 + self._per_8_tokens * max(tokens - 1, 0) / 8.0)
+            await asyncio.sleep(seconds)
+            cost = StepCost(seconds, len(taken), tokens)
             for done, _ in taken:
                 if not done.done():
                     done.set_result(cost)
@@ -336,15 +343,24 @@ class ScriptedTarget(FakeTarget):
 class ScriptedDraft(FakeDraft):
     """Guesses at the script."""
 
-    def __init__(self, script: Script, steps: Steps) -> None:
+    def __init__(self, script: Script, steps: Steps, *, is_stepwise: bool = False) -> None:
+        """
+        Args:
+            script: The text.
+            steps: Of the draft.
+            is_stepwise: Take a step for each token of a proposal, as a model does, and not one for all of them.
+        """
         super().__init__()
+        self._is_stepwise = is_stepwise
         self.model_info = replace(self.model_info, max_length=_SCRIPTED_LENGTH)
         self._script = script
         self._steps = steps
 
     async def answers(self, sequence: DraftedFor, tokens: Sequence[int], step: ProposeStep) -> None:
         """See `FakeDraft`."""
-        cost = await self._steps.take_part(len(step.delta.token_ids))
+        for _ in range(step.token_count - 1 if self._is_stepwise else 0):
+            await self._steps.take_part(1)
+        cost = await self._steps.take_part(1 if self._is_stepwise else len(step.delta.token_ids))
         positions = range(len(tokens), len(tokens) + step.token_count)
         has_supports = sequence.options.row_kind is RowKind.SUPPORT
         drawn_from = tuple(map(self._distribution, positions)) if has_supports else ()
@@ -363,13 +379,19 @@ _PEAKED: FloatArray = np.array([0.9, *[0.1 / (_SUPPORT_SIZE - 1)] * (_SUPPORT_SI
 class ScriptedService(Service):
     """Serves a scripted target or draft."""
 
-    def __init__(self, role: str, script: Script, step_seconds: float, max_streams: int) -> None:
+    def __init__(
+        self, role: str, script: Script, steps: Steps, max_streams: int, *, is_stepwise: bool = False
+    ) -> None:
         protos = target_pb2 if role == "target" else draft_pb2
         self.name = role
         self.full_names = [each.full_name for each in protos.DESCRIPTOR.services_by_name.values()]
-        self._steps = Steps(step_seconds)
+        self._steps = steps
         self._max_streams = max_streams
-        self._servicer = (ScriptedTarget if role == "target" else ScriptedDraft)(script, self._steps)
+        self._servicer: ScriptedTarget | ScriptedDraft = (
+            ScriptedTarget(script, steps)
+            if role == "target"
+            else ScriptedDraft(script, steps, is_stepwise=is_stepwise)
+        )
 
     def register(self, server: grpc.aio.Server) -> None:
         """See `Service`."""
@@ -396,6 +418,8 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.load.fakes", allow_abbrev=False)
     parser.add_argument("--role", choices=("target", "draft"), required=True)
     parser.add_argument("--step-ms", type=float, default=5.0, help="duration of a step")
+    parser.add_argument("--per-8-tokens", type=float, default=0.0, help="share more for each 8 tokens more")
+    parser.add_argument("--stepwise", action="store_true", help="a draft takes a step for each token")
     parser.add_argument("--acceptance", type=float, default=0.72, help="share of right guesses of the draft")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="warning")
@@ -403,7 +427,11 @@ def main(arguments: Sequence[str]) -> None:
     configure(options.log_level, "text")
     settings = ServerSettings(port=options.port)
     service = ScriptedService(
-        options.role, Script(options.acceptance), options.step_ms / 1000.0, settings.max_concurrent_streams
+        options.role,
+        Script(options.acceptance),
+        Steps(options.step_ms / 1000.0, options.per_8_tokens),
+        settings.max_concurrent_streams,
+        is_stepwise=options.stepwise,
     )
     uvloop.run(serve(settings, service, before_ready=set_start_aside))
 

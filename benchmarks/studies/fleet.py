@@ -1,0 +1,234 @@
+"""`python -m benchmarks.studies.fleet`: does a fleet serve as many clients as `tandem plan --fleet` computes?
+
+Targets and drafts whose steps sleep, a coordinator for each target, and drafts that all of them share. Clients stream
+without a pause. Per-client rates are compared with the computed rate of drafts on the targets' devices, which costs
+nothing but its steps. With --kills, drafts are killed and started again meanwhile, and every text is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from benchmarks.common import floats, free_port, process
+from benchmarks.load.fakes import Script
+from benchmarks.pace import Pace
+from coordinator.cli.fleet import Fleet, fleet_plan
+from coordinator.cli.planning import StepTimes
+from tandem.client import Client
+from tandem.errors import ServiceUnavailableError, TandemError
+from tandem.types import GenerationRequest
+
+_PROMPT = (300, 301, 302, 303)
+_COORDINATOR = "coordinator"
+
+
+@dataclass
+class Streams:
+    """What the clients saw."""
+
+    script: Script
+    tokens: list[int] = field(default_factory=list)
+    """Tokens of each client after the warm-up."""
+    gaps: list[tuple[float, float]] = field(default_factory=list)
+    """When a chunk came, and seconds since the one before it."""
+    texts: int = 0
+    wrong: int = 0
+    failed: list[str] = field(default_factory=list)
+
+    async def run(self, client: Client, index: int, begin: float, end: float, max_tokens: int) -> None:
+        """Stream one text after the other until the end."""
+        while time.monotonic() < end:
+            ids: list[int] = []
+            times: list[float] = []
+            request = GenerationRequest(_PROMPT, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+            try:
+                async for chunk in client.generate(request):
+                    now = time.monotonic()
+                    ids += chunk.token_ids
+                    times.append(now)
+                    if begin <= now < end:
+                        self.tokens[index] += len(chunk.token_ids)
+                    if now >= end:
+                        break
+            except TandemError as error:
+                self.failed.append(str(error))
+            self.texts += 1
+            expected = [self.script.target_token(len(_PROMPT) + number) for number in range(len(ids))]
+            self.wrong += ids != expected
+            self.gaps += [(after, after - before) for before, after in pairwise(times)]
+
+
+@dataclass
+class Drafts:
+    """Drafts that can be killed."""
+
+    words: Sequence[str]
+    ports: list[int]
+    killed: list[float] = field(default_factory=list)
+    pids: dict[int, int] = field(default_factory=dict)
+    """Of those that run."""
+    gone: defaultdict[int, asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
+
+    async def keep(self, port: int) -> None:
+        """Run a draft on a port, and start it again whenever it has ended."""
+        while True:
+            try:
+                async with process("benchmarks.load.fakes", *self.words, port=port) as (_, pid):
+                    self.pids[port] = pid
+                    await self.gone[port].wait()
+                    self.gone[port].clear()
+            except ServiceUnavailableError:
+                await asyncio.sleep(0.1)
+
+    async def kill(self, count: int, every: float) -> None:
+        """Kill one after the other, each time the next one."""
+        for number in range(count):
+            await asyncio.sleep(every)
+            port = self.ports[number % len(self.ports)]
+            if port in self.pids:
+                os.kill(self.pids.pop(port), signal.SIGKILL)
+                self.killed.append(time.monotonic())
+                self.gone[port].set()
+
+
+@asynccontextmanager
+async def fleet(options: argparse.Namespace) -> AsyncIterator[tuple[list[str], Drafts]]:
+    """Run targets, drafts and coordinators; the coordinators' addresses, and the drafts."""
+    pace: Pace = options.pace
+    common = ("--acceptance", str(options.acceptance))
+    of_draft = ("--role", "draft", "--step-ms", str(1e3 * pace.draft_step_seconds), "--stepwise", *common)
+    drafts = Drafts(of_draft, [free_port() for _ in range(options.drafts)])
+    async with AsyncExitStack() as stack:
+        keeping = [asyncio.create_task(drafts.keep(port)) for port in drafts.ports]
+        stack.callback(lambda: [task.cancel() for task in keeping])
+        coordinators = []
+        for _ in range(options.targets):
+            target, _ = await stack.enter_async_context(
+                process(
+                    "benchmarks.load.fakes",
+                    *("--role", "target", "--step-ms", str(1e3 * pace.verify_seconds)),
+                    *("--per-8-tokens", str(pace.per_8_rows), *common),
+                )
+            )
+            address, _ = await stack.enter_async_context(
+                process(
+                    _COORDINATOR,
+                    *("--target-address", target),
+                    *("--draft-address", ",".join(f"127.0.0.1:{port}" for port in drafts.ports)),
+                    *("--num-speculative-tokens", str(options.tokens), "--speculation-policy", "fixed"),
+                    *("--draft-ahead", "off", "--target-lead", "0", *options.words),
+                )
+            )
+            coordinators.append(address)
+        yield coordinators, drafts
+        for task in keeping:
+            task.cancel()
+        await asyncio.gather(*keeping, return_exceptions=True)
+
+
+async def load(
+    coordinators: Sequence[str], clients: int, options: argparse.Namespace, drafts: Drafts, kills: int = 0
+) -> Streams:
+    """Let so many clients stream."""
+    streams = Streams(Script(options.acceptance), [0] * clients)
+    begin = time.monotonic() + options.warm_up
+    seconds = max(options.seconds, (kills + 1) * options.every)
+    async with AsyncExitStack() as stack:
+        opened = [await stack.enter_async_context(Client(address)) for address in coordinators]
+        killing = asyncio.create_task(drafts.kill(kills, options.every))
+        await asyncio.gather(
+            *(
+                streams.run(opened[index % len(opened)], index, begin, begin + seconds, options.max_tokens)
+                for index in range(clients)
+            )
+        )
+        await killing
+    streams.tokens = [round(count / seconds * 1000) for count in streams.tokens]
+    return streams
+
+
+async def main(options: argparse.Namespace) -> None:
+    """Measure, and print a table in Markdown."""
+    pace: Pace = options.pace
+    times = StepTimes(
+        pace.verify_seconds,
+        pace.draft_step_seconds,
+        (options.acceptance,),
+        options.trip_ms / 1e3,
+        pace.per_8_rows,
+    )
+    plan = fleet_plan(Fleet(times, options.targets, options.drafts, options.tokens), options.clients)
+    write = sys.stdout.write
+    write(
+        f"{options.targets} targets, {options.drafts} drafts, K {options.tokens}; together {options.clients} clients "
+        f"at {plan.rate:.2f} tokens/s; computed elsewhere: {plan.clients} (law {plan.law:.2f}x), load "
+        f"{os.getloadavg()[0]:.1f}\n\n| clients | of the computed | tokens/s each, mean | by the rate together | "
+        "slowest client | wrong or failed |\n|---|---|---|---|---|---|\n"
+    )
+    async with fleet(options) as (coordinators, drafts):
+        for share in options.shares:
+            clients = round(plan.clients * share)
+            found = await load(coordinators, clients, options, drafts)
+            rates = [count / 1000 for count in found.tokens]
+            mean = statistics.mean(rates)
+            write(
+                f"| {clients} | {clients / plan.clients:.2f} | {mean:.2f} | {mean / plan.rate:.2f} | "
+                f"{min(rates) / plan.rate:.2f} | {found.wrong + len(found.failed)} of {found.texts} |\n"
+            )
+            sys.stdout.flush()
+        if options.kills:
+            clients = round(plan.clients * options.shares[-1])
+            found = await load(coordinators, clients, options, drafts, options.kills)
+            _show_kills(found, drafts.killed)
+
+
+def _show_kills(found: Streams, killed: Sequence[float]) -> None:
+    """Pauses: how much longer than a usual gap a stream waited, for the gaps in which a draft was killed."""
+    usual = statistics.median(gap for _, gap in found.gaps)
+    pauses = sorted(
+        max(0.0, gap - usual) for at, gap in found.gaps if any(at - gap <= moment <= at for moment in killed)
+    )
+    p99 = pauses[min(len(pauses) - 1, int(0.99 * len(pauses)))] if pauses else 0.0
+    median, most = statistics.median(pauses or [0.0]), max(pauses, default=0.0)
+    sys.stdout.write(
+        f"\n{len(killed)} kills: {found.texts} texts, {found.wrong} wrong, {len(found.failed)} failed; a usual gap "
+        f"{1e3 * usual:.0f} ms; beyond it, of {len(pauses)} gaps with a kill in them: median "
+        f"{1e3 * median:.0f} ms, p99 {1e3 * p99:.0f} ms, most {1e3 * most:.0f} ms\n"
+    )
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The settings that the command line asks for, those of the coordinators under `words`."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.fleet", description=__doc__)
+    add = parser.add_argument
+    add("--pace", type=Pace.from_text, default="3.25,12,8", help="VERIFY_MS,DRAFT_STEP_MS,PER_8_ROWS")
+    add("--targets", type=int, default=4)
+    add("--drafts", type=int, default=2)
+    add("--clients", type=int, default=16, help="with drafts on the targets' devices")
+    add("--tokens", type=int, default=4, help="K")
+    add("--acceptance", type=float, default=0.8)
+    add("--trip-ms", type=float, default=1.0, help="a message and its answer, for the computation")
+    add("--shares", type=floats, default=[1.0, 0.9], help="of the computed number of clients")
+    add("--seconds", type=float, default=20.0, help="of each measurement")
+    add("--warm-up", type=float, default=4.0, help="seconds that do not count")
+    add("--max-tokens", type=int, default=400, help="of each text")
+    add("--kills", type=int, default=0, help="drafts to kill, in a last measurement")
+    add("--every", type=float, default=2.0, help="seconds between two kills")
+    options, words = parser.parse_known_args(arguments)
+    options.words = words
+    return options
+
+
+if __name__ == "__main__":
+    asyncio.run(main(parse(sys.argv[1:])))

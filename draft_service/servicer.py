@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import TypeAlias
 
+from draft_service.load import LoadTracker
 from draft_service.proposers import Proposer
 from tandem.errors import ConfigurationError
 from tandem.serving.interceptors import Context
@@ -20,9 +22,9 @@ from tandem.wire.common import coverage_to_proto, model_info_to_proto
 DraftedFor: TypeAlias = ServedSequence[DraftOptions, ProposeStep, wire.Answer]
 """A sequence that a coordinator opened."""
 
-_TRANSLATION: Translation[
+_Translation: TypeAlias = Translation[
     DraftOptions, ProposeStep, wire.Answer, draft_pb2.ProposeRequest, draft_pb2.ProposeResponse
-] = Translation(DraftOptions, wire.requests_from_proto, wire.answers_to_proto, wire.answer_size)
+]
 
 
 class DraftServicer(DraftServiceServicer):
@@ -33,13 +35,20 @@ class DraftServicer(DraftServiceServicer):
 
     def __init__(self, observer: ServiceObserver = NO_SERVICE_OBSERVER) -> None:
         self._observer = observer
+        self.load = LoadTracker(lambda: self.proposer.is_full)
         self.streams = SequenceStreams()
 
     async def Propose(
         self, request_iterator: AsyncIterator[draft_pb2.ProposeRequest], context: Context
     ) -> AsyncIterator[draft_pb2.ProposeResponse]:
         """The sequences of a coordinator."""
-        messages = self.streams.serve(request_iterator, self.serve_sequence, _TRANSLATION)
+        translation: _Translation = Translation(
+            DraftOptions,
+            wire.requests_from_proto,
+            lambda answers: wire.answers_to_proto(answers, self.load.now),
+            wire.answer_size,
+        )
+        messages = self.streams.serve(request_iterator, self.serve_sequence, translation)
         # An async generator itself, as gRPC wants it where no interceptor is between.
         async with aclosing(messages):
             async for message in messages:
@@ -49,13 +58,15 @@ class DraftServicer(DraftServiceServicer):
         """One of them, until it ends."""
         options = sequence.options
         with self._observer.stream(options.request_id, options.traceparent) as stream:
-            async with self.proposer.sequence(options) as drafted:
+            async with self.load.sequence(self.proposer.sequence(options)) as drafted:
                 stream.opened()
                 async for step in sequence.steps(drafted.pushed):
                     stream.step_arrived()
+                    began = time.monotonic()
                     proposal = await drafted.propose(step)
                     stream.answered(0 if proposal is None else len(proposal))
                     if proposal is not None and step.is_answered:
+                        self.load.answered(time.monotonic() - began, proposal)
                         await sequence.answer(proposal)
 
     async def MapVocabulary(
@@ -73,5 +84,5 @@ class DraftServicer(DraftServiceServicer):
     ) -> draft_pb2.DraftServiceGetModelInfoResponse:
         """Information about the model."""
         return draft_pb2.DraftServiceGetModelInfoResponse(
-            model_info=model_info_to_proto(self.proposer.model_info)
+            model_info=model_info_to_proto(self.proposer.model_info), load=wire.load_to_proto(self.load.now)
         )

@@ -455,6 +455,20 @@ class TargetOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftLoad:
+    """How busy a draft service is, with the sequences of all its callers."""
+
+    sequences: int = 0
+    """Open sequences."""
+    waiting: int = 0
+    """Sequences that wait for a place."""
+    is_full: bool = False
+    """True if a new sequence would wait for a place, unless its client has few."""
+    wait_seconds: float = 0.0
+    """What a step waits at present, beyond what its own steps of the engine take."""
+
+
+@dataclass(frozen=True, slots=True)
 class ProposeStep:
     """Changes a sequence on the draft and asks for a proposal."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -20,6 +21,7 @@ import grpc.aio
 import numpy as np
 import uvloop
 
+from draft_service.load import LoadTracker
 from draft_service.servicer import DraftedFor, DraftServicer
 from tandem.logs import configure
 from tandem.model_sources.bundled import demo_pair
@@ -50,6 +52,7 @@ from tandem.v1 import draft_pb2, target_pb2
 from tandem.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server
 from tandem.v1.target_pb2_grpc import add_TargetServiceServicer_to_server
 from tandem.wire.common import model_info_to_proto
+from tandem.wire.draft import load_to_proto
 from target_service.servicer import TargetServicer, VerifiedFor
 
 NextToken = Callable[[Sequence[int]], int]
@@ -193,12 +196,16 @@ class FakeDraft(Fake, DraftServicer):
 
     def __init__(self, next_token: NextToken = counting) -> None:
         super().__init__(next_token)
+        self.load = LoadTracker(lambda: self.is_full)
+        self.is_full = False
+        """What it says of itself."""
         self.requested: list[int] = []
         """Number of tokens that each step requested."""
 
     async def serve_sequence(self, sequence: DraftedFor) -> None:
         """Answer each step."""
         self.running += 1
+        self.load.sequences += 1
         try:
             tokens = self.begin(sequence.options.max_length)
             async for step in sequence.steps():
@@ -211,6 +218,7 @@ class FakeDraft(Fake, DraftServicer):
             pass
         finally:
             self.running -= 1
+            self.load.sequences -= 1
 
     async def answers(self, sequence: DraftedFor, tokens: Sequence[int], step: ProposeStep) -> None:
         """Answer a step."""
@@ -234,7 +242,9 @@ class FakeDraft(Fake, DraftServicer):
         self, request: draft_pb2.DraftServiceGetModelInfoRequest, context: Context
     ) -> draft_pb2.DraftServiceGetModelInfoResponse:
         """Return the description of no model."""
-        return draft_pb2.DraftServiceGetModelInfoResponse(model_info=model_info_to_proto(self.model_info))
+        return draft_pb2.DraftServiceGetModelInfoResponse(
+            model_info=model_info_to_proto(self.model_info), load=load_to_proto(self.load.now)
+        )
 
 
 # ---- fakes that follow a script
@@ -292,13 +302,14 @@ def _other(token_id: int) -> int:
 class Steps:
     """Steps of a model that is not there."""
 
-    def __init__(self, seconds: float, per_8_tokens: float = 0.0) -> None:
+    def __init__(self, seconds: float, per_8_tokens: float = 0.0, max_sequences: int = 1 << 20) -> None:
         """
         Args:
             seconds: Of a step with one token.
             per_8_tokens: Share by which it takes longer for each 8 tokens more.
+            max_sequences: Of a step; others wait for the next one.
         """
-        self._seconds, self._per_8_tokens = seconds, per_8_tokens
+        self._seconds, self._per_8_tokens, self._max_sequences = seconds, per_8_tokens, max_sequences
         self._waiting: list[tuple[asyncio.Future[StepCost], int]] = []
         self._more = asyncio.Event()
 
@@ -312,8 +323,9 @@ class Steps:
     async def run(self) -> None:
         """Run one step after the other."""
         while await self._more.wait():
-            self._more.clear()
-            taken, self._waiting = self._waiting, []
+            taken, self._waiting = self._waiting[: self._max_sequences], self._waiting[self._max_sequences :]
+            if not self._waiting:
+                self._more.clear()
             tokens = sum(count for _, count in taken)
             seconds = self._seconds * (1.0 + self._per_8_tokens * max(tokens - 1, 0) / 8.0)
             await asyncio.sleep(seconds)
@@ -358,14 +370,17 @@ class ScriptedDraft(FakeDraft):
 
     async def answers(self, sequence: DraftedFor, tokens: Sequence[int], step: ProposeStep) -> None:
         """See `FakeDraft`."""
-        for _ in range(step.token_count - 1 if self._is_stepwise else 0):
-            await self._steps.take_part(1)
-        cost = await self._steps.take_part(1 if self._is_stepwise else len(step.delta.token_ids))
+        began, cost = time.monotonic(), StepCost(0.0, 1, 0)
+        for _ in range(max(step.token_count, 1) if self._is_stepwise else 1):
+            one = await self._steps.take_part(1 if self._is_stepwise else len(step.delta.token_ids))
+            cost = StepCost(cost.seconds + one.seconds, one.sequences, cost.tokens + one.tokens)
         positions = range(len(tokens), len(tokens) + step.token_count)
         has_supports = sequence.options.row_kind is RowKind.SUPPORT
         drawn_from = tuple(map(self._distribution, positions)) if has_supports else ()
         guesses = tuple(map(self._script.draft_token, positions))
-        await sequence.answer(Proposal(len(tokens), guesses, drawn_from, cost=cost))
+        proposal = Proposal(len(tokens), guesses, drawn_from, cost=cost)
+        self.load.answered(time.monotonic() - began, proposal)
+        await sequence.answer(proposal)
 
     def _distribution(self, position: int) -> SparseDistribution:
         ids = self._script.support(position, _SUPPORT_SIZE)
@@ -419,6 +434,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--role", choices=("target", "draft"), required=True)
     parser.add_argument("--step-ms", type=float, default=5.0, help="duration of a step")
     parser.add_argument("--per-8-tokens", type=float, default=0.0, help="share more for each 8 tokens more")
+    parser.add_argument("--max-step-sequences", type=int, default=1 << 20, help="of a step")
     parser.add_argument("--stepwise", action="store_true", help="a draft takes a step for each token")
     parser.add_argument("--acceptance", type=float, default=0.72, help="share of right guesses of the draft")
     parser.add_argument("--port", type=int, default=0)
@@ -429,7 +445,7 @@ def main(arguments: Sequence[str]) -> None:
     service = ScriptedService(
         options.role,
         Script(options.acceptance),
-        Steps(options.step_ms / 1000.0, options.per_8_tokens),
+        Steps(options.step_ms / 1000.0, options.per_8_tokens, options.max_step_sequences),
         settings.max_concurrent_streams,
         is_stepwise=options.stepwise,
     )

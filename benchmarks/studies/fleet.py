@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import signal
 import statistics
@@ -103,8 +104,13 @@ class Drafts:
 
 
 @asynccontextmanager
-async def fleet(options: argparse.Namespace) -> AsyncIterator[tuple[list[str], Drafts]]:
-    """Run targets, drafts and coordinators; the coordinators' addresses, and the drafts."""
+async def fleet(options: argparse.Namespace, clients: int) -> AsyncIterator[tuple[list[str], Drafts]]:
+    """Run targets, drafts and coordinators; the coordinators' addresses, and the drafts.
+
+    A step of a target takes at most its share of a group of its clients. Otherwise they would all come back at once,
+    and the target would wait while they draft.
+    """
+    most = math.ceil(clients / options.targets / options.groups)
     pace: Pace = options.pace
     common = ("--acceptance", str(options.acceptance))
     of_draft = ("--role", "draft", "--step-ms", str(1e3 * pace.draft_step_seconds), "--stepwise", *common)
@@ -118,7 +124,7 @@ async def fleet(options: argparse.Namespace) -> AsyncIterator[tuple[list[str], D
                 process(
                     "benchmarks.load.fakes",
                     *("--role", "target", "--step-ms", str(1e3 * pace.verify_seconds)),
-                    *("--per-8-tokens", str(pace.per_8_rows), *common),
+                    *("--per-8-tokens", str(pace.per_8_rows), "--max-step-sequences", str(most), *common),
                 )
             )
             address, _ = await stack.enter_async_context(
@@ -176,9 +182,9 @@ async def main(options: argparse.Namespace) -> None:
         f"{os.getloadavg()[0]:.1f}\n\n| clients | of the computed | tokens/s each, mean | by the rate together | "
         "slowest client | wrong or failed |\n|---|---|---|---|---|---|\n"
     )
-    async with fleet(options) as (coordinators, drafts):
-        for share in options.shares:
-            clients = round(plan.clients * share)
+    for share in options.shares:
+        clients = round(plan.clients * share)
+        async with fleet(options, clients) as (coordinators, drafts):
             found = await load(coordinators, clients, options, drafts)
             rates = [count / 1000 for count in found.tokens]
             mean = statistics.mean(rates)
@@ -187,15 +193,14 @@ async def main(options: argparse.Namespace) -> None:
                 f"{min(rates) / plan.rate:.2f} | {found.wrong + len(found.failed)} of {found.texts} |\n"
             )
             sys.stdout.flush()
-        if options.kills:
-            clients = round(plan.clients * options.shares[-1])
-            found = await load(coordinators, clients, options, drafts, options.kills)
-            _show_kills(found, drafts.killed)
+            if options.kills and share == options.shares[-1]:
+                disturbed = await load(coordinators, clients, options, drafts, options.kills)
+                _show_kills(found, disturbed, drafts.killed)
 
 
-def _show_kills(found: Streams, killed: Sequence[float]) -> None:
-    """Pauses: how much longer than a usual gap a stream waited, for the gaps in which a draft was killed."""
-    usual = statistics.median(gap for _, gap in found.gaps)
+def _show_kills(before: Streams, found: Streams, killed: Sequence[float]) -> None:
+    """Pauses: how much longer than a usual gap a stream waited, for gaps in which a draft was killed."""
+    usual = statistics.median(gap for _, gap in before.gaps)
     pauses = sorted(
         max(0.0, gap - usual) for at, gap in found.gaps if any(at - gap <= moment <= at for moment in killed)
     )
@@ -218,6 +223,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--clients", type=int, default=16, help="with drafts on the targets' devices")
     add("--tokens", type=int, default=4, help="K")
     add("--acceptance", type=float, default=0.8)
+    add("--groups", type=int, default=2, help="in which a target's clients take turns; 1: no step is bounded")
     add("--trip-ms", type=float, default=1.0, help="a message and its answer, for the computation")
     add("--shares", type=floats, default=[1.0, 0.9], help="of the computed number of clients")
     add("--seconds", type=float, default=20.0, help="of each measurement")

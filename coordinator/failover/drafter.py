@@ -166,7 +166,7 @@ class FailoverDrafter:
         # and it must not depend on how a client reads.
         is_resuming, self._is_resuming = self._is_resuming, False
         if placement.current is None:
-            member = placement.candidate()
+            member = placement.candidate(tokens=completion)
             if member is None:
                 return None
             # A bound draft reads and proposes at once; another one reads in this round and proposes in the next.

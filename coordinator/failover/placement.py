@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -14,7 +14,7 @@ from coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
 from coordinator.transport.draft_client import DraftClient, DraftLimits, DraftSequence, OnOutcomes, Tokens
 from coordinator.transport.target_client import TargetSequence
 from tandem.errors import CapacityError, ServiceUnavailableError, TandemError
-from tandem.types import AheadBudget, DraftOptions, Proposal
+from tandem.types import AheadBudget, DraftLoad, DraftOptions, Proposal
 
 SequenceT = TypeVar("SequenceT", DraftSequence, TargetSequence)
 
@@ -39,6 +39,56 @@ class OpenSequence(Generic[ClientT, SequenceT]):
         """Drop the sequence there, whatever the replica is doing."""
         self.sequence.cancel()
         self.member.open_sequences -= 1
+
+
+def is_full(member: Member[DraftClient]) -> bool:
+    """True if a draft has said that a new sequence must wait for a place."""
+    load = member.client.load
+    return load is not None and load.is_full
+
+
+def expected_seconds(member: Member[DraftClient], token_count: int, unread: int = 0) -> float:
+    """When a draft's next proposal of so many tokens would be here: its way, its queue, and its steps with one sequence
+    more, by its own profile and by what it says of the sequences of all its callers.
+
+    Args:
+        member: The draft.
+        token_count: Tokens of the proposal.
+        unread: Tokens that it must read before.
+    """
+    load = member.client.load or DraftLoad()
+    steps = member.model.step_profile.seconds if member.model is not None else {}
+    sequences = max(load.sequences, member.open_sequences) + 1
+    seconds = (
+        (member.round_trip.value or 0.0) + load.wait_seconds + token_count * _step_seconds(steps, sequences)
+    )
+    read = max(((tokens, each) for (of, tokens), each in steps.items() if of == 1), default=None)
+    return seconds if read is None else seconds + unread * read[1] / read[0]
+
+
+def _step_seconds(steps: Mapping[tuple[int, int], float], sequences: int) -> float:
+    """Seconds of a step of one token for so many sequences: as for the next size that was measured."""
+    sizes = sorted((count, seconds) for (count, tokens), seconds in steps.items() if tokens == 1)
+    if not sizes:
+        return 0.0
+    return next((seconds for count, seconds in sizes if count >= sequences), sizes[-1][1])
+
+
+def earliest(
+    ready: Sequence[Member[DraftClient]], seconds: Mapping[Member[DraftClient], float]
+) -> Member[DraftClient]:
+    """The draft with the earliest answer; one with a free place before one without, and of those that are equally
+    early, the one with the fewest sequences."""
+    free = [member for member in ready if not is_full(member)] or list(ready)
+    first = min(seconds[member] for member in free)
+    # Times within a tenth and a millisecond are equal: round trips vary as much from one to the next
+    near = [member for member in free if seconds[member] <= 1.1 * first + 0.001]
+    return min(near, key=lambda member: (_sequences(member), member.step.value or 0.0, seconds[member]))
+
+
+def _sequences(member: Member[DraftClient]) -> int:
+    load = member.client.load
+    return max(member.open_sequences, 0 if load is None else load.sequences)
 
 
 class DraftPlacement:
@@ -81,14 +131,33 @@ class DraftPlacement:
         """True if no draft is ready, or the sequence has lost too many."""
         return self._faults >= MAX_FAULTS or self._pool.choose() is None
 
-    def candidate(self, *avoided: Member[DraftClient]) -> Member[DraftClient] | None:
-        """The draft to enter now, other than these; None if there is none."""
+    def candidate(
+        self, *avoided: Member[DraftClient], tokens: Tokens | None = None
+    ) -> Member[DraftClient] | None:
+        """The draft to enter now, other than these: the one that answers first, with these tokens to read; None if
+        there is none."""
         if self._faults >= MAX_FAULTS:
             return None
         now = time.monotonic()
-        lost = (member for member, moment in self._retry_at.items() if now < moment)
-        bound = (member for member in self._pool.members if not member.goes_with(self.target_address))
-        return self._pool.choose({*avoided, *lost, *bound})
+        lost = {member for member, moment in self._retry_at.items() if now < moment}
+        ready = [
+            member
+            for member in self._pool.members
+            if member.is_ready and member.goes_with(self.target_address) and member not in {*avoided, *lost}
+        ]
+        if len(ready) < 2:
+            return ready[0] if ready else None
+        token_ids = () if tokens is None else tokens.token_ids
+        held = self._pool.prefixes.held(token_ids)
+        return earliest(
+            ready,
+            {
+                member: expected_seconds(
+                    member, self._limits.num_speculative_tokens, len(token_ids) - held.get(member.address, 0)
+                )
+                for member in ready
+            },
+        )
 
     def enter(self, member: Member[DraftClient], tokens: Tokens) -> None:
         """Open the sequence on a draft, which reads it while the target works."""
@@ -99,6 +168,7 @@ class DraftPlacement:
         observer = self._observer(member.address)
         sequence = member.client.sequence(options, self._limits, observer, self._on_outcomes)
         self.current = OpenSequence(member, sequence)
+        self._pool.prefixes.add(member.address, tokens.token_ids)
         sequence.begin(tokens)
 
     def leave(self) -> None:
@@ -190,6 +260,10 @@ class DraftPlacement:
         current = self.current
         assert current is not None
         was_idle, began = current.sequence.is_idle, time.monotonic()
+        if not current.sequence.is_open and is_full(current.member):
+            seconds = (
+                0.0  # it waits for a place, which it may have in a while, and the round goes on without it
+            )
         proposal = await current.sequence.propose(tokens, count, seconds, budget)
         if proposal is None or not was_idle:
             return proposal, None

@@ -15,6 +15,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.replicas.hangs import UnansweredSteps, VerificationTimes
+from coordinator.replicas.prefixes import Prefixes
 from coordinator.stats.rounds import RoundTally
 from coordinator.stats.speculation import MovingAverage, MovingMedian
 from coordinator.transport.draft_client import DraftClient
@@ -197,7 +198,7 @@ class Member(Generic[ClientT]):
                     await self._while_serving()
             except (UnauthenticatedError, PermissionDeniedError) as error:
                 self._become(ReplicaState.REFUSED, str(error))
-            except (grpc.aio.AioRpcError, TandemError) as error:
+            except (grpc.aio.AioRpcError, TandemError, TimeoutError) as error:
                 self._lost(_words(error))
             await asyncio.sleep(POLL_SECONDS)
 
@@ -287,6 +288,10 @@ class Member(Generic[ClientT]):
         while True:
             await asyncio.sleep(_PING_SECONDS)
             await self._serves(UNANSWERED_SECONDS)
+            if self._means.role is Role.DRAFT and self.open_sequences == 0:
+                # With its answers a draft says how busy it is; one that nobody here asks must be asked for that.
+                async with asyncio.timeout(UNANSWERED_SECONDS):
+                    await self.client.model_info()
 
     def _starting(self) -> None:
         if self._state is not ReplicaState.DRAINING:
@@ -329,14 +334,18 @@ class Member(Generic[ClientT]):
         old = self._channel
         self._channel = open_channel(self.address, limit, self._credentials, SERVICE_KEEPALIVE)
         self._opened_with = wanted
-        self._client = self._means.make_client(self._channel)
+        before, self._client = self._client, self._means.make_client(self._channel)
+        if isinstance(self._client, DraftClient) and isinstance(before, DraftClient):
+            self._client.load = before.load
         if old is not None:
             await old.close()
 
 
-def _words(error: grpc.aio.AioRpcError | TandemError) -> str:
+def _words(error: grpc.aio.AioRpcError | TandemError | TimeoutError) -> str:
     if isinstance(error, TandemError):
         return str(error)
+    if isinstance(error, TimeoutError):
+        return "it does not answer"
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return "it does not answer"
     return error.details() or error.code().name.lower()
@@ -366,6 +375,8 @@ class Pool(Generic[ClientT]):
         self._drained: dict[str, str] = {}
         """Reasons for which operators drained addresses. A drain lasts until somebody resumes the address, even
         while its name omits it."""
+        self.prefixes = Prefixes()
+        """What its members have read, where somebody asks for that."""
         self._missed: set[str] = set()
         """Members that their name did not include at the last resolution."""
         self._changed = asyncio.Event()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
@@ -24,6 +24,7 @@ from tandem.types import (
     AheadBudget,
     Coverage,
     DraftedOutcomes,
+    DraftLoad,
     DraftOptions,
     ModelInfo,
     Proposal,
@@ -36,6 +37,7 @@ from tandem.v1 import draft_pb2
 from tandem.v1.draft_pb2_grpc import DraftServiceStub
 from tandem.wire import draft as wire
 from tandem.wire.common import coverage_from_proto, model_info_from_proto
+from tandem.wire.status import Ending
 
 
 @dataclass(frozen=True, slots=True)
@@ -617,13 +619,15 @@ class DraftClient:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = DraftServiceStub(channel)
+        self.load: DraftLoad | None = None
+        """How busy it last said that it is; None: it has said nothing."""
         self._streams: Streams[DraftOptions | ProposeStep, wire.Answer] = Streams(
             Method(
                 service="draft service",
                 open=channel.stream_stream("/tandem.v1.DraftService/Propose"),
                 write=wire.requests_to_proto,
                 size=wire.request_size,
-                read=lambda content: wire.answers_from_proto(draft_pb2.ProposeResponse.FromString(content)),
+                read=self._read,
             )
         )
 
@@ -635,7 +639,17 @@ class DraftClient:
         """
         with errors_of("draft service"):
             answer = await self._stub.GetModelInfo(draft_pb2.DraftServiceGetModelInfoRequest())
+        self._heard(answer)
         return model_info_from_proto(answer.model_info)
+
+    def _read(self, content: bytes) -> Iterator[tuple[int, wire.Answer | ProtocolError | Ending]]:
+        message = draft_pb2.ProposeResponse.FromString(content)
+        self._heard(message)
+        return wire.answers_from_proto(message)
+
+    def _heard(self, message: draft_pb2.ProposeResponse | draft_pb2.DraftServiceGetModelInfoResponse) -> None:
+        if message.HasField("load"):
+            self.load = wire.load_from_proto(message.load)
 
     async def map_vocabulary(self, target: TargetTokenizer) -> Coverage:
         """Let it draft for a target with another tokenizer.

@@ -49,6 +49,10 @@ class Proposer(ServedModel, Protocol):
     def vocabularies(self) -> Vocabularies | None:
         """Those of targets with other tokenizers; None for a method that needs none, or cannot draft for these."""
 
+    @property
+    def is_full(self) -> bool:
+        """True if a new sequence would wait for a place, unless its client has few."""
+
     def sequence(self, options: DraftOptions) -> AbstractAsyncContextManager[DraftedSequence]:
         """Keep a sequence for as long as the context lives.
 

@@ -92,6 +92,11 @@ class ModelFreeProposer:
         )
 
     @property
+    def is_full(self) -> bool:
+        """True if a new sequence would wait for a place, unless its client has few."""
+        return not self._places.has_room("")
+
+    @property
     def overdue_seconds(self) -> float:
         """0: it has no steps."""
         return 0.0

@@ -185,6 +185,10 @@ class RunningModel(Protocol):
         """Usage of the KV cache, and the number of sequences that wait for it."""
 
     @property
+    def is_full(self) -> bool:
+        """True if a new sequence would wait for a place, unless its client has few."""
+
+    @property
     def overdue_seconds(self) -> float:
         """How long the step in progress has taken, once that is longer than any step should; 0 otherwise."""
 
@@ -242,6 +246,11 @@ class EngineOwner(Generic[EngineT]):
     def kv_usage(self) -> KvUsage:
         """Usage of the model's KV cache."""
         return self._engine.usage
+
+    @property
+    def is_full(self) -> bool:
+        """True if a new sequence would wait for a place, unless its client has few."""
+        return self._engine.is_full
 
     @property
     def overdue_seconds(self) -> float:

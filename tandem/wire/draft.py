@@ -17,6 +17,7 @@ from tandem.types import (
     Cancel,
     Delta,
     DraftedOutcomes,
+    DraftLoad,
     DraftOptions,
     Finish,
     Proposal,
@@ -56,6 +57,8 @@ _DEPTH = Struct("<3i")
 """Depth, number of outcomes, number of lead tokens."""
 
 Mirror(AheadBudget, draft_pb2.AheadBudget)
+_LOAD = Mirror(DraftLoad, draft_pb2.DraftLoad, sequences="sequence_count", waiting="waiting_count")
+load_to_proto, load_from_proto = _LOAD.to_proto, _LOAD.from_proto
 _OPTIONS = Mirror(DraftOptions, draft_pb2.ProposeOpen, prompt_length="prompt_token_count")
 
 
@@ -195,9 +198,13 @@ async def tokenizer_from_proto(parts: AsyncIterator[draft_pb2.MapVocabularyReque
 # ---- proposals and outcomes
 
 
-def answers_to_proto(answers: Iterable[tuple[int, Answer | Ending]]) -> draft_pb2.ProposeResponse:
-    """A message of answers to sequences by number; those of one form become one block."""
+def answers_to_proto(
+    answers: Iterable[tuple[int, Answer | Ending]], load: DraftLoad | None = None
+) -> draft_pb2.ProposeResponse:
+    """A message of answers to sequences by number, and how busy the service is; those of one form become one block."""
     message = draft_pb2.ProposeResponse()
+    if load is not None:
+        message.load.CopyFrom(load_to_proto(load))
     proposals: dict[tuple[bool, bool], list[tuple[int, Proposal]]] = {}
     outcomes: dict[bool, list[tuple[int, DraftedOutcomes]]] = {}
     for sequence, answer in answers:

@@ -668,6 +668,11 @@ class Engine(Generic[PayloadT, ResultT]):
         return self._watchdog.overdue_seconds
 
     @property
+    def is_full(self) -> bool:
+        """True if a new sequence would wait for a place, unless its client has few."""
+        return self._admission.is_full
+
+    @property
     def usage(self) -> KvUsage:
         """Usage of the KV cache, and the number of sequences that wait for it."""
         usage = self._cache.usage(self._admission.waiting_count, self._admission.open_count)

@@ -297,6 +297,11 @@ class Admission:
         """Requests that wait."""
         return self._places.waiting
 
+    @property
+    def is_full(self) -> bool:
+        """True if a request of a client that is not known would wait."""
+        return not self._places.has_room("")
+
     async def open(self, max_length: int, spare_tokens: int = 0, client: str = "") -> Sequence:
         """A sequence of up to `max_length` tokens, as soon as its client may have another.
 

@@ -1,0 +1,94 @@
+"""A draft is chosen by its way, its queue and its steps with one sequence more, and by whether it has room."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.failover.placement import earliest, expected_seconds
+from tandem.types import DraftLoad, StepProfile
+
+PROFILE = StepProfile({(1, 1): 0.010, (4, 1): 0.012, (16, 1): 0.020, (1, 64): 0.016})
+
+
+@dataclass(eq=False)
+class Draft:
+    """What a choice looks at."""
+
+    load: DraftLoad | None = None
+    round_trip_seconds: float | None = 0.001
+    profile: StepProfile = PROFILE
+    open_sequences: int = 0
+    step: Any = field(default_factory=lambda: SimpleNamespace(value=None))
+
+    @property
+    def client(self) -> Any:
+        return SimpleNamespace(load=self.load)
+
+    @property
+    def model(self) -> Any:
+        return SimpleNamespace(step_profile=self.profile)
+
+    @property
+    def round_trip(self) -> Any:
+        return SimpleNamespace(value=self.round_trip_seconds)
+
+
+def expected(draft: Draft, tokens: int = 4, unread: int = 0) -> float:
+    return expected_seconds(draft, tokens, unread)  # type: ignore[arg-type]  # as much of one as it looks at
+
+
+def chosen(*drafts: Draft) -> Draft:
+    found: Any = earliest(drafts, {each: expected(each) for each in drafts})  # type: ignore[arg-type, misc]
+    assert isinstance(found, Draft)
+    return found
+
+
+def test_the_answer_is_expected_by_way_queue_and_profile() -> None:
+    assert expected(Draft()) == pytest.approx(0.001 + 4 * 0.010)
+    assert expected(Draft(DraftLoad(sequences=3, wait_seconds=0.005))) == pytest.approx(0.006 + 4 * 0.012)
+    assert expected(Draft(DraftLoad(sequences=99))) == pytest.approx(0.001 + 4 * 0.020)
+    assert expected(Draft(open_sequences=3)) == expected(Draft(DraftLoad(sequences=3)))
+    assert expected(Draft(), unread=640) == pytest.approx(0.001 + 4 * 0.010 + 10 * 0.016)
+    assert expected(Draft(profile=StepProfile(), round_trip_seconds=None)) == 0.0
+
+
+def test_the_quicker_draft_is_chosen_until_its_queue_is_longer() -> None:
+    quick, slow = Draft(), Draft(profile=StepProfile({(1, 1): 0.02}))
+    assert chosen(slow, quick) is quick
+    quick.load = DraftLoad(wait_seconds=0.1)
+    assert chosen(slow, quick) is slow
+
+
+def test_a_near_draft_is_chosen_before_a_far_one() -> None:
+    near, far = Draft(DraftLoad(sequences=1)), Draft(round_trip_seconds=0.030)
+    assert chosen(far, near) is near
+
+
+def test_sequences_of_others_count_between_equals() -> None:
+    busy, idle = (
+        Draft(DraftLoad(sequences=3), profile=StepProfile()),
+        Draft(open_sequences=1, profile=StepProfile()),
+    )
+    assert chosen(busy, idle) is idle
+
+
+def test_a_draft_with_a_free_place_is_chosen_even_if_it_is_slower() -> None:
+    full, free = Draft(DraftLoad(is_full=True)), Draft(round_trip_seconds=0.5)
+    assert chosen(full, free) is free
+    free.load = DraftLoad(is_full=True)
+    assert chosen(full, free) is full
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.floats(0, 0.1), st.booleans()), min_size=1, max_size=6))
+def test_the_chosen_one_is_never_much_later_than_the_earliest(states: list[tuple[int, float, bool]]) -> None:
+    drafts = [Draft(DraftLoad(count, 0, full, wait)) for count, wait, full in states]
+    found = chosen(*drafts)
+    free = [each for each in drafts if each.load is not None and not each.load.is_full] or drafts
+    assert found in free
+    assert expected(found) <= 1.1 * min(map(expected, free)) + 0.001

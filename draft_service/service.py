@@ -43,6 +43,16 @@ class DraftService(ModelService):
         """Add the servicer."""
         draft_pb2_grpc.add_DraftServiceServicer_to_server(self._servicer, server)
 
+    async def start(self) -> None:
+        """See `ModelService`."""
+        await super().start()
+        self._observer.waits(self._wait_steps)
+
+    def _wait_steps(self) -> float:
+        """What a question waits at present, in steps of one sequence; 0 where nothing was measured."""
+        step = self._servicer.proposer.model_info.step_profile.seconds.get((1, 1))
+        return self._servicer.load.now.wait_seconds / step if step else 0.0
+
     def load(self) -> list[ServedModel]:
         """See `ModelService`."""
         proposer = self._servicer.proposer = self._load_proposer()

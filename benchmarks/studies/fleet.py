@@ -110,7 +110,6 @@ async def fleet(options: argparse.Namespace, clients: int) -> AsyncIterator[tupl
     A step of a target takes at most its share of a group of its clients. Otherwise they would all come back at once,
     and the target would wait while they draft.
     """
-    most = math.ceil(clients / options.targets / options.groups)
     pace: Pace = options.pace
     common = ("--acceptance", str(options.acceptance))
     of_draft = ("--role", "draft", "--step-ms", str(1e3 * pace.draft_step_seconds), "--stepwise", *common)
@@ -119,7 +118,9 @@ async def fleet(options: argparse.Namespace, clients: int) -> AsyncIterator[tupl
         keeping = [asyncio.create_task(drafts.keep(port)) for port in drafts.ports]
         stack.callback(lambda: [task.cancel() for task in keeping])
         coordinators = []
-        for _ in range(options.targets):
+        for number in range(options.targets):
+            own = len(range(number, clients, options.targets))
+            most = math.ceil(own / options.groups)
             target, _ = await stack.enter_async_context(
                 process(
                     "benchmarks.load.fakes",

@@ -55,9 +55,14 @@ def expected_seconds(member: Member[DraftClient], token_count: int, unread: int 
         member: The draft.
         token_count: Tokens of the proposal.
         unread: Tokens that it must read before.
+
+    Returns:
+        Seconds; 0 for a draft without a profile, of which nothing is expected.
     """
     load = member.client.load or DraftLoad()
     steps = member.model.step_profile.seconds if member.model is not None else {}
+    if not steps:
+        return 0.0
     sequences = max(load.sequences, member.open_sequences) + 1
     seconds = (
         (member.round_trip.value or 0.0) + load.wait_seconds + token_count * _step_seconds(steps, sequences)
@@ -82,8 +87,8 @@ def earliest(
     free = [member for member in ready if not is_full(member)] or list(ready)
     first = min(seconds[member] for member in free)
     # Times within a tenth and a millisecond are equal: round trips vary as much from one to the next
-    near = [member for member in free if seconds[member] <= 1.1 * first + 0.001]
-    return min(near, key=lambda member: (_sequences(member), member.step.value or 0.0, seconds[member]))
+    near = [member for member in free if seconds[member] <= 1.1 * first + 0.001 or not first]
+    return min(near, key=lambda member: (_sequences(member), member.step.value or 0.0))
 
 
 def _sequences(member: Member[DraftClient]) -> int:

@@ -57,6 +57,13 @@ class ObservedService(ServiceObserver):
             self._engine = EngineMetrics(registry, labels)
             registry.register(AtScrape(kv_usage, lambda usage: _kv_metrics(labels, usage)))
 
+    def waits(self, steps: Callable[[], float]) -> None:
+        """Show what a question waits: in steps, which are long for one model and short for another."""
+        assert self._streams is not None, "a draft is ready"
+        text = "What a question to the draft waits at present, in steps of its measured profile."
+        gauge = Gauge("tandem_draft_wait_steps", text, _LABELS, registry=self.telemetry.registry)
+        gauge.labels(self._role, self._streams.model_name).set_function(steps)
+
     def _count_step(self, record: StepRecord) -> None:
         if self._engine is not None:
             self._engine.count(record)
@@ -94,6 +101,7 @@ class StreamMetrics:
 
     def __init__(self, registry: CollectorRegistry, labels: tuple[str, str]) -> None:
         self.running = 0
+        self.model_name = labels[1]
         text = "Sequences open now."
         running = Gauge("tandem_num_streams_running", text, _LABELS, registry=registry)
         running.labels(*labels).set_function(lambda: self.running)

@@ -51,6 +51,9 @@ class ServiceObserver:
         `kv_usage` returns the usage of its KV cache, if it has one, and is called on the event loop.
         """
 
+    def waits(self, steps: Callable[[], float]) -> None:
+        """A draft is ready; `steps` returns what a question waits at present, in steps of its profile."""
+
     @contextmanager
     def stream(self, request_id: str, traceparent: str) -> Iterator[StreamObserver]:
         """Observe a stream for as long as the block lasts."""

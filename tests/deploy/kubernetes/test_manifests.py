@@ -107,10 +107,15 @@ def test_autoscalers_use_metrics_that_the_adapter_and_the_services_have() -> Non
     scalers = [entry for entry in rendered("gpu") if entry["kind"] == "HorizontalPodAutoscaler"]
     assert {entry["metadata"]["name"] for entry in scalers} == {"draft", "target", "coordinator"}
     for scaler in scalers:
-        (metric,) = scaler["spec"]["metrics"]
-        name = metric["pods"]["metric"]["name"]
-        assert rules[name]["seriesQuery"].startswith(name + "{")
-        assert f'"{name.removeprefix("tandem_")}"' in exported
+        for metric in scaler["spec"]["metrics"]:
+            name = metric["pods"]["metric"]["name"]
+            assert rules[name]["seriesQuery"].startswith(name + "{")
+            assert f'"{name.removeprefix("tandem_")}"' in exported or f'"{name}"' in exported
+    (draft,) = (entry for entry in scalers if entry["metadata"]["name"] == "draft")
+    assert {metric["pods"]["metric"]["name"] for metric in draft["spec"]["metrics"]} == {
+        "tandem_num_sequences_running",
+        "tandem_draft_wait_steps",
+    }
 
 
 def test_the_dashboard_is_the_one_of_grafana() -> None:

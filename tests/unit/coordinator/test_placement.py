@@ -55,7 +55,14 @@ def test_the_answer_is_expected_by_way_queue_and_profile() -> None:
     assert expected(Draft(DraftLoad(sequences=99))) == pytest.approx(0.001 + 4 * 0.020)
     assert expected(Draft(open_sequences=3)) == expected(Draft(DraftLoad(sequences=3)))
     assert expected(Draft(), unread=640) == pytest.approx(0.001 + 4 * 0.010 + 10 * 0.016)
-    assert expected(Draft(profile=StepProfile(), round_trip_seconds=None)) == 0.0
+    assert expected(Draft(profile=StepProfile())) == 0.0
+
+
+def test_without_a_profile_sequences_decide_alone() -> None:
+    far, near = Draft(round_trip_seconds=0.5, profile=StepProfile()), Draft(DraftLoad(sequences=1))
+    assert chosen(near, far) is far
+    far.open_sequences = 2
+    assert chosen(near, far) is near
 
 
 def test_the_quicker_draft_is_chosen_until_its_queue_is_longer() -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 
 from coordinator.service import CoordinatorService
 from draft_service.proposers.drafting import propose_head
@@ -73,10 +74,7 @@ async def test_two_coordinators_spread_over_the_drafts_that_they_share() -> None
         clients = []
         for _ in range(2):
             address, service = await stack.enter_async_context(coordinator(settings_over(services)))
-            shots = service.replicas.snapshots
-            await until(
-                lambda shots=shots: all(each.state is ReplicaState.READY for each in shots()), READY_SECONDS
-            )
+            await until(partial(_is_ready, service), READY_SECONDS)
             clients.append(await stack.enter_async_context(Client(address)))
         first = asyncio.create_task(complete(clients[0], REQUEST))
         await until(lambda: sum(draft.running for draft in drafts) == 1, READY_SECONDS)
@@ -87,6 +85,10 @@ async def test_two_coordinators_spread_over_the_drafts_that_they_share() -> None
         assert [draft.running for draft in drafts] == [1, 1]
         holds.set()
         await asyncio.gather(first, second)
+
+
+def _is_ready(service: CoordinatorService) -> bool:
+    return all(each.state is ReplicaState.READY for each in service.replicas.snapshots())
 
 
 def _heard(service: CoordinatorService) -> bool:

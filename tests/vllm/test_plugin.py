@@ -1,16 +1,11 @@
 """The plug-in inside a real vLLM draws what the target alone would draw, for vLLM's rejection sampler knows its drafts'
-probabilities.
-
-With `VLLM_USE_V2_MODEL_RUNNER=1` the same through vLLM's newer model runner (see `test_v2_runner`).
-"""
+probabilities."""
 
 from __future__ import annotations
 
-import importlib
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +13,6 @@ import pytest
 import torch
 
 from benchmarks.peers import mend_expansion
-from tandem.engine_vllm.adapter import uses_v2_runner
 from tandem.integrations.vllm.proposer import WORKER, Entries
 from tests.end_to_end.processes import address_of, model_service
 from tests.unit.engine.tiny_models import MAX_LENGTH, save_checkpoint
@@ -28,8 +22,7 @@ pytestmark = pytest.mark.timeout(1200)
 
 TEMPERATURE = 0.8
 TOKENS = 6
-COMPLETIONS = 120 if uses_v2_runner() else 2500
-"""Triton's interpreter computes V2's kernels a hundred times slower than a CPU does."""
+COMPLETIONS = 2500
 BINS = 10
 SURE = 1e-6
 """Chance of a right sampler to be called wrong."""
@@ -106,12 +99,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 def _engine(folder: Path) -> Any:
     from vllm import LLM
 
-    if uses_v2_runner():
-        language: Any = importlib.import_module("triton.language")
-        from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
-
-        # Triton's interpreter knows no functions of the device's own library
-        rejection_sampler_utils.tldevice = SimpleNamespace(log1p=lambda value: language.log(1.0 + value))
     ours = {"method": "custom_class", "model": "tandem.integrations.vllm.TandemProposer"}
     return LLM(
         model=str(folder),
@@ -124,7 +111,7 @@ def _engine(folder: Path) -> Any:
         kv_cache_memory_bytes=32 << 20,
         worker_cls=WORKER,
         speculative_config={
-            **({"method": "ngram_gpu"} if uses_v2_runner() else ours),
+            **ours,
             "num_speculative_tokens": 3,
         },
     )
@@ -142,7 +129,7 @@ def test_with_our_drafts_vllm_draws_from_the_target(pair: Pair, monkeypatch: pyt
     prompt = [5, 9, 41, 7, 88, 13]
     texts = pair.complete(prompt)
     drafted, accepted = pair.counts()
-    assert drafted > COMPLETIONS, "hardly anything was drafted"
+    assert drafted > COMPLETIONS / 4, "hardly anything was drafted"
     assert 0.1 < accepted / drafted < 0.9, "nothing to correct"
     assert p_value(pair.places(prompt, texts)) > SURE
 

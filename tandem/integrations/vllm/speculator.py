@@ -2,7 +2,8 @@
 
 Its tensors stay on the device, and vLLM's scheduler is a step ahead: it counts on as many proposed tokens as there may
 be. So where a draft has fewer, the last sampled token is proposed as one that is certain, which costs nothing but its
-row. This has not run on a GPU; the tests run it on a CPU, by Triton's interpreter.
+row. This has not run on a GPU. On a CPU, by Triton's interpreter, it ran
+once in vLLM's runner for a few completions, without a test of their distribution.
 
 Source, of vLLM 0.32, in `vllm/v1/worker/gpu`: `spec_decode/speculator.py`, `spec_decode/ngram/speculator.py`, and how
 `model_runner.py` and `spec_decode/rejection_sampler_utils.py` use `draft_logits`.

@@ -129,7 +129,7 @@ class LeadingEngine:
         if step.lead and step.row_kind is RowKind.TOKEN:
             await self._outcomes(request, answer)
         await asyncio.sleep(0)
-        return request.decided(answer)
+        return request.go_on(answer)[0]
 
     async def _outcomes(self, request: RowRequest, answer: Verification) -> None:
         until = asyncio.get_running_loop().time() + self.patience_seconds

@@ -217,7 +217,8 @@ class Worker(Generic[PayloadT, ResultT]):
                     with self._wakeup:
                         answered = {job.sequence for job, _ in self._ended}
                         self._rejoin.expect(answered - self._running.keys(), began, ended)
-                    self._deliver()
+                    if not self._running or self._waits_for_pages:
+                        self._deliver()
         except Exception:
             # A defect of the engine; no caller may hang because of it.
             logger.exception("engine thread died")
@@ -262,8 +263,10 @@ class Worker(Generic[PayloadT, ResultT]):
                 self._settle(job, _released_error())
             self._free(released)
             self._start_queued()
+            if self._running:
+                return True  # the next step begins first
             self._deliver()
-            if self._running or not self._background.is_empty:
+            if not self._background.is_empty:
                 return True
 
     @property
@@ -392,6 +395,7 @@ class Worker(Generic[PayloadT, ResultT]):
                 ready.append(job)
         if self._prepare is not None:
             self._prepare(ready)
+        self._deliver()
         logits = self._runner.run(segments, rows)
         model_end = time.perf_counter()
         for segment, job in zip(segments, jobs, strict=True):
@@ -746,7 +750,7 @@ class RowEngine(Engine[RowRequest, Verification]):
         """See `SequenceEngine`."""
         job = Job(sequence, request.step.delta, request.step.row_count, request, request.step.lead)
         answer = await self.submit(job)
-        return replace(answer, cost=job.cost) if job.row_count else Verification(request.base_length, ())
+        return answer if job.row_count else Verification(request.base_length, ())
 
     def _begin_masks(self, ready: SequenceOf[Job[RowRequest]]) -> None:
         """Compute masks while the model computes logits: they depend on the tokens alone."""
@@ -789,20 +793,18 @@ def row_head(
 
 def _go_on(job: Job[RowRequest], answer: Verification) -> tuple[Verification, Job[RowRequest] | None]:
     """The answer, and the job with which the sequence goes on by itself."""
-    answer = job.payload.decided(answer, job.sequence.token_ids)
-    request = job.payload.following(answer)
+    led_token_id = -1 if job.on_result is None else job.delta.token_ids[0]
+    counted = Verification(answer.base_length, answer.rows, job.cost, led_token_id)
+    told, request = job.payload.go_on(counted, job.sequence.token_ids)
     if request is None:
-        return answer, None
-    return answer, Job(job.sequence, request.step.delta, request.step.row_count, request, on_result=_tell_led)
+        return told, None
+    step = request.step
+    return told, Job(job.sequence, step.delta, step.row_count, request, on_result=_tell_led)
 
 
 def _tell_led(job: Job[RowRequest], result: object) -> None:
-    on_led, step = job.payload.on_led, job.payload.step
-    if on_led is None:
-        return
-    if isinstance(result, Verification):
-        on_led(replace(result, cost=job.cost, led_token_id=step.delta.token_ids[0]))
-    elif isinstance(result, TandemError):
+    on_led = job.payload.on_led
+    if on_led is not None and isinstance(result, Verification | TandemError):
         on_led(result)
 
 

@@ -217,8 +217,7 @@ class Worker(Generic[PayloadT, ResultT]):
                     with self._wakeup:
                         answered = {job.sequence for job, _ in self._ended}
                         self._rejoin.expect(answered - self._running.keys(), began, ended)
-                    if not self._running or self._waits_for_pages:
-                        self._deliver()
+                    self._deliver_if_idle()
         except Exception:
             # A defect of the engine; no caller may hang because of it.
             logger.exception("engine thread died")
@@ -263,10 +262,8 @@ class Worker(Generic[PayloadT, ResultT]):
                 self._settle(job, _released_error())
             self._free(released)
             self._start_queued()
-            if self._running:
-                return True  # the next step begins first
-            self._deliver()
-            if not self._background.is_empty:
+            self._deliver_if_idle()
+            if self._running or not self._background.is_empty:
                 return True
 
     @property
@@ -332,6 +329,12 @@ class Worker(Generic[PayloadT, ResultT]):
         if isinstance(result, BaseException):
             self.leads.end(job.sequence)
         self._ended.append((job, result))
+
+    def _deliver_if_idle(self) -> None:
+        """Delivers unless another step begins now, which does it when it computes: the event loop would take the
+        interpreter from it."""
+        if not self._running or self._waits_for_pages:
+            self._deliver()
 
     def _deliver(self) -> None:
         """Delivers all results of a step at once: waking the event loop costs more than a result."""

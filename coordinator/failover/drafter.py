@@ -188,9 +188,11 @@ class FailoverDrafter:
         self, sequence: DraftSequence, completion: Completion, count: int, forced: Proposal | None
     ) -> Proposal | None:
         budget, wanted = self._speculation.ahead_budget, count
+        begun = None if self._target is None else self._target.begun_proposed
         is_miss = sequence.awaits_outcome(completion)
+        if begun == 0 and not is_miss:
+            return None  # a step that has begun costs nothing, and this one lets the target begin no other
         if is_miss:
-            begun = None if self._target is None else self._target.begun_proposed
             if begun is None:
                 drafted = await self._drafted_ahead(sequence, completion, count)
             else:

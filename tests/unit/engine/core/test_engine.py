@@ -454,8 +454,11 @@ async def test_unsatisfiable_settings_are_refused(
     assert str(raised.value) == sentence.format(name=llama.loaded.info.name)
 
 
-async def test_a_warm_engine_knows_what_its_steps_take(llama: TinyModel) -> None:
+async def test_a_warm_engine_knows_what_its_steps_take(
+    llama: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By sequences and tokens; sizes for which there is no room are missing."""
+    monkeypatch.setattr("tandem.engine.core.engine._WARM_UP_SECONDS", 1e6)
     async with running(llama.backends, GreedyHead(), max_sequences=4) as engine:
         assert not engine.info.step_profile.seconds
         await engine.warm_up()

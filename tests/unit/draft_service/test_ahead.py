@@ -137,7 +137,9 @@ async def test_each_continuation_is_what_would_be_proposed(
         kept = len(PROMPT) + accepted
         tail = (token_id, *drafted.tokens(len(drafted.outcomes) - 1))
         before = (*before[:kept], *tail)
-        assert await sequence.propose(ProposeStep(Delta(kept, tail), 0, BUDGET, K)) is None
+        # What was proposed and not sent back is not there.
+        step = ProposeStep(Delta(len(PROMPT), before[len(PROMPT) :]), 0, BUDGET, K)
+        assert await sequence.propose(step) is None
         await assert_as_if_asked(proposer, options, before, await pushed(sequence))
         # A miss: the draft gets a request, as without drafting ahead.
         base = len(before) - K
@@ -330,7 +332,9 @@ async def test_hits_that_follow_each_other_have_what_would_be_proposed(
             before, count = (*before[:kept], *tail), taken
             # The branches are then as long as they become.
             await until(lambda: proposer._engine._worker._background.is_empty, SECONDS)
-            assert await sequence.propose(ProposeStep(Delta(kept, tail), 0, BUDGET, taken)) is None
+            base = len(PROMPT) if number == 0 else kept
+            step = ProposeStep(Delta(base, before[base:]), 0, BUDGET, taken)
+            assert await sequence.propose(step) is None
     assert bool(leads) == (options.row_kind is RowKind.TOKEN)
 
 
@@ -348,6 +352,7 @@ async def test_verifications_that_end_before_the_draft_has_read_the_last_one(
                 assert sequence.pushed is not None
                 first = await proposed(sequence, ProposeStep(Delta(0, prompt), K, BUDGET))
                 tokens = [*prompt, *first.token_ids]
+                sent = len(prompt)
                 for _ in range(60):
                     kept = len(tokens) - count + chance.randint(0, count)
                     following = [chance.randrange(VOCABULARY_SIZE)]
@@ -358,7 +363,8 @@ async def test_verifications_that_end_before_the_draft_has_read_the_last_one(
                             kept = outcomes.base_length + outcomes.accepted_counts[0]
                             following = [outcomes.next_token_ids[0], outcomes.token_ids[0]]
                     tokens[kept:], count = following, chance.randint(0, len(following) - 1)
-                    step = ProposeStep(Delta(kept, following), 0, BUDGET, count)
+                    base, sent = min(kept, sent), len(tokens)
+                    step = ProposeStep(Delta(base, tuple(tokens[base:])), 0, BUDGET, count)
                     assert await sequence.propose(step) is None
                     await asyncio.sleep(chance.choice((0.0, 0.002)))
 

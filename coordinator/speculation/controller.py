@@ -211,7 +211,7 @@ class Choice:
         lost = 1.0 - speed / self.tokens_per_second[self.tokens]
         usual = int(TURN_ROUNDS * load * dearness * max(lost, 1.0 - HOPELESS) / TURN_SHARE)
         # Where two things are to be tried, the second follows as soon as the first.
-        self._turn_pause = min((1 if self._was_alone and has_other else 8) * self._turn_pause, usual)
+        self._turn_pause = min((1 if self._was_alone and has_other else 4) * self._turn_pause, usual)
         if not self.tokens and self.gains.proposals < WINDOW:  # bad luck with the first ones is likely
             self._turn_pause = min(self._turn_pause, 4 * TURN_ROUNDS * load)
         self._next_turn = self._rounds + self._turn_pause
@@ -327,6 +327,8 @@ class RequestSpeculation:
         self._alike_rounds = 0
         """Rounds since the last one of another kind: with a proposal, begun by the target, or neither."""
         self._last_kind = (False, False)
+        self._awaited_rounds = 0
+        """Rounds that the draft worked ahead of, since the last one that it did not."""
         self._is_beginning = True
         controller.beginning += 1
 
@@ -442,7 +444,10 @@ class RequestSpeculation:
         self._last_kind = kind
         if not is_ahead and not self._granted:
             choice.costs.add(self.load, cost, is_settled=self._alike_rounds > 1)
-        if self._draft_ahead == "auto":
+        self._awaited_rounds = self._awaited_rounds + 1 if is_ahead else 0
+        # Many requests that begin to draft ahead together first wait for each other's steps.
+        is_settled = not is_ahead or self.load == 1 or self._awaited_rounds > 2
+        if self._draft_ahead == "auto" and is_settled:
             self._compare_ways(choice, proposed, cost.seconds, is_ahead)
         if is_ahead == bool(choice.way.outcomes) and cost.is_uniform and not cost.was_late:
             choice.count(proposed, cost.seconds)

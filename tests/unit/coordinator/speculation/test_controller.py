@@ -125,6 +125,24 @@ def test_a_fixed_number_of_outcomes_is_always_drafted_for() -> None:
         assert fixed.ahead_budget == AheadBudget(8, K)
 
 
+@pytest.mark.parametrize("load", [1, 8])
+def test_of_many_requests_that_begin_to_draft_ahead_the_first_two_rounds_do_not_count(load: int) -> None:
+    """They wait for each other's steps, which says nothing about those that follow."""
+    controller = SpeculationController()
+    controller.introduce("target", model_of(0.01), 0.0001)
+    controller.introduce("draft", model_of(0.001), 0.0001)
+    request = controller.request(KIND, K, draft_ahead="auto")
+    request.target = "target"
+    factors = []
+    for awaited in (False, True, True, True):
+        request.begin_round(load)
+        cost = RoundCost(K, 1.0, 0.5, load, load * (K + 1), 0.1, load)
+        request.end_round(round_result(K, K, cost, awaited=awaited))
+        assert request.choice is not None
+        factors.append(request.choice.ahead.calibration(is_ahead=True).factor(load))
+    assert [factor < 1.0 for factor in factors] == [False, load == 1, load == 1, True]
+
+
 def test_a_newer_profile_replaces_what_was_known() -> None:
     controller = SpeculationController()
     controller.introduce("target", model_of(0.01), 0.0001)

@@ -32,7 +32,7 @@ class LoadTracker:
         """The load at this moment."""
         is_idle = time.monotonic() - self._answered_at > _IDLE_SECONDS
         wait = 0.0 if is_idle else self._wait_seconds
-        return DraftLoad(self.sequences, self.waiting, self.waiting > 0 or self._is_full(), wait)
+        return DraftLoad(self.sequences, self.waiting, self._is_full(), wait)
 
     @asynccontextmanager
     async def sequence(self, opening: AbstractAsyncContextManager[SequenceT]) -> AsyncIterator[SequenceT]:

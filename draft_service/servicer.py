@@ -35,8 +35,13 @@ class DraftServicer(DraftServiceServicer):
 
     def __init__(self, observer: ServiceObserver = NO_SERVICE_OBSERVER) -> None:
         self._observer = observer
-        self.load = LoadTracker(lambda: self.proposer.is_full)
+        self.load = LoadTracker(self._is_full)
         self.streams = SequenceStreams()
+
+    def _is_full(self) -> bool:
+        # Sequences end, and say so, also before the model is loaded
+        proposer: Proposer | None = getattr(self, "proposer", None)
+        return proposer is not None and proposer.is_full
 
     async def Propose(
         self, request_iterator: AsyncIterator[draft_pb2.ProposeRequest], context: Context

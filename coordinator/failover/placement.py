@@ -265,10 +265,9 @@ class DraftPlacement:
         current = self.current
         assert current is not None
         was_idle, began = current.sequence.is_idle, time.monotonic()
-        if not current.sequence.is_open and is_full(current.member):
-            seconds = (
-                0.0  # it waits for a place, which it may have in a while, and the round goes on without it
-            )
+        waits = not current.sequence.is_open and is_full(current.member)
+        if waits and not self._limits.keeps_proposals:
+            seconds = 0.0  # it may have its place in a while, and the round goes on without it
         proposal = await current.sequence.propose(tokens, count, seconds, budget)
         if proposal is None or not was_idle:
             return proposal, None

@@ -65,6 +65,7 @@ class Scripted:
     """A verifier or a proposer that answers what a fake answers, and a sequence of it."""
 
     pushed = None
+    is_full = False
     overdue_seconds = 0.0
     tokenizer_files = (DEMO_TARGET / "tokenizer.json",)
 

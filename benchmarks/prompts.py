@@ -20,7 +20,7 @@ class Prompt:
     name: str
     text: str
     question: str = ""
-    """What a model that chats is asked; empty where the prompt is to be continued."""
+    """Question for a model that chats; empty where the prompt is to be continued."""
 
     @property
     def is_chat(self) -> bool:

@@ -49,7 +49,7 @@ class DraftService(ModelService):
         self._observer.waits(self._wait_steps)
 
     def _wait_steps(self) -> float:
-        """What a question waits at present, in steps of one sequence; 0 where nothing was measured."""
+        """Present wait of a question, in steps of one sequence; 0 where nothing was measured."""
         step = self._servicer.proposer.model_info.step_profile.seconds.get((1, 1))
         return self._servicer.load.now.wait_seconds / step if step else 0.0
 

@@ -396,7 +396,7 @@ class Coverage:
     build_seconds: float = 0.0
     """How long the mapping took to build, once for each target."""
     token_seconds: float = 0.0
-    """What it takes for each proposed token."""
+    """Seconds that it takes for each proposed token."""
 
     def __str__(self) -> str:
         return (
@@ -465,7 +465,7 @@ class DraftLoad:
     is_full: bool = False
     """True if a new sequence would wait for a place, unless its client has few."""
     wait_seconds: float = 0.0
-    """What a step waits at present, beyond what its own steps of the engine take."""
+    """Present wait of a step, beyond its own steps of the engine."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ USED_OF_RUNNERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "vllm.v1.worker.gpu.buffer_utils:StagedWriteTensor.stage_write_elem": ("index", "x"),
     },
 }
-"""What the workers use of the model runner, by vLLM's names of the two."""
+"""Members of the model runner that the workers use, by vLLM's names of the two."""
 
 RUNNER_ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "V1": (
@@ -189,7 +189,7 @@ def _warn_of(version: str) -> None:
 
 
 def differing(used: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
-    """What is missing, a clause each."""
+    """Missing members, a clause each."""
     for place, parameters in used.items():
         module_name, _, path = place.partition(":")
         try:

@@ -190,7 +190,7 @@ def _replacement(step: dict[str, Any]) -> tuple[str, str]:
 
 
 class SharedVocabulary:
-    """What a draft's vocabulary and a target's have in common."""
+    """Tokens that a draft's vocabulary and a target's have in common."""
 
     def __init__(self, draft: Vocabulary, target: Vocabulary) -> None:
         self.draft = draft

@@ -61,7 +61,7 @@ NextToken = Callable[[Sequence[int]], int]
 VOCABULARY_SIZE = 2048
 """The demo pair's, whose tokenizer the fake target hands out."""
 MAX_LENGTH = 64
-"""Of a sequence of fakes that follow no script."""
+"""Longest sequence of fakes that follow no script."""
 
 
 def counting(tokens: Sequence[int]) -> int:
@@ -198,7 +198,7 @@ class FakeDraft(Fake, DraftServicer):
         super().__init__(next_token)
         self.load = LoadTracker(lambda: self.is_full)
         self.is_full = False
-        """What it says of itself."""
+        """Reported as `DraftLoad.is_full`."""
         self.requested: list[int] = []
         """Number of tokens that each step requested."""
 

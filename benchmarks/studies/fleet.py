@@ -36,7 +36,7 @@ _COORDINATOR = "coordinator"
 
 @dataclass
 class Streams:
-    """What the clients saw."""
+    """Arrivals at the clients: tokens, and pauses between them."""
 
     script: Script
     tokens: list[int] = field(default_factory=list)
@@ -78,7 +78,7 @@ class Drafts:
     ports: list[int]
     killed: list[float] = field(default_factory=list)
     pids: dict[int, int] = field(default_factory=dict)
-    """Of those that run."""
+    """Process of each port at which a draft runs."""
     gone: defaultdict[int, asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
 
     async def keep(self, port: int) -> None:

@@ -173,10 +173,10 @@ class Cluster:
 
 @dataclass
 class Run:
-    """What requests of one kind were answered with."""
+    """Answers to requests of one kind."""
 
     schemas: list[dict[str, Any]] = field(default_factory=list)
-    """Of the answers; empty where they had none."""
+    """Schema of each answer; empty where they had none."""
     completed: list[Completed | None] = field(default_factory=list)
     """The answers; None for a request that failed."""
     errors: list[str] = field(default_factory=list)
@@ -189,7 +189,7 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        """Of all answers."""
+        """Tokens of all answers."""
         return sum(self.lengths)
 
     @property

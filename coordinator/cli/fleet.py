@@ -127,7 +127,7 @@ def _most(holds: Callable[[int], bool]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """What a fleet gives its clients."""
+    """Clients that a fleet serves, and their rates."""
 
     proposed: int
     together_clients: int

@@ -456,7 +456,7 @@ def _fleet(text: str, times: StepTimes, draft_per_8_rows: float, max_tokens: int
 
 
 def fleet_view(fleet: Fleet, found: FleetPlan) -> RenderableType:
-    """What the fleet serves, in sentences."""
+    """A fleet's capacity, in sentences."""
     needed = (
         "no number of drafts is enough"
         if found.drafts_needed is None

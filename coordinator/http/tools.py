@@ -29,7 +29,7 @@ _MARKS: Mapping[Parser, tuple[str, ...]] = {
     "mistral": ("[TOOL_CALLS]",),
     "llama3": ("<|python_tag|>", '"parameters"'),
 }
-"""What a template of each form writes."""
+"""Markers that a template of each form writes."""
 _ARGUMENTS = ("arguments", "parameters")
 _HERMES_END = "</tool_call>"
 
@@ -154,7 +154,7 @@ class HarmonyReader:
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.reasoning = ""
-        """Of the channel analysis, since somebody took it."""
+        """Text of the channel analysis, since somebody took it."""
         self._waiting = ""
         """Text that may be the beginning of a mark."""
         self._head = ""
@@ -391,7 +391,7 @@ class _ObjectReader:
 
 
 def reader_of(form: Parser | Literal["demanded"]) -> CallReader | HarmonyReader:
-    """What reads a completion of this form."""
+    """The reader of completions of this form."""
     return HarmonyReader() if form == "harmony" else CallReader(form)
 
 

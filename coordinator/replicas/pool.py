@@ -376,7 +376,7 @@ class Pool(Generic[ClientT]):
         """Reasons for which operators drained addresses. A drain lasts until somebody resumes the address, even
         while its name omits it."""
         self.prefixes = Prefixes()
-        """What its members have read, where somebody asks for that."""
+        """Prefixes that its members have read."""
         self._missed: set[str] = set()
         """Members that their name did not include at the last resolution."""
         self._changed = asyncio.Event()

@@ -118,7 +118,7 @@ class AheadModel:
         return self._ahead.factor(load) / self._plain.factor(load)
 
     def calibration(self, *, is_ahead: bool) -> Calibration:
-        """What rounds that draft ahead, or others, make by what was predicted of them without the factor."""
+        """Tokens made by tokens predicted without the factor: of rounds that draft ahead, or of others."""
         return self._ahead if is_ahead else self._plain
 
     def speed(self, costs: CostModel, load: int, expected: Sequence[float], outcomes: int) -> float:

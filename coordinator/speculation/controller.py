@@ -133,7 +133,7 @@ class Choice:
         self._renew_in = 0
         self._pause = 1
         self._turn: tuple[int, int] | None = None
-        """What the turn in progress tries: K and outcomes."""
+        """K and outcomes of the turn in progress."""
         self._turn_of: RequestSpeculation | None = None
         """The only request whose turn it is; None: that of all."""
         self._next_turn = self._turn_end = self._turn_rounds = 0
@@ -495,7 +495,7 @@ class _Service(NamedTuple):
 
     profile: StepProfile = NO_PROFILE
     round_trip_seconds: float = 0.0
-    """Of its health checks."""
+    """Round trip of its health checks."""
 
 
 class SpeculationController:

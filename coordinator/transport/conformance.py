@@ -78,7 +78,7 @@ class Conversation:
             await self._call.write(message)
 
     async def next(self, sequence: int) -> wire.Answer | Ending:
-        """What is said next of a sequence.
+        """The next answer or end of a sequence.
 
         Raises:
             ProtocolError: nothing in time, or something that cannot be read.
@@ -165,7 +165,7 @@ class Subject:
 
     @property
     def max_length(self) -> int:
-        """Of the sequences that are played."""
+        """Longest sequence that is played."""
         return min(_MAX_LENGTH, self.model.max_length or _MAX_LENGTH)
 
     def prompt(self, first: int = 0) -> tuple[int, ...]:

@@ -184,7 +184,7 @@ class BranchDrafting:
     _ready: list[DraftedOutcomes] = field(default_factory=list)
     """The outcomes of the step in progress."""
     _texts: list[tuple[int, ...]] = field(default_factory=list)
-    """What was told of each branch, where the draft writes text."""
+    """Tokens that were pushed for each branch, where the draft writes text."""
 
     @property
     def base_length(self) -> int:

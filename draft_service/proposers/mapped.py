@@ -55,7 +55,7 @@ class Vocabularies:
         self._thread = ThreadPoolExecutor(1, "vocabularies")
 
     def coverage(self, target_hash: str) -> Coverage | None:
-        """What the draft shares with a target; None for one that is not known."""
+        """The mapping to a target's vocabulary; None for a target that is not known."""
         shared = self._known.get(target_hash)
         return None if shared is None else shared.coverage
 
@@ -122,14 +122,14 @@ class Vocabularies:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What the draft shares with one target."""
+    """The mapping between the draft's vocabulary and one target's."""
 
     vocabulary: SharedVocabulary
     tokens: SharedTokens
     grammars: Grammars
     """Compiles what sequences may be, in the target's tokens."""
     coverage: Coverage
-    """What the mapping covers and costs."""
+    """Coverage and cost of the mapping."""
 
 
 class Mapped:
@@ -169,7 +169,7 @@ class Mapped:
 
 
 class MappedTrunk:
-    """What is being verified, in the draft's tokens, and how outcomes in the target's tokens branch off.
+    """The proposal that is being verified, in the draft's tokens, and how outcomes in the target's tokens branch off.
 
     A branch begins where it would if the outcome were asked for: an outcome that the draft reads as other tokens than
     the trunk's and one more has none.

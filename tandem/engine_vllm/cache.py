@@ -36,7 +36,7 @@ class BlockShape:
 
 @dataclass(slots=True, eq=False)
 class BlockRequest:
-    """What vLLM's block manager reads of its requests."""
+    """Members that vLLM's block manager reads of its requests."""
 
     request_id: str
     all_token_ids: list[int]
@@ -44,7 +44,7 @@ class BlockRequest:
     status: Any
     num_computed_tokens: int = 0
     num_tokens: int = 0
-    """Of those that are certain."""
+    """Number of tokens that are certain."""
     block_hashes: list[Any] = field(default_factory=list)
     num_in_flight_tokens: int = 0
     num_preemptions: int = 0
@@ -64,7 +64,7 @@ class BlockRequest:
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """What a sequence has in the cache."""
+    """Blocks of a sequence in the cache."""
 
     request: BlockRequest
     capacity: int = 0

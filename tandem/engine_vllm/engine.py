@@ -93,7 +93,7 @@ def load_vllm(
 def _options(
     settings: ModelServerSettings, folder: Path, limits: EngineSettings, proposal_length: int
 ) -> dict[str, Any]:
-    """Of vLLM's `EngineArgs`."""
+    """Options for vLLM's `EngineArgs`."""
     most = limits.prefill_chunk_tokens + _SHORT_STEP_TOKENS * limits.max_sequences + _MAX_ROWS
     is_cpu = settings.compute_device == "cpu"
     given = {

@@ -18,10 +18,10 @@ from tandem.vllm_contract import RUNNER_ATTRIBUTES, lacking
 AnswerT = TypeVar("AnswerT")
 
 EXTENSION = "tandem.engine_vllm.worker.RowWorker"
-"""What vLLM mixes into its worker class."""
+"""Class that vLLM mixes into its worker class."""
 
 NO_PROPOSER = "tandem.engine_vllm.worker.NoProposer"
-"""What vLLM makes its proposer."""
+"""Class that vLLM makes its proposer."""
 
 
 def _end_with_parent() -> None:

@@ -94,15 +94,20 @@ def train_tokenizer(texts: Iterable[str], max_length: int) -> PreTrainedTokenize
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer=trainer)
-    trained: PreTrainedTokenizerFast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    return with_chat(tokenizer, max_length)
+
+
+def with_chat(tokenizer: Tokenizer, max_length: int) -> PreTrainedTokenizerFast:
+    """The tokenizer of a model folder, with the template of the demo models."""
+    found: PreTrainedTokenizerFast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         eos_token=END_OF_TEXT,
         pad_token=END_OF_TEXT,
         model_max_length=max_length,
         clean_up_tokenization_spaces=False,
     )
-    trained.chat_template = CHAT_TEMPLATE
-    return trained
+    found.chat_template = CHAT_TEMPLATE
+    return found
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:

@@ -27,13 +27,13 @@ from models.demo.recipe.architecture import (
     write_json,
 )
 from models.demo.recipe.corpus import (
-    CHAT_TEMPLATE,
     END_OF_TEXT,
     SPLIT_PATTERN,
     SourceFile,
     functions,
     load_tokenizer,
     read_corpus,
+    with_chat,
 )
 from models.demo.recipe.measure import DEMO_FOLDER, held_out_loss, parser_of
 from models.demo.recipe.training import PROMPT_LENGTHS, TEMPERATURES, TimeBox, pretrain
@@ -64,15 +64,7 @@ def train_unigram(texts: Iterable[str]) -> PreTrainedTokenizerFast:
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     )
     tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
-    found: PreTrainedTokenizerFast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer,
-        eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
-        model_max_length=MAX_LENGTH,
-        clean_up_tokenization_spaces=False,
-    )
-    found.chat_template = CHAT_TEMPLATE
-    return found
+    return with_chat(tokenizer, MAX_LENGTH)
 
 
 def _unigram(

@@ -46,7 +46,7 @@ from tandem.types import (
 from tandem.vllm_contract import check_plugin, check_runner, lacking
 
 WORKER = "tandem.integrations.vllm.worker.TandemWorker"
-"""What vLLM is to be started with as `--worker-cls`."""
+"""The worker class for vLLM's `--worker-cls`."""
 
 _MAX_BRANCHES = 8
 """Outcomes for each sequence where it is measured whether drafting ahead pays."""

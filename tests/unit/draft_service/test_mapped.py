@@ -309,7 +309,7 @@ def demo_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def demo(folder: Path, options: DraftOptions) -> AsyncIterator[tuple[StandaloneProposer, DraftOptions]]:
-    """That draft, and the options of sequences for the demo target."""
+    """The draft with other ids, and the options of sequences for the demo target."""
     model = load_model(folder, device="cpu", dtype="float32", threads=1)
     engine = Engine(Backends(model), propose_head, EngineSettings(max_sequences=3))
     known = Vocabularies(folder / "tokenizer.json", model.info)

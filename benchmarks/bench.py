@@ -221,11 +221,6 @@ def recorded_command(program: str, arguments: Sequence[str]) -> str:
 async def measure(settings: BenchSettings, progress: Callable[[str], None], command: str) -> Report:
     """Measure what the settings ask for.
 
-    Args:
-        settings: What to measure.
-        progress: Told what is measured now.
-        command: For the report.
-
     Raises:
         TandemError: a service of ours could not start or failed. Another engine's failure is part of the report.
     """

@@ -177,7 +177,6 @@ class ThroughServices:
     ) -> None:
         """
         Args:
-            client: Of the coordinator.
             speculation: False for the target alone.
             tokens: num_speculative_tokens of the requests; None for the coordinator's.
             is_seeded: True if requests have seeds: the workload's and those that follow.

@@ -210,15 +210,7 @@ class Sampler:
 def steps_of(
     language: Language, contexts: IntArray, tokens: IntArray, accepted: IntArray, fault: str
 ) -> Steps:
-    """The log probabilities that a server would report: raw ones of the target, unless that is the fault.
-
-    Args:
-        language: Whose probabilities.
-        contexts: [N], as for `Sampler.generate`.
-        tokens: [N, length].
-        accepted: [N, length].
-        fault: The sampler's.
-    """
+    """The log probabilities that a server would report: raw ones of the target, unless that is the fault."""
     count, length = tokens.shape
     before = np.concatenate(
         [contexts[:, None] // language.size, contexts[:, None] % language.size, tokens], 1
@@ -306,13 +298,7 @@ def ids_of(prompt: str | list[int]) -> list[int]:
 
 
 def application(language: Language, fault: str = RIGHT, seed: int = 0) -> Starlette:
-    """Serve a sampler as OpenAI's API, with vLLM's and Tandem's metrics of speculation.
-
-    Args:
-        language: What it speaks.
-        fault: One of FAULTS, or RIGHT.
-        seed: Of requests without one.
-    """
+    """Serve a sampler as OpenAI's API, with vLLM's and Tandem's metrics of speculation."""
     served = _Served(language, fault, np.random.default_rng(seed))
 
     async def models(_: Request) -> Response:

@@ -155,12 +155,6 @@ class Peer:
 async def peer(name: str, command: list[str], setup: dict[str, Any], log: Path) -> AsyncIterator[Peer]:
     """Run a peer; what it writes to stderr goes to a file.
 
-    Args:
-        name: Display name.
-        command: An interpreter, and the module with its arguments.
-        setup: What to load.
-        log: The file.
-
     Raises:
         PeerError: it did not start.
     """

@@ -185,9 +185,6 @@ def cell_of(
     """Statistics of one contender's rounds.
 
     Args:
-        contender: Its name.
-        batch: Requests at once.
-        temperature: Of all of them.
         outcomes: One for each round.
         references: Outcomes of the target alone in the same rounds, where it took part.
     """

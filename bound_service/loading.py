@@ -40,10 +40,6 @@ def head_loader(folder: Path, method: str) -> Callable[[LoadedModel], DraftHead]
     """Read a head's config, and return the function that loads the head for its target, in the target's dtype and on
     its device.
 
-    Args:
-        folder: the checkpoint; the target's own for `mtp`.
-        method: one of `tandem.config.names.BOUND_METHODS`.
-
     Raises:
         ModelFolderError: there is no config, its format is unknown, or a number in it is missing or wrong. The returned
             function raises it where a tensor is missing or has another shape than the config says, or the head belongs
@@ -72,8 +68,6 @@ def load_pair(
     Args:
         settings: The target's. The head runs on its device and in its dtype.
         head_folder: The head's checkpoint; None for the layers for multi-token prediction in the target's own.
-        on_step: Called after each step of the target, for metrics.
-        on_failure: Called when one of the engines has ended by itself.
 
     Raises:
         ConfigurationError: the target cannot be served as the settings ask, or the head is not one of this target's.

@@ -42,10 +42,6 @@ def head_folder(settings: TargetSettings) -> Path | None:
 def head_method(settings: TargetSettings, folder: Path | None) -> str:
     """Return the method that the settings name, or else the one that the head's checkpoint implies.
 
-    Args:
-        settings: The target's.
-        folder: Result of `head_folder`.
-
     Raises:
         ConfigurationError: it is none of those that read a target's hidden states.
     """

@@ -54,7 +54,6 @@ class CoordinatorService(Service):
         """Set everything up; nothing is connected yet.
 
         Args:
-            settings: The coordinator's.
             telemetry: In place of what the settings ask for.
             http_socket: A socket that listens for HTTP already; None: bind one.
         """

@@ -38,13 +38,7 @@ class AdminClient(CoordinatorClient):
         credentials: Credentials = PLAIN,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     ) -> None:
-        """Connects on first use.
-
-        Args:
-            address: host:port of the coordinator.
-            credentials: How to connect; an admin token among them where the coordinator has one.
-            timeout_seconds: How long one call may take.
-        """
+        """Connects on first use."""
         super().__init__(address, credentials)
         self._timeout = timeout_seconds
         self._stub = AdminServiceStub(self._channel)

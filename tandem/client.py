@@ -66,8 +66,6 @@ class Retries:
         """Seconds to wait before the next attempt; None: do not retry.
 
         Args:
-            error: Error of the last attempt.
-            tried: Number of attempts so far.
             uniform: Between 0 and 1: spreads the retries of clients that failed at the same moment.
         """
         if tried >= self.attempts:
@@ -313,11 +311,6 @@ class Client(CoordinatorClient):
     ) -> None:
         """Connect on first use.
 
-        Args:
-            address: host:port of the coordinator.
-            credentials: TLS and the token, where it asks for them.
-            retries: How often a request is tried again.
-
         Raises:
             ConfigurationError: a file of the credentials cannot be read, or makes no sense.
         """
@@ -332,7 +325,6 @@ class Client(CoordinatorClient):
 
         Args:
             prompt: Text, token ids, or a complete `GenerationRequest`.
-            timeout_seconds: Time limit of the whole call, including waits between retries.
             options: Fields of `GenerationRequest`.
 
         Raises:

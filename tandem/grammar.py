@@ -98,7 +98,6 @@ class Grammars:
             tokenizer: Returns the content of tokenizer.json. Called with the first grammar, in the thread: for 128k ids
                 it takes 3 s to know the tokens by their bytes.
             vocabulary_size: The model's; the tokenizer may know fewer ids.
-            eos_token_ids: Ids that end a completion; allowed where the grammar accepts.
         """
         self._read = tokenizer
         self._vocabulary_size = vocabulary_size

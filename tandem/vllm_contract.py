@@ -108,9 +108,6 @@ RUNNER_ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
 def check_engine(runner: str = "V1") -> None:
     """Compare the installed vLLM with what the engine uses of it.
 
-    Args:
-        runner: vLLM's name of the model runner, V1 or V2.
-
     Raises:
         ConfigurationError: it is not installed, or differs.
     """

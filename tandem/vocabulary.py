@@ -49,7 +49,6 @@ class Vocabulary:
         """Read a tokenizer. It must not be used otherwise, since it tokenizes parts of texts from here on.
 
         Args:
-            tokenizer: The tokenizer.
             model_size: Ids from here on are unknown to the model; None: there are none.
 
         Raises:

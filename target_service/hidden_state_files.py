@@ -76,8 +76,6 @@ class HiddenStateFiles:
     def __init__(self, folder: Path, model: LoadedModel, layer_ids: SequenceOf[int]) -> None:
         """
         Args:
-            folder: where the files go.
-            model: loaded and not yet in use.
             layer_ids: residual streams by the number of layers before them.
 
         Raises:

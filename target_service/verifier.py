@@ -90,15 +90,6 @@ def make_verifier(
 ) -> Verifier:
     """Put a loaded model to work.
 
-    Args:
-        model: From `load_target`, or the tap's.
-        settings: Its limits.
-        on_step: Called after each step, for metrics.
-        on_failure: Called when the engine's thread has ended by itself.
-        tap: Takes hidden states out of its steps, for a draft beside it.
-        bound: Learns of each sequence, for that draft.
-        files: Receive the hidden states that the tap takes out.
-
     Raises:
         ConfigurationError: it cannot be served as the settings ask.
     """
@@ -131,13 +122,6 @@ class Verifier(EngineOwner[SequenceEngine[Any]]):
         bound: BoundSequences | None = None,
         files: HiddenStateFiles | None = None,
     ) -> None:
-        """
-        Args:
-            engine: Runs the model.
-            tokenizer_files: See the attribute.
-            bound: Learns of each sequence, where a draft reads the model's hidden states.
-            files: Receive the hidden states of finished sequences.
-        """
         super().__init__(engine)
         self._grammars: Grammars | None = None
         self._bound = bound
@@ -161,7 +145,6 @@ class Verifier(EngineOwner[SequenceEngine[Any]]):
         """Keep a sequence in the KV cache for as long as the context lives.
 
         Args:
-            options: Its options.
             on_led: Takes the answers to the steps with which it goes on by itself; None where no step allows any.
 
         Raises:

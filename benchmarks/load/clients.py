@@ -139,13 +139,7 @@ def _client(origin: str, token: str) -> httpx2.AsyncClient:
 
 @asynccontextmanager
 async def http_connection(origin: str, model: str, token: str = "") -> AsyncIterator[Connection]:
-    """Connect to an OpenAI-compatible server.
-
-    Args:
-        origin: The server.
-        model: Name of the model to ask for.
-        token: Sent as a bearer token; empty: none.
-    """
+    """Connect to an OpenAI-compatible server."""
     async with _client(origin, token) as client:
         yield _HttpConnection(client, origin, model)
 

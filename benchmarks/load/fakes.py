@@ -275,12 +275,7 @@ class Script:
         return token_id if is_right else _other(token_id)
 
     def support(self, position: int, size: int) -> tuple[int, ...]:
-        """The draft's ids at a position, its guess first; the target's token is among them only where it is the guess.
-
-        Args:
-            position: Counted from 0.
-            size: Number of ids.
-        """
+        """The draft's ids at a position, its guess first; the target's token is among them only if it is that."""
         candidate, target = self.draft_token(position), self.target_token(position)
         ids = [candidate]
         while len(ids) < size:
@@ -358,8 +353,6 @@ class ScriptedDraft(FakeDraft):
     def __init__(self, script: Script, steps: Steps, *, is_stepwise: bool = False) -> None:
         """
         Args:
-            script: The text.
-            steps: Of the draft.
             is_stepwise: Take a step for each token of a proposal, as a model does, and not one for all of them.
         """
         super().__init__()

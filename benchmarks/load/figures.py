@@ -73,11 +73,8 @@ def arrivals(
     """Requests in the order of their arrival: a Poisson process, whose gaps are exponential.
 
     Args:
-        count: Number of requests.
         rate: Requests a second on average; infinite: all arrive at the start.
         seed: Decides everything.
-        prompts: Tokens of a prompt.
-        outputs: Tokens of a completion.
     """
     gaps = np.zeros(count) if math.isinf(rate) else _random(seed, _ARRIVALS).exponential(1.0 / rate, count)
     # The first arrives at the start, as the gaps lie between requests.
@@ -193,8 +190,6 @@ def figures(all_served: Sequence[Served], goodput: Goodput, percents: Sequence[f
     """The figures of requests that were served.
 
     Args:
-        all_served: At least one, ended or failed.
-        goodput: Bounds of good requests.
         percents: Percentiles to give, 0 to 100.
     """
     well = [served for served in all_served if not served.error and served.chunks]

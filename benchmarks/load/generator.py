@@ -361,10 +361,7 @@ async def send(
     """Send all requests, each at its arrival or when a client is free, and read the answers to their ends.
 
     Args:
-        connect: Makes a client's connection.
-        arrivals: What to send.
         clients: Connections, each with at most one request at once.
-        temperature: Of every request.
         is_paced: Whether a request's latencies begin at its arrival, even if it waits for a free client; else when
             it is sent.
     """

@@ -60,11 +60,6 @@ class Administrator(ABC):
     async def drain(self, address: str, *, allow_last_target: bool, by: str) -> ReplicaSnapshot:
         """Send no new sequences to a replica, and let it finish its own.
 
-        Args:
-            address: As in `replicas`.
-            allow_last_target: Whether the last target that accepts new sequences may be drained.
-            by: The caller, for the log.
-
         Raises:
             NotFoundError: there is no such replica.
             InvalidRequestError: it is the last target, and `allow_last_target` is false.

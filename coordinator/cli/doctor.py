@@ -131,13 +131,7 @@ def version(diagnosis: Diagnosis) -> Finding:
 
 
 def clock(before: datetime, took: float, coordinator_time: datetime) -> Finding:
-    """Difference of the two clocks, assuming that the coordinator read its own halfway through the call.
-
-    Args:
-        before: Our clock when the call began.
-        took: Duration of the call, in seconds.
-        coordinator_time: The coordinator's clock.
-    """
+    """Difference of the two clocks, assuming that the coordinator read its own halfway through the call."""
     apart = abs((coordinator_time - before).total_seconds() - took / 2)
     if apart - took / 2 <= SKEW_SECONDS:
         return Finding.ok("clock", f"{milliseconds(apart)} apart, give or take {milliseconds(took / 2)}")

@@ -149,12 +149,7 @@ class FleetPlan:
 
 
 def fleet_plan(fleet: Fleet, together_clients: int) -> FleetPlan:
-    """Compare drafts elsewhere with drafts on the targets' devices, at one rate of each client.
-
-    Args:
-        fleet: Targets and drafts.
-        together_clients: Clients that the targets serve with drafts on their devices.
-    """
+    """Compare drafts elsewhere with drafts on the targets' devices, at one rate of each client."""
     batch = together_clients / fleet.targets
     together = fleet.together_seconds(batch)
     law = elsewhere_gain(fleet.proposed, fleet.draft_step_seconds(batch), fleet.verify_seconds(batch))

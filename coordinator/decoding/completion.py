@@ -192,12 +192,6 @@ class Completion:
     ) -> None:
         """
         Args:
-            prompt: The prompt.
-            limits: Limits at which it ends.
-            detokenizer: Turns ids into text.
-            stop_strings: Strings that end it.
-            request_id: The request.
-            seed: Its seed.
             grammar: What the completion may be; None for anything.
             max_forced: Most tokens that may be proposed because nothing else may follow.
         """

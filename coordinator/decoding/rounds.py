@@ -88,11 +88,7 @@ class RoundTimings:
         self._was_late = True
 
     def end_round(self, seconds: float) -> RoundCost | None:
-        """The cost of the round that has ended; None when it says nothing about the next one.
-
-        Args:
-            seconds: From the end of the previous round to the end of this one.
-        """
+        """The cost of the round that has ended; None when it says nothing about the next one."""
         verification, self._verification = self._verification, None
         drafting, self._drafting = self._drafting, None
         was_late, self._was_late = self._was_late, False
@@ -157,14 +153,6 @@ class RoundRecorder:
         timings: RoundTimings,
         request: ServedRequest,
     ) -> None:
-        """
-        Args:
-            drafter: Is asked in `propose`.
-            verifier: Is asked in `verify`.
-            accept: Decides in `accept`.
-            timings: Filled by drafter and verifier during the round.
-            request: Says which replicas serve it.
-        """
         self._drafter = drafter
         self._verifier = verifier
         self._accept = accept

@@ -52,8 +52,6 @@ def expected_seconds(member: Member[DraftClient], token_count: int, unread: int 
     more, by its own profile and by what it says of the sequences of all its callers.
 
     Args:
-        member: The draft.
-        token_count: Tokens of the proposal.
         unread: Tokens that it must read before.
 
     Returns:
@@ -225,7 +223,6 @@ class DraftPlacement:
         """The continuation that was drafted ahead of the outcome that came; None where another outcome came.
 
         Args:
-            tokens: The sequence.
             wanted: Tokens that are worth waiting for while the draft is still at the continuation.
             at_most_seconds: Bound on that wait.
 

@@ -75,13 +75,8 @@ class App:
         """Set up the endpoints.
 
         Args:
-            settings: The coordinator's.
-            completions: Runs completions.
-            chats: Makes prompts of chats.
             status: Returns the status that the page shows.
             metrics: Returns the metrics in Prometheus's text form and its content type; None when none are collected.
-            readiness: Says why no request is admitted at the moment.
-            calls: Counts the running completions, for a drain.
         """
         self._readiness = readiness
         self._chats = chats

@@ -154,9 +154,7 @@ class BodyReader:
         """The body of a request. `request.state.ignored_fields` has the names of ignored fields.
 
         Args:
-            request: The request.
             model: What its body must be.
-            turns: Large bodies take turns to be parsed.
             max_length: A prompt may have so many token ids.
             max_logit_biases: And a request so many biases.
 

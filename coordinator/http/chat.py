@@ -111,8 +111,6 @@ class ChatTemplate:
         """A template that is compiled at its first use.
 
         Args:
-            source: Jinja.
-            special_tokens: Variables for it beside the messages.
             origin: Where it came from, for error messages.
             refusal: The error that an unusable template raises, here and in `check`.
         """

@@ -75,7 +75,6 @@ class AcceptanceRule:
         Args:
             own: The proposal, with distributions or logits where the rule needs them, and K + 1 rows of the target, of
                 one of `row_kinds`. If they came in a message with others, it decides all of those at once.
-            noise: Random numbers.
 
         Raises:
             RowError: The rows do not fit the proposal, or lack something that the rule needs.

@@ -157,7 +157,6 @@ def recover(rejected: Sequence[tuple[Round, int, JointRow, float]], noise: Noise
     Args:
         rejected: For each: the round, how many tokens it keeps, target and draft after them, and the factor of the
             target; 1 for token-by-token rules.
-        noise: Random numbers.
     """
     races = [
         race(own, count, joint.row, residual(joint, scale), scale) for own, count, joint, scale in rejected
@@ -178,10 +177,8 @@ def with_next_tokens(
     """Give each round its next token: a sample of the target after a whole proposal, else a recovered one.
 
     Args:
-        rounds: All of them.
         counts: For each round, how many tokens it keeps.
         rejected: As in `recover`, for the rounds that do not keep their whole proposal, in order.
-        noise: Random numbers.
     """
     recovered = iter(recover(rejected, noise))
     return [

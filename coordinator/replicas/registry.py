@@ -68,9 +68,6 @@ class ReplicaRegistry:
     async def start(self, waits: Callable[[str], None] = lambda _: None) -> None:
         """Return once there is a target and, where drafts are configured, a matching draft or none in time.
 
-        Args:
-            waits: Is told for what and for how long.
-
         Raises:
             ServiceUnavailableError: a service is not ready in time.
             IncompatibleModelsError: draft and target break a rule.

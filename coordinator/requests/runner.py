@@ -134,7 +134,6 @@ class RequestRunner:
         """Stream a completion.
 
         Args:
-            request: What to complete, and how.
             deadline_seconds: How long its client waits at most; None: forever.
             request_id: Its name in logs, traces and the list of requests; None: make one up.
             traceparent: The client's W3C trace context; empty when it sent none.

@@ -49,9 +49,6 @@ def check_counts(message: Any, bounds: RequestBounds, prompt_tokens: int, max_le
 
     Args:
         message: A GenerateRequest of the protocol, whose fields have the names of the request's.
-        bounds: Bounds of a request.
-        prompt_tokens: Token ids of its prompt.
-        max_length: The target's.
 
     Raises:
         InvalidRequestError: with a sentence for each count that is too high.
@@ -64,8 +61,6 @@ def too_much_text(text: str, bounds: RequestBounds, max_text_bytes: int | None =
     """Yield the reason why a prompt's text is too large to be tokenized; nothing when it is not.
 
     Args:
-        text: The prompt.
-        bounds: Bounds of a request.
         max_text_bytes: Bytes beyond which any text has too many tokens; None where there is no such bound.
     """
     # Lone surrogates cannot travel over the wire, but occur in Python.

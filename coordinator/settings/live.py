@@ -66,7 +66,6 @@ class LiveConfig:
         Args:
             values: Values by option, spelled as on the command line; null or nothing unsets an option.
             reset: Options that return to the value at the coordinator's start.
-            by: The caller, for the log and for later queries.
 
         Returns:
             The named options with their new values.

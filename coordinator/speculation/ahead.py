@@ -126,7 +126,6 @@ class AheadModel:
 
         Args:
             costs: Of rounds that do not draft ahead.
-            load: Sequences that share the target.
             expected: Expected tokens of a round with a proposal of 0, 1, ... tokens; rounds propose the most of them.
             outcomes: How many the draft drafts for. Each is one more token in its steps.
         """
@@ -167,7 +166,6 @@ def tokens_after_hit(expected: Sequence[float], unfinished: Unfinished, *, token
 
     Args:
         expected: Expected tokens of a round with a proposal of 0, 1, ... tokens, as many as it may have.
-        unfinished: The continuation.
         tokens_per_second: What rounds make now.
     """
     ready, _, due_seconds, step_seconds = unfinished
@@ -193,8 +191,6 @@ def tokens_after_miss(
     Args:
         expected: Expected tokens of a round with a proposal of 0, 1, ... tokens.
         verify_seconds: Of a verification of as many.
-        counts: Numbers of tokens to choose from.
-        draft_seconds: Of a draft step.
         wait_seconds: Of asking the draft, beside its steps: messages, and the step of branches that it is at.
         tokens_per_second: What rounds make now.
     """

@@ -101,10 +101,7 @@ class Choice:
     ) -> None:
         """
         Args:
-            costs: Of rounds that do not draft ahead.
-            gains: Acceptance.
             ahead: What drafting ahead changes.
-            load: Sequences that share the target.
             lengths: Numbers of tokens to choose from, ascending; a fixed policy leaves one.
             outcomes: Numbers of outcomes to choose from, ascending; 0: not ahead.
         """
@@ -338,11 +335,7 @@ class RequestSpeculation:
         return 0.0 if self.choice is None else self.choice.gain
 
     def begin_round(self, load: int) -> int:
-        """Number of tokens to propose in the round that begins; 0: the target works alone.
-
-        Args:
-            load: Sequences that share the target now, this one included.
-        """
+        """Number of tokens to propose in the round that begins; 0: the target works alone."""
         self._rounds += 1
         if self._rounds == 2:
             self.end()
@@ -628,12 +621,6 @@ class SpeculationController:
         """The rule with the highest predicted tokens per second at the nearest load so far.
 
         One of few proposals is predicted by its optimistic acceptance, and so is tried.
-
-        Args:
-            names: Rules to choose from, the first preferred.
-            draft: Name of the draft's model.
-            temperature: Of the request.
-            load: Sequences that share a target.
         """
         return max(names, key=lambda name: self._hope(request_kind(draft, name, temperature), load))
 

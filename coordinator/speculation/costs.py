@@ -198,8 +198,6 @@ class CostModel:
     ) -> None:
         """
         Args:
-            target: Its steps.
-            draft: Its steps.
             target_trip_seconds: The way there and back.
             draft_trip_seconds: Likewise.
             leads: True if the target, left alone, begins the next rounds before it is asked.

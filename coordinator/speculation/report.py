@@ -80,9 +80,6 @@ def of_coordinator(
     """State of speculation that a new request can expect.
 
     Args:
-        replicas: All replicas.
-        is_enabled: Whether speculation is switched on.
-        num_speculative_tokens: As configured.
         latest: State of the oldest running request or of the last one; None before any.
     """
     drafts = [replica for replica in replicas if replica.role is Role.DRAFT]

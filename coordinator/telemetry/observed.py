@@ -114,9 +114,6 @@ class ObservedRequest(RequestObserver):
     ) -> None:
         """
         Args:
-            metrics: What the request adds to.
-            streams: Counts the bytes of its streams.
-            tracer: Makes the other spans, if the request's own is recorded.
             span: The request's own, recorded or not: the services' spans continue it.
             trace_rounds: Share of the traced requests whose rounds have spans.
         """

@@ -38,7 +38,6 @@ class CoordinatorTelemetry:
         """Build the telemetry that the settings ask for.
 
         Args:
-            settings: Where telemetry goes.
             is_read: Whether anything besides the Prometheus port reads `prometheus_text`.
         """
         return cls(settings, telemetry_for(settings, "coordinator", is_read))

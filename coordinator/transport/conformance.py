@@ -56,11 +56,6 @@ class Conversation:
     """One stream to the service, on which requests are said as they are."""
 
     def __init__(self, channel: grpc.aio.Channel, seconds: float) -> None:
-        """
-        Args:
-            channel: To the service.
-            seconds: How long an answer may take.
-        """
         self._call: Call = channel.stream_stream("/tandem.v1.DraftService/Propose")()
         self._seconds = seconds
         self._arrived: defaultdict[int, asyncio.Queue[wire.Answer | ProtocolError | Ending]] = defaultdict(
@@ -564,10 +559,6 @@ CHECKS: dict[str, Callable[[Subject], Awaitable[str]]] = {
 
 async def conformance(channel: grpc.aio.Channel, seconds: float) -> list[Finding]:
     """Everything that a draft service does as the protocol says, and what not.
-
-    Args:
-        channel: To the service.
-        seconds: How long an answer may take.
 
     Raises:
         TandemError: the service does not say what it serves, so that nothing can be tested.

@@ -228,8 +228,6 @@ class PendingOutcomes:
         """A round begins that extends so many tokens by this proposal.
 
         Args:
-            base_length: Tokens before the proposal.
-            proposed: The proposal.
             budget: What the draft may push; None for nothing.
         """
         if budget is not None:
@@ -274,11 +272,7 @@ class PendingOutcomes:
         return True
 
     def find(self, token_ids: Sequence[int]) -> Proposal | None:
-        """The continuation of the outcome that came; None where it was not drafted for.
-
-        Args:
-            token_ids: The sequence as it is now.
-        """
+        """The continuation of the outcome that came; None where it was not drafted for."""
         rank = self._ranks.get(self._outcome(token_ids))
         if rank is None:
             return None
@@ -294,11 +288,7 @@ class PendingOutcomes:
         return Proposal(len(token_ids), tokens, distributions, outcome_rank=rank)
 
     def ready_count(self, token_ids: Sequence[int]) -> int:
-        """Number of tokens of the outcome that came, if it goes on in every depth that is there; 0 before the first.
-
-        Args:
-            token_ids: The sequence as it is now.
-        """
+        """Number of tokens of the outcome that came, if it goes on in every depth that is there; 0 before the first."""
         return self._ready_count(self._ranks.get(self._outcome(token_ids)))
 
     def _ready_count(self, rank: int | None) -> int:
@@ -310,12 +300,7 @@ class PendingOutcomes:
         return rank >= len(last) or last[rank] == ENDED
 
     def unfinished(self, token_ids: Sequence[int], now: float) -> Unfinished | None:
-        """The continuation of the outcome that came, while the draft is still at it; None otherwise.
-
-        Args:
-            token_ids: The sequence as it is now.
-            now: The time, on the clock of `add`.
-        """
+        """The continuation of the outcome that came, while the draft is still at it; None otherwise."""
         rank = self._ranks.get(self._outcome(token_ids))
         ready = self._ready_count(rank)
         if rank is None or self._budget is None or ready >= self._budget.token_count:
@@ -531,8 +516,6 @@ class DraftSequence:
         """Up to `count` tokens that may follow; None while the draft is late.
 
         Args:
-            completion: What they follow.
-            count: How many.
             patience_seconds: How long to wait.
             budget: How far the draft may then draft ahead.
 
@@ -677,11 +660,6 @@ class NoDrafter:
     """Proposes nothing: the target alone."""
 
     def __init__(self, reason: str = "", lead: int = 0) -> None:
-        """
-        Args:
-            reason: Why no draft proposes.
-            lead: How many rounds the target may begin by itself.
-        """
         self._lead = lead
         self.speculation_state = SpeculationState(is_on=False, num_speculative_tokens=0, reason=reason)
 

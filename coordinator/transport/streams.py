@@ -84,7 +84,6 @@ class SequenceStream(Generic[RequestT, AnswerT]):
         """Begin.
 
         Args:
-            stream: The stream.
             listener: Receives the answers. It is called by the stream's reader: a task for each answer costs 30 us.
             traffic: Counts the bytes; None: nobody reads the counts.
         """

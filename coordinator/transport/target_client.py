@@ -192,13 +192,7 @@ class TargetClient:
     def sequence(
         self, options: TargetOptions, rows: RowChoice, observer: StreamObserver = NO_OBSERVER
     ) -> TargetSequence:
-        """Begin a sequence on it. The caller must cancel the sequence in the end, whatever happens.
-
-        Args:
-            options: Sent to the service when the sequence opens.
-            rows: Which rows the service answers with.
-            observer: Observes the stream.
-        """
+        """Begin a sequence on it. The caller must cancel the sequence in the end, whatever happens."""
         options = replace(options, traceparent=observer.traceparent)
         return TargetSequence(self._streams, options, rows, observer, self._messages)
 

@@ -86,7 +86,6 @@ class AheadDrafter:
         """Draft ahead of the verification of the last tokens of the sequence.
 
         Args:
-            step: Grants the budget.
             delta: Makes the sequence the trunk, in the target's tokens.
             proposed_count: How many of the trunk's last tokens are the proposal.
             trunk: The trunk in the draft's tokens, where these are others.
@@ -388,10 +387,6 @@ def rank(
 
     Args:
         logits: [len(proposed) + 1, vocabulary_size]; with a trunk, its `rows`.
-        proposed: The proposed tokens.
-        base_length: Tokens before them.
-        options: Of the sequence.
-        sampler: Computes the probabilities.
         trunk: Says what the columns are, where the draft has other tokens than the target.
 
     Returns:

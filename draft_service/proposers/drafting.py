@@ -178,9 +178,7 @@ def extended(
     """Draw one more token for each proposal.
 
     Args:
-        draftings: The proposals in the making.
         logits: [len(draftings), vocabulary_size].
-        sampler: Computes and draws.
     """
     vocabularies = {id(drafting.shared): drafting.shared for drafting in draftings}
     if len(vocabularies) > 1:
@@ -267,9 +265,7 @@ def _drawn(draftings: Sequence[Drafting], logits: Tensor, sampler: Sampler, ids:
     """Draw a column for each row, -1 where its logits are not finite, and record the distributions that travel.
 
     Args:
-        draftings: The proposals in the making.
         logits: [len(draftings), V].
-        sampler: Computes and draws.
         ids: The target's id of each column, which keys its noise, [V]; None: columns are ids.
     """
     found = [-1] * len(draftings)

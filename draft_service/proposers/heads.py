@@ -77,13 +77,9 @@ class BoundProposer(EngineOwner[Engine[Drafting, Proposal]]):
         """
         Args:
             backends: Run the head, which is their model (`tandem.engine.hidden_states.as_model`).
-            states: Hidden states for the head.
-            sequences: The target's open sequences.
             limits: Of the head's engine. Other prompts' pages are not reused: a pair's keys depend on a token that
                 its own sequence does not show.
-            method: The drafting method.
             kind: How the head's passes become a proposal; by default one token for each pass.
-            on_failure: Called when the engine's thread has ended by itself.
         """
         kind = self._kind = kind or HeadKind(BoundSequence, _extend)
         self.vocabularies = None
@@ -342,7 +338,6 @@ def _drawn(
     Args:
         draftings: The proposals in the making; none wants more tokens than a pass has.
         logits: [len(draftings), tokens_per_pass * vocabulary_size], a pass's first token first.
-        sampler: Computes and draws.
         tokens_per_pass: Tokens that each row foresees.
     """
     outcomes: dict[int, Outcome] = {}

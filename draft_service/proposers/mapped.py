@@ -178,8 +178,6 @@ class MappedTrunk:
     def __init__(self, mapped: Mapped, transcript: Transcript, proposed: Sequence[int], read: int) -> None:
         """
         Args:
-            mapped: How the sequence is drafted for.
-            transcript: The sequence before the proposal.
             proposed: The proposal, in the target's tokens.
             read: The transcript's first tokens that the draft has.
         """

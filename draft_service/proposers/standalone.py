@@ -130,12 +130,9 @@ class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
     ) -> None:
         """
         Args:
-            engine: Runs the model.
             draft_top_k: Default of `DraftOptions.draft_top_k`.
             support_mass: See `Drafting`.
-            sampler: Computes and draws.
             grammars: Compiles what sequences may be; None: proposals heed no grammar.
-            drafts_ahead: The engine has branches.
             vocabularies: Those of targets with other tokenizers; None: there can be none.
         """
         super().__init__(engine)
@@ -270,7 +267,6 @@ class StandaloneSequence:
 
         Args:
             delta: In the draft's tokens.
-            count: How many tokens to draw.
             base_length: Length of the sequence in the target's tokens, where these are others.
             shared: The tokens to draw among, as `Drafting` has them.
             before: The completion's tokens, likewise, where the target's are others.

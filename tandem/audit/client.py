@@ -121,8 +121,6 @@ class Server:
         """Complete a prompt once, or `n` times.
 
         Args:
-            prompt: Its text, or its ids.
-            max_tokens: Most tokens.
             temperature: 0 is greedy.
             fields: More of the request's fields; None leaves out one that is sent otherwise.
 
@@ -214,8 +212,6 @@ async def connected(
 
     Args:
         url: http://HOST:PORT/v1.
-        model: None: the first one that the server lists.
-        key: Sent as a bearer token; None: nothing is sent.
         budget: What all servers of an audit share.
         concurrency: Most requests at once.
         timeout_seconds: Of each request.

@@ -167,11 +167,6 @@ async def audit(
 ) -> Audit:
     """Audit a server.
 
-    Args:
-        options: What and how much.
-        report: Told about progress, a few words at a time.
-        transports: For tests: of the server and of its reference.
-
     Raises:
         TandemError: the server cannot be used at all.
     """
@@ -291,7 +286,6 @@ def expected(name: str, steps: Steps, is_raw: bool) -> tuple[Steps, int]:
     """The distribution that a look's tokens must have, given what the server reported.
 
     Args:
-        name: The look.
         steps: With the reported probabilities.
         is_raw: True if these are the ones before temperature and truncation.
 
@@ -434,7 +428,6 @@ def compared(found: Sequence[tuple[int, bool, Completion]], permutations: int = 
 
     Args:
         found: Prompt's place, True for the reference, and the completion.
-        permutations: Of each test, at most.
     """
     kinds: dict[str, list[tuple[object, int]]] = {
         name: [] for name in ("first token", "first two tokens", "pairs of tokens", "length", "reason to end")

@@ -130,11 +130,6 @@ def martingale_p(total: float, variance: float, third: float) -> tuple[float, fl
 
     Rare events make the sum skewed. The Cornish-Fisher correction by the third moment is used only where it lowers the
     z-score, so that it never accuses.
-
-    Args:
-        total: The sum.
-        variance: Sum of conditional variances.
-        third: Sum of conditional third central moments.
     """
     if variance <= 0:
         return 0.0, None
@@ -473,8 +468,6 @@ def permutation_p(
         units: [N], completion that it belongs to.
         strata: [units], prompt of each completion; labels are exchanged only within one.
         is_second: [units], True for the second sample.
-        permutations: At most so many.
-        seed: Of the permutations.
     """
     generator = np.random.default_rng(seed)
     total = np.bincount(cells)

@@ -35,7 +35,6 @@ class BoundedProcess:
         """
         Args:
             module: What it runs; see `tandem.bounded.worker.work`.
-            waiting: Who waits, for the refusal of too many.
             first: A message before all others, without which the process is of no use.
         """
         self._module = module

@@ -152,8 +152,6 @@ def command_line(cls: type[Options], program: str, width: int | None = None) -> 
     """The command line of a settings class, with its help.
 
     Args:
-        cls: The class.
-        program: The command, for instance "tandem serve target".
         width: Of the help, in characters; by default the terminal's, up to 100.
     """
     wide = width or min(shutil.get_terminal_size().columns, 100)

@@ -35,13 +35,7 @@ REFUSED_OPTIONS = {
 
 
 def changes_nothing(option: str, value: object, method: object) -> bool:
-    """True if a refused option asks for what is done anyway, such as one of vLLM's defaults.
-
-    Args:
-        option: Its name.
-        value: Its value, of which a file or a command line may have made text.
-        method: The drafting method, if one is named.
-    """
+    """True if a refused option asks for what is done anyway, such as one of vLLM's defaults."""
     switches = (
         "disable_padded_drafter_batch",
         "use_local_argmax_reduction",

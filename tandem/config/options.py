@@ -202,8 +202,6 @@ def unknown_option(
 
     Args:
         given: The user's spelling.
-        known: Known options by name, with their spelling in that source, to suggest a similar one.
-        value: Its value, if known.
         own_prefix: Prefix of the service's environment variables.
     """
     name = given.removeprefix("--").removeprefix(own_prefix).removeprefix(ENVIRONMENT_PREFIX)

@@ -32,13 +32,7 @@ Rules = tuple[Rule[Any], ...]
 
 
 def broken(rules: Sequence[Rule[SubjectT]], subject: SubjectT, unreadable: Collection[str] = ()) -> list[str]:
-    """A sentence for each way in which the subject breaks a rule.
-
-    Args:
-        rules: The rules to check.
-        subject: The object to check.
-        unreadable: Options whose value could not be read, which is reported elsewhere.
-    """
+    """A sentence for each way in which the subject breaks a rule."""
     return [
         sentence
         for rule in rules

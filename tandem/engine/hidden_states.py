@@ -58,7 +58,6 @@ class HiddenStateTap:
     def __init__(self, target: LoadedModel, head: StateReader) -> None:
         """
         Args:
-            target: the model, loaded and not yet in use.
             head: chooses the layers, and combines their states.
 
         Raises:
@@ -303,11 +302,6 @@ class LayerStates:
     """The states of chosen layers, beside each other."""
 
     def __init__(self, layer_ids: SequenceOf[int], model: LoadedModel) -> None:
-        """
-        Args:
-            layer_ids: residual streams by the number of layers before them.
-            model: whose they are.
-        """
         config = model.module.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
         self.layer_ids = tuple(layer_ids)
         self.state_size: int = len(self.layer_ids) * config.hidden_size

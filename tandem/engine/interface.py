@@ -91,7 +91,6 @@ class RowRequest:
         """How the sequence goes on by itself, as the table of outcomes is now.
 
         Args:
-            answer: The answer.
             token_ids: All of the sequence's tokens, the proposal's at the end, where a grammar asks for them.
 
         Returns:

@@ -44,7 +44,6 @@ def adjusted(logits: Tensor, wanted: LogitAdjustments, prompt_length: int, base_
     its own count of tokens before it.
 
     Args:
-        logits: [R, V], any floating type. They are left as they are.
         wanted: The changes; their ids must be in the vocabulary.
         prompt_length: Tokens of the prompt; those after it count towards `min_tokens`.
         base_length: How many tokens stand before the first row's position.
@@ -74,10 +73,6 @@ def forbid(logits: Tensor, masks: MaskArray) -> Tensor:
     """Write -inf over the logits of the ids that a grammar forbids, and return the logits.
 
     In place, since new memory for 80 rows of 128k ids costs a CPU more than the rest.
-
-    Args:
-        logits: [R, V], any floating type.
-        masks: The masks of the rows; see `tandem.grammar`.
     """
     if logits.device.type == "cpu":
         bits = np.unpackbits(~masks.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
@@ -118,7 +113,6 @@ def penalized(
         logits: [R, V], any floating type; the rows of the last R positions.
         token_ids: All tokens, the proposal's at the end. The last row is for the token after them.
         prompt_length: How many of the first tokens are the prompt.
-        sampling: The penalties.
 
     Returns:
         float32 [R, V].
@@ -196,7 +190,6 @@ class RowsOfKind:
         Args:
             logits: [rows of the requests in order, vocabulary_size], any floating type.
             inputs: those of `inputs`, on the device.
-            sampler: computes and draws.
 
         Returns:
             Tensors that the host reads.

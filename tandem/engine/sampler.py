@@ -25,8 +25,6 @@ class Sampler:
         """The distribution of each row, float64 [R, V]; see `tandem.sampling.warping.warp`.
 
         Args:
-            logits: [R, V], any floating type.
-            sampling: of each row.
             columns: their `parameter_rows` on the device of the logits, so that the host need not wait for it.
         """
         probs: Tensor = warp(logits, sampling, columns)

@@ -147,10 +147,7 @@ def run_modules(module: Any, packing: Packing, rows: SequenceOf[int], device: to
     """One forward pass by the model's own modules.
 
     Args:
-        module: a transformers causal language model.
-        packing: the step; its `attend` is the attention of every layer.
         rows: indices of the packed tokens whose logits are wanted.
-        device: where the module is.
 
     Returns:
         Logits, [len(rows), vocabulary_size] in the dtype that the module's last layer gives.
@@ -194,7 +191,6 @@ class StepBackend(ABC):
         """Runs one step. The segments' keys and values are then in the KV cache.
 
         Args:
-            segments: the accepted segments.
             rows: indices of the tokens whose logits are wanted, ascending, counted segment after segment.
 
         Returns:

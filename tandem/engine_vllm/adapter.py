@@ -45,13 +45,7 @@ _CPU_ENVIRONMENT = {
 
 
 def prepare_process(threads: int | None, device: str, device_count: int) -> None:
-    """Set what vLLM and torch read from the environment, unless the user has. Before either is imported.
-
-    Args:
-        threads: CPU threads of each worker; None leaves it to them.
-        device: Device of the model, as torch names it; of several the first one.
-        device_count: Devices that the model is split over.
-    """
+    """Set what vLLM and torch read from the environment, unless the user has. Before either is imported."""
     for name, value in (_ENVIRONMENT | (_CPU_ENVIRONMENT if device == "cpu" else {})).items():
         os.environ.setdefault(name, value)
     if threads is not None:
@@ -133,10 +127,6 @@ def _single(spec: Any) -> list[Any]:
 
 def load_core(options: Mapping[str, Any], on_failure: Callable[[], None] | None) -> Core:
     """Start vLLM's workers, load the weights and allocate the KV cache.
-
-    Args:
-        options: Of its `EngineArgs`.
-        on_failure: Called when a worker's process has ended by itself.
 
     Raises:
         ConfigurationError: vLLM refuses the model or an option, in its own words.

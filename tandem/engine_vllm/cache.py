@@ -97,11 +97,8 @@ class BlockCache:
     ) -> None:
         """
         Args:
-            manager: vLLM's `KVCacheManager`.
             block_tokens: Tokens of a block; of the smallest, where groups of layers differ.
             hash_tokens: Tokens of a hash.
-            hasher: Computes the hashes that a request lacks; None without a prefix cache.
-            running: vLLM's `RequestStatus.RUNNING`.
             has_windows: Some layers see the last tokens only.
             zeroes_blocks: The workers clear blocks before they are written to.
         """

@@ -64,12 +64,8 @@ def load_vllm(
     """Load a model into vLLM's workers.
 
     Args:
-        settings: The service's.
-        folder: The checkpoint.
         proposal_length: Length of the proposals for which CUDA graphs are captured; 0 for a model of which steps want
             one row of each sequence.
-        load_config: Fields of vLLM's LoadConfig.
-        on_failure: Called when a worker has ended by itself.
 
     Raises:
         ModelFolderError: the folder holds no checkpoint.
@@ -280,13 +276,6 @@ class VllmBranches:
     writes_behind_trunk = False
 
     def __init__(self, model: VllmModel, cache: BlockCache, steps: VllmSteps, limits: Any) -> None:
-        """
-        Args:
-            model: Has the logits.
-            cache: Knows the branches.
-            steps: Runs them.
-            limits: vLLM's `SchedulerConfig`.
-        """
         self._model = model
         self._cache = cache
         self._steps = steps

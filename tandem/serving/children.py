@@ -15,13 +15,7 @@ class Child:
     """A process whose stdout this one reads."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, stop_seconds: float) -> None:
-        """Take over a process.
-
-        Args:
-            name: For errors.
-            process: It has a pipe for stdout.
-            stop_seconds: Time to stop before it is killed.
-        """
+        """Take over a process."""
         self.name = name
         self.process = process
         self._stop_seconds = stop_seconds

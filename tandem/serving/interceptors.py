@@ -398,7 +398,6 @@ class ErrorBoundary(Interceptor):
         """Guard the methods of a server.
 
         Args:
-            calls: Where to count the calls.
             stalled_reader_timeout_seconds: How long one message of a stream may wait for its reader. None: without end.
         """
         self._calls = calls

@@ -56,7 +56,6 @@ def authorize(scope: Scope, authorization: str | None, tokens: Tokens) -> None:
     """Permit or refuse a call.
 
     Args:
-        scope: The permission that the call needs.
         authorization: The authorization header; None when there is none.
         tokens: The server's tokens.
 

@@ -157,10 +157,6 @@ class Service(ABC):
     ) -> None:
         """Open what serves requests other than one gRPC call each: HTTP, or shared streams. Called first.
 
-        Args:
-            readiness: Says whether such requests are admitted.
-            calls: Where to count them.
-
         Raises:
             ConfigurationError: an address cannot be bound.
         """
@@ -192,8 +188,6 @@ async def serve(
     the process at once.
 
     Args:
-        settings: Where and how to serve.
-        service: The service.
         before_ready: Called once the service has started, before it accepts calls.
         shares_port: True if other processes listen on the same port; the system gives each connection to one of them.
         listens_late: Listen only once the service is ready, so that no connection comes here before.

@@ -31,13 +31,7 @@ class ServedSequence(Generic[OptionsT, StepT, AnswerT]):
     def __init__(
         self, options: OptionsT, say: Callable[[AnswerT], None], room: Callable[[], Awaitable[None]]
     ) -> None:
-        """Begin.
-
-        Args:
-            options: Options with which it was opened.
-            say: Queues an answer.
-            room: Waits until the stream's reader has taken enough of what waits.
-        """
+        """Begin."""
         self.options = options
         self.kept_tokens = 0
         """Number of first tokens that the coordinator keeps, known once its steps have ended."""
@@ -150,13 +144,7 @@ class SequenceStreams:
         self._max_calls = 1 << 30
 
     def apply_limits(self, readiness: ReadinessInterceptor, calls: RunningCalls, max_calls: int) -> None:
-        """Apply the server's limits on calls to sequences.
-
-        Args:
-            readiness: Admits or refuses calls.
-            calls: Counts them.
-            max_calls: Maximum calls at once.
-        """
+        """Apply the server's limits on calls to sequences."""
         self._readiness, self._calls, self._max_calls = readiness, calls, max_calls
 
     async def serve(
@@ -166,11 +154,6 @@ class SequenceStreams:
         translation: Translation[OptionsT, StepT, AnswerT, RequestsT, AnswersT],
     ) -> AsyncGenerator[AnswersT]:
         """Serve the sequences of a stream; yield messages, as few as possible.
-
-        Args:
-            requests: The stream's messages.
-            serve_sequence: Serves one sequence until it ends.
-            translation: Reads and writes messages.
 
         Raises:
             InvalidRequestError: a message of the stream cannot be read.

@@ -24,11 +24,6 @@ def server_credentials(
 ) -> grpc.ServerCredentials:
     """Server credentials. Each new connection uses the files' current certificate.
 
-    Args:
-        cert_file: PEM file of the server's certificate and its chain.
-        key_file: PEM file of its key.
-        client_ca_file: PEM file of the accepted authorities for clients' certificates; None: clients need none.
-
     Raises:
         ConfigurationError: a file cannot be read, or the files do not match.
     """
@@ -108,11 +103,7 @@ _DAY = timedelta(days=1)
 
 
 async def watch_expiry(paths: Sequence[Path]) -> None:
-    """Warn of certificates that have expired or soon will: at once, once a day, and at their expiry. Never returns.
-
-    Args:
-        paths: PEM files, read again each time: they may have been renewed.
-    """
+    """Warn of certificates that have expired or soon will: at once, once a day, and at their expiry. Never returns."""
     while True:
         wait = warn_of_expiry(paths, datetime.now(UTC))
         await asyncio.sleep(wait.total_seconds())

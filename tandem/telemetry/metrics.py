@@ -94,11 +94,6 @@ class AtScrape(Collector, Generic[ValueT]):
     def __init__(
         self, read: Callable[[], ValueT | None], metrics: Callable[[ValueT], Iterable[Metric]]
     ) -> None:
-        """
-        Args:
-            read: Reads the value, on the event loop; None: there are no metrics now.
-            metrics: Makes metrics of it.
-        """
         self._read = read
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()

@@ -64,13 +64,7 @@ class Telemetry:
     """Traces and metrics of one process. Made once, started once, closed once."""
 
     def __init__(self, options: TelemetryOptions, service: str, exports: Exports | None = None) -> None:
-        """Register the process's own metrics, and choose the exporters; `start` opens the port and begins to send.
-
-        Args:
-            options: Where telemetry goes.
-            service: coordinator, draft, target or vllm.
-            exports: In place of what the options say.
-        """
+        """Register the process's own metrics, and choose the exporters; `start` opens the port and begins to send."""
         self._options = options
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry(auto_describe=True)
@@ -251,13 +245,7 @@ class _SpanExporter(OTLPSpanExporter):
 
 
 def to_otlp(families: Iterable[Family], resource: Resource, started_ns: int) -> MetricsData:
-    """Counters become cumulative monotonic sums, histograms explicit ones, all else gauges.
-
-    Args:
-        families: Metrics from a registry.
-        resource: The resource that reports.
-        started_ns: Start of the counters, in nanoseconds since 1970.
-    """
+    """Counters become cumulative monotonic sums, histograms explicit ones, all else gauges."""
     now_ns = time.time_ns()
     metrics = [_metric(family, started_ns, now_ns) for family in by_conventions(families) if family.samples]
     scope = InstrumentationScope("tandem", tandem.__version__)

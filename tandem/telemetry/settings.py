@@ -42,8 +42,6 @@ def telemetry_for(options: TelemetryOptions, service: str, is_read: bool = False
     """A process's telemetry; None when nothing would receive it.
 
     Args:
-        options: Where it goes.
-        service: coordinator, draft or target.
         is_read: True if anything besides the options' exporters reads the metrics.
     """
     if not (is_read or options.prometheus_port is not None or sends(options)):

@@ -47,10 +47,6 @@ def ints_to_bytes(values: Sequence[int]) -> bytes:
 def ints_from_bytes(data: bytes, what: str) -> tuple[int, ...]:
     """Read little-endian signed 32-bit integers.
 
-    Args:
-        data: The bytes.
-        what: Name of the column.
-
     Raises:
         ProtocolError: the bytes are no such integers.
     """
@@ -79,7 +75,6 @@ def floats_from_bytes(data: bytes, what: str, count: int | None = None) -> Float
 
     Args:
         data: The bytes, little-endian binary32.
-        what: Name of the column.
         count: Number of values; None: any.
 
     Raises:

@@ -115,13 +115,7 @@ def write_requests(
 def read_requests(
     message: Any, options: Callable[[Any], Any], steps: Callable[[Any], Iterable[tuple[int, Any]]]
 ) -> Iterator[tuple[int, Any]]:
-    """The requests of a message of either service, by number of their sequence.
-
-    Args:
-        message: The message.
-        options: Reads what opens a sequence; an InvalidRequestError is passed on in place of the options.
-        steps: Reads the columns of steps.
-    """
+    """The requests of a message of either service, by number of their sequence."""
     for opening in message.opens:
         try:
             yield opening.sequence, options(opening)

@@ -53,8 +53,6 @@ class Mirror(Generic[DataT, MessageT]):
         """A mirror of two classes.
 
         Args:
-            data: The dataclass.
-            message: The message.
             apart: Fields of the dataclass that the caller converts.
             sent_as: Names in the message that are neither the dataclass's own nor the same with `_count` behind it.
         """
@@ -143,13 +141,7 @@ def travels_by(data: type[DataT], encode: Callable[[DataT], Any], decode: Callab
 
 
 def enum_codec(kind: type[Enum], described: EnumDescriptor, field: str) -> Codec:
-    """The codec of an enum whose members have the names of the protocol's, without its prefix.
-
-    Args:
-        kind: The enum.
-        described: The protocol's.
-        field: Name of the field, for the refusal of an unknown value.
-    """
+    """The codec of an enum whose members have the names of the protocol's, without its prefix."""
     prefix = described.values[0].name.removesuffix("UNSPECIFIED")
     values = {member: described.values_by_name[prefix + member.name].number for member in kind}
     members = {value: member for member, value in values.items()}

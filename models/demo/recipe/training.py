@@ -84,7 +84,6 @@ def train_until_over(
     Args:
         model: Its parameters that require gradients are trained.
         next_loss: From the share of the time that is used to the loss of the next batch, and its tokens.
-        minutes: How long.
         matrix_lr: Peak learning rate of the matrices of the layers.
         other_lr: That of everything else.
         save: Called now and then.

@@ -86,7 +86,6 @@ async def answer(folder: Path, questions: Sequence[tuple[str, float]], minutes: 
     """Fill the folder with files of states; returns the number of tokens answered.
 
     Args:
-        folder: Exists.
         questions: Each with its temperature.
         minutes: After which no further question is asked.
     """

@@ -251,13 +251,6 @@ class GroupedAttention:
         arena: KvArena,
         model: LoadedModel,
     ) -> None:
-        """
-        Args:
-            groups: in the order in which their tokens are packed.
-            spans: where the tokens' keys and values go, in a group of layers.
-            arena: where they are kept.
-            model: whose layers attend.
-        """
         self._groups = groups
         self._arena = arena
         self._model = model

@@ -234,10 +234,6 @@ class BackgroundWork:
     ) -> None:
         """
         Args:
-            runner: Runs the trunks.
-            branches: Runs the branches; None where the model cannot: deltas are applied, and that is all.
-            on_step: Told of each step.
-            watchdog: Times the steps.
             cache: Gives the pages, as far as nobody else holds them.
         """
         self._cache = cache

@@ -456,12 +456,7 @@ class Engine(Generic[PayloadT, ResultT]):
         """Allocates the KV cache.
 
         Args:
-            model: what to run.
-            head: turns logits into results.
-            settings: limits.
             on_step: called after each step, on the engine's thread; for metrics.
-            on_failure: called on the event loop when the thread has ended by itself: no job runs any more.
-            prepare: called before each forward pass.
 
         Raises:
             ConfigurationError: the settings cannot be met.

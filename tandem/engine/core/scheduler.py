@@ -69,7 +69,6 @@ class PageScheduler:
     ) -> None:
         """
         Args:
-            cache: the pages.
             stop_background: ends the background work of a sequence, whose spare pages are then free.
             is_ahead: true for a sequence whose job nobody waits for: it gets pages that are free, and no others.
         """

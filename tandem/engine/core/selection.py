@@ -105,10 +105,7 @@ def choose_backends(
     """The backends that this machine has for a model.
 
     Args:
-        model: its linear layers are packed in place where CPU kernels are used.
         compile_mode: ``auto`` uses CPU kernels where they work, ``on`` demands them, ``off`` leaves all to torch.
-        compile_cache: folder for compiled kernels; None for the user's own.
-        tap: takes hidden states out of the steps.
 
     Raises:
         ConfigurationError: `compile_mode` is ``on`` and the kernels cannot be used.

@@ -272,12 +272,6 @@ class Admission:
     """Counts the open sequences. Lives on the event loop's thread and is touched from nowhere else."""
 
     def __init__(self, settings: EngineSettings, vocabulary_size: int, shape: CacheShape) -> None:
-        """
-        Args:
-            settings: say how many may be open at once, and how many may wait.
-            vocabulary_size: ids of sequences are below it.
-            shape: of the cache where sequences have their pages.
-        """
         self._places = FairPlaces(settings.max_sequences - settings.kept_sequences, settings.kept_sequences)
         self._max_waiting = settings.max_waiting
         self._vocabulary_size = vocabulary_size

@@ -99,7 +99,6 @@ def find_weights(folder: Path, max_tensors: int | None = None) -> Weights:
     """The weights of a model folder.
 
     Args:
-        folder: The folder.
         max_tensors: How many tensors a file may have; None for any number.
 
     Raises:

@@ -62,10 +62,8 @@ def load_model(
     """Loads a decoder-only Hugging Face checkpoint.
 
     Args:
-        folder: where the checkpoint is.
         device: ``cpu``, ``cuda`` or ``cuda:N``.
         dtype: ``float32``, ``bfloat16`` or ``float16``; the weights are converted to it.
-        threads: CPU threads of torch in this process; None leaves them as they are.
         name: the model's name; by default that of `tandem.model_sources.hub.model_name`.
 
     Raises:

@@ -91,13 +91,7 @@ def why_unfit(target: ModelInfo, draft: ModelInfo) -> str:
 
 
 def draft_pool(settings: VllmSettings, target: ModelInfo, tokenizer: Path) -> Pool[DraftClient]:
-    """The drafts that the settings name, as far as they fit. Construct it on the event loop that is to use it.
-
-    Args:
-        settings: Name them.
-        target: vLLM's model.
-        tokenizer: Folder of its tokenizer, for drafts with another one.
-    """
+    """The drafts that the settings name, as far as they fit. Construct it on the event loop that is to use it."""
 
     async def map_vocabulary(client: DraftClient, draft: ModelInfo) -> Coverage | None:
         if not target.tokenizer_hash or not needs_mapping(draft, target):

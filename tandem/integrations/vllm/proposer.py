@@ -298,11 +298,7 @@ class StepDrafter:
         self.link.close()
 
     def begin_step(self, scheduled: Any) -> None:
-        """Let drafts read new prompts while vLLM does, and forget requests that have ended.
-
-        Args:
-            scheduled: vLLM's `SchedulerOutput`.
-        """
+        """Let drafts read new prompts while vLLM does, and forget requests that have ended."""
         new = scheduled.scheduled_new_reqs
         # A name that comes again is a request that was preempted, or whose prompt has grown
         over = [*scheduled.finished_req_ids, *(data.req_id for data in new)]
@@ -489,9 +485,6 @@ class Drafts:
 
     def __init__(self, vllm_config: Any) -> None:
         """
-        Args:
-            vllm_config: vLLM's `VllmConfig`.
-
         Raises:
             ConfigurationError: an option is wrong.
         """
@@ -554,9 +547,6 @@ class TandemProposer:
 
     def __init__(self, vllm_config: Any) -> None:
         """
-        Args:
-            vllm_config: vLLM's `VllmConfig`.
-
         Raises:
             ConfigurationError: this vLLM calls proposers differently, or an option is wrong.
         """
@@ -598,7 +588,6 @@ class TandemProposer:
             sampled_token_ids: Tokens that each row's last step sampled; empty for a row that still reads its prompt.
             num_tokens_no_spec: Length of each row with what was sampled, int32, shape [max rows].
             token_ids_cpu: Tokens of each row, int32, shape [max rows, max length].
-            slot_mappings: Not used.
         """
         sampled = [len(each) for each in sampled_token_ids]
         proposals = self.drafts.propose(

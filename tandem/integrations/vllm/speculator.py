@@ -35,11 +35,6 @@ class TandemSpeculator(BaseSpeculator):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
         """
-        Args:
-            vllm_config: vLLM's `VllmConfig`.
-            device: Where the model is.
-            req_states: vLLM's `RequestState`.
-
         Raises:
             ConfigurationError: the method is another one, or an option is wrong.
         """

@@ -168,11 +168,6 @@ class NativeModel:
 def load_native(model: LoadedModel, mode: str = "auto", folder: Path | None = None) -> NativeModel | None:
     """Finds or compiles the kernels, checks them, and packs the model's linear layers for them.
 
-    Args:
-        model: is changed in place, unless None is returned.
-        mode: ``auto``, ``on`` or ``off``.
-        folder: where kernels compiled here are kept; None for the user's own cache folder.
-
     Returns:
         None where torch's own must do; a log line says why when it is for want of a compiler or a wrong result.
 

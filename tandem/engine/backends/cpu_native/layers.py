@@ -62,8 +62,6 @@ def pack_linears(module: nn.Module, kernels: Kernels, *, wide_residual: bool = F
     of a token's error: above 8 a bfloat16 is a multiple of 1/16.
 
     Args:
-        module: is changed in place.
-        kernels: multiply.
         wide_residual: layers that add to the residual stream give float32 as well, and so the stream is float32. Not
             every model's own code can do with that.
 

@@ -220,8 +220,6 @@ class PlanCompiler:
         """Binds; the arena is not touched.
 
         Args:
-            graph: the pass; see `tandem.engine.backends.cpu_native.plans.traced`.
-            attention: what the layers' attention needs.
             inputs: int64 [2, tokens], from which the calls will read ids and positions.
             places: from where they will read what `tandem.engine.backends.cpu_native.layers.places` says, a row for
                 each group of layers.
@@ -443,8 +441,6 @@ class ExecutionPlan:
         """Lays out memory and binds the calls. The arena is not touched.
 
         Args:
-            graph: see `tandem.engine.backends.cpu_native.plans.traced`.
-            attention: what the layers' attention needs.
             token_count: of the pass.
             states: [token_count, state_size], any that a drafting head may read, to try its calls with.
         """
@@ -534,11 +530,8 @@ class PlannedSteps:
     ) -> None:
         """
         Args:
-            graph: the pass; see `tandem.engine.backends.cpu_native.plans.traced`.
-            attention: what the layers' attention needs.
             reference: measures a plan's error.
             run_modules: what is compared with.
-            head: the model if it is a drafting head.
         """
         self._graph = graph
         self._attention = attention

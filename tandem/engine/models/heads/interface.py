@@ -334,7 +334,6 @@ class HeadTensors:
         """The target's id of each id of a reduced vocabulary, int64 [count].
 
         Args:
-            name: of the tensor.
             count: tokens that the head can say.
             vocabulary_size: the target's tokens.
             are_offsets: the tensor holds the target's id minus the head's own.

@@ -48,10 +48,6 @@ class BuildError(Exception):
 def built_kernels(folder: Path | None = None, target: str | None = None) -> Path:
     """The shared library, compiled now unless it was before.
 
-    Args:
-        folder: where it is kept; None for the user's own cache folder.
-        target: one of `TARGETS`; None for this machine's own processor.
-
     Raises:
         BuildError: there is no compiler, or it fails.
     """
@@ -167,7 +163,6 @@ def bundled_kernels(folder: Path = OBJECTS, flags: frozenset[str] | None = None)
 
     Args:
         folder: has a file NAME.so for some of `TARGETS`.
-        flags: of the processor, as /proc/cpuinfo spells them; None for this machine's.
 
     Returns:
         None where there is none, as in a checkout or on a processor that is not x86-64.

@@ -336,7 +336,6 @@ class _ThroughHttp:
         self._model = model
 
     async def run(self, workload: Workload) -> Outcome:
-        """See `Contender`."""
         async with AsyncExitStack() as stack:
             connections = [
                 await stack.enter_async_context(http_connection(self._origin, self._model))

@@ -83,12 +83,10 @@ class BoundService(ModelService):
         self.streams = [self._target.streams, self._draft.streams]
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Add both servicers."""
         target_pb2_grpc.add_TargetServiceServicer_to_server(self._target, server)
         draft_pb2_grpc.add_DraftServiceServicer_to_server(self._draft, server)
 
     def load(self) -> list[ServedModel]:
-        """See `ModelService`."""
         require_engine()
         from tandem.model_sources.find import checked_folder
 

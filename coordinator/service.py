@@ -111,7 +111,6 @@ class CoordinatorService(Service):
         return None if self._http is None else self._http.url
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Add the servicers."""
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(
             GenerationServicer(self.completions, self.chats), server
         )

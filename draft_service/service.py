@@ -40,11 +40,9 @@ class DraftService(ModelService):
         self.streams = [self._servicer.streams]
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Add the servicer."""
         draft_pb2_grpc.add_DraftServiceServicer_to_server(self._servicer, server)
 
     async def start(self) -> None:
-        """See `ModelService`."""
         await super().start()
         self._observer.waits(self._wait_steps)
 
@@ -54,7 +52,6 @@ class DraftService(ModelService):
         return self._servicer.load.now.wait_seconds / step if step else 0.0
 
     def load(self) -> list[ServedModel]:
-        """See `ModelService`."""
         proposer = self._servicer.proposer = self._load_proposer()
         return [proposer]
 

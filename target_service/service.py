@@ -36,11 +36,9 @@ class TargetService(ModelService):
         self.streams = [self._servicer.streams]
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Add the servicer."""
         target_pb2_grpc.add_TargetServiceServicer_to_server(self._servicer, server)
 
     def load(self) -> list[ServedModel]:
-        """See `ModelService`."""
         require_engine()
         from tandem.model_sources.find import checked_folder
 

@@ -43,7 +43,6 @@ class TargetSettings(ModelServerSettings):
 
     @property
     def needs_hidden_states(self) -> str:
-        """See `ModelServerSettings`."""
         options = ("draft_model", "speculative_method", "shared_storage_path")
         return next((name for name in options if getattr(self, name) is not None), "")
 

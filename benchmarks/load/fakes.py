@@ -113,7 +113,6 @@ class FakeTarget(Fake, TargetServicer):
     """Duration of a step."""
 
     async def serve_sequence(self, sequence: VerifiedFor) -> None:
-        """Answer each step."""
         self.running += 1
         try:
             tokens = self.begin(sequence.options.max_length)
@@ -139,7 +138,6 @@ class FakeTarget(Fake, TargetServicer):
     async def GetModelInfo(
         self, request: target_pb2.TargetServiceGetModelInfoRequest, context: Context
     ) -> target_pb2.TargetServiceGetModelInfoResponse:
-        """Return the description of no model."""
         return target_pb2.TargetServiceGetModelInfoResponse(model_info=model_info_to_proto(self.model_info))
 
     async def GetTokenizer(
@@ -203,7 +201,6 @@ class FakeDraft(Fake, DraftServicer):
         """Number of tokens that each step requested."""
 
     async def serve_sequence(self, sequence: DraftedFor) -> None:
-        """Answer each step."""
         self.running += 1
         self.load.sequences += 1
         try:
@@ -241,7 +238,6 @@ class FakeDraft(Fake, DraftServicer):
     async def GetModelInfo(
         self, request: draft_pb2.DraftServiceGetModelInfoRequest, context: Context
     ) -> draft_pb2.DraftServiceGetModelInfoResponse:
-        """Return the description of no model."""
         return draft_pb2.DraftServiceGetModelInfoResponse(
             model_info=model_info_to_proto(self.model_info), load=load_to_proto(self.load.now)
         )
@@ -340,7 +336,6 @@ class ScriptedTarget(FakeTarget):
         self._steps = steps
 
     async def verified(self, tokens: Sequence[int], step: VerifyStep) -> Verification:
-        """See `FakeTarget`."""
         cost = await self._steps.take_part(len(step.delta.token_ids))
         first = len(tokens) - step.row_count + 1
         said = [self._script.target_token(position) for position in range(first, len(tokens) + 1)]
@@ -362,7 +357,6 @@ class ScriptedDraft(FakeDraft):
         self._steps = steps
 
     async def answers(self, sequence: DraftedFor, tokens: Sequence[int], step: ProposeStep) -> None:
-        """See `FakeDraft`."""
         began, cost = time.monotonic(), StepCost(0.0, 1, 0)
         for _ in range(max(step.token_count, 1) if self._is_stepwise else 1):
             one = await self._steps.take_part(1 if self._is_stepwise else len(step.delta.token_ids))
@@ -402,22 +396,18 @@ class ScriptedService(Service):
         )
 
     def register(self, server: grpc.aio.Server) -> None:
-        """See `Service`."""
         if isinstance(self._servicer, ScriptedTarget):
             add_TargetServiceServicer_to_server(self._servicer, server)
         else:
             add_DraftServiceServicer_to_server(self._servicer, server)
 
     def open_other_endpoints(self, readiness: ReadinessInterceptor, calls: RunningCalls) -> None:
-        """See `Service`."""
         self._servicer.streams.apply_limits(readiness, calls, self._max_streams)
 
     async def start(self) -> None:
-        """See `Service`."""
         self._running = asyncio.create_task(self._steps.run())
 
     async def close(self) -> None:
-        """See `Service`."""
         self._running.cancel()
 
 

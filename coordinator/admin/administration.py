@@ -150,7 +150,6 @@ class Administration(Administrator):
         self._replicas = replicas
 
     async def status(self) -> Status:
-        """See `Administrator`."""
         replicas = await self.replicas()
         settings = self.live_config.current
         has_draft = any(replica.role is Role.DRAFT for replica in replicas)
@@ -176,11 +175,9 @@ class Administration(Administrator):
         )
 
     async def replicas(self) -> list[ReplicaSnapshot]:
-        """See `Administrator`."""
         return sorted(self._replicas.snapshots(), key=lambda shot: (shot.role is Role.DRAFT, shot.address))
 
     async def drain(self, address: str, *, allow_last_target: bool, by: str) -> ReplicaSnapshot:
-        """See `Administrator`."""
         replicas = await self.replicas()
         replica = replica_at(replicas, address)
         if is_last_target(replica, replicas) and not allow_last_target:
@@ -192,18 +189,15 @@ class Administration(Administrator):
         return replica_at(await self.replicas(), address)
 
     async def resume(self, address: str, *, by: str) -> ReplicaSnapshot:
-        """See `Administrator`."""
         replica = replica_at(await self.replicas(), address)
         self._replicas.resume(replica.role, replica.address)
         logger.info("replica resumed", extra={"role": replica.role.value, "address": address, "by": by})
         return replica_at(await self.replicas(), address)
 
     async def requests(self) -> list[RequestReport]:
-        """See `Administrator`."""
         return [_report(request) for request in self._completions.requests.list()]
 
     async def abort(self, request_id: str, *, reason: str, by: str) -> RequestReport:
-        """See `Administrator`."""
         request = found_request(self._completions.requests.list(), request_id)
         report = _report(request)  # before the request leaves its draft and its target
         request.abort(reason)
@@ -211,7 +205,6 @@ class Administration(Administrator):
         return report
 
     async def stats(self) -> Stats:
-        """See `Administrator`."""
         total, by_rule = self._completions.stats.snapshot()
         return Stats(
             time=datetime.now(UTC),

@@ -298,7 +298,6 @@ class ChatAnswer(Answer):
         self._readers = [reader_of(form) for _ in self.choices]
 
     def whole(self) -> dict[str, Any]:
-        """See `Answer`."""
         body = super().whole()
         for described, choice, reader in zip(body["choices"], self.choices, self._readers, strict=False):
             content, _ = reader.read(choice.text)
@@ -310,7 +309,6 @@ class ChatAnswer(Answer):
         return body
 
     def piece(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
-        """See `Answer`."""
         piece = super().piece(index, chunk)
         if piece is None or not self._readers:
             return piece

@@ -222,7 +222,6 @@ class Sampled(AboutCaller):
 
     @property
     def passed_over(self) -> tuple[str, ...]:
-        """Fields that are set but unused."""
         return ("priority",) if self.priority else ()
 
     @property
@@ -246,7 +245,6 @@ class Sampled(AboutCaller):
         return grammar_of(self.response_format, self.structured_outputs, guided)
 
     def refusals(self) -> Iterator[str]:
-        """A sentence for each field that asks for something that is not to be had."""
         yield from super().refusals()
         try:
             self.grammar  # noqa: B018 - for its refusals
@@ -280,7 +278,6 @@ class CompletionBody(Sampled):
 
     @property
     def prompt_count(self) -> int:
-        """Number of prompts."""
         is_one = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
         return 1 if is_one else len(self.prompt)
 
@@ -296,16 +293,13 @@ class CompletionBody(Sampled):
 
     @property
     def default_max_tokens(self) -> int | None:
-        """Maximum tokens of a request that sets none."""
         return DEFAULT_COMPLETION_TOKENS
 
     @property
     def alternatives(self) -> int | None:
-        """Number of tokens at each position whose log probability to return; None: no log probabilities."""
         return self.logprobs
 
     def refusals(self) -> Iterator[str]:
-        """A sentence for each field that asks for something that is not to be had."""
         yield from super().refusals()
         if self.best_of not in (None, self.choices):
             yield f"best_of is {self.best_of}; it must be n, {self.choices}: completions are not ranked"
@@ -339,7 +333,6 @@ class Chat(Body):
     said."""
 
     def refusals(self) -> Iterator[str]:
-        """A sentence for each field that asks for something that is not to be had."""
         yield from super().refusals()
         if not self.continue_final_message:
             return
@@ -387,7 +380,6 @@ class ChatBody(Chat, Sampled):
 
     @property
     def grammar(self) -> Grammar | None:
-        """What the completion may be; see `Sampled`."""
         calls = demanded(
             self.tool_choice, functions_of(self.tools), parallel=self.parallel_tool_calls is not False
         )
@@ -400,18 +392,15 @@ class ChatBody(Chat, Sampled):
 
     @property
     def passed_over(self) -> tuple[str, ...]:
-        """Fields that are set but unused, because of other fields of the request."""
         unused = (("tools", "tool_choice"), ("functions", "function_call"))
         idle = (name for name, choice in unused if getattr(self, name) and getattr(self, choice) == "none")
         return (*idle, *super().passed_over)
 
     @property
     def alternatives(self) -> int | None:
-        """Number of tokens at each position whose log probability to return; None: no log probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def refusals(self) -> Iterator[str]:
-        """A sentence for each field that asks for something that is not to be had."""
         yield from super().refusals()
         if self.functions and "functions" not in self.passed_over:
             yield "functions is set; it must be empty, or function_call none: use tools"
@@ -430,7 +419,6 @@ class TokenizeBody(Chat):
     """Return each token as the tokenizer spells it."""
 
     def refusals(self) -> Iterator[str]:
-        """A sentence for each field that asks for something that is not to be had."""
         if (self.prompt is None) == (self.messages is None):
             yield "prompt and messages are both set, or neither is; give one of them"
         elif self.prompt is None:
@@ -486,11 +474,9 @@ class ResponsesBody(AboutCaller):
 
     @property
     def passed_over(self) -> tuple[str, ...]:
-        """Fields that are set but unused, because of other fields of the request."""
         return ("tools",) if self.tools and self.tool_choice == "none" else ()
 
     def refusals(self) -> Iterator[str]:
-        """A sentence for each field that asks for something that is not to be had."""
         yield from super().refusals()
         if self.tools and not self.passed_over:
             yield "tools is set; it must be empty, or tool_choice none: tools are called in chat completions"

@@ -162,7 +162,6 @@ class HarmonyReader:
         self._part: Literal["head", "text", "reasoning", "call"] = "head"
 
     def read(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        """See `CallReader`."""
         content = ""
         deltas: list[dict[str, Any]] = []
         self._waiting += text

@@ -117,7 +117,6 @@ class AdmissionInterceptor(Interceptor):
         self._completions = completions
 
     def before(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
-        """The call's own handler, or one that refuses it."""
         if details.method != GENERATE or not self._completions.admission.is_full:
             return handler
         return remade(handler, self._refuse, at_once=True)

@@ -140,12 +140,10 @@ class ObservedRequest(RequestObserver):
         self._offset_seconds = time.time() - self._began
 
     def admitted(self) -> None:
-        """The request has its place."""
         self._seconds["queue"] = seconds = time.perf_counter() - self._began
         self._metrics.queue.observe(seconds)
 
     def planned(self, completion: Completion, details: Mapping[str, EventValue]) -> None:
-        """The request was checked; its prefill begins."""
         self._completion = completion
         self._rule = str(details["rule"])
         self._prompt_length = completion.length
@@ -159,7 +157,6 @@ class ObservedRequest(RequestObserver):
             self._prefill = self._tracer.start_span("prefill", under(self._span))
 
     def stream(self, role: str, address: str) -> ObservedStream:
-        """Observe a stream."""
         traffic = Traffic(waits=self._metrics.message_waits)
         if self._tracer is None:
             stream = ObservedStream(role, traffic, traceparent_of(self._span))
@@ -176,11 +173,9 @@ class ObservedRequest(RequestObserver):
         return stream
 
     def deciding(self, decision: Callable[[], Mapping[str, EventValue]]) -> None:
-        """The proposals begin."""
         self._decision = decision
 
     def event(self, name: str, attributes: Mapping[str, EventValue]) -> None:
-        """Something happened."""
         if (counter := self._metrics.events.get(name)) is not None:
             counter.inc()
         self._events += 1
@@ -210,7 +205,6 @@ class ObservedRequest(RequestObserver):
             self._trace_round(result)
 
     def finished(self, error: BaseException | None) -> None:
-        """The request ended."""
         now = time.perf_counter()
         outcome, tokens = self._outcome(error), self._generated
         self._metrics.requests[outcome].inc()
@@ -294,7 +288,6 @@ class ObservedStream(StreamObserver):
         self._span = span
 
     def ended(self, error: Exception | None = None) -> None:
-        """The stream ended. Only the first call counts."""
         if not self._span.is_recording():
             return
         traffic = self.traffic

@@ -109,33 +109,27 @@ class Hub(Administrator):
                     await asyncio.gather(self.stats(), self.metrics())
 
     async def status(self) -> Status:
-        """See `Administrator`."""
         statuses, stats = await asyncio.gather(self._each(Peer.status), self.stats())
         return merged_status(statuses, stats)
 
     async def replicas(self) -> list[ReplicaSnapshot]:
-        """See `Administrator`."""
         return merged_replicas(await self._each(Peer.replicas))
 
     async def drain(self, address: str, *, allow_last_target: bool, by: str) -> ReplicaSnapshot:
-        """See `Administrator`."""
         await self._each(lambda worker: worker.drain(address, allow_last_target=allow_last_target))
         self.drained.add(address)
         return replica_at(await self.replicas(), address)
 
     async def resume(self, address: str, *, by: str) -> ReplicaSnapshot:
-        """See `Administrator`."""
         await self._each(lambda worker: worker.resume(address))
         self.drained.discard(address)
         return replica_at(await self.replicas(), address)
 
     async def requests(self) -> list[RequestReport]:
-        """See `Administrator`."""
         lists = await self._each(Peer.requests)
         return sorted((report for reports in lists for report in reports), key=lambda each: -each.age_seconds)
 
     async def abort(self, request_id: str, *, reason: str, by: str) -> RequestReport:
-        """See `Administrator`."""
         whole_id = (await self.request(request_id)).request_id
         [report, *_] = await self._each(lambda worker: worker.abort(whole_id, reason))
         return report

@@ -112,7 +112,6 @@ class Peer(AdminClient):
     """Statistics and metrics as last read."""
 
     async def stats(self) -> Stats:
-        """See `AdminClient`."""
         self.last_stats = await super().stats()
         return self.last_stats
 

@@ -70,7 +70,6 @@ class WorkerService(CoordinatorService):
         return await self._parent.metrics_text(), _CONTENT_TYPE
 
     async def close(self) -> None:
-        """See `CoordinatorService`."""
         await super().close()
         if self._private is not None:
             # A call of the parent may be under way

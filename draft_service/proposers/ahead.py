@@ -192,7 +192,6 @@ class BranchDrafting:
 
     @property
     def row_count(self) -> int:
-        """See `BackgroundJob`."""
         return len(self.proposed) + 1 if self.trunk is None else self.trunk.row_count
 
     @property
@@ -204,7 +203,6 @@ class BranchDrafting:
         return max(min(tokens, self.max_length - self.delta.length - tokens - 1), 0)
 
     def begin(self, logits: Tensor, room: int, lead: Lead | None) -> BranchStep | None:
-        """See `BackgroundJob`."""
         trunk = self.trunk
         shared = None if trunk is None else trunk.tokens
         if trunk is not None:
@@ -275,7 +273,6 @@ class BranchDrafting:
         return None if isinstance(outcome, Failed) or first.is_cut else first.token_ids[-1]
 
     def advance(self, logits: Tensor) -> BranchStep | None:
-        """See `BackgroundJob`."""
         if self._depth == self._token_count:
             return None  # the last tokens are read, which is all
         if any(isinstance(outcome, Failed) for outcome in extended(self._branches, logits, self.sampler)):
@@ -293,14 +290,12 @@ class BranchDrafting:
         return self._step([branch.last_read for branch in self._branches])
 
     def count_step(self, record: StepRecord) -> None:
-        """See `BackgroundJob`."""
         ready, self._ready = self._ready, []
         cost = StepCost(record.seconds, record.sequence_count, record.token_count)
         for each in ready:
             self.push(replace(each, cost=cost))
 
     def fail(self, error: TandemError) -> None:
-        """See `BackgroundJob`."""
         self.push(error)
 
     def _step(self, token_ids: Sequence[int]) -> BranchStep | None:

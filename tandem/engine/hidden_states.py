@@ -346,7 +346,6 @@ class HeadModel(nn.Module):
     def advanced(
         self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Packing
     ) -> tuple[Tensor, Tensor]:
-        """See `DraftHead.advanced`."""
         return self.head.advanced(token_ids, positions, states, step)
 
     def computed(
@@ -382,12 +381,10 @@ class BlockModel(HeadModel):
     def advanced(
         self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Packing
     ) -> tuple[Tensor, Tensor]:
-        """See `BlockHead.of_blocks`."""
         is_in_block = self.states.is_past_known(step.segments)
         return self.head.of_blocks(token_ids, positions, states, is_in_block, step), states
 
     def finished(self, segments: SequenceOf[Segment], own_logits: Tensor, fed_back: Tensor) -> Tensor:
-        """See `HeadModel`."""
         return self.head.widened(own_logits)
 
 

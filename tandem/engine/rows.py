@@ -218,7 +218,6 @@ class GreedyTokens(RowsOfKind):
         return [sampler.argmax(logits)]
 
     def rows(self, found: Sequence[HostArray]) -> list[Rows]:
-        """See `RowsOfKind`."""
         return self._by_request(
             [None if token_id < 0 else TokenRow(token_id) for token_id in found[0].tolist()]
         )
@@ -236,7 +235,6 @@ class DrawnTokens(GreedyTokens):
         return [keys_of_rows(self._requests), *_parameters(self._sampling, device)]
 
     def launch(self, logits: Tensor, inputs: Sequence[Tensor], sampler: Sampler) -> list[Tensor]:
-        """int64 [R]; -1 for logits that are not finite."""
         keys, *columns = inputs
         probs = sampler.probabilities(logits, self._sampling, *columns)
         return [sampler.sample_tokens(probs, keys)]
@@ -279,7 +277,6 @@ class SupportRows(RowsOfKind):
         return [inside, samples, sample_probs, probs.sum(dim=-1), self._max_logits(logits), *statistics]
 
     def rows(self, found: Sequence[HostArray]) -> list[Rows]:
-        """See `RowsOfKind`."""
         inside, ids, outside_probs, masses, max_logits, *statistics_parts = found
         bounds = [0, *accumulate(self._sizes)]
         statistics = _read_statistics(self._wants_statistics, statistics_parts, bounds[1:-1])

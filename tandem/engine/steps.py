@@ -131,15 +131,12 @@ class BranchPacking(Packing):
 
     @property
     def token_count(self) -> int:
-        """See `Packing`."""
         return sum(part.count for part in self.parts)
 
     def token_ids(self) -> list[int]:
-        """See `Packing`."""
         return [token_id for part in self.parts for token_id in part.step.token_ids]
 
     def positions(self) -> list[int]:
-        """See `Packing`."""
         return [position for part in self.parts for position in part.positions()]
 
 

@@ -127,7 +127,6 @@ class BlockCache:
         return [sequence for sequence in list(self._held) if sequence not in branches]
 
     def usage(self, waiting_count: int = 0, sequence_count: int = 0) -> KvUsage:
-        """See `SequenceCache`."""
         shape = self.shape
         held = shape.page_count - self._manager.block_pool.get_num_free_blocks()
         kept = len(self._manager.block_pool.cached_block_hash_to_block) - sum(
@@ -172,7 +171,6 @@ class BlockCache:
             held.published = held.shortest = length
 
     def is_ready(self, sequence: Sequence, end: int) -> bool:
-        """See `SequenceCache`."""
         held = self._held.get(sequence)
         return held is not None and end <= held.capacity
 
@@ -259,7 +257,6 @@ class BlockCache:
         """See `SequenceCache`: only the next step shows what of this one is certain."""
 
     def release(self, sequence: Sequence) -> None:
-        """See `SequenceCache`."""
         self.trim(sequence)
         held = self._held.get(sequence)
         if held is not None:
@@ -267,14 +264,12 @@ class BlockCache:
             self._let_go(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
-        """See `SequenceCache`."""
         self.trim(sequence)
         self._preemption_count += self._held[sequence].capacity > 0
         self._let_go(sequence)
         sequence.restart()
 
     def distrust(self, sequence: Sequence) -> None:
-        """See `SequenceCache`."""
         self.trim(sequence)
         held = self._held.get(sequence)
         if held is not None:

@@ -179,7 +179,6 @@ class VllmModel:
 
     @property
     def info(self) -> ModelInfo:
-        """See `ModelRunner`."""
         return self._info
 
     @property
@@ -214,13 +213,11 @@ class VllmModel:
         return Machinery(cache.shape, cache, StepRunner([steps]), branches, max_rows)
 
     def verify(self, requests: SequenceOf[RowRequest], logits: RemoteLogits) -> list[Verification | None]:
-        """See `ModelRunner`."""
         if not self._core.has_one_process:
             requests = [_picklable(request) for request in requests]
         return logits.apply(verifications, requests)
 
     def are_finite(self, logits: RemoteLogits) -> bool:
-        """See `ModelRunner`."""
         return logits.apply(_are_finite, None)
 
     def call(self, method: str, *arguments: Any) -> Any:

@@ -242,7 +242,6 @@ class ReadinessInterceptor(Interceptor):
         self.closed_because = closed_because
 
     def before(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
-        """The call's own handler, or one that refuses it."""
         if not self.closed_because or details.method.startswith(_ALWAYS_OPEN):
             return handler
         return refusing(handler, ServiceUnavailableError(self.closed_because))
@@ -255,7 +254,6 @@ class AuthInterceptor(Interceptor):
         self._tokens = tokens
 
     def before(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
-        """The call's own handler, or one that refuses it."""
         header = next(
             (value for key, value in details.invocation_metadata or () if key == AUTHORIZATION),
             None,
@@ -404,7 +402,6 @@ class ErrorBoundary(Interceptor):
         self._readers = SlowReaderWatchdog(stalled_reader_timeout_seconds)
 
     def before(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
-        """Wrap the call's handler in the error boundary."""
         inner, read = behaviour_of(handler), handler.request_deserializer or bytes
         # Messages are read within the boundary: of bytes that are none, gRPC would make a Python error, or UNKNOWN.
         requests_of = partial(_Requests if handler.request_streaming else _message, read)

@@ -233,7 +233,6 @@ class AdminOptions(ProtectionOptions):
 
     @property
     def admin_tokens(self) -> Callable[[], tuple[str, ...]]:
-        """See `ProtectionOptions`."""
         return tokens_of(self.admin_token, self.admin_token_file)
 
 

@@ -46,7 +46,6 @@ class ObservedService(ServiceObserver):
         self.on_step = self._count_step
 
     def start(self) -> None:
-        """Begin to serve and send."""
         self.telemetry.start()
 
     def ready(self, model_name: str, kv_usage: Callable[[], KvUsage | None]) -> None:
@@ -70,7 +69,6 @@ class ObservedService(ServiceObserver):
 
     @contextmanager
     def stream(self, request_id: str, traceparent: str) -> Iterator[StreamObserver]:
-        """Observe a stream for as long as the block lasts."""
         assert self._streams is not None, "a service has no streams before it is ready"
         tracer = self.telemetry.tracer
         span: Span = INVALID_SPAN
@@ -92,7 +90,6 @@ class ObservedService(ServiceObserver):
             observer.ended(outcome)
 
     async def close(self) -> None:
-        """Send the rest."""
         await self.telemetry.close()
 
 
@@ -132,18 +129,15 @@ class ObservedStream(StreamObserver):
         metrics.running += 1
 
     def opened(self) -> None:
-        """The sequence has its place."""
         self._queue_seconds = time.perf_counter() - self._began
 
     def step_arrived(self) -> None:
-        """A step arrived."""
         self._asked = time.perf_counter()
         if self._steps == 0 and self._tracer is not None and self._span.is_recording():
             self._prefill = self._tracer.start_span("prefill", under(self._span))
         self._steps += 1
 
     def answered(self, token_count: int) -> None:
-        """The answer to the step is ready."""
         seconds = time.perf_counter() - self._asked
         self._step_seconds += seconds
         self._tokens += token_count
@@ -152,12 +146,10 @@ class ObservedStream(StreamObserver):
             self._prefill.end()
 
     def led(self, token_count: int) -> None:
-        """The answer to a step that nobody had asked for is ready."""
         self._steps += 1
         self._tokens += token_count
 
     def ended(self, outcome: str) -> None:
-        """The stream is over."""
         self._metrics.ended(outcome)
         if not self._span.is_recording():
             return

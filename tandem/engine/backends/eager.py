@@ -359,7 +359,6 @@ class EagerBranches:
         self._arena = arena
 
     def run(self, parts: SequenceOf[SequenceBranches]) -> Tensor:
-        """See `BranchRunner`."""
         model = self._model
         for part in parts:
             clear_room(self._arena, part)
@@ -386,7 +385,6 @@ class SerialBackend(StepBackend):
         self._cache = Cache(layers=list(self._layers))
 
     def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Tensor:
-        """See `StepBackend`."""
         logits = []
         first = 0
         for segment in segments:
@@ -451,7 +449,6 @@ class EagerBackend(StepBackend):
         self._arena = arena
 
     def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Tensor:
-        """See `StepBackend`."""
         model = self._model
         layout = StepLayout(segments, self._arena, model)
         return run_modules(model.module, layout, layout.packed_rows(segments, rows), model.device)

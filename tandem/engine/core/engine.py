@@ -740,12 +740,10 @@ class RowEngine(Engine[RowRequest, Verification]):
         self._masks = ThreadPoolExecutor(1, "masks")
 
     async def close(self) -> None:
-        """See `SequenceEngine`."""
         await super().close()
         self._masks.shutdown(wait=False)
 
     async def run(self, sequence: Sequence, request: RowRequest) -> Verification:
-        """See `SequenceEngine`."""
         job = Job(sequence, request.step.delta, request.step.row_count, request, request.step.lead)
         answer = await self.submit(job)
         return answer if job.row_count else Verification(request.base_length, ())

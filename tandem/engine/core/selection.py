@@ -40,12 +40,10 @@ class Backends:
 
     @property
     def info(self) -> ModelInfo:
-        """See `ModelRunner`."""
         return self.model.info
 
     @property
     def device(self) -> torch.device:
-        """See `ModelRunner`."""
         return self.model.device
 
     def allocate(self, settings: EngineSettings, max_length: int) -> Machinery:
@@ -59,11 +57,9 @@ class Backends:
         return Machinery(arena, cache, StepRunner(steps), self.branches(arena, steps))
 
     def verify(self, requests: SequenceOf[RowRequest], logits: Tensor) -> list[Verification | None]:
-        """See `ModelRunner`."""
         return verifications(requests, logits, self.sampler)
 
     def are_finite(self, logits: Tensor) -> bool:
-        """See `ModelRunner`."""
         return bool(logits.amax(dim=-1).isfinite().all())
 
     def close(self) -> None:

@@ -49,7 +49,6 @@ class ModuleSteps(StepBackend):
         return self.attention.suits(segments)
 
     def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Tensor:
-        """See `StepBackend`."""
         layout = NativeLayout(segments, self.attention)
         return run_modules(self._model.module, layout, rows, self._model.device)
 
@@ -78,11 +77,9 @@ class CpuNativeBackend(ModuleSteps):
             logger.info("steps run by the model's modules", extra={"reason": str(error)})
 
     def prompt_tokens(self, limit: int) -> int:
-        """See `StepBackend`."""
         return limit if self.plans is None else self.plans.prompt_tokens(limit)
 
     def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Tensor:
-        """See `StepBackend`."""
         return super().run(segments, rows) if self.plans is None else self.plans.run(segments, rows)
 
 
@@ -122,11 +119,9 @@ class KernelSampler(Sampler):
         return self._kernels.probabilities(logits, [params.temperature for params in sampling])
 
     def sample(self, probs: Tensor, keys: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """See `Sampler`."""
         return self._kernels.sample(probs, keys, token_ids)
 
     def argmax(self, logits: Tensor) -> Tensor:
-        """See `Sampler`."""
         if logits.dtype not in DTYPES:
             return super().argmax(logits)
         # Of 16 rows of 2,048 bfloat16 in 10 us; torch takes 116. Lists are faster here than arrays.
@@ -138,7 +133,6 @@ class KernelSampler(Sampler):
         return winners
 
     def topk(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """See `Sampler`."""
         if logits.dtype not in DTYPES:
             return super().topk(logits, count)
         return self._kernels.topk(logits, count)

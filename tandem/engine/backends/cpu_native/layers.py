@@ -40,7 +40,6 @@ class PackedLinear(nn.Linear):
     _output_dtype: torch.dtype
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name
-        """See `torch.nn.Linear`."""
         if input.dtype is torch.float32 and self._dtype is torch.bfloat16:
             input = input.bfloat16()  # noqa: A001 - from a residual stream that is wider than the weights
         if input.dtype is not self._dtype:
@@ -247,7 +246,6 @@ class NativeLayout(Packing):
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> Tensor:
-        """See `AttentionStep.attend`."""
         layer_index: int = module.layer_idx  # type: ignore[assignment]
         call = self._attention.calls[layer_index]
         query, key, value = rows_of(query), rows_of(key), rows_of(value)

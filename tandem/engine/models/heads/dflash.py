@@ -153,18 +153,15 @@ class DFlashHead(BlockHead):
 
     @property
     def readers(self) -> Sequence[nn.Module]:
-        """See `DraftHead`."""
         return (self.fc, self.hidden_norm)
 
     def combined(self, hidden_states: Sequence[Tensor]) -> Tensor:
-        """See `DraftHead`."""
         output: Tensor = self.hidden_norm(self.fc(torch.cat(list(hidden_states), dim=-1)))
         return output
 
     def of_blocks(
         self, token_ids: Tensor, positions: Tensor, states: Tensor, is_in_block: Tensor, step: Any
     ) -> Tensor:
-        """See `BlockHead`."""
         hidden = self.embed_tokens(token_ids[0, is_in_block])
         rotary = self.rotary_emb(states[None], positions)
         for layer in self.decoder:

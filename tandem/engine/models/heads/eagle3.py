@@ -130,12 +130,10 @@ class Eagle3Head(DraftHead):
 
     @property
     def readers(self) -> Sequence[nn.Module]:
-        """See `DraftHead`."""
         readers = (self.fc, self.fc_norm, self.input_norm)
         return [module for module in readers if module is not None]
 
     def combined(self, hidden_states: Sequence[Tensor]) -> Tensor:
-        """See `DraftHead`."""
         states = list(hidden_states)
         if len(self.fc_norm):
             states = [norm(state) for norm, state in zip(self.fc_norm, states, strict=True)]
@@ -146,7 +144,6 @@ class Eagle3Head(DraftHead):
     def advanced(
         self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any
     ) -> tuple[Tensor, Tensor]:
-        """See `DraftHead`."""
         embedded = self.embed_tokens(token_ids)
         state: Tensor = self.midlayer(embedded, states[None], positions, step)[0]
         normed: Tensor = self.norm(state)

@@ -122,7 +122,6 @@ class MtpHead(DraftHead):
     def advanced(
         self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any
     ) -> tuple[Tensor, Tensor]:
-        """See `DraftHead`."""
         embedded = self.embed_tokens(token_ids)
         output: Tensor = self.layer(
             embedded,

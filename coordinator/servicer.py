@@ -13,12 +13,7 @@ from coordinator.requests.runner import RequestRunner
 from tandem.serving.interceptors import Context, traceparent_of
 from tandem.v1 import generation_pb2
 from tandem.v1.generation_pb2_grpc import GenerationServiceServicer
-from tandem.wire.generation import (
-    chat_from_proto,
-    chat_prompt_to_proto,
-    chunk_to_proto,
-    request_from_proto,
-)
+from tandem.wire.generation import chat_from_proto, chat_prompt_to_proto, chunk_to_proto, request_from_proto
 
 
 class GenerationServicer(GenerationServiceServicer):

@@ -18,14 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.common import CACHE_FOLDER, Contender, floats, numbers
-from benchmarks.contenders import (
-    CONTENDERS,
-    Addresses,
-    Setup,
-    ThroughServices,
-    coordinator_of,
-    services,
-)
+from benchmarks.contenders import CONTENDERS, Addresses, Setup, ThroughServices, coordinator_of, services
 from benchmarks.pairs import open_pair
 from benchmarks.peers import Outcome, Workload
 from tandem.client import Client

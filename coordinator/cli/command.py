@@ -22,9 +22,7 @@ from rich.table import Table
 
 from coordinator.cli.app import exit_code
 from coordinator.stats.speculation import describe
-from tandem.errors import (
-    TandemError,
-)
+from tandem.errors import TandemError
 from tandem.speculation_state import SpeculationDecision, SpeculationState
 from tandem.standard_streams import exit_with
 from tandem.types import SpeculationStats, StepProfile

@@ -5,12 +5,7 @@
 
 from coordinator.rejection.resolution import AcceptanceRule, named_strategy, problems, resolve
 from coordinator.rejection.rounds import KEYED, MessageRounds, Noise, Round, RowError
-from coordinator.rejection.strategies import (
-    STRATEGIES,
-    RuleError,
-    Strategy,
-    find_strategy,
-)
+from coordinator.rejection.strategies import STRATEGIES, RuleError, Strategy, find_strategy
 
 __all__ = [
     "KEYED",

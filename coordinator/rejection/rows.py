@@ -18,16 +18,7 @@ import numpy as np
 from coordinator.rejection.rounds import Noise, Race, Round, RowError
 from tandem.sampling.noise import sample, target_keys
 from tandem.sampling.warping import warp
-from tandem.types import (
-    Acceptance,
-    DenseRow,
-    FloatArray,
-    IntArray,
-    NextToken,
-    Proposal,
-    SupportRow,
-    TokenRow,
-)
+from tandem.types import Acceptance, DenseRow, FloatArray, IntArray, NextToken, Proposal, SupportRow, TokenRow
 
 NO_DISTRIBUTION = "the target's row is not a probability distribution"
 _NO_STATISTICS = "the acceptance rule needs rows with statistics, and the target sent none"

@@ -7,13 +7,7 @@ import logging
 from collections.abc import Callable
 
 from coordinator.decoding.tokenization import TOKENIZER_FILE
-from coordinator.replicas.compatibility import (
-    Deployment,
-    Fleet,
-    check_coverage,
-    check_models,
-    needs_mapping,
-)
+from coordinator.replicas.compatibility import Deployment, Fleet, check_coverage, check_models, needs_mapping
 from coordinator.replicas.hangs import VerificationTimes
 from coordinator.replicas.pool import ClientT, Means, Pool
 from coordinator.settings.coordinator import CoordinatorSettings

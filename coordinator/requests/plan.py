@@ -17,14 +17,7 @@ from coordinator.decoding.completion import (
     think_spans,
 )
 from coordinator.decoding.tokenization import PromptEncoder
-from coordinator.rejection import (
-    AcceptanceRule,
-    Round,
-    RowError,
-    RuleError,
-    find_strategy,
-    resolve,
-)
+from coordinator.rejection import AcceptanceRule, Round, RowError, RuleError, find_strategy, resolve
 from coordinator.requests.active import ActiveRequest
 from coordinator.requests.grammars import CheckedGrammars
 from coordinator.requests.validation import (

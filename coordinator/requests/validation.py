@@ -13,12 +13,7 @@ from tandem.config.names import OWN_METHODS
 from tandem.config.rule import Rule, at_least, broken, refuse, spelled, within
 from tandem.plural import plural
 from tandem.sampling.ranges import sampling_rules
-from tandem.types import (
-    MAX_LOGIT_BIAS,
-    GenerationRequest,
-    ModelInfo,
-    RowKind,
-)
+from tandem.types import MAX_LOGIT_BIAS, GenerationRequest, ModelInfo, RowKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from itertools import zip_longest
 
-from coordinator.stats.rounds import (
-    RoundResult,
-    RoundTally,
-    describe_ahead,
-    hit_rate,
-)
+from coordinator.stats.rounds import RoundResult, RoundTally, describe_ahead, hit_rate
 from tandem.speculation_state import SpeculationState
 from tandem.types import LeadStats, PositionStats, SpeculationStats
 

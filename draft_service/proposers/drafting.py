@@ -18,14 +18,7 @@ from tandem.engine.sampler import TORCH_SAMPLER, Sampler
 from tandem.errors import InvalidRequestError
 from tandem.grammar import GrammarState, MaskArray
 from tandem.sampling.noise import proposal_keys, target_keys
-from tandem.types import (
-    DraftOptions,
-    IntArray,
-    Proposal,
-    RowKind,
-    SamplingParams,
-    SparseDistribution,
-)
+from tandem.types import DraftOptions, IntArray, Proposal, RowKind, SamplingParams, SparseDistribution
 
 Outcome = Done[Proposal] | Failed | Continue
 

@@ -31,14 +31,7 @@ from tandem.engine.settings import EngineSettings
 from tandem.errors import NonFiniteLogitsError
 from tandem.grammar import Grammars, GrammarState
 from tandem.telemetry.streams import OnStep
-from tandem.types import (
-    Delta,
-    DraftOptions,
-    ModelInfo,
-    Proposal,
-    ProposeStep,
-    RowKind,
-)
+from tandem.types import Delta, DraftOptions, ModelInfo, Proposal, ProposeStep, RowKind
 
 logger = logging.getLogger(__name__)
 

@@ -12,15 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tandem.errors import ProtocolError
-from tandem.types import (
-    DraftedOutcomes,
-    Float32Array,
-    FloatArray,
-    IntArray,
-    Proposal,
-    StepCost,
-    Verification,
-)
+from tandem.types import DraftedOutcomes, Float32Array, FloatArray, IntArray, Proposal, StepCost, Verification
 
 ItemT = TypeVar("ItemT")
 

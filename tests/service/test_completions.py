@@ -13,14 +13,7 @@ from tandem.errors import InvalidRequestError
 from tandem.types import FinishReason, GenerationRequest, PositionStats
 from tests.paths import DEMO_TARGET
 from tests.service.clients import complete, until
-from tests.service.fakes import (
-    MAX_LENGTH,
-    FakeDraft,
-    FakeTarget,
-    cluster,
-    counting,
-    fleet,
-)
+from tests.service.fakes import MAX_LENGTH, FakeDraft, FakeTarget, cluster, counting, fleet
 
 TOKENIZER = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))
 TEMPERATURES = pytest.mark.parametrize("temperature", [0.0, 1.0])

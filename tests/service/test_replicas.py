@@ -15,11 +15,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 
 from coordinator.replicas.registry import ReplicaRegistry
 from coordinator.settings.coordinator import CoordinatorSettings
-from tandem.errors import (
-    IncompatibleModelsError,
-    InvalidRequestError,
-    ServiceUnavailableError,
-)
+from tandem.errors import IncompatibleModelsError, InvalidRequestError, ServiceUnavailableError
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.rpc.addresses import Resolver
 from tandem.rpc.channels import Keepalive

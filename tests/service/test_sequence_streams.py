@@ -23,12 +23,7 @@ from coordinator.transport import streams
 from coordinator.transport.streams import Method, Streams
 from draft_service.service import DraftService
 from draft_service.settings import DraftSettings
-from tandem.errors import (
-    CapacityError,
-    ProtocolError,
-    ServiceUnavailableError,
-    TandemError,
-)
+from tandem.errors import CapacityError, ProtocolError, ServiceUnavailableError, TandemError
 from tandem.rpc.channels import Traffic, open_channel
 from tandem.serving.interceptors import Context, ReadinessInterceptor, RunningCalls
 from tandem.types import (

@@ -15,14 +15,7 @@ from draft_service.settings import DraftSettings
 from tandem.settings import ModelServerSettings, ServerSettings, load_settings
 from target_service.settings import TargetSettings
 from tests.deploy.dockerfile import Dockerfile
-from tests.deploy.kubernetes.rendered import (
-    KUBERNETES,
-    OVERLAYS,
-    Manifests,
-    named,
-    render,
-    rendered,
-)
+from tests.deploy.kubernetes.rendered import KUBERNETES, OVERLAYS, Manifests, named, render, rendered
 from tests.paths import ROOT
 
 SETTINGS: dict[str, type[ServerSettings]] = {

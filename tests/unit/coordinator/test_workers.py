@@ -14,13 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.admin.administration import found_request
 from coordinator.settings.coordinator import CoordinatorSettings
-from coordinator.workers.hub import (
-    Given,
-    merged_metrics,
-    merged_replicas,
-    merged_stats,
-    merged_status,
-)
+from coordinator.workers.hub import Given, merged_metrics, merged_replicas, merged_stats, merged_status
 from coordinator.workers.link import WorkerSetup, settings_of_worker, share
 from tandem.admin import (
     CoordinatorState,

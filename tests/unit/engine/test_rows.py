@@ -10,16 +10,7 @@ from tandem.engine.interface import RowRequest
 from tandem.engine.rows import verifications
 from tandem.sampling.noise import recovery_keys, sample, target_keys
 from tandem.sampling.warping import warp
-from tandem.types import (
-    Delta,
-    DenseRow,
-    IntArray,
-    RowKind,
-    SamplingParams,
-    SupportRow,
-    TokenRow,
-    VerifyStep,
-)
+from tandem.types import Delta, DenseRow, IntArray, RowKind, SamplingParams, SupportRow, TokenRow, VerifyStep
 from tests.unit.engine.verified import verified
 
 VOCABULARY_SIZE = 50

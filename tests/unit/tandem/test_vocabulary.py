@@ -11,13 +11,7 @@ from tokenizers import Tokenizer, models
 
 from tandem.errors import InvalidRequestError
 from tandem.types import Delta
-from tandem.vocabulary import (
-    SAMPLE_TEXT,
-    SharedVocabulary,
-    Transcript,
-    UnknownTokenizerError,
-    Vocabulary,
-)
+from tandem.vocabulary import SAMPLE_TEXT, SharedVocabulary, Transcript, UnknownTokenizerError, Vocabulary
 from tests.unit.tandem.tiny_tokenizers import END, KINDS, byte_level, sentencepiece_bpe, tokenizer_of
 
 PAIRS = [

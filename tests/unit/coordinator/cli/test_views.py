@@ -14,14 +14,7 @@ from rich.console import RenderableType
 from coordinator.cli.admin import pairs
 from coordinator.cli.command import as_text, plain
 from coordinator.cli.doctor import clock, distance, doctor_view, summary, version
-from coordinator.cli.views import (
-    bar,
-    duration,
-    request_view,
-    requests_view,
-    stats_view,
-    status_view,
-)
+from coordinator.cli.views import bar, duration, request_view, requests_view, stats_view, status_view
 from tandem.admin import Diagnosis, Severity
 from tandem.errors import ConfigurationError
 from tests.snapshots import assert_matches

@@ -20,14 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from coordinator.rejection.rounds import Race
-from tandem.types import (
-    DenseRow,
-    Proposal,
-    SamplingParams,
-    SparseDistribution,
-    SupportRow,
-    Verification,
-)
+from tandem.types import DenseRow, Proposal, SamplingParams, SparseDistribution, SupportRow, Verification
 from tests.unit.coordinator.rejection.builders import Accept, GivenNoise, law
 
 Tokens = tuple[int, ...]

@@ -6,14 +6,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.rejection import (
-    STRATEGIES,
-    Round,
-    RuleError,
-    find_strategy,
-    problems,
-    resolve,
-)
+from coordinator.rejection import STRATEGIES, Round, RuleError, find_strategy, problems, resolve
 from tandem.config import SpeculativeConfig
 from tandem.types import RowKind
 from tests.unit.coordinator.rejection.builders import (

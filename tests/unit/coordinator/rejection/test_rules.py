@@ -8,11 +8,7 @@ import numpy as np
 import pytest
 
 from coordinator.rejection import Round, RowError, resolve, rules
-from coordinator.rejection.rules import (
-    schedule_of_length,
-    schedule_of_rate,
-    schedule_of_rates,
-)
+from coordinator.rejection.rules import schedule_of_length, schedule_of_rate, schedule_of_rates
 from tandem.config import SpeculativeConfig
 from tandem.types import (
     Acceptance,

@@ -7,12 +7,7 @@ from random import Random
 import pytest
 
 from coordinator.speculation.costs import CostModel, StepCosts
-from coordinator.speculation.gains import (
-    FIRST_RATE,
-    AcceptanceModel,
-    RequestAcceptance,
-    expected_tokens,
-)
+from coordinator.speculation.gains import FIRST_RATE, AcceptanceModel, RequestAcceptance, expected_tokens
 from coordinator.stats.rounds import RoundCost
 from tandem.types import StepProfile
 

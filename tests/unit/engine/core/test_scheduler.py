@@ -25,15 +25,7 @@ from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.settings import EngineSettings
 from tandem.errors import TandemError
 from tandem.grammar import MaskArray
-from tandem.types import (
-    Delta,
-    RowKind,
-    SamplingParams,
-    TargetOptions,
-    TokenRow,
-    Verification,
-    VerifyStep,
-)
+from tandem.types import Delta, RowKind, SamplingParams, TargetOptions, TokenRow, Verification, VerifyStep
 from target_service.verifier import Verifier
 from tests.unit.engine.conftest import TinyModel
 from tests.unit.engine.greedy import plain_greedy

@@ -182,7 +182,7 @@ def newcomer(commands: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     for package in ("tandem", "target_service", "coordinator"):
         (folder / package).mkdir()
         (folder / package / "__init__.py").write_text("raise RuntimeError", encoding="utf-8")
-    options = ("--port", "0", "--http-port", "0", "--threads", "1", "--log-level", "error")
+    options = ("--model", "demo", "--port", "0", "--http-port", "0", "--threads", "1", "--log-level", "error")
     # There is no compiler, so the wheel's own kernels must work.
     compile_mode = "on" if bundled_kernels.CAN_COMPILE else "off"
     environment = {"CXX": "/nonexistent/c++", "PYTHONPATH": ""} | {
@@ -248,7 +248,7 @@ def test_the_commands_work_in_a_fresh_clone(tmp_path: Path) -> None:
     """Run the page's commands verbatim; pip takes minutes."""
     blocks = re.findall(r"```sh\n(.*?)```", GETTING_STARTED, re.DOTALL)
     script = "".join(block for block in blocks if "make demo" in block or "pip" in block)
-    assert script.count("pip") == 3
+    assert script.count("pip") == 4
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(tmp_path / "clone")], check=True)
     ran = subprocess.run(
         [

@@ -114,7 +114,7 @@ class PairOptions:
                 http=False,
             )
         )
-        named = [] if is_demo else ["--target", str(self.target)]
+        named = ["--model", DEMO] if is_demo else ["--target", str(self.target)]
         drafted = [] if self.draft is None else ["--draft", self.draft]
         # A plan adds up the times of draft and target, which drafting ahead would let overlap.
         fixed = ["--no-http", "--port", "0", "--draft-ahead", "off"]

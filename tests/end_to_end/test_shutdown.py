@@ -128,7 +128,7 @@ def cluster() -> Iterator[Process]:
     with TemporaryDirectory(prefix="tandem-poison-") as name:
         folder = Path(name)
         poison(folder)
-        command = (TANDEM, "up", "--port", "0", "--threads", "1", "--log-level", "error")
+        command = (TANDEM, "up", "--model", "demo", "--port", "0", "--threads", "1", "--log-level", "error")
         # The adaptive policy may find that speculation does not pay on a busy machine.
         fixed = {"TANDEM_COORDINATOR_SPECULATION_POLICY": "fixed"}
         with running(*command, environment=fixed, working_folder=folder) as process:

@@ -13,8 +13,8 @@ from tandem.errors import ConfigurationError
 def test_the_demo_pair_is_measured_unless_another_is_named(tmp_path: Path) -> None:
     folder = str(tmp_path)
     for options, named in (
-        (PairOptions(target="demo"), []),
-        (PairOptions(draft="ngram"), ["--draft", "ngram"]),
+        (PairOptions(target="demo"), ["--model", "demo"]),
+        (PairOptions(draft="ngram"), ["--model", "demo", "--draft", "ngram"]),
         (PairOptions(target=folder), ["--target", folder]),
         (PairOptions(target=folder, draft=folder), ["--target", folder, "--draft", folder]),
     ):

@@ -18,8 +18,6 @@ from tests.end_to_end.processes import clean_environment
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """The result of a command."""
-
     code: int
     out: str
     err: str
@@ -54,7 +52,6 @@ class Commands:
         self._capsys = capsys
 
     def run(self, *arguments: str) -> Ran:
-        """Run `tandem` with these arguments."""
         self._monkeypatch.setattr(sys, "argv", ["tandem", *arguments])
         self._capsys.readouterr()
         code = 0

@@ -17,7 +17,6 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options of our own."""
     parser.addoption(
         "--vllm-python",
         default=os.environ.get("TEST_VLLM_PYTHON", ""),

@@ -58,7 +58,7 @@ def save_eagle(
 
 
 def _layer_tensors(target: Any, seed: int) -> dict[str, Tensor]:
-    """Those of EAGLE-3's layer, with queries, keys and values of one state."""
+    """EAGLE-3's layer, with queries, keys and values of one state."""
     size = target.config.hidden_size
     eagle3 = eagle3_tensors(target, 4, seed)
     tensors = {

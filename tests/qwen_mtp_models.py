@@ -62,7 +62,7 @@ def save_qwen_mtp(model: Any, folder: Path, seed: int = 7) -> Path:
 
 
 def _centre_of_norms(model: Any) -> int:
-    """What a norm adds to its weight."""
+    """The number that a norm adds to its weight."""
     return 1 if model.config.model_type == "qwen3_next" else 0
 
 

@@ -96,7 +96,7 @@ def test_every_shell_command_works(services: Sequence[str], commands: Sequence[s
 
 
 def test_every_link_leads_somewhere() -> None:
-    """Of the pages outside docs/, whose links `mkdocs build --strict` checks with their anchors."""
+    """Pages outside docs/; `mkdocs build --strict` checks the links of the others, with their anchors."""
     pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "models").rglob("*.md")]
     links = [
         (page, link)

@@ -37,7 +37,6 @@ def answer(query: bytes, names: dict[str, list[str]]) -> bytes:
 
 
 def serve(address: str, names: Path) -> None:
-    """Answer for ever."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
         server.bind((address, 53))
         sys.stdout.write("up\n")
@@ -48,7 +47,6 @@ def serve(address: str, names: Path) -> None:
 
 
 def main(address: str, names: Path) -> None:
-    """Make the bridge, and serve until stdin ends."""
     commands = f"link add br0 type bridge\naddr add {address}/24 dev br0\nlink set br0 up\nlink set lo up"
     subprocess.run(["ip", "-batch", "-"], input=commands, text=True, check=True)
     threading.Thread(target=serve, args=(address, names), daemon=True).start()

@@ -40,11 +40,6 @@ def interpolated(value: Any, variables: Mapping[str, str]) -> Any:
     return _VARIABLE.sub(fill, value)
 
 
-def variables_of(path: Path = COMPOSE_FILE) -> set[str]:
-    """The names of the variables that a compose file reads."""
-    return {match["name"] for match in _VARIABLE.finditer(path.read_text(encoding="utf-8")) if match["name"]}
-
-
 class _Loader(yaml.SafeLoader):
     """Knows `!override`, which deploy/gpus.py writes."""
 

@@ -102,8 +102,6 @@ def network(folder: Path) -> Iterator[Network]:
 
 
 class Container:
-    """A running container."""
-
     def __init__(self, name: str, process: Process, description: Path, address: str) -> None:
         self.name = name
         self.process = process

@@ -15,8 +15,6 @@ VLLM_DASHBOARD = DASHBOARD.with_name("vllm.json")
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One query of one panel."""
-
     panel: str
     expression: str
     legend: str
@@ -34,7 +32,6 @@ def filled(expression: str, window: str = "1m") -> str:
 
 
 def queries(dashboard: Path = DASHBOARD) -> list[Query]:
-    """Every query of a dashboard."""
     return [
         Query(panel["title"], filled(target["expr"]), target["legendFormat"])
         for panel in panels(dashboard)

@@ -18,7 +18,6 @@ class Stage:
     instructions: list[tuple[str, str]] = field(default_factory=list)
 
     def all(self, keyword: str) -> list[str]:
-        """Arguments of every instruction of this kind."""
         return [arguments for name, arguments in self.instructions if name == keyword]
 
 
@@ -32,8 +31,6 @@ class Copy:
 
 
 class Dockerfile:
-    """The file's stages."""
-
     def __init__(self, path: Path) -> None:
         self.stages: dict[str, Stage] = {}
         text = path.read_text(encoding="utf-8")

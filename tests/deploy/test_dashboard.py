@@ -20,7 +20,6 @@ from tests.deploy.dashboard import DASHBOARD, VLLM_DASHBOARD, queries
 from tests.paths import ROOT
 from tests.unit.coordinator.cli.samples import REPLICAS, STATUS
 
-ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yml"
 VLLM_METRICS = {
     "vllm:spec_decode_num_accepted_tokens",
     "vllm:spec_decode_num_draft_tokens",

@@ -78,18 +78,6 @@ def test_docker_compose_up_chooses_the_cpu_profile() -> None:
     assert services("cpu").keys() == {"draft_service", "target_service", "coordinator", "ready"}
 
 
-def test_the_cpu_profile_is_built_without_cuda() -> None:
-    for name in ("draft_service", "target_service"):
-        assert services("cpu")[name]["build"]["args"]["TORCH_CPU_INDEX"].endswith("/cpu")
-
-
-def test_the_start_ends_with_what_to_open_and_how_to_ask() -> None:
-    program, form, *lines = services("cpu", variables={"HTTP_PORT": "8080"})["ready"]["entrypoint"]
-    done = subprocess.run([program, form, *lines], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == lines
-    assert lines[0].endswith("http://127.0.0.1:8080/")
-
-
 @pytest.mark.parametrize("given", ["", "a-token-of-many-characters"])
 def test_an_admin_token_is_made_where_none_is_given(given: str, tmp_path: Path) -> None:
     service = services("cpu", variables={"ADMIN_TOKEN": given})["coordinator"]

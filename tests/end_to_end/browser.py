@@ -63,7 +63,6 @@ class Page:
         """Errors that the page logged or threw."""
 
     def attach(self) -> None:
-        """Open the page."""
         target = self._call("Target.createTarget", {"url": "about:blank"}, START_SECONDS)["targetId"]
         self._session = self._call("Target.attachToTarget", {"targetId": target, "flatten": True})[
             "sessionId"
@@ -72,7 +71,6 @@ class Page:
             self._call(f"{domain}.enable")
 
     def open(self, url: str) -> None:
-        """Go to an address."""
         self._call("Page.navigate", {"url": url})
         self.until("document.readyState === 'complete'")
 
@@ -115,12 +113,10 @@ class Page:
         self._call("Emulation.setEmulatedMedia", {"features": features})
 
     def resize(self, width: int, height: int) -> None:
-        """Give the page another size."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self._call("Emulation.setDeviceMetricsOverride", size)
 
     def screenshot(self, path: Path) -> None:
-        """Save a screenshot of the whole page."""
         answer = self._call("Page.captureScreenshot", {"format": "png", "captureBeyondViewport": True})
         path.write_bytes(base64.b64decode(answer["data"]))
 

@@ -75,7 +75,6 @@ class Disturbance:
 
     @property
     def is_running(self) -> bool:
-        """True if none of the streams has ended."""
         return not any(task.done() for task in self.tasks)
 
     async def end(self) -> None:

@@ -19,7 +19,6 @@ WARM_UP_RUNS = 4
 
 
 def main() -> None:
-    """Write the pictures."""
     if CHROMIUM is None:
         raise SystemExit("error: there is no Chromium on the path (Debian: apt-get install chromium)")
     with (

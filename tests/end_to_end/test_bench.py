@@ -12,10 +12,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from benchmarks import bench, common, gpu
-from benchmarks.contenders import through
 from benchmarks.peers import Workload, load_transformers
 from benchmarks.report import Report
-from benchmarks.timing import prefix_gain
 from tests.end_to_end.processes import Nursery, running
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
 
@@ -133,15 +131,6 @@ def test_the_steps_of_both_engines_are_measured(
     rows = {(row.model, row.sequences, row.width) for row in report.steps}
     assert rows >= {("target", 16, 5), ("draft", 1, 512)}
     assert "Steps of the engine" in capsys.readouterr().out
-
-
-async def test_a_prefix_that_was_served_before_is_not_read_again(address: str) -> None:
-    prompts = [tuple(range(start, start + 40)) for start in (10, 20, 30)]
-    async with through(address) as contender:
-        gain = await prefix_gain(contender, prompts, rounds=2)
-
-    assert gain.prefix_tokens == 512
-    assert gain.ratio < 1
 
 
 def test_transformers_write_the_same_text_alone_and_assisted(prompts: list[str]) -> None:

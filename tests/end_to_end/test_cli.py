@@ -88,12 +88,6 @@ def test_a_prompt_may_come_from_anywhere(address: str, expected: Any, tmp_path: 
     assert [way["usage"] for way in ways] == [expected["usage"]] * 3
 
 
-def test_the_text_is_the_same_without_speculation(address: str, expected: Any) -> None:
-    alone = generated(address, PROMPT, "--no-speculation")
-    assert alone["token_ids"] == expected["token_ids"]
-    assert alone["speculation"]["drafted"] == 0 < expected["speculation"]["drafted"]
-
-
 def test_a_pipe_gets_the_text_alone(address: str, expected: Any) -> None:
     result = generate(address, PROMPT, "--quiet")
     assert (result.returncode, result.stderr) == (0, "")
@@ -187,7 +181,6 @@ def test_a_chat_has_several_turns(address: str) -> None:
 
 
 def on_a_terminal(*command: str) -> str:
-    """Run a command in a terminal, and return its output."""
     ours, theirs = os.openpty()
     environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS")}
     with subprocess.Popen(

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from typing import Any
 
-import httpx2
 import pytest
-from openai import APIError, OpenAI
+from openai import OpenAI
 from tokenizers import Tokenizer
 
 from tandem.sync_client import SyncClient
-from tests.end_to_end.processes import Process, address_of, coordinator, until
+from tests.end_to_end.processes import Process, address_of, coordinator
 from tests.paths import DEMO_TARGET
 
 pytestmark = pytest.mark.slow
@@ -43,15 +41,6 @@ def url(process: Process) -> str:
 def client(url: str) -> Iterator[OpenAI]:
     with OpenAI(base_url=f"{url}/v1", api_key="none", timeout=SECONDS) as client:
         yield client
-
-
-def running_requests(url: str) -> int:
-    return int(httpx2.get(f"{url}/tandem/status").json()["load"]["running"])
-
-
-def open_sequences(url: str) -> int:
-    replicas = httpx2.get(f"{url}/tandem/status").json()["replicas"]
-    return sum(replica["open_sequences"] for replica in replicas)
 
 
 def test_every_endpoint_returns_the_same_text(client: OpenAI, process: Process) -> None:
@@ -113,28 +102,3 @@ def test_log_probabilities_are_those_of_the_model(client: OpenAI) -> None:
     rows = torch.log_softmax(logits[len(prompt) - 1 : -1].double(), dim=-1)
     expected = [float(row[token_id]) for row, token_id in zip(rows, token_ids, strict=True)]
     assert choice.logprobs.token_logprobs == pytest.approx(expected, abs=1e-3)
-
-
-def test_leaving_a_stream_ends_the_sequences(client: OpenAI, url: str) -> None:
-    with client.completions.create(model="target", prompt=PROMPT, max_tokens=900, stream=True) as stream:
-        next(stream)
-        assert running_requests(url) == 1
-        assert open_sequences(url) >= 1
-    until(lambda: running_requests(url) == 0 and open_sequences(url) == 0, SECONDS)
-
-
-def test_a_drain_finishes_a_stream_and_refuses_new_ones(target_address: str, draft_address: str) -> None:
-    with coordinator(target_address, draft_address, "--http-port", "0") as process:
-        address_of(process)
-        url = process.line("http on ")
-        with OpenAI(base_url=f"{url}/v1", api_key="none", timeout=SECONDS, max_retries=0) as client:
-            stream = client.completions.create(
-                model="target", prompt=PROMPT, max_tokens=900, stream=True, extra_body={"ignore_eos": True}
-            )
-            next(stream)
-            process.signal(signal.SIGTERM)
-            until(lambda: httpx2.get(f"{url}/health").status_code == 503, SECONDS)
-            with pytest.raises(APIError, match="draining"):
-                client.completions.create(model="target", prompt=PROMPT)
-            assert [piece.choices[0].finish_reason for piece in stream][-1] == "length"
-        assert process.wait(SECONDS) == 0

@@ -135,15 +135,6 @@ def test_numbers_update_during_a_completion_and_stop_ends_it(url: str, browser: 
     assert shown(browser, "problem") == ""
 
 
-def test_a_refusal_is_shown_in_the_coordinators_words(url: str, browser: Page) -> None:
-    visit(browser, url)
-    browser.type("#prompt", "")
-    browser.click("#run")
-    browser.until("!document.getElementById('problem').hidden")
-    assert shown(browser, "problem") == "the prompt is empty; it must hold at least one token"
-    settle(browser)
-
-
 def test_a_refused_request_clears_the_previous_completion(url: str, browser: Page) -> None:
     visit(browser, url)
     browser.type("#max-tokens", "8")
@@ -153,6 +144,7 @@ def test_a_refused_request_clears_the_previous_completion(url: str, browser: Pag
     browser.type("#prompt", "")
     browser.click("#run")
     browser.until("!document.getElementById('problem').hidden")
+    assert shown(browser, "problem") == "the prompt is empty; it must hold at least one token"
     settle(browser)
     for element in ("output", "alone-output", "rounds", "rate", "alone-rate", "said"):
         assert shown(browser, element) == "", element

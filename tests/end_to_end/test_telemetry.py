@@ -65,7 +65,6 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
             return dict(self._metrics)
 
     def kill(self) -> None:
-        """Stop receiving."""
         self._server.stop(0).wait()
 
     def Export(  # noqa: N802 - gRPC looks a method up by the name that it has in the proto
@@ -99,7 +98,6 @@ class _Metrics(metrics_service_pb2_grpc.MetricsServiceServicer):
 
 @contextmanager
 def collecting() -> Iterator[Collector]:
-    """Run a collector during the block."""
     collector = Collector()
     try:
         yield collector

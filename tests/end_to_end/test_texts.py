@@ -14,7 +14,6 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from tandem.types import FinishReason, GenerationRequest
-from tests.commands import run_here
 from tests.end_to_end.models import load_reference
 from tests.end_to_end.processes import address_of, coordinator, model_service, service
 from tests.paths import DEMO_EAGLE3, DEMO_TARGET
@@ -176,15 +175,6 @@ async def test_a_draft_does_not_change_completions_with_penalties(
     assert accepted(drafted) > 0
 
 
-async def test_penalties_leave_a_draft_model_out(address: str, prompts: list[str]) -> None:
-    (completed,) = await complete_all(address, requests(prompts[:1], repetition_penalty=PENALTY))
-    assert [completed.token_ids] == generated(prompts[:1], 64, repetition_penalty=PENALTY)
-    assert completed.stats.drafted == 0
-    state = completed.summary.speculation_state
-    assert state is not None
-    assert state.reason == "a request with penalties leaves the draft model out"
-
-
 @pytest.mark.parametrize("speculation", [False, True])
 async def test_biases_and_min_tokens_agree_with_transformers(
     address: str, prompts: list[str], speculation: bool
@@ -214,15 +204,6 @@ async def test_biases_and_min_tokens_agree_with_transformers(
     assert all(len(each) > MIN_TOKENS for each in expected)
     assert any(completion.summary.stop_reason == newline for completion in completed)
     assert any(completion.stats.accepted for completion in completed) == speculation
-
-
-def test_the_command_sends_biases_and_stop_tokens(address: str) -> None:
-    command = ("generate", "def f", "--address", address, "--temperature", "0", "--max-tokens", "4")
-    plain = run_here(*command, "--logit-bias", "300:100", "--min-tokens", "2", "--stop-token-id", "300")
-    assert plain.returncode == 0
-    assert plain.stdout.count("\n") <= 1 + plain.stdout.count("\n\n")
-    refused = run_here(*command, "--logit-bias", "300=1")
-    assert "--logit-bias is '300=1'; it must be ID:BIAS" in refused.stderr
 
 
 def seeded(prompts: list[str], temperature: float, **options: Any) -> list[GenerationRequest]:

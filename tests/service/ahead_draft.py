@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from draft_service.servicer import DraftedFor
-from tandem.client import Client
 from tandem.types import DraftedOutcomes, GenerationRequest, Proposal, ProposeStep
-from tests.fault_proxy import fault_proxy
 from tests.service.clients import Completed, complete, until
-from tests.service.fakes import FakeDraft, FakeTarget, fleet, serving
+from tests.service.fakes import FakeDraft, FakeTarget, fleet
 
 SECONDS = 60.0
 
@@ -81,16 +78,30 @@ class AheadDraft(FakeDraft):
             self.running -= 1
 
 
-@asynccontextmanager
-async def cluster(
-    draft: FakeDraft,
-    *,
-    step_seconds: float = 0.01,
-    delay: float = 0.0,
-    keeps_proposals: bool = False,
-    **options: Any,
-) -> AsyncIterator[Client]:
-    """Connect a client to a coordinator over a counting target and this draft, `delay` seconds away (one way).
+Violation = Callable[[AheadDraft, list[int], ProposeStep], Pushes]
+
+
+def wrong_tokens(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
+    """Name the right outcome, and continue it with a token that the target rejects."""
+    for each in draft.honest(tokens, step):
+        yield replace(each, token_ids=(7,))
+
+
+class ViolatingDraft(AheadDraft):
+    """Answers requests correctly, and violates the protocol in what it drafts ahead."""
+
+    def __init__(self, violation: Violation) -> None:
+        super().__init__()
+        self._violation = violation
+
+    def pushes(self, tokens: list[int], step: ProposeStep) -> Pushes:
+        yield from self._violation(self, tokens, step)
+
+
+async def completed(
+    draft: FakeDraft, *, step_seconds: float = 0.01, keeps_proposals: bool = False, **options: Any
+) -> Completed:
+    """Complete the request over a counting target and this draft, in one stream.
 
     With `keeps_proposals` the length of proposals must not depend on time, and all of them are accepted.
     """
@@ -99,18 +110,7 @@ async def cluster(
     options = {"draft_ahead": 4} | options
     if keeps_proposals:
         options |= {"rejection_sampling_strategy": "synthetic", "synthetic_acceptance_rate": 1.0}
-    async with asyncio.timeout(SECONDS), AsyncExitStack() as stack:
-        if delay:
-            address, _ = await stack.enter_async_context(serving(draft))
-            proxy = await stack.enter_async_context(fault_proxy(address))
-            proxy.delay_seconds, options["draft_address"] = delay, proxy.address
-        fakes = [target] if delay else [target, draft]
-        client, *_ = await stack.enter_async_context(fleet(*fakes, **options))
-        yield client
+    async with asyncio.timeout(SECONDS), fleet(target, draft, **options) as (client, *_):
+        done = await complete(client, REQUEST)
         await until(lambda: not draft.running, SECONDS)
-
-
-async def completed(draft: FakeDraft, **options: Any) -> Completed:
-    """Complete the request with this draft."""
-    async with cluster(draft, **options) as client:
-        return await complete(client, REQUEST)
+    return done

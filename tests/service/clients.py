@@ -16,8 +16,6 @@ AT_ONCE = 16
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """A finished completion."""
-
     text: str
     token_ids: tuple[int, ...]
     drafted: tuple[bool, ...]

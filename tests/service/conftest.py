@@ -13,7 +13,6 @@ from tests.service.http_cluster import TEMPLATE
 
 @pytest.fixture
 def template(tmp_path: Path) -> Path:
-    """A file with a chat template."""
     path = tmp_path / "template.jinja"
     path.write_text(TEMPLATE, encoding="utf-8")
     return path
@@ -21,11 +20,9 @@ def template(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    """A tiny model."""
     return tiny_model(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="session")
 def other_model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    """Another one."""
     return tiny_model(tmp_path_factory.mktemp("draft"), seed=2)

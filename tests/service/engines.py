@@ -60,7 +60,6 @@ def tiny_model(folder: Path, seed: int = 1) -> LoadedModel:
 
 @asynccontextmanager
 async def started(engine: EngineT) -> AsyncIterator[EngineT]:
-    """Run an engine during the block."""
     engine.start()
     try:
         yield engine
@@ -93,8 +92,6 @@ class Faults:
 
 
 class FaultyTarget(TargetServicer):
-    """A target with faults."""
-
     def __init__(self, faults: Faults) -> None:
         super().__init__()
         self.faults = faults

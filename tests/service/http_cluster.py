@@ -41,8 +41,6 @@ async def post(
 
 @dataclass(frozen=True)
 class HttpCluster:
-    """The parts that tests use."""
-
     url: str
     http: httpx2.AsyncClient
     service: CoordinatorService

@@ -98,7 +98,6 @@ class Cluster:
 
     @property
     def is_busy(self) -> bool:
-        """True if both services compute a request."""
         return all(engine.usage.used_tokens > 0 for engine in self.engines)
 
     async def assert_idle_soon(self, seconds: float = GONE_SECONDS) -> None:

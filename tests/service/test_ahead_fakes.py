@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from coordinator.speculation.controller import RequestSpeculation
 from tandem.types import ProposeStep, StepCost
-from tests.service.ahead_draft import EXPECTED, REQUEST, SECONDS, TOKENS, AheadDraft, Pushes, completed
+from tests.service.ahead_draft import (
+    EXPECTED,
+    REQUEST,
+    SECONDS,
+    AheadDraft,
+    Pushes,
+    ViolatingDraft,
+    Violation,
+    completed,
+    wrong_tokens,
+)
 from tests.service.clients import complete, until
 from tests.service.fakes import NOT_SERVING, FakeDraft, FakeTarget, fleet
 
@@ -33,18 +42,6 @@ class StepwiseDraft(AheadDraft):
             yield replace(each, cost=StepCost(STEP_SECONDS, 1, 1))
 
 
-async def test_a_round_with_a_hit_needs_no_proposal_request() -> None:
-    draft = AheadDraft()
-    done = await completed(draft)
-    assert done.token_ids == EXPECTED
-    assert done.stats.accepted == done.stats.drafted > TOKENS / 2
-    assert proposal_requests(draft) + done.stats.ahead.hits <= done.stats.rounds
-    assert done.stats.ahead.hits >= done.stats.rounds - 4, (
-        "all rounds but that of the prompt, the first and the last"
-    )
-    assert draft.finished == 1
-
-
 async def test_a_draft_that_never_has_an_outcome_ready_is_asked_every_second_round(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -63,23 +60,6 @@ class PushingNothing(AheadDraft):
 
     def pushes(self, tokens: list[int], step: ProposeStep) -> Pushes:
         return iter(())
-
-
-async def test_a_draft_pushes_nothing_without_a_budget() -> None:
-    draft = AheadDraft()
-    done = await completed(draft, draft_ahead="off")
-    assert done.token_ids == EXPECTED
-    assert draft.granted == 0
-    assert proposal_requests(draft) == done.stats.drafted / 2 > TOKENS / 4, "each proposal was asked for"
-
-
-async def test_hits_hide_the_round_trip_to_a_distant_draft() -> None:
-    """The draft is 20 ms away (one way), and a target step outlasts the round trip: most rounds have hits."""
-    draft = AheadDraft()
-    done = await completed(draft, delay=0.02, step_seconds=0.1)
-    assert done.token_ids == EXPECTED
-    assert done.stats.ahead.hits >= done.stats.rounds / 2
-    assert proposal_requests(draft) + done.stats.ahead.hits <= done.stats.rounds
 
 
 async def test_a_round_waits_for_the_last_token_of_a_continuation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,20 +107,11 @@ async def test_a_draft_that_leaves_with_outcomes_outstanding_is_replaced(way: st
     assert all(each.granted for each in drafts)
 
 
-Violation = Callable[[AheadDraft, list[int], ProposeStep], Pushes]
-
-
 def wrong_keys(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
     """Name outcomes with more accepted tokens than were proposed."""
     for each in draft.honest(tokens, step):
         counts = tuple(count + 5 for count in each.accepted_counts)
         yield replace(each, accepted_counts=counts)
-
-
-def wrong_tokens(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
-    """Name the right outcome, and continue it with a token that the target rejects."""
-    for each in draft.honest(tokens, step):
-        yield replace(each, token_ids=(7,))
 
 
 def of_the_past(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
@@ -182,17 +153,6 @@ HARMLESS: tuple[Violation, ...] = (wrong_tokens, wrong_lead)
 
 FATAL: tuple[Violation, ...] = (wrong_keys, endless, endless_past, malformed, unasked_proposal)
 """One of each kind; unit tests of `PendingOutcomes` refuse the others."""
-
-
-class ViolatingDraft(AheadDraft):
-    """Answers requests correctly, and violates the protocol in what it drafts ahead."""
-
-    def __init__(self, violation: Violation) -> None:
-        super().__init__()
-        self._violation = violation
-
-    def pushes(self, tokens: list[int], step: ProposeStep) -> Pushes:
-        yield from self._violation(self, tokens, step)
 
 
 @pytest.mark.parametrize("violation", [*HARMLESS, *FATAL], ids=lambda violation: violation.__name__)

@@ -138,8 +138,6 @@ BYTES_OF_A_TOKEN = {
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and its draft on disk."""
-
     method: str
     model: Any
     """The target, as transformers runs it: of six tokens, so that random weights are right now and then."""

@@ -323,8 +323,6 @@ def with_token(continuation: Any, details: Any, request: Any) -> Any:
 
 
 class WithToken(grpc.UnaryStreamClientInterceptor, grpc.StreamStreamClientInterceptor):
-    """Adds the token to every call."""
-
     intercept_unary_stream = staticmethod(with_token)  # type: ignore[assignment]
     intercept_stream_stream = staticmethod(with_token)  # type: ignore[assignment]
 

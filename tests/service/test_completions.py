@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
-from tokenizers import Tokenizer
 
-from benchmarks.load.fakes import VOCABULARY_SIZE
 from tandem.errors import InvalidRequestError
 from tandem.types import FinishReason, GenerationRequest, PositionStats
-from tests.paths import DEMO_TARGET
 from tests.service.clients import complete, until
 from tests.service.fakes import MAX_LENGTH, FakeDraft, FakeTarget, cluster, counting, fleet
 
-TOKENIZER = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))
 TEMPERATURES = pytest.mark.parametrize("temperature", [0.0, 1.0])
 
 
@@ -100,57 +95,6 @@ async def test_max_length_is_exact(max_tokens: int | None) -> None:
     assert completed.token_ids == tuple(range(11, 10 + MAX_LENGTH))
     assert completed.finish_reason is FinishReason.LENGTH
     assert max(target.longest, draft.longest) < MAX_LENGTH
-
-
-@pytest.mark.parametrize(
-    ("prompt", "sentence"),
-    [
-        ("", "the prompt is empty"),
-        ("x = 1\n" * MAX_LENGTH, f"it must have at most {MAX_LENGTH - 1}"),
-        ((1, VOCABULARY_SIZE), f"the prompt holds token id {VOCABULARY_SIZE}"),
-    ],
-)
-async def test_a_prompt_that_cannot_be_completed_is_refused(
-    prompt: str | tuple[int, ...], sentence: str
-) -> None:
-    async with cluster(target := FakeTarget(), draft := FakeDraft()) as client:
-        with pytest.raises(InvalidRequestError, match=sentence):
-            await complete(client, request(prompt))
-    assert target.opened == draft.opened == 0, "no service receives it"
-
-
-async def test_streams_end_with_finish() -> None:
-    async with cluster(target := FakeTarget(), draft := FakeDraft()) as client:
-        await complete(client, request())
-    assert (target.opened, target.finished, target.running) == (1, 1, 0)
-    assert (draft.opened, draft.finished, draft.running) == (1, 1, 0)
-
-
-@TEMPERATURES
-async def test_log_probabilities_change_only_the_kind_of_row(temperature: float) -> None:
-    async with cluster(FakeTarget(), FakeDraft()) as client:
-        plain = [chunk async for chunk in client.generate(request(temperature=temperature))]
-        chunks = [chunk async for chunk in client.generate(request(temperature=temperature, logprobs=2))]
-    assert [chunk.token_ids for chunk in chunks] == [chunk.token_ids for chunk in plain]
-    assert not any(chunk.logprobs for chunk in plain)
-    for chunk in chunks:
-        assert [position.top_token_ids for position in chunk.logprobs] == [
-            (token_id, token_id + 1) for token_id in chunk.token_ids
-        ]
-        assert [position.logprob for position in chunk.logprobs] == [0.0] * len(chunk.token_ids)
-
-
-async def test_logit_comparison_is_refused_for_a_draft_without_a_model() -> None:
-    """The coordinator reads the drafting method from the draft's model info."""
-    draft = FakeDraft()
-    draft.model_info = replace(draft.model_info, architecture="ngram", vocabulary_size=0, max_length=0)
-    wrong = replace(request(temperature=1.0), rejection_sampling_strategy="logit-comparison")
-    async with cluster(target := FakeTarget(), draft) as client:
-        with pytest.raises(InvalidRequestError, match="the draft service drafts by ngram"):
-            await complete(client, wrong)
-        assert target.opened == 0
-        alone = await complete(client, replace(wrong, speculation=False))
-    assert alone.token_ids == tuple(range(11, 22))
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ from tandem.v1 import draft_pb2
 from tests.service import engines
 from tests.service.clients import complete, until
 from tests.service.engines import pair
-from tests.service.fakes import FakeDraft, FakeTarget, cluster, refusal
+from tests.service.fakes import FakeDraft, FakeTarget, cluster
+from tests.service.test_draft_loss import Failing, HangingFrom
 from tests.service.test_target_loss import REQUESTS as ALL
 
 PATIENCE_SECONDS = 0.05
@@ -35,19 +36,8 @@ TEST_SECONDS = 30.0
 
 
 class Hanging(FakeDraft):
-    """Never answers."""
-
     async def respond(self, tokens: Sequence[int], count: int) -> None:
         await asyncio.Event().wait()
-
-
-class HangingLater(FakeDraft):
-    """Stops answering in the middle of a stream."""
-
-    async def respond(self, tokens: Sequence[int], count: int) -> Proposal:
-        if len(self.requested) > 2:
-            await asyncio.Event().wait()
-        return self.proposal(tokens, count)
 
 
 class Late(FakeDraft):
@@ -59,32 +49,12 @@ class Late(FakeDraft):
         return self.proposal(tokens, count)
 
 
-class Refusing(FakeDraft):
-    """Refuses sequences for lack of room."""
-
-    async def respond(self, tokens: Sequence[int], count: int) -> None:
-        raise refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
-
-
-class Dying(FakeDraft):
-    """Fails in the middle of a stream."""
-
-    async def respond(self, tokens: Sequence[int], count: int) -> Proposal:
-        if len(self.requested) > 2:
-            raise refusal(grpc.StatusCode.UNAVAILABLE, "gone")
-        return self.proposal(tokens, count)
-
-
 class Leaving(FakeDraft):
-    """Ends the stream without an error."""
-
     async def respond(self, tokens: Sequence[int], count: int) -> Proposal | None:
         return None if len(self.requested) > 2 else self.proposal(tokens, count)
 
 
 class Garbled(FakeDraft):
-    """Sends invalid answers."""
-
     def __init__(self, garble: Callable[[Proposal], Proposal]) -> None:
         super().__init__()
         self._garble = garble
@@ -95,8 +65,6 @@ class Garbled(FakeDraft):
 
 
 class GarbledColumns(FakeDraft):
-    """Sends invalid columns."""
-
     def __init__(self, garble: Callable[[draft_pb2.DistributionColumns], object]) -> None:
         super().__init__()
         self._garble = garble
@@ -151,10 +119,10 @@ def _column(name: str, content: bytes) -> Callable[[], FakeDraft]:
 
 FAULTS: dict[str, Callable[[], FakeDraft]] = {
     "hanging": Hanging,
-    "hanging later": HangingLater,
+    "hanging later": HangingFrom,
     "late": Late,
-    "refusing": Refusing,
-    "dying": Dying,
+    "refusing": lambda: Failing(*range(1000), code=grpc.StatusCode.RESOURCE_EXHAUSTED),
+    "dying": lambda: Failing(*range(3, 1000)),
     "leaving": Leaving,
     "unknown id": _first_id(VOCABULARY_SIZE),
     "negative id": _first_id(-1),

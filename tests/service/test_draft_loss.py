@@ -173,7 +173,7 @@ async def test_a_draining_draft_is_left_between_two_rounds(role: str) -> None:
     assert completed.stats.accepted == completed.stats.drafted > 0
 
 
-@pytest.mark.parametrize("rule", [None, "strict"])
+@pytest.mark.parametrize("rule", [None, "strict", "residual", "block"])
 async def test_a_useless_draft_is_paused(rule: str | None) -> None:
     draft = useless()
     async with (
@@ -190,14 +190,3 @@ async def test_a_useless_draft_is_not_paused_where_that_is_switched_off() -> Non
     async with asyncio.timeout(SECONDS), fleet(FakeTarget(), draft) as (client, *_):
         await complete(client, request())
     assert len(draft.requested) == TOKENS - 1
-
-
-@pytest.mark.parametrize("rule", ["residual", "block"])
-async def test_a_useless_draft_is_paused_under_a_seed_too(rule: str) -> None:
-    draft = useless()
-    async with (
-        asyncio.timeout(SECONDS),
-        fleet(FakeTarget(), draft, speculation_policy="adaptive") as (client, *_),
-    ):
-        await complete(client, request(rule, temperature=1.0))
-    assert len(draft.requested) < PAUSED_BEFORE

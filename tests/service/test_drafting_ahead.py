@@ -175,7 +175,6 @@ def draft_model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 def drafted_tokens(completed: list[Completed]) -> list[tuple[tuple[int, ...], tuple[bool, ...]]]:
-    """Return the tokens, and which of them the draft had proposed."""
     return [(each.token_ids, each.drafted) for each in completed]
 
 
@@ -201,19 +200,6 @@ async def test_the_text_is_the_same_as_without_drafting_ahead(
             assert both.draft.requested - requested <= rounds - hits(completed), "a hit needs no request"
         assert all(each.stats.ahead.hits for each in completed), "each rule has hits with 16 outcomes"
         assert not both.draft.running
-
-
-async def test_sequences_that_share_a_stream_have_the_same_texts(
-    target_model: LoadedModel, draft_model: LoadedModel
-) -> None:
-    requests = [replace(request, seed=seed) for seed in (1, 2) for request in REQUESTS.values()]
-    async with pair(target_model, draft_model, step_seconds=0.04) as both:
-        before = await both.completed("off", *requests)
-        async with both.coordinated(16) as address:
-            completed = await complete_all(address, requests, at_once=len(requests))
-        assert [each.token_ids for each in completed] == [each.token_ids for each in before]
-        assert hits(completed) > 0
-        await until(lambda: not both.draft.running, SECONDS)
 
 
 async def test_under_load_no_draft_is_lost(

@@ -106,11 +106,3 @@ async def test_without_the_token_the_load_stays_secret() -> None:
     async with full() as coordinator, unsent(coordinator.address) as call:
         assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
         assert len(coordinator.counter.begun) == 1
-
-
-async def test_the_next_request_is_admitted_once_there_is_room() -> None:
-    async with full() as coordinator, Client(coordinator.address, Credentials(token=TOKEN)) as client:
-        coordinator.runs.cancel()
-        await until(lambda: coordinator.target.running == 0, SECONDS)
-        coordinator.target.step_seconds = 0.0
-        assert (await complete(client, REQUEST)).token_ids == (11, 12, 13, 14, 15)

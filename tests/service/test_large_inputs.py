@@ -22,18 +22,6 @@ JSON = {"content-type": "application/json"}
 SECONDS = 20.0
 
 
-async def test_too_many_completions_are_refused() -> None:
-    async with http_cluster(FakeTarget()) as cluster:
-        for body, expected in (
-            ({"prompt": "a", "n": 1_000_000_000}, "n is 1000000000; it must make at most 16 completions"),
-            ({"prompt": ["a"] * 9, "n": 2}, "n is 2 for each of 9 prompts; it must make at most 16"),
-            ({"prompt": [[1]] * 4_000}, "n is 1 for each of 4000 prompts; it must make at most 16"),
-        ):
-            answer = await cluster.http.post("/v1/completions", json=body)
-            assert answer.status_code == 400
-            assert expected in answer.json()["error"]["message"]
-
-
 @pytest.mark.parametrize(
     ("path", "content", "expected"),
     [

@@ -39,7 +39,16 @@ from tandem.types import (
 )
 from target_service.servicer import TargetServicer, VerifiedFor
 from target_service.verifier import Verifier
-from tests.service.ahead_draft import EXPECTED, REQUEST, SECONDS, AheadDraft, Pushes
+from tests.service.ahead_draft import (
+    EXPECTED,
+    REQUEST,
+    SECONDS,
+    AheadDraft,
+    Pushes,
+    ViolatingDraft,
+    Violation,
+    wrong_tokens,
+)
 from tests.service.clients import Completed, complete, until
 from tests.service.engines import Fault, Faults, target
 from tests.service.fakes import (
@@ -56,8 +65,6 @@ from tests.service.fakes import (
 
 @dataclass(eq=False)
 class Led:
-    """A sequence of the engine."""
-
     tokens: list[int] = field(default_factory=list)
     allowed: int = 0
     more: asyncio.Event = field(default_factory=asyncio.Event)
@@ -144,8 +151,6 @@ class LeadingEngine:
 
 
 class LeadingTarget(FakeTarget):
-    """Serves such an engine."""
-
     def __init__(self, next_token: NextToken = counting, eos_token_ids: tuple[int, ...] = ()) -> None:
         super().__init__(next_token, eos_token_ids)
         self._observer = NO_SERVICE_OBSERVER
@@ -157,12 +162,9 @@ class LeadingTarget(FakeTarget):
         await TargetServicer.serve_sequence(self, sequence)
 
 
-Violation = Callable[[AheadDraft, list[int], ProposeStep], Pushes]
-
-
 @pytest.fixture(autouse=True)
 def _waits_for_a_proposal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the cost model says of the times of a busy machine."""
+    """The target waits for a proposal, whatever times the cost model has measured on a busy machine."""
     monkeypatch.setattr(RequestSpeculation, "min_led_tokens", lambda *_: 1)
 
 
@@ -239,12 +241,6 @@ async def test_a_completion_ends_at_the_same_token_wherever_that_lies_in_a_lead(
         assert 0 < stats.snapshot()[0].lead.wasted <= lead * len(whole.text)
 
 
-def wrong_tokens(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
-    """Continue the right outcome with tokens that the target rejects."""
-    for each in draft.honest(tokens, step):
-        yield replace(each, token_ids=(7,))
-
-
 def other_outcome(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
     """Draft for an outcome that does not come."""
     for each in draft.honest(tokens, step):
@@ -257,20 +253,9 @@ def rejected(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
         yield replace(each, accepted_counts=tuple(0 for _ in each.accepted_counts))
 
 
-class LyingDraft(AheadDraft):
-    """Answers questions as it should, and pushes outcomes as the lie says."""
-
-    def __init__(self, lie: Violation) -> None:
-        super().__init__()
-        self._lie = lie
-
-    def pushes(self, tokens: list[int], step: ProposeStep) -> Pushes:
-        yield from self._lie(self, tokens, step)
-
-
 @pytest.mark.parametrize("lie", [wrong_tokens, other_outcome, rejected], ids=lambda lie: lie.__name__)
 async def test_what_a_draft_pushes_never_changes_the_text(lie: Violation) -> None:
-    target, draft = LeadingTarget(), LyingDraft(lie)
+    target, draft = LeadingTarget(), ViolatingDraft(lie)
     target.engine.patience_seconds = 0.005
     async with leading(target, draft) as running:
         for request in RULES.values():
@@ -284,7 +269,7 @@ async def test_a_draft_without_an_outcome_is_asked_after_a_round_of_the_target_a
 ) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(RequestSpeculation, "tokens_after_miss", lambda *_: 0)
-    target, draft = LeadingTarget(), LyingDraft(other_outcome)
+    target, draft = LeadingTarget(), ViolatingDraft(other_outcome)
     target.engine.patience_seconds = 0.0
     async with leading(target, draft, lead=1) as running:
         done = await complete(running.client, REQUEST)
@@ -423,7 +408,7 @@ async def test_the_text_does_not_depend_on_the_lead(
 async def test_the_text_does_not_depend_on_the_lead_with_a_draft_without_a_model(
     model: LoadedModel, make: Callable[[DraftingOptions, SequenceLimits], Proposer]
 ) -> None:
-    """What is found in the prompt is proposed; in the rounds of the target alone it leads."""
+    """Matches in the prompt are proposed; in the rounds of the target alone it leads."""
     biases = {300: 40.0, 301: 40.0, 302: 40.0}
     requests = [replace(REQUESTS[name], prompt=(*biases,) * 4, logit_bias=biases) for name in MODEL_FREE]
     wanted = await completions(model, 0, requests)

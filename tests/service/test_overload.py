@@ -115,8 +115,6 @@ SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 65_536), ("grpc.http2.bdp_probe",
 
 @dataclass(frozen=True)
 class Attempt:
-    """How a request ended."""
-
     token_ids: tuple[int, ...] | None
     """None if the request was refused."""
     seconds: float

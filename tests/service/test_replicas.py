@@ -103,16 +103,6 @@ async def test_a_returning_replica_is_reached_with_renewed_certificates(
     assert used.count(b"the renewed one") == 1
 
 
-async def test_a_running_replica_is_ready() -> None:
-    async with followed(FakeTarget(), FakeDraft()) as (replicas, (target, draft)):
-        for address, role in ((target.address, Role.TARGET), (draft.address, Role.DRAFT)):
-            seen = shot(replicas, address)
-            assert (seen.role, seen.state, seen.reason) == (role, ReplicaState.READY, "")
-            assert seen.model is not None
-            assert seen.model.name == "fake"
-            assert seen.round_trip_seconds is not None
-
-
 async def test_a_loading_replica_is_connecting_until_it_is_ready() -> None:
     async with served(FakeTarget(), FakeTarget()) as (first, second):
         await second.say(NOT_SERVING)
@@ -121,16 +111,6 @@ async def test_a_loading_replica_is_connecting_until_it_is_ready() -> None:
             assert shot(replicas, second.address).state is ReplicaState.CONNECTING
             await second.say(SERVING)
             await becomes(replicas, second.address, ReplicaState.READY)
-
-
-async def test_a_draining_replica_gets_no_new_sequence() -> None:
-    async with followed(FakeTarget(), FakeTarget()) as (replicas, (first, second)):
-        await becomes(replicas, second.address, ReplicaState.READY)
-        await first.say(NOT_SERVING)
-        assert (await becomes(replicas, first.address, ReplicaState.DRAINING)).reason
-        member = replicas.targets.choose()
-        assert member is not None
-        assert member.address == second.address
 
 
 async def test_a_replica_that_refuses_the_token_is_unused_until_it_accepts_it(

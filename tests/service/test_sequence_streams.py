@@ -17,9 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.load.fakes import LeaveError, Script, ScriptedDraft, ScriptedTarget, Steps
-from coordinator.service import CoordinatorService
-from coordinator.transport import streams
+from benchmarks.load.fakes import LeaveError
 from coordinator.transport.streams import Method, Streams
 from draft_service.service import DraftService
 from draft_service.settings import DraftSettings
@@ -30,7 +28,6 @@ from tandem.types import (
     Delta,
     DenseRow,
     DraftOptions,
-    GenerationRequest,
     RowKind,
     SamplingParams,
     TargetOptions,
@@ -40,14 +37,13 @@ from tandem.types import (
 from tandem.v1 import draft_pb2, target_pb2, target_pb2_grpc
 from tandem.wire import draft as draft_wire
 from tandem.wire import target as wire
-from tandem.wire.columns import take_message
 from tandem.wire.target import answers_from_proto
 from target_service.service import TargetService
 from target_service.servicer import VerifiedFor
 from target_service.settings import TargetSettings
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
 from tests.service.clients import until
-from tests.service.fakes import FakeTarget, fleet, refusal, serving
+from tests.service.fakes import FakeTarget, refusal, serving
 
 SECONDS = 20.0
 HOLD, REFUSE, FAIL, LEAVE = 1001, 1002, 1003, 1004
@@ -121,12 +117,10 @@ class Asker:
         return await self._answer
 
     def take(self, answer: wire.Answer) -> None:
-        """See `Listener`."""
         if not self._answer.done():
             self._answer.set_result(answer.base_length)
 
     def fail(self, error: TandemError) -> None:
-        """See `Listener`."""
         self._error = self._error or error
         if self._is_open and not self._answer.done():
             self._answer.set_exception(self._error)
@@ -134,8 +128,6 @@ class Asker:
 
 @dataclass(frozen=True)
 class Ends:
-    """Both ends of the streams."""
-
     service: Echo
     method: Method[Any, wire.Answer]
     streams: Streams[Any, wire.Answer]
@@ -144,7 +136,6 @@ class Ends:
     address: str
 
     def sequences(self, count: int) -> list[Asker]:
-        """Begin so many sequences."""
         return [Asker(self.streams) for _ in range(count)]
 
 
@@ -220,18 +211,6 @@ async def test_simultaneous_requests_and_answers_travel_in_one_message() -> None
             both.service.released.set()
             await asyncio.gather(*answers)
             both.service.released.clear()
-
-
-async def test_bytes_are_counted() -> None:
-    async with ends() as both:
-        traffic = Traffic()
-        sequence = Asker(both.streams, traffic)
-        await sequence.ask(7)
-        await sequence.ask(300)
-        assert (traffic.sent_messages, traffic.received_messages) == (3, 2)
-        assert 30 < traffic.sent_bytes < 300
-        assert 20 < traffic.received_bytes < 200
-        sequence.stream.cancel()
 
 
 @pytest.mark.parametrize(
@@ -524,8 +503,6 @@ async def test_requests_of_a_sequence_that_has_ended_do_not_block_others() -> No
 
 
 class Large(FakeTarget):
-    """Answers a mebibyte."""
-
     answered = 0
 
     async def verified(self, tokens: Sequence[int], step: VerifyStep) -> Verification:
@@ -562,52 +539,3 @@ async def test_an_unreadable_answer_is_the_services_fault() -> None:
         with pytest.raises(ProtocolError, match="target service: its answer cannot be read"):
             await sequence.ask(1)
         sequence.stream.cancel()
-
-
-STREAMS = 16
-TOKENS = 100
-SCRIPT = Script(0.72)
-
-
-@pytest.fixture
-def written(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Number of requests in each message that the coordinator writes."""
-    counts: list[int] = []
-
-    def counted(outbox: list[Any]) -> Sequence[Any]:
-        taken = take_message(outbox)
-        counts.append(len(taken))
-        return taken
-
-    monkeypatch.setattr(streams, "take_message", counted)
-    return counts
-
-
-@asynccontextmanager
-async def scripted_coordinator() -> AsyncIterator[CoordinatorService]:
-    """A coordinator before scripted services, all in this process."""
-    steps = Steps(0.002), Steps(0.001)
-    target, draft = ScriptedTarget(SCRIPT, steps[0]), ScriptedDraft(SCRIPT, steps[1])
-    async with fleet(target, draft, draft_ahead="off", num_speculative_tokens=4) as (_, _, service):
-        running = [asyncio.create_task(each.run()) for each in steps]
-        yield service
-        for task in running:
-            task.cancel()
-
-
-async def complete(service: CoordinatorService, number: int) -> int:
-    """Complete a request; its rounds."""
-    rounds = 0
-    request = GenerationRequest((300 + number, 301), max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
-    async for chunk in service.completions.complete(request):
-        if chunk.summary is not None:
-            rounds = chunk.summary.speculation.rounds
-    return rounds
-
-
-async def test_a_step_of_many_sequences_is_a_few_messages(written: list[int]) -> None:
-    async with scripted_coordinator() as service:
-        tasks = [asyncio.create_task(complete(service, number)) for number in range(STREAMS)]
-        rounds = sum(await asyncio.gather(*tasks))
-    # Sequences that are answered by one message ask in one; requests that begin and end ask by themselves.
-    assert len(written) <= 2 * rounds / (STREAMS / 3) + 4 * STREAMS

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from tandem.types import Chunk, GenerationRequest
 from tests.service import engines
 from tests.service.clients import until
 from tests.service.fakes import Fake, FakeDraft, FakeTarget, cluster, fleet
-from tests.service.http_cluster import http_cluster
 
 SECONDS = 20.0
 STALL = 0.2
@@ -54,16 +51,6 @@ async def test_an_unread_stream_holds_no_place_and_continues_when_it_is_read() -
             chunks += [chunk async for chunk in stream]
         assert tokens_of(chunks) == [*range(11, 51)]
         assert (target.running, completions.admission.running) == (0, 0)
-
-
-async def test_a_complete_but_unread_stream_holds_no_place() -> None:
-    target = FakeTarget()
-    async with over(target) as service:
-        async with aclosing(service.completions.complete(replace(REQUEST, max_tokens=1))) as stream:
-            await anext(stream)
-            await until(lambda: not (target.running or service.completions.admission.running), SECONDS)
-            assert [chunk async for chunk in stream] == []
-        assert target.opened == 1
 
 
 async def test_a_stream_that_is_read_keeps_its_places() -> None:
@@ -176,16 +163,6 @@ async def chunks_over_grpc(request: GenerationRequest = READ, **options: Any) ->
         return [chunk async for chunk in client.generate(request)]
 
 
-async def pieces_over_http(**options: Any) -> list[dict[str, Any]]:
-    body = {"model": "fake", "prompt": [10], "max_tokens": COUNT, "temperature": 0, "stream": True,
-            "return_token_ids": True, "logprobs": 1}  # fmt: skip
-    async with http_cluster(FakeTarget(), **options) as cluster:
-        answer = await cluster.http.post("/v1/completions", json=body)
-    events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
-    assert events[-1] == "[DONE]"
-    return [json.loads(event)["choices"][0] for event in events[:-1]]
-
-
 async def test_grpc_gets_the_same_tokens_and_text_in_fewer_chunks() -> None:
     each, joined = await chunks_over_grpc(), await chunks_over_grpc(stream_interval=INTERVAL)
     assert [len(chunk.token_ids) for chunk in each] == [1] * COUNT
@@ -199,22 +176,6 @@ async def test_grpc_gets_the_same_tokens_and_text_in_fewer_chunks() -> None:
     summary = joined[-1].summary
     assert summary is not None
     assert summary.speculation.rounds == COUNT
-
-
-async def test_sse_gets_the_same_tokens_text_and_logprobs_in_fewer_events() -> None:
-    each, joined = await pieces_over_http(), await pieces_over_http(stream_interval=INTERVAL)
-    assert len(joined) < len(each) / 3
-    assert "".join(piece["text"] for piece in joined) == "".join(piece["text"] for piece in each)
-    for name in ("token_ids", "drafted"):
-        in_each, in_joined = ([part for piece in pieces for part in piece[name]] for pieces in (each, joined))
-        assert in_joined == in_each
-    for name in ("token_logprobs", "text_offset"):
-        in_each, in_joined = (
-            [part for piece in pieces if piece["logprobs"] for part in piece["logprobs"][name]]
-            for pieces in (each, joined)
-        )
-        assert in_joined == in_each
-    assert joined[-1]["finish_reason"] == "length"
 
 
 @pytest.mark.parametrize("stop", ["stop_token", "stop_string"])

@@ -45,7 +45,6 @@ SECONDS = 120.0
 async def cluster(
     model: LoadedModel, other_model: LoadedModel, folder: Path, **options: Any
 ) -> AsyncIterator[openai.AsyncOpenAI]:
-    """A client of a pair of tiny models."""
     template = folder / "template.jinja"
     template.write_text(TEMPLATE, encoding="utf-8")
     async with AsyncExitStack() as stack:

@@ -67,13 +67,11 @@ BOUND_SECONDS = 300.0
 async def cluster(
     model: LoadedModel, other_model: LoadedModel, *faults: Faults, **options: Any
 ) -> AsyncIterator[Client]:
-    """A client of a pair of tiny models."""
     async with asyncio.timeout(BOUND_SECONDS), pair(model, other_model, *faults, **options) as (client, _):
         yield client
 
 
 def assert_fits(completed: Completed) -> None:
-    """The text is of the schema."""
     value = json.loads(completed.text)
     assert [*value] == ["name", "age", "tags"]
     assert len(value["name"]) <= 6
@@ -207,7 +205,7 @@ async def test_refusals_name_what_is_wrong(model: LoadedModel, other_model: Load
 async def test_texts_have_the_masked_targets_distribution(
     model: LoadedModel, other_model: LoadedModel, rule: str
 ) -> None:
-    """Of all completions of a small grammar, by the chances of the target's own module."""
+    """Chi-square over all completions of a small grammar; their probabilities come from the target's own module."""
     grammar = Grammar(GrammarKind.REGEX, "[ab][cd][ab]")
     state = Grammars(TOKENIZER.read_text, model.info.vocabulary_size, [0]).compiled(grammar)
     prompt, reference = (300, 301), random_model(1, **TINY)

@@ -324,7 +324,7 @@ async def test_invalid_rows_from_the_only_target_are_an_error(
 async def test_columns_that_do_not_fit_together_end_their_stream_and_no_request(
     model: LoadedModel, other_model: LoadedModel
 ) -> None:
-    """Of a block for several sequences nobody can say whose columns are cut, so all of them go elsewhere."""
+    """Nobody can say whose columns are cut in a block for several sequences, so all of them go elsewhere."""
     requests = [replace(REQUESTS["residual"], seed=seed) for seed in range(8)]
     async with asyncio.timeout(BOUND_SECONDS), cluster(model, other_model, Faults(), Faults()) as two:
 

@@ -395,26 +395,6 @@ async def test_an_invalid_traceparent_is_ignored() -> None:
         assert only_span("text_completion fake", cluster.spans).parent is None
 
 
-async def test_trace_rounds_gives_each_round_a_span() -> None:
-    async with observed_cluster(FakeTarget(), FakeDraft(wrong_after_twelve), trace_rounds=1.0) as cluster:
-        await cluster.complete(REQUEST)
-        await all_ended(cluster, 12)
-        rounds = [span for span in cluster.spans if span.name == "round"]
-        root = only_span("text_completion fake", cluster.spans)
-    attributes = [span.attributes or {} for span in rounds]
-    assert [
-        (each["tandem.round"], each["tandem.drafted_tokens"], each["tandem.accepted_tokens"])
-        for each in attributes
-    ] == [(1, 0, 0), (2, 2, 2), (3, 2, 1), (4, 1, 1)]
-    assert {span.parent.span_id for span in rounds if span.parent} == {
-        root.context.span_id if root.context else 0
-    }
-    ends = [span.end_time or 0 for span in rounds]
-    begins = [span.start_time or 0 for span in rounds]
-    assert ends == sorted(ends)
-    assert begins[1:] == ends[:-1]  # rounds leave no gap
-
-
 STREAMS = 4
 ROUNDS = 3
 """At least, of one request."""

@@ -104,7 +104,7 @@ async def test_texts_are_those_of_the_target_alone(
 async def test_texts_have_the_target_s_distribution(
     rule: str, mapping: str, options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Of all completions, by the probabilities of the target's own module."""
+    """Chi-square over all completions; their probabilities come from the target's own module."""
     reference = small_target()
     folder = save_model(reference, tmp_path_factory.mktemp("target"))
     # One of the target's six tokens is not the draft's.

@@ -84,7 +84,7 @@ async def plugged(
 
 
 def steps_of(proposer: TandemProposer) -> StepDrafter:
-    """What asks the drafts."""
+    """The object of a proposer that asks the drafts."""
     assert proposer.drafts.steps is not None
     return proposer.drafts.steps
 

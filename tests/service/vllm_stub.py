@@ -119,7 +119,7 @@ class Request:
 
 
 class ModelRunner:
-    """What the plug-in reads and sets of vLLM's, over a batch."""
+    """The attributes of vLLM's runner that the plug-in reads and sets, over a batch."""
 
     def __init__(self, batch: Runner) -> None:
         self.batch = batch
@@ -129,7 +129,7 @@ class ModelRunner:
 
     @property
     def input_batch(self) -> Any:
-        """Those that have a row."""
+        """The requests that have a row."""
         names = [request.name for request in self.batch.requests]
         return SimpleNamespace(req_ids=names, vocab_size=2048)
 

@@ -38,7 +38,7 @@ def render(folder: Path) -> list[Object]:
 
 
 def rendered(overlay: str) -> list[Object]:
-    """Those of one of our overlays."""
+    """One of our overlays, rendered."""
     return render(KUBERNETES / "overlays" / overlay)
 
 
@@ -67,7 +67,6 @@ class Workload:
 
     @property
     def name(self) -> str:
-        """Its name."""
         return str(self.manifest["metadata"]["name"])
 
     @property
@@ -89,7 +88,7 @@ class Workload:
 
     @cached_property
     def ports(self) -> dict[str, int]:
-        """The ports of its containers by name."""
+        """Container ports by name."""
         entries = [port for container in self.pod["containers"] for port in container.get("ports", [])]
         return {port["name"]: port["containerPort"] for port in entries}
 
@@ -102,7 +101,6 @@ class Manifests:
         self.workloads = [Workload(entry) for entry in self.of("Deployment")]
 
     def of(self, kind: str) -> list[Object]:
-        """All objects of a kind."""
         return [entry for entry in self.objects if entry["kind"] == kind]
 
     def named(self, kind: str, name: str) -> Object | None:

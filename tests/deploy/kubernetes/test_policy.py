@@ -176,39 +176,26 @@ def test_an_overlay_has_no_fault(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("identity", "path", "value", "words"),
+    ("overlay", "identity", "path", "value", "words"),
     [
-        ("Deployment/draft", f"{POD}.securityContext.runAsUser", 0, "another user than root"),
-        ("Deployment/draft", f"{MAIN}.securityContext.capabilities", {"drop": ["NET_RAW"]}, "capabilities"),
-        ("Deployment/draft", f"{MAIN}.image", "tandem/draft:latest", "exact tag"),
-        ("Deployment/draft", f"{MAIN}.resources.requests.memory", "1Mi", "promised to others"),
-        ("Deployment/draft", f"{MAIN}.readinessprobe", {}, "schema of Deployment"),
-        ("Deployment/draft", f"{MAIN}.readinessProbe", {"grpc": {"port": 1}}, "readinessProbe"),
-        ("Deployment/draft", f"{POD}.terminationGracePeriodSeconds", 30, "killed while it drains"),
-        ("Deployment/coordinator", f"{MAIN}.env.0.value", "targets:50052", "no headless Service"),
-        ("Service/draft", "spec.selector", {"app": "nobody"}, "Service draft"),
-        ("NetworkPolicy/draft", "spec.ingress.0.from", [], "NetworkPolicy draft"),
-        ("ConfigMap/tandem-models", "data", {}, "no key"),
+        ("cpu", "Deployment/draft", f"{POD}.securityContext.runAsUser", 0, "another user than root"),
+        ("cpu", "Deployment/draft", f"{MAIN}.securityContext.capabilities", {"drop": []}, "capabilities"),
+        ("cpu", "Deployment/draft", f"{MAIN}.image", "tandem/draft:latest", "exact tag"),
+        ("cpu", "Deployment/draft", f"{MAIN}.resources.requests.memory", "1Mi", "promised to others"),
+        ("cpu", "Deployment/draft", f"{MAIN}.readinessprobe", {}, "schema of Deployment"),
+        ("cpu", "Deployment/draft", f"{MAIN}.readinessProbe", {"grpc": {"port": 1}}, "readinessProbe"),
+        ("cpu", "Deployment/draft", f"{POD}.terminationGracePeriodSeconds", 30, "killed while it drains"),
+        ("cpu", "Deployment/coordinator", f"{MAIN}.env.0.value", "targets:50052", "no headless Service"),
+        ("cpu", "Service/draft", "spec.selector", {"app": "nobody"}, "Service draft"),
+        ("cpu", "NetworkPolicy/draft", "spec.ingress.0.from", [], "NetworkPolicy draft"),
+        ("cpu", "ConfigMap/tandem-models", "data", {}, "no key"),
+        ("gpu", "Deployment/target", f"{MAIN}.resources.limits", {"nvidia.com/gpu": 4}, "target has 4 GPUs"),
+        ("gpu", "Deployment/target", f"{MAIN}.env", [], "target has 2 GPUs"),
+        ("gpu", "Deployment/target", f"{MAIN}.volumeMounts", [], "shared memory of target"),
     ],
 )
-def test_a_fault_is_found(identity: str, path: str, value: object, words: str) -> None:
-    assert_found(rendered("cpu"), identity, path, value, words)
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "words"),
-    [
-        (f"{MAIN}.resources.limits", {"nvidia.com/gpu": 4}, "target has 4 GPUs"),
-        (f"{MAIN}.env", [], "target has 2 GPUs"),
-        (f"{MAIN}.volumeMounts", [], "shared memory of target"),
-    ],
-)
-def test_a_fault_of_gpus_is_found(path: str, value: object, words: str) -> None:
-    assert_found(rendered("gpu"), "Deployment/target", path, value, words)
-
-
-def assert_found(objects: list[dict[str, Any]], identity: str, path: str, value: object, words: str) -> None:
-    """Break an entry, and look for the words of the fault."""
+def test_a_fault_is_found(overlay: str, identity: str, path: str, value: object, words: str) -> None:
+    objects = rendered(overlay)
     entry = named(objects, *identity.split("/"))
     *parents, last = path.split(".")
     for key in parents:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -39,30 +38,6 @@ from tandem.model_sources import hub
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
 
 
-def test_without_options_everything_is_compared() -> None:
-    settings = parse([])
-
-    assert settings == BenchSettings()
-    assert settings.contenders == tuple(CONTENDERS)
-    assert settings.batch == (1, 4, 16)
-    assert settings.temperature == (0.0, 1.0)
-    assert settings.model_threads == settings.cores
-
-
-def test_options_are_read() -> None:
-    settings = parse(
-        [
-            *("--batch", "1,2", "--temperature", "0.5", "--contenders", "speculative,one-process"),
-            *("--json", "a.json", "--steps", "--no-prefix", "--fresh", "--num-speculative-tokens", "3"),
-        ]
-    )
-
-    assert (settings.batch, settings.temperature) == ((1, 2), (0.5,))
-    assert settings.contenders == ("speculative", "one-process")
-    assert (settings.json_file, settings.steps, settings.fresh) == (Path("a.json"), True, True)
-    assert (settings.prefix, settings.phases, settings.num_speculative_tokens) == (False, True, 3)
-
-
 def test_everything_that_is_wrong_is_said_at_once() -> None:
     with pytest.raises(ConfigurationError) as caught:
         parse(["--batch", "0", "--rounds", "x", "--dtype", "int8", "--contenders", "nobody"])
@@ -90,12 +65,6 @@ def setup(tmp_path: Path) -> Setup:
         num_speculative_tokens=4,
         logs=tmp_path,
     )
-
-
-def test_a_head_is_named(setup: Setup, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
-
-    assert replace(setup, head=tmp_path).head_folder("eagle3") == tmp_path
 
 
 def test_a_target_without_a_head_leaves_the_contender_out(setup: Setup, tmp_path: Path) -> None:
@@ -249,12 +218,6 @@ def test_a_failed_run_is_reported_and_the_others_go_on(
     assert "vllm-draft | vLLM, draft model | 40.0 | 80.0" in page
     assert "- engine-tandem failed: target_service did not start: exit code 1" in page
     assert "### Batch 2, temperature 0" in page
-
-
-def test_runs_are_chosen(asked: list[BenchSettings], tmp_path: Path) -> None:
-    gpu.run(["--folder", str(tmp_path), "--runs", "vllm", "--tensor-parallel-size", "2"])
-
-    assert [(settings.contenders, settings.tensor_parallel_size) for settings in asked] == [(("vllm",), 2)]
 
 
 @pytest.mark.parametrize(

@@ -39,12 +39,6 @@ COUNT = 4000
 RATE = 25.0
 
 
-def test_a_seed_decides_everything_and_another_seed_something_else() -> None:
-    assert arrivals(50, RATE, 3) == arrivals(50, RATE, 3)
-    assert arrivals(50, RATE, 3) != arrivals(50, RATE, 4)
-    assert arrivals(20, RATE, 3) == arrivals(50, RATE, 3)[:20], "more requests leave the first as they are"
-
-
 def test_gaps_are_exponential() -> None:
     times = [each.seconds for each in arrivals(COUNT, RATE, 0)]
     assert times[0] == 0.0
@@ -219,13 +213,11 @@ Answer = Callable[[str, Any], Sequence[bytes]]
 
 
 def events(*objects: object, done: bool = True) -> bytes:
-    """Server-sent events."""
     ends = b"data: [DONE]\n\n" if done else b""
     return b"".join(b"data: " + json.dumps(each).encode() + b"\n\n" for each in objects) + ends
 
 
 def text(content: str, usage: dict[str, int] | None = None) -> dict[str, Any]:
-    """A chunk of a completion."""
     return {"choices": [{"index": 0, "text": content}], "usage": usage}
 
 
@@ -235,13 +227,11 @@ def usage(tokens: int) -> dict[str, Any]:
 
 
 def answered(status: str, content: bytes, *more: str) -> list[bytes]:
-    """An answer with a length."""
     head = [f"HTTP/1.1 {status}", f"content-length: {len(content)}", *more, "", ""]
     return ["\r\n".join(head).encode() + content]
 
 
 def chunked(*pieces: bytes) -> list[bytes]:
-    """An answer in chunks."""
     head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ncontent-type: text/event-stream\r\n\r\n"
     chunks = [b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces]
     return [head, *chunks, b"0\r\n\r\n"]

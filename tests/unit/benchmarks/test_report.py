@@ -139,12 +139,6 @@ def test_tables_hold_every_cell_and_who_was_absent() -> None:
         assert words in text
 
 
-def test_a_report_is_read_again_from_its_json() -> None:
-    made = report(CELLS)
-
-    assert Report.model_validate_json(made.model_dump_json()) == made
-
-
 @pytest.mark.parametrize(
     "own", [("--vllm-python", "/home/someone/bin/python"), ("--vllm-python=/home/someone",)]
 )

@@ -14,11 +14,9 @@ from typing import Any, Protocol
 
 import pytest
 import torch
-from torch import Tensor
 
 from bound_service.loading import BoundPair, load_pair
 from bound_service.service import BoundService
-from tandem.engine.backends.cpu_native.plans import ExecutionPlan
 from tandem.errors import ConfigurationError
 from tandem.model_sources.bundled import demo_pair
 from tandem.types import (
@@ -56,14 +54,12 @@ def small_target(**changes: object) -> Any:
 
 
 def saved_target(model: Any, folder: Path) -> Path:
-    """Write it."""
     folder.mkdir(parents=True, exist_ok=True)
     return save_model(model, folder)
 
 
 @asynccontextmanager
 async def running(target: Path, head: Path | None, **settings: object) -> AsyncIterator[BoundPair]:
-    """Both engines at work."""
     values: dict[str, Any] = {"model": target, "threads": 1, "max_length": 256, "compile": "off", **settings}
     made = TargetSettings(**values)
     pair = load_pair(made, head)
@@ -290,25 +286,6 @@ async def test_accepted_positions_of_the_targets_own_layers(
 ) -> None:
     model, reference = with_layers(family, tmp_path / "target", vocabulary=6)
     assert await check(model, tmp_path / "target", None, reference, FEW, 24, compile=compile_mode) > 5
-
-
-async def test_a_head_of_some_tokens_runs_by_execution_plans(
-    target: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replays: list[int] = []
-    replay = ExecutionPlan.replay
-
-    def counted(plan: ExecutionPlan, packing: Any, rows: Any, states: Tensor | None = None) -> Tensor:
-        if states is not None:
-            replays.append(len(states))
-        return replay(plan, packing, rows, states)
-
-    monkeypatch.setattr(ExecutionPlan, "replay", counted)
-    model, folder = target
-    head = save_eagle3(tmp_path / "head", model, norm_output=True)
-    await check(model, folder, head, Eagle3Reference(head, model), PROMPTS, 8, compile="on")
-    assert len(replays) > 3 * 8, "each token of a proposal"
-    assert max(replays) > 3, "and the prompts' pairs"
 
 
 @pytest.mark.parametrize("compile_mode", ["off", "auto"])

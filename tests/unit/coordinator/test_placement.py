@@ -18,7 +18,7 @@ PROFILE = StepProfile({(1, 1): 0.010, (4, 1): 0.012, (16, 1): 0.020, (1, 64): 0.
 
 @dataclass(eq=False)
 class Draft:
-    """What a choice looks at."""
+    """The attributes of a draft that the choice reads."""
 
     load: DraftLoad | None = None
     round_trip_seconds: float | None = 0.001

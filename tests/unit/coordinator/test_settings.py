@@ -11,12 +11,11 @@ from pydantic import ValidationError
 
 from coordinator.settings.acceptance import configured_options, requested_options
 from coordinator.settings.coordinator import CheckedSpeculativeConfig, CoordinatorSettings
-from coordinator.settings.live import LIVE_OPTIONS, LiveConfig
+from coordinator.settings.live import LiveConfig
 from tandem.admin import ConfigOption
 from tandem.config import SpeculativeConfig
 from tandem.config.layers import Origin
 from tandem.errors import InvalidRequestError
-from tandem.settings import load_settings
 from tandem.types import GenerationRequest
 from tests.unit.coordinator.model_infos import INF
 
@@ -87,10 +86,6 @@ CONFIG = SpeculativeConfig(
 )
 
 
-def test_a_request_without_options_uses_the_configuration() -> None:
-    assert requested_options(CONFIG, GenerationRequest("x")) == configured_options(CONFIG) == CONFIG
-
-
 def test_a_requests_options_override_the_configuration() -> None:
     request = GenerationRequest("x", num_speculative_tokens=7, rejection_sampling_strategy="block")
     options = requested_options(CONFIG, request)
@@ -121,17 +116,6 @@ def live(**values: Any) -> LiveConfig:
 
 def option(config: LiveConfig, name: str) -> ConfigOption:
     return next(option for option in config.options() if option.name == name)
-
-
-def test_every_option_is_listed_with_its_origin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TANDEM_RELAXED_TOPK", "4")
-    arguments = ["--target-address", "127.0.0.1:1", "--num-speculative-tokens", "5"]
-    config = LiveConfig(load_settings(CoordinatorSettings, arguments, "test"))
-    assert [option.name for option in config.options()] == list(CoordinatorSettings.model_fields)
-    assert option(config, "num_speculative_tokens").origin is Origin.COMMAND_LINE
-    assert option(config, "relaxed_topk").origin is Origin.ENVIRONMENT
-    assert option(config, "relaxed_delta").origin is Origin.DEFAULT
-    assert {option.name for option in config.options() if option.is_live} == set(LIVE_OPTIONS)
 
 
 def test_a_change_is_recorded_with_author_and_time(caplog: pytest.LogCaptureFixture) -> None:

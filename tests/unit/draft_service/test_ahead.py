@@ -216,12 +216,6 @@ async def test_a_step_without_an_answer_that_does_not_fit_ends_the_sequence(make
         assert "would have 7 tokens, but its limit is 6" in str(error)
 
 
-async def test_a_delta_that_leaves_a_gap_is_refused(make_model: MakeModel) -> None:
-    async with proposing(make_model("llama")) as proposer, proposer.sequence(GREEDY) as sequence:
-        with pytest.raises(InvalidRequestError, match="starts at token 9, but the sequence has 0 tokens"):
-            await sequence.propose(ProposeStep(Delta(9, (1, 2)), 0, BUDGET, 1))
-
-
 @pytest.mark.parametrize(
     "options",
     [

@@ -60,7 +60,7 @@ def test_support_rows_split_the_distribution_into_inside_and_outside() -> None:
 
 
 def test_a_row_without_support_draws_what_a_token_row_draws() -> None:
-    """Of a step without a proposal: there is nothing to recover."""
+    """A step without a proposal has nothing to recover."""
     logits = logits_of(1)
     (support,) = verified([request(RowKind.SUPPORT, 1, WARPED)], logits)
     (token,) = verified([request(RowKind.TOKEN, 1, WARPED)], logits)

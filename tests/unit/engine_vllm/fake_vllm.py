@@ -19,7 +19,7 @@ VOCABULARY_SIZE = 50
 
 
 def expected_logits(token_ids: SequenceOf[int]) -> Tensor:
-    """Those that follow the last token, [vocabulary_size]: a function of all of them."""
+    """The logits after the last token, [vocabulary_size]: a function of all tokens."""
     state = 17
     for token_id in token_ids:
         state = (state * 31 + token_id + 1) % 1_000_003
@@ -161,7 +161,7 @@ class FakeWorker:
 
 
 def fake_core(worker: FakeWorker, block_count: int = 200, max_length: int = 64) -> Any:
-    """What `tandem.engine_vllm.adapter.load_core` would return."""
+    """A stand-in for the result of `tandem.engine_vllm.adapter.load_core`."""
     manager = FakeManager(block_count)
     return SimpleNamespace(
         engine=SimpleNamespace(request_block_hasher=hashes, shutdown=lambda: None),

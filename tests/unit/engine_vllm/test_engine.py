@@ -105,7 +105,6 @@ async def test_a_prefix_of_another_sequence_is_not_computed_again() -> None:
 
 
 async def test_a_step_that_fails_fails_for_its_callers_alone() -> None:
-    """Whatever the workers had learned of it."""
     failing = [True]
 
     def spoil(step: Step) -> None:

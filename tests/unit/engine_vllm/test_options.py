@@ -52,7 +52,7 @@ def core(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def target_options(*words: str) -> dict[str, Any]:
-    """What vLLM is given for these words of a target's command line."""
+    """The options that vLLM gets from these words of a target's command line."""
     arguments = ["--model", str(DEMO_TARGET), "--engine", "vllm", "--device", "cuda", *words]
     with pytest.raises(_Given) as given:
         load_verifier(load_settings(TargetSettings, arguments, "tandem serve target"))
@@ -60,7 +60,7 @@ def target_options(*words: str) -> dict[str, Any]:
 
 
 def draft_options(folder: Path, section: dict[str, Any]) -> dict[str, Any]:
-    """What vLLM is given for a draft of which a SpeculativeConfig says this."""
+    """The options that vLLM gets for a draft with this SpeculativeConfig."""
     (folder / "file.json").write_text(json.dumps(section))
     arguments = ["--model", str(DEMO_DRAFT), "--engine", "vllm", "--device", "cuda"]
     settings = load_settings(

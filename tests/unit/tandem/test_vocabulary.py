@@ -110,7 +110,7 @@ def test_tokenizers_trained_on_anything(sizes: tuple[int, int], texts: list[str]
 @given(data=st.data())
 @settings(max_examples=20, deadline=None)
 def test_a_transcript_depends_on_the_text_alone(draft: str, target: str, data: st.DataObject) -> None:
-    """Whatever the deltas were, the draft's tokens are those of one delta, and its deltas lead to them."""
+    """The draft's tokens are those of one delta, however the text was divided, and its deltas lead to them."""
     shared = mapping(draft, target)
     whole = tokenizer_of(target)
     transcript, seen, tokens = Transcript(shared), [*shared.draft.prefix], list[int]()

@@ -51,7 +51,6 @@ def state_of(*words: str, **more: bool | int) -> GrammarState:
 
 
 def text_of(token_ids: Sequence[int]) -> str:
-    """What tokens spell."""
     return "".join(TEXTS[token_id] for token_id in token_ids)
 
 

@@ -192,35 +192,6 @@ def test_a_model_may_take_longer_to_load_than_a_lone_coordinator_waits(
     assert option not in service_arguments(UpOptions()).coordinator
 
 
-def test_the_services_accept_their_arguments(tmp_path: Path) -> None:
-    template = tmp_path / "chat.jinja"
-    template.touch()
-    options = UpOptions(
-        device="gpu:1",
-        dtype="bfloat16",
-        threads=3,
-        max_length=99,
-        num_speculative_tokens=5,
-        draft_ahead="8",
-        chat_template=template,
-        http_port=0,
-        served_model_name="code",
-    )
-    arguments = service_arguments(options)
-    assert arguments.draft is not None
-    target = load_settings(TargetSettings, arguments.target, "test")
-    draft = load_settings(DraftSettings, arguments.draft, "test")
-    coordinator = load_settings(
-        CoordinatorSettings, [*arguments.coordinator, "--target-address", "127.0.0.1:1"], "test"
-    )
-    assert target.device == draft.compute_device == "cuda:1"
-    assert (target.dtype, draft.threads, target.max_length) == ("bfloat16", 3, 99)
-    assert (coordinator.num_speculative_tokens, coordinator.chat_template) == (5, template)
-    assert coordinator.draft_ahead == 8
-    assert (coordinator.http_port, coordinator.host, coordinator.http_host) == (0, "127.0.0.1", "127.0.0.1")
-    assert coordinator.served_model_name == "code"
-
-
 def test_the_coordinator_listens_where_host_says_or_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_COORDINATOR_HTTP_HOST", "0.0.0.0")
     monkeypatch.setenv("TANDEM_COORDINATOR_INSECURE", "true")
@@ -314,7 +285,6 @@ def on(
     target_memory_utilization: float | None = None,
     draft_memory_utilization: float | None = None,
 ) -> dict[str, Any]:
-    """Options about devices."""
     return locals()
 
 

@@ -7,14 +7,12 @@ from dataclasses import replace
 from datetime import timedelta
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import RenderableType
 
 from coordinator.cli.admin import pairs
 from coordinator.cli.command import as_text, plain
 from coordinator.cli.doctor import clock, distance, doctor_view, summary, version
-from coordinator.cli.views import bar, duration, request_view, requests_view, stats_view, status_view
+from coordinator.cli.views import duration, request_view, requests_view, stats_view, status_view
 from tandem.admin import Diagnosis, Severity
 from tandem.errors import ConfigurationError
 from tests.snapshots import assert_matches
@@ -89,14 +87,6 @@ def test_other_findings_of_the_client() -> None:
 )
 def test_a_duration_has_two_units(seconds: float, words: str) -> None:
     assert duration(seconds) == words
-
-
-@given(st.floats(0.0, 1.0), st.integers(1, 60))
-def test_the_length_of_a_bar_is_its_share(share: float, width: int) -> None:
-    drawn = bar(share, width)
-    eighths = drawn.count("█") * 8 + sum(" ▏▎▍▌▋▊▉".index(cell) for cell in drawn if cell != "█")
-    assert len(drawn) <= width
-    assert eighths == pytest.approx(share * width * 8, abs=0.5 + 1e-9)
 
 
 def test_names_and_values_are_joined_in_pairs() -> None:

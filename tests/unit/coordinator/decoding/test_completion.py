@@ -198,13 +198,6 @@ def pieces_of(token_ids: list[int]) -> list[str]:
     return [detokenizer.push(token_id) for token_id in token_ids] + [detokenizer.finish()]
 
 
-@given(st.text(max_size=40))
-def test_the_pieces_add_up_to_the_text_and_none_ends_inside_a_character(text: str) -> None:
-    pieces = pieces_of(TOKENIZER.encode(text).ids)
-    assert "".join(pieces) == text
-    assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
-
-
 def test_a_character_cut_off_at_the_end_is_left_out() -> None:
     token_ids = TOKENIZER.encode("x日").ids
     assert len(TOKENIZER.encode("日").ids) > 1, "the case needs a character of several tokens"
@@ -217,29 +210,6 @@ def test_streamed_text_equals_the_text_decoded_at_once(token_ids: list[int]) -> 
     text = "".join(pieces_of(token_ids))
     assert whole.startswith(text)
     assert set(whole[len(text) :]) <= {"\ufffd"}
-
-
-@pytest.mark.parametrize(
-    ("stop", "pieces", "expected"),
-    [
-        (["END"], ["abc", "END", "x"], "abc"),
-        (["END"], ["abE", "N", "Dx"], "ab"),
-        (["END"], ["abE", "N", "x"], "abENx"),
-        (["END"], ["abEN"], "abEN"),
-        (["b", "ab"], ["xab"], "x"),
-        (["\n\n"], ["a\n", "b\n", "\nc"], "a\nb"),
-        (["aab"], ["aa", "ab"], "a"),
-        ([], ["abc"], "abc"),
-    ],
-)
-def test_a_stop_string_ends_the_text_before_it(stop: list[str], pieces: list[str], expected: str) -> None:
-    stop_strings = StopStrings(stop)
-    text = ""
-    for piece in pieces:
-        text += stop_strings.push(piece)
-        if stop_strings.met:
-            break
-    assert text + stop_strings.finish() == expected
 
 
 @given(

@@ -15,10 +15,6 @@ from tandem.types import Acceptance, Chunk, NextToken, Proposal, StepCost, Verif
 from tests.paths import DEMO_TARGET
 
 
-def test_before_any_measurement_the_wait_is_short() -> None:
-    assert RoundTimings(None).patience_seconds == 0.25
-
-
 def test_the_wait_ends_a_few_verifications_after_the_usual_time() -> None:
     timings = RoundTimings(None)
     timings.verified(9.0, 0, is_first=True)

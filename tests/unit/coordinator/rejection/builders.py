@@ -31,7 +31,6 @@ NO_IDS: IntArray = np.array([], dtype=np.int64)
 
 
 def proposal(*token_ids: int, base_length: int = 0, logits: Sequence[float] | None = None) -> Proposal:
-    """A deterministic proposal."""
     told = None if logits is None else np.array(logits, dtype=np.float32)
     return Proposal(base_length, token_ids, token_logits=told)
 

@@ -93,7 +93,6 @@ def target_distribution(target: Model, length: int) -> Distribution:
 
 
 def total_variation(actual: Distribution, expected: Distribution) -> float:
-    """Return the total variation distance of two distributions."""
     return sum(abs(actual.get(t, 0.0) - expected.get(t, 0.0)) for t in actual.keys() | expected.keys()) / 2
 
 

@@ -218,15 +218,6 @@ async def turns(count: int = 10) -> None:
         await asyncio.sleep(0)
 
 
-async def test_at_most_one_chunk_waits_for_a_stalled_reader() -> None:
-    rounds = Rounds()
-    rounds.let(3)
-    async with aclosing(stream_of(rounds.run, None)) as chunks:
-        await anext(chunks)
-        await turns()
-        assert rounds.begun == 2
-
-
 async def test_the_completion_ends_after_its_last_chunk_was_taken() -> None:
     rounds = Rounds()
     rounds.let(3)
@@ -266,16 +257,3 @@ async def test_an_unread_error_is_not_left_behind(caplog: pytest.LogCaptureFixtu
     del rounds, chunks
     await turns()
     assert not caplog.records
-
-
-async def test_the_deadline_reaches_a_slow_reader_as_an_error() -> None:
-    async def run(queue: ChunkQueue) -> None:
-        while True:
-            await queue.put(chunk(1))
-
-    async def read_slowly() -> None:
-        async for _ in stream_of(run, 0.02):
-            await asyncio.sleep(0.05)
-
-    with pytest.raises(DeadlineError, match="2 tokens were delivered"):
-        await read_slowly()

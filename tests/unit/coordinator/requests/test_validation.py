@@ -9,13 +9,12 @@ import grpc
 import pytest
 
 from coordinator.rejection import resolve
-from coordinator.replicas.compatibility import check_models
 from coordinator.requests.plan import can_draft_ahead
 from coordinator.requests.validation import REQUEST_RULES, TokenizedRequest, check_request
 from tandem.config import SpeculativeConfig
-from tandem.errors import IncompatibleModelsError, InvalidRequestError, status_code
+from tandem.errors import InvalidRequestError, status_code
 from tandem.types import GenerationRequest, Grammar, GrammarKind, ModelInfo, RowKind
-from tests.unit.coordinator.model_infos import DRAFT, INF, NGRAM, TARGET, deployment
+from tests.unit.coordinator.model_infos import DRAFT, INF, NGRAM, TARGET
 from tests.unit.coordinator.rejection.builders import SAMPLED
 
 NAN = float("nan")
@@ -185,32 +184,6 @@ def test_every_rule_of_a_request_is_in_the_table() -> None:
 @pytest.mark.parametrize(
     "subject",
     [
-        request(repetition_penalty=1.3, frequency_penalty=1.0, presence_penalty=1.0, draft=NGRAM),
-        request(repetition_penalty=1.3, draft=None),
-        request(repetition_penalty=1.3, speculation=False),
-        request(repetition_penalty=1.0, frequency_penalty=0.0, presence_penalty=0.0),
-    ],
-)
-def test_penalties_work_without_a_draft_model(subject: TokenizedRequest) -> None:
-    check_request(subject)
-
-
-@pytest.mark.parametrize(
-    "subject",
-    [
-        request(logit_bias={0: -100.0, 99: 100.0}, min_tokens=62, stop_token_ids=(0, 99)),
-        request(min_tokens=4, max_tokens=4),
-        request(max_tokens=62, max_tokens_must_fit=True),
-        request(max_tokens=63),
-    ],
-)
-def test_valid_stop_tokens_and_biases_are_accepted(subject: TokenizedRequest) -> None:
-    check_request(subject)
-
-
-@pytest.mark.parametrize(
-    "subject",
-    [
         request(draft=NGRAM, rule="residual"),
         request(draft=NGRAM, rule="logit-comparison", temperature=0.0),
         request(draft=NGRAM, rule="logit-comparison", speculation=False),
@@ -220,19 +193,6 @@ def test_valid_stop_tokens_and_biases_are_accepted(subject: TokenizedRequest) ->
 )
 def test_draft_logits_are_required_only_by_logit_comparison(subject: TokenizedRequest) -> None:
     check_request(subject)
-
-
-def test_one_error_names_every_broken_rule() -> None:
-    with pytest.raises(InvalidRequestError) as refusal:
-        check_request(request((), max_tokens=0, top_p=2.0))
-    assert str(refusal.value) == (
-        "the prompt is empty; it must hold at least one token; max_tokens is 0; it must be at least 1; "
-        "top_p is 2.0; it must be more than 0 and at most 1"
-    )
-    with pytest.raises(IncompatibleModelsError) as refused:
-        check_models(deployment(draft=replace(DRAFT, vocabulary_size=99, max_length=32)))
-    assert "another tokenizer" in str(refused.value)
-    assert "max_length" in str(refused.value)
 
 
 DRAFT = ModelInfo("draft", "LlamaForCausalLM", 1024, "hash", 2048, "float32")

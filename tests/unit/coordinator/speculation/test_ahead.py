@@ -57,12 +57,6 @@ def test_shares_follow_the_observed_outcomes() -> None:
     assert hits.share(64) >= hits.share(4)
 
 
-def test_hidden_drafting_is_predicted_to_gain() -> None:
-    costs = _costs(1.2e-3)
-    plain = _EXPECTED[4] / costs.seconds(1, 4)
-    assert 1.2 < AheadModel().speed(costs, 1, _EXPECTED, 16) / plain < 1.7
-
-
 @pytest.mark.parametrize("load", [1, 8])
 def test_the_factor_compares_both_ways(load: int) -> None:
     model, chance = AheadModel(), random.Random(3)

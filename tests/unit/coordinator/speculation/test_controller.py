@@ -36,11 +36,6 @@ def simulate(
     return lengths
 
 
-@pytest.mark.parametrize("load", [1, 64])
-def test_drafting_begins_before_anything_is_known(load: int) -> None:
-    assert begun(SpeculationController()).begin_round(load) == K
-
-
 def test_profiles_decide_before_the_first_round() -> None:
     for step, expected in ((0.0005, K), (0.02, 0)):
         controller = SpeculationController()
@@ -56,14 +51,6 @@ def model_of(step_seconds: float, version: int = 0) -> ModelInfo:
     sizes = [(sequences, tokens) for sequences in (1, 32) for tokens in (1, 9)]
     profile = StepProfile(dict.fromkeys(sizes, step_seconds), version)
     return ModelInfo("model", "", 10, "", 100, "", step_profile=profile)
-
-
-def test_speculation_stops_with_a_useless_draft_and_continues_with_a_useful_one() -> None:
-    for accepted, expected in ((0, 0), (K, K)):
-        request = begun(SpeculationController())
-        simulate(request, 60, 0.2, accepted)
-        lengths = simulate(request, 200, 0.2, accepted)
-        assert lengths.count(expected) > 0.9 * len(lengths)
 
 
 def test_a_fixed_length_request_keeps_its_length_and_informs_the_others() -> None:

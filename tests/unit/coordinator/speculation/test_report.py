@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from coordinator.speculation import report
@@ -22,13 +20,6 @@ def state(load: int, draft: float, accepted: int, rounds: int = 300) -> Speculat
 
 def test_a_draft_that_pays_is_on() -> None:
     assert state(1, 0.05, K).is_on
-
-
-def test_a_draft_that_does_not_pay_is_slower_by_the_figures() -> None:
-    off = state(1, 0.5, 0)
-    assert off.reason == report.DOES_NOT_PAY
-    with_draft, alone = off.figures
-    assert with_draft.value < alone.value
 
 
 def test_a_small_gain_is_not_called_a_loss() -> None:
@@ -63,18 +54,6 @@ def test_the_explanation_is_the_reason_and_its_numbers() -> None:
     assert state.explanation == "it is slower (with 95.2, without 114.1 tokens/s)"
     assert SpeculationState(False, 0, "nobody asked").explanation == "nobody asked"
     assert SpeculationState(True, 4).explanation == ""
-
-
-def test_it_is_of_types_that_json_has() -> None:
-    state = SpeculationState(False, 0, "it is slower", (DecidingFigure("alone", 114.1, "tokens/s"),))
-    fields = json.loads(json.dumps(state.as_dict()))
-    assert fields == {
-        "is_on": False,
-        "num_speculative_tokens": 0,
-        "reason": "it is slower",
-        "figures": [{"name": "alone", "value": 114.1, "unit": "tokens/s"}],
-        "explanation": "it is slower (alone 114.1 tokens/s)",
-    }
 
 
 def test_a_coordinator_that_knows_no_replica_yet_is_starting() -> None:

@@ -63,19 +63,15 @@ class Profile:
         )
 
     def verify_seconds(self, sequences: int, tokens: int) -> float:
-        """Return the seconds of one step of the target."""
         return self.verify + self.verify_sequence * sequences + self.verify_token * tokens
 
     def draft_seconds(self, sequences: int, steps: int) -> float:
-        """Return the seconds of the steps of a proposal."""
         return steps * (self.draft + self.draft_sequence * sequences) if sequences else 0.0
 
     def message_seconds(self, sequences: int, is_drafted: bool) -> float:
-        """Return the seconds of the messages of a round."""
         return (2 if is_drafted else 1) * (self.message + self.message_sequence * sequences)
 
     def rates(self) -> list[float]:
-        """Return the conditional acceptance by position."""
         return [self.acceptance * self.decay**position for position in range(MAX_TOKENS)]
 
     def speed(self, load: int, proposed: int) -> float:
@@ -88,7 +84,6 @@ class Profile:
         return tokens / (seconds + self.message_seconds(load, proposed > 0))
 
     def best_tokens(self, load: int) -> int:
-        """Return the number of tokens that an oracle proposes."""
         return max(range(MAX_TOKENS + 1), key=lambda proposed: self.speed(load, proposed))
 
 
@@ -112,7 +107,6 @@ class Oracle:
     best_tokens: Callable[[int], int]
 
     def begin_round(self, load: int) -> int:
-        """The best length at this load."""
         return self.best_tokens(load)
 
     def end_round(self, result: RoundResult) -> None:
@@ -249,7 +243,7 @@ def efficiency(
     return made / possible, cluster
 
 
-PROFILES = 200
+PROFILES = 100
 STAGES = 4
 ROUNDS = 320
 """Mean over all requests, in each stage of load."""
@@ -387,7 +381,6 @@ class SharedMachine(Profile):
     """A machine whose target is slower while a draft runs beside it, as it did when the profile was measured."""
 
     def verify_seconds(self, sequences: int, tokens: int) -> float:
-        """Steps of the target alone take half as long."""
         return super().verify_seconds(sequences, tokens) * (0.5 if tokens == sequences else 1.0)
 
 
@@ -410,7 +403,6 @@ class CrowdedStart(Profile):
     waits: Iterator[float] = field(default_factory=lambda: chain(repeat(100.0, 40), repeat(1.0)))
 
     def message_seconds(self, sequences: int, is_drafted: bool) -> float:
-        """Longer in the first rounds with proposals."""
         return super().message_seconds(sequences, is_drafted) * (next(self.waits) if is_drafted else 1.0)
 
 

@@ -63,12 +63,6 @@ def test_the_log_line_without_rounds() -> None:
     assert log_line(_stats((3, 0, 0))) == ""
 
 
-def test_rounds_and_tokens_are_counted() -> None:
-    assert (EXAMPLE.rounds, EXAMPLE.drafted, EXAMPLE.accepted) == (100, 160, 145)
-    assert proposals(EXAMPLE) == 80
-    assert EXAMPLE.positions == [PositionStats(80, 80, 76), PositionStats(80, 76, 69)]
-
-
 def test_acceptance_length_of_max_and_vllm() -> None:
     assert acceptance_length(EXAMPLE) == 1.45
     assert tokens_per_pass(EXAMPLE) == 2.45
@@ -82,27 +76,10 @@ def test_rates_per_position_of_max_and_vllm() -> None:
     assert acceptance_rate(EXAMPLE) == 145 / 160
 
 
-def test_positions_count_only_where_they_were_proposed() -> None:
-    """The proposals have different lengths."""
-    stats = _stats((1, 3, 3), (1, 1, 1), (1, 2, 0), (1, 3, 1))
-    assert stats.positions == [PositionStats(4, 4, 3), PositionStats(3, 2, 1), PositionStats(2, 1, 1)]
-    assert cumulative_rates(stats) == [3 / 4, 1 / 3, 1 / 2]
-    assert conditional_rates(stats) == [3 / 4, 1 / 2, 1.0]
-
-
 def test_a_position_that_was_never_reached_has_rate_zero() -> None:
     stats = _stats((5, 3, 0))
     assert conditional_rates(stats) == [0.0, 0.0, 0.0]
     assert stats.positions[1] == PositionStats(5, 0, 0)
-
-
-def test_add_sums_all_counts() -> None:
-    total = _stats((2, 1, 1))
-    add(total, _stats((3, 4, 2)))
-    assert total == _stats((2, 1, 1), (3, 4, 2))
-    shorter = _stats((3, 4, 2))
-    add(shorter, _stats((2, 1, 1)))
-    assert shorter == total
 
 
 async def test_statistics_by_rule_since_the_start() -> None:

@@ -138,25 +138,6 @@ def applied(tokens: list[int], delta: Delta) -> list[int]:
     return [*tokens[: delta.base_length], *delta.token_ids]
 
 
-def test_all_accepted_sends_only_the_bonus_token_and_the_next_proposal() -> None:
-    remote = RemoteSequence()
-    assert remote.delta_to([1, 2, 3], [4, 5]) == Delta(0, [1, 2, 3, 4, 5])
-    assert remote.delta_to([1, 2, 3, 4, 5, 6], [7]) == Delta(5, [6, 7])
-
-
-def test_a_rejection_keeps_the_accepted_tokens() -> None:
-    remote = RemoteSequence()
-    remote.delta_to([1, 2, 3], [4, 5])
-    assert remote.delta_to([1, 2, 3, 4, 9], [8]) == Delta(4, [9, 8])
-
-
-def test_repeating_a_step_changes_nothing() -> None:
-    remote = RemoteSequence()
-    remote.delta_to([1, 2], [3, 4])
-    assert remote.delta_to([1, 2], [3, 4]) == Delta(4, [])
-    assert remote.delta_to([1, 2, 9]) == Delta(2, [9]), "a repeated proposal is still only a proposal"
-
-
 def test_kept_tokens_are_those_that_the_service_holds_and_that_were_committed() -> None:
     remote = RemoteSequence()
     remote.delta_to([1, 2, 3], [4, 5])

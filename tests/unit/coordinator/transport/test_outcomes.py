@@ -120,23 +120,6 @@ def test_a_continuation_that_the_draft_still_drafts_says_when_its_next_token_is_
     assert outcomes.unfinished((*came, 4, 7, 9, 11), 2.0) is None, "nothing has arrived in this round"
 
 
-@pytest.mark.parametrize(
-    "token_ids",
-    [
-        PREFIX,
-        (*PREFIX, 10),
-        (*PREFIX, 1, 2, 3, 11),
-        (*PREFIX, 2, 1),
-        (*PREFIX, 1, 2, 3, 10, 4),
-        PREFIX[:-1],
-        (),
-    ],
-    ids=["no token", "another token", "not after all", "another way", "a round later", "shorter", "empty"],
-)
-def test_other_outcomes_are_not_found(token_ids: tuple[int, ...]) -> None:
-    assert pending(FIRST, SECOND).find(token_ids) is None
-
-
 def test_distributions_come_with_their_tokens() -> None:
     supports = (support(4, 5), support(5), support(2, 6))
     first = replace(FIRST, distributions=supports)
@@ -153,17 +136,6 @@ def test_a_round_is_awaited_only_if_it_has_a_budget() -> None:
     assert not outcomes.awaits((*PREFIX, 1, 2, 3, 4, 5)), "too many tokens for one round"
     assert not outcomes.awaits((*PREFIX, 3, 2)), "the proposal differs"
     assert not pending(budget=None).awaits((*PREFIX, 10))
-
-
-def test_the_next_round_drops_the_outcomes_of_the_last_one() -> None:
-    outcomes = pending(FIRST)
-    outcomes.expect(BASE + 1, (5,), BUDGET)
-    outcomes.add(SECOND)
-    assert outcomes.find((*PREFIX, 11)) is None
-    outcomes.add(DraftedOutcomes(BASE + 1, 0, (2,), (1,), (6,)))
-    found = outcomes.find((*PREFIX, 11, 5, 6))
-    assert found is not None
-    assert found.token_ids == (2,)
 
 
 def test_late_outcomes_are_tolerated_however_far_the_draft_is_behind() -> None:
@@ -247,11 +219,6 @@ def test_more_depths_than_granted_are_refused() -> None:
     outcomes = pending(FIRST, SECOND, replace(SECOND, depth=2))
     with pytest.raises(ProtocolError, match="below the 3 that were granted"):
         outcomes.add(replace(SECOND, depth=3))
-
-
-def test_outcomes_without_a_budget_are_refused() -> None:
-    with pytest.raises(ProtocolError, match="none were asked for there"):
-        pending(budget=None).add(FIRST)
 
 
 @pytest.mark.parametrize(

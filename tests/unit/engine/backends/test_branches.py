@@ -115,17 +115,6 @@ async def test_a_trunk_that_does_not_fit_is_an_error_of_that_job(llama: TinyMode
         assert len(await rows(engine, sequence, Delta(8, [7]), 1)) == 1
 
 
-async def test_a_released_sequence_is_not_drafted_for(llama: TinyModel) -> None:
-    async with running(llama.loaded, RowsHead()) as engine:
-        sequence = await engine.open(64)
-        await rows(engine, sequence, Delta(0, _TRUNK), 1)
-        engine.put_back(Branches(sequence, Delta(8, [])))
-        engine.release(sequence)
-        other = await engine.open(64)
-        await rows(engine, other, Delta(0, _TRUNK), 1)
-        assert engine._worker._background.is_empty
-
-
 async def test_jobs_go_before_branches(llama: TinyModel) -> None:
     """Jobs that wait run first; at most one step of the background had begun when they came."""
     order: list[str] = []

@@ -6,7 +6,6 @@ import asyncio
 import math
 import threading
 from collections.abc import Sequence as SequenceOf
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +27,6 @@ from tandem.errors import (
     TandemError,
 )
 from tandem.types import Delta
-from target_service.settings import TargetSettings
 from tests.service.clients import until
 from tests.unit.engine.conftest import TinyModel
 from tests.unit.engine.greedy import (
@@ -522,14 +520,3 @@ def test_the_bound_can_be_configured(clock: Clock) -> None:
     watchdog.begin(512)
     clock.now += 0.6
     assert watchdog.overdue_seconds == pytest.approx(0.6)
-
-
-@pytest.mark.parametrize(
-    ("chosen", "device", "tokens"),
-    [(None, "cpu", 512), (None, "cuda", 2048), (64, "cpu", 64), (64, "cuda", 64)],
-)
-def test_a_step_on_a_gpu_reads_more_of_a_prompt_unless_a_number_is_chosen(
-    chosen: int | None, device: str, tokens: int
-) -> None:
-    settings = TargetSettings(model=Path("m"), max_num_batched_tokens=chosen)
-    assert EngineSettings.of(settings, device).prefill_chunk_tokens == tokens

@@ -123,7 +123,7 @@ class _Clients(threading.Condition):
 
 
 def test_two_groups_become_one_whatever_a_slow_client_does() -> None:
-    """Of nine sequences one is slow, and two groups of the others alternate to begin with."""
+    """One of nine sequences is slow, and two groups of the others alternate to begin with."""
     clients = _Clients(*[1.0 + 0.2 * index for index in range(8)], 40.0)
     *prompt, slow = clients.delays
     clients.ready = {slow, *prompt[:4]}

@@ -35,7 +35,7 @@ def keys_of(token_ids: list[int], layer: int = 0) -> list[float]:
 
 
 def compute(arena: KvArena, cache: PagedCache, sequence: Sequence, count: int) -> None:
-    """What a step does: write the next tokens' keys, then let others know of them."""
+    """Compute a step: write the next tokens' keys, then publish their pages."""
     start, end = sequence.computed_length, sequence.computed_length + count
     for index, layer in enumerate(arena.layers):
         slots = torch.from_numpy(sequence.tables[layer.group].slots(start, end))
@@ -46,7 +46,7 @@ def compute(arena: KvArena, cache: PagedCache, sequence: Sequence, count: int) -
 
 
 def stored(arena: KvArena, sequence: Sequence, index: int = 0) -> list[float]:
-    """What the next token sees in a layer."""
+    """The keys that the next token sees in a layer."""
     layer = arena.layers[index]
     table, end = sequence.tables[layer.group], sequence.computed_length
     first = 0 if table.window is None else max(0, end - table.window + 1)

@@ -131,7 +131,7 @@ BYTES = 60 * 10**9
 
 
 class Service:
-    """What stands between a request and the arena, without an engine."""
+    """Admission, scheduler and cache over an arena without memory; no engine."""
 
     def __init__(self) -> None:
         settings = EngineSettings(max_sequences=128, max_waiting=0, kv_cache_bytes=BYTES)
@@ -220,7 +220,7 @@ def _beginning(cache: PagedCache, token_ids: list[int], windows: Windows) -> int
 
 
 def test_a_prefix_is_taken_over_as_far_as_all_that_is_seen_is_there() -> None:
-    """Of six blocks the window's layer has lost the last but one: a token after five or six would see it."""
+    """The window's layer has lost the fifth of six blocks: a token after five or six of them would see it."""
     windows: Windows = (None, 60)
     arena = new_arena(40, windows)
     cache = PagedCache(arena)

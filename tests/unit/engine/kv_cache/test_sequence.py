@@ -31,31 +31,6 @@ def _sequence(*token_ids: int, max_length: int = 10) -> Sequence:
     return sequence
 
 
-@pytest.mark.parametrize(
-    ("delta", "token_ids", "computed_length"),
-    [
-        (Delta(3, [4]), [1, 2, 3, 4], 3),  # the usual case
-        (Delta(3, [4, 5]), [1, 2, 3, 4, 5], 3),  # everything was accepted, so the cache is one behind
-        (Delta(1, [9]), [1, 9], 1),  # a rejection
-        (Delta(1, [2, 9]), [1, 2, 9], 2),  # what did not change is kept
-        (Delta(0, [1, 2, 3]), [1, 2, 3], 3),  # said again
-        (Delta(1, [2, 3, 4]), [1, 2, 3, 4], 3),  # overlaps what is there
-        (Delta(2, []), [1, 2], 2),  # only shortens
-        (Delta(0, [1, 2]), [1, 2], 2),
-        (Delta(0, []), [], 0),
-        (Delta(3, []), [1, 2, 3], 3),
-    ],
-)
-def test_a_delta_replaces_the_tail_and_keeps_what_is_equal(
-    delta: Delta, token_ids: list[int], computed_length: int
-) -> None:
-    sequence = _sequence(1, 2, 3)
-    sequence.apply(delta)
-    assert sequence.token_ids == token_ids
-    assert sequence.computed_length == computed_length
-    assert sequence.pending_count == len(token_ids) - computed_length
-
-
 _IDS = st.lists(st.integers(0, 3), max_size=8)
 
 

@@ -511,14 +511,6 @@ def test_invalid_options_are_refused(folder: Path, options: dict[str, object], s
         load_model(folder, **options)  # type: ignore[arg-type]
 
 
-def test_a_loaded_model_describes_itself(llama: TinyModel, folder: Path) -> None:
-    info = load_model(folder, dtype="bfloat16", name="tiny").info
-    assert (info.name, info.architecture, info.dtype) == ("tiny", "LlamaForCausalLM", "bfloat16")
-    assert (info.vocabulary_size, info.max_length, info.eos_token_ids) == (97, 192, (2,))
-    assert info.tokenizer_hash == tokenizer_hash(folder)
-    assert info.parameter_count == sum(parameter.numel() for parameter in llama.reference.parameters())
-
-
 _SHARD_BYTES = 55_000_000
 _LOAD_AND_MEASURE = """
 import json, sys, threading

@@ -330,14 +330,6 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Eagle3Head:
     return load_eagle3(read_eagle3_config(SMOLLM2_EAGLE3), target)
 
 
-def test_it_has_smollm2s_shape(head: Eagle3Head) -> None:
-    assert (head.state_size, head.vocabulary_size) == (HIDDEN_SIZE, VOCABULARY_SIZE)
-    assert head.config.aux_layer_ids is None
-    assert head.layer_ids == (2, 15, 27)
-    assert head.target_ids is not None
-    assert head.fc.weight.shape == (HIDDEN_SIZE, 3 * HIDDEN_SIZE)
-
-
 def test_its_draft_vocabulary_is_the_same_in_both_directions(head: Eagle3Head) -> None:
     tensors = load_file(SMOLLM2_EAGLE3 / "model.safetensors")
     ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
@@ -385,7 +377,7 @@ def narrow_head(method: str, folder: Path) -> DraftHead:
 
 
 def angles(rotary: Any) -> Tensor:
-    """Of each pair of numbers at `POSITION`, in float64, from the numbers of a config."""
+    """Angles of the pairs of numbers at `POSITION`, in float64, from the numbers of a config."""
     parameters = rotary.config.rope_parameters
     assert parameters["rope_type"] == "default"
     width, theta = 2 * len(rotary.inv_freq), float(parameters["rope_theta"])

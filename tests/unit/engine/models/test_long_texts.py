@@ -66,7 +66,7 @@ def _prompts(*lengths: int) -> list[list[int]]:
 
 
 def _page_bytes(model: TinyModel) -> int:
-    """Of a page in one group of layers."""
+    """Bytes of a page in one group of layers."""
     layers = model.loaded.layers
     return _PAGE_TOKENS * 4 * layers[0].values_per_token * max(len(g.layers) for g in group_layers(layers))
 

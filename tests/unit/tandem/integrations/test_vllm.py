@@ -93,7 +93,7 @@ def test_wrong_options_are_one_sentence_at_start(
 def test_the_first_process_of_each_tensor_parallel_group_asks(
     tensor: int, pipeline: int, asking: list[int]
 ) -> None:
-    """Of those, vLLM makes a proposer in the last pipeline stage alone."""
+    """vLLM makes a proposer in the last pipeline stage alone."""
     ranks = [SimpleNamespace(rank=rank, tensor_parallel_size=tensor) for rank in range(tensor * pipeline)]
     assert [parallel.rank for parallel in ranks if asks(parallel)] == asking
 

@@ -9,7 +9,6 @@ import pytest
 
 @pytest.fixture
 def unused_port() -> int:
-    """A port that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
         return port

@@ -88,7 +88,6 @@ async def texts_from(address: str, credentials: Credentials = PLAIN) -> list[str
 
 
 async def texts_on(channel: grpc.aio.Channel) -> list[str]:
-    """Call the method on this channel, and return the texts."""
     call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(generation_pb2.GenerateRequest())
     return [response.text async for response in call]
 

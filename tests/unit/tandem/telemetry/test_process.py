@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Callable
 
@@ -150,29 +149,6 @@ def sent(registry: CollectorRegistry) -> dict[str, metrics_pb2.Metric]:
     assert resource.resource.attributes[0].value.string_value == "a test"
     (scope,) = resource.scope_metrics
     return {metric.name: metric for metric in scope.metrics}
-
-
-def test_a_counter_is_a_cumulative_sum() -> None:
-    registry = CollectorRegistry()
-    Counter("things", "Things.", ("kind",), registry=registry).labels("good").inc(3)
-    metric = sent(registry)["things"]
-    assert metric.sum.is_monotonic
-    assert metric.sum.aggregation_temporality == metrics_pb2.AGGREGATION_TEMPORALITY_CUMULATIVE
-    (point,) = metric.sum.data_points
-    assert point.as_double == 3
-    assert point.start_time_unix_nano == STARTED_NS
-    assert abs(point.time_unix_nano - time.time_ns()) < 60e9
-    assert [(label.key, label.value.string_value) for label in point.attributes] == [("kind", "good")]
-
-
-def test_a_gauge_stays_one() -> None:
-    registry = CollectorRegistry()
-    Gauge("level", "Level.", registry=registry).set(True)
-    Counter("nothing", "Nothing.", ("kind",), registry=registry)
-    found = sent(registry)
-    assert set(found) == {"level"}, "metrics without series are left out"
-    (point,) = found["level"].gauge.data_points
-    assert point.as_double == 1
 
 
 def test_a_histogram_counts_between_bounds_and_not_below_them() -> None:

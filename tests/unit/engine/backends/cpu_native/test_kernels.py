@@ -17,7 +17,6 @@ from tandem.engine.backends.cpu_native.layers import (
     WIDEST_SEGMENT,
     NativeAttention,
     NativeLayout,
-    PackedLinear,
     pack_linears,
     packed,
     unpacked,
@@ -109,14 +108,6 @@ def test_nan_and_infinity_are_preserved(kernels: Kernels) -> None:
     values = torch.tensor([[float("nan"), 1], [float("inf"), 1], [-float("inf"), 1], [1, 2]])
     results = kernels.linear(values.bfloat16(), weights, None, 3).float()[:, 0]
     assert torch.equal(torch.nan_to_num(results, nan=7, posinf=8, neginf=9), torch.tensor([7.0, 8, 9, 3]))
-
-
-@needs_compiler
-def test_models_are_loaded_with_packed_layers(llama: TinyModel) -> None:
-    assert llama.backends.native is not None
-    layers = [layer for layer in llama.loaded.module.modules() if isinstance(layer, nn.Linear)]
-    assert len(layers) == 2 * 7 + 1
-    assert all(isinstance(layer, PackedLinear) for layer in layers)
 
 
 @needs_compiler

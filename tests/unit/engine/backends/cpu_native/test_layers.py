@@ -103,7 +103,7 @@ def kernels() -> Kernels:
 
 
 def _tables(works: SequenceOf[Work], seed: int | None = None) -> list[PageTable]:
-    """Of consecutive pages, or of pages in an order that the seed says."""
+    """Page tables of consecutive pages, or of pages in an order that the seed gives."""
     counts = [pages_for(work.end, _PAGE_TOKENS) for work in works]
     pages = list(range(sum(counts)))
     if seed is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,13 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tandem.engine.backends.cpu_native.layers import NativeAttention
 from tandem.engine.backends.cpu_native.library.build import BuildError, built_kernels
 from tandem.engine.backends.cpu_native.library.kernels import Kernels
-from tandem.engine.backends.cpu_native.operations import UnknownOperationError, kernel_calls, torch_call
-from tandem.engine.backends.cpu_native.plans import ExecutionPlan
-from tandem.engine.kv_cache.arena import KvArena
-from tests.unit.engine.conftest import TinyModel
+from tandem.engine.backends.cpu_native.operations import UnknownOperationError, kernel_calls
 
 aten: Any = torch.ops.aten
 
@@ -185,26 +180,3 @@ def test_positions_become_floats(kernels: Kernels) -> None:
 def test_unsupported_operations_are_left_to_torch(target: Any, arguments: Any, named: Any) -> None:
     with pytest.raises(UnknownOperationError):
         kernel_calls(target, arguments, named, target(*arguments, **named))
-
-
-@pytest.mark.parametrize("family", ["llama", "phi3"])
-def test_only_cosines_and_sines_are_left_to_torch(
-    family: str, tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is what keeps a plan from being one call."""
-    model = tiny_model(family).with_plans.model
-    native = tiny_model(family).with_plans.native
-    assert native is not None
-    assert native.trace is not None
-    attention = NativeAttention(
-        native.kernels, KvArena(model.layers, 1, model.dtype, model.device), model.layers
-    )
-    called: set[str] = set()
-
-    def noted(target: Any, *arguments: Any) -> Any:
-        called.add(target._schema.name.partition("::")[2])
-        return torch_call(target, *arguments)
-
-    monkeypatch.setattr("tandem.engine.backends.cpu_native.plans.torch_call", noted)
-    ExecutionPlan(native.trace(), attention, 5)
-    assert called == {"cos", "sin"}

@@ -27,7 +27,7 @@ from tandem.engine.kv_cache.arena import PAGE_TOKENS, KvArena, PageTable
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.steps import Packing
 from tests.unit.engine.conftest import TinyModel
-from tests.unit.engine.greedy import GreedyHead, greedy, greedy_together, plain_greedy, running, settle
+from tests.unit.engine.greedy import GreedyHead, greedy, greedy_together, plain_greedy, running
 from tests.unit.engine.tiny_models import CONFIGS, VOCABULARY_SIZE
 
 _SERIAL = {"falcon", "falcon_alibi", "gptj", "bloom"}
@@ -144,21 +144,6 @@ def test_padding_does_not_change_results(llama_runner: Runner) -> None:
                for layer, before in zip(llama_runner.arena.layers, spared, strict=True))  # fmt: skip
 
 
-def test_only_the_requested_rows_of_a_prompt_are_computed(llama_runner: Runner) -> None:
-    _both_ways(llama_runner, _segments([(9, 5)]), [4])  # from here on it is known that these plans can
-    segments = _segments([(0, 30), (4, 1)])
-    expected, played = _both_ways(llama_runner, segments, [29, 30])
-    assert torch.allclose(played, expected, atol=1e-4)
-    plan = llama_runner.planned._plans[32]
-    assert plan.computes_wanted_rows_only
-    with torch.inference_mode():
-        plan._logits.fill_(7.0)
-    _both_ways(llama_runner, segments, [29, 30])
-    assert bool((plan._logits[2:] == 7.0).all())
-    with torch.inference_mode():
-        assert llama_runner.run(segments, []).shape == (0, VOCABULARY_SIZE)
-
-
 def test_long_prompts_go_in_parts_that_a_plan_holds(
     llama: TinyModel, tiny_model: Callable[[str], TinyModel]
 ) -> None:
@@ -199,19 +184,6 @@ def _watched(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) ->
 
 
 @pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize(("most_numbers", "threads"), [(32_768, 1), (10, 2)])
-def test_a_small_plan_wakes_no_second_thread(
-    llama_runner: Runner, monkeypatch: pytest.MonkeyPatch, most_numbers: int, threads: int
-) -> None:
-    monkeypatch.setattr(f"{ExecutionPlan.__module__}._ONE_THREADS_NUMBERS", most_numbers)
-    seen = _watched(monkeypatch)
-    expected, played = _both_ways(llama_runner, _segments([(9, 5)]), list(range(5)))
-    assert torch.equal(played, expected)
-    assert set(seen) == {threads}
-    assert torch.get_num_threads() == 2
-
-
-@pytest.mark.usefixtures("two_threads")
 def test_a_plan_that_fails_leaves_the_threads_as_they_were(
     llama_runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,22 +192,6 @@ def test_a_plan_that_fails_leaves_the_threads_as_they_were(
         llama_runner.run(_segments([(9, 5)]), [4])
     assert seen == [1]
     assert torch.get_num_threads() == 2
-
-
-@pytest.mark.parametrize(("seconds", "largest"), [(1e6, TOKEN_COUNTS[-1]), (0.0, 8)])
-async def test_plans_are_compiled_ahead_when_the_engine_is_idle(
-    llama: TinyModel, monkeypatch: pytest.MonkeyPatch, seconds: float, largest: int
-) -> None:
-    monkeypatch.setattr("tandem.engine.core.engine._WARM_UP_SECONDS", seconds)
-    async with running(llama.with_plans, GreedyHead()) as engine:
-        await engine.warm_up()
-        backend = engine._runner.backends[0]
-        assert isinstance(backend, CpuNativeBackend)
-        assert backend.plans is not None
-        assert list(backend.plans._plans) == [size for size in TOKEN_COUNTS if size <= largest]
-        await settle(engine)
-        assert engine.usage.retained_tokens == engine.usage.reserved_tokens == 0
-        assert await greedy(engine, _PROMPTS[2], 12) == plain_greedy(llama.reference, _PROMPTS[2], 12)
 
 
 @pytest.mark.parametrize("fault", ["numbers", "error"])
@@ -300,21 +256,6 @@ async def test_texts_are_the_same_with_plans_and_without(
     async with running(model.backends, GreedyHead()) as engine:
         without = await greedy_together(engine, _PROMPTS, 12)
     assert with_plans == without == [plain_greedy(model.reference, prompt, 12) for prompt in _PROMPTS]
-
-
-def test_layers_that_round_the_same_numbers_share_the_result() -> None:
-    def forward(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return values.bfloat16() + 1, values.bfloat16() * 2, values.half(), (values + 1).bfloat16()
-
-    graph = make_fx(forward)(torch.ones(3))
-    expected = graph(torch.full((3,), 1.00390625))
-    _drop_repeated_casts(graph)
-    casts = [node for node in graph.graph.nodes if node.target is torch.ops.aten._to_copy.default]
-    assert len(casts) == 3
-    assert all(
-        torch.equal(ours, theirs)
-        for ours, theirs in zip(graph(torch.full((3,), 1.00390625)), expected, strict=True)
-    )
 
 
 def test_a_pass_that_depends_on_the_tokens_is_not_traced() -> None:

@@ -412,7 +412,7 @@ async def test_the_text_does_not_depend_on_the_lead_with_a_draft_without_a_model
     biases = {300: 40.0, 301: 40.0, 302: 40.0}
     requests = [replace(REQUESTS[name], prompt=(*biases,) * 4, logit_bias=biases) for name in MODEL_FREE]
     wanted = await completions(model, 0, requests)
-    for lead in LEADS:
+    for lead in (0, 2):
         servicer = DraftServicer()
         servicer.proposer = make(DraftingOptions(prompt_lookup_min=1), SequenceLimits())
         async with asyncio.timeout(BOUND_SECONDS), AsyncExitStack() as stack:
@@ -480,7 +480,7 @@ def lost_at(count: int, *, is_answered: bool) -> Faults:
     return Faults(garbled=dict.fromkeys(range(100), broken)) if is_answered else Faults(before={count})
 
 
-@pytest.mark.parametrize("lead", LEADS[1:])
+@pytest.mark.parametrize("lead", [1, 8])
 @pytest.mark.parametrize("is_answered", [False, True])
 async def test_the_text_survives_a_loss_in_the_middle_of_a_lead(
     model: LoadedModel, plain: dict[str, Completed], is_answered: bool, lead: int

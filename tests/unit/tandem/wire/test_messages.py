@@ -16,7 +16,6 @@ from tandem.speculation_state import DecidingFigure, SpeculationState
 from tandem.types import (
     AheadStats,
     Chunk,
-    DenseRow,
     FinishReason,
     GenerationRequest,
     Grammar,
@@ -38,15 +37,16 @@ from tandem.types import (
 from tandem.v1 import generation_pb2, types_pb2
 from tandem.wire import admin as wire
 from tandem.wire import common, generation, target
-from tandem.wire.generation import request_from_proto, request_to_proto
 from tests.unit.coordinator.cli.samples import FINDINGS, NOW, REPLICAS, REQUEST, STATS, STATUS
 
 SAMPLING = SamplingParams(0.7, 20, 0.9, 0.05, -(2**62))
+PENALIZED = SamplingParams(repetition_penalty=1.3, frequency_penalty=-0.5, presence_penalty=2.0)
 
 
-def test_sampling_survives_in_double_precision() -> None:
+@pytest.mark.parametrize("sampling", [SAMPLING, PENALIZED])
+def test_sampling_survives_in_double_precision(sampling: SamplingParams) -> None:
     """With binary32 the target would warp with another temperature than the coordinator."""
-    assert common.sampling_from_proto(common.sampling_to_proto(SAMPLING)) == SAMPLING
+    assert common.sampling_from_proto(common.sampling_to_proto(sampling)) == sampling
 
 
 @pytest.mark.parametrize(
@@ -105,25 +105,6 @@ def test_logits_of_every_type(data_type: types_pb2.DataType.ValueType, data: byt
 def test_impossible_tensors_are_refused(tensor: types_pb2.Tensor, words: str) -> None:
     with pytest.raises(ProtocolError, match=words):
         common.logits_from_tensor(tensor, "dense_rows")
-
-
-PENALIZED = SamplingParams(repetition_penalty=1.3, frequency_penalty=-0.5, presence_penalty=2.0)
-
-
-def test_penalties_survive() -> None:
-    assert common.sampling_from_proto(common.sampling_to_proto(PENALIZED)) == PENALIZED
-
-
-@pytest.mark.parametrize(
-    "request_",
-    [
-        GenerationRequest("x"),
-        GenerationRequest("x", repetition_penalty=0.0, frequency_penalty=0.0, presence_penalty=0.0),
-        GenerationRequest("x", repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=-0.5),
-    ],
-)
-def test_penalties_of_requests_survive(request_: GenerationRequest) -> None:
-    assert request_from_proto(request_to_proto(request_)) == request_
 
 
 @pytest.mark.parametrize("state", CoordinatorState)
@@ -199,15 +180,12 @@ def test_support_rows_take_at_most_6_kilobytes() -> None:
     assert size <= 6 * 1024
 
 
-def test_dense_rows_take_hundreds_of_kilobytes() -> None:
-    row = DenseRow(np.zeros(VOCABULARY_SIZE, dtype=np.float32))
-    assert round_bytes(RowKind.DENSE, (row,) * (TOKEN_COUNT + 1)) > 3_000_000
-
-
 @pytest.mark.parametrize(
     "request_",
     [
         GenerationRequest("text"),
+        GenerationRequest("x", repetition_penalty=0.0, frequency_penalty=0.0, presence_penalty=0.0),
+        GenerationRequest("x", repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=-0.5),
         GenerationRequest(""),
         GenerationRequest(()),
         GenerationRequest(

@@ -203,12 +203,6 @@ class DraftedRow:
         """Number of tokens."""
         return len(self._tokens)
 
-    @property
-    def may_answer(self) -> bool:
-        """True while a draft holds it that is not late."""
-        current = self._placement.current
-        return current is not None and not current.sequence.is_late
-
     def extend(self, tokens: Sequence[int]) -> None:
         """Add tokens; later while a proposal is awaited, or its draft would be taken to have extended others."""
         self._unread += tokens
@@ -226,7 +220,7 @@ class DraftedRow:
                 return NOTHING
             if placement.current is None:
                 # The draft reads the sequence while vLLM works.
-                member = placement.candidate()
+                member = placement.candidate(tokens=self)
                 if member is not None and self._room(member) > self._limits.num_speculative_tokens:
                     placement.enter(member, self)
                 return NOTHING
@@ -337,8 +331,6 @@ class DraftLink:
         self._pool: Pool[DraftClient] | None = None
         self._stopping: asyncio.Event | None = None
         self._is_running = threading.Event()
-        self._may_answer = False
-        """True if a draft that is not late held any sequence last time. Without one a step waits for nothing."""
         self._thread = threading.Thread(target=self._run, name="tandem-drafts", daemon=True)
 
     @property
@@ -367,11 +359,14 @@ class DraftLink:
         self._thread.join(_CLOSE_SECONDS)
 
     def ask(self, batch: Batch, seconds: float) -> None:
-        """Have the drafts propose for a step, and wait until all have answered, at most so many seconds."""
+        """Have the drafts propose for a step, and wait until all have answered, at most so many seconds.
+
+        Sequences without a draft, or whose draft owes an answer, have theirs at once: none.
+        """
         if self._loop is None or not self._thread.is_alive():
             return
         self._loop.call_soon_threadsafe(self._begin, batch)
-        if self._may_answer and batch.rows and seconds > 0.0 and not batch.done.wait(seconds):
+        if batch.rows and seconds > 0.0 and not batch.done.wait(seconds):
             batch.timed_out = True
 
     def _run(self) -> None:
@@ -419,7 +414,7 @@ class DraftLink:
             row.task.add_done_callback(partial(self._answered, batch, index, row))
         batch.left = left
         if left == 0:
-            self._end_batch(batch)
+            batch.done.set()
 
     def _answered(self, batch: Batch, index: int, row: DraftedRow, task: asyncio.Task[Proposal]) -> None:
         batch.timed_out |= row.timed_out
@@ -431,11 +426,7 @@ class DraftLink:
                 logger.error("a proposal failed", exc_info=error)
         batch.left -= 1
         if batch.left == 0:
-            self._end_batch(batch)
-
-    def _end_batch(self, batch: Batch) -> None:
-        self._may_answer = any(row.may_answer for row in self._rows.values())
-        batch.done.set()
+            batch.done.set()
 
     def _row(self, asked: AskedRow) -> DraftedRow:
         row = self._rows.get(asked.key)

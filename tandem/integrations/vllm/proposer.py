@@ -143,6 +143,10 @@ MIN_SECONDS = 0.001
 """Minimum patience: a continuation drafted ahead is there in less."""
 _FIRST_PAUSE_STEPS, _MAX_PAUSE_STEPS = 8, 1024
 """Steps that do not wait after waits in vain: twice as many each time, up to some ten seconds of a small model."""
+_VAIN_WAITS = 3
+"""Waits in vain, one after the other, before such a pause."""
+_PRIOR_ACCEPTANCE = 0.5
+"""How often a token is taken to be accepted before anything was observed, and in the step after a pause."""
 
 
 class Patience:
@@ -158,6 +162,9 @@ class Patience:
         self._step = MovingAverage()
         self._accepted = [MovingAverage() for _ in range(token_count)]
         """For each position of a proposal, how often its token was accepted."""
+        for average in self._accepted:
+            # Were the first proposal the average, its rejection would leave no patience to see another one
+            average.add(_PRIOR_ACCEPTANCE)
         self._vain_steps = 0
         self._pause_steps = _FIRST_PAUSE_STEPS
         self._steps_left = 0
@@ -170,7 +177,16 @@ class Patience:
         step = self._step.value
         if step is None:
             return 0.05
-        return min(max(self.accepted_tokens * step, MIN_SECONDS), MAX_SECONDS)
+        accepted = self.accepted_tokens
+        if self._is_trial:
+            # What was learnt may be wrong by now, and only a proposal that is waited for can tell
+            accepted = max(accepted, _PRIOR_ACCEPTANCE * len(self._accepted))
+        return min(max(accepted * step, MIN_SECONDS), MAX_SECONDS)
+
+    @property
+    def _is_trial(self) -> bool:
+        """True in the first step that waits after a pause."""
+        return self._vain_steps >= _VAIN_WAITS
 
     @property
     def accepted_tokens(self) -> float:
@@ -179,9 +195,7 @@ class Patience:
 
     def expected(self) -> list[float]:
         """Expected tokens of a step with a proposal of 0, 1, ... tokens."""
-        # Half, before any was observed
-        shares = (0.5 if each.value is None else each.value for each in self._accepted)
-        return list(accumulate(shares, initial=1.0))
+        return list(accumulate((each.value or 0.0 for each in self._accepted), initial=1.0))
 
     @property
     def step_seconds(self) -> float | None:
@@ -209,11 +223,13 @@ class Patience:
     def waited(self, *, in_vain: bool) -> None:
         """Count a wait; in vain: it ended at its bound and nothing had come."""
         if not in_vain:
-            self._vain_steps, self._pause_steps = 0, _FIRST_PAUSE_STEPS
+            if not self._is_trial:
+                self._pause_steps = _FIRST_PAUSE_STEPS
+            self._vain_steps = 0
             return
         self._vain_steps += 1
         # Not a single answer came in time
-        if self._vain_steps >= 3:
+        if self._vain_steps >= _VAIN_WAITS:
             self._steps_left = self._pause_steps
             self._pause_steps = min(2 * self._pause_steps, _MAX_PAUSE_STEPS)
 

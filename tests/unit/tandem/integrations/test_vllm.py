@@ -119,7 +119,22 @@ def learnt(step_seconds: float, accepted: int, steps: int = 100) -> Patience:
 
 @pytest.mark.parametrize(("accepted", "seconds"), [(0, MIN_SECONDS), (1, 0.02), (3, 0.06)])
 def test_a_step_waits_for_what_the_accepted_tokens_save(accepted: int, seconds: float) -> None:
-    assert learnt(0.02, accepted).seconds == pytest.approx(seconds)
+    assert learnt(0.02, accepted).seconds == pytest.approx(seconds, rel=0.01)
+
+
+def test_a_first_proposal_of_which_nothing_is_accepted_leaves_patience_for_the_next() -> None:
+    assert learnt(0.02, 0, steps=1).seconds > 0.03
+
+
+def test_after_waits_in_vain_a_step_waits_as_if_nothing_had_been_learnt() -> None:
+    """Where nothing was accepted for a while, no step would wait long enough to see a better proposal."""
+    patience = learnt(0.02, 0)
+    assert patience.seconds == MIN_SECONDS
+    while patience.may_ask():
+        patience.waited(in_vain=True)
+    assert patience.seconds == pytest.approx(0.04)
+    patience.waited(in_vain=False)
+    assert patience.seconds == MIN_SECONDS
 
 
 def test_no_step_waits_longer_than_the_maximum() -> None:

@@ -77,7 +77,7 @@ def _obstacle(deployment: Deployment) -> str:
         return "vocabulary_mapping is off"
     if deployment.draft is not None and deployment.draft.maps_vocabularies:
         return ""
-    return "this draft cannot map vocabularies, for which it must run on the engine tandem with its tokenizer.json"
+    return "this draft cannot map vocabularies, for which it needs its tokenizer.json and one device"
 
 
 def _vocabulary_size(deployment: Deployment) -> Iterator[str]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
+from draft_service.proposers import check_start
 from draft_service.proposers.drafting import SharedTokens
 from tandem.engine.models.checkpoint import parsed_tokenizer, vocabulary_hash
 from tandem.errors import ConfigurationError, ServiceUnavailableError
@@ -290,6 +291,8 @@ class MappedSequence:
         self._transcript = Transcript(mapped.vocabulary)
         self._token_ids: list[int] = []
         """The target's, those of a proposal that is being verified included."""
+        self._length = 0
+        """Tokens that were sent, without those of an answered proposal."""
         self._read = 0
         """The transcript's first tokens that the draft has."""
 
@@ -309,6 +312,8 @@ class MappedSequence:
             InvalidRequestError: the delta does not fit the sequence.
             NonFiniteLogitsError: the draft computed logits that are not finite.
         """
+        check_start(step.delta, self._length)
+        self._length = step.delta.length
         if self._ahead is not None:
             self._ahead.apply(step)
         committed = self._committed(step)
@@ -329,8 +334,6 @@ class MappedSequence:
     def _committed(self, step: ProposeStep) -> Delta:
         """Apply a step's delta to the target's tokens; that of the transcript, which has no proposal."""
         delta, tokens, transcript = step.delta, self._token_ids, self._transcript
-        if delta.base_length > len(tokens):
-            return delta  # which the transcript refuses
         tokens[delta.base_length :] = delta.token_ids
         length = len(tokens) - (0 if step.is_answered else step.proposed_count)
         base = min(delta.base_length, transcript.length, length)

@@ -58,7 +58,6 @@ def load_standalone(
         compile_cache=settings.compile_cache,
     )
     limits = EngineSettings.of(settings, model.device.type)
-    tokenizer = settings.checkpoint / "tokenizer.json"
     engine = Engine(
         backends,
         partial(propose_head, sampler=backends.sampler),
@@ -72,7 +71,7 @@ def load_standalone(
         settings.draft_support_mass,
         backends.sampler,
         _grammars(settings, model.info),
-        vocabularies=Vocabularies(tokenizer, model.info) if tokenizer.is_file() else None,
+        vocabularies=_vocabularies(settings, model.info),
     )
 
 
@@ -99,12 +98,19 @@ def _load_over_vllm(
         settings.draft_support_mass,
         grammars=_grammars(settings, model.info),
         drafts_ahead=drafts_ahead,
+        # Workers in processes of their own would be sent the shared tokens with each step.
+        vocabularies=_vocabularies(settings, model.info) if settings.device_count == 1 else None,
     )
 
 
 def _grammars(settings: DraftSettings, model: ModelInfo) -> Grammars | None:
     tokenizer = settings.checkpoint / "tokenizer.json"
     return Grammars.of(tokenizer, model) if tokenizer.is_file() else None
+
+
+def _vocabularies(settings: DraftSettings, model: ModelInfo) -> Vocabularies | None:
+    tokenizer = settings.checkpoint / "tokenizer.json"
+    return Vocabularies(tokenizer, model) if tokenizer.is_file() else None
 
 
 class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import pytest_asyncio
+from tokenizers import Tokenizer
 
 from draft_service.proposers.drafting import propose_head
+from draft_service.proposers.mapped import Vocabularies
 from draft_service.proposers.standalone import StandaloneProposer, load_standalone
 from draft_service.settings import DraftSettings
 from tandem.engine.core.engine import Engine
@@ -18,6 +22,8 @@ from tandem.engine.core.selection import Backends
 from tandem.engine.models.loading import load_model
 from tandem.engine.settings import EngineSettings
 from tandem.types import Delta, DraftOptions, ProposeStep, SparseDistribution
+from tests.paths import DEMO_TARGET
+from tests.service.other_tokenizer import renumbered
 from tests.unit.draft_service.test_ahead import (
     BUDGET,
     GREEDY,
@@ -27,6 +33,13 @@ from tests.unit.draft_service.test_ahead import (
     assert_as_if_asked,
     proposed,
 )
+from tests.unit.draft_service.test_mapped import (
+    AHEAD,
+    CODE,
+    asked,
+    assert_ahead_is_what_would_be_proposed,
+    met,
+)
 from tests.unit.engine.tiny_models import MAX_LENGTH, save_checkpoint
 from tests.unit.engine_vllm.test_branches import drafted_rounds
 from tests.vllm.families import FAMILIES
@@ -34,13 +47,13 @@ from tests.vllm.families import FAMILIES
 pytestmark = [pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["llama", "mistral"])
-async def proposers(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[tuple[StandaloneProposer, StandaloneProposer]]:
-    """Over vLLM, and over the embedded engine."""
-    folder: Path = tmp_path_factory.mktemp(request.param)
-    save_checkpoint(folder, FAMILIES[request.param]())
+Pair = tuple[StandaloneProposer, StandaloneProposer]
+"""Over vLLM, and over the embedded engine."""
+
+
+@asynccontextmanager
+async def pair_of(folder: Path) -> AsyncIterator[Pair]:
+    """The proposers of a checkpoint."""
     options: dict[str, Any] = {"dtype": "float32", "threads": 1, "max_length": MAX_LENGTH}
     settings = DraftSettings(
         model=folder, engine="vllm", enforce_eager=True, kv_cache_memory_bytes=32 << 20, **options
@@ -49,7 +62,12 @@ async def proposers(
     embedded = Engine(
         Backends(load_model(folder, device="cpu", dtype="float32")), propose_head, EngineSettings()
     )
-    own = StandaloneProposer(embedded, settings.draft_top_k, settings.draft_support_mass)
+    own = StandaloneProposer(
+        embedded,
+        settings.draft_top_k,
+        settings.draft_support_mass,
+        vocabularies=Vocabularies(folder / "tokenizer.json", embedded.info),
+    )
     await over_vllm.start()
     await own.start()
     yield over_vllm, own
@@ -57,9 +75,20 @@ async def proposers(
     await own.close()
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["llama", "mistral"])
+async def proposers(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Pair]:
+    """Those of a tiny model."""
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    save_checkpoint(folder, FAMILIES[request.param]())
+    async with pair_of(folder) as found:
+        yield found
+
+
 @pytest.mark.parametrize("options", [GREEDY, STRICT, SUPPORT], ids=["greedy", "strict", "support"])
 async def test_proposals_and_what_follows_them_are_those_of_the_embedded_engine(
-    proposers: tuple[StandaloneProposer, StandaloneProposer], options: DraftOptions
+    proposers: Pair, options: DraftOptions
 ) -> None:
     over_vllm, own = proposers
     assert over_vllm.model_info.drafts_ahead
@@ -74,3 +103,24 @@ async def test_proposals_and_what_follows_them_are_those_of_the_embedded_engine(
                 assert isinstance(given, SparseDistribution)
                 assert isinstance(known, SparseDistribution)
                 np.testing.assert_allclose(given.probs, known.probs, atol=1e-3)
+
+
+async def test_proposals_for_a_target_with_another_tokenizer_are_those_of_the_embedded_engine(
+    tmp_path: Path,
+) -> None:
+    """The demo draft under other ids, for the demo target; also what is drafted ahead."""
+    tokens = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json")).encode(CODE).ids
+    async with pair_of(renumbered(tmp_path, 1200)) as (over_vllm, own):
+        assert over_vllm.model_info.maps_vocabularies
+        for how in AHEAD:
+            options = await met(over_vllm, asked(how))
+            assert await met(own, asked(how)) == options
+            answers = []
+            for proposer in (over_vllm, own):
+                async with proposer.sequence(replace(options, ahead=None)) as sequence:
+                    answers.append(await sequence.propose(ProposeStep(Delta(0, tuple(tokens)), K)))
+            assert answers[0] is not None
+            assert answers[1] is not None
+            assert len(answers[0]) > 1
+            assert answers[0].token_ids == answers[1].token_ids
+            await assert_ahead_is_what_would_be_proposed(over_vllm, options)

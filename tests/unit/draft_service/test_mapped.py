@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from draft_service.proposers import DraftedSequence
-from draft_service.proposers.drafting import Drafting, SharedTokens, propose_head
+from draft_service.proposers.drafting import (
+    Drafting,
+    Outcome,
+    SharedTokens,
+    propose_head,
+    propose_where_logits_are,
+)
 from draft_service.proposers.mapped import MAX_TARGETS, MappedSequence, Vocabularies
 from draft_service.proposers.standalone import StandaloneProposer
 from tandem.engine.core.engine import Engine
@@ -307,20 +315,44 @@ def demo_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return renumbered(tmp_path_factory.mktemp("draft"), 1200)
 
 
-@asynccontextmanager
-async def demo(folder: Path, options: DraftOptions) -> AsyncIterator[tuple[StandaloneProposer, DraftOptions]]:
-    """The draft with other ids, and the options of sequences for the demo target."""
-    model = load_model(folder, device="cpu", dtype="float32", threads=1)
-    engine = Engine(Backends(model), propose_head, EngineSettings(max_sequences=3))
-    known = Vocabularies(folder / "tokenizer.json", model.info)
+async def met(proposer: StandaloneProposer, options: DraftOptions) -> DraftOptions:
+    """Send a draft the demo target's tokenizer; options of a sequence for that target."""
     content = (DEMO_TARGET / "tokenizer.json").read_bytes()
     tokenizer_hash = vocabulary_hash(Tokenizer.from_str(content.decode()))
+    assert proposer.vocabularies is not None
+    await proposer.vocabularies.add(TargetTokenizer(tokenizer_hash, 2048, content, (0,)))
+    return replace(options, tokenizer_hash=tokenizer_hash)
+
+
+class Kept:
+    """Logits that stay with a worker, as vLLM's do."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self._logits = logits
+
+    def apply(self, function: Callable[[Any, Tensor], Any], payload: Any) -> Any:
+        return function(payload, self._logits)
+
+
+@asynccontextmanager
+async def demo(
+    folder: Path, options: DraftOptions, *, keeps_logits: bool = False
+) -> AsyncIterator[tuple[StandaloneProposer, DraftOptions]]:
+    """The draft with other ids, and the options of sequences for the demo target."""
+    model = load_model(folder, device="cpu", dtype="float32", threads=1)
+
+    def head(ready: Sequence[Job[Drafting]], logits: Tensor) -> list[Outcome]:
+        if keeps_logits:
+            return propose_where_logits_are(ready, Kept(logits))
+        return propose_head(ready, logits)
+
+    engine = Engine(Backends(model), head, EngineSettings(max_sequences=3))
     engine.start()
     try:
         async with asyncio.timeout(60.0):
-            await known.add(TargetTokenizer(tokenizer_hash, 2048, content, (0,)))
+            known = Vocabularies(folder / "tokenizer.json", model.info)
             proposer = StandaloneProposer(engine, 8, vocabularies=known)
-            yield proposer, replace(options, tokenizer_hash=tokenizer_hash)
+            yield proposer, await met(proposer, options)
     finally:
         await engine.close()
 
@@ -344,19 +376,22 @@ async def drafted_for(sequence: DraftedSequence, *, is_whole: bool) -> dict[tupl
     return found
 
 
-@pytest.mark.parametrize("how", AHEAD)
-async def test_what_is_drafted_ahead_is_what_would_be_proposed(demo_draft: Path, how: str) -> None:
-    """So the text of a seed does not depend on which proposals came in time. After an answer, a hit and a miss."""
+def asked(how: str, **options: Any) -> DraftOptions:
+    """Options of a sequence that is drafted ahead for."""
     mapping, sampling, kind = AHEAD[how]
-    asked = DraftOptions("r", sampling, row_kind=kind, ahead=BUDGET, vocabulary_mapping=mapping)
+    return DraftOptions("r", sampling, row_kind=kind, ahead=BUDGET, vocabulary_mapping=mapping, **options)
+
+
+async def assert_ahead_is_what_would_be_proposed(proposer: StandaloneProposer, options: DraftOptions) -> None:
+    """After an answer, a hit and a miss."""
     target = Vocabulary(Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json")))
-    async with demo(demo_draft, asked) as (proposer, options), proposer.sequence(options) as sequence:
+    async with proposer.sequence(options) as sequence:
         tokens, proposed, hits = target.encode(CODE), list[int](), 0
         step = ProposeStep(Delta(0, tuple(tokens)), K, BUDGET)
         for number in range(6):
             answer = await sequence.propose(step)
             proposed = proposed if answer is None else [*answer.token_ids]
-            writes_text = mapping is VocabularyMapping.SLEM
+            writes_text = options.vocabulary_mapping is VocabularyMapping.SLEM
             found = await drafted_for(sequence, is_whole=not writes_text)
             async with proposer.sequence(replace(options, ahead=None)) as plain:
                 for (accepted, token_id), proposal in found.items():
@@ -375,7 +410,7 @@ async def test_what_is_drafted_ahead_is_what_would_be_proposed(demo_draft: Path,
                 accepted, token_id, continuation = 0, target.encode(" x")[0], list[int]()
             else:
                 continuation, hits = [*found[accepted, token_id].token_ids], hits + 1
-            base, new = len(tokens) + accepted, [token_id, *continuation]
+            base, new = len(tokens), [*proposed[:accepted], token_id, *continuation]
             tokens, proposed = [*tokens, *proposed[:accepted], token_id], continuation
             if continuation:
                 step = ProposeStep(Delta(base, tuple(new)), 0, BUDGET, len(continuation))
@@ -384,27 +419,31 @@ async def test_what_is_drafted_ahead_is_what_would_be_proposed(demo_draft: Path,
     assert hits >= 3
 
 
-@pytest.mark.parametrize("how", ["tli greedy", "slem greedy", "tli strict", "tli support"])
-async def test_proposals_hold_to_the_target_s_grammar(demo_draft: Path, how: str) -> None:
-    """Whether asked for or drafted ahead; a text that is written freely ends where the grammar forbids it."""
-    mapping, sampling, kind = AHEAD[how]
+@pytest.mark.parametrize("how", AHEAD)
+async def test_what_is_drafted_ahead_is_what_would_be_proposed(demo_draft: Path, how: str) -> None:
+    """So the text of a seed does not depend on which proposals came in time."""
+    async with demo(demo_draft, asked(how)) as (proposer, options):
+        await assert_ahead_is_what_would_be_proposed(proposer, options)
+
+
+@pytest.mark.parametrize("keeps_logits", [False, True])
+@pytest.mark.parametrize("how", AHEAD)
+async def test_proposals_hold_to_the_target_s_grammar(demo_draft: Path, how: str, keeps_logits: bool) -> None:
+    """Whether asked for or drafted ahead; a text that is written freely ends where the grammar forbids it. Also where
+    tokens are drawn by a worker, which has no grammar."""
     target = Vocabulary(Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json")))
     prompt = target.encode("x = [")
-    asked = DraftOptions(
-        "r",
-        sampling,
-        row_kind=kind,
-        ahead=BUDGET,
-        vocabulary_mapping=mapping,
-        prompt_length=len(prompt),
-        grammar=Grammar(GrammarKind.REGEX, r"[0-9]+(, [0-9]+)*"),
-    )
-    async with demo(demo_draft, asked) as (proposer, options), proposer.sequence(options) as sequence:
+    grammar = Grammar(GrammarKind.REGEX, r"[0-9]+(, [0-9]+)*")
+    own = asked(how, prompt_length=len(prompt), grammar=grammar)
+    async with (
+        demo(demo_draft, own, keeps_logits=keeps_logits) as (proposer, options),
+        proposer.sequence(options) as sequence,
+    ):
         tokens = [*prompt, *target.encode("1")]
         answer = await sequence.propose(ProposeStep(Delta(0, tuple(tokens)), K, BUDGET))
         assert answer is not None
         written = [[*answer.token_ids]]
-        if mapping is VocabularyMapping.TLI:
+        if own.vocabulary_mapping is VocabularyMapping.TLI:
             assert len(answer) == K
             found = await drafted_for(sequence, is_whole=True)
             written += [
@@ -459,3 +498,16 @@ async def test_a_gap_is_refused(vocabularies: Vocabularies) -> None:
         await MappedSequence(Scripted(mapped.vocabulary.draft, ""), mapped).propose(
             ProposeStep(Delta(2, (1,)), 1)
         )
+
+
+async def test_an_answered_proposal_is_no_part_of_the_sequence(vocabularies: Vocabularies) -> None:
+    """Also where outcomes of its verification are drafted ahead: what was kept of it has to be sent."""
+    await vocabularies.add(sent("small"))
+    mapped = vocabularies.mapped(options("small"))
+    tokens = mapped.vocabulary.target.encode(TEXT)
+    sequence = MappedSequence(Scripted(mapped.vocabulary.draft, TEXT), mapped)
+    answer = await sequence.propose(ProposeStep(Delta(0, tuple(tokens[:5])), 4, BUDGET))
+    assert answer is not None
+    assert len(answer) > 1
+    with pytest.raises(InvalidRequestError, match="starts at token 6, but the sequence has 5"):
+        await sequence.propose(ProposeStep(Delta(6, tuple(tokens[6:7])), 4, BUDGET))

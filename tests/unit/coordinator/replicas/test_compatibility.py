@@ -45,15 +45,14 @@ MODELS: list[tuple[str, Deployment, str]] = [
         "vocabulary-size",
         deployment(draft=replace(DRAFT, vocabulary_size=101)),
         "the draft small has a vocabulary of 101 tokens and the target big one of 100; the draft's must not be larger, "
-        "since this draft cannot map vocabularies, for which it must run on the engine tandem with its "
-        "tokenizer.json",
+        "since this draft cannot map vocabularies, for which it needs its tokenizer.json and one device",
     ),
     (
         "tokenizer",
         deployment(draft=replace(DRAFT, tokenizer_hash="b" * 64)),
         "the draft small has another tokenizer (hash bbbbbbbbbbbb) than the target big (hash aaaaaaaaaaaa); they "
-        "must be the same, since this draft cannot map vocabularies, for which it must run on the engine tandem with "
-        "its tokenizer.json",
+        "must be the same, since this draft cannot map vocabularies, for which it needs its tokenizer.json and one "
+        "device",
     ),
     (
         "tokenizer",

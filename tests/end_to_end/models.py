@@ -8,8 +8,20 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import (
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
+from tandem.types import GenerationRequest
 from tests.paths import DEMO_DRAFT
+
+Distribution = dict[tuple[int, ...], float]
+"""Probability of each sequence of tokens."""
 
 
 def load_reference(folder: Path) -> Any:
@@ -44,3 +56,29 @@ def save_model(model: Any, folder: Path) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_DRAFT / name, folder / name)
     return folder
+
+
+def exact(model: Any, request: GenerationRequest, length: int) -> Distribution:
+    """The distribution of a completion's first tokens, by transformers' definition of each parameter."""
+    processors: Any = LogitsProcessorList()
+    if request.logit_bias:
+        biases: list[Any] = [[[token_id], bias] for token_id, bias in request.logit_bias.items()]
+        processors.append(SequenceBiasLogitsProcessor(biases))
+    if request.min_tokens:
+        ends = [*request.stop_token_ids, model.config.eos_token_id]
+        processors.append(MinNewTokensLengthLogitsProcessor(len(request.prompt), request.min_tokens, ends))
+    processors.append(TemperatureLogitsWarper(request.temperature or 1.0))
+    if request.top_k:
+        processors.append(TopKLogitsWarper(request.top_k))
+    processors.append(TopPLogitsWarper(request.top_p or 1.0))
+    found: Distribution = {(): 1.0}
+    for _ in range(length):
+        contexts = torch.tensor([[*request.prompt, *tokens] for tokens in found])
+        with torch.inference_mode():
+            probs = processors(contexts, model(contexts).logits[:, -1].double()).softmax(dim=-1)
+        found = {
+            (*tokens, int(token_id)): mass * float(row[token_id])
+            for (tokens, mass), row in zip(found.items(), probs, strict=True)
+            for token_id in row.nonzero().flatten()
+        }
+    return found

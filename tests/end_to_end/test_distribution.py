@@ -14,19 +14,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from transformers import (
-    LogitsProcessorList,
-    MinNewTokensLengthLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from tandem.types import GenerationRequest, RowKind
 from tests.end_to_end.chi_square import critical_value, statistic, visible_distance
-from tests.end_to_end.models import blurred, load_reference, random_model, save_model
+from tests.end_to_end.models import Distribution, blurred, exact, load_reference, random_model, save_model
 from tests.end_to_end.processes import Nursery, address_of, coordinator
 from tests.paths import DEMO_TARGET
 from tests.service.clients import complete_all
@@ -39,8 +30,6 @@ VISIBLE_DISTANCE = 0.15
 LENGTH = 3
 MAX_TOKENS = 5
 NUM_SPECULATIVE_TOKENS = 3
-
-Distribution = dict[tuple[int, ...], float]
 
 
 def small_target() -> Any:
@@ -71,40 +60,6 @@ def small_address(services: Nursery, tmp_path_factory: pytest.TempPathFactory) -
     draft_address = services.started("draft_service", draft, "--draft-top-k", "3").address
     with coordinator(target_address, draft_address) as process:
         yield address_of(process)
-
-
-def exact(model: Any, request: GenerationRequest) -> Distribution:
-    """Return the distribution of the first tokens of a completion, by transformers' definition of each parameter."""
-    ends = [*request.stop_token_ids, model.config.eos_token_id]
-    warpers: Any = LogitsProcessorList(
-        [
-            *([SequenceBiasLogitsProcessor(_biases(request))] if request.logit_bias else []),
-            *(
-                [MinNewTokensLengthLogitsProcessor(len(request.prompt), request.min_tokens, ends)]
-                if request.min_tokens
-                else []
-            ),
-            TemperatureLogitsWarper(request.temperature or 1.0),
-            TopKLogitsWarper(request.top_k or 0),
-            TopPLogitsWarper(request.top_p or 1.0),
-        ]
-    )
-    distribution: Distribution = {(): 1.0}
-    for _ in range(LENGTH):
-        contexts = torch.tensor([[*request.prompt, *tokens] for tokens in distribution])
-        with torch.inference_mode():
-            logits = model(contexts).logits[:, -1].double()
-        probs = warpers(contexts, logits).softmax(dim=-1)
-        distribution = {
-            (*tokens, int(token_id)): mass * float(row[token_id])
-            for (tokens, mass), row in zip(distribution.items(), probs, strict=True)
-            for token_id in row.nonzero().flatten()
-        }
-    return distribution
-
-
-def _biases(request: GenerationRequest) -> list[list[Any]]:
-    return [[[token_id], bias] for token_id, bias in request.logit_bias.items()]
 
 
 async def sampled(address: str, request: GenerationRequest, seeds: int) -> Counter[tuple[int, ...]]:
@@ -150,8 +105,8 @@ async def test_the_first_tokens_have_the_targets_distribution(
         (3, 4), temperature=1.0, top_k=4, rejection_sampling_strategy=strategy, row_kind=row_kind
     )
     counts = await sampled(small_address, request, SEEDS)
-    assert_distributed_as(counts, exact(small_target(), request))
-    wrong_value, freedom = statistic(counts, exact(small_draft(), request))
+    assert_distributed_as(counts, exact(small_target(), request, LENGTH))
+    wrong_value, freedom = statistic(counts, exact(small_draft(), request, LENGTH))
     assert wrong_value > critical_value(freedom), "the test must detect the draft's distribution"
 
 
@@ -167,9 +122,9 @@ async def test_biased_tokens_have_the_biased_targets_distribution(small_address:
         stop_token_ids=(5,),
     )
     counts = await sampled(small_address, request, SEEDS)
-    assert_distributed_as(counts, exact(small_target(), request))
+    assert_distributed_as(counts, exact(small_target(), request, LENGTH))
     for wrong in (replace(request, logit_bias={}), replace(request, min_tokens=0)):
-        wrong_value, freedom = statistic(counts, exact(small_target(), wrong))
+        wrong_value, freedom = statistic(counts, exact(small_target(), wrong, LENGTH))
         assert wrong_value > critical_value(freedom), "the test must detect a missing adjustment"
 
 
@@ -184,4 +139,4 @@ async def test_the_demo_pairs_first_tokens_have_the_targets_distribution(
         (300, 301), temperature=temperature, top_k=20, top_p=0.9, rejection_sampling_strategy=strategy
     )
     counts = await sampled(address, request, DEMO_SEEDS)
-    assert_distributed_as(counts, exact(load_reference(DEMO_TARGET), request))
+    assert_distributed_as(counts, exact(load_reference(DEMO_TARGET), request, LENGTH))

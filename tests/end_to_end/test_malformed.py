@@ -142,7 +142,7 @@ def streams(draw: st.DrawFn, valid: Sequence[Message]) -> list[bytes]:
 
 
 pytestmark = pytest.mark.slow
-EXAMPLES, SOAK_EXAMPLES = 200, 20_000
+EXAMPLES, SOAK_EXAMPLES = 100, 20_000
 CALL_SECONDS = 20.0
 """Bound on a hang. A step on a busy machine takes a tenth of a second."""
 ENOUGH = 4

@@ -36,7 +36,7 @@ from tests.mtp_models import mtp_target, save_mtp
 from tests.qwen_mtp_models import FAMILIES, qwen_target, save_qwen_mtp
 from tests.service.clients import Completed, complete, complete_all
 from tests.service.fakes import coordinator, serving
-from tests.service.test_drafting_ahead import PLACES, exact
+from tests.service.test_drafting_ahead import PLACES, exact_places
 
 
 def small_target() -> Any:
@@ -109,7 +109,7 @@ def check_distribution(model: Any, rule: GenerationRequest, completed: Sequence[
         f"the test needs both accepted and recovered tokens, and {share:.0%} were accepted"
     )
     counts = Counter(each.token_ids[PLACES] for each in completed)
-    expected = exact(model, rule)
+    expected = exact_places(model, rule)
     assert set(counts) <= set(expected)
     value, freedom = statistic(counts, expected)
     assert value < critical_value(freedom)

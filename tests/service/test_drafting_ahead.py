@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import grpc
 import pytest
-import torch
 
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.speculation.ahead import DraftAhead
@@ -22,7 +21,7 @@ from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.types import Finish, GenerationRequest, Proposal, ProposeStep
 from tandem.wire.draft import Answer
 from tests.end_to_end.chi_square import critical_value, statistic, visible_distance
-from tests.end_to_end.models import blurred, random_model, save_model
+from tests.end_to_end.models import Distribution, blurred, exact, random_model, save_model
 from tests.service.clients import Completed, complete_all, until
 from tests.service.engines import Faults, draft, target
 from tests.service.fakes import coordinator, hooked, refusal
@@ -280,24 +279,12 @@ PLACES = slice(2, 5)
 the second begins the round with the first request to the draft."""
 
 
-def exact(model: Any, request: GenerationRequest) -> dict[tuple[int, ...], float]:
-    """Return the target's distribution of the tokens at these positions, by transformers."""
-    beginnings: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(PLACES.stop):
-        contexts = torch.tensor([[*PROMPT, *tokens] for tokens in beginnings])
-        with torch.inference_mode():
-            logits = model(contexts).logits[:, -1].double() / request.temperature
-        top = logits.topk(request.top_k or logits.shape[-1])
-        shares = top.values.softmax(dim=-1)
-        beginnings = {
-            (*tokens, int(token_id)): mass * float(share)
-            for (tokens, mass), ids, row in zip(beginnings.items(), top.indices, shares, strict=True)
-            for token_id, share in zip(ids, row, strict=True)
-        }
-    found: Counter[tuple[int, ...]] = Counter()
-    for tokens, mass in beginnings.items():
-        found[tokens[PLACES]] += mass  # type: ignore[assignment]  # typeshed counts in integers
-    return dict(found)
+def exact_places(model: Any, request: GenerationRequest) -> Distribution:
+    """The target's distribution of the tokens at these positions."""
+    found: Distribution = {}
+    for tokens, mass in exact(model, request, PLACES.stop).items():
+        found[tokens[PLACES]] = found.get(tokens[PLACES], 0.0) + mass
+    return found
 
 
 @pytest.mark.parametrize("rule", ["residual", "block"])
@@ -340,7 +327,7 @@ async def test_the_tokens_have_the_targets_distribution(
     accepted = sum(each.stats.accepted for each in completed)
     assert 0.1 < accepted / drafted < 0.9, "the test needs both accepted and recovered tokens"
     counts = Counter(each.token_ids[PLACES] for each in completed)
-    expected = exact(reference, request)
+    expected = exact_places(reference, request)
     assert set(counts) <= set(expected)
     value, freedom = statistic(counts, expected)
     assert value < critical_value(freedom)
@@ -386,7 +373,7 @@ async def test_so_have_those_of_a_target_that_begins_rounds_by_itself(
     led = sum(each.stats.lead.rounds for each in completed)
     assert led == 5 * len(requests) if is_alone else led > 0
     value, freedom = statistic(
-        Counter(each.token_ids[PLACES] for each in completed), exact(reference, request)
+        Counter(each.token_ids[PLACES] for each in completed), exact_places(reference, request)
     )
     assert value < critical_value(freedom)
     assert visible_distance(len(requests), freedom) < 0.4

@@ -15,12 +15,12 @@ from tandem.client import Client
 from tandem.types import GenerationRequest, RowKind
 from tests.end_to_end.disturbed import begun, streamed
 from tests.end_to_end.disturbed import request as requested
-from tests.end_to_end.models import save_model
+from tests.end_to_end.models import exact, save_model
 from tests.end_to_end.processes import AHEAD, TANDEM, Process, address_of, coordinator, running
 from tests.end_to_end.test_distribution import (
+    LENGTH,
     SEEDS,
     assert_distributed_as,
-    exact,
     sampled,
     small_draft,
     small_target,
@@ -84,7 +84,9 @@ async def test_every_lossless_rule_has_the_targets_distribution(
     request = GenerationRequest(
         (3, 4), temperature=1.0, top_k=4, rejection_sampling_strategy=rule, row_kind=row_kind
     )
-    assert_distributed_as(await sampled(small_address, request, SEEDS), exact(small_target(), request))
+    assert_distributed_as(
+        await sampled(small_address, request, SEEDS), exact(small_target(), request, LENGTH)
+    )
 
 
 async def test_neither_draft_nor_lead_nor_batch_changes_the_text(pair: tuple[Process, Process]) -> None:

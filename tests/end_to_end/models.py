@@ -41,6 +41,13 @@ def random_model(seed: int, **changes: object) -> Any:
         return make.from_config(config, dtype=torch.float32).eval()
 
 
+def six_tokens(seed: int, layers: int, width: int, initializer_range: float = 0.3, **changes: object) -> Any:
+    """A model of six tokens, with weights so large that some tokens are far more probable than others."""
+    shape = {"hidden_size": width, "intermediate_size": width, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return random_model(seed, vocab_size=6, initializer_range=initializer_range, **shape, **heads, **changes)
+
+
 def blurred(model: Any, seed: int, scale: float) -> Any:
     """Add noise to a model's weights, relative to each tensor's own size."""
     generator = torch.Generator().manual_seed(seed)

@@ -17,7 +17,7 @@ import pytest
 
 from tandem.types import GenerationRequest, RowKind
 from tests.end_to_end.chi_square import critical_value, statistic, visible_distance
-from tests.end_to_end.models import Distribution, blurred, exact, load_reference, random_model, save_model
+from tests.end_to_end.models import Distribution, blurred, exact, load_reference, save_model, six_tokens
 from tests.end_to_end.processes import Nursery, address_of, coordinator
 from tests.paths import DEMO_TARGET
 from tests.service.clients import complete_all
@@ -33,17 +33,7 @@ NUM_SPECULATIVE_TOKENS = 3
 
 
 def small_target() -> Any:
-    """Six tokens and random weights, scaled up for some tokens to be far more probable than others."""
-    return random_model(
-        seed=7,
-        vocab_size=6,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        initializer_range=0.1,
-    )
+    return six_tokens(7, 2, 64, 0.1)
 
 
 def small_draft() -> Any:

@@ -29,7 +29,7 @@ from target_service.settings import TargetSettings
 from tests.dflash_models import save_dflash
 from tests.eagle_heads import save_eagle
 from tests.end_to_end.chi_square import critical_value, statistic, visible_distance
-from tests.end_to_end.models import random_model, save_model
+from tests.end_to_end.models import save_model, six_tokens
 from tests.heads import save_eagle3
 from tests.medusa_heads import save_medusa
 from tests.mtp_models import mtp_target, save_mtp
@@ -40,17 +40,8 @@ from tests.service.test_drafting_ahead import PLACES, exact_places
 
 
 def small_target() -> Any:
-    """A model of six tokens, so that a head of random weights is right now and then."""
-    return random_model(
-        10,
-        vocab_size=6,
-        hidden_size=48,
-        intermediate_size=48,
-        num_hidden_layers=6,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        initializer_range=0.3,
-    )
+    """A head of random weights is right now and then."""
+    return six_tokens(10, 6, 48)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.types import Finish, GenerationRequest, Proposal, ProposeStep
 from tandem.wire.draft import Answer
 from tests.end_to_end.chi_square import critical_value, statistic, visible_distance
-from tests.end_to_end.models import Distribution, blurred, exact, random_model, save_model
+from tests.end_to_end.models import Distribution, blurred, exact, save_model, six_tokens
 from tests.service.clients import Completed, complete_all, until
 from tests.service.engines import Faults, draft, target
 from tests.service.fakes import coordinator, hooked, refusal
@@ -42,20 +42,8 @@ REQUESTS = {
 
 
 def small_target() -> Any:
-    """Return a model of six tokens with random weights, scaled up so that some tokens are far more probable.
-
-    Its most probable continuation of the prompt has five different tokens, without a period.
-    """
-    return random_model(
-        10,
-        vocab_size=6,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        initializer_range=0.3,
-    )
+    """Its most probable continuation of the prompt has five different tokens, without a period."""
+    return six_tokens(10, 1, 64)
 
 
 class ObservedDraft(DraftServicer):

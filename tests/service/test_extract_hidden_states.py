@@ -22,7 +22,7 @@ from tandem.types import GenerationRequest
 from target_service.servicer import TargetServicer
 from target_service.settings import TargetSettings
 from target_service.verifier import load_verifier
-from tests.end_to_end.models import blurred, random_model, save_model
+from tests.end_to_end.models import blurred, save_model, six_tokens
 from tests.service.clients import Completed, complete_all
 from tests.service.engines import draft
 from tests.service.fakes import coordinator, serving
@@ -39,10 +39,7 @@ LAYERS = (0, 2, 4)
 
 
 def small_model() -> Any:
-    """Four layers and six tokens, so that a blurred copy is right now and then."""
-    shape = {"hidden_size": 48, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
-    limits = {"vocab_size": 6, "max_position_embeddings": 256}
-    return random_model(10, num_hidden_layers=4, initializer_range=0.3, **shape, **limits)
+    return six_tokens(10, 4, 48, max_position_embeddings=256)
 
 
 @pytest.fixture(scope="module")

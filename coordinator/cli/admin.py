@@ -277,7 +277,7 @@ def _confirm(address: str) -> None:
 admin.add_typer(requests, name="requests")
 
 
-@verb(requests, "tandem admin requests list", name="list")
+@verb(requests, "tandem admin requests list -w", name="list", can_watch=True)
 async def list_requests(client: AdminClient) -> Answer:
     """List running requests, the oldest first."""
     return Answer(await client.requests(), requests_view)

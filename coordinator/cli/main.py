@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 
 from coordinator.cli.app import Exit, new_app
 from tandem import __version__
+from tandem.errors import ConfigurationError
 from tandem.standard_streams import OutputError, exit_with, fill_closed, unwritable
 
 VERBS = {
@@ -30,8 +31,10 @@ VERBS = {
 }
 """Module and summary of each verb. A module is imported when its verb is called: all of them take a second."""
 
-SHORT_FORMS = ("status", "stats", "health", "doctor")
+SHORT_FORMS = ("status", "stats", "health", "doctor", "replicas", "requests")
 """Commands of `tandem admin` that are verbs as well."""
+_LISTS = ("replicas", "requests")
+"""Those of them that list what there is when no further command is named."""
 
 
 class _Verbs(TyperGroup):
@@ -40,9 +43,21 @@ class _Verbs(TyperGroup):
         return list(VERBS)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command of the first words, which may be two: `doctor draft` is a verb beside `doctor`."""
+        """The command of the first words, which may be two: `doctor draft` is a verb beside `doctor`.
+
+        Raises:
+            ConfigurationError: it is `logs`, which other servers' tools have.
+        """
         if (both := " ".join(args[:2])) in VERBS:
             args = [both, *args[2:]]
+        elif args[0] in _LISTS and (len(args) == 1 or args[1].startswith("-")):
+            is_help = args[1:2] in (["-h"], ["--help"])
+            args = args if is_help else [args[0], "list", *args[1:]]
+        elif args[0] == "logs":
+            raise ConfigurationError(
+                "there is no tandem logs: each service writes its log to standard error, which docker compose logs and "
+                "kubectl logs show; tandem requests lists what runs"
+            )
         return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
@@ -93,6 +108,8 @@ def main() -> None:
         sys.stdout.flush()
     except typer.TyperException as error:
         _refuse(error)
+    except ConfigurationError as error:
+        exit_with(error, Exit.USAGE)
     except typer.Abort:
         sys.exit(Exit.FAILED)
     except BrokenPipeError:

@@ -64,11 +64,33 @@ def test_a_wrong_call_is_answered_with_one_sentence(
     assert sentence.lower() in commands.fail(2, *words).lower()
 
 
+def test_logs_says_where_the_logs_are(commands: Commands) -> None:
+    assert "each service writes its log to standard error" in commands.fail(2, "logs", "-f")
+
+
 def test_a_service_can_be_set_up_by_its_environment_alone(
     commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TANDEM_TARGET_MODEL", "no/such/folder")
     assert "no/such/folder" in commands.run("serve", "target").err
+
+
+@pytest.mark.parametrize(
+    ("words", "listed"),
+    [
+        (("replicas",), "replicas"),
+        (("replicas", "-o", "json"), "replicas"),
+        (("requests",), "requests"),
+        (("replicas", "drain", "127.0.0.1:2"), None),
+    ],
+)
+def test_a_short_form_lists_what_there_is_unless_more_is_said(
+    commands: Commands, words: tuple[str, ...], listed: str | None
+) -> None:
+    address = ("--address", "127.0.0.1:1")
+    ran = commands.run(*words, *address)
+    long = ("admin", listed, "list", *words[1:]) if listed else ("admin", *words)
+    assert (ran.code, ran.err) == (4, commands.run(*long, *address).err)
 
 
 def test_a_group_alone_shows_its_help(commands: Commands) -> None:

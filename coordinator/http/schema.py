@@ -146,7 +146,7 @@ class Sampled(AboutCaller):
     logit_bias: dict[int, float] | None = None
     """Added to the target's logits, by token id: 400 beyond -100 to 100."""
     frequency_penalty: float | None = None
-    """Leaves a separate draft model out, which the header `X-Tandem-Target-Alone` says, or is refused
+    """The target serves the request without a separate draft model (header `X-Tandem-Target-Alone`), or refuses it
     (`draft_model_penalties`)."""
     presence_penalty: float | None = None
     """As `frequency_penalty`."""
@@ -160,7 +160,7 @@ class Sampled(AboutCaller):
     """`{"include_usage": true}`: end with a piece that holds the usage; with `continuous_usage_stats`, which is vLLM's,
     every piece has it. Needs `stream`."""
     request_id: str | None = None
-    """vLLM's: part of the answer's id and of the request's name in logs, unless the header `X-Request-Id` is."""
+    """vLLM's: part of the answer's id and of the request's name in logs, unless there is a header `X-Request-Id`."""
     priority: int = 0
     """vLLM's. Accepted; requests are served in order of arrival, and `X-Tandem-Ignored` says so."""
     return_token_ids: bool = False
@@ -354,7 +354,7 @@ class ChatBody(Chat, Sampled):
     top_logprobs: int | None = None
     """Return those of this many alternatives too, up to 20."""
     tools: Items[dict[str, Any]] | None = None
-    """Functions that the model may call. Ignored with `tool_choice: none`, and said so in `X-Tandem-Ignored`."""
+    """Functions that the model may call. Ignored with `tool_choice: none`; `X-Tandem-Ignored` says so."""
     tool_choice: str | dict[str, Any] | None = None
     """`none`, `auto` (the default with tools), `required`, or a function by name. A grammar binds what is demanded."""
     parallel_tool_calls: bool | None = None

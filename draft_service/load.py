@@ -11,11 +11,6 @@ from tandem.types import DraftLoad, Proposal
 
 SequenceT = TypeVar("SequenceT")
 
-_NEW_SHARE = 0.1
-"""Weight of the newest wait: some ten steps, a few rounds of a busy draft."""
-_IDLE_SECONDS = 1.0
-"""Nobody waits at a draft that has answered nothing for so long."""
-
 
 class LoadTracker:
     """Counts sequences and times waits. Belongs to one event loop."""
@@ -30,7 +25,8 @@ class LoadTracker:
     @property
     def now(self) -> DraftLoad:
         """The load at this moment."""
-        is_idle = time.monotonic() - self._answered_at > _IDLE_SECONDS
+        # Nobody waits at a draft that has answered nothing for so long
+        is_idle = time.monotonic() - self._answered_at > 1.0
         wait = 0.0 if is_idle else self._wait_seconds
         return DraftLoad(self.sequences, self.waiting, self._is_full(), wait)
 
@@ -53,5 +49,6 @@ class LoadTracker:
         """A step was answered after so many seconds. One that only read says nothing: it has no cost of its own."""
         if proposal.cost is not None:
             wait = max(seconds - proposal.cost.seconds, 0.0)
-            self._wait_seconds += _NEW_SHARE * (wait - self._wait_seconds)
+            # Weight of the newest wait: some ten steps, a few rounds of a busy draft
+            self._wait_seconds += 0.1 * (wait - self._wait_seconds)
             self._answered_at = time.monotonic()

@@ -43,8 +43,6 @@ from tandem.errors import (
 from tandem.plural import plural
 from tandem.replica import ReplicaState, Role, is_last_target, replica_at
 
-_COMPLETION_SECONDS = 1.0
-"""A shell that completes a word does not wait longer for a coordinator."""
 _WAIT_SECONDS = 60.0
 """`health --wait` asks for so long unless --timeout says otherwise."""
 
@@ -166,7 +164,8 @@ def _suggesting(
         async def answer() -> list[tuple[str, str]]:
             names = [field.name for field in fields(ConnectionOptions) if field.name in click.params]
             where = connect(ConnectionOptions(**{name: click.params[name] for name in names}), click)
-            async with AdminClient(where.address, where.credentials, _COMPLETION_SECONDS) as client:
+            # A shell that completes a word does not wait longer for a coordinator
+            async with AdminClient(where.address, where.credentials, 1.0) as client:
                 return [entry for entry in await ask(client) if entry[0].startswith(incomplete)]
 
         try:

@@ -22,8 +22,6 @@ from tandem.errors import PermissionDeniedError, ServiceUnavailableError, Tandem
 from tandem.plural import plural
 from tandem.rpc.addresses import is_local
 
-_PINGS = 5
-"""Round trips of which the shortest counts; the first one opens the connection."""
 SKEW_SECONDS = 1.0
 """Clocks that differ by more make logs and traces of two machines hard to read together."""
 FAR_SECONDS = 0.2
@@ -76,7 +74,8 @@ async def _reached(address: str, seconds: float) -> Finding:
 
 async def _round_trip(client: AdminClient) -> float:
     times = []
-    for _ in range(_PINGS):
+    # Round trips of which the shortest counts; the first one opens the connection
+    for _ in range(5):
         began = time.perf_counter()
         await client.is_serving()
         times.append(time.perf_counter() - began)

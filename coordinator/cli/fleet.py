@@ -27,10 +27,6 @@ def elsewhere_gain(tokens: int, draft_step_seconds: float, verify_seconds: float
     return 1.0 + tokens * draft_step_seconds / verify_seconds
 
 
-_MAX_GROUPS = 32
-"""More would mean that a proposal takes as long as 31 verifications."""
-
-
 @dataclass(frozen=True, slots=True)
 class Fleet:
     """Targets that share drafts."""
@@ -91,12 +87,13 @@ class Fleet:
         # A proposal begins with the next step: it waits for half of one where the draft is never idle
         wait = 0.5 * step * min(1.0, of_draft * self.proposed * step / period)
         away = self.proposed * step + wait + 2.0 * self.times.round_trip_seconds
+        # More would mean that a proposal takes as long as 31 verifications
         return min(
             max(
                 groups * self.verify_seconds(of_target / groups),
                 self.verify_seconds(of_target / groups) + away,
             )
-            for groups in range(1, min(max(math.ceil(of_target), 1), _MAX_GROUPS) + 1)
+            for groups in range(1, min(max(math.ceil(of_target), 1), 32) + 1)
         )
 
     def clients_within(self, seconds: float) -> int:

@@ -44,8 +44,6 @@ _PASSES = 4
 first time does not count."""
 _TOKENS = 24
 """Tokens of each completion, beside the longest proposal."""
-_ROUND_TRIPS = 30
-"""Messages that ask for no work; their median counts."""
 _MAX_DRAFT_SHARE = 0.9
 """Share of a round without its messages that the draft's steps may take."""
 _FIXED = {
@@ -183,7 +181,8 @@ def _times(decision: SpeculationDecision, rounds: Sequence[float], trip: float) 
 async def _round_trip_seconds(admin: AdminClient) -> float:
     """Seconds of a message that asks for no work, and its answer."""
     seconds = []
-    for _ in range(_ROUND_TRIPS):
+    # Messages that ask for no work; their median counts
+    for _ in range(30):
         began = time.monotonic()
         await admin.is_serving()
         seconds.append(time.monotonic() - began)

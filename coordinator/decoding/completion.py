@@ -103,8 +103,6 @@ def _overlap(text: str, string: str) -> int:
     return next((n for n in range(min(len(text), len(string) - 1), 0, -1) if text.endswith(string[:n])), 0)
 
 
-_END_OF_PROMPT = 8
-"""Last tokens of a prompt, in which templates write an empty think span where no thought is wanted."""
 THINK_START = "<think>"
 THINK_END = "</think>"
 """The markers that reasoning models share."""
@@ -140,7 +138,8 @@ class ThinkSpans:
         last = next(
             (token_id for token_id in reversed(prompt) if token_id in (self._start_id, self._end_id)), None
         )
-        if self._end_id in prompt[-_END_OF_PROMPT:] and last == self._end_id:
+        # Last tokens of a prompt, in which templates write an empty think span where no thought is wanted
+        if self._end_id in prompt[-8:] and last == self._end_id:
             return grammar
         return replace(
             grammar,

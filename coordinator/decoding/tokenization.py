@@ -16,8 +16,6 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tandem.errors import InvalidRequestError, ProtocolError
 
 _UNICODE_FORMS = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
-_MAX_SHRINKING = 4
-"""Unicode's normal forms shrink UTF-8 at most to a quarter: mathematical letters of four bytes become ASCII."""
 
 
 def max_bytes_per_token(tokenizer: Tokenizer) -> int | None:
@@ -66,7 +64,8 @@ def _shrinking(normalizer: dict[str, Any] | None) -> int | None:
     shrinking = 1
     for step in _steps(normalizer, "normalizers"):
         if step["type"] in _UNICODE_FORMS:
-            shrinking *= _MAX_SHRINKING
+            # Unicode's normal forms shrink UTF-8 at most to a quarter: mathematical letters of four bytes become ASCII
+            shrinking *= 4
         elif step["type"] == "Replace":
             pattern = step["pattern"].get("String")
             if pattern is None or _size(step["content"]) < _size(pattern):

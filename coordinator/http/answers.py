@@ -26,8 +26,6 @@ _IDS = ("token_ids", "drafted", "text_lengths", "proposed", "drafted_ahead")
 _PROBS = ("draft_probs", "target_probs")
 _COMPLETION_LOGPROBS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
-_LEAST_LOGPROB = -9999.0
-"""Substitute for minus infinity, which JSON cannot express; vLLM's."""
 _REPLACEMENT = "\ufffd"
 _SENTENCEPIECE_SPACE = "\u2581"
 
@@ -376,4 +374,5 @@ def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
 
 
 def _number(logprob: float) -> float:
-    return max(round(logprob, 6), _LEAST_LOGPROB)
+    # Substitute for minus infinity, which JSON cannot express; vLLM's
+    return max(round(logprob, 6), -9999.0)

@@ -45,8 +45,6 @@ _FREE_BYTES = 64 << 10
 
 _MAX_SENTENCES = 8
 """Errors of a body that are described; a body of garbage has as many as it has values."""
-_MAX_LOGGED = 256
-"""Ignored names that are remembered as logged: clients could make up any number of them."""
 _UNFIT = re.compile(r"[^A-Za-z0-9_.-]")
 
 
@@ -236,7 +234,8 @@ class BodyReader:
                 for name in names[:_MAX_SENTENCES]
             )
         for name in names:
-            if name not in self._logged and len(self._logged) < _MAX_LOGGED:
+            # Ignored names that are remembered as logged: clients could make up any number of them
+            if name not in self._logged and len(self._logged) < 256:
                 self._logged.add(name)
                 logger.warning("an unknown field is ignored", extra={"field": name[:200]})
         return body, names

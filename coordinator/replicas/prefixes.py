@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-_SHORTEST = 64
-"""Tokens of a beginning that is remembered, which a draft reads in a step; each longer one has twice as many."""
 _MOST = 4096
 """Beginnings that are remembered, the latest: some hundred bytes each."""
 
@@ -36,7 +34,8 @@ class Prefixes:
 
 def _beginnings(token_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Lengths of beginnings, the shortest first, each with its hash."""
-    length = _SHORTEST
+    # Tokens of a beginning that is remembered, which a draft reads in a step; each longer one has twice as many
+    length = 64
     while length <= len(token_ids):
         yield length, hash(tuple(token_ids[:length]))
         length *= 2

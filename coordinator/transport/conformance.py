@@ -45,8 +45,6 @@ _PROMPT_LENGTH = 24
 _MAX_LENGTH = 128
 """Of the sequences that are played, where the model reads as much."""
 _LARGEST_ID = 2**31 - 1
-_WITHOUT_MODEL = 1 << 20
-"""Bound of ids for a draft without a vocabulary, which proposes ids that it was sent."""
 _REFUSED = grpc.StatusCode.INVALID_ARGUMENT
 
 Request = DraftOptions | ProposeStep | Finish | Cancel
@@ -156,7 +154,8 @@ class Subject:
     @property
     def vocabulary_size(self) -> int:
         """Bound of ids."""
-        return self.model.vocabulary_size or _WITHOUT_MODEL
+        # Bound of ids for a draft without a vocabulary, which proposes ids that it was sent
+        return self.model.vocabulary_size or 1 << 20
 
     @property
     def max_length(self) -> int:

@@ -51,8 +51,6 @@ _TOGETHER = 16
 """Requests at once."""
 _TOKEN_CHARACTERS = 16
 """The token that completes a stop string goes on for fewer characters."""
-_CHANCE_NATS = 21.0
-"""exp(-21) is below 1e-9: two samples that agree on so much share their noise."""
 
 
 class Verdict(Enum):
@@ -269,7 +267,8 @@ def _apart(choices: Sequence[Completion]) -> tuple[Verdict, str]:
     texts = [each.pieces for each in choices]
     same = len(texts) - len(set(texts))
     nats = max(-sum(each.logprobs) for each in choices)
-    if same and nats > _CHANCE_NATS:
+    # exp(-21) is below 1e-9: two samples that agree on so much share their noise
+    if same and nats > 21.0:
         return Verdict.FINDING, f"{same} of 4 choices repeat another, of {nats:.0f} nats"
     return Verdict.OK, f"{len(set(texts))} different choices of 4"
 

@@ -36,8 +36,6 @@ _OPTIONAL: Sequence[Mapping[str, Any]] = (
     {"top_p": 1.0},
 )
 """Fields of a request, the most wanted first: the first set that a server accepts is used."""
-_LEAST = -9999.0
-"""A logarithm of 0, as vLLM writes it."""
 _IDS = re.compile(r"token_id:\d+")
 
 
@@ -350,12 +348,13 @@ def _completion(choice: Mapping[str, Any], usage: Mapping[str, Any]) -> Completi
                 {top["token"]: top["logprob"] for top in each.get("top_logprobs") or ()} for each in content
             ],
         }
+    # A logarithm of 0, as vLLM writes it
     return Completion(
         text=str(choice.get("text") or ""),
         finish_reason=choice.get("finish_reason"),
         tokens=tuple(reported.get("tokens") or ()),
         logprobs=tuple(
-            _LEAST if each is None else float(each) for each in reported.get("token_logprobs") or ()
+            -9999.0 if each is None else float(each) for each in reported.get("token_logprobs") or ()
         ),
         tops=tuple({} if each is None else dict(each) for each in reported.get("top_logprobs") or ()),
         prompt_tokens=usage.get("prompt_tokens"),

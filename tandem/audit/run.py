@@ -54,16 +54,10 @@ NUCLEUS = f"top-p {TOP_P:g}"
 _SHARES = {COLD: 0.05, NUCLEUS: 0.05}
 _MARGIN = 0.02
 """How near to top-p a sum may be without being tested: probabilities of bfloat16 have three digits."""
-_MAX_REMOVED = 2
-"""Tokens that top-p should have removed and that are no finding."""
 _MAX_SUM = 1.01
 """Highest sum of the probabilities of one position that rounding explains."""
-_CONCLUSIVE_LOG10 = 6.0
-"""Sampling ends early at this evidence: more would not say more."""
 GRAM_TOKENS = 24
 """First tokens of completions, whose pairs are compared."""
-_MIN_COMPLETIONS = 20
-"""Completions of server and reference together; fewer are not compared."""
 LOSSY = ("typical", "logit-comparison", "logit_comparison", "synthetic", "relaxed")
 """Acceptance rules that are not lossless by design begin with one of these."""
 
@@ -264,13 +258,15 @@ async def _calibrate(
                     evidence.add(name, conditional)
                     total, log10 = evidence.path[-1]
                     report(f"{name}: {total:,} tokens, evidence 10^{log10:.1f}")
-                    if log10 > _CONCLUSIVE_LOG10:
+                    # Sampling ends early at this evidence: more would not say more
+                    if log10 > 6.0:
                         break
     except asyncio.CancelledError:
         # Ctrl-C ends the sampling. The evidence counts whenever one stops, so it is reported.
         if (task := asyncio.current_task()) is not None:
             task.uncancel()
-    if removed > _MAX_REMOVED:
+    # Tokens that top-p should have removed and that are no finding
+    if removed > 2:
         detail = f"{removed} tokens are outside of it, by more than {_MARGIN:g}"
         result.checks.append(Check(NUCLEUS, Verdict.FINDING, detail))
     if reader.sums_above_one:
@@ -418,7 +414,8 @@ async def _two_samples(
         found += [(each[0], bool(i), each[1]) for i, each in enumerate(pair) if each is not None]
     for source in sources:
         await source.aclose()
-    if len(found) < _MIN_COMPLETIONS:
+    # Completions of server and reference together; fewer are not compared
+    if len(found) < 20:
         return []
     return compared(found)
 

@@ -24,8 +24,7 @@ from itertools import pairwise
 from benchmarks.common import floats, free_port, process
 from benchmarks.load.fakes import Script
 from benchmarks.pace import Pace
-from coordinator.cli.fleet import Fleet, fleet_plan
-from coordinator.cli.planning import StepTimes
+from coordinator.cli.planning import Fleet, StepTimes, fleet_plan
 from tandem.client import Client
 from tandem.errors import ServiceUnavailableError, TandemError
 from tandem.types import GenerationRequest

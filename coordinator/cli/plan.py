@@ -22,8 +22,16 @@ from rich.table import Table
 from coordinator.cli.admin import admin_client
 from coordinator.cli.command import OutputOptions, command, plain_table
 from coordinator.cli.connection import ConnectionOptions, connect
-from coordinator.cli.fleet import Fleet, FleetPlan, fleet_plan
-from coordinator.cli.planning import MAX_TOKENS, BatchPlan, StepTimes, measured_times, plan
+from coordinator.cli.planning import (
+    MAX_TOKENS,
+    BatchPlan,
+    Fleet,
+    FleetPlan,
+    StepTimes,
+    fleet_plan,
+    measured_times,
+    plan,
+)
 from coordinator.cli.up import NO_DRAFT, STOP_SECONDS, UpOptions, service_arguments
 from coordinator.cli.views import percent
 from coordinator.speculation.costs import PER_8_ROWS

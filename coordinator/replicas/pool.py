@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -15,7 +16,6 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.replicas.hangs import UnansweredSteps, VerificationTimes
-from coordinator.replicas.prefixes import Prefixes
 from coordinator.stats.rounds import RoundTally
 from coordinator.stats.speculation import MovingAverage, MovingMedian
 from coordinator.transport.draft_client import DraftClient
@@ -525,3 +525,41 @@ class Pool(Generic[ClientT]):
             self._missed.discard(gone)
             await member.close()
             logger.info("replica dropped", extra={"role": self.role.value, "address": gone})
+
+
+# ---- what drafts have read
+
+_MAX_PREFIXES = 4096
+"""Beginnings that are remembered, the latest: some hundred bytes each."""
+
+
+class Prefixes:
+    """Which draft has read which beginning of a text: a new sequence that continues it is read there at once."""
+
+    def __init__(self) -> None:
+        self._holders: OrderedDict[int, str] = OrderedDict()
+
+    def add(self, address: str, token_ids: Sequence[int]) -> None:
+        """The draft at this address reads these tokens."""
+        for _, key in _beginnings(token_ids):
+            self._holders[key] = address
+            self._holders.move_to_end(key)
+        while len(self._holders) > _MAX_PREFIXES:
+            self._holders.popitem(last=False)
+
+    def held(self, token_ids: Sequence[int]) -> dict[str, int]:
+        """How many of the first tokens each address is known to have read."""
+        found = {}
+        for length, key in _beginnings(token_ids):
+            if (address := self._holders.get(key)) is not None:
+                found[address] = length
+        return found
+
+
+def _beginnings(token_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Lengths of beginnings, the shortest first, each with its hash."""
+    # Tokens of a beginning that is remembered, which a draft reads in a step; each longer one has twice as many
+    length = 64
+    while length <= len(token_ids):
+        yield length, hash(tuple(token_ids[:length]))
+        length *= 2

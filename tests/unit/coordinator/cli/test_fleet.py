@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.cli.fleet import Fleet, elsewhere_gain, fleet_plan
-from coordinator.cli.planning import StepTimes
+from coordinator.cli.planning import Fleet, StepTimes, elsewhere_gain, fleet_plan
 from tests.commands import run_here
 
 SATURATED = Fleet(StepTimes(0.00325, 0.012, (0.8,), per_8_rows=8.0), targets=4, drafts=2, proposed=4)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from coordinator.replicas import prefixes
-from coordinator.replicas.prefixes import Prefixes
+from coordinator.replicas import pool
+from coordinator.replicas.pool import Prefixes
 
 
 def test_the_longest_known_beginning_counts() -> None:
@@ -18,7 +18,7 @@ def test_the_longest_known_beginning_counts() -> None:
 
 def test_old_beginnings_go() -> None:
     held = Prefixes()
-    for first in range(prefixes._MOST + 1):
+    for first in range(pool._MAX_PREFIXES + 1):
         held.add("a", range(first, first + 64))
     assert held.held(range(64)) == {}
     assert held.held(range(1, 65)) == {"a": 64}

@@ -16,7 +16,6 @@ class LoadTracker:
     """Counts sequences and times waits. Belongs to one event loop."""
 
     def __init__(self, is_full: Callable[[], bool]) -> None:
-        """`is_full` is true if a new sequence would wait for a place."""
         self.sequences = self.waiting = 0
         self._is_full = is_full
         self._wait_seconds = 0.0

@@ -179,11 +179,7 @@ class _HttpConnection:
 
 
 async def _events(response: httpx2.Response) -> AsyncIterator[dict[str, Any]]:
-    """The JSON objects of server-sent events (WHATWG HTML, 9.2), each on one line as OpenAI's API has them.
-
-    Raises:
-        ProtocolError: one is no JSON object.
-    """
+    """The JSON objects of server-sent events (WHATWG HTML, 9.2), each on one line as OpenAI's API has them."""
     async for line in response.aiter_lines():
         if not line.startswith(_DATA) or (data := line.removeprefix(_DATA).strip()) == "[DONE]":
             continue

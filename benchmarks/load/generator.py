@@ -346,11 +346,7 @@ async def _loaded(options: argparse.Namespace) -> AsyncIterator[Loaded]:
 
 
 async def _over_http(origin: str, options: argparse.Namespace) -> Connect:
-    """Connects clients to an OpenAI-compatible server.
-
-    Raises:
-        TandemError: it cannot be reached, or does not say what model it serves.
-    """
+    """Connects clients to an OpenAI-compatible server."""
     token = "" if options.token_file is None else options.token_file.read_text(encoding="utf-8").strip()
     return partial(http_connection, origin, options.model or await served_model(origin, token), token)
 

@@ -129,7 +129,6 @@ class Cluster:
     """A coordinator over replicas of a pair."""
 
     def __init__(self, pair: str, at_once: int, of_each: int) -> None:
-        """So many of each role."""
         limits = ("--max-length", "1024", "--max-sequences", str(at_once))
         self._replicas = [
             Replica(role, (*options, *limits))

@@ -255,12 +255,7 @@ async def resume(client: AdminClient, replica: Address) -> Answer:
 
 
 def _confirm(address: str) -> None:
-    """Ask for confirmation on stderr, since stdout is for the result.
-
-    Raises:
-        ConfigurationError: stdin is not a terminal.
-        TandemError: the answer is no.
-    """
+    """Ask for confirmation on stderr, since stdout is for the result."""
     if not sys.stdin.isatty():
         raise ConfigurationError(
             f"{address} is the last target that takes new sequences; to drain it all the same, give --yes"

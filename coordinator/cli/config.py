@@ -55,11 +55,7 @@ _OPTIONS_ARE = "OPTIONS are those of `tandem serve coordinator --help`.\n"
 
 
 def _output(words: Sequence[str]) -> tuple[OutputOptions, list[str]]:
-    """Take the form of output from the words; the others are returned.
-
-    Raises:
-        ConfigurationError: there is no such form.
-    """
+    """Take the form of output from the words; the others are returned."""
     form, others = OutputForm.TABLE, []
     rest = iter(words)
     for word in rest:
@@ -129,11 +125,7 @@ def _refuse(broken: list[str]) -> NoReturn:
 def _values(
     settings: ConfigSettings, found: Mapping[str, Origin], names: Sequence[str]
 ) -> dict[str, tuple[Any, Origin]]:
-    """Value and origin of each option that was named, or of all.
-
-    Raises:
-        ConfigurationError: there is no option of that name.
-    """
+    """Value and origin of each option that was named, or of all."""
     values = settings.model_dump(mode="json")
     unknown = [name for name in names if name not in values]
     if unknown:

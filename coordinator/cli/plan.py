@@ -13,14 +13,14 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from tempfile import TemporaryFile
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Group, RenderableType
 from rich.table import Table
 
 from coordinator.cli.admin import admin_client
-from coordinator.cli.command import OutputOptions, command, plain_table
+from coordinator.cli.command import OutputOptions, command, option, plain_table
 from coordinator.cli.connection import ConnectionOptions, connect
 from coordinator.cli.planning import (
     MAX_TOKENS,
@@ -73,27 +73,62 @@ _PROMPTS = (
 
 
 @dataclass(frozen=True, slots=True)
+class StepOptions:
+    """Step times and acceptance as they are given, and what to plan with them."""
+
+    verify_ms: float | None = option(
+        "Step of the target with one row, in ms. Without it, ask the coordinator."
+    )
+    draft_step_ms: float | None = option("Step of the draft with one row, in ms.")
+    acceptance: str | None = option(
+        "Conditional acceptance rate at each position; the last one holds for all after it."
+    )
+    round_trip_ms: float = option("Question to a service and its answer, in ms.", default=0.0)
+    per_8_rows: float = option("Share by which a step takes longer for each 8 rows more.", default=PER_8_ROWS)
+    batch: str = option("Requests at once, for instance 1,8,32.", default="1")
+    max_tokens: int = option("Longest proposal.", default=MAX_TOKENS, min=1, max=128)
+    fleet: str | None = option(
+        "Clients that targets serve with drafts elsewhere, beside so many clients with drafts on the targets' devices; "
+        "needs the step times. K by default: the best.",
+        metavar="TARGETS,DRAFTS,CLIENTS[,K]",
+    )
+    draft_per_8_rows: float = option(
+        "With --fleet: the same share for the draft's steps.", default=0.0, min=0.0
+    )
+
+    def times(self) -> StepTimes:
+        """The step times and acceptance.
+
+        Raises:
+            ConfigurationError: an option is missing or out of range.
+        """
+        if self.verify_ms is None or self.draft_step_ms is None or self.acceptance is None:
+            raise ConfigurationError(
+                "--verify-ms was given without --draft-step-ms and --acceptance; give all three"
+            )
+        for name, value in (("--verify-ms", self.verify_ms), ("--draft-step-ms", self.draft_step_ms)):
+            if not 0.0 < value < 1e7:
+                raise ConfigurationError(f"{name} is {value:g}; it must be above 0")
+        for name, value in (("--round-trip-ms", self.round_trip_ms), ("--per-8-rows", self.per_8_rows)):
+            if not 0.0 <= value < 1e7:
+                raise ConfigurationError(f"{name} is {value:g}; it must be at least 0")
+        seconds = [each / 1e3 for each in (self.verify_ms, self.draft_step_ms, self.round_trip_ms)]
+        return StepTimes(seconds[0], seconds[1], _rates(self.acceptance), seconds[2], self.per_8_rows)
+
+
+@dataclass(frozen=True, slots=True)
 class PairOptions:
     """The pair to measure on this machine; neither model named: nothing is measured."""
 
-    target: Annotated[
-        str | None,
-        typer.Option(
-            metavar="demo|smollm2|DIR|ID",
-            help="Measure this target here: the demo pair's, a folder or a Hugging Face id.",
-        ),
-    ] = None
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ngram|suffix|DIR|ID",
-            help="Measure with this draft. [default: as in tandem up]",
-        ),
-    ] = None
-    device: Annotated[str, typer.Option(help=f"Where both models run: {DEVICES}.")] = "cpu"
-    temperature: Annotated[
-        float, typer.Option(min=0.0, max=2.0, help="Temperature of the measured completions.")
-    ] = 0.0
+    target: str | None = option(
+        "Measure this target here: the demo pair's, a folder or a Hugging Face id.",
+        metavar="demo|smollm2|DIR|ID",
+    )
+    draft: str | None = option(
+        "Measure with this draft. [default: as in tandem up]", metavar="ngram|suffix|DIR|ID"
+    )
+    device: str = option(f"Where both models run: {DEVICES}.", default="cpu")
+    temperature: float = option("Temperature of the measured completions.", default=0.0, min=0.0, max=2.0)
 
     @property
     def is_named(self) -> bool:
@@ -253,11 +288,7 @@ def _interpolated(by_length: dict[int, float], length: int) -> float:
 
 @asynccontextmanager
 async def _services(words: Sequence[str]) -> AsyncIterator[str]:
-    """Run `tandem up`; the coordinator's address.
-
-    Raises:
-        ServiceUnavailableError: it ended before it was ready, with the reason that it gave.
-    """
+    """Run `tandem up`; the coordinator's address."""
     with TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "tandem.serving.supervised", str(os.getpid())),
@@ -297,39 +328,10 @@ def add_to(app: typer.Typer) -> None:
 
 async def show_plan(
     click: typer.Context,
+    steps: StepOptions,
     connection: ConnectionOptions,
     pair: PairOptions,
     output: OutputOptions,
-    verify_ms: Annotated[
-        float | None,
-        typer.Option(help="Step of the target with one row, in ms. Without it, ask the coordinator."),
-    ] = None,
-    draft_step_ms: Annotated[
-        float | None, typer.Option(help="Step of the draft with one row, in ms.")
-    ] = None,
-    acceptance: Annotated[
-        str | None,
-        typer.Option(
-            help="Conditional acceptance rate at each position; the last one holds for all after it."
-        ),
-    ] = None,
-    round_trip_ms: Annotated[float, typer.Option(help="Question to a service and its answer, in ms.")] = 0.0,
-    per_8_rows: Annotated[
-        float, typer.Option(help="Share by which a step takes longer for each 8 rows more.")
-    ] = PER_8_ROWS,
-    batch: Annotated[str, typer.Option(help="Requests at once, for instance 1,8,32.")] = "1",
-    max_tokens: Annotated[int, typer.Option(min=1, max=128, help="Longest proposal.")] = MAX_TOKENS,
-    fleet: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TARGETS,DRAFTS,CLIENTS[,K]",
-            help="Clients that targets serve with drafts elsewhere, beside so many clients with drafts on the targets' "
-            "devices; needs the step times. K by default: the best.",
-        ),
-    ] = None,
-    draft_per_8_rows: Annotated[
-        float, typer.Option(min=0.0, help="With --fleet: the same share for the draft's steps.")
-    ] = 0.0,
 ) -> None:
     """Show the gain of speculation at each proposal length, the best length, and what would help most.
 
@@ -338,36 +340,31 @@ async def show_plan(
     target alone: (1 + E[accepted(K)]) x round of the target alone / round with K proposed tokens. The column without
     the wire is the usual formula (1 + E[accepted]) / (cost_draft x K + cost_verify).
     """
-    if fleet is not None:
-        if pair.is_named or verify_ms is None:
+    if steps.fleet is not None:
+        if pair.is_named or steps.verify_ms is None:
             raise ConfigurationError(
                 "--fleet was given without --verify-ms, --draft-step-ms and --acceptance; give all four"
             )
-        times = _step_times(verify_ms, draft_step_ms, acceptance, round_trip_ms, per_8_rows)
-        planned, of_fleet = _fleet(fleet, times, draft_per_8_rows, max_tokens)
+        planned, of_fleet = _fleet(steps.fleet, steps.times(), steps.draft_per_8_rows, steps.max_tokens)
         output.show(planned, lambda: fleet_view(of_fleet, planned))
         return
     if pair.is_named:
-        if verify_ms is not None:
+        if steps.verify_ms is not None:
             raise ConfigurationError(
                 "--verify-ms was given with --target or --draft; give the step times or a pair to measure"
             )
-        measured = await measured_pair(pair, _sizes(batch), max_tokens)
-        plans = {f"batch {size}": plan(times, size, max_tokens) for size, times in measured.items()}
-    elif verify_ms is None:
+        measured = await measured_pair(pair, _sizes(steps.batch), steps.max_tokens)
+        plans = {f"batch {size}": plan(times, size, steps.max_tokens) for size, times in measured.items()}
+    elif steps.verify_ms is None:
         plans = await _measured_plans(connection, click)
     else:
-        times = _step_times(verify_ms, draft_step_ms, acceptance, round_trip_ms, per_8_rows)
-        plans = {f"batch {size}": plan(times, size, max_tokens) for size in _sizes(batch)}
+        times = steps.times()
+        plans = {f"batch {size}": plan(times, size, steps.max_tokens) for size in _sizes(steps.batch)}
     output.show(_described(plans), lambda: plan_view(plans))
 
 
 async def _measured_plans(connection: ConnectionOptions, click: typer.Context) -> dict[str, BatchPlan]:
-    """Plans from a coordinator's measurements, by rule, temperature and batch size.
-
-    Raises:
-        NotFoundError: the coordinator has measured no rounds yet.
-    """
+    """Plans from a coordinator's measurements, by rule, temperature and batch size."""
     async with admin_client(connect(connection, click)) as client:
         decisions = (await client.stats()).decisions
     known = [decision for decision in decisions if len(decision.round_seconds) > 1]
@@ -382,33 +379,6 @@ async def _measured_plans(connection: ConnectionOptions, click: typer.Context) -
         )
         for decision in known
     }
-
-
-def _step_times(
-    verify_ms: float,
-    draft_step_ms: float | None,
-    acceptance: str | None,
-    round_trip_ms: float,
-    per_8_rows: float,
-) -> StepTimes:
-    """Step times and acceptance from the options of the command line.
-
-    Raises:
-        ConfigurationError: an option is missing or out of range.
-    """
-    if draft_step_ms is None or acceptance is None:
-        raise ConfigurationError(
-            "--verify-ms was given without --draft-step-ms and --acceptance; give all three"
-        )
-    for name, value in (("--verify-ms", verify_ms), ("--draft-step-ms", draft_step_ms)):
-        if not 0.0 < value < 1e7:
-            raise ConfigurationError(f"{name} is {value:g}; it must be above 0")
-    for name, value in (("--round-trip-ms", round_trip_ms), ("--per-8-rows", per_8_rows)):
-        if not 0.0 <= value < 1e7:
-            raise ConfigurationError(f"{name} is {value:g}; it must be at least 0")
-    return StepTimes(
-        verify_ms / 1e3, draft_step_ms / 1e3, _rates(acceptance), round_trip_ms / 1e3, per_8_rows
-    )
 
 
 def _rates(text: str) -> tuple[float, ...]:
@@ -433,11 +403,7 @@ def _sizes(text: str) -> list[int]:
 
 
 def _fleet(text: str, times: StepTimes, draft_per_8_rows: float, max_tokens: int) -> tuple[FleetPlan, Fleet]:
-    """The plan of a fleet, and the fleet.
-
-    Raises:
-        ConfigurationError: the text is not three or four numbers, or the target is best alone.
-    """
+    """The plan of a fleet, and the fleet."""
     parts = text.split(",")
     if len(parts) not in (3, 4) or not all(
         part.strip().isdigit() and 0 < int(part) <= 4096 for part in parts

@@ -311,11 +311,7 @@ def _target(options: UpOptions) -> str:
 
 
 def _draft(options: UpOptions, shared: Mapping[str, Any]) -> _Draft:
-    """The way to draft for the target.
-
-    Raises:
-        ConfigurationError: the draft and the method do not go together, or there is no such draft.
-    """
+    """The way to draft for the target."""
     try:
         method = None if options.method is None else checked_method(options.method)
     except ValueError as error:
@@ -373,11 +369,7 @@ def _rule(draft: _Draft, shared: Mapping[str, Any]) -> str | None:
 
 
 def _devices(options: UpOptions, shared: Mapping[str, Any]) -> dict[str, str]:
-    """Devices of the target and the draft, as torch names them.
-
-    Raises:
-        ConfigurationError: there is no such device.
-    """
+    """Devices of the target and the draft, as torch names them."""
 
     def device(option: str, name: object) -> str:
         try:
@@ -403,9 +395,6 @@ def _shares(options: UpOptions, shared: Mapping[str, Any], shared_device: str) -
     """Shares of a device's memory; None where the service's own default or its environment decides.
 
     `shared_device` is the device that both models are on, and empty where each has its own.
-
-    Raises:
-        ConfigurationError: a share is out of range, or both are more than one device.
     """
     shares = {"target": options.target_memory_utilization, "draft": options.draft_memory_utilization}
     for name, share in shares.items():
@@ -453,11 +442,7 @@ def next_command(address: str, model: str) -> str:
 
 
 def _checked(option: str, reference: str) -> str:
-    """A model as it was named, unless it can be neither a folder nor a name of one elsewhere.
-
-    Raises:
-        ConfigurationError: it is a path, and no folder is there.
-    """
+    """A model as it was named, unless it can be neither a folder nor a name of one elsewhere."""
     path = Path(reference).expanduser()
     if path.is_dir():
         return str(path)

@@ -213,11 +213,7 @@ class FailoverVerifier:
             self._left, self._place = self._place, self._enter(member)
 
     async def _go_elsewhere(self, error: TandemError, trouble: _Trouble) -> None:
-        """Prepare another attempt at the round.
-
-        Raises:
-            TandemError: there is no other attempt.
-        """
+        """Prepare another attempt at the round."""
         trouble.began = trouble.began or time.monotonic()
         place, self._place = self._place, None
         if place is None:

@@ -89,11 +89,7 @@ class ActiveRequest:
 
     @contextmanager
     def _abortable(self) -> Iterator[None]:
-        """Turn the cancellation that `abort` caused into its error, as asyncio.timeout does with its own.
-
-        Raises:
-            AbortedError: the request was ended.
-        """
+        """Turn the cancellation that `abort` caused into its error, as asyncio.timeout does with its own."""
         self._task = asyncio.current_task()
         try:
             yield

@@ -260,11 +260,7 @@ class _Stream(Generic[RequestT, AnswerT]):
         self._end(ending)
 
     async def _hand_out(self, content: bytes) -> None:
-        """Give each sequence its answer. Columns that do not fit together end the stream: nobody knows whose they are.
-
-        Raises:
-            ProtocolError: there are such columns.
-        """
+        """Give each sequence its answer. Columns that do not fit together end the stream: they may be anyone's."""
         read_at = time.perf_counter()
         answers = list(self._method.read(content))
         share = len(content) // max(len(answers), 1)

@@ -10,7 +10,6 @@ from statistics import fmean
 from typing import TypeVar
 
 from prometheus_client import Metric, generate_latest
-from prometheus_client.registry import Collector
 
 from coordinator.admin.administration import Administrator
 from coordinator.settings.coordinator import CoordinatorSettings
@@ -30,6 +29,7 @@ from tandem.admin import (
 from tandem.errors import ServiceUnavailableError, TandemError
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role, replica_at
 from tandem.speculation_state import SpeculationDecision
+from tandem.telemetry.names import registry_of
 
 _WORST_FIRST = (
     ReplicaState.DOWN,
@@ -69,7 +69,6 @@ class Hub(Administrator):
     """Shows and steers all workers of a coordinator."""
 
     def __init__(self, settings: CoordinatorSettings) -> None:
-        """Begin without workers; the settings are those of the whole coordinator."""
         super().__init__(LiveConfig(settings))
         self._workers: dict[int, Peer] = {}
         self._past: Stats | None = None
@@ -158,14 +157,10 @@ class Hub(Administrator):
     async def metrics_text(self) -> bytes:
         """All metrics in Prometheus's text form."""
         found = await self.metrics()
-        return generate_latest(Given(lambda: found))
+        return generate_latest(registry_of(lambda: found))
 
     async def _each(self, ask: Callable[[Peer], Awaitable[AnswerT]]) -> Sequence[AnswerT]:
-        """The answers of all workers that give one, at least one.
-
-        Raises:
-            TandemError: none does; the first worker's error.
-        """
+        """The answers of all workers that give one, at least one."""
         workers = list(self._workers.values())
         results = await asyncio.gather(*map(ask, workers), return_exceptions=True)
         answers: list[AnswerT] = []
@@ -250,17 +245,6 @@ def merged_metrics(processes: Iterable[Iterable[Metric]]) -> list[Metric]:
             joined.add_sample(sample_name, dict(labels), _JOINED.get(name, sum)(each))
         merged.append(joined)
     return merged
-
-
-class Given(Collector):
-    """Collects metrics that someone else has read."""
-
-    def __init__(self, metrics: Callable[[], Iterable[Metric]]) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterable[Metric]:
-        """The metrics of this moment."""
-        return self._metrics()
 
 
 def _sums(items: Sequence[NumbersT]) -> NumbersT:

@@ -17,12 +17,13 @@ from prometheus_client import CollectorRegistry, Metric
 from coordinator.admin.servicer import AdminServicer
 from coordinator.http.server import bound_socket
 from coordinator.settings.coordinator import CoordinatorSettings
-from coordinator.workers.hub import Given, Hub
+from coordinator.workers.hub import Hub
 from coordinator.workers.link import WorkerSetup, forwarded_caller, private_server, socket_address
 from tandem.errors import ConfigurationError
 from tandem.serving.children import Child
 from tandem.serving.server import announce, check_free, stop_signals
 from tandem.telemetry.metrics import end_server, serve_metrics
+from tandem.telemetry.names import registry_of
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +77,7 @@ class Supervisor:
             # Prometheus's own patience
             return asyncio.run_coroutine_threadsafe(self._hub.metrics(), loop).result(10.0)
 
-        registry = CollectorRegistry()
-        registry.register(Given(read))
-        return registry
+        return registry_of(read)
 
     async def _supervise(self, stopping: asyncio.Event) -> int:
         self._has_begun = asyncio.Event()

@@ -15,7 +15,6 @@ class Child:
     """A process whose stdout this one reads."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, stop_seconds: float) -> None:
-        """Take over a process."""
         self.name = name
         self.process = process
         self._stop_seconds = stop_seconds

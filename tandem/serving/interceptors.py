@@ -312,23 +312,14 @@ class AnonymousCallLimiter(Interceptor):
 
 
 def _small(read: Any, content: bytes) -> Any:
-    """The message of these bytes. Its parts may be a million, so one that is too long is not parsed.
-
-    Raises:
-        DecodeError: it is too long, or no message.
-    """
+    """The message of these bytes. Its parts may be a million, so one that is too long is not parsed."""
     if len(content) > MAX_MESSAGE_BYTES:
         raise DecodeError(f"a message has {len(content)} bytes")
     return read(content)
 
 
 async def _only(requests: AsyncIterator[Any]) -> Any:
-    """The message of a call with a single request.
-
-    Raises:
-        DeadlineError: it does not arrive in time.
-        InvalidRequestError: the call ended without it.
-    """
+    """The message of a call with a single request."""
     try:
         async with asyncio.timeout(_MESSAGE_SECONDS):
             return await anext(requests)

@@ -31,7 +31,6 @@ class ServedSequence(Generic[OptionsT, StepT, AnswerT]):
     def __init__(
         self, options: OptionsT, say: Callable[[AnswerT], None], room: Callable[[], Awaitable[None]]
     ) -> None:
-        """Begin."""
         self.options = options
         self.kept_tokens = 0
         """Number of first tokens that the coordinator keeps, known once its steps have ended."""
@@ -170,12 +169,7 @@ class SequenceStreams:
             await stream.close()
 
     def _admitted(self) -> RunningCalls:
-        """Count a new sequence.
-
-        Raises:
-            ServiceUnavailableError: the server accepts no new calls.
-            CapacityError: it has the maximum.
-        """
+        """Count a new sequence."""
         if because := self._readiness.closed_because:
             raise ServiceUnavailableError(because)
         if len(self._calls) >= self._max_calls:

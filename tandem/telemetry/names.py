@@ -58,28 +58,29 @@ def as_vllm(families: Iterable[Metric]) -> Iterator[Metric]:
 
 def text_as_vllm(text: bytes) -> bytes:
     """The same for metrics in Prometheus's text form."""
-    return generate_latest(_registry(lambda: text_string_to_metric_families(text.decode())))
+    return generate_latest(registry_of(lambda: as_vllm(text_string_to_metric_families(text.decode()))))
 
 
 def registry_as_vllm(registry: CollectorRegistry) -> CollectorRegistry:
     """The same for a registry, whenever it is read."""
-    return _registry(registry.collect)
+    return registry_of(lambda: as_vllm(registry.collect()))
 
 
-class _AsVllm(Collector):
+class _Read(Collector):
     def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
         self._read = read
 
     def describe(self) -> Iterator[Metric]:
         return iter(())
 
-    def collect(self) -> Iterator[Metric]:
-        return as_vllm(self._read())
+    def collect(self) -> Iterable[Metric]:
+        return self._read()
 
 
-def _registry(read: Callable[[], Iterable[Metric]]) -> CollectorRegistry:
+def registry_of(read: Callable[[], Iterable[Metric]]) -> CollectorRegistry:
+    """A registry of metrics that are read whenever it is."""
     registry = CollectorRegistry()
-    registry.register(_AsVllm(read))
+    registry.register(_Read(read))
     return registry
 
 

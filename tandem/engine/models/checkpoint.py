@@ -168,11 +168,7 @@ def shortened(value: object) -> str:
 
 
 def _shapes(path: Path, max_tensors: int | None) -> list[tuple[str, tuple[int, ...]]]:
-    """The names and shapes of a file's tensors. Opening it compares sizes, offsets and types with each other.
-
-    Raises:
-        ModelFolderError: the file is truncated, or its header describes impossible tensors or too many.
-    """
+    """The names and shapes of a file's tensors. Opening it compares sizes, offsets and types with each other."""
     try:
         with safe_open(path, framework="np") as tensors:
             names = tensors.keys()

@@ -613,11 +613,7 @@ class TandemProposer:
         return [list(proposal.token_ids) for proposal in proposals]
 
     def _rows(self, sampled: Sequence[int], lengths: Any, token_ids: Any) -> list[BatchRow]:
-        """The rows of vLLM's batch.
-
-        Raises:
-            TypeError: these are not the arrays of the release that the plug-in was made for.
-        """
+        """The rows of vLLM's batch."""
         if not (
             isinstance(lengths, np.ndarray) and isinstance(token_ids, np.ndarray) and token_ids.ndim == 2
         ):

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.admin.administration import found_request
 from coordinator.settings.coordinator import CoordinatorSettings
-from coordinator.workers.hub import Given, merged_metrics, merged_replicas, merged_stats, merged_status
+from coordinator.workers.hub import merged_metrics, merged_replicas, merged_stats, merged_status
 from coordinator.workers.link import WorkerSetup, settings_of_worker, share
 from tandem.admin import (
     CoordinatorState,
@@ -29,6 +29,7 @@ from tandem.admin import (
 from tandem.errors import InvalidRequestError, NotFoundError
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.speculation_state import SpeculationDecision, SpeculationState
+from tandem.telemetry.names import registry_of
 from tandem.types import PositionStats, SpeculationStats
 
 
@@ -204,6 +205,6 @@ def test_what_all_say_of_the_same_thing_is_not_added() -> None:
 
 
 def test_merged_metrics_are_written_as_those_of_a_single_process() -> None:
-    both = generate_latest(Given(lambda: merged_metrics([parsed(ONE)])))
-    assert both == generate_latest(Given(lambda: parsed(ONE)))
+    both = generate_latest(registry_of(lambda: merged_metrics([parsed(ONE)])))
+    assert both == generate_latest(registry_of(lambda: parsed(ONE)))
     assert value(parsed(both.decode()), "tandem_generation_tokens_total") == 10

@@ -77,11 +77,7 @@ def _default_folder() -> Path:
 
 
 def _make_private(folder: Path) -> None:
-    """Makes sure that no other user can write to the folder, since its libraries will be run.
-
-    Raises:
-        BuildError: the folder cannot be made, or others can write there.
-    """
+    """Makes sure that no other user can write to the folder, since its libraries will be run."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:

@@ -88,7 +88,6 @@ class LocalVerifier:
         self._known = RemoteSequence()
 
     async def verify(self, completion: Completion, proposal: Proposal) -> Verification:
-        """The target's row at each position of the proposal, and at the one after it."""
         step = VerifyStep(
             delta=self._known.delta_to(completion.token_ids, proposal.token_ids),
             row_kind=self._row_kind,

@@ -251,7 +251,6 @@ class StandaloneSequence:
         return proposal
 
     def room(self, length: int) -> int:
-        """How many tokens can be proposed behind so many."""
         return self._cached.max_length - length + 1  # the draft does not read the last token
 
     async def proposed(

@@ -161,7 +161,6 @@ class OtlpExports:
         self._metrics.start()
 
     def close(self, deadline: float) -> None:
-        """Send the rest until the deadline (monotonic clock), then drop it."""
         self._ending.set()
         spans = threading.Thread(target=self._spans.shutdown, daemon=True)
         spans.start()

@@ -666,17 +666,14 @@ class Engine(Generic[PayloadT, ResultT]):
 
     @property
     def overdue_seconds(self) -> float:
-        """How long the step in progress has taken, once that is longer than any step should; 0 otherwise."""
         return self._watchdog.overdue_seconds
 
     @property
     def is_full(self) -> bool:
-        """True if a new sequence would wait for a place, unless its client has few."""
         return self._admission.is_full
 
     @property
     def usage(self) -> KvUsage:
-        """Usage of the KV cache, and the number of sequences that wait for it."""
         usage = self._cache.usage(self._admission.waiting_count, self._admission.open_count)
         leads = self._worker.leads
         return replace(usage, led_step_count=leads.begun_count, wasted_step_count=leads.wasted_count)

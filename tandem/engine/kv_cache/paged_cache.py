@@ -17,7 +17,7 @@ from tandem.errors import InvalidRequestError
 
 
 class PagedCache:
-    """The pages of an arena and who holds them."""
+    """See `SequenceCache`. The pages of an arena, and who holds them."""
 
     def __init__(self, arena: KvArena, *, reuses_prefixes: bool = True) -> None:
         self._arena = arena
@@ -35,7 +35,6 @@ class PagedCache:
 
     @property
     def holders(self) -> list[Sequence]:
-        """Sequences that hold pages."""
         return list(self._holders)
 
     def usage(self, waiting_count: int = 0, sequence_count: int = 0) -> KvUsage:
@@ -53,11 +52,6 @@ class PagedCache:
         )
 
     def check_rows(self, sequence: Sequence, row_count: int) -> None:
-        """Refuses rows that are too many to be computed in one step, as all rows of a job are.
-
-        Raises:
-            InvalidRequestError: the pages would not suffice, even if nobody else held any.
-        """
         if not self._has_windows:
             return  # the longest sequence fits in any steps
         needed = most_pages(self._arena.windows, sequence.length, row_count, self._page_tokens)
@@ -68,7 +62,6 @@ class PagedCache:
             )
 
     def is_ready(self, sequence: Sequence, end: int) -> bool:
-        """True if the tokens from the first uncomputed one up to `end` may be written at once."""
         computed = sequence.computed_length
         return (
             end <= sequence.table.capacity
@@ -81,11 +74,6 @@ class PagedCache:
         return self._has_windows and sequence.computed_length < sequence.shortest_rollback
 
     def make_ready(self, sequence: Sequence, end: int) -> bool:
-        """Gives the sequence pages of its own for its uncomputed tokens up to `end`.
-
-        Returns:
-            False if there are too few pages. Those that it got stay with it.
-        """
         if self._lacks_seen_pages(sequence):
             sequence.chains.clear()
             self._shorten(sequence, 0)
@@ -166,7 +154,6 @@ class PagedCache:
         sequence.advance(len(positions))
 
     def trim(self, sequence: Sequence) -> None:
-        """Takes the pages back that lie behind the sequence's last token."""
         self._shorten(sequence, max(pages_for(sequence.length, self._page_tokens), len(sequence.chains)))
 
     def _shorten(self, sequence: Sequence, page_count: int) -> None:
@@ -177,8 +164,6 @@ class PagedCache:
         sequence.clean_length = min(sequence.clean_length, sequence.table.capacity)
 
     def reuse(self, sequence: Sequence, row_count: int = 0) -> None:
-        """Lets a sequence take over what others have computed of the tokens that it is about to compute, but for its
-        last `row_count`."""
         known_pages, own_tokens = divmod(sequence.computed_length, self._page_tokens)
         if not self._reuses_prefixes or own_tokens or known_pages > len(sequence.chains):
             return
@@ -201,19 +186,16 @@ class PagedCache:
                     self._pool.let_go(page, keep=page in self._prefixes)
 
     def release(self, sequence: Sequence) -> None:
-        """Takes all pages back. What may be of use to others is kept for as long as there is room."""
         if self._reuses_prefixes and not sequence.is_private:
             self._sharing.publish_beginning(sequence)
         self._let_go(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Takes all pages of a sequence back that goes on later: its tokens are then computed again."""
         self.preemption_count += 1
         self._let_go(sequence)
         sequence.restart()
 
     def distrust(self, sequence: Sequence) -> None:
-        """Takes all pages back, and nobody reuses what is in them: the numbers are wrong."""
         self._sharing.disown(sequence)
         self._let_go(sequence)
         sequence.restart()

@@ -21,8 +21,7 @@ from tandem.client import Client
 from tandem.errors import AbortedError, TandemError
 from tandem.types import GenerationRequest
 from tests.commands import Commands
-from tests.end_to_end.processes import TANDEM, address_of, coordinator, model_service, run, service
-from tests.paths import DEMO_TARGET
+from tests.end_to_end.processes import TANDEM, address_of, coordinator, run, service
 from tests.snapshots import assert_matches
 
 PROMPT = "def area(width, height):\n    area = width"
@@ -106,9 +105,8 @@ ADMIN_TOKEN, CLIENT_TOKEN = "an-admin-token-for-tests", "a-client-token-for-test
 
 
 @pytest.fixture(scope="module")
-def target() -> Iterator[str]:
-    with model_service("target_service", DEMO_TARGET) as process:
-        yield address_of(process)
+def target(target_address: str) -> str:
+    return target_address
 
 
 @pytest.fixture(scope="module")

@@ -151,19 +151,3 @@ async def test_a_client_goes_on_at_the_other_when_one_is_killed(
         SECONDS,
         lambda: "sequences of the killed coordinator are still open",
     )
-
-
-async def test_the_load_of_both_adds_up_at_the_replicas(
-    coordinators: list[Process], targets: list[Service], prompts: list[str]
-) -> None:
-    """Each coordinator counts its own requests, each target the sequences of both."""
-    addresses = [address_of(process) for process in coordinators]
-    wanted = [request(prompts[0], "greedy", 400)] * 4
-    reading = asyncio.create_task(through(addresses, wanted))
-    own, at_targets = [0.0, 0.0], 0.0
-    while not reading.done() and (own, at_targets) != ([2.0, 2.0], 4.0):
-        own = [await total([process], "tandem_num_requests_running") for process in coordinators]
-        at_targets = await total(targets, "tandem_num_sequences_running")
-    assert (own, at_targets) == ([2.0, 2.0], 4.0), "the streams ended before"
-    reading.cancel()
-    await asyncio.gather(reading, return_exceptions=True)

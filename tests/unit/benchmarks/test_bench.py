@@ -34,7 +34,6 @@ from benchmarks.studies.memory import (
 )
 from tandem.engine.core.jobs import StepRecord
 from tandem.errors import ConfigurationError, ModelFolderError, ServiceUnavailableError
-from tandem.model_sources import hub
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
 
 
@@ -191,12 +190,6 @@ def test_each_run_has_options_that_bench_knows(name: str) -> None:
     assert settings.engine == (name.partition("-")[2] if name.startswith("engine") else "")
     is_ours = {CONTENDERS[each].is_ours for each in settings.contenders}
     assert is_ours == {name.startswith("engine")}, "a GPU has room for one of them"
-
-
-def test_the_default_pair_is_two_hugging_face_ids() -> None:
-    target, draft = gpu.PAIR.split(":")
-    assert hub.is_model_id(target)
-    assert hub.is_model_id(draft)
 
 
 def test_a_failed_run_is_reported_and_the_others_go_on(

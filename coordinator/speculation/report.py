@@ -84,7 +84,9 @@ def of_coordinator(
     """
     drafts = [replica for replica in replicas if replica.role is Role.DRAFT]
     if not drafts:
-        return off(NO_DRAFT if replicas else STARTING)
+        # A target that was never reached may host one.
+        is_known = any(replica.state is not ReplicaState.CONNECTING for replica in replicas)
+        return off(NO_DRAFT if is_known else STARTING)
     if not is_enabled:
         return off(DISABLED)
     if not any(draft.state is ReplicaState.READY for draft in drafts):

@@ -6,8 +6,10 @@ import pytest
 
 from coordinator.speculation import report
 from coordinator.speculation.controller import SpeculationController
+from tandem.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.speculation_state import DecidingFigure, SpeculationState
 from tandem.types import SpeculationStats
+from tests.unit.coordinator.cli import samples
 from tests.unit.coordinator.speculation.test_controller import K, begun, simulate
 
 
@@ -56,6 +58,20 @@ def test_the_explanation_is_the_reason_and_its_numbers() -> None:
     assert SpeculationState(True, 4).explanation == ""
 
 
-def test_a_coordinator_that_knows_no_replica_yet_is_starting() -> None:
-    state = report.of_coordinator([], is_enabled=True, num_speculative_tokens=2, latest=None)
-    assert state == report.off(report.STARTING)
+TARGET = samples.replica(Role.TARGET, "127.0.0.1:1")
+CONNECTING = samples.replica(Role.TARGET, "127.0.0.1:2", ReplicaState.CONNECTING)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "reason"),
+    [
+        ([], report.STARTING),
+        ([CONNECTING], report.STARTING),  # it may host a draft
+        ([CONNECTING, TARGET], report.NO_DRAFT),
+    ],
+)
+def test_a_coordinator_without_a_draft_says_so_once_it_knows_a_target(
+    replicas: list[ReplicaSnapshot], reason: str
+) -> None:
+    state = report.of_coordinator(replicas, is_enabled=True, num_speculative_tokens=2, latest=None)
+    assert state == report.off(reason)

@@ -106,7 +106,6 @@ def _under_one_name(root: Path, folder: Path) -> str:
 
 
 def _generate_protobuf_modules(root: Path) -> None:
-    """Generate `tandem/v1`."""
     # Run by path: while a wheel is built, the source tree is not on the import path.
     generator = runpy.run_path(str(root / "protos" / "generate.py"))
     try:

@@ -81,7 +81,6 @@ class FairPlaces:
         self._held_by[client] += 1
 
     def _next_client(self) -> str | None:
-        """The client that gets the next place; None if no place is free for any."""
         able = [client for client in self._queues if self.has_room(client)]
         return min(able, key=lambda client: (self._held_by[client], self._queues[client][0][0]), default=None)
 

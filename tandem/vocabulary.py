@@ -104,7 +104,6 @@ class Vocabulary:
             self.texts[i] = piece.encode()
 
     def _forget_prefix(self) -> None:
-        """Let the tokenizer put nothing before a text any more."""
         if self._tokenizer.normalizer is not None:
             steps = [step for step in _steps(self._tokenizer.normalizer) if step["type"] != "Prepend"]
             self._tokenizer.normalizer = _restored(normalizers.Sequence([]), "normalizers", steps)

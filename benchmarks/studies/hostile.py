@@ -149,7 +149,6 @@ def _described(seconds: Sequence[float]) -> str:
 
 @asynccontextmanager
 async def _attack(kind: str, address: str, port: int, options: argparse.Namespace) -> AsyncIterator[None]:
-    """Run the clients in a process of their own."""
     words = ("--attack", kind, address, str(port), "--niceness", str(options.niceness))
     async with process("benchmarks.studies.hostile", *words):
         yield
@@ -209,7 +208,6 @@ async def _stall_http(address: str, port: int, addresses: int = 1) -> None:
 
 
 async def _stall_grpc(address: str, port: int) -> None:
-    """The same over gRPC."""
     request = GenerationRequest((5, 9), max_tokens=400, logprobs=20, ignore_eos=True)
     async with Client(address) as client:
         streams = [aiter(client.generate(request)) for _ in range(READERS)]

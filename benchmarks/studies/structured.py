@@ -320,7 +320,6 @@ def _matrices(vocabulary_size: int) -> Callable[[int], None]:
 
 
 def _a_text(state: Any, random: Random) -> list[int]:
-    """Tokens of a random text of the grammar."""
     tokens: list[int] = []
     while state.follow(tokens) and not state.is_over and len(tokens) < 200:
         (row,) = state.masks(tokens, ())

@@ -125,7 +125,6 @@ def _refuse(broken: list[str]) -> NoReturn:
 def _values(
     settings: ConfigSettings, found: Mapping[str, Origin], names: Sequence[str]
 ) -> dict[str, tuple[Any, Origin]]:
-    """Value and origin of each option that was named, or of all."""
     values = settings.model_dump(mode="json")
     unknown = [name for name in names if name not in values]
     if unknown:

@@ -264,7 +264,6 @@ def delete(name: Name) -> None:
 
 
 def _kept(value: object) -> object:
-    """Convert to the file's form, with absolute paths."""
     return str(value.expanduser().absolute()) if isinstance(value, Path) else value
 
 

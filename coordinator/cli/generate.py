@@ -350,7 +350,6 @@ def chat(
 
 
 def _lines() -> Iterator[str]:
-    """The user's messages, until the input ends."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         with suppress(ImportError):

@@ -364,7 +364,6 @@ async def show_plan(
 
 
 async def _measured_plans(connection: ConnectionOptions, click: typer.Context) -> dict[str, BatchPlan]:
-    """Plans from a coordinator's measurements, by rule, temperature and batch size."""
     async with admin_client(connect(connection, click)) as client:
         decisions = (await client.stats()).decisions
     known = [decision for decision in decisions if len(decision.round_seconds) > 1]

@@ -300,7 +300,6 @@ def not_read(arguments: ServiceArguments, environment: Mapping[str, str]) -> Ite
 
 
 def _target(options: UpOptions) -> str:
-    """The target for its service's command line."""
     if options.model is not None and options.target is not None:
         raise ConfigurationError(
             f"--model is {options.model} and --target is {options.target}, which both name the target; give one of them"
@@ -386,7 +385,6 @@ def _devices(options: UpOptions, shared: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _share_one(devices: Mapping[str, str]) -> bool:
-    """True if both models are on one accelerator."""
     first, second = (f"{name}:0" if name == "cuda" else name for name in devices.values())
     return first == second != "cpu"
 
@@ -457,7 +455,6 @@ def _checked(option: str, reference: str) -> str:
 
 
 def _words(**values: object) -> list[str]:
-    """Command-line options with a value."""
     given = {"--" + name.replace("_", "-"): str(value) for name, value in values.items() if value is not None}
     return [word for option in given.items() for word in option]
 
@@ -579,7 +576,6 @@ class _Cluster:
             raise ServiceUnavailableError(f"{await ended.obituary()}; the other services were stopped")
 
     async def _follow(self, name: str, child: Child) -> None:
-        """Show the phases of a service's start."""
         async for line in child.lines():
             self._progress.show(name, line.removeprefix(f"tandem {name}: "))
 

@@ -323,7 +323,6 @@ def _speculation(state: SpeculationState) -> str:
 
 
 def _decisions(decisions: Sequence[SpeculationDecision]) -> Iterator[RenderableType]:
-    """The proposal length at each load so far, and the reason."""
     ordered = sorted(decisions, key=lambda each: (each.draft, each.rule, each.temperatures, each.load))
     for draft, decided in groupby(ordered[:_MAX_DECISIONS], key=lambda each: each.draft):
         yield ""

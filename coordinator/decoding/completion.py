@@ -376,6 +376,5 @@ class Completion:
 
 
 def _kept(proposal: Proposal, acceptance: Acceptance) -> tuple[int, ...]:
-    """The tokens that the rule keeps."""
     accepted = proposal.token_ids[: acceptance.accepted_count]
     return accepted if acceptance.next_token is NextToken.NONE else (*accepted, acceptance.next_token_id)

@@ -181,7 +181,6 @@ class FailoverDrafter:
         return placement.current.sequence
 
     def _ends_soon(self, completion: Completion) -> bool:
-        """True if at most two rounds are left."""
         return completion.has_begun and completion.room <= 2 * (self._limits.num_speculative_tokens + 1)
 
     async def _asked(
@@ -240,7 +239,6 @@ class FailoverDrafter:
     async def _requested(
         self, sequence: DraftSequence, completion: Completion, count: int, *, is_miss: bool
     ) -> Proposal | None:
-        """The answer of the draft, if it comes in time."""
         was_late, began = sequence.is_late, time.monotonic()
         proposal, step_seconds = await self._placement.asked(
             completion, count, self._timings.patience_seconds, self._speculation.ahead_budget

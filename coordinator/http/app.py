@@ -140,7 +140,6 @@ class App:
             await error_response(error)(scope, receive, noted)
 
     def _admit(self, scope: Scope) -> None:
-        """Let the request through, or raise why not."""
         headers = dict(scope["headers"])
         if b"content-length" in headers and b"transfer-encoding" in headers:
             # RFC 9112 6.1: a proxy may have seen another end of such a request, and the rest of the
@@ -222,7 +221,6 @@ def _of_router(error: HTTPException, scope: Scope) -> HttpError:
 
 
 def _status_object(status: Status) -> dict[str, Any]:
-    """The status as the page reads it."""
     settings = status.settings
     return {
         "version": status.version,

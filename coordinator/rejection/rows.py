@@ -110,7 +110,6 @@ def joint_row(own: Round, index: int) -> JointRow:
 
 
 def _column(row: SupportRow, token_id: int) -> int:
-    """Where the support has the token."""
     # numpy is faster only for many ids: finding one of 24 takes 0.7 us in a list, 2.2 us in an array
     if row.token_ids.size < 256:
         token_ids: list[int] = row.token_ids.tolist()

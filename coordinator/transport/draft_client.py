@@ -295,7 +295,6 @@ class PendingOutcomes:
         return len(self._columns) + (len(self._lead) if rank == 0 else 0)
 
     def _has_ended(self, rank: int) -> bool:
-        """True if nothing more will come of a continuation."""
         last = self._columns[-1].token_ids
         return rank >= len(last) or last[rank] == ENDED
 

@@ -391,7 +391,6 @@ class TargetSequence:
         self._answer.set_result(verification)
 
     def _take_led(self, answer: wire.Answer) -> None:
-        """Take an answer to a round that the target began by itself."""
         lead, delta = self._lead, self._lead.next
         if delta is None:
             self._stats.wasted += self._unwanted > 0

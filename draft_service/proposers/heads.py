@@ -299,7 +299,6 @@ class ParallelSequence(BoundSequence):
 
 @cache
 def _report_shorter(token_count: int, tokens_per_pass: int) -> None:
-    """Log that proposals are shorter than what was asked for, once."""
     logger.warning(
         "%d tokens were asked for, but the draft has %d heads, which propose one token each; proposals have at "
         "most as many: set num_speculative_tokens to %d",

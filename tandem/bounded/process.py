@@ -108,7 +108,6 @@ class BoundedProcess:
         return cast("dict[str, Any]", answer)
 
     def _end(self) -> int:
-        """Close the process and return its exit code."""
         process, self._process = self._process, None
         if process is None:
             return 0

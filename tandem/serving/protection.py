@@ -108,7 +108,6 @@ def token_problem(token: str) -> str:
 
 
 def _bearer(authorization: str | None) -> str | None:
-    """The token of an authorization header; None when it has none."""
     scheme, _, token = (authorization or "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" and token.strip() else None
 

@@ -252,11 +252,8 @@ class Worker(Generic[PayloadT, ResultT]):
                 self._released.clear()
                 if self._is_stopping:
                     return False
-            for (
-                sequence,
-                asked,
-                count,
-            ) in granted:  # before the end of their leads, which counts what was asked for
+            # Before the end of their leads, which counts what was asked for
+            for sequence, asked, count in granted:
                 self._go_on(self.leads.grant(sequence, asked, 0 if sequence.is_released else count))
             for job in [job for job in self._running.values() if job.is_abandoned]:
                 self._settle(job, _released_error())

@@ -121,9 +121,8 @@ class LocalPair:
             recorder = RoundRecorder(drafter, verifier, accept, RoundTimings(None), served)
             async for chunk in generate(completion, recorder, recorder, recorder.accept):
                 times = recorder.result(chunk).times
-                if (
-                    chunk.proposed and proposed_before
-                ):  # the first one waits until the draft has read the prompt
+                # The first one waits until the draft has read the prompt
+                if chunk.proposed and proposed_before:
                     for phase in PHASES:
                         phases[phase].append(getattr(times, phase))
                 proposed_before |= chunk.proposed > 0

@@ -113,9 +113,8 @@ class Steps:
         past = 0 if width > PAST_TOKENS else PAST_TOKENS
 
         def segment(index: int) -> Segment:
-            pages = range(
-                index, _SEQUENCES * self._pages, _SEQUENCES
-            )  # sequences that grow together take turns
+            # Sequences that grow together take turns
+            pages = range(index, _SEQUENCES * self._pages, _SEQUENCES)
             sequence = Sequence(PageTable(self._page_tokens, _ROOM, pages), _ROOM, self._vocabulary_size)
             sequence.token_ids = self._token_ids(index, past + width)
             if past:

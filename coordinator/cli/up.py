@@ -344,9 +344,8 @@ def _unnamed_draft(options: UpOptions, method: str | None, shared: Mapping[str, 
     if is_bound and options.is_demo:
         return _Draft("head", str(demo_pair().head(str(method))))
     is_smollm2 = options.served == SMOLLM2 and not Path(SMOLLM2).is_dir()
-    is_free = (
-        method is None and not is_in_file and options.engine != "vllm"
-    )  # which shows a head nothing of its target
+    # vLLM shows a head nothing of its target
+    is_free = method is None and not is_in_file and options.engine != "vllm"
     may_bring_head = is_smollm2 and (is_bound or is_free)
     if may_bring_head and (head := smollm2_head(method or SMOLLM2_METHOD)):
         return _Draft("head", str(head))

@@ -635,9 +635,8 @@ class SpeculationController:
             return expected_tokens(self.gains(kind).rates(1, 4.0 * OPTIMISM))[-1]
         key, nearest = min(known, key=lambda each: abs(each[1].load - load))
         expected = expected_tokens(self.gains(kind).rates(nearest.max_tokens, 4.0 * OPTIMISM))
-        if (
-            key[1].rule != kind.rule
-        ):  # rounds of another rule may cost more: only some let the target lead while it drafts
+        # Rounds of another rule may cost more: only some let the target lead while it drafts
+        if key[1].rule != kind.rule:
             target, leads = key[0], key[-1]
             costs, ahead = self.costs(target, kind, leads=leads), self._ahead_model(target, kind)
             nearest = nearest.of_other(costs, self.gains(kind), ahead)

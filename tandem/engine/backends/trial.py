@@ -47,9 +47,8 @@ class _Wide(TorchFunctionMode):
     ) -> Any:
         if func in _CASTS:
             return args[0].to(self._dtype)
-        if (
-            func.__name__ == "__get__"
-        ):  # an attribute such as `shape`, for which a whole weight would be widened
+        # An attribute such as `shape`, for which a whole weight would be widened
+        if func.__name__ == "__get__":
             return func(*args, **kwargs or {})
         args, kwargs = tree_map(self._widened, (tuple(args), dict(kwargs or {})))
         try:

@@ -86,9 +86,8 @@ class PageScheduler:
         for job in jobs:
             sequence = job.sequence
             if sequence.pending_count > sequence.table.page_tokens or not len(sequence.table):
-                self._cache.reuse(
-                    sequence, max(job.row_count, 1)
-                )  # a job that has started has something to run
+                # A job that has started has something to run
+                self._cache.reuse(sequence, max(job.row_count, 1))
 
     def with_pages(self, segments: SequenceOf[Segment]) -> list[Segment]:
         """Those of the segments that can run now, in order; the others wait for pages."""

@@ -396,9 +396,8 @@ def _varies(rope_type: str) -> bool:
 
 def _evaluate_at(module: Any, max_length: int, device: torch.device, **layer: str) -> None:
     """Runs the embedding at the last position, which makes it choose the frequencies of that length."""
-    with (
-        torch.no_grad()
-    ):  # not inference mode: the module keeps the frequencies, and others may train or export it
+    # Not inference mode: the module keeps the frequencies, and others may train or export it
+    with torch.no_grad():
         module(torch.zeros(1, device=device), torch.tensor([[max_length - 1]], device=device), **layer)
     logger.warning(
         "rotary frequencies are fixed for the longest sequence; a lower max_length may suit short texts better",

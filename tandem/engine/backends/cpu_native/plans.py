@@ -609,7 +609,6 @@ class PlannedSteps:
             logger.warning("steps run by the model's modules", extra={"reason": str(error)})
             self._is_trusted = False
             self._plans.clear()
-            return self._run_modules(
-                packing.segments, rows
-            )  # once more: keys and values must be the modules' own
+            # Once more: keys and values must be the modules' own
+            return self._run_modules(packing.segments, rows)
         return expected[[compared.index(row) for row in rows]]

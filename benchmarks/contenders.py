@@ -316,16 +316,8 @@ def _vllm(title: str, mode: str, ahead: str = "") -> Kind:
 
     def start(setup: Setup, addresses: Addresses) -> AbstractAsyncContextManager[Contender]:
         plug_in = {"TANDEM_VLLM_DRAFT_ADDRESS": addresses.draft, "TANDEM_VLLM_DRAFT_AHEAD": ahead}
-        environment = plug_in if mode == "tandem" else {}
-        return _peer(
-            setup,
-            setup.vllm_python,
-            "benchmarks.peers",
-            "vllm",
-            mode=mode,
-            ahead=ahead,
-            environment=environment,
-        )
+        extra = {"mode": mode, "ahead": ahead, "environment": plug_in if mode == "tandem" else {}}
+        return _peer(setup, setup.vllm_python, "benchmarks.peers", "vllm", **extra)
 
     return Kind(title, start, needs_services=mode == "tandem", absent=_no_vllm)
 
@@ -362,14 +354,8 @@ async def _max(setup: Setup, _: Addresses) -> AsyncIterator[Contender]:
     assert setup.max_python is not None
     port = free_port()
     words = [
-        *(
-            "--model-path",
-            setup.target,
-            "--devices",
-            "cpu" if setup.device == "cpu" else "gpu",
-            "--port",
-            port,
-        ),
+        *("--model-path", setup.target, "--port", port),
+        *("--devices", "cpu" if setup.device == "cpu" else "gpu"),
         *("--quantization-encoding", setup.dtype, "--max-length", setup.max_length),
         *("--max-batch-size", setup.max_sequences),
     ]

@@ -144,18 +144,7 @@ async def _joined(
 
 @asynccontextmanager
 async def _model(role: str, folder: Path, options: argparse.Namespace) -> AsyncIterator[str]:
-    words = [
-        "--model",
-        str(folder),
-        "--max-length",
-        "1024",
-        "--dtype",
-        "float32",
-        "--device",
-        "cpu",
-        "--threads",
-        "1",
-    ]
+    words = ("--model", str(folder), "--max-length", "1024", "--dtype", "float32", "--threads", "1")
     paced = ["benchmarks.pace", "--role", role, "--pace", options.pace]
     async with service(*(paced if options.pace else [f"{role}_service"]), *words) as address:
         yield address

@@ -88,7 +88,9 @@ def load_pair(
     # The head's cache first: on a GPU the target's then takes what is left of the process's share.
     states = PairedStates(tap, head.state_size, target.dtype, target.device)
     backends = _head_backends(as_model(head, states, target, name, head.architecture), head, settings)
-    proposer = BoundProposer(backends, states, bound, limits, method, _kind(head), on_failure=on_failure)
+    proposer = BoundProposer(
+        backends, states, bound, limits, method, _kind(head), on_failure, repeats=settings.draft_repeats
+    )
     model = replace(tap.model, info=replace(target.info, drafting_method=method))
     verifier = make_verifier(model, settings, on_step, on_failure, tap, bound)
     proposer.open_grammar = verifier.open_grammar

@@ -4,12 +4,13 @@ The head's sequence holds the target's tokens from the second on, since each of 
 state one position earlier. A proposal starts behind the last token that the target has committed: the pairs before it
 read the target's states, and those within the proposal the head's own, which are computed again from the target's once
 it has read the tokens. Without the target's states there is no proposal, and nothing waits for them: the round goes on
-without one.
+without one. Where the text repeats itself, the head may be spared (`draft_service.proposers.repeats`).
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from draft_service.proposers.drafting import Drafting, Outcome, check_room, extended
 from draft_service.proposers.model_free import TokenState
+from draft_service.proposers.repeats import Odds, Repeats
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Continue, Failed, Job
 from tandem.engine.core.selection import Backends
@@ -30,7 +32,7 @@ from tandem.engine.sampler import Sampler
 from tandem.engine.settings import EngineSettings
 from tandem.errors import ServiceUnavailableError
 from tandem.grammar import GrammarState
-from tandem.types import Delta, DraftOptions, Grammar, ModelInfo, Proposal, ProposeStep
+from tandem.types import Delta, DraftOptions, Grammar, ModelInfo, Proposal, ProposeStep, RowKind, StepCost
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,7 @@ class HeadKind:
             BoundSequences,
             DraftOptions,
             GrammarState | None,
+            Odds | None,
         ],
         BoundSequence,
     ]
@@ -73,6 +76,8 @@ class BoundProposer(EngineOwner[Engine[Drafting, Proposal]]):
         method: str,
         kind: HeadKind | None = None,
         on_failure: Callable[[], None] | None = None,
+        *,
+        repeats: bool = False,
     ) -> None:
         """
         Args:
@@ -89,6 +94,7 @@ class BoundProposer(EngineOwner[Engine[Drafting, Proposal]]):
         self._pairings = states.pairings
         self._sequences = sequences
         self._method = method
+        self._odds = {is_greedy: Odds() for is_greedy in (True, False)} if repeats else {}
         super().__init__(
             Engine(
                 backends,
@@ -117,8 +123,12 @@ class BoundProposer(EngineOwner[Engine[Drafting, Proposal]]):
         length = options.max_length or self._engine.max_length
         cached = await self._engine.open(length)
         pairing = self._pairings[cached] = Pairing()
+        by_tokens = options.row_kind is RowKind.TOKEN and not options.with_token_logits
+        odds = self._odds.get(options.sampling.is_greedy) if by_tokens else None
         try:
-            yield self._kind.make_sequence(self._engine, cached, pairing, self._sequences, options, grammar)
+            yield self._kind.make_sequence(
+                self._engine, cached, pairing, self._sequences, options, grammar, odds
+            )
         finally:
             del self._pairings[cached]
             self._engine.release(cached)
@@ -138,6 +148,7 @@ class BoundSequence:
         sequences: BoundSequences,
         options: DraftOptions,
         grammar: GrammarState | None = None,
+        odds: Odds | None = None,
     ) -> None:
         self._engine = engine
         self._grammar = grammar
@@ -146,6 +157,7 @@ class BoundSequence:
         self._sequences = sequences
         self._options = options
         self._tokens = TokenState(cached.max_length)
+        self._repeats = None if odds is None else Repeats(self._tokens, odds)
         self._read_length = 0
         """Pairs that the head has read and that no delta has changed since."""
 
@@ -157,22 +169,31 @@ class BoundSequence:
             InvalidRequestError: the delta does not fit the sequence or the model, or the tokens do not.
             NonFiniteLogitsError: the model computed logits that are not finite.
         """
-        self._apply(step.delta)
+        began = time.perf_counter()
+        kept = self._tokens.kept_length(step.delta)
+        if self._repeats is not None and kept < len(self._tokens):
+            self._repeats.forget(kept)
+        self._tokens.apply(step.delta, kept)
+        self._read_length = min(self._read_length, self._pairs_of(kept))
         length = len(self._tokens)
         check_room(self._cached, length, step.token_count)
+        if self._repeats is not None and (repeated := await self._repeats.propose(step.token_count)):
+            return Proposal(length, repeated, cost=StepCost(time.perf_counter() - began, 1, 1))
         target = self._sequences.find(self._options.request_id, self._tokens.token_ids[:-1])
         token_count = self._possible(step.token_count)
         if token_count == 0 or length < 2 or target is None:
             return Proposal(length)
-        return await self._drafted(target, token_count)
+        proposal = await self._drafted(target, token_count)
+        if self._repeats is not None:
+            self._repeats.proposed(proposal.token_ids)
+        return proposal
 
     def _possible(self, token_count: int) -> int:
         return token_count
 
-    def _apply(self, delta: Delta) -> None:
-        kept = self._tokens.kept_length(delta)
-        self._tokens.apply(delta, kept)
-        self._read_length = min(self._read_length, max(kept - 1, 0))
+    def _pairs_of(self, length: int) -> int:
+        """Pairs within the first so many tokens."""
+        return max(length - 1, 0)
 
     async def _drafted(self, target: CachedSequence, token_count: int) -> Proposal:
         length, options = len(self._tokens), self._options
@@ -230,10 +251,8 @@ class BlockSequence(BoundSequence):
         self._block_size = block_size
         self._mask_token_id = mask_token_id
 
-    def _apply(self, delta: Delta) -> None:
-        kept = self._tokens.kept_length(delta)
-        self._tokens.apply(delta, kept)
-        self._read_length = min(self._read_length, kept)
+    def _pairs_of(self, length: int) -> int:
+        return length
 
     def _possible(self, token_count: int) -> int:
         return min(token_count, self._block_size - 1, self._cached.max_length - len(self._tokens))

@@ -140,7 +140,7 @@ class ModelFreeProposer:
             index = self._new_index(tokens)
             yield ModelFreeSequence(tokens, index)
             async with self._finishing:
-                await _in_pieces(index.finish())
+                await in_pieces(index.finish())
         finally:
             self._places.leave(options.client)
 
@@ -165,12 +165,12 @@ class ModelFreeSequence:
         if kept < len(self._tokens):
             self._index.forget(kept)
         self._tokens.apply(step.delta, kept)
-        await _in_pieces(self._index.learn())
+        await in_pieces(self._index.learn())
         token_ids = tuple(self._index.propose(step.token_count))
         return Proposal(len(self._tokens), token_ids, cost=StepCost(time.perf_counter() - began, 1, 1))
 
 
-async def _in_pieces(steps: Iterator[None]) -> None:
+async def in_pieces(steps: Iterator[None]) -> None:
     """Run all steps, and let the event loop run every now and then."""
     for done, _ in enumerate(steps, start=1):
         # One or two milliseconds of work: other sequences wait no longer for a long prompt

@@ -143,7 +143,7 @@ async def test_the_bundled_head_changes_no_completion(
     prompts: list[str], expected: list[tuple[int, ...]]
 ) -> None:
     """The demo target with its EAGLE-3 head, served as `tandem up --method eagle3` does."""
-    options = ("--draft-model", str(DEMO_EAGLE3), "--dtype", "float32")
+    options = ("--draft-model", str(DEMO_EAGLE3), "--dtype", "float32", "--no-draft-repeats")
     with (
         model_service("bound_service", DEMO_TARGET, *options) as target,
         coordinator(address_of(target), None, "--rejection-sampling-strategy", "auto") as front,

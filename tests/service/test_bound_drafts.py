@@ -57,6 +57,7 @@ class Host:
 async def host(target: Path, head: Path | None, **settings: object) -> AsyncIterator[Host]:
     """A target with its head, ready; None for the prediction layers in the target's own checkpoint."""
     values: dict[str, Any] = {"model": target, "threads": 1, "max_length": 128, "compile": "off", **settings}
+    values.setdefault("draft_repeats", False)  # in a text of six tokens no head would ever be asked
     pair = load_pair(TargetSettings(**values), head)
     targets, drafts = TargetServicer(), DraftServicer()
     targets.verifier, drafts.proposer = pair.verifier, pair.proposer
@@ -215,6 +216,17 @@ async def test_greedy_and_seeded_texts_are_the_targets(pair: Pair) -> None:
     assert texts(seeded) == texts(without[:1])
     assert accepted(together) > 0
     assert accepted(without) == 0
+
+
+@TWO_METHODS
+async def test_repeated_proposals_change_no_text(pair: Pair) -> None:
+    """Text of six tokens repeats itself all the time."""
+    alone = [replace(request, speculation=False) for request in SEEDED]
+    (many, seeded, without), _ = await completed(pair, MANY, SEEDED, alone, draft_repeats=True)
+    assert texts(many) == [by_transformers(pair.model, prompt) for prompt in PROMPTS]
+    assert texts(seeded) == texts(without)
+    assert accepted(many) > len(MANY)
+    assert accepted(seeded) > 0
 
 
 @TWO_METHODS

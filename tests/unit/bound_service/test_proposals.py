@@ -61,6 +61,7 @@ def saved_target(model: Any, folder: Path) -> Path:
 @asynccontextmanager
 async def running(target: Path, head: Path | None, **settings: object) -> AsyncIterator[BoundPair]:
     values: dict[str, Any] = {"model": target, "threads": 1, "max_length": 256, "compile": "off", **settings}
+    values.setdefault("draft_repeats", False)
     made = TargetSettings(**values)
     pair = load_pair(made, head)
     async with AsyncExitStack() as stack:
@@ -248,6 +249,36 @@ async def test_every_flag_over_many_prompts(wrapped: bool, target: tuple[Any, Pa
         flags: dict[str, Any] = dict(zip(FLAGS, values, strict=True))
         head = save_eagle3(tmp_path / f"head{number}", model, wrapped=wrapped, **flags)
         await check(model, folder, head, Eagle3Reference(head, model), MANY, 64, max_sequences=20)
+
+
+def looked_up(tokens: Sequence[int], count: int) -> list[int]:
+    """What followed the last two tokens when they last came before."""
+    for end in range(len(tokens) - 1, 1, -1):
+        if tuple(tokens[end - 2 : end]) == tuple(tokens[-2:]):
+            return list(tokens[end : end + count])
+    return []
+
+
+async def test_a_head_catches_up_behind_what_was_repeated(target: tuple[Any, Path], tmp_path: Path) -> None:
+    """Where the text repeats itself the head runs no pass. Its next proposal has read what was written meanwhile."""
+    model, folder = target
+    head = save_eagle3(tmp_path / "head", model, norm_output=True)
+    reference = Eagle3Reference(head, model)
+    async with running(folder, head, draft_repeats=True) as pair:
+        requests = [Request(pair, str(index), prompt) for index, prompt in enumerate(PROMPTS)]
+        texts = await asyncio.gather(*(request.run(48) for request in requests))
+    repeated = own = behind = 0
+    for prompt, text, request in zip(PROMPTS, texts, requests, strict=True):
+        assert text == continued(model, prompt, 48)
+        was_repeated = False
+        for length, proposal in request.proposals:
+            tokens = request.tokens[:length]
+            if proposal and list(proposal) == looked_up(tokens, 4):
+                repeated, was_repeated = repeated + 1, True
+            elif proposal:
+                assert list(proposal) == reference.propose(tokens, 4)
+                own, behind, was_repeated = own + 1, behind + was_repeated, False
+    assert min(repeated, own, behind) > 0, (repeated, own, behind)
 
 
 @pytest.mark.parametrize("compile_mode", ["off", "auto"])

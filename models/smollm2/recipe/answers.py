@@ -40,7 +40,7 @@ ANSWER_MARK = (1, 520, 9531, 198)
 """Token ids of `<|im_start|>assistant` and the end of its line: the model's own text follows."""
 END_OF_ANSWER = 2
 """Token id of `<|im_end|>`. It is in no file: the target does not read what it ends with."""
-TEMPERATURES = (0.0, 0.7, 1.0, 0.4)
+TEMPERATURES = (0.0, 0.8, 0.0, 0.7, 0.8, 1.0, 0.0, 0.4)
 AT_ONCE = 64
 """Questions at once, and sequences of the target."""
 

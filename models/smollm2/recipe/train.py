@@ -1,7 +1,8 @@
 """Trains an EAGLE-3 head for SmolLM2 on the states that `answers` left.
 
-Run as `python -m models.smollm2.recipe.train ANSWERS HEAD --minutes 25`. The head is saved every few minutes. As in
-the paper (Li et al. 2025, arXiv 2503.01840, section 3.1) it learns the later tokens of a proposal on its own states.
+Run as `python -m models.smollm2.recipe.train ANSWERS HEAD --minutes 25`, and once more with `--from HEAD` and other
+answers. The head is saved every few minutes. As in the paper (Li et al. 2025, arXiv 2503.01840, section 3.1) it learns
+the later tokens of a proposal on its own states.
 """
 
 import logging
@@ -26,13 +27,15 @@ from models.demo.recipe.measure import parser_of
 from models.demo.recipe.training import divergence, train_until_over
 from models.smollm2.recipe.answers import Batch, endless_batches, frequent_tokens, read_batch
 from tandem.engine.models import loading
-from tandem.engine.models.heads.eagle3 import Eagle3Head
+from tandem.engine.models.heads.eagle3 import Eagle3Head, load_eagle3, read_eagle3_config
 from tandem.model_sources.bundled import SMOLLM2
 from tandem.model_sources.find import find_model
 
 STEPS_FROM = {0.65: 3, 0.35: 2, 0.0: 1}
 """Tokens of a proposal that the head is trained on, by the share of the time from which on: each costs as much as the
-first, which has to be right for any other to count."""
+first, which has to be right for any other to count. A trained head learns all four."""
+AGAIN_RATE = 0.4
+"""Share of the learning rates at which a trained head goes on."""
 
 logger = logging.getLogger(__name__)
 
@@ -66,14 +69,21 @@ def foreseen(head: Eagle3Head, last: LastLayer, batch: Batch, steps: int) -> Ite
 
 
 def train(
-    head: Eagle3Head, last: LastLayer, answers: Path, folder: Path, minutes: float, held_out: Path | None
+    head: Eagle3Head,
+    last: LastLayer,
+    answers: Path,
+    folder: Path,
+    minutes: float,
+    held_out: Path | None,
+    *,
+    again: bool = False,
 ) -> int:
     """Train the head in place until the time is up, and save it now and then; returns the tokens seen."""
     batches = endless_batches(answers, 16, torch.Generator().manual_seed(SEED))
 
     def next_loss(fraction: float) -> tuple[Tensor, int]:
-        batch, compare = next(batches), divergence(fraction, last_phase=0.75)
-        steps = next(steps for start, steps in STEPS_FROM.items() if fraction >= start)
+        batch, compare = next(batches), divergence(fraction, last_phase=0.6 if again else 0.75)
+        steps = STEPS if again else next(steps for start, steps in STEPS_FROM.items() if fraction >= start)
         total = torch.zeros(())
         with torch.autocast("cpu", torch.bfloat16):
             for k, (own, wanted) in enumerate(foreseen(head, last, batch, steps)):
@@ -85,7 +95,8 @@ def train(
         if held_out is not None:
             logger.info("held-out agreement: %s", agreement(head, last, held_out))
 
-    seen = train_until_over(head, next_loss, minutes, MATRIX_LR, OTHER_LR, keep)
+    rate = AGAIN_RATE if again else 1.0
+    seen = train_until_over(head, next_loss, minutes, rate * MATRIX_LR, rate * OTHER_LR, keep)
     keep()
     return seen
 
@@ -101,18 +112,41 @@ def agreement(head: Eagle3Head, last: LastLayer, answers: Path) -> str:
     return " ".join(f"{each:.3f}" for each in shares)
 
 
+def again(trained: Path, target: Path, folder: Path) -> Eagle3Head:
+    """A trained head with its draft vocabulary, to be trained again; its config is written to the folder."""
+    loaded = loading.load_model(target, dtype="float32")
+    old = load_eagle3(read_eagle3_config(trained), loaded)
+    assert old.target_ids is not None
+    head = new_head(target, folder, old.target_ids.tolist())
+    head.load_state_dict(old.state_dict())
+    return head
+
+
 def main() -> None:
     """Train an EAGLE-3 head for SmolLM2."""
     parser = parser_of(main.__doc__)
     parser.add_argument("answers", type=Path)
     parser.add_argument("head", type=Path)
     parser.add_argument("--held-out", type=Path, help="files of held-out answers, to look at now and then")
+    parser.add_argument("--from", dest="trained", type=Path, help="a trained head that goes on learning")
     parser.add_argument("--minutes", type=float, default=25.0)
     options = parser.parse_args()
     target = find_model(SMOLLM2)
-    head = new_head(target, options.head, frequent_tokens(options.answers, 4096))
+    head = (
+        new_head(target, options.head, frequent_tokens(options.answers, 4096))
+        if options.trained is None
+        else again(options.trained, target, options.head)
+    )
     last = LastLayer(target, head.target_ids)  # type: ignore[arg-type]  # a registered buffer
-    seen = train(head, last, options.answers, options.head, options.minutes, options.held_out)
+    seen = train(
+        head,
+        last,
+        options.answers,
+        options.head,
+        options.minutes,
+        options.held_out,
+        again=options.trained is not None,
+    )
     logger.info("%d tokens of answers seen", seen)
 
 

@@ -313,6 +313,8 @@ def load_vllm(setup: dict[str, Any]) -> Run:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{setup['threads'] - 1}")
+    # The binding above is for workers in processes of their own; here torch would take every core.
+    os.environ.setdefault("OMP_NUM_THREADS", str(setup["threads"]))
     from vllm import LLM
 
     mend_expansion()

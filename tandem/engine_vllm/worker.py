@@ -33,10 +33,12 @@ def _end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-if (
-    multiprocessing.parent_process() is not None
-):  # vLLM imports this module in each worker before it loads weights
+# vLLM imports this module in each worker before it loads weights.
+if multiprocessing.parent_process() is not None:
     threading.Thread(target=_end_with_parent, name="tandem-parent", daemon=True).start()
+# Linux sends SIGILL to a process that uses a CPU's tile unit (AMX) without having asked for it. vLLM's attention in
+# bfloat16 does not ask; oneDNN does, but computes no product of some small models.
+torch.cpu._init_amx()
 
 
 class NoProposer:

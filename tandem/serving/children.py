@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -58,8 +59,13 @@ class Child:
     async def obituary(self) -> str:
         """A sentence about the end of the process."""
         code = await self.process.wait()
+        if code == -signal.SIGILL:
+            return (
+                f"the {self.name} service was ended by SIGILL: a kernel used an instruction that this CPU lacks or the "
+                "system does not allow; try --dtype float32"
+            )
         if code < 0:
-            return f"the {self.name} service was ended by signal {-code}"
+            return f"the {self.name} service was ended by {signal.Signals(-code).name}"
         return f"the {self.name} service ended with exit code {code}"
 
     def kill(self) -> None:

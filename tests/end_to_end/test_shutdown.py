@@ -215,5 +215,5 @@ def test_a_child_that_dies_ends_the_cluster(number: int, name: str) -> None:
         assert process.wait(QUICK_SECONDS) == 1
         assert not any(map(is_alive, children))
         assert process.stderr == (
-            f"error: the {name} service was ended by signal 9; the other services were stopped\n"
+            f"error: the {name} service was ended by SIGKILL; the other services were stopped\n"
         )

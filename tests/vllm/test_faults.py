@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
+import grpc
+import grpc.aio
 import pytest
 import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from coordinator.transport.target_client import TargetClient
 from tandem.engine.interface import RowRequest
 from tandem.engine_vllm import worker as worker_module
 from tandem.engine_vllm.worker import RowWorker, Step
-from tandem.errors import TandemError
+from tandem.errors import ServiceUnavailableError, TandemError
+from tandem.serving.server import serve
 from tandem.types import Delta, RowKind, TokenRow, VerifyStep
+from target_service.service import TargetService
+from target_service.settings import TargetSettings
+from tests.end_to_end.processes import free_port
+from tests.unit.engine.tiny_models import save_checkpoint
 from tests.vllm.families import FAMILIES
 from tests.vllm.models import GREEDY, Twin, prompts, text_of, together, twin_of
 
@@ -66,6 +77,65 @@ async def test_memory_that_is_full_fails_a_step_and_a_hang_is_noticed(
         goes_on.set()
         assert await asked == expected
         assert not twin.engine.overdue_seconds
+
+
+def _health(channel: grpc.aio.Channel) -> AsyncIterator[str]:
+    """The service's readiness, now and whenever it changes."""
+    watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+
+    async def states() -> AsyncIterator[str]:
+        async for each in watch:
+            yield health_pb2.HealthCheckResponse.ServingStatus.Name(each.status)
+
+    return states()
+
+
+async def test_a_service_that_hangs_or_runs_out_of_memory_is_not_serving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hang that ends lets it serve again; memory that stays full ends it."""
+    save_checkpoint(tmp_path, FAMILIES["llama"]())
+    settings = TargetSettings(
+        model=tmp_path, engine="vllm", dtype="float32", threads=1, port=free_port(), max_length=64,
+        max_sequences=4, enforce_eager=True, step_timeout_seconds=0.2,
+    )  # fmt: skip
+    served = asyncio.create_task(serve(settings, TargetService(settings)))
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{settings.port}") as channel:
+        await channel.channel_ready()
+        health, client = _health(channel), TargetClient(channel)
+        while await anext(health) != "SERVING":
+            pass
+        await client.probe()
+        step, goes_on = RowWorker.tandem_step, threading.Event()
+
+        def hangs(self: RowWorker, of: Step) -> None:
+            goes_on.wait()
+            step(self, of)
+
+        monkeypatch.setattr(worker_module.RowWorker, "tandem_step", hangs)
+        asked = asyncio.create_task(client.probe())
+        assert await anext(health) == "NOT_SERVING"
+        with pytest.raises(ServiceUnavailableError, match="stuck in a step"):
+            await client.probe()
+        goes_on.set()
+        await asked
+        assert await anext(health) == "SERVING"
+
+        def full(self: RowWorker, of: Step) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        monkeypatch.setattr(worker_module.RowWorker, "tandem_step", full)
+        with pytest.raises(TandemError, match="step failed"):
+            await client.probe()
+        failures = 1
+        while not served.done():
+            with pytest.raises(TandemError):
+                await client.probe()
+            failures += 1
+        assert await anext(health) == "NOT_SERVING"
+        assert failures > 2, "one full step ended it"
+    with pytest.raises(TandemError, match="the engine has failed"):
+        await served
 
 
 async def test_the_youngest_are_computed_again_where_the_cache_is_full(tmp_path: Path) -> None:
@@ -124,8 +194,6 @@ async def test_two_workers_compute_one_model_and_the_engine_ends_with_either(tmp
 @pytest.mark.parametrize("when", ["loading", "serving"])
 def test_no_worker_outlives_its_service(tmp_path: Path, when: str) -> None:
     """However the service ends, and whatever the workers do at that time."""
-    from tests.unit.engine.tiny_models import save_checkpoint
-
     save_checkpoint(tmp_path, FAMILIES["llama"](num_key_value_heads=2))
     options = {"model": tmp_path, "engine": "vllm", "tensor-parallel-size": 2, "threads": 1, "port": 0}
     arguments = [f"--{name}={value}" for name, value in options.items()]
@@ -141,3 +209,33 @@ def test_no_worker_outlives_its_service(tmp_path: Path, when: str) -> None:
         service.kill()
     while any(map(_is_running, workers)):
         time.sleep(0.01)
+
+
+async def test_a_service_whose_worker_dies_is_not_serving_and_ends(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, FAMILIES["llama"](num_key_value_heads=2))
+    command = (sys.executable, "-m", "target_service", f"--model={tmp_path}", "--engine=vllm", "--threads=1",
+               "--tensor-parallel-size=2", "--enforce-eager", "--host=127.0.0.1", "--port=0")  # fmt: skip
+    service = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+    )
+    try:
+        assert service.stdout is not None
+        said = b""
+        while not (ready := re.search(rb"ready on (\S+)", said)):
+            said = await service.stdout.readline()
+            assert said, "the service has ended"
+        async with grpc.aio.insecure_channel(ready[1].decode()) as channel:
+            health, client = _health(channel), TargetClient(channel)
+            assert await anext(health) == "SERVING"
+            await client.probe()
+            workers = _workers(service.pid)
+            os.kill(workers[1], signal.SIGILL)
+            assert await anext(health) == "NOT_SERVING"
+            with pytest.raises(ServiceUnavailableError):
+                await client.probe()
+        assert await service.wait() == 1
+    finally:
+        if service.returncode is None:
+            service.kill()
+            await service.wait()
+    assert not any(map(_is_running, workers))

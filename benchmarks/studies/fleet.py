@@ -223,7 +223,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--clients", type=int, default=16, help="with drafts on the targets' devices")
     add("--tokens", type=int, default=4, help="K")
     add("--acceptance", type=float, default=0.8)
-    add("--groups", type=int, default=2, help="in which a target's clients take turns; 1: no step is bounded")
+    add("--groups", type=int, default=4, help="in which a target's clients take turns; 1: no step is bounded")
     add("--trip-ms", type=float, default=1.0, help="a message and its answer, for the computation")
     add("--shares", type=floats, default=[1.0, 0.9], help="of the computed number of clients")
     add("--seconds", type=float, default=20.0, help="of each measurement")

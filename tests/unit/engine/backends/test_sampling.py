@@ -91,6 +91,13 @@ def test_topk_is_sorted_and_distinct(sampler: Sampler, width: int, dtype: torch.
     assert all(len(set(row)) == count for row in columns.tolist())
 
 
+@pytest.mark.parametrize(("width", "count"), [(300, 100), (2000, 100), (2000, 20)])
+def test_of_equal_logits_the_lowest_columns_come_first(sampler: Sampler, width: int, count: int) -> None:
+    logits = logits_of(3, width, torch.float32).round()
+    _, columns = sampler.topk(logits, count)
+    assert torch.equal(columns, logits.argsort(dim=-1, descending=True, stable=True)[:, :count])
+
+
 @pytest.mark.parametrize(
     "sampling",
     [SamplingParams(0.0), SamplingParams(0.7, top_k=5), SamplingParams(1.0, top_p=0.9), SamplingParams(1.0, min_p=0.1)],

@@ -167,7 +167,7 @@ async def test_a_cluster_finishes_running_requests_and_leaves_no_process() -> No
 @contextmanager
 def stand_ins(behaviour: str = "") -> Iterator[tuple[Process, list[int]]]:
     """`tandem up` over services of that behaviour (see `stand_in.py`), and its children."""
-    command = (sys.executable, "-P", "-m", "tests.end_to_end.stand_in", "up")
+    command = (sys.executable, "-P", "-m", "tests.end_to_end.stand_in", "up", "--model", "demo")
     with running(*command, environment={"STAND_IN": behaviour}) as process:
         if behaviour == "starts":
             until(lambda: len(descendants(process.pid)) >= 2, START_SECONDS, lambda: process.story)

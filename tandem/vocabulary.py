@@ -204,6 +204,7 @@ class SharedVocabulary:
         """The draft's ids of tokens that the target has too, ascending; shape [S]."""
         self.target_ids: IntArray = shared[:, 1].copy()
         """The target's ids of the same tokens, all of them distinct; shape [S]."""
+        self._special_ids = frozenset(draft.special_ids.values())
         self._first_ids: dict[int, int | None] = {}
 
     @cached_property
@@ -233,8 +234,7 @@ class SharedVocabulary:
 
         Of a special token that the target has too, the target's own comes last.
         """
-        special = {*self.draft.special_ids.values()}
-        end = next((i for i, token_id in enumerate(draft_token_ids) if token_id in special), None)
+        end = next((i for i, token_id in enumerate(draft_token_ids) if token_id in self._special_ids), None)
         written = b"".join([self.draft.text(token_id) for token_id in draft_token_ids[:end]])
         try:
             text, cut = written.decode(), False

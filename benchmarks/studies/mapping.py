@@ -2,6 +2,7 @@
 
     python -m benchmarks.studies.mapping models/demo/target models/demo/unigram             texts and acceptance
     python -m benchmarks.studies.mapping --pace 6.5,1.2 models/demo/target ...              and speed
+    python -m benchmarks.studies.mapping --losses --draft models/demo/unigram                where acceptance is lost
     python -m benchmarks.studies.mapping --costs                                            of two large vocabularies
 
 For each target: whether the texts are those of the target alone, and the tokens of a pass. Every text is asked for at
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import random
 import sys
@@ -22,14 +24,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM
 
 from benchmarks.common import names, service
 from benchmarks.pairs import DEMO
 from draft_service.proposers.drafting import SharedTokens
 from tandem.client import Client
-from tandem.types import GenerationRequest, SpeculationStats
-from tandem.vocabulary import SharedVocabulary, Vocabulary
+from tandem.types import Delta, GenerationRequest, SpeculationStats
+from tandem.vocabulary import SharedVocabulary, Transcript, Vocabulary
 
 PROMPTS = (
     "def fibonacci(n):\n    a, b = 0, 1\n    for",
@@ -150,6 +154,89 @@ async def _model(role: str, folder: Path, options: argparse.Namespace) -> AsyncI
         yield address
 
 
+# ---- losses
+
+
+@torch.inference_mode()
+def losses(options: argparse.Namespace, temperature: float = 0.7) -> None:
+    """Compare, at each position of the target's texts, a mapped draft's first token with the demo draft's, whose
+    tokenizer is the target's."""
+    target, own, draft = (
+        AutoModelForCausalLM.from_pretrained(each).eval()
+        for each in (options.targets[0], DEMO / "draft", options.draft)
+    )
+    known, knows = (
+        Vocabulary(Tokenizer.from_file(str(folder / "tokenizer.json")), model.config.vocab_size)
+        for folder, model in ((options.targets[0], target), (options.draft, draft))
+    )
+    shared = SharedVocabulary(knows, known)
+    theirs, ours = torch.from_numpy(shared.target_ids), torch.from_numpy(shared.draft_ids)
+    firsts = [(i, first) for i in range(knows.size) if (first := shared.first_id(i)) is not None]
+    said, by = torch.tensor(firsts).unbind(1)
+    rows, found = list[list[float]](), [0.0, 0.0, 0.0]
+    for number, prompt in enumerate((*PROMPTS, *CODE)):
+        torch.manual_seed(number)
+        begin = torch.tensor([[*known.prefix, *known.encode(prompt)]])
+        ids = target.generate(
+            begin,
+            max_new_tokens=options.max_tokens,
+            do_sample=True,
+            temperature=temperature,
+            eos_token_id=None,
+        )
+        first, tokens = begin.shape[1], ids[0].tolist()
+        rival = own(ids).logits[0].double()
+        probs, rivals = ((each / temperature).softmax(-1) for each in (target(ids).logits[0].double(), rival))
+        transcript = Transcript(shared)
+        transcript.apply(Delta(0, tuple(tokens[:first])))
+        begun = [*transcript.token_ids]
+        for at in range(first, len(tokens)):
+            before, is_whole = [*transcript.token_ids], transcript.is_whole
+            transcript.apply(Delta(at, (tokens[at],)))
+            if not is_whole:
+                continue
+            p, q = (
+                probs[at - 1],
+                (draft(torch.tensor([before])).logits[0, -1].double() / temperature).softmax(-1),
+            )
+            restricted, equal = q[ours] / q[ours].sum(), rivals[at - 1][theirs]
+            spelled = torch.zeros_like(p).index_add(0, by, q[said])
+            rows.append(
+                [
+                    float(transcript.token_ids[: len(before)] == before),
+                    *(float(torch.minimum(p, each).sum()) for each in (rivals[at - 1], spelled)),
+                    float(torch.minimum(p[theirs], restricted).sum()),
+                    float(torch.minimum(p[theirs], equal / equal.sum()).sum()),
+                    float(p[theirs].sum()),
+                    float(q[ours].sum()),
+                ]
+            )
+        found[0] += len(b"".join(map(known.text, tokens[first:])))
+        read = torch.tensor([transcript.token_ids])
+        kept = sum(one == other for one, other in zip(begun, transcript.token_ids, strict=False))
+        for i, (logits, text, start) in enumerate(
+            ((rival, ids, first), (draft(read).logits[0].double(), read, kept)), 1
+        ):
+            logs = logits.log_softmax(-1)[start - 1 : -1].gather(1, text[0, start:, None])
+            found[i] -= float(logs.sum()) / math.log(2)
+    sys.stdout.write(
+        f"bits per byte of the target's text: demo draft {found[1] / found[0]:.2f}, {options.draft} "
+        f"{found[2] / found[0]:.2f}\n\n"
+        "| positions | number | accepted of the demo draft | of all of the draft's tokens, by the target's first "
+        "| of shared tokens (tli) | of the demo draft, among these | target's mass on these | draft's mass on these |\n"
+        f"{'|---' * 8}|\n"
+    )
+    table = torch.tensor(rows)
+    ends = table[:, 0] > 0.0
+    for name, which in (
+        ("all", ends | ~ends),
+        ("the draft's tokens end here", ends),
+        ("within a token", ~ends),
+    ):
+        means = " | ".join(f"{value:.3f}" for value in table[which][:, 1:].mean(0).tolist())
+        sys.stdout.write(f"| {name} | {int(which.sum())} | {means} |\n")
+
+
 # ---- costs
 
 
@@ -202,6 +289,9 @@ def parse(arguments: Sequence[str]) -> Any:
     add("--proposed", type=int, default=4, help="tokens of a proposal, at most")
     add("--max-tokens", type=int, default=128, help="tokens of each completion")
     add("--pace", default="", help="as for tandem bench")
+    add(
+        "--losses", action="store_true", help="compute where the acceptance of a mapped draft is lost instead"
+    )
     add("--costs", action="store_true", help="time the mapping of two vocabularies of 128,000 tokens instead")
     return parser.parse_args(arguments)
 
@@ -210,5 +300,7 @@ if __name__ == "__main__":
     settings = parse(sys.argv[1:])
     if settings.costs:
         costs()
+    elif settings.losses:
+        losses(settings)
     else:
         asyncio.run(main(settings))

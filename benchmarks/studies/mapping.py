@@ -148,7 +148,7 @@ async def _joined(
 
 @asynccontextmanager
 async def _model(role: str, folder: Path, options: argparse.Namespace) -> AsyncIterator[str]:
-    words = ("--model", str(folder), "--max-length", "1024", "--dtype", "float32", "--threads", "1")
+    words = ("--model", str(folder), "--max-length", "1024", "--dtype", options.dtype, "--threads", "1")
     paced = ["benchmarks.pace", "--role", role, "--pace", options.pace]
     async with service(*(paced if options.pace else [f"{role}_service"]), *words) as address:
         yield address
@@ -162,7 +162,7 @@ def losses(options: argparse.Namespace, temperature: float = 0.7) -> None:
     """Compare, at each position of the target's texts, a mapped draft's first token with the demo draft's, whose
     tokenizer is the target's."""
     target, own, draft = (
-        AutoModelForCausalLM.from_pretrained(each).eval()
+        AutoModelForCausalLM.from_pretrained(each)
         for each in (options.targets[0], DEMO / "draft", options.draft)
     )
     known, knows = (
@@ -288,6 +288,7 @@ def parse(arguments: Sequence[str]) -> Any:
     add("--rules", type=names, default=["greedy", "strict"], help="several with commas")
     add("--proposed", type=int, default=4, help="tokens of a proposal, at most")
     add("--max-tokens", type=int, default=128, help="tokens of each completion")
+    add("--dtype", default="float32", help="of all models")
     add("--pace", default="", help="as for tandem bench")
     add(
         "--losses", action="store_true", help="compute where the acceptance of a mapped draft is lost instead"

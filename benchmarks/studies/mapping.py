@@ -161,10 +161,11 @@ async def _model(role: str, folder: Path, options: argparse.Namespace) -> AsyncI
 def losses(options: argparse.Namespace, temperature: float = 0.7) -> None:
     """Compare, at each position of the target's texts, a mapped draft's first token with the demo draft's, whose
     tokenizer is the target's."""
-    target, own, draft = (
+    loaded: list[Any] = [
         AutoModelForCausalLM.from_pretrained(each)
         for each in (options.targets[0], DEMO / "draft", options.draft)
-    )
+    ]
+    target, own, draft = loaded
     known, knows = (
         Vocabulary(Tokenizer.from_file(str(folder / "tokenizer.json")), model.config.vocab_size)
         for folder, model in ((options.targets[0], target), (options.draft, draft))

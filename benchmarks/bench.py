@@ -115,6 +115,10 @@ class BenchSettings(Options):
     sleep), and a share more for each 8 tokens; for instance 6.5,1.2,0.1."""
     delay: float = Field(default=0.0, ge=0)
     """Milliseconds of delay between the coordinator and a service, one way."""
+    fresh: bool = False
+    """Start the services again for each completion of Tandem's contenders, without a warm-up, so that nothing has been
+    learned from earlier ones. No phases are measured then. Completions of more than 100 tokens report the first 100
+    apart."""
     prefix: bool = True
     """Measure the gain for a prompt whose first 512 tokens were served before."""
     phases: bool = True
@@ -227,14 +231,13 @@ async def measure(settings: BenchSettings, progress: Callable[[str], None], comm
         logs = Path(stack.enter_context(TemporaryDirectory(prefix="tandem-bench-")))
         run = _Run(settings, _setup(settings, pair, logs), pair.prompts(), progress)
         step_rows = await run.steps() if settings.steps else ()
-        # None beside other engines, which may take most of a GPU for themselves
-        needs_services = any(CONTENDERS[name].needs_services for name in settings.contenders)
+        progress("starting the services")
+        # With --fresh no services run beside those that are measured, unless another engine drafts by them.
         addresses = Addresses("", "", "", "")
-        if needs_services:
-            progress("starting the services")
+        if not settings.fresh or any(name.startswith("vllm-tandem") for name in settings.contenders):
             addresses = await stack.enter_async_context(services(run.setup, with_ahead=run.with_ahead))
         await run.rounds(await run.start(addresses, stack))
-        phases, wire = await run.phases(addresses) if settings.phases and needs_services else ((), ())
+        phases, wire = await run.phases(addresses) if settings.phases and not settings.fresh else ((), ())
         prefix = await run.prefix() if settings.prefix else None
     return Report(
         taken_at=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
@@ -310,6 +313,7 @@ class _Run:
             kind = CONTENDERS[name]
             if reason := kind.absent(self.setup):
                 self.absent[name] = reason
+            if reason or self._is_fresh(name):
                 continue
             self.progress(f"starting {kind.title}")
             try:
@@ -322,6 +326,18 @@ class _Run:
     def with_ahead(self) -> bool:
         """True if a second coordinator is needed, which drafts ahead."""
         return "speculative-ahead" in self.settings.contenders
+
+    def _is_fresh(self, name: str) -> bool:
+        return self.settings.fresh and CONTENDERS[name].is_ours and name != "one-process"
+
+    async def _run(self, name: str, started: dict[str, Contender], workload: Workload) -> Outcome:
+        if not self._is_fresh(name):
+            return await started[name].run(workload)
+        async with (
+            services(self.setup, with_ahead=self.with_ahead) as addresses,
+            CONTENDERS[name].start(self.setup, addresses) as contender,
+        ):
+            return await contender.run(workload)
 
     def _failed(self, name: str, error: TandemError) -> None:
         if CONTENDERS[name].is_ours:
@@ -342,14 +358,15 @@ class _Run:
                 workload = Workload(prompts, temperature, tokens, seed=1000 * (number + 1))
                 for name in rotated(self.settings.contenders, number):
                     kind = CONTENDERS[name]
-                    if name in self.absent or batch > (kind.largest_batch or batch):
+                    is_cold = number < 0 and self._is_fresh(name)
+                    if name in self.absent or is_cold or batch > (kind.largest_batch or batch):
                         continue
                     what = f"round {number + 1} of {self.settings.rounds}" if number >= 0 else "warm-up"
                     self.progress(f"{what}: batch {batch}, temperature {temperature:g}, {kind.title}")
                     # The threads of the last one may spin for a moment after their last step
                     await asyncio.sleep(0.2)
                     try:
-                        outcome = await started[name].run(workload)
+                        outcome = await self._run(name, started, workload)
                     except TandemError as error:
                         self._failed(name, error)
                         continue

@@ -227,8 +227,6 @@ class Kind:
     start: Start
     is_ours: bool = False
     """True if a failure ends the run; another engine's failure is part of the report."""
-    needs_services: bool = False
-    """True if it works through the services that all share."""
     largest_batch: int | None = None
     """Maximum requests at once; None for any number."""
     absent: Callable[[Setup], str] = lambda _: ""
@@ -319,7 +317,7 @@ def _vllm(title: str, mode: str, ahead: str = "") -> Kind:
         extra = {"mode": mode, "ahead": ahead, "environment": plug_in if mode == "tandem" else {}}
         return _peer(setup, setup.vllm_python, "benchmarks.peers", "vllm", **extra)
 
-    return Kind(title, start, needs_services=mode == "tandem", absent=_no_vllm)
+    return Kind(title, start, absent=_no_vllm)
 
 
 class _ThroughHttp:
@@ -379,25 +377,15 @@ async def _max(setup: Setup, _: Addresses) -> AsyncIterator[Contender]:
 
 CONTENDERS: dict[str, Kind] = {
     "target-alone": Kind(
-        "Tandem, target alone",
-        lambda _, at: through(at.coordinator, speculation=False),
-        is_ours=True,
-        needs_services=True,
+        "Tandem, target alone", lambda _, at: through(at.coordinator, speculation=False), is_ours=True
     ),
-    "speculative": Kind(
-        "Tandem, speculative", lambda _, at: through(at.coordinator), is_ours=True, needs_services=True
-    ),
-    "speculative-ahead": Kind(
-        "Tandem, drafting ahead", lambda _, at: through(at.ahead), is_ours=True, needs_services=True
-    ),
+    "speculative": Kind("Tandem, speculative", lambda _, at: through(at.coordinator), is_ours=True),
+    "speculative-ahead": Kind("Tandem, drafting ahead", lambda _, at: through(at.ahead), is_ours=True),
     **{
         method: Kind(f"Tandem, {method}", _by_head(method), is_ours=True, absent=_no_head(method))
         for method in HEAD_METHODS
     },
-    **{
-        method: Kind(f"Tandem, {method}", _by_method(method), is_ours=True, needs_services=True)
-        for method in MODEL_FREE_METHODS
-    },
+    **{method: Kind(f"Tandem, {method}", _by_method(method), is_ours=True) for method in MODEL_FREE_METHODS},
     "one-process": Kind(
         "the same loop in one process",
         lambda setup, _: _peer(setup, None, "benchmarks.one_process"),

@@ -24,14 +24,16 @@ RESULTS = Path(__file__).with_name("results")
 PAIR = "Qwen/Qwen3-8B:Qwen/Qwen3-0.6B"
 """One tokenizer, no licence to accept, and together 18 GB in bfloat16."""
 
+_ALONE = ("--fresh", "--no-phases", "--contenders")
+"""No services of ours beside vLLM, which takes most of a GPU for itself."""
 RUNS: dict[str, tuple[str, ...]] = {
     "engine-vllm": ("--engine", "vllm", "--contenders", "target-alone,speculative"),
     "engine-tandem": (
         *("--engine", "tandem", "--steps"),
         *("--contenders", "target-alone,speculative,speculative-ahead,one-process"),
     ),
-    "vllm": ("--contenders", "vllm"),
-    "vllm-draft": ("--contenders", "vllm-draft"),
+    "vllm": (*_ALONE, "vllm"),
+    "vllm-draft": (*_ALONE, "vllm-draft"),
 }
 """Options of each run, one after the other, since each takes the GPUs for itself."""
 _QUERY = ("index", "name", "memory.total", "driver_version", "power.limit", "pcie.link.gen.max")

@@ -25,6 +25,9 @@ from tandem.errors import TandemError
 
 ROOT = Path(__file__).resolve().parents[1]
 
+FIRST_TOKENS = 100
+"""Tokens of a completion that count apart: a controller that has just started learns while they are written."""
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:

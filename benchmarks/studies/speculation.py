@@ -26,12 +26,10 @@ from rich.table import Table
 from benchmarks.common import CACHE_FOLDER, Contender, chosen, floats, names, numbers, rotated
 from benchmarks.contenders import Addresses, Setup, ThroughServices, coordinator_of, services
 from benchmarks.pairs import DEMO, Pair, open_pair
-from benchmarks.peers import Outcome, Workload
+from benchmarks.peers import FIRST_TOKENS, Outcome, Workload
 from tandem.admin_client import AdminClient
 from tandem.client import Client
 
-FIRST_TOKENS = 100
-"""Tokens of a completion that count apart: a controller that has just started learns while they are written."""
 RANDOM = "random"
 """The demo target with a draft of the demo draft's shape and random weights."""
 PAIRS = ("demo", "shaped:50M:1:0.5", "shaped:50M:1:0.8", RANDOM)

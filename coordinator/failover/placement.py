@@ -262,7 +262,8 @@ class DraftPlacement:
         current = self.current
         assert current is not None
         was_idle, began = current.sequence.is_idle, time.monotonic()
-        waits = not current.sequence.is_open and is_full(current.member)
+        # One that is idle has read its prompt, in a place of its own
+        waits = not was_idle and not current.sequence.is_open and is_full(current.member)
         if waits and not self._limits.keeps_proposals:
             seconds = 0.0  # it may have its place in a while, and the round goes on without it
         proposal = await current.sequence.propose(tokens, count, seconds, budget)

@@ -171,6 +171,20 @@ async def test_no_step_waits_longer_than_the_patience_for_a_stopped_draft(
         assert runner.accepted > before, "sequences whose draft was late once are not drafted for again"
 
 
+async def test_a_sequence_that_has_its_place_on_a_full_draft_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    draft, runner = fitting(FakeDraft(hashed)), CheckedRunner(hashed)
+    draft.is_full = True
+    async with served(draft) as [(address, _)], plugged(monkeypatch, address) as proposer:
+        for first in range(8):
+            runner.requests = [Request([first, 2, 3])]
+            await run(proposer, runner, 4)
+        counts = steps_of(proposer).counts
+        assert counts.timed_out_steps == 0, "a step did not wait for a draft that had read the prompt"
+        assert runner.accepted > 0
+
+
 async def test_requests_go_on_with_the_next_draft_when_one_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     drafts = [fitting(FakeDraft(hashed)), fitting(FakeDraft(hashed))]
     runner = CheckedRunner(hashed)

@@ -20,7 +20,7 @@ from coordinator.transport.draft_client import DraftClient, DraftLimits, DraftSe
 from tandem.errors import TandemError
 from tandem.replica import ReplicaState
 from tandem.speculation_state import SpeculationState
-from tandem.types import DraftOptions, Proposal
+from tandem.types import MAX_AHEAD_TOKENS, DraftOptions, Proposal
 
 logger = logging.getLogger(__name__)
 
@@ -225,7 +225,9 @@ class FailoverDrafter:
             return proposal
         speculation = self._speculation
         may_go_alone = not self._went_alone and speculation.tokens_after_miss(count) == 0
-        fewest = speculation.min_led_tokens(count)
+        # With a whole proposal or not unasked: in the time that a question takes, a late draft makes more than a round
+        # gains that begins early with less.
+        fewest = min(count, MAX_AHEAD_TOKENS)
         return replace(proposal, lead=self._lead, min_proposed=fewest, alone_after_miss=may_go_alone)
 
     def _begun(self, sequence: DraftSequence, completion: Completion, count: int) -> Proposal | None:

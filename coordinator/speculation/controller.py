@@ -389,20 +389,6 @@ class RequestSpeculation:
             tokens_per_second=max(choice.tokens_per_second, default=0.0),
         )
 
-    def min_led_tokens(self, count: int) -> int:
-        """The fewest tokens of a continuation of `count`, at least 1, with which a target begins the next round rather
-        than wait for more.
-        """
-        choice = self.choice
-        if choice is None or not choice.costs.draft.is_known:
-            return 1
-        step_seconds = choice.costs.draft.seconds(choice.load, choice.load * max(self._outcomes, 1))
-        return next(
-            ready
-            for ready in range(1, count + 1)
-            if self.tokens_after_hit(Unfinished(ready, count, step_seconds, step_seconds), count) == ready
-        )
-
     def asked_after_miss(self, tokens: int, seconds: float) -> None:
         """The draft has answered the question after a miss with so many tokens, after so long."""
         choice = self.choice

@@ -140,7 +140,10 @@ class LeadingEngine:
 
     async def _outcomes(self, request: RowRequest, answer: Verification) -> None:
         until = asyncio.get_running_loop().time() + self.patience_seconds
-        following = request.step.led_delta(answer, request.end_token_ids, request.max_length, lambda *_: (0,))
+        whole = (0,) * request.outcomes.min_proposed
+        following = request.step.led_delta(
+            answer, request.end_token_ids, request.max_length, lambda *_: whole
+        )
         while following is not None and asyncio.get_running_loop().time() < until:
             delta = request.step.led_delta(
                 answer, request.end_token_ids, request.max_length, request.outcomes.find
@@ -160,12 +163,6 @@ class LeadingTarget(FakeTarget):
     async def serve_sequence(self, sequence: VerifiedFor) -> None:
         self.opened += 1
         await TargetServicer.serve_sequence(self, sequence)
-
-
-@pytest.fixture(autouse=True)
-def _waits_for_a_proposal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The target waits for a proposal, whatever times the cost model has measured on a busy machine."""
-    monkeypatch.setattr(RequestSpeculation, "min_led_tokens", lambda *_: 1)
 
 
 @asynccontextmanager

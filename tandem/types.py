@@ -105,7 +105,7 @@ class GrammarKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What a completion may be.
+    """The texts that a completion may be.
 
     The target masks its logits with it, so every kind of row describes the masked distribution, and acceptance is exact
     for it whatever the draft proposes.
@@ -427,7 +427,7 @@ class DraftOptions:
     prompt_length: int = 0
     """Length of the prompt, with which the sequence begins; a grammar is for the other tokens."""
     grammar: Grammar | None = None
-    """What the completion may be; None for no constraint. A draft without a model need not heed it."""
+    """The grammar of the completion; None for any text. A draft without a model need not heed it."""
     tokenizer_hash: str = ""
     """Tokenizer of the sequence's tokens; empty for the draft's own."""
     vocabulary_mapping: VocabularyMapping = VocabularyMapping.AUTO
@@ -451,7 +451,7 @@ class TargetOptions:
     end_token_ids: tuple[int, ...] = ()
     """Ids that end the sequence: behind one of them a target does not go on by itself."""
     grammar: Grammar | None = None
-    """What the completion may be; None for no constraint."""
+    """The grammar of the completion; None for any text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -651,8 +651,8 @@ class GenerationRequest:
     max_tokens_must_fit: bool = False
     """Refuse a `max_tokens` that max_length leaves no room for; by default the completion ends earlier."""
     grammar: Grammar | None = None
-    """What the completion may be, a JSON schema for instance; None for anything. Think spans are the coordinator's to
-    fill in."""
+    """The grammar of the completion, a JSON schema for instance; None for any text. Think spans are the coordinator's
+    to fill in."""
     delivered_token_ids: tuple[int, ...] = ()
     """Tokens of the completion that an earlier stream, which broke, has delivered: it goes on after them."""
     echo: bool = False

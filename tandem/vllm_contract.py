@@ -102,7 +102,7 @@ RUNNER_ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "req_states.prefill_len.np", "req_states.num_computed_tokens.stage_write_elem", "model.compute_logits",
     ),
 }  # fmt: skip
-"""What it has once it is made, which no signature tells."""
+"""Members that it has once it is made, which no signature tells."""
 
 
 def check_engine(runner: str = "V1") -> None:

@@ -1,4 +1,4 @@
-"""How often `tandem audit` accuses a right sampler, and how small a bias it finds, by simulation without a server.
+"""False alarms of `tandem audit`, and the smallest bias that it finds, by simulation without a server.
 
     python -m benchmarks.studies.audit --false-alarms 1000      right samplers, each of its own language and seed
     python -m benchmarks.studies.audit --faults 20              each planted fault of benchmarks/faulty_server.py

@@ -236,7 +236,7 @@ class Sampled(AboutCaller):
 
     @property
     def grammar(self) -> Grammar | None:
-        """What the completion may be.
+        """The grammar of the completion; None for any text.
 
         Raises:
             InvalidRequestError: the fields about it contradict each other, or one is not as it should be.

@@ -1,4 +1,4 @@
-"""What a body says of its completion's form: OpenAI's `response_format`, and vLLM's `structured_outputs`."""
+"""The form that a body asks of its completion: OpenAI's `response_format`, and vLLM's `structured_outputs`."""
 
 from __future__ import annotations
 

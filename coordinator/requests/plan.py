@@ -118,7 +118,7 @@ class Models:
 
 @dataclass(frozen=True, slots=True)
 class PlannedGrammar:
-    """What a completion may be."""
+    """The grammar of a completion."""
 
     grammar: Grammar
     """As the services read it."""
@@ -149,7 +149,7 @@ class Plan:
     think_spans: ThinkSpans | None
     """Followed when acceptance is relaxed inside them."""
     grammar: PlannedGrammar | None
-    """What the completion may be; None for anything."""
+    """The grammar of the completion; None for any text."""
     settings: CoordinatorSettings
     """The configuration when it began."""
     models: Models

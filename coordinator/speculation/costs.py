@@ -23,7 +23,7 @@ PER_8_ROWS = 0.1
 """Share by which a step takes longer for each 8 rows beyond the first, where nothing is known of it: the GPUs of the
 published measurements spend most of a step on reading weights."""
 SURPRISE = 2.0
-"""What is this many times as much as predicted is a surprise. A step counts as no more: a pause of the machine is no
+"""Factor beyond a prediction that is a surprise. A step counts as no more: a pause of the machine is no
 cost. A probe that accepts more, and one token, is followed by another at once; by chance one in ten does."""
 TARGET_COMMON = 1.0 / 8.0
 """Share of a target's surprise that moves its steps of all other sizes. The draft of a shared machine slows down the

@@ -43,7 +43,7 @@ _COUNT = 4
 """Tokens of a proposal, the default of `num_speculative_tokens`."""
 _PROMPT_LENGTH = 24
 _MAX_LENGTH = 128
-"""Of the sequences that are played, where the model reads as much."""
+"""Longest sequence that is played, where the model reads as much."""
 _LARGEST_ID = 2**31 - 1
 _REFUSED = grpc.StatusCode.INVALID_ARGUMENT
 

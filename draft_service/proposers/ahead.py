@@ -162,7 +162,7 @@ class BranchDrafting:
     push: Callable[[DraftedOutcomes | TandemError], None]
     """Called on the engine's thread."""
     grammar: GrammarState | None = None
-    """What the completion may be."""
+    """The grammar of the completion."""
     completion: Sequence[int] = ()
     """The completion's tokens, the proposal's at the end, for the grammar."""
     trunk: MappedTrunk | None = None

@@ -72,8 +72,8 @@ class Drafting:
     support_mass: float = 1.0
     """Share of the `draft_top_k` tokens' probability that the support must hold."""
     grammar: GrammarState | None = None
-    """What the completion may be; proposals hold to it, so that they are accepted as often as without. It stays in the
-    process that has the sequence."""
+    """The grammar of the completion; proposals hold to it, so that they are accepted as often as without. It stays
+    in the process that has the sequence."""
     mask: MaskArray | None = None
     """The grammar's, of the next token, for a process without the grammar."""
     before: list[int] | None = None

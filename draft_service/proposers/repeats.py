@@ -46,7 +46,7 @@ class Odds:
 
 
 class Repeats:
-    """What one sequence repeats."""
+    """Proposals for one sequence from its own earlier text."""
 
     def __init__(self, tokens: TokenState, odds: Odds) -> None:
         self._tokens = tokens

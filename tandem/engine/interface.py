@@ -45,7 +45,7 @@ class RowRequest:
     adjustments: LogitAdjustments | None = None
     """Changes to the logits before penalties; None for none."""
     grammar: GrammarState | None = None
-    """What the completion may be; None for no constraint. Of the sequence, so that it is not shared."""
+    """The grammar of the completion; None for any text. Of the sequence, so that it is not shared."""
     end_token_ids: tuple[int, ...] = ()
     """Ids behind which no token follows."""
     max_length: int = 0

@@ -178,7 +178,7 @@ def _progress_told() -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """What an error of vLLM's says, or the one behind it, in a line."""
+    """The words of an error of vLLM's, or of the one behind it, in a line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = next((line for line in lines if "validation error" not in line), type(error).__name__)
     return told.removeprefix("Value error, ").partition(" [type=")[0].rstrip(".")

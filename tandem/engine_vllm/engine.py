@@ -158,7 +158,7 @@ class RemoteLogits:
     model: VllmModel
 
     def apply(self, function: Callable[[Any, Tensor], AnswerT], payload: Any) -> AnswerT:
-        """What a function makes of the payload and the logits, [rows, vocabulary_size], on their device.
+        """Call a function with the payload and the logits, [rows, vocabulary_size], on their device.
 
         With workers in other processes, function and payload are pickled.
         """
@@ -273,6 +273,7 @@ class VllmBranches:
     writes_behind_trunk = False
 
     def __init__(self, model: VllmModel, cache: BlockCache, steps: VllmSteps, limits: Any) -> None:
+        """`limits` is vLLM's `SchedulerConfig`."""
         self._model = model
         self._cache = cache
         self._steps = steps

@@ -102,7 +102,7 @@ class RowWorker:
     _tandem_logits: Tensor | None = None
 
     def tandem_lacks(self) -> list[str]:
-        """What the model runner should have and has not."""
+        """Members that the model runner should have and has not."""
         runner: Any = self.model_runner
         return lacking(runner, RUNNER_ATTRIBUTES["V2" if hasattr(runner, "req_states") else "V1"])
 

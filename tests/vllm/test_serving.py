@@ -93,7 +93,8 @@ def test_attention_may_use_the_tile_unit() -> None:
     """A process that uses it and has not asked for it is ended by SIGILL. No product of this draft asks."""
     options = (*OPTIONS, "--dtype", "bfloat16", "--no-enable-prefix-caching", "--threads", "2")
     with running(TANDEM, "serve", "draft", "--model", str(DEMO_DRAFT), *options) as process:
-        process.line("ready on")
+        assert process.line("ready on")
+        assert process.stop() == 0
 
 
 async def test_neither_draft_nor_lead_nor_batch_changes_the_text(pair: tuple[Process, Process]) -> None:

@@ -112,7 +112,7 @@ def agreement(head: Eagle3Head, last: LastLayer, answers: Path) -> str:
     return " ".join(f"{each:.3f}" for each in shares)
 
 
-def again(trained: Path, target: Path, folder: Path) -> Eagle3Head:
+def trained_head(trained: Path, target: Path, folder: Path) -> Eagle3Head:
     """A trained head with its draft vocabulary, to be trained again; its config is written to the folder."""
     loaded = loading.load_model(target, dtype="float32")
     old = load_eagle3(read_eagle3_config(trained), loaded)
@@ -135,7 +135,7 @@ def main() -> None:
     head = (
         new_head(target, options.head, frequent_tokens(options.answers, 4096))
         if options.trained is None
-        else again(options.trained, target, options.head)
+        else trained_head(options.trained, target, options.head)
     )
     last = LastLayer(target, head.target_ids)  # type: ignore[arg-type]  # a registered buffer
     seen = train(

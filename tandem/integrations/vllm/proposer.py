@@ -1,4 +1,4 @@
-"""What a step of vLLM asks the drafts, how long it waits for them, what it learns, and the proposer that vLLM calls."""
+"""A step of vLLM towards the drafts: its questions, patience and outcome; and the proposer that vLLM calls."""
 
 from __future__ import annotations
 
@@ -314,7 +314,11 @@ class StepDrafter:
         self.link.close()
 
     def begin_step(self, scheduled: Any) -> None:
-        """Let drafts read new prompts while vLLM does, and forget requests that have ended."""
+        """Let drafts read new prompts while vLLM does, and forget requests that have ended.
+
+        Args:
+            scheduled: vLLM's `SchedulerOutput`.
+        """
         new = scheduled.scheduled_new_reqs
         # A name that comes again is a request that was preempted, or whose prompt has grown
         over = [*scheduled.finished_req_ids, *(data.req_id for data in new)]
@@ -493,7 +497,7 @@ RUNNER_ATTRIBUTES = (
 
 
 class Drafts:
-    """What the plug-in is to one of vLLM's model runners: proposals in the one process of a group that asks for them,
+    """The plug-in of one of vLLM's model runners: proposals in the one process of a group that asks for them,
     passed on to the others, each of which verifies and so needs the distributions.
 
     An error of ours must not end a request of vLLM's: it switches drafting off.

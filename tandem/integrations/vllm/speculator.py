@@ -35,6 +35,10 @@ class TandemSpeculator(BaseSpeculator):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
         """
+        Args:
+            vllm_config: vLLM's `VllmConfig`.
+            req_states: vLLM's `RequestState`.
+
         Raises:
             ConfigurationError: the method is another one, or an option is wrong.
         """
@@ -47,7 +51,7 @@ class TandemSpeculator(BaseSpeculator):  # type: ignore[misc]
         self.drafts = Drafts(vllm_config)
         shape = req_states.max_num_reqs, req_states.num_speculative_steps
         self.draft_logits = torch.full((*shape, req_states.vocab_size), -torch.inf, device=device)
-        """Of the proposals, before temperature, by place of the request: float32 [requests, tokens, vocabulary]."""
+        """Logits of proposals before temperature, by place of the request: float32 [requests, tokens, vocabulary]."""
         self._tokens = torch.zeros(shape, dtype=torch.int64, device=device)
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:

@@ -16,6 +16,7 @@ import importlib
 import importlib.util
 import json
 import os
+import select
 import signal
 import sys
 import time
@@ -28,6 +29,7 @@ from tests.end_to_end.processes import descendants
 
 _PR_SET_PDEATHSIG = 1
 """From linux/prctl.h."""
+_POLL_SECONDS = 0.02
 _OF_VLLM = (
     "tandem.engine_vllm.engine",
     "vllm.engine.arg_utils",
@@ -42,8 +44,15 @@ def main() -> None:
     starts = _starts()
     # Each child collects its garbage at startup; freezing keeps the shared objects out of that.
     gc.freeze()
-    signal.signal(signal.SIGCHLD, lambda *_: _note_ends(Path(sys.argv[1])))
-    for line in sys.stdin:
+    while True:
+        # Looked for rather than signalled: Python handles a signal that comes just before a read only after that read.
+        _note_ends(Path(sys.argv[1]))
+        if not select.select([sys.stdin], [], [], _POLL_SECONDS)[0]:
+            continue
+        # Nothing is left in the buffer: each line is answered before the next comes.
+        line = sys.stdin.readline()
+        if not line:
+            break
         folder, environment, package, *arguments = json.loads(line)
         pid = os.fork()
         if pid == 0:
@@ -115,7 +124,6 @@ def _command(main: Callable[[], None]) -> Callable[[list[str]], None]:
 def _become(folder: Path, start: Callable[[], None]) -> None:
     """Become that service, which ends with the nursery."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     while not (folder / "begin").exists():
         time.sleep(0.001)

@@ -13,6 +13,9 @@ ARGS ?=
 # Processes that run tests side by side. A file's tests stay together: they share the services that they start.
 WORKERS ?= 2
 
+# Where it is set (in many images), each of the hundreds of processes that the tests start compiles torch's modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup protos test test-fast test-vllm test-clients soak lint format kubernetes docs docs-site screenshots observe-check demo demo-models exactness bench bench-results bench-gpu clean
 

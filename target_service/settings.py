@@ -32,8 +32,8 @@ class TargetSettings(ModelServerSettings):
     model's own layers for multi-token prediction, and needs no draft_model. extract_hidden_states, which needs no
     draft, is implied by shared_storage_path. vLLM's name: method."""
     draft_repeats: bool = True
-    """Where the text repeats itself, propose what followed before in place of a head's own tokens, as long as more of
-    it is accepted. At temperature 0 and under the rule strict."""
+    """Where the text repeats itself, propose what followed before in place of a head's own tokens, as long as no less
+    of it is accepted. At temperature 0 and under the rule strict."""
     shared_storage_path: Path | None = None
     """Folder to which the hidden states of each finished request are written, in a safetensors file, to train drafting
     heads from. By default none. vLLM's name, in kv_connector_extra_config."""

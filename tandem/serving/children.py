@@ -65,7 +65,10 @@ class Child:
                 "system does not allow; try --dtype float32"
             )
         if code < 0:
-            return f"the {self.name} service was ended by {signal.Signals(-code).name}"
+            named = {
+                member.value: member.name for member in signal.Signals
+            }  # but for those between the real-time ones
+            return f"the {self.name} service was ended by {named.get(-code, f'signal {-code}')}"
         return f"the {self.name} service ended with exit code {code}"
 
     def kill(self) -> None:

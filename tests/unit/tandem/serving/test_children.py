@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 
 import pytest
@@ -15,6 +16,7 @@ from tandem.serving.children import Child
     [
         ("sys.exit(3)", "ended with exit code 3"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "was ended by SIGKILL"),
+        ("os.kill(os.getpid(), signal.SIGRTMIN + 1)", f"was ended by signal {signal.SIGRTMIN + 1}"),
         (
             "os.kill(os.getpid(), signal.SIGILL)",
             "this CPU lacks or the system does not allow; try --dtype float32",

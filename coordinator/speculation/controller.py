@@ -247,6 +247,8 @@ class Choice:
     def _choose_way(self, is_first: bool) -> None:
         costs, load, expected = self.costs, self.load, self.expected
         plain = Way(0, [costs.seconds(load, count) for count in range(len(expected))])
+        # A round with a proposal contains one without: what was measured of the target alone may be old.
+        plain.seconds[0] = min(plain.seconds)
         choices = [count for count in self._outcomes if count > 0]
         if not choices:
             self.way = plain
@@ -262,6 +264,7 @@ class Choice:
             [plain.seconds[0]]
             + [expected[tokens] / speed(tokens, outcomes) / factor for tokens in range(1, len(expected))],
         )
+        ahead.seconds[0] = plain.seconds[0] = min(ahead.seconds)
         lengths = [length for length in self._lengths if length]
         best_ahead, best_plain = (
             max(way.speeds(expected)[length] for length in lengths) for way in (ahead, plain)

@@ -141,6 +141,28 @@ def test_a_newer_profile_replaces_what_was_known() -> None:
     assert begun(controller).begin_round(1) == 0
 
 
+@pytest.mark.parametrize("leads", [False, True])
+def test_a_predicted_gain_is_at_most_what_a_whole_proposal_makes(leads: bool) -> None:
+    """Rounds of the target alone that waited for others, under load, do not make drafting pay more than it can."""
+    controller = SpeculationController()
+    controller.introduce("target", model_of(0.01), 0.0001)
+    controller.introduce("draft", model_of(0.0005), 0.0001)
+    request = controller.request(KIND, K, leads=leads)
+    request.target = "target"
+    alone = 0
+    for _ in range(200):
+        proposed = request.begin_round(4)
+        alone += not proposed
+        seconds = 0.012 if proposed else 0.2
+        cost = RoundCost(proposed, seconds, 0.01, 4, 4 * (proposed + 1), 0.0005 * proposed, 4)
+        request.end_round(
+            round_result(proposed, min(proposed, 1), cost._replace(was_led=leads and not proposed))
+        )
+        for decision in controller.decisions():
+            assert decision.gain <= K + 1, decision.reason
+    assert alone > 4, "some rounds tried it"
+
+
 def test_each_target_has_its_own_cost_model() -> None:
     controller = SpeculationController()
     slow, fast = begun(controller), begun(controller)

@@ -18,14 +18,15 @@ import os
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from benchmarks.common import names, service
@@ -157,85 +158,155 @@ async def _model(role: str, folder: Path, options: argparse.Namespace) -> AsyncI
 # ---- losses
 
 
-@torch.inference_mode()
-def losses(options: argparse.Namespace, temperature: float = 0.7) -> None:
-    """Compare, at each position of the target's texts, a mapped draft's first token with the demo draft's, whose
-    tokenizer is the target's."""
-    loaded: list[Any] = [
-        AutoModelForCausalLM.from_pretrained(each)
-        for each in (options.targets[0], DEMO / "draft", options.draft)
-    ]
-    target, own, draft = loaded
-    known, knows = (
-        Vocabulary(Tokenizer.from_file(str(folder / "tokenizer.json")), model.config.vocab_size)
-        for folder, model in ((options.targets[0], target), (options.draft, draft))
-    )
-    shared = SharedVocabulary(knows, known)
-    theirs, ours = torch.from_numpy(shared.target_ids), torch.from_numpy(shared.draft_ids)
-    firsts = [(i, first) for i in range(knows.size) if (first := shared.first_id(i)) is not None]
-    said, by = torch.tensor(firsts).unbind(1)
-    rows, found = list[list[float]](), [0.0, 0.0, 0.0]
-    for number, prompt in enumerate((*PROMPTS, *CODE)):
-        torch.manual_seed(number)
-        begin = torch.tensor([[*known.prefix, *known.encode(prompt)]])
-        ids = target.generate(
-            begin,
-            max_new_tokens=options.max_tokens,
+@dataclass(frozen=True, slots=True)
+class Text:
+    """The target's completion of a prompt, in the tokens of one of the models."""
+
+    token_ids: list[int]
+    """The prompt's and the completion's."""
+    prompt_length: int
+
+    def bits(self, model: Any) -> float:
+        """How many bits the model needs for the completion: the less, the better it foresees it."""
+        logs = model(torch.tensor([self.token_ids])).logits[0].double().log_softmax(-1)
+        completion = torch.tensor(self.token_ids[self.prompt_length :])
+        return -float(logs[self.prompt_length - 1 : -1].gather(1, completion[:, None]).sum()) / math.log(2)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One position of a completion: how likely the first token of a proposal would be accepted there, by draft."""
+
+    is_boundary: bool
+    """True where a token of the draft's ends."""
+    demo_draft: float
+    spelled: float
+    """All tokens of the draft's, each taken for the target's token that its text begins with."""
+    shared: float
+    """Shared tokens alone, as token-level intersection proposes them."""
+    demo_draft_shared: float
+    """The demo draft, among these tokens."""
+    target_mass: float
+    """The target's probability of these tokens, and the draft's."""
+    draft_mass: float
+
+
+class Losses:
+    """A target, the demo draft, which has its tokenizer, and a draft with another one."""
+
+    def __init__(self, target: Path, draft: Path, temperature: float) -> None:
+        loaded: list[Any] = [
+            AutoModelForCausalLM.from_pretrained(folder) for folder in (target, DEMO / "draft", draft)
+        ]
+        self.target, self.demo_draft, self.draft = loaded
+        self.vocabulary = _vocabulary(target, self.target)
+        own = _vocabulary(draft, self.draft)
+        self._shared = SharedVocabulary(own, self.vocabulary)
+        self._temperature = temperature
+        self._draft_ids = torch.from_numpy(self._shared.draft_ids)
+        self._target_ids = torch.from_numpy(self._shared.target_ids)
+        firsts = {i: first for i in range(own.size) if (first := self._shared.first_id(i)) is not None}
+        self._spelled, self._spelled_by = torch.tensor([*firsts]), torch.tensor([*firsts.values()])
+
+    def sampled(self, prompt: str, max_tokens: int, seed: int) -> Text:
+        """The target's completion, in its own tokens."""
+        torch.manual_seed(seed)
+        prompt_ids = [*self.vocabulary.prefix, *self.vocabulary.encode(prompt)]
+        ids = self.target.generate(
+            torch.tensor([prompt_ids]),
+            max_new_tokens=max_tokens,
             do_sample=True,
-            temperature=temperature,
+            temperature=self._temperature,
             eos_token_id=None,
         )
-        first, tokens = begin.shape[1], ids[0].tolist()
-        rival = own(ids).logits[0].double()
-        probs, rivals = ((each / temperature).softmax(-1) for each in (target(ids).logits[0].double(), rival))
-        transcript = Transcript(shared)
-        transcript.apply(Delta(0, tuple(tokens[:first])))
-        begun = [*transcript.token_ids]
-        for at in range(first, len(tokens)):
+        return Text(ids[0].tolist(), len(prompt_ids))
+
+    def read_by_draft(self, text: Text) -> Text:
+        """The same in the draft's tokens. The completion begins where the prompt's tokens cease to be the same."""
+        transcript = self._transcript(text)
+        prompt = [*transcript.token_ids]
+        transcript.apply(Delta(text.prompt_length, tuple(text.token_ids[text.prompt_length :])))
+        pairs = enumerate(zip(prompt, transcript.token_ids, strict=False))
+        return Text(transcript.token_ids, next((i for i, (old, new) in pairs if old != new), len(prompt)))
+
+    def places(self, text: Text) -> Iterator[Place]:
+        """The positions of a completion at which the draft proposes: none lies within a character."""
+        target, demo_draft = (self._probs(model, text.token_ids) for model in (self.target, self.demo_draft))
+        transcript = self._transcript(text)
+        for i in range(text.prompt_length, len(text.token_ids)):
             before, is_whole = [*transcript.token_ids], transcript.is_whole
-            transcript.apply(Delta(at, (tokens[at],)))
-            if not is_whole:
-                continue
-            p, q = (
-                probs[at - 1],
-                (draft(torch.tensor([before])).logits[0, -1].double() / temperature).softmax(-1),
-            )
-            restricted, equal = q[ours] / q[ours].sum(), rivals[at - 1][theirs]
-            spelled = torch.zeros_like(p).index_add(0, by, q[said])
-            rows.append(
-                [
-                    float(transcript.token_ids[: len(before)] == before),
-                    *(float(torch.minimum(p, each).sum()) for each in (rivals[at - 1], spelled)),
-                    float(torch.minimum(p[theirs], restricted).sum()),
-                    float(torch.minimum(p[theirs], equal / equal.sum()).sum()),
-                    float(p[theirs].sum()),
-                    float(q[ours].sum()),
-                ]
-            )
-        found[0] += len(b"".join(map(known.text, tokens[first:])))
-        read = torch.tensor([transcript.token_ids])
-        kept = sum(one == other for one, other in zip(begun, transcript.token_ids, strict=False))
-        for i, (logits, text, start) in enumerate(
-            ((rival, ids, first), (draft(read).logits[0].double(), read, kept)), 1
-        ):
-            logs = logits.log_softmax(-1)[start - 1 : -1].gather(1, text[0, start:, None])
-            found[i] -= float(logs.sum()) / math.log(2)
+            transcript.apply(Delta(i, (text.token_ids[i],)))
+            if is_whole:
+                is_boundary = transcript.token_ids[: len(before)] == before
+                yield self._place(
+                    target[i - 1], demo_draft[i - 1], self._probs(self.draft, before)[-1], is_boundary
+                )
+
+    def _place(self, target: Tensor, demo_draft: Tensor, draft: Tensor, is_boundary: bool) -> Place:
+        """
+        Args:
+            target: Probabilities, [the target's vocabulary]; so are the demo draft's.
+            draft: Probabilities, [the draft's vocabulary].
+        """
+        spelled = torch.zeros_like(target).index_add(0, self._spelled_by, draft[self._spelled])
+        target_shared, demo_draft_shared = target[self._target_ids], demo_draft[self._target_ids]
+        draft_shared = draft[self._draft_ids]
+        return Place(
+            is_boundary,
+            demo_draft=_acceptance(target, demo_draft),
+            spelled=_acceptance(target, spelled),
+            shared=_acceptance(target_shared, draft_shared / draft_shared.sum()),
+            demo_draft_shared=_acceptance(target_shared, demo_draft_shared / demo_draft_shared.sum()),
+            target_mass=float(target_shared.sum()),
+            draft_mass=float(draft_shared.sum()),
+        )
+
+    def _transcript(self, text: Text) -> Transcript:
+        """The prompt as the draft reads it."""
+        transcript = Transcript(self._shared)
+        transcript.apply(Delta(0, tuple(text.token_ids[: text.prompt_length])))
+        return transcript
+
+    def _probs(self, model: Any, token_ids: Sequence[int]) -> Tensor:
+        """The model's distribution behind each token, [len(token_ids), its vocabulary]."""
+        logits: Tensor = model(torch.tensor([token_ids])).logits[0].double()
+        return (logits / self._temperature).softmax(-1)
+
+
+def _vocabulary(folder: Path, model: Any) -> Vocabulary:
+    return Vocabulary(Tokenizer.from_file(str(folder / "tokenizer.json")), model.config.vocab_size)
+
+
+def _acceptance(target: Tensor, draft: Tensor) -> float:
+    """The chance that a token of the draft's distribution is accepted by rejection sampling: 1 - total variation."""
+    return float(torch.minimum(target, draft).sum())
+
+
+@torch.inference_mode()
+def losses(options: argparse.Namespace) -> None:
+    """Print where a mapped draft loses acceptance beside the demo draft, by the models' distributions along texts that
+    the target samples."""
+    compared = Losses(options.targets[0], options.draft, temperature=0.7)
+    places, size, bits, own_bits = list[Place](), 0, 0.0, 0.0
+    for seed, prompt in enumerate((*PROMPTS, *CODE)):
+        text = compared.sampled(prompt, options.max_tokens, seed)
+        places += compared.places(text)
+        size += sum(len(compared.vocabulary.text(i)) for i in text.token_ids[text.prompt_length :])
+        bits += text.bits(compared.demo_draft)
+        own_bits += compared.read_by_draft(text).bits(compared.draft)
     sys.stdout.write(
-        f"bits per byte of the target's text: demo draft {found[1] / found[0]:.2f}, {options.draft} "
-        f"{found[2] / found[0]:.2f}\n\n"
+        f"bits per byte of the target's text: demo draft {bits / size:.2f}, {options.draft} {own_bits / size:.2f}\n\n"
         "| positions | number | accepted of the demo draft | of all of the draft's tokens, by the target's first "
         "| of shared tokens (tli) | of the demo draft, among these | target's mass on these | draft's mass on these |\n"
         f"{'|---' * 8}|\n"
     )
-    table = torch.tensor(rows)
-    ends = table[:, 0] > 0.0
-    for name, which in (
-        ("all", ends | ~ends),
-        ("the draft's tokens end here", ends),
-        ("within a token", ~ends),
+    for name, own in (
+        ("all", places),
+        ("the draft's tokens end here", [each for each in places if each.is_boundary]),
+        ("within a token", [each for each in places if not each.is_boundary]),
     ):
-        means = " | ".join(f"{value:.3f}" for value in table[which][:, 1:].mean(0).tolist())
-        sys.stdout.write(f"| {name} | {int(which.sum())} | {means} |\n")
+        _, *means = torch.tensor([astuple(each) for each in own]).mean(0).tolist()
+        sys.stdout.write(f"| {name} | {len(own)} | {' | '.join(f'{mean:.3f}' for mean in means)} |\n")
 
 
 # ---- costs

@@ -5,17 +5,20 @@
     python -m benchmarks.studies.structured --kill 1                        with deaths of drafts and targets
     python -m benchmarks.studies.structured --compare --answers 250         and the same prompts without a schema
     python -m benchmarks.studies.structured --compare --unforced ...        of a schema that forces no text
+    python -m benchmarks.studies.structured --rule strict --no-jump-ahead   models write what the grammar forces
     python -m benchmarks.studies.structured --address HOST:PORT             a coordinator that runs
     python -m benchmarks.studies.structured --masks tokenizer.json          the time of masks alone, on random rows
 
 Answers of 50 schemas (nested objects, enums, arrays, characters of several bytes, numbers with bounds, patterns), at
-temperature 0 and 1, many at once, checked by the package jsonschema. A pass is the target's, through one sequence.
+temperature 0 and 1, many at once, checked by the package jsonschema. A pass is the target's, through one sequence. Runs
+whose texts are equal print the same hash of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import json
 import os
 import signal
@@ -37,6 +40,7 @@ import torch
 
 from benchmarks.common import floats, free_port, process, service
 from benchmarks.pairs import DEMO
+from coordinator.decoding.completion import Completion
 from tandem.client import Client, Completed
 from tandem.engine.rows import forbid
 from tandem.errors import TandemError
@@ -46,6 +50,8 @@ from tandem.types import FinishReason, Grammar, GrammarKind
 SCHEMAS = 50
 PART = 250
 """Questions of one kind in a row."""
+_WITHOUT_JUMP_AHEAD = "coordinator-without-jump-ahead"
+"""First word of a command line that starts such a coordinator."""
 _WORDS = ("name", "größe", "city", "状態", "price", "is open", "id", "note", "tags", "λ")
 
 
@@ -139,8 +145,11 @@ class Cluster:
         """By role."""
 
     @asynccontextmanager
-    async def coordinator(self, seconds_between_kills: float | None) -> AsyncIterator[str]:
+    async def coordinator(
+        self, seconds_between_kills: float | None, *, jump_ahead: bool = True
+    ) -> AsyncIterator[str]:
         """Run all, and kill one after the other; the coordinator's address."""
+        program = ("coordinator",) if jump_ahead else (__spec__.name, _WITHOUT_JUMP_AHEAD)
         tasks = [asyncio.create_task(replica.run()) for replica in self._replicas]
         try:
             words = []
@@ -148,7 +157,7 @@ class Cluster:
                 own = [replica for replica in self._replicas if replica.role == role]
                 words += [f"--{role}-address", ",".join(f"127.0.0.1:{replica.port}" for replica in own)]
                 await asyncio.gather(*(replica.ready.wait() for replica in own))
-            async with service("coordinator", *words) as address:
+            async with service(*program, *words) as address:
                 if seconds_between_kills is not None:
                     tasks += [
                         asyncio.create_task(self._kill_each(role, seconds_between_kills))
@@ -238,6 +247,7 @@ class Questions:
                     grammar=Grammar(GrammarKind.JSON_SCHEMA, json.dumps(wanted)) if tokens is None else None,
                     ignore_eos=tokens is not None,
                     speculation=not self._options.alone,
+                    rejection_sampling_strategy=self._options.rule if self._temperature else None,
                 )
             except TandemError as error:
                 run.errors.append(str(error))
@@ -254,12 +264,14 @@ async def answers(client: Client, options: argparse.Namespace, temperature: floa
             await questions.ask(free, numbers, bound.lengths[start:])
     failures = bound.failures
     count = len(bound.completed)
+    texts = "\n".join("" if each is None else each.text for each in bound.completed)
     columns = [
         f"{temperature:g}",
         f"{count - len(failures)} of {count}",
         f"{bound.tokens}",
         f"{bound.tokens / bound.passes:.2f}",
         f"{bound.tokens / bound.seconds:.0f}",
+        hashlib.sha256(texts.encode()).hexdigest()[:8],
     ]
     if options.compare:
         passes = bound.passes / bound.seconds / (free.passes / free.seconds)
@@ -333,7 +345,7 @@ async def main(options: argparse.Namespace) -> None:
     if options.masks is not None:
         masks(options.masks)
         return
-    names = ["temperature", "valid", "tokens", "tokens a pass", "tokens a second"]
+    names = ["temperature", "valid", "tokens", "tokens a pass", "tokens a second", "texts"]
     if options.compare:
         names += [
             "tokens a pass without a schema",
@@ -347,13 +359,23 @@ async def main(options: argparse.Namespace) -> None:
         address, cluster = options.address, None
         if address is None:
             cluster = Cluster(options.pair, options.at_once, 1 if options.kill is None else 2)
-            address = await stack.enter_async_context(cluster.coordinator(options.kill))
+            address = await stack.enter_async_context(
+                cluster.coordinator(options.kill, jump_ahead=options.jump_ahead)
+            )
         client = await stack.enter_async_context(Client(address))
         for temperature in options.temperatures:
             await answers(client, options, temperature)
         if cluster is not None and cluster.kills:
             killed = ", ".join(f"{count} {role}s" for role, count in cluster.kills.items())
             sys.stdout.write(f"\nkilled and started again meanwhile: {killed}\n")
+
+
+def serve_without_jump_ahead(arguments: list[str]) -> None:
+    """Run a coordinator that proposes no forced text by itself."""
+    from coordinator.__main__ import run
+
+    setattr(Completion, "forced", lambda completion: None)  # noqa: B010 - mypy refuses the assignment of a method
+    run(arguments)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -376,10 +398,20 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="SECONDS",
         help="two drafts and two targets, of which one of each is killed so long after all are ready",
     )
+    add("--rule", help="acceptance rule above temperature 0; by default the coordinator's")
+    add(
+        "--no-jump-ahead",
+        dest="jump_ahead",
+        action="store_false",
+        help="the coordinator proposes no forced text by itself",
+    )
     add("--unforced", action="store_true", help="one schema that forces no text, so that proposals are alike")
     add("--masks", type=Path, help="measure masks alone, with this tokenizer.json")
     return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(parse(sys.argv[1:])))
+    if sys.argv[1:2] == [_WITHOUT_JUMP_AHEAD]:
+        serve_without_jump_ahead(sys.argv[2:])
+    else:
+        asyncio.run(main(parse(sys.argv[1:])))

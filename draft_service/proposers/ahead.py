@@ -252,8 +252,9 @@ class BranchDrafting:
         inputs: list[int] = []
         # Some cannot begin a branch, so there are more to choose from.
         for outcome in self.history.likeliest(self.proposed, ranking, 2 * count):
-            first = self.trunk.begin(*outcome)
-            if first is not None and len(inputs) < count:
+            if len(inputs) == count:
+                break
+            if (first := self.trunk.begin(*outcome)) is not None:
                 self._outcomes.append(outcome)
                 inputs.append(first)
         return inputs

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import re
 import shlex
 import signal
 import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager, redirect_stdout
 from functools import cache
+from unittest import mock
 
 import pytest
 
+from benchmarks import demo
 from tests.commands import run_here
 from tests.end_to_end import processes
 from tests.end_to_end.processes import Process
-from tests.paths import ROOT
+from tests.paths import DEMO_DRAFT, DEMO_TARGET, ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SHELL_BLOCKS = [block.splitlines() for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)]
-
-# A smaller run of the same command.
-ARGUMENTS = {"make demo": ["ARGS=--model demo --prompts 1 --max-tokens 16"]}
 
 
 def words_of(command: str) -> list[str]:
@@ -43,10 +43,8 @@ def running(command: str) -> Iterator[Process]:
     """Run a command that keeps running during the block, and end it with Ctrl-C."""
     program, *arguments = words_of(command)
     if arguments[0] == "up":  # tests/test_first_hour.py runs it with its services
-        run_up = processes.running(sys.executable, "-P", "-m", "tests.end_to_end.stand_in", *arguments)
-    else:
-        run_up = processes.service(program, *arguments)
-    with run_up as process:
+        program = "stand_in"
+    with processes.service(program, *arguments) as process:
         yield process
         process.signal(signal.SIGINT)
         assert process.wait() == 0, process.story
@@ -55,13 +53,34 @@ def running(command: str) -> Iterator[Process]:
 @cache
 def run(command: str) -> str:
     program, *arguments = words_of(command)
-    if program == "tandem":
-        done = run_here(*arguments)
-    else:
-        words = [program, *arguments, *ARGUMENTS.get(command, [])]
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    if program == "make":
+        assert arguments == ["demo"]
+        return demonstrate()
+    done = run_here(*arguments)
     assert done.returncode == 0, f"{command}: {done.stderr}"
     return done.stdout
+
+
+def demonstrate() -> str:
+    """Run `make demo` on one prompt, over forks in place of `tandem up`, which tests/test_first_hour.py runs."""
+    asked = ["make", "--dry-run", "demo", "ARGS=--model demo"]
+    recipe = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert recipe.splitlines()[-1].endswith("/python -m benchmarks.demo --model demo")
+
+    @asynccontextmanager
+    async def cluster(*options: str) -> AsyncIterator[str]:
+        assert options == ("--model", "demo", "--no-http")
+        with (
+            processes.model_service("target_service", DEMO_TARGET) as target,
+            processes.model_service("draft_service", DEMO_DRAFT) as draft,
+            processes.coordinator(processes.address_of(target), processes.address_of(draft)) as process,
+        ):
+            yield processes.address_of(process)
+
+    with mock.patch.object(demo, "cluster", cluster), redirect_stdout(io.StringIO()) as out:
+        asyncio.run(demo.main("demo", 1, 16))
+    assert "SPEED-UP" in out.getvalue()
+    return out.getvalue()
 
 
 def stories() -> dict[tuple[str, ...], list[str]]:

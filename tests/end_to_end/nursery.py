@@ -20,11 +20,13 @@ import select
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from tests.end_to_end import stand_in
 from tests.end_to_end.processes import descendants
 
 _PR_SET_PDEATHSIG = 1
@@ -90,6 +92,7 @@ def _starts() -> dict[str, Callable[[list[str]], None]]:
     import coordinator.cli.main
     import draft_service.__main__
     import target_service.__main__
+    from tandem.engine.core import engine
 
     for module in (
         "draft_service.proposers.standalone",
@@ -100,12 +103,15 @@ def _starts() -> dict[str, Callable[[list[str]], None]]:
         *(_OF_VLLM if has_vllm else ()),
     ):
         importlib.import_module(module)
+    # A service prepares and measures only small steps at startup. The others are prepared when a test wants them.
+    vars(engine)["_WARM_UP_SECONDS"] = 0.5
     # Threads do not survive a fork, so there must be none yet.
     torch.set_num_threads(1)
     return {
         "bound_service": bound_service.__main__.run,
         "coordinator": coordinator.__main__.run,
         "draft_service": draft_service.__main__.run,
+        "stand_in": stand_in.tandem,
         "tandem": _command(coordinator.cli.main.main),
         "target_service": target_service.__main__.run,
         "benchmarks.load.fakes": benchmarks.load.fakes.main,
@@ -135,6 +141,9 @@ def _become(folder: Path, start: Callable[[], None]) -> None:
         start()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
+    except BaseException:  # noqa: BLE001 - as the interpreter ends
+        traceback.print_exc()
+        code = 1
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

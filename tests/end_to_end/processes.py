@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -247,14 +247,21 @@ def running(
 
 
 @contextmanager
-def service(package: str, *arguments: str, environment: dict[str, str] | None = None) -> Iterator[Process]:
-    """Run a service of the nursery during the block, by default on a free port."""
-    port = () if "--port" in arguments else ("--port", "0")
-    process = nursery().fork(package, *port, *arguments, environment=environment)
+def forked(package: str, *arguments: str, environment: dict[str, str] | None = None) -> Iterator[Process]:
+    """Run what a nursery forks during the block."""
+    process = nursery().fork(package, *arguments, environment=environment)
     try:
         yield process
     finally:
         process.kill()
+
+
+def service(
+    package: str, *arguments: str, environment: dict[str, str] | None = None
+) -> AbstractContextManager[Process]:
+    """Run a service of the nursery during the block, by default on a free port."""
+    port = () if "--port" in arguments else ("--port", "0")
+    return forked(package, *arguments, *port, environment=environment)
 
 
 def address_of(process: Process) -> str:

@@ -1,7 +1,8 @@
-"""`tandem up` with services that start at once: `python -m tests.end_to_end.stand_in up ...`.
+"""`tandem up` with services that start at once.
 
-Each service is this module too, without a server: it announces itself, and ends at SIGTERM. STAND_IN changes that: one
-that "starts" never announces itself, one that "stays" does not heed SIGTERM.
+Each service is this module, without a server: it announces itself, and ends at SIGTERM. STAND_IN changes that: one that
+"starts" never announces itself, one that "stays" does not heed SIGTERM. The services import nothing else, and a nursery
+forks the command, so that a test can start many.
 """
 
 from __future__ import annotations
@@ -11,8 +12,15 @@ import signal
 import sys
 import time
 
-import coordinator.cli.up as up
-from coordinator.cli.main import main
+
+def tandem(arguments: list[str]) -> None:
+    """Run `tandem` with these arguments over stand-ins."""
+    import coordinator.cli.up
+    from coordinator.cli.main import main
+
+    vars(coordinator.cli.up)["package_of"] = lambda service, arguments: __name__
+    sys.argv = ["tandem", *arguments]
+    main()
 
 
 def stand_in() -> None:
@@ -26,8 +34,4 @@ def stand_in() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] != "up":
-        stand_in()
-    vars(up)["package_of"] = lambda service, arguments: __spec__.name
-    sys.argv[0] = "tandem"
-    main()
+    stand_in()

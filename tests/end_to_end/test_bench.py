@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import sys
+import importlib.util
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,9 +13,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from benchmarks import bench, common, gpu
+from benchmarks.load import generator
 from benchmarks.peers import Workload, load_transformers
 from benchmarks.report import Report
-from tests.end_to_end.processes import Nursery, running
+from tests.commands import run_here
+from tests.end_to_end.processes import Nursery
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
 
 
@@ -26,7 +29,8 @@ def starts(services: Nursery, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     @asynccontextmanager
     async def forked(package: str, *options: str) -> AsyncIterator[tuple[str, int]]:
         # The adaptive policy may decide that speculation does not pay for eight tokens.
-        policy = ("--speculation-policy", "fixed") if package == "coordinator" else ()
+        is_open = package == "coordinator" and "--speculation-policy" not in options
+        policy = ("--speculation-policy", "fixed") if is_open else ()
         made = services.service(package, *options, *policy)
         made.start()
         packages.append(package)
@@ -37,6 +41,7 @@ def starts(services: Nursery, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             made.kill()
 
     monkeypatch.setattr(common, "process", forked)
+    monkeypatch.setattr(generator, "process", forked)
     return packages
 
 
@@ -133,6 +138,27 @@ def test_the_steps_of_both_engines_are_measured(
     assert "Steps of the engine" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_a_load_is_sent_over_http_to_a_coordinator_of_its_own(starts: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "load.json"
+    command = ["bench", "--clients", "3", "--over", "http", "--requests", "6", "--verify-ms", "1"]
+    command += ["--rule", "residual", "--workers", "2", "--output-tokens", "20", "--measure-waits"]
+    done = run_here(*command, "--goodput", "ttft:60000", "e2el:60000", "--json", str(file))
+
+    assert starts == ["benchmarks.load.fakes"] * 2 + ["coordinator"]
+    assert "TTFT (ms)" in done.stdout
+    report = json.loads(file.read_text(encoding="utf-8"))
+    found = report["figures"]
+    assert (found["completed"], found["failed"], found["output_tokens"]) == (6, 0, 6 * 20)
+    assert report["options"]["over"] == "http"
+    assert found["goodput"] == found["requests_per_second"]
+    assert set(found["latencies"]) == {"ttft", "tpot", "itl", "e2el"}
+    assert found["latencies"]["itl"]["percentiles"].keys() == {"p50", "p90", "p99"}
+    assert set(report["round_waits"]) == {"between", "event_loop", "answer", "question"}
+    assert all(waits["p99"] >= waits["p50"] > 0 for waits in report["round_waits"].values())
+    assert report["used"].keys() == {"coordinator", "target", "draft", "clients"}
+
+
 def test_transformers_write_the_same_text_alone_and_assisted(prompts: list[str]) -> None:
     setup = {
         "target": str(DEMO_TARGET),
@@ -156,14 +182,15 @@ def test_transformers_write_the_same_text_alone_and_assisted(prompts: list[str])
         assert 1 <= assisted.rounds < 12
 
 
-def test_bench_without_the_repository_is_a_clear_error() -> None:
-    # As where only the wheel is installed: it has what loads need.
-    code = (
-        "import importlib.util as u, sys; real = u.find_spec\n"
-        "u.find_spec = lambda name, *rest: None if name == 'benchmarks.bench' else real(name, *rest)\n"
-        "from coordinator.cli.main import app; app(sys.argv[1:])"
+def test_bench_without_the_repository_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where only the wheel is installed: it has what loads need."""
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "benchmarks.bench" else real(name, *rest),
     )
-    with running(sys.executable, "-c", code, "bench", "--rounds", "1") as process:
-        assert process.wait(60) == 2, process.story
-        assert "tandem bench needs benchmarks.bench, which is not installed here" in process.stderr
-        assert "Traceback" not in process.stderr
+    ran = run_here("bench", "--rounds", "1")
+    assert ran.returncode == 2
+    assert "tandem bench needs benchmarks.bench, which is not installed here" in ran.stderr
+    assert "Traceback" not in ran.stderr

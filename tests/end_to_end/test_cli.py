@@ -23,8 +23,8 @@ from tests.end_to_end.processes import (
     TANDEM,
     address_of,
     coordinator,
+    forked,
     run,
-    running,
     until,
 )
 from tests.paths import DEMO_TARGET, ROOT
@@ -52,10 +52,7 @@ def generated(address: str, *arguments: str, stdin: str = "") -> Any:
 
 @pytest.fixture(scope="module")
 def expected(address: str) -> Any:
-    """Run the console script, and return its output."""
-    result = run(TANDEM, "generate", "--address", address, *OPTIONS, PROMPT, "--json")
-    assert (result.returncode, result.stderr) == (0, "")
-    return json.loads(result.stdout)
+    return generated(address, PROMPT)
 
 
 def test_json_contains_every_field(expected: Any) -> None:
@@ -238,8 +235,8 @@ def test_the_http_port_is_recognized_as_the_wrong_one(target_address: str) -> No
 
 
 def test_ctrl_c_ends_without_a_traceback(address: str) -> None:
-    command = (TANDEM, "generate", PROMPT, "--address", address, "--max-tokens", "900", "--ignore-eos")
-    with running(*command) as process:
+    command = ("generate", PROMPT, "--address", address, "--max-tokens", "900", "--ignore-eos")
+    with forked("tandem", *command) as process:
         until(lambda: process.stdout != "", START_SECONDS, lambda: process.story)
         process.signal(signal.SIGINT)
         assert process.wait(START_SECONDS) != 0

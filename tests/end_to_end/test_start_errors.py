@@ -68,7 +68,7 @@ def test_a_target_that_does_not_answer_ends_the_start() -> None:
 
 def test_a_cluster_with_an_empty_model_folder_ends(tmp_path: Path) -> None:
     """Each failing child prints its reason, and then `tandem up` reports the end of the others."""
-    models = ("--target", str(tmp_path), "--draft", str(DEMO_DRAFT))
+    models = ("--target", str(tmp_path), "--draft", "suffix")
     result = run(TANDEM, "up", *models, "--port", "0", "--threads", "1", "--log-level", "error")
     assert result.returncode != 0
     why, end = result.stderr.splitlines()

@@ -6,12 +6,10 @@ import asyncio
 import json
 import math
 import statistics
-import subprocess
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,8 +30,6 @@ from benchmarks.load.figures import (
 )
 from benchmarks.load.generator import parse, send
 from tandem.errors import NotFoundError, ProtocolError, ServiceUnavailableError
-from tests.end_to_end.processes import TANDEM
-from tests.paths import ROOT
 
 COUNT = 4000
 RATE = 25.0
@@ -156,32 +152,6 @@ def test_supports_hold_the_guess_and_the_target_only_where_it_is_the_guess() -> 
         assert len(set(support)) == 24
         assert all(0 <= token_id < 2048 for token_id in support)
         assert (target in support) == (guess == target)
-
-
-def test_bench_sends_a_load_over_http_to_a_coordinator_of_its_own(tmp_path: Path) -> None:
-    file = tmp_path / "load.json"
-    command = [TANDEM, "bench", "--clients", "3", "--over", "http", "--requests", "6", "--verify-ms", "1"]
-    command += ["--rule", "residual", "--workers", "2"]
-    goodput = ("--goodput", "ttft:60000", "e2el:60000")
-    done = subprocess.run(
-        [*command, "--output-tokens", "20", "--measure-waits", *goodput, "--json", str(file)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    assert "TTFT (ms)" in done.stdout
-    report = json.loads(file.read_text(encoding="utf-8"))
-    found = report["figures"]
-    assert (found["completed"], found["failed"], found["output_tokens"]) == (6, 0, 6 * 20)
-    assert report["options"]["over"] == "http"
-    assert found["goodput"] == found["requests_per_second"]
-    assert set(found["latencies"]) == {"ttft", "tpot", "itl", "e2el"}
-    assert found["latencies"]["itl"]["percentiles"].keys() == {"p50", "p90", "p99"}
-    assert set(report["round_waits"]) == {"between", "event_loop", "answer", "question"}
-    assert all(waits["p99"] >= waits["p50"] > 0 for waits in report["round_waits"].values())
-    assert report["used"].keys() == {"coordinator", "target", "draft", "clients"}
 
 
 @pytest.mark.parametrize(

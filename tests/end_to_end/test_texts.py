@@ -22,7 +22,7 @@ from tests.service.clients import Completed, complete_all
 pytestmark = pytest.mark.slow
 
 PROMPTS = 16
-MAX_TOKENS = 128
+MAX_TOKENS = 64
 MAX_LENGTH = 1024
 """The demo pair's."""
 PENALTY = 1.3
@@ -35,7 +35,7 @@ METHODS = {
 }
 
 
-def requests(prompts: list[str], *, max_tokens: int = 64, **options: Any) -> list[GenerationRequest]:
+def requests(prompts: list[str], *, max_tokens: int = MAX_TOKENS, **options: Any) -> list[GenerationRequest]:
     common = {"temperature": 0.0, "num_speculative_tokens": 4, "ignore_eos": True}
     return [GenerationRequest(prompt, max_tokens=max_tokens, **(common | options)) for prompt in prompts]
 
@@ -96,9 +96,9 @@ async def test_greedy_completions_are_the_targets_own(
     num_speculative_tokens: int,
     at_once: int,
 ) -> None:
-    options = {"max_tokens": MAX_TOKENS, "num_speculative_tokens": num_speculative_tokens}
     count = max(at_once, 4)
-    completed = await complete_all(address, requests(prompts[:count], **options), at_once)
+    wanted = requests(prompts[:count], num_speculative_tokens=num_speculative_tokens)
+    completed = await complete_all(address, wanted, at_once)
     assert token_ids(completed) == expected[:count]
     assert all(completion.stats.accepted for completion in completed), "every one was speculated on"
 
@@ -108,7 +108,7 @@ async def test_an_adaptive_proposal_length_changes_no_completion(
 ) -> None:
     """The load changes within a completion, and the proposal length with it."""
     for at_once in (3, 16):
-        wanted = requests(prompts[:at_once], max_tokens=MAX_TOKENS, num_speculative_tokens=None)
+        wanted = requests(prompts[:at_once], num_speculative_tokens=None)
         assert token_ids(await complete_all(adaptive_address, wanted, at_once)) == expected[:at_once]
 
 
@@ -134,7 +134,7 @@ async def test_the_shortest_and_the_longest_prompt_are_completed(
 async def test_a_draft_without_a_model_changes_no_completion(
     model_free_address: str, prompts: list[str], expected: list[tuple[int, ...]]
 ) -> None:
-    completed = await complete_all(model_free_address, requests(prompts[:PROMPTS], max_tokens=MAX_TOKENS))
+    completed = await complete_all(model_free_address, requests(prompts[:PROMPTS]))
     assert token_ids(completed) == expected
     assert accepted(completed) > 0
 
@@ -162,7 +162,7 @@ async def test_a_repetition_penalty_agrees_with_transformers(
     prompts = prompts[:4]
     wanted = requests(prompts, repetition_penalty=PENALTY, speculation=speculation)
     completed = await complete_all(model_free_address, wanted)
-    assert token_ids(completed) == generated(prompts, 64, repetition_penalty=PENALTY)
+    assert token_ids(completed) == generated(prompts, MAX_TOKENS, repetition_penalty=PENALTY)
     assert any(completion.stats.drafted for completion in completed) == speculation
 
 

@@ -98,7 +98,7 @@ async def test_a_running_request_can_be_shown_and_aborted() -> None:
         await admin.abort(report.request_id[:8], "tests end")
         with pytest.raises(AbortedError, match=r"ended the request after \d+ tokens?: tests end"):
             await work
-        await until(lambda: not any(target.running for target in cluster.targets), 5)
+        await until(lambda: not any(target.running for target in cluster.targets), 20)
         assert await admin.requests() == []
         assert (await admin.stats()).outcomes.aborted == 1
 

@@ -227,7 +227,7 @@ async def test_after_losses_no_stream_stays_open_and_each_round_counts_once(
         completed = await complete(two.client, REQUESTS["residual"])
         await until(lambda: not any(each.running for each in faults), BOUND_SECONDS)
         snapshots = two.service.replicas.snapshots()
-        await until(lambda: not any(each.open_sequences for each in two.service.replicas.snapshots()), 5.0)
+        await until(lambda: not any(each.open_sequences for each in two.service.replicas.snapshots()), 20.0)
         targets = [each.figures for each in snapshots if each.role is Role.TARGET]
         drafts = [each.figures for each in snapshots if each.role is Role.DRAFT]
     assert sum(each.rounds for each in targets) == completed.stats.rounds

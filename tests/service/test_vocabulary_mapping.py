@@ -149,10 +149,11 @@ async def test_a_draft_that_has_forgotten_the_target_is_told_again(
         vocabularies._known.clear()
         (forgotten,) = await complete_all(address, [request])
         await until(lambda: vocabularies.coverage(target_model.info.tokenizer_hash) is not None, 60.0)
-        await asyncio.sleep(0.5)  # for the coordinator to have seen it
-        (again,) = await complete_all(address, [request])
+        again = forgotten
+        async with asyncio.timeout(60.0):
+            while not again.stats.accepted:  # the coordinator has yet to see it
+                (again,) = await complete_all(address, [request])
     assert forgotten.token_ids == again.token_ids == alone.token_ids
-    assert again.stats.accepted > 0
 
 
 async def test_a_mapping_can_be_refused(target_model: LoadedModel, draft_folder: Path) -> None:

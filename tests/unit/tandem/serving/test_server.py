@@ -72,24 +72,33 @@ async def test_a_watcher_of_health_that_does_not_read_holds_up_no_drain() -> Non
 
 
 LONG_SECONDS = 60.0
-QUICK_SECONDS = 5.0
+QUICK_SECONDS = 30.0
 STUCK = """
 import asyncio, sys
-from tandem.rpc.channels import open_channel
-from tandem.serving.server import Service, serve
+from contextlib import suppress
+import grpc
+from tandem.serving.server import serve
 from tandem.settings import ServerSettings
 from tests.unit.tandem.serving.served import Scripted, texts_from
 
+begun = asyncio.Event()
+
 async def forever():
+    begun.set()
     await asyncio.Event().wait()
     yield
+
+async def ask(address):
+    while not begun.is_set():
+        with suppress(grpc.aio.AioRpcError):  # until it listens and is ready
+            await texts_from(address)
+        await asyncio.sleep(0.01)
 
 async def main():
     port = int(sys.argv[1])
     server = asyncio.create_task(serve(ServerSettings(port=port, drain_timeout_seconds=60), Scripted(forever)))
-    await asyncio.sleep(0.5)
-    asyncio.create_task(texts_from(f"127.0.0.1:{port}"))
-    await asyncio.sleep(0.5)
+    asking = asyncio.create_task(ask(f"127.0.0.1:{port}"))
+    await begun.wait()
     print("stuck", flush=True)
     await server
 

@@ -398,7 +398,7 @@ CONTENDERS: dict[str, Kind] = {
     "vllm-ngram": _vllm("vLLM, ngram", "ngram"),
     "vllm-draft": _vllm("vLLM, draft model", "draft_model"),
     "vllm-tandem": _vllm("vLLM, Tandem's drafts", "tandem", "off"),
-    "vllm-tandem-ahead": _vllm("vLLM, Tandem's drafts, ahead", "tandem", "8"),
+    "vllm-tandem-ahead": _vllm("vLLM, Tandem's drafts, ahead", "tandem", "auto"),
     "max": Kind("MAX", _max, absent=_no_max),
 }
 """By the name that `--contenders` takes."""

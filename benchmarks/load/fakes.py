@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -324,6 +327,7 @@ class Steps:
             for done, _ in taken:
                 if not done.done():
                     done.set_result(cost)
+            await asyncio.sleep(0)  # what goes on by another step takes part in the next one
 
 
 class ScriptedTarget(FakeTarget):
@@ -420,19 +424,57 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--max-step-sequences", type=int, default=1 << 20, help="of a step")
     parser.add_argument("--stepwise", action="store_true", help="a draft takes a step for each token")
     parser.add_argument("--acceptance", type=float, default=0.72, help="share of right guesses of the draft")
+    parser.add_argument("--killable", action="store_true", help="SIGUSR1 kills it; it is back a second later")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="warning")
     options = parser.parse_args(arguments)
     configure(options.log_level, "text")
     settings = ServerSettings(port=options.port)
-    service = ScriptedService(
-        options.role,
-        Script(options.acceptance),
-        Steps(options.step_ms / 1000.0, options.per_8_tokens, options.max_step_sequences),
-        settings.max_concurrent_streams,
-        is_stepwise=options.stepwise,
-    )
-    uvloop.run(serve(settings, service, before_ready=set_start_aside))
+
+    def run() -> None:
+        service = ScriptedService(
+            options.role,
+            Script(options.acceptance),
+            Steps(options.step_ms / 1000.0, options.per_8_tokens, options.max_step_sequences),
+            settings.max_concurrent_streams,
+            is_stepwise=options.stepwise,
+        )
+        uvloop.run(serve(settings, service, before_ready=set_start_aside))
+
+    if options.killable:
+        _serve_killably(run)
+    else:
+        run()
+
+
+_RESTART_SECONDS = 1.0
+
+
+def _serve_killably(run: Callable[[], None]) -> None:
+    """Serve in a child process. SIGUSR1 kills it, and a second later another one takes its place.
+
+    A child has its parent's imports: the processor time of a Python that starts would be part of the pauses that are
+    measured.
+    """
+    signals = {signal.SIGUSR1: signal.SIGKILL, signal.SIGTERM: signal.SIGTERM}
+    while True:
+        child = os.fork()
+        if child == 0:
+            for number in signals:
+                signal.signal(number, signal.SIG_DFL)
+            run()
+            os._exit(0)
+
+        def pass_on(number: int, _: object, child: int = child) -> None:
+            with suppress(ProcessLookupError):
+                os.kill(child, signals[signal.Signals(number)])
+
+        for number in signals:
+            signal.signal(number, pass_on)
+        _, status = os.waitpid(child, 0)
+        if not os.WIFSIGNALED(status):
+            return
+        time.sleep(_RESTART_SECONDS)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import signal
 import statistics
 import sys
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from benchmarks.load.fakes import Script
 from benchmarks.pace import Pace
 from coordinator.cli.planning import Fleet, StepTimes, fleet_plan
 from tandem.client import Client
-from tandem.errors import ServiceUnavailableError, TandemError
+from tandem.errors import TandemError
 from tandem.types import GenerationRequest
 
 _PROMPT = (300, 301, 302, 303)
@@ -45,6 +44,8 @@ class Streams:
     texts: int = 0
     wrong: int = 0
     failed: list[str] = field(default_factory=list)
+    killed: list[float] = field(default_factory=list)
+    """When drafts were killed."""
 
     async def run(self, client: Client, index: int, begin: float, end: float, max_tokens: int) -> None:
         """Stream one text after the other until the end."""
@@ -69,53 +70,37 @@ class Streams:
             self.gaps += [(after, after - before) for before, after in pairwise(times)]
 
 
-@dataclass
-class Drafts:
-    """Drafts that can be killed."""
-
-    words: Sequence[str]
-    ports: list[int]
-    killed: list[float] = field(default_factory=list)
-    pids: dict[int, int] = field(default_factory=dict)
-    """Process of each port at which a draft runs."""
-    gone: defaultdict[int, asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
-
-    async def keep(self, port: int) -> None:
-        """Run a draft on a port, and start it again whenever it has ended."""
-        while True:
-            try:
-                async with process("benchmarks.load.fakes", *self.words, port=port) as (_, pid):
-                    self.pids[port] = pid
-                    await self.gone[port].wait()
-                    self.gone[port].clear()
-            except ServiceUnavailableError:
-                await asyncio.sleep(0.1)
-
-    async def kill(self, count: int, every: float) -> None:
-        """Kill one after the other, each time the next one."""
-        for number in range(count):
-            await asyncio.sleep(every)
-            port = self.ports[number % len(self.ports)]
-            if port in self.pids:
-                os.kill(self.pids.pop(port), signal.SIGKILL)
-                self.killed.append(time.monotonic())
-                self.gone[port].set()
+async def kill(drafts: Sequence[int], count: int, every: float) -> list[float]:
+    """Kill one draft after the other, by the processes that keep them; when each was killed."""
+    killed = []
+    for number in range(count):
+        await asyncio.sleep(every)
+        os.kill(drafts[number % len(drafts)], signal.SIGUSR1)
+        killed.append(time.monotonic())
+    return killed
 
 
 @asynccontextmanager
-async def fleet(options: argparse.Namespace, clients: int) -> AsyncIterator[tuple[list[str], Drafts]]:
-    """Run targets, drafts and coordinators; the coordinators' addresses, and the drafts.
+async def fleet(options: argparse.Namespace, clients: int) -> AsyncIterator[tuple[list[str], list[int]]]:
+    """Run targets, drafts and coordinators; the coordinators' addresses, and the processes that keep the drafts.
 
     A step of a target takes at most its share of a group of its clients. Otherwise they would all come back at once,
     and the target would wait while they draft.
     """
     pace: Pace = options.pace
     common = ("--acceptance", str(options.acceptance))
-    of_draft = ("--role", "draft", "--step-ms", str(1e3 * pace.draft_step_seconds), "--stepwise", *common)
-    drafts = Drafts(of_draft, [free_port() for _ in range(options.drafts)])
     async with AsyncExitStack() as stack:
-        keeping = [asyncio.create_task(drafts.keep(port)) for port in drafts.ports]
-        stack.callback(lambda: [task.cancel() for task in keeping])
+        drafts = [
+            await stack.enter_async_context(
+                process(
+                    "benchmarks.load.fakes",
+                    *("--role", "draft", "--step-ms", str(1e3 * pace.draft_step_seconds), "--stepwise"),
+                    *("--killable", *common),
+                    port=free_port(),
+                )
+            )
+            for _ in range(options.drafts)
+        ]
         coordinators = []
         for number in range(options.targets):
             own = len(range(number, clients, options.targets))
@@ -131,35 +116,36 @@ async def fleet(options: argparse.Namespace, clients: int) -> AsyncIterator[tupl
                 process(
                     _COORDINATOR,
                     *("--target-address", target),
-                    *("--draft-address", ",".join(f"127.0.0.1:{port}" for port in drafts.ports)),
+                    *("--draft-address", ",".join(address for address, _ in drafts)),
                     *("--num-speculative-tokens", str(options.tokens), "--speculation-policy", "fixed"),
                     *("--draft-ahead", "off", "--target-lead", "0", *options.words),
                 )
             )
             coordinators.append(address)
-        yield coordinators, drafts
-        for task in keeping:
-            task.cancel()
-        await asyncio.gather(*keeping, return_exceptions=True)
+        yield coordinators, [pid for _, pid in drafts]
 
 
 async def load(
-    coordinators: Sequence[str], clients: int, options: argparse.Namespace, drafts: Drafts, kills: int = 0
+    coordinators: Sequence[str],
+    clients: int,
+    options: argparse.Namespace,
+    drafts: Sequence[int] = (),
+    kills: int = 0,
 ) -> Streams:
-    """Let so many clients stream."""
+    """Let so many clients stream, and kill drafts meanwhile."""
     streams = Streams(Script(options.acceptance), [0] * clients)
     begin = time.monotonic() + options.warm_up
     seconds = max(options.seconds, (kills + 1) * options.every)
     async with AsyncExitStack() as stack:
         opened = [await stack.enter_async_context(Client(address)) for address in coordinators]
-        killing = asyncio.create_task(drafts.kill(kills, options.every))
+        killing = asyncio.create_task(kill(drafts, kills, options.every))
         await asyncio.gather(
             *(
                 streams.run(opened[index % len(opened)], index, begin, begin + seconds, options.max_tokens)
                 for index in range(clients)
             )
         )
-        await killing
+        streams.killed = await killing
     streams.tokens = [round(count / seconds * 1000) for count in streams.tokens]
     return streams
 
@@ -185,7 +171,7 @@ async def main(options: argparse.Namespace) -> None:
     for share in options.shares:
         clients = round(plan.clients * share)
         async with fleet(options, clients) as (coordinators, drafts):
-            found = await load(coordinators, clients, options, drafts)
+            found = await load(coordinators, clients, options)
             rates = [count / 1000 for count in found.tokens]
             mean = statistics.mean(rates)
             write(
@@ -195,20 +181,22 @@ async def main(options: argparse.Namespace) -> None:
             sys.stdout.flush()
             if options.kills and share == options.shares[-1]:
                 disturbed = await load(coordinators, clients, options, drafts, options.kills)
-                _show_kills(found, disturbed, drafts.killed)
+                _show_kills(found, disturbed)
 
 
-def _show_kills(before: Streams, found: Streams, killed: Sequence[float]) -> None:
+def _show_kills(before: Streams, found: Streams) -> None:
     """Pauses: how much longer than a usual gap a stream waited, for gaps in which a draft was killed."""
     usual = statistics.median(gap for _, gap in before.gaps)
     pauses = sorted(
-        max(0.0, gap - usual) for at, gap in found.gaps if any(at - gap <= moment <= at for moment in killed)
+        max(0.0, gap - usual)
+        for at, gap in found.gaps
+        if any(at - gap <= moment <= at for moment in found.killed)
     )
     p99 = pauses[min(len(pauses) - 1, int(0.99 * len(pauses)))] if pauses else 0.0
     median, most = statistics.median(pauses or [0.0]), max(pauses, default=0.0)
     sys.stdout.write(
-        f"\n{len(killed)} kills: {found.texts} texts, {found.wrong} wrong, {len(found.failed)} failed; a usual gap "
-        f"{1e3 * usual:.0f} ms; beyond it, of {len(pauses)} gaps with a kill in them: median "
+        f"\n{len(found.killed)} kills: {found.texts} texts, {found.wrong} wrong, {len(found.failed)} failed; a usual "
+        f"gap {1e3 * usual:.0f} ms; beyond it, of {len(pauses)} gaps with a kill in them: median "
         f"{1e3 * median:.0f} ms, p99 {1e3 * p99:.0f} ms, most {1e3 * most:.0f} ms\n"
     )
 

@@ -95,6 +95,7 @@ class FailoverDrafter:
                 proposal = await self._asked(sequence, completion, count, forced)
         except TandemError as error:
             placement.lose(error)
+            self._sequence_to_ask(completion)  # the next draft reads while the target goes on alone
         finally:
             self._active.draft_address = placement.address
         if forced is not None and not proposal:

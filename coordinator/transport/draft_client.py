@@ -164,7 +164,7 @@ OnOutcomes: TypeAlias = Callable[[DraftedOutcomes], None] | None
 
 _NO_OUTCOME = -1, -1
 _MAX_SUPPORT_IDS = 1 << 16
-"""Ids in all supports of a round: a mebibyte in memory, and over ten times what a draft of ours pushes."""
+"""Ids in all supports of a round: a mebibyte in memory, and three times what a draft of ours pushes."""
 
 
 class DepthTimes:

@@ -139,7 +139,7 @@ class AheadDrafter:
             self._history.came(proposed, last.ranking, accepted, following[accepted])
 
 
-MAX_ROUND_BYTES = 40_000
+MAX_ROUND_BYTES = 160_000
 """Maximum size of all messages of a round. Beyond it the last branches are dropped."""
 
 
@@ -379,7 +379,8 @@ def rank(
     """Rank the likely tokens at each position of a proposal and after it.
 
     The target chooses argmax(log p + G) under `strict`, and argmax(log w + G2) under `residual` and `block`. G and G2
-    are keyed noise that the draft can compute as well, so it ranks by log q + noise; without noise at temperature 0.
+    are keyed noise that the draft can compute as well, so it ranks by log q + noise; without noise at temperature 0,
+    and where the target draws with noise of its own.
 
     Args:
         logits: [len(proposed) + 1, vocabulary_size]; with a trunk, its `rows`.
@@ -396,11 +397,13 @@ def rank(
     probs = sampler.probabilities(logits, [options.sampling] * len(logits))
     is_shared = options.row_kind is RowKind.TOKEN
     # What follows no proposal at all is the target's own sample.
-    keys_of = target_keys if is_shared or not proposed else recovery_keys
-    keys = torch.from_numpy(keys_of(options.sampling.seed, base_length, len(proposed) + 1)[places])
-    ids = None if trunk is None or trunk.tokens is None else trunk.tokens.target_ids
-    noise = gumbel(keys.to(logits.device), probs.shape[-1] if ids is None else ids)
-    scores, columns = (probs.log() + noise).topk(count, dim=-1)
+    weights = probs.log()
+    if not options.noise_is_unknown:
+        keys_of = target_keys if is_shared or not proposed else recovery_keys
+        keys = torch.from_numpy(keys_of(options.sampling.seed, base_length, len(proposed) + 1)[places])
+        ids = None if trunk is None or trunk.tokens is None else trunk.tokens.target_ids
+        weights += gumbel(keys.to(logits.device), probs.shape[-1] if ids is None else ids)
+    scores, columns = weights.topk(count, dim=-1)
     if is_shared:
         return _ranking(columns, scores, proposed, places, trunk)
     wanted = [proposed[place] for place in places if place < len(proposed)]

@@ -141,7 +141,9 @@ class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
         self._sampler = sampler
         self._drafts_ahead = drafts_ahead
         self.vocabularies = vocabularies
-        self._histories: defaultdict[tuple[RowKind, bool, bool], OutcomeHistory] = defaultdict(OutcomeHistory)
+        self._histories: defaultdict[tuple[RowKind, bool, bool, bool], OutcomeHistory] = defaultdict(
+            OutcomeHistory
+        )
 
     @property
     def model_info(self) -> ModelInfo:
@@ -170,7 +172,8 @@ class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
         )
         try:
             top_k = options.draft_top_k or self._draft_top_k
-            history = self._histories[options.row_kind, options.sampling.is_greedy, mapped is not None]
+            kind = options.row_kind, options.sampling.is_greedy, options.noise_is_unknown, mapped is not None
+            history = self._histories[kind]
             ahead = (
                 None
                 if options.ahead is None or not self._drafts_ahead

@@ -15,7 +15,8 @@ from coordinator.replicas.pool import Pool
 from coordinator.transport.draft_client import DraftClient
 from draft_service.servicer import DraftedFor
 from tandem.integrations.vllm import TandemProposer
-from tandem.types import DraftOptions, Proposal, RowKind, SparseDistribution
+from tandem.types import DraftOptions, Proposal, RowKind, SparseDistribution, StepProfile
+from tests.service import vllm_stub
 from tests.service.ahead_draft import AheadDraft
 from tests.service.clients import until
 from tests.service.fakes import FakeDraft, counting
@@ -199,6 +200,32 @@ async def test_requests_go_on_with_the_next_draft_when_one_is_killed(monkeypatch
         before = runner.accepted
         await run(proposer, runner, 3)
         assert runner.accepted - before > 2 * 16 * TOKEN_COUNT, "some sequences have no draft"
+
+
+async def test_a_request_goes_to_the_draft_that_has_read_its_beginning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though that draft has more sequences: one more takes it a millisecond, and reading the beginning seconds."""
+    monkeypatch.setattr(vllm_stub, "MAX_LENGTH", 256)
+    profile = StepProfile({(1, 1): 0.010, (4, 1): 0.011, (1, 64): 6.4}, 1)
+    drafts = fitting(FakeDraft(hashed)), fitting(FakeDraft(hashed))
+    for draft in drafts:
+        draft.model_info = replace(draft.model_info, max_length=256, step_profile=profile)
+    runner = CheckedRunner(hashed)
+    async with served(*drafts) as [(one, _), (other, _)], plugged(monkeypatch, one, other) as proposer:
+        await _both_ready(proposer)
+
+        async def placed(prompt: list[int]) -> list[int]:
+            runner.requests.append(Request(prompt))
+            await run(proposer, runner, 3)
+            return [draft.running for draft in drafts]
+
+        first = await placed([7] * 72)
+        assert sorted(first) == [0, 1]
+        assert await placed([7] * 71 + [8]) == [2 * count for count in first]
+        # A text with another beginning goes to the draft that has less to do
+        assert sorted(await placed([9] * 72)) == [1, 2]
+        assert runner.accepted > 0
 
 
 async def test_sequences_leave_a_draft_that_drains(monkeypatch: pytest.MonkeyPatch) -> None:

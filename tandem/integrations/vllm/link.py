@@ -218,16 +218,15 @@ class DraftedRow:
             placement.leave_for_better()
             if asked.count <= 0:
                 return NOTHING
-            if placement.current is None:
-                # The draft reads the sequence while vLLM works.
-                member = placement.candidate(tokens=self)
-                if member is not None and self._room(member) > self._limits.num_speculative_tokens:
-                    placement.enter(member, self)
-                return NOTHING
-            return await self._asked(placement.current, asked, batch)
+            if placement.current is not None:
+                return await self._asked(placement.current, asked, batch)
         except TandemError as error:
             placement.lose(error)
-            return NOTHING
+        # A draft reads the sequence while vLLM works.
+        member = placement.candidate(tokens=self)
+        if member is not None and self._room(member) > self._limits.num_speculative_tokens:
+            placement.enter(member, self)
+        return NOTHING
 
     async def finish(self) -> None:
         """End the sequence; the draft frees it at once."""

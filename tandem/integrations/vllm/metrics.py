@@ -28,7 +28,9 @@ class Counts:
 
     steps: int = _total("Steps of vLLM that asked for proposals.")
     timed_out_steps: int = _total("Steps that waited until their patience was over.")
-    paused_steps: int = _total("Steps that asked nothing because the last waits were in vain.")
+    paused_steps: int = _total(
+        "Steps that asked nothing: the last waits were in vain, or going without makes more tokens."
+    )
     proposals: int = _total("Proposals handed to vLLM.")
     proposed_tokens: int = _total("Tokens of these.")
     verified_tokens: int = _total(

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
@@ -48,93 +49,114 @@ from tandem.vllm_contract import check_plugin, check_runner, lacking
 WORKER = "tandem.integrations.vllm.worker.TandemWorker"
 """The worker class for vLLM's `--worker-cls`."""
 
-_MAX_BRANCHES = 8
+_MAX_BRANCHES = 16
 """Outcomes for each sequence where it is measured whether drafting ahead pays."""
 _MAX_ROWS = 32
 """Branches of all sequences together: a step of so many rows costs a draft little more than one of one row."""
 
 
+class Way(Enum):
+    """What a step of vLLM does for proposals."""
+
+    ALONE = "alone"
+    """It goes without any."""
+    ASKED = "asked"
+    """It asks for them, and waits."""
+    AHEAD = "ahead"
+    """The draft works ahead of it as well."""
+
+
 _TRIAL_STEPS = 12
-"""Steps in a trial of the other way: drafting ahead, or not."""
+"""Steps in a trial of another way."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 32, 8192
 """Steps before the first trial, and between later ones; each that changes nothing doubles the pause."""
 _MEMORY_STEPS = 96.0
-"""Steps that the speed of either way averages over."""
+"""Steps that the speed of each way averages over."""
 
 
 class WaysOfDrafting:
-    """Compares the speed of steps that draft ahead with that of others, and now and then tries the other way.
+    """Keeps to the way whose steps make the most tokens per second, and now and then tries another one.
 
     The time of a step cannot be predicted: vLLM makes it, not a service of ours."""
 
-    def __init__(self) -> None:
-        self.is_on = False
-        self._made = {True: [0.0, 0.0], False: [0.0, 0.0]}
-        """Tokens and seconds of the steps with drafting ahead, and without."""
+    def __init__(self, ways: Sequence[Way]) -> None:
+        """Begin with the first way."""
+        self.best = ways[0]
+        self._made = {way: [0.0, 0.0] for way in ways}
+        """Tokens and seconds of the steps in each way."""
+        self._tried = ways[-1]
+        """The way of the last trial, or of the one in progress."""
         self._steps = 0
         self._pause = self._next_trial = _FIRST_PAUSE
 
-    def begin_step(self) -> bool:
-        """True if the step that begins is to draft ahead."""
+    def begin_step(self) -> Way:
+        """The way of the step that begins."""
         self._steps += 1
         if self._steps == self._next_trial + _TRIAL_STEPS:
             self._end_trial()
-        return self.is_on != (self._steps >= self._next_trial)
+        if self._steps == self._next_trial:
+            self._tried = self._next_way()
+        return self._tried if self._steps >= self._next_trial else self.best
 
-    def end_step(self, was_on: bool, tokens: float, seconds: float) -> None:
+    def end_step(self, way: Way, tokens: float, seconds: float) -> None:
         """Count a step."""
         keep = 1.0 - 1.0 / _MEMORY_STEPS
-        made = self._made[was_on]
+        made = self._made[way]
         made[:] = keep * made[0] + tokens, keep * made[1] + seconds
 
+    def _next_way(self) -> Way:
+        """The way to try: each in turn, but for the best."""
+        ways = [*self._made, *self._made]
+        return next(way for way in ways[ways.index(self._tried) + 1 :] if way is not self.best)
+
     def _end_trial(self) -> None:
-        on, off = (tokens / seconds if seconds else 0.0 for tokens, seconds in self._made.values())
-        is_better = on > off
-        self._pause = _FIRST_PAUSE if is_better != self.is_on else min(2 * self._pause, _LONGEST_PAUSE)
-        self.is_on = is_better
+        def speed(way: Way) -> float:
+            tokens, seconds = self._made[way]
+            return tokens / seconds if seconds else 0.0
+
+        before, self.best = self.best, max(self._made, key=speed)
+        self._pause = _FIRST_PAUSE if self.best is not before else min(2 * self._pause, _LONGEST_PAUSE)
         self._next_trial = self._steps + self._pause
 
 
-class AheadSwitch:
-    """Drafts ahead where that makes more tokens per second, for each size of batch, by powers of two."""
+class WaySwitch:
+    """Drafts, and drafts ahead, where that makes more tokens per second, for each size of batch, by powers of two."""
 
     def __init__(self, option: DraftAhead, token_count: int) -> None:
-        self._option = option
+        self._ways = {
+            "off": (Way.ASKED, Way.ALONE),
+            "auto": (Way.ASKED, Way.AHEAD, Way.ALONE),
+        }.get(str(option), (Way.AHEAD, Way.ALONE))
+        self._branches = option if isinstance(option, int) else 0
         self._token_count = min(token_count, MAX_AHEAD_TOKENS)
-        self._ways: dict[int, WaysOfDrafting] = {}
-        self._last: tuple[WaysOfDrafting, bool] | None = None
-        """The step in progress, if it may be counted."""
-        self._was_on = False
+        self._by_size: dict[int, WaysOfDrafting] = {}
+        self._counted: WaysOfDrafting | None = None
+        """The ways that the step in progress counts for, if for any."""
+        self.way = self._ways[0]
+        """The way of the last step."""
 
     @property
     def max_budget(self) -> AheadBudget | None:
         """The most that any step will grant; None for nothing."""
-        if self._option == "off":
-            return None
-        branches = self._option if isinstance(self._option, int) else _MAX_BRANCHES
-        return AheadBudget(branches, self._token_count)
+        return self._budget(1) if Way.AHEAD in self._ways else None
 
-    def begin_step(self, sequences: int) -> AheadBudget | None:
-        """Budget of each of so many sequences in the step that begins; None for not at all."""
-        if self._option == "off":
-            return None
-        if isinstance(self._option, int):
-            return AheadBudget(self._option, self._token_count)
-        ways = self._ways.setdefault(max(sequences, 1).bit_length(), WaysOfDrafting())
-        is_on = ways.begin_step()
+    def begin_step(self, sequences: int) -> tuple[Way, AheadBudget | None]:
+        """The way of the step that begins with so many sequences, and the budget of each for drafting ahead."""
+        ways = self._by_size.setdefault(max(sequences, 1).bit_length(), WaysOfDrafting(self._ways))
+        last, self.way = self.way, ways.begin_step()
         # A step after a change of ways is half of either.
-        self._last = (ways, is_on) if is_on == self._was_on else None
-        self._was_on = is_on
-        if not is_on:
-            return None
-        return AheadBudget(max(min(_MAX_BRANCHES, _MAX_ROWS // max(sequences, 1)), 1), self._token_count)
+        self._counted = ways if self.way is last else None
+        return self.way, self._budget(sequences) if self.way is Way.AHEAD else None
 
     def end_step(self, tokens: float, seconds: float) -> None:
         """Count the step that has ended: tokens of each sequence, and its time with the wait for proposals."""
-        if self._last is not None:
-            ways, is_on = self._last
-            ways.end_step(is_on, tokens, seconds)
-            self._last = None
+        if self._counted is not None:
+            self._counted.end_step(self.way, tokens, seconds)
+            self._counted = None
+
+    def _budget(self, sequences: int) -> AheadBudget:
+        branches = self._branches or max(min(_MAX_BRANCHES, _MAX_ROWS // max(sequences, 1)), 1)
+        return AheadBudget(branches, self._token_count)
 
 
 MAX_SECONDS = 0.5
@@ -276,8 +298,8 @@ class StepDrafter:
         self.patience = Patience(token_count, settings.draft_patience_seconds)
         self._known: dict[str, KnownSequence] = {}
         self._next_key = 0
-        self._ahead = AheadSwitch(settings.draft_ahead, token_count)
-        max_budget = self._ahead.max_budget
+        self._switch = WaySwitch(settings.draft_ahead, token_count)
+        max_budget = self._switch.max_budget
         name = uuid.uuid4().hex[:8]  # several vLLMs may share a draft, whose log names their sequences
         self.link = DraftLink(
             lambda: draft_pool(settings, target, tokenizer),
@@ -287,6 +309,7 @@ class StepDrafter:
                 row_kind=RowKind.TOKEN if asked.sampling.is_greedy else RowKind.SUPPORT,
                 ahead=max_budget,
                 tokenizer_hash=target.tokenizer_hash,
+                noise_is_unknown=True,
             ),
             DraftLimits(token_count, target.vocabulary_size),
             self.counts,
@@ -327,7 +350,7 @@ class StepDrafter:
             self._asked(
                 self._begun(data.req_id, sampling_of(data.sampling_params)),
                 data.prefill_token_ids or data.prompt_token_ids or (),
-                is_asking=True,
+                is_asking=self._switch.way is not Way.ALONE,
             )
             for data in new
         ]
@@ -339,8 +362,9 @@ class StepDrafter:
         began = time.monotonic()
         sequences = [self._known.get(row.name) or self._begun(row.name, GREEDY) for row in rows]
         self._learn(sequences, rows, began)
-        budget = self._ahead.begin_step(len(rows))
-        seconds = self.patience.seconds if self.patience.may_ask() else 0.0
+        way, budget = self._switch.begin_step(len(rows))
+        is_asking = way is not Way.ALONE and self.patience.may_ask()
+        seconds = self.patience.seconds if is_asking else 0.0
         asked = [
             self._asked(
                 sequence, row.tokens_from(sequence.length), is_asking=seconds > 0.0 and row.sampled > 0
@@ -387,7 +411,7 @@ class StepDrafter:
         if now - self._answered_at < 30.0:
             self.patience.stepped(now - self._answered_at)
             mean = sum(count for _, count in continued) / len(continued)
-            self._ahead.end_step(mean, now - self._asked_at)
+            self._switch.end_step(mean, now - self._asked_at)
 
     def _count(
         self,

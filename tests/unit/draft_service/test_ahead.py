@@ -11,16 +11,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draft_service.proposers import DraftedSequence
-from draft_service.proposers.ahead import MAX_ROUND_BYTES, OutcomeHistory, Ranking
+from draft_service.proposers import DraftedSequence, ahead
+from draft_service.proposers.ahead import OutcomeHistory, Ranking, rank
 from draft_service.proposers.drafting import propose_head
 from draft_service.proposers.standalone import StandaloneProposer
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.selection import Backends
 from tandem.engine.models.loading import LoadedModel
+from tandem.engine.sampler import TORCH_SAMPLER
 from tandem.engine.settings import EngineSettings
 from tandem.errors import InvalidRequestError
 from tandem.types import (
@@ -47,6 +49,7 @@ GREEDY = DraftOptions("r", SamplingParams(temperature=0.0), ahead=BUDGET, row_ki
 STRICT = DraftOptions("r", SamplingParams(1.0, seed=3), ahead=BUDGET, row_kind=RowKind.TOKEN)
 SUPPORT = DraftOptions("r", SamplingParams(0.9, seed=4), ahead=BUDGET, row_kind=RowKind.SUPPORT)
 MakeModel = Callable[[str], LoadedModel]
+_FEW_BYTES = 40_000
 
 
 @asynccontextmanager
@@ -233,9 +236,12 @@ async def test_no_outcomes_are_drafted_if_they_cannot_be_predicted(
         assert sequence.pushed is None or sequence.pushed.empty()
 
 
-@pytest.mark.parametrize(("options", "most"), [(SUPPORT, MAX_ROUND_BYTES), (STRICT, 650), (GREEDY, 650)])
-async def test_a_rounds_messages_are_bounded(make_model: MakeModel, options: DraftOptions, most: int) -> None:
+@pytest.mark.parametrize(("options", "most"), [(SUPPORT, _FEW_BYTES), (STRICT, 650), (GREEDY, 650)])
+async def test_a_rounds_messages_are_bounded(
+    make_model: MakeModel, options: DraftOptions, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Supports of 64 ids for 16 outcomes of 5 tokens are over 40 KB: the last outcomes are given up."""
+    monkeypatch.setattr(ahead, "MAX_ROUND_BYTES", _FEW_BYTES)
     budget = AheadBudget(16, 5)
     flat = replace(options, ahead=budget, sampling=replace(options.sampling, temperature=50.0))
     if options is GREEDY:
@@ -300,7 +306,9 @@ async def test_hits_that_follow_each_other_have_what_would_be_proposed(
     """Each goes on with a branch of the one before; where it is the first outcome, a lead shortens the way."""
     leads = 0
     async with proposing(make_model(family)) as proposer, proposer.sequence(options) as sequence:
-        accepted_so_far = proposer._histories[options.row_kind, options.sampling.is_greedy, False]._accepted
+        accepted_so_far = proposer._histories[
+            options.row_kind, options.sampling.is_greedy, False, False
+        ]._accepted
         accepted_so_far._rates = [0.99] * len(
             accepted_so_far._rates
         )  # as a draft that is nearly always right
@@ -462,3 +470,18 @@ def test_the_first_of_many_are_those_of_few_distinct_and_possible(
         places = [own.token_ids[accepted].index(t) for a, t in everything if a == accepted]
         if not came:
             assert places == sorted(places), "at first a row's candidates come in their own order"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_where_the_targets_noise_is_unknown_the_likeliest_outcomes_come_first(seed: int) -> None:
+    """An engine other than Tandem's draws with noise of its own: ours would only shuffle the outcomes."""
+    logits = torch.randn(K + 1, 64, generator=torch.Generator().manual_seed(seed))
+    options = replace(SUPPORT, sampling=SamplingParams(1.0, seed=seed))
+    likeliest = logits.argsort(-1, descending=True)[:, :16].tolist()
+    proposed_ids = [row[0] for row in likeliest[:K]]
+    shuffled = rank(logits, proposed_ids, 5, options, TORCH_SAMPLER)
+    found = rank(logits, proposed_ids, 5, replace(options, noise_is_unknown=True), TORCH_SAMPLER)
+    assert found is not None
+    assert found.token_ids == likeliest
+    assert shuffled is not None
+    assert shuffled.token_ids != likeliest

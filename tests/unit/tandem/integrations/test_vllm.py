@@ -14,9 +14,10 @@ from tandem.integrations.vllm.link import target_info, why_unfit
 from tandem.integrations.vllm.proposer import (
     MAX_SECONDS,
     MIN_SECONDS,
-    AheadSwitch,
     Entries,
     Patience,
+    Way,
+    WaySwitch,
     asks,
     sampling_of,
 )
@@ -153,21 +154,50 @@ def test_waits_in_vain_end_and_become_rarer() -> None:
 
 
 def test_drafting_ahead_as_configured() -> None:
-    assert AheadSwitch("off", 4).begin_step(1) is None
-    assert AheadSwitch("off", 4).max_budget is None
-    assert AheadSwitch(5, 4).begin_step(16) == AheadBudget(5, 4)
+    assert WaySwitch("off", 4).begin_step(1) == (Way.ASKED, None)
+    assert WaySwitch("off", 4).max_budget is None
+    assert WaySwitch(5, 4).begin_step(16) == (Way.AHEAD, AheadBudget(5, 4))
+    assert WaySwitch("auto", 4).max_budget == AheadBudget(16, 4)
 
 
-@pytest.mark.parametrize(("ahead_seconds", "pays"), [(0.01, True), (0.03, False)])
-def test_drafting_ahead_is_used_where_it_was_measured_to_pay(ahead_seconds: float, pays: bool) -> None:
-    switch = AheadSwitch("auto", 4)
-    ways = []
-    for _ in range(400):
-        is_ahead = switch.begin_step(1) is not None
-        ways.append(is_ahead)
-        switch.end_step(3.0, ahead_seconds if is_ahead else 0.02)
-    assert any(ways), "it was never tried"
-    assert (sum(ways[-200:]) > 100) is pays
+@pytest.mark.parametrize(
+    ("asked", "ahead", "alone", "best"),
+    [
+        (150.0, 300.0, 50.0, Way.AHEAD),
+        (150.0, 100.0, 50.0, Way.ASKED),
+        (35.0, 40.0, 50.0, Way.ALONE),
+        (40.0, 35.0, 50.0, Way.ALONE),
+    ],
+)
+def test_the_way_that_was_measured_to_make_the_most_tokens_is_taken(
+    asked: float, ahead: float, alone: float, best: Way
+) -> None:
+    """By tokens per second of each way; a step without a proposal makes one token."""
+    speeds, tokens = (
+        {Way.ASKED: asked, Way.AHEAD: ahead, Way.ALONE: alone},
+        {Way.ASKED: 3.0, Way.AHEAD: 3.0, Way.ALONE: 1.0},
+    )
+    switch = WaySwitch("auto", 4)
+    taken = []
+    for _ in range(1000):
+        way, budget = switch.begin_step(1)
+        assert (budget is not None) is (way is Way.AHEAD)
+        taken.append(way)
+        switch.end_step(tokens[way], tokens[way] / speeds[way])
+    assert set(taken) == set(Way), "one was never tried"
+    assert taken[-500:].count(best) > 450
+
+
+def test_drafts_of_which_next_to_nothing_is_accepted_cost_few_steps() -> None:
+    """Even where drafting ahead is set to always: a step of 25 ms then waits 16 ms for 0.3 tokens."""
+    switch = WaySwitch(8, 4)
+    seconds = tokens = 0.0
+    for _ in range(2000):
+        way, _ = switch.begin_step(1)
+        made, took = (1.0, 0.025) if way is Way.ALONE else (1.3, 0.041)
+        switch.end_step(made, took)
+        tokens, seconds = tokens + made, seconds + took
+    assert tokens / seconds > 0.97 * 40.0
 
 
 @pytest.mark.usefixtures("address")

@@ -432,6 +432,8 @@ class DraftOptions:
     """Tokenizer of the sequence's tokens; empty for the draft's own."""
     vocabulary_mapping: VocabularyMapping = VocabularyMapping.AUTO
     """How tokens of another tokenizer are proposed."""
+    draft_support_mass: float = 0.0
+    """Share of the probability of these tokens that the draft's distribution holds; 0 means the service's default."""
     noise_is_unknown: bool = False
     """True if the target draws with noise that the draft cannot compute, as an engine other than Tandem's does."""
 

@@ -2,7 +2,8 @@
 
 Targets and drafts whose steps sleep, a coordinator for each target, and drafts that all of them share. Clients stream
 without a pause. Per-client rates are compared with the computed rate of drafts on the targets' devices, which costs
-nothing but its steps. With --kills, drafts are killed and started again meanwhile, and every text is compared.
+nothing but its steps. With --kills, drafts are killed and started again meanwhile, and every text is compared. With
+--fair, a client with one stream is measured beside another with many.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from benchmarks.common import floats, free_port, process
+from benchmarks.common import floats, free_port, process, service
 from benchmarks.load.fakes import Script
 from benchmarks.pace import Pace
 from coordinator.cli.planning import Fleet, StepTimes, fleet_plan
 from tandem.client import Client
 from tandem.errors import TandemError
+from tandem.model_sources.bundled import demo_pair
 from tandem.types import GenerationRequest
 
 _PROMPT = (300, 301, 302, 303)
@@ -112,17 +114,19 @@ async def fleet(options: argparse.Namespace, clients: int) -> AsyncIterator[tupl
                     *("--per-8-tokens", str(pace.per_8_rows), "--max-step-sequences", str(most), *common),
                 )
             )
-            address, _ = await stack.enter_async_context(
-                process(
-                    _COORDINATOR,
-                    *("--target-address", target),
-                    *("--draft-address", ",".join(address for address, _ in drafts)),
-                    *("--num-speculative-tokens", str(options.tokens), "--speculation-policy", "fixed"),
-                    *("--draft-ahead", "off", "--target-lead", "0", *options.words),
-                )
-            )
-            coordinators.append(address)
+            running = coordinator(options, target, ",".join(address for address, _ in drafts))
+            coordinators.append(await stack.enter_async_context(running))
         yield coordinators, [pid for _, pid in drafts]
+
+
+def coordinator(options: argparse.Namespace, target: str, drafts: str) -> AbstractAsyncContextManager[str]:
+    """A coordinator of a target and drafts, whose rounds take turns."""
+    return service(
+        _COORDINATOR,
+        *("--target-address", target, "--draft-address", drafts),
+        *("--num-speculative-tokens", str(options.tokens), "--speculation-policy", "fixed"),
+        *("--draft-ahead", "off", "--target-lead", "0", *options.words),
+    )
 
 
 async def load(
@@ -184,6 +188,33 @@ async def main(options: argparse.Namespace) -> None:
                 _show_kills(found, disturbed)
 
 
+async def fairness(options: argparse.Namespace) -> None:
+    """Print the speed of a client with one stream of the demo pair, alone and beside one with many at the same draft.
+
+    The draft has its engine, which shares steps and places; targets and coordinators are each client's own.
+    """
+    pair = demo_pair()
+    async with AsyncExitStack() as stack:
+
+        async def model(role: str) -> str:
+            folder = pair.target if role == "target" else pair.draft
+            words = ("--role", role, "--pace", options.pace_text, "--model", str(folder), "--threads", "1")
+            return await stack.enter_async_context(service("benchmarks.pace", *words))
+
+        draft = await model("draft")
+        small, large = [
+            await stack.enter_async_context(coordinator(options, await model("target"), draft))
+            for _ in range(2)
+        ]
+        sys.stdout.write("| streams beside it | tokens/s | each of theirs |\n|---|---|---|\n")
+        for beside in (0, options.fair, 0):
+            found = await load([small, *[large] * beside], 1 + beside, options)
+            own, *others = [count / 1000 for count in found.tokens]
+            theirs = f"{statistics.mean(others):.2f}" if others else ""
+            sys.stdout.write(f"| {beside} | {own:.2f} | {theirs} |\n")
+            sys.stdout.flush()
+
+
 def _show_kills(before: Streams, found: Streams) -> None:
     """Pauses: how much longer than a usual gap a stream waited, for gaps in which a draft was killed."""
     usual = statistics.median(gap for _, gap in before.gaps)
@@ -205,7 +236,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The settings that the command line asks for, those of the coordinators under `words`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.fleet", description=__doc__)
     add = parser.add_argument
-    add("--pace", type=Pace.from_text, default="3.25,12,8", help="VERIFY_MS,DRAFT_STEP_MS,PER_8_ROWS")
+    add("--pace", dest="pace_text", default="3.25,12,8", help="VERIFY_MS,DRAFT_STEP_MS,PER_8_ROWS")
     add("--targets", type=int, default=4)
     add("--drafts", type=int, default=2)
     add("--clients", type=int, default=16, help="with drafts on the targets' devices")
@@ -217,12 +248,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--seconds", type=float, default=20.0, help="of each measurement")
     add("--warm-up", type=float, default=4.0, help="seconds that do not count")
     add("--max-tokens", type=int, default=400, help="of each text")
+    add("--fair", type=int, default=0, help="measure instead one stream beside so many of another client")
     add("--kills", type=int, default=0, help="drafts to kill, in a last measurement")
     add("--every", type=float, default=2.0, help="seconds between two kills")
     options, words = parser.parse_known_args(arguments)
     options.words = words
+    options.pace = Pace.from_text(options.pace_text)
     return options
 
 
 if __name__ == "__main__":
-    asyncio.run(main(parse(sys.argv[1:])))
+    chosen = parse(sys.argv[1:])
+    asyncio.run(fairness(chosen) if chosen.fair else main(chosen))

@@ -172,24 +172,19 @@ class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
         )
         try:
             top_k = options.draft_top_k or self._draft_top_k
+            mass = options.draft_support_mass or self._support_mass
             kind = options.row_kind, options.sampling.is_greedy, options.noise_is_unknown, mapped is not None
             history = self._histories[kind]
             ahead = (
                 None
                 if options.ahead is None or not self._drafts_ahead
-                else AheadDrafter(
-                    self._engine, cached, options, top_k, self._support_mass, self._sampler, history, grammar
-                )
+                else AheadDrafter(self._engine, cached, options, top_k, mass, self._sampler, history, grammar)
             )
             if mapped is None:
-                yield StandaloneSequence(
-                    self._engine, cached, options, top_k, self._support_mass, ahead, grammar
-                )
+                yield StandaloneSequence(self._engine, cached, options, top_k, mass, ahead, grammar)
             else:
                 masks = None if mapped.tokens is None else grammar
-                drafted = StandaloneSequence(
-                    self._engine, cached, options, top_k, self._support_mass, grammar=masks
-                )
+                drafted = StandaloneSequence(self._engine, cached, options, top_k, mass, grammar=masks)
                 yield MappedSequence(drafted, mapped, ahead, grammar)
         finally:
             self._engine.release(cached)

@@ -101,6 +101,7 @@ async def test_each_requests_distributions_are_given_to_vllm_by_its_name(
                 assert probs.sum() == 1.0
     asked = {options.sampling.temperature: options.row_kind for options in draft.options}
     assert asked == {0.7: RowKind.SUPPORT, 0.0: RowKind.TOKEN, 1.0: RowKind.SUPPORT}
+    assert all(options.noise_is_unknown for options in draft.options)
 
 
 async def test_a_name_that_comes_again_is_another_request(monkeypatch: pytest.MonkeyPatch) -> None:

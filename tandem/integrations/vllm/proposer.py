@@ -49,6 +49,9 @@ from tandem.vllm_contract import check_plugin, check_runner, lacking
 WORKER = "tandem.integrations.vllm.worker.TandemWorker"
 """The worker class for vLLM's `--worker-cls`."""
 
+_DRAFT_TOP_K, _DRAFT_SUPPORT_MASS = 1024, 0.99
+"""Wider than a coordinator's, which has a target send probabilities of as many tokens back: acceptance is then within a
+point of a draft's that draws from all tokens (docs/measurements.md)."""
 _MAX_BRANCHES = 16
 """Outcomes for each sequence where it is measured whether drafting ahead pays."""
 _MAX_ROWS = 32
@@ -309,6 +312,8 @@ class StepDrafter:
                 row_kind=RowKind.TOKEN if asked.sampling.is_greedy else RowKind.SUPPORT,
                 ahead=max_budget,
                 tokenizer_hash=target.tokenizer_hash,
+                draft_top_k=_DRAFT_TOP_K,
+                draft_support_mass=_DRAFT_SUPPORT_MASS,
                 noise_is_unknown=True,
             ),
             DraftLimits(token_count, target.vocabulary_size),

@@ -472,6 +472,22 @@ def test_the_first_of_many_are_those_of_few_distinct_and_possible(
             assert places == sorted(places), "at first a row's candidates come in their own order"
 
 
+async def test_a_sequence_may_ask_for_narrower_distributions(make_model: MakeModel) -> None:
+    """Those of its proposals and of what is drafted ahead."""
+    sizes = []
+    async with proposing(make_model("llama"), draft_top_k=64) as proposer:
+        for mass in (0.0, 0.5):
+            async with proposer.sequence(replace(SUPPORT, draft_support_mass=mass)) as sequence:
+                answer = await proposed(sequence, ProposeStep(Delta(0, PROMPT), K, BUDGET))
+                drafted = await pushed(sequence)
+            found = [
+                *answer.distributions,
+                *(each for column in drafted.columns for each in column.distributions),
+            ]
+            sizes.append(max(len(each.token_ids) for each in found))
+    assert sizes[1] < sizes[0]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_where_the_targets_noise_is_unknown_the_likeliest_outcomes_come_first(seed: int) -> None:
     """An engine other than Tandem's draws with noise of its own: ours would only shuffle the outcomes."""

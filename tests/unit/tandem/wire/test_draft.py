@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -104,6 +105,8 @@ BUDGET = AheadBudget(4, 3)
     ("request_", "words"),
     [
         (DraftOptions("r", SamplingParams(), draft_top_k=-1), "draft_top_k is -1"),
+        (DraftOptions("r", SamplingParams(), draft_support_mass=1.5), "draft_support_mass is 1.5"),
+        (DraftOptions("r", SamplingParams(), draft_support_mass=math.nan), "draft_support_mass is nan"),
         (DraftOptions("r", SamplingParams(), row_kind=RowKind.DENSE), "row_kind is ROW_KIND_DENSE"),
         (
             DraftOptions("r", SamplingParams(), ahead=AheadBudget(1000, 1)),

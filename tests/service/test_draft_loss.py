@@ -84,7 +84,7 @@ async def test_another_draft_takes_over(code: grpc.StatusCode) -> None:
     assert completed.stats.accepted == completed.stats.drafted > TOKENS / 2
 
 
-@pytest.mark.parametrize(("step", "opened"), [(10, 1), (16, 0)])
+@pytest.mark.parametrize(("step", "opened"), [(10, 1), (17, 0)])
 async def test_no_other_draft_takes_over_for_the_last_few_tokens(step: int, opened: int) -> None:
     failing, other = Failing(*range(step, 99)), FakeDraft()
     async with asyncio.timeout(SECONDS), fleet(FakeTarget(), failing, other) as (client, *_):

@@ -431,7 +431,9 @@ class RequestSpeculation:
         is_settled = not is_ahead or self.load == 1 or self._awaited_rounds > 2
         if self._draft_ahead == "auto" and is_settled:
             self._compare_ways(choice, proposed, cost.seconds, is_ahead)
-        if is_ahead == bool(choice.way.outcomes) and cost.is_uniform and not cost.was_late:
+        # Rounds that try what was not chosen are not what the prediction is of.
+        is_chosen = is_ahead == bool(choice.way.outcomes) and (proposed > 0) == (choice.tokens > 0)
+        if is_chosen and cost.is_uniform and not cost.was_late:
             choice.count(proposed, cost.seconds)
 
     def _compare_ways(self, choice: Choice, proposed: int, seconds: float, is_ahead: bool) -> None:

@@ -161,6 +161,9 @@ def test_a_predicted_gain_is_at_most_what_a_whole_proposal_makes(leads: bool) ->
         for decision in controller.decisions():
             assert decision.gain <= K + 1, decision.reason
     assert alone > 4, "some rounds tried it"
+    (decision,) = controller.decisions()
+    assert decision.num_speculative_tokens > 0
+    assert decision.measured_seconds < 1.5 * decision.predicted_seconds, "of rounds as they were chosen to be"
 
 
 def test_each_target_has_its_own_cost_model() -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -21,9 +22,11 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from hatch_build import published
+from tandem.client import Client
 from tests import bundled_kernels
 from tests.commands import Ran
-from tests.end_to_end.processes import clean_environment, running
+from tests.end_to_end.processes import Process, clean_environment, descendants, is_alive, running
+from tests.end_to_end.test_shutdown import END_SECONDS, REQUEST
 from tests.paths import DEMO_DRAFT, DEMO_EAGLE3, DEMO_TARGET, ROOT, SMOLLM2_EAGLE3
 
 DRIVER = """
@@ -55,6 +58,7 @@ class Newcomer:
     """The coordinator's address."""
     url: str
     """The page's URL, without the / at its end."""
+    cluster: Process
 
     def run(self, *lines: str) -> list[Ran]:
         """Run `tandem` commands in one process, because importing it takes a second, and return what each did."""
@@ -96,6 +100,7 @@ SOURCES = (
 OUTER_PACKAGES = sysconfig.get_path("purelib")
 # Hides torch, as on a machine without the extra.
 HIDE_TORCH = "import os, sys; os.environ.get('TEST_HIDES_TORCH') and sys.modules.__setitem__('torch', None)"
+FOREIGN_MODULES = ("torch", "grpc", "uvloop", "runpy")
 GETTING_STARTED = (ROOT / "docs" / "getting-started.md").read_text(encoding="utf-8")
 PAGES = ((ROOT / "README.md").read_text(encoding="utf-8"), GETTING_STARTED)
 
@@ -176,12 +181,15 @@ def test_a_wheel_describes_itself_with_links_that_work(wheel: Path) -> None:
 
 @pytest.fixture(scope="module")
 def newcomer(commands: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Newcomer]:
-    """Run one cluster of the demo pair for all commands, and check its exit."""
+    """Run one cluster of the demo pair for all commands."""
     folder = tmp_path_factory.mktemp("anywhere")
-    # A checkout's own packages must not come before those of the wheel.
-    for package in ("tandem", "target_service", "coordinator"):
-        (folder / package).mkdir()
-        (folder / package / "__init__.py").write_text("raise RuntimeError", encoding="utf-8")
+    # Python files of the user's folder must never run: neither a checkout's packages nor modules with names of ours.
+    for module in ("tandem/__init__", "target_service/__init__", "coordinator/__init__", *FOREIGN_MODULES):
+        path = folder / f"{module}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(
+            f"open({str(folder / 'ran')!r}, 'a').write(__file__)\nraise SystemExit(9)\n", encoding="utf-8"
+        )
     options = ("--model", "demo", "--port", "0", "--http-port", "0", "--threads", "1", "--log-level", "error")
     # There is no compiler, so the wheel's own kernels must work.
     compile_mode = "on" if bundled_kernels.CAN_COMPILE else "off"
@@ -193,11 +201,7 @@ def newcomer(commands: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     ) as process:
         address = process.line("tandem up: ready on ", seconds=300)
         url = process.line("page on ").partition("/ ")[0]
-        yield Newcomer(commands, folder, address, url)
-        assert process.stop() == 0
-        # The HTTP server logs gRPC calls to the page's port itself.
-        lines = [line for line in process.stderr.splitlines() if "Invalid HTTP request" not in line]
-        assert lines == []
+        yield Newcomer(commands, folder, address, url, process)
 
 
 def test_the_demo_pair_is_served_from_any_folder(newcomer: Newcomer) -> None:
@@ -241,6 +245,27 @@ def test_every_curl_and_python_of_the_pages_works(newcomer: Newcomer) -> None:
     assert len(sources) >= 2
     for source in sources:
         assert newcomer.python(source.replace("127.0.0.1:50051", newcomer.address)).strip(), source
+
+
+async def test_a_closed_terminal_ends_the_cluster_after_its_requests_and_leaves_no_process(
+    newcomer: Newcomer,
+) -> None:
+    process = newcomer.cluster
+    children = descendants(process.pid)
+    assert len(children) >= 3
+    async with Client(newcomer.address) as client:
+        chunks = client.generate(REQUEST)
+        tokens = [*(await anext(chunks)).token_ids]
+        # The system sends the signal, and then the shell does.
+        process.signal(signal.SIGHUP)
+        process.signal(signal.SIGHUP)
+        tokens += [token async for chunk in chunks for token in chunk.token_ids]
+    assert len(tokens) == REQUEST.max_tokens
+    assert process.wait(END_SECONDS) == 0
+    assert not any(map(is_alive, children))
+    # The HTTP server logs gRPC calls to the page's port itself.
+    assert [line for line in process.stderr.splitlines() if "Invalid HTTP request" not in line] == []
+    assert not (newcomer.folder / "ran").exists(), (newcomer.folder / "ran").read_text(encoding="utf-8")
 
 
 @pytest.mark.soak

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -21,7 +20,6 @@ from tandem.v1.target_pb2 import TargetServiceGetModelInfoRequest
 from tandem.v1.target_pb2_grpc import TargetServiceStub
 from tests.end_to_end.processes import (
     START_SECONDS,
-    TANDEM,
     Process,
     address_of,
     coordinator,
@@ -122,48 +120,6 @@ def test_hangups_are_heeded_except_under_nohup(wrapper: str) -> None:
         assert bool(ignored >> (signal.SIGHUP - 1) & 1) is bool(wrapper)
         process.signal(signal.SIGTERM if wrapper else signal.SIGHUP)
         assert process.wait(QUICK_SECONDS) == 0
-
-
-@contextmanager
-def cluster() -> Iterator[Process]:
-    """`tandem up` with the bundled pair, in a folder whose Python files must never run."""
-    with TemporaryDirectory(prefix="tandem-poison-") as name:
-        folder = Path(name)
-        poison(folder)
-        command = (TANDEM, "up", "--model", "demo", "--port", "0", "--threads", "1", "--log-level", "error")
-        # The adaptive policy may find that speculation does not pay on a busy machine.
-        fixed = {"TANDEM_COORDINATOR_SPECULATION_POLICY": "fixed"}
-        with running(*command, environment=fixed, working_folder=folder) as process:
-            yield process
-        assert not (folder / "ran").exists(), (folder / "ran").read_text(encoding="utf-8")
-
-
-def poison(folder: Path) -> None:
-    """Put modules with the names of the services' imports into a folder, and packages that `python -m` would start."""
-    code = f"open({str(folder / 'ran')!r}, 'a').write(__file__)\nraise SystemExit(9)\n"
-    for package in ("target_service", "draft_service", "coordinator"):
-        (folder / package).mkdir()
-        (folder / package / "__init__.py").write_text(code, encoding="utf-8")
-    for module in ("torch", "grpc", "uvloop", "runpy"):
-        (folder / f"{module}.py").write_text(code, encoding="utf-8")
-
-
-async def test_a_cluster_finishes_running_requests_and_leaves_no_process() -> None:
-    with cluster() as process:
-        address = process.line("tandem up: ready on ")
-        children = descendants(process.pid)
-        # Three services and their own children.
-        assert len(children) >= 3
-        async with Client(address) as client:
-            task = await generation(client)
-            # As when a terminal closes: the system sends the signal, and then the shell does.
-            process.signal(signal.SIGHUP)
-            process.signal(signal.SIGHUP)
-            completed = await task
-        assert len(completed.token_ids) == TOKENS
-        assert process.wait(END_SECONDS) == 0
-        assert not any(map(is_alive, children))
-        assert process.stderr == ""
 
 
 @contextmanager

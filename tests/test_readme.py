@@ -63,7 +63,7 @@ def run(command: str) -> str:
 
 def demonstrate() -> str:
     """Run `make demo` on one prompt, over forks in place of `tandem up`, which tests/test_first_hour.py runs."""
-    asked = ["make", "--dry-run", "demo", "ARGS=--model demo"]
+    asked = ["make", "--no-print-directory", "--dry-run", "demo", "ARGS=--model demo"]
     recipe = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert recipe.splitlines()[-1].endswith("/python -m benchmarks.demo --model demo")
 

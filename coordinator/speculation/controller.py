@@ -7,6 +7,7 @@ The K of a round, possibly 0, is the one with the highest expected tokens per se
 TurboSpec (Liu et al. 2024, arXiv 2406.14066) calls this goodput; vLLM's dynamic speculation chooses K by it. The
 costs are known before the first round (`costs`). The acceptance is learnt from every proposal (`gains`), and taken
 for what it may be at best while few were verified, so that drafting begins, and goes on until it is known not to pay.
+Now and then some rounds go as they were not chosen to, because what is known of those is a prediction, or old.
 """
 
 from __future__ import annotations
@@ -16,25 +17,18 @@ from typing import NamedTuple
 
 from coordinator.rejection.strategies import GREEDY, STRICT
 from coordinator.speculation.ahead import (
-    AheadModel,
     DraftAhead,
     Unfinished,
     outcome_choices,
     tokens_after_hit,
     tokens_after_miss,
 )
-from coordinator.speculation.costs import (
-    NO_PROFILE,
-    SURPRISE,
-    TARGET_COMMON,
-    CostModel,
-    StepCosts,
-    load_class,
-)
+from coordinator.speculation.costs import TARGET_COMMON, CostModel, StepCosts, Way, load_class
 from coordinator.speculation.gains import (
     FIRST_RATE,
+    MEMORY,
     WINDOW,
-    AcceptanceModel,
+    GainModel,
     RequestAcceptance,
     RequestKind,
     expected_tokens,
@@ -53,264 +47,230 @@ simulations 1 loses 1 % of the first 100 rounds, and 1.5 3 %."""
 TURN_SHARE = 0.005
 """Share of the tokens that is lost by rounds that try what was not chosen: the target alone, drafting, or drafting
 ahead."""
+FIRST_TURN_SHARE = 0.025
+"""The same until the first such turn: what was not tried is a prediction. With 0.08 the first 100 rounds of simulations
+lose 2 %."""
+MOST_LOST = 0.75
+"""Rounds that each round of a turn is taken to lose, at most: a way of working that looks so bad may be measured in a
+crowd, and is not to wait for long."""
 TURN_ROUNDS = 4
 """Rounds of one request in such a turn: the target alone is asked for the first, and settles after the second; a draft
 reads in the first what was committed since the last turn."""
-HOPELESS = 0.9
-"""Predicted gain below which one request alone tries drafting: what rounds of all take is rarely known so badly."""
-TURN_WAIT_ROUNDS = 24
-"""Rounds of one request after which a turn without enough proposals is given up."""
 RENEWAL_ROUNDS = 8
-"""Rounds of each request between two decisions, doubled up to this number from 1 on. A decision takes 40 us, so that
-its share of a round is 5 us. With 32 the demo pair makes a tenth fewer of its first hundred tokens."""
+"""Rounds of each request between two decisions, doubled up to this number from 1 on. With 32 the demo pair
+makes a tenth fewer of its first hundred tokens."""
 BURST = 4
 """Requests that may begin at once with a draft stream. When more arrive at once, the later ones open no draft stream
 until the load is known: a draft that is not needed would read their prompts in vain."""
 
-
-class Way(NamedTuple):
-    """Rounds that draft ahead, or rounds that do not."""
-
-    outcomes: int
-    """How many outcomes of a verification the draft works ahead for; 0: it does not."""
-    seconds: list[float]
-    """Predicted seconds of a round, by proposed tokens. Of one that drafts ahead: of as many tokens as such a round
-    makes without."""
-
-    def speeds(self, expected: Sequence[float]) -> list[float]:
-        """Tokens per second by proposed tokens."""
-        return [tokens / max(seconds, 1e-9) for tokens, seconds in zip(expected, self.seconds, strict=True)]
-
-
-_UNKNOWN = Way(0, [])
 _DECIDED_BY_TOKENS = (GREEDY.name, STRICT.name)
 """Rules by which a target that leads can decide rounds with a proposal."""
+
+
+class Plan(NamedTuple):
+    """Proposed tokens, and outcomes that the draft works ahead for."""
+
+    tokens: int
+    outcomes: int = 0
+
+    @property
+    def way(self) -> Way:
+        """The way of working."""
+        return Way.ASKED if not self.tokens else Way.AHEAD if self.outcomes else Way.DRAFTED
+
+
+ALONE = Plan(0)
+
+
+class Terms(NamedTuple):
+    """What requests with one decision have in common."""
+
+    kind: RequestKind
+    max_tokens: int
+    """Tokens of the longest proposal."""
+    is_adaptive: bool = True
+    """False under a fixed policy: measurements do not change how much is proposed."""
+    draft_ahead: DraftAhead = "off"
+    leads: bool = False
+    """True if the target, left alone, begins the next rounds before it is asked."""
 
 
 class Choice:
     """The decision for one kind of request at one load."""
 
-    def __init__(
-        self,
-        costs: CostModel,
-        gains: AcceptanceModel,
-        ahead: AheadModel,
-        load: int,
-        lengths: Sequence[int],
-        outcomes: Sequence[int] = (0,),
-    ) -> None:
-        """
-        Args:
-            ahead: What drafting ahead changes.
-            lengths: Numbers of tokens to choose from, ascending; a fixed policy leaves one.
-            outcomes: Numbers of outcomes to choose from, ascending; 0: not ahead.
-        """
+    def __init__(self, costs: CostModel, gains: GainModel, terms: Terms, load: int) -> None:
         self.costs = costs
         self.gains = gains
-        self.ahead = ahead
         self.load = load
-        self._lengths = lengths
-        self._outcomes = outcomes
-        self.tokens = self.max_tokens = lengths[-1]
-        """K, and the longest one."""
-        self.way = self._other_way = _UNKNOWN._replace(outcomes=outcomes[0])
-        """How rounds are, and how they might be."""
-        self.best_drafting = 0
-        """The best K above 0 by prediction; 0 before any prediction."""
+        self.max_tokens = terms.max_tokens
+        self._lengths = range(self.max_tokens + 1) if terms.is_adaptive else (self.max_tokens,)
+        self._outcomes = outcome_choices(terms.draft_ahead)
+        self.plan = self.compared = Plan(self.max_tokens, self._outcomes[0])
+        """How rounds are, and the best way to draft, with which the target alone is compared."""
         self.rates: list[float] = []
         """Conditional acceptance by position."""
         self.expected: list[float] = []
-        """Expected tokens of a round, by proposed tokens."""
-        self.tokens_per_second: list[float] = []
-        """Predicted tokens per second of each request, by proposed tokens; empty before anything is known."""
-        self.predicted_seconds = 0.0
-        self.measured_seconds = 0.0
-        """Measured seconds of the rounds that were also predicted."""
+        """Expected tokens of a round, by proposed tokens; empty before anything is known."""
+        self._seconds: dict[int, list[float]] = {}
+        """Predicted seconds of a round by outcomes that are drafted ahead for, and by proposed tokens."""
+        self._best: dict[Way, Plan] = {}
+        """The best plan of each way of working."""
+        self.predicted_seconds = self.measured_seconds = 0.0
+        """Of recent rounds that went as they were chosen to."""
         self._rounds = 0
-        self._renew_in = 0
-        self._pause = 1
-        self._turn: tuple[int, int] | None = None
-        """K and outcomes of the turn in progress."""
-        self._turn_of: RequestSpeculation | None = None
-        """The only request whose turn it is; None: that of all."""
-        self._next_turn = self._turn_end = self._turn_rounds = 0
-        """Rounds: the first of the next turn, the last of this one, and those that it still needs."""
-        self._turn_pause = 2 * TURN_ROUNDS * load
-        self._was_alone = False
-        """True if the last turn was of the target alone."""
+        self._renew_in, self._pause = 0, 1
+        self._turn: Plan | None = None
+        """The plan that is tried."""
+        self._last_turn = self._turn_pause = self._turn_end = self._turn_rounds = 0
+        """Rounds: the first of the last turn, those from it to the next, the last of this one, those that it needs."""
+        self._turn_share = FIRST_TURN_SHARE
+        self._tried: dict[Way, int] = {}
+        """Round of the last turn of each way of working."""
 
-    def of_other(self, costs: CostModel, gains: AcceptanceModel, ahead: AheadModel) -> Choice:
-        """The decision for another kind of request, with the same choices, as it would be now."""
-        other = Choice(costs, gains, ahead, self.load, self._lengths, self._outcomes)
-        other._renew()
-        return other
+    @property
+    def seconds(self) -> list[float]:
+        """Predicted seconds of a round, by proposed tokens."""
+        return self._seconds.get(self.compared.outcomes, [])
+
+    @property
+    def tokens_per_second(self) -> list[float]:
+        """Predicted tokens per second of each request, by proposed tokens; empty before anything is known."""
+        return [made / seconds for made, seconds in zip(self.expected, self.seconds, strict=True)]
 
     @property
     def gain(self) -> float:
         """Predicted tokens per second with `compared`, over those of the target alone; 0: unknown."""
-        speeds = self.tokens_per_second
-        return speeds[self.compared] / speeds[0] if speeds else 0.0
+        return self._speed(self.compared) / self._speed(ALONE) if self.expected else 0.0
 
-    @property
-    def compared(self) -> int:
-        """The K above 0 that the target alone is compared with: the present one, or the best."""
-        return self.tokens or self.best_drafting
+    def _speed(self, plan: Plan, expected: Sequence[float] = ()) -> float:
+        return (expected or self.expected)[plan.tokens] / self._seconds[plan.outcomes][plan.tokens]
 
-    def begin_round(self, request: RequestSpeculation) -> tuple[int, int]:
-        """K of the request's round that begins, and the outcomes that it drafts ahead for."""
+    def begin_round(self) -> Plan:
+        """The plan of the round that begins."""
         self._rounds += 1
         self._renew_in -= 1
         if self._turn is not None and (self._turn_rounds <= 0 or self._rounds >= self._turn_end):
             self._turn, self._renew_in = None, 0
         if self._renew_in <= 0:
-            self._renew()
-        if self._turn is None and self.expected and self._rounds >= self._next_turn:
-            self._begin_turn(request)
-        is_turn = self._turn is not None and self._turn_of in (None, request)
-        return self._turn if self._turn is not None and is_turn else (self.tokens, self.way.outcomes)
+            self.renew()
+        is_due = self._rounds >= self._last_turn + self._turn_pause
+        if self._turn is None and len(self._best) > 1 and is_due:
+            self._begin_turn()
+        return self._turn or self.plan
 
-    def _begin_turn(self, request: RequestSpeculation) -> None:
-        """Let some rounds go as they might. What is known of it is a prediction, or old. The first turns come early.
+    def proposed(self) -> None:
+        """Count a proposal towards the turn in progress."""
+        self._turn_rounds -= 1
 
-        Those of all requests: one that drafts beside others that do not takes what it never takes otherwise. Where
-        the draft is far from paying, one request shows whether its acceptance has changed.
-        """
-        load, other = self.load, self._other_way
-        has_other = bool(other.seconds) and len(self._outcomes) > 1
-        # A gain beyond any surprise is compared later: a prediction may still be wrong by more.
-        is_clear = self._turn_pause <= 2 * TURN_ROUNDS * load and self.gain >= SURPRISE
-        may_be_alone = self.tokens > 0 and len(self._lengths) > 1 and not is_clear
-        self._turn_of = None
-        if not self.tokens:
-            self._turn, seconds = (
-                (self.best_drafting, self.way.outcomes),
-                self.way.seconds[self.best_drafting],
-            )
-            if self.gain < HOPELESS and load > 1:
-                self._turn_of = request
-            else:
-                self.costs.doubt_drafted(load, self.best_drafting)
-        elif may_be_alone and not (self._was_alone and has_other):
-            self._turn, seconds = (0, 0), self.way.seconds[0]
-            self.costs.doubt_alone(load)
-        elif has_other:
-            self._turn, seconds = (self.tokens, other.outcomes), other.seconds[self.tokens]
-            self.ahead.calibration(is_ahead=not self.way.outcomes).doubt(load, self.expected[self.tokens])
-        else:
-            self._turn_pause *= 8
-            self._next_turn = self._rounds + self._turn_pause
-            return
-        self._was_alone = self._turn[0] == 0
-        self._turn_rounds = TURN_ROUNDS * (load if self._turn_of is None else 1)
-        self._turn_end = self._rounds + (TURN_WAIT_ROUNDS if self._turn[0] else TURN_ROUNDS) * load
-        dearness = max(seconds / max(self.way.seconds[self.tokens], 1e-9), 1.0)
-        speed = self.expected[self._turn[0]] / max(seconds, 1e-9)
-        lost = 1.0 - speed / self.tokens_per_second[self.tokens]
-        usual = int(TURN_ROUNDS * load * dearness * max(lost, 1.0 - HOPELESS) / TURN_SHARE)
-        # Where two things are to be tried, the second follows as soon as the first.
-        self._turn_pause = min((1 if self._was_alone and has_other else 4) * self._turn_pause, usual)
-        if not self.tokens and self.gains.proposals < WINDOW:  # bad luck with the first ones is likely
-            self._turn_pause = min(self._turn_pause, 4 * TURN_ROUNDS * load)
-        self._next_turn = self._rounds + self._turn_pause
-
-    @property
-    def plain(self) -> Way:
-        """Rounds that do not draft ahead."""
-        return self._other_way if self.way.outcomes else self.way
-
-    def proposed(self, request: RequestSpeculation) -> None:
-        """Count a proposal of a request towards the turn in progress."""
-        self._turn_rounds -= self._turn_of in (None, request)
-
-    def count(self, proposed: int, seconds: float) -> None:
+    def count(self, way: Way, proposed: int, seconds: float) -> None:
         """Count a uniform round at this load."""
-        if proposed < len(self.way.seconds):
-            self.predicted_seconds += self.way.seconds[proposed]
-            self.measured_seconds += seconds
+        if way is self.plan.way and proposed < len(self.seconds):
+            keep = 1.0 - 1.0 / MEMORY
+            self.predicted_seconds = keep * self.predicted_seconds + self.seconds[proposed]
+            self.measured_seconds = keep * self.measured_seconds + seconds
 
-    def _renew(self) -> None:
+    def _next_turn(self) -> Plan:
+        """The plan of the next turn: the best one of the way of working that was tried longest ago."""
+        others = [plan for way, plan in self._best.items() if way is not self.plan.way]
+        return min(others, key=lambda plan: self._tried.get(plan.way, 0), default=self.plan)
+
+    def _begin_turn(self) -> None:
+        """Let the rounds of all go as they might: one that drafts beside others takes what it never takes otherwise."""
+        self._turn = turn = self._next_turn()
+        self._tried[turn.way] = self._last_turn = self._rounds
+        self.costs.doubt(turn.way, self.load, turn.tokens)
+        self._turn_rounds = TURN_ROUNDS * self.load
+        self._turn_end = self._rounds + (WINDOW if turn.tokens else TURN_ROUNDS) * self.load
+        if self.gains.acceptance.count >= WINDOW:  # before, bad luck with the first proposals is likely
+            self._turn_share = TURN_SHARE
+        self._plan_turn()
+
+    def _plan_turn(self) -> None:
+        """Decide when the next turn begins: after as many rounds as keep what it loses at its share."""
+        turn = self._next_turn()
+        lost = self._seconds[turn.outcomes][turn.tokens] * self._speed(self.plan) - self.expected[turn.tokens]
+        lost = min(max(lost / self.expected[self.plan.tokens], HYSTERESIS - 1.0), MOST_LOST)
+        self._turn_pause = int(TURN_ROUNDS * self.load * lost / self._turn_share)
+        if turn.tokens and not self.gains.acceptance.count:
+            self._turn_pause = 0  # a draft that nobody has ever seen propose is asked at once
+
+    def renew(self) -> None:
         """Predict again, and change what another choice is clearly better than."""
-        if not self.costs.is_known:
+        costs, load = self.costs, self.load
+        if not costs.is_known:
             return
-        self._renew_in = self._pause * self.load
+        self._renew_in = self._pause * load
         self._pause = min(2 * self._pause, RENEWAL_ROUNDS)
         is_first = not self.expected
-        if is_first:
-            self._next_turn = self._rounds + self._turn_pause
-        self.rates = self.gains.rates(self.max_tokens)
+        self.rates = self.gains.acceptance.rates(self.max_tokens)
         self.expected = expected_tokens(self.rates)
-        self._choose_way(is_first)
-        self.tokens_per_second = self.way.speeds(self.expected)
-        if len(self._lengths) > 1:
-            self._choose_length(is_first)
-
-    def _choose_way(self, is_first: bool) -> None:
-        costs, load, expected = self.costs, self.load, self.expected
-        plain = Way(0, [costs.seconds(load, count) for count in range(len(expected))])
+        self._seconds = {0: [costs.seconds(load, count) for count in range(self.max_tokens + 1)]}
+        if ahead := [count for count in self._outcomes if count]:
+            at_k = self.expected[: (self.compared.tokens or self.max_tokens) + 1]
+            outcomes = min(ahead, key=lambda count: self._ahead_seconds(at_k, count))
+            rest = costs.rest_seconds(Way.AHEAD, load)
+            self._seconds[outcomes] = self._seconds[0][:1] + [
+                max(self._ahead_seconds(self.expected[: tokens + 1], outcomes) + rest, 1e-9)
+                for tokens in range(1, len(self.expected))
+            ]
         # A round with a proposal contains one without: what was measured of the target alone may be old.
-        plain.seconds[0] = min(plain.seconds)
-        choices = [count for count in self._outcomes if count > 0]
-        if not choices:
-            self.way = plain
-            return
+        shortest = min(map(min, self._seconds.values()))
+        for each in self._seconds.values():
+            each[0] = shortest
+        self._choose(is_first)
 
-        def speed(tokens: int, outcomes: int) -> float:
-            return self.ahead.speed(costs, load, expected[: tokens + 1], outcomes)
+    def ahead_seconds(self, proposed: int, outcomes: int) -> float:
+        """Predicted seconds in which rounds that draft ahead make as much as a proposal of so many tokens does."""
+        at_k = self.expected[: (self.compared.tokens or self.max_tokens) + 1]
+        return self.expected[proposed] / at_k[-1] * self._ahead_seconds(at_k, outcomes)
 
-        outcomes = max(choices, key=lambda count: speed(self.compared, count))
-        factor = self.ahead.factor(load)
-        ahead = Way(
-            outcomes,
-            [plain.seconds[0]]
-            + [expected[tokens] / speed(tokens, outcomes) / factor for tokens in range(1, len(expected))],
-        )
-        ahead.seconds[0] = plain.seconds[0] = min(ahead.seconds)
-        lengths = [length for length in self._lengths if length]
-        best_ahead, best_plain = (
-            max(way.speeds(expected)[length] for length in lengths) for way in (ahead, plain)
-        )
-        was_ahead = self.way.outcomes > 0
-        margin = 1.0 if is_first else 1.0 / HYSTERESIS if was_ahead else HYSTERESIS
-        is_ahead = self._outcomes[0] > 0 or best_ahead > margin * best_plain
-        self.way, self._other_way = (ahead, plain) if is_ahead else (plain, ahead)
+    def _ahead_seconds(self, expected: Sequence[float], outcomes: int) -> float:
+        return self.costs.seconds_ahead(self.load, expected, outcomes, self.gains.hit_rate(outcomes))
 
-    def _choose_length(self, is_first: bool) -> None:
-        speeds, lengths, was = self.tokens_per_second, self._lengths[1:], self.tokens
-        hopeful = self.way.speeds(expected_tokens(self.gains.rates(self.max_tokens, OPTIMISM)))
-        best = max(lengths, key=speeds.__getitem__)
-        if speeds[best] < HYSTERESIS * speeds[0]:
-            best = max(lengths, key=hopeful.__getitem__)
-        self.best_drafting = best
-        if hopeful[best] <= HYSTERESIS * (1.0 if was else HYSTERESIS) * speeds[0]:
-            self.tokens = 0
-            if was:  # what nobody has ever seen propose is asked at once
-                is_new = is_first and self.gains.proposals < WINDOW
-                self._turn_pause = 2 * TURN_ROUNDS * self.load
-                self._next_turn = self._rounds + (0 if is_new else self._turn_pause)
-        elif not was or is_first or hopeful[best] > HYSTERESIS * hopeful[was]:
-            self.tokens = best
+    def _choose(self, is_first: bool) -> None:
+        hoped = expected_tokens(self.gains.acceptance.rates(self.max_tokens, OPTIMISM))
+
+        def hope(plan: Plan) -> float:
+            # Drafting has to be better than the target alone by more than its optimism.
+            return self._speed(plan, hoped) if plan.tokens else HYSTERESIS * self._speed(plan)
+
+        was = self.plan.way
+        self._best = {}
+        for outcomes in self._seconds:
+            for tokens in self._lengths:
+                plan = Plan(tokens, outcomes if tokens else 0)
+                if plan.tokens and not outcomes and 0 not in self._outcomes:
+                    continue
+                best = self._best.get(plan.way)
+                if best is None or self._speed(plan) > self._speed(best):
+                    self._best[plan.way] = plan
+        present = self.plan
+        if present.outcomes:
+            present = present._replace(outcomes=self._best[Way.AHEAD].outcomes)
+        best = max(self._best.values(), key=hope)
+        self.plan = best if is_first or hope(best) > HYSTERESIS * hope(present) else present
+        self._best[self.plan.way] = self.plan
+        drafting = [plan for plan in self._best.values() if plan.tokens]
+        self.compared = self.plan if self.plan.tokens else max(drafting, key=hope)
+        if is_first or self.plan.way is not was:
+            self._last_turn, self._turn_share = self._rounds, FIRST_TURN_SHARE
+        self._plan_turn()
+
+    def hope(self, deviations: float) -> float:
+        """Tokens per second of the best plan, with an acceptance that is so many standard deviations better."""
+        expected = expected_tokens(self.gains.acceptance.rates(self.max_tokens, deviations))
+        return max(self._speed(plan, expected) for plan in self._best.values())
 
 
 class RequestSpeculation:
     """One request's part: `begin_round` says how many tokens to propose, `end_round` counts its result."""
 
-    def __init__(
-        self,
-        controller: SpeculationController,
-        kind: RequestKind,
-        max_tokens: int,
-        is_adaptive: bool,
-        draft_ahead: DraftAhead,
-        leads: bool = False,
-    ) -> None:
-        self.kind = kind
-        self.max_tokens = max_tokens
-        self.is_adaptive = is_adaptive
-        self._leads = leads
+    def __init__(self, controller: SpeculationController, terms: Terms) -> None:
+        self.max_tokens, self.is_adaptive = terms.max_tokens, terms.is_adaptive
         self.target = ""
         """Address of the target that verifies."""
         self._controller = controller
-        self._draft_ahead = draft_ahead
+        self._terms = terms
         self._acceptance = RequestAcceptance()
         self.choice: Choice | None = None
         """The decision at the load of the round in progress; None before the first round."""
@@ -324,11 +284,9 @@ class RequestSpeculation:
         """Outcomes that the round in progress drafts ahead for, and those that the round before it did."""
         self._own_tokens: int | None = None
         """Best length for its own acceptance; None: follow the shared choice."""
+        self._last_way: Way | None = None
         self._alike_rounds = 0
-        """Rounds since the last one of another kind: with a proposal, begun by the target, or neither."""
-        self._last_kind = (False, False)
-        self._awaited_rounds = 0
-        """Rounds that the draft worked ahead of, since the last one that it did not."""
+        """Rounds since the last one of another way of working."""
         self._is_beginning = True
         controller.beginning += 1
 
@@ -342,21 +300,12 @@ class RequestSpeculation:
         self._rounds += 1
         if self._rounds == 2:
             self.end()
-        choice = self.choice
-        if choice is None or load != self.load or self.target != self._choice_target:
+        if self.choice is None or load != self.load or self.target != self._choice_target:
             self.load, self._choice_target = load, self.target
-            choice = self.choice = self._controller.choice(
-                self.target,
-                self.kind,
-                load,
-                self.max_tokens,
-                is_adaptive=self.is_adaptive,
-                draft_ahead=self._draft_ahead,
-                leads=self._leads,
-            )
+            self.choice = self._controller.choice(self.target, self._terms, load)
         self._granted = self._outcomes
-        shared, self._outcomes = choice.begin_round(self)
-        self.tokens = self._chosen(choice, shared) if self.is_adaptive else self.max_tokens
+        shared, self._outcomes = self.choice.begin_round()
+        self.tokens = self._chosen(self.choice, shared) if self.is_adaptive else self.max_tokens
         return self.tokens
 
     @property
@@ -368,36 +317,33 @@ class RequestSpeculation:
 
     def outcome_came(self, rank: int | None) -> None:
         """An outcome has come that was awaited: its place, None if it was not drafted for."""
-        if self.choice is not None:
-            self.choice.ahead.hits.add(rank, self._granted)
+        if self.choice is not None and self._granted:
+            self.choice.gains.add_outcome(rank, self._granted)
 
     def tokens_after_miss(self, count: int) -> int:
         """How many tokens to ask for, up to `count`, where another outcome came than was drafted for.
 
         0: the target goes on alone, and the draft drafts ahead of that. With a fixed policy it is that or `count`.
         """
-        choice = self.choice
+        choice, load = self.choice, self.load
         if choice is None or len(choice.expected) <= count:
             return count
-        costs, load = choice.costs, choice.load
-        wait_seconds = choice.ahead.question.value
-        if wait_seconds is None:
-            wait_seconds = max(costs.asked_seconds(load, count) - costs.asked_seconds(load, 0), 0.0)
+        costs = choice.costs
         return tokens_after_miss(
             choice.expected,
             [costs.verify_seconds(load, tokens) for tokens in range(count + 1)],
             counts=range(count + 1) if self.is_adaptive else (0, count),
             draft_seconds=costs.draft_seconds(load),
-            wait_seconds=wait_seconds,
-            tokens_per_second=max(choice.tokens_per_second, default=0.0),
+            wait_seconds=costs.rest_seconds(Way.MISSED, load),
+            tokens_per_second=max(choice.tokens_per_second),
         )
 
     def asked_after_miss(self, tokens: int, seconds: float) -> None:
         """The draft has answered the question after a miss with so many tokens, after so long."""
-        choice = self.choice
-        if choice is not None and choice.costs.draft.is_known:
-            beside = seconds - tokens * choice.costs.draft_seconds(choice.load)
-            choice.ahead.question.add(max(beside, 0.0))
+        if self.choice is not None and self.choice.costs.draft.is_known:
+            costs = self.choice.costs
+            beside = max(seconds - tokens * costs.draft_seconds(self.load), 0.0)
+            costs.add_rest(Way.MISSED, self.load, beside)
 
     def tokens_after_hit(self, unfinished: Unfinished, count: int) -> int:
         """How many tokens of a continuation to wait for, `count` at most, where the draft is still drafting it."""
@@ -405,50 +351,31 @@ class RequestSpeculation:
         most = min(count, unfinished.max_tokens)
         if choice is None or len(choice.expected) <= most:
             return unfinished.ready
-        return tokens_after_hit(
-            choice.expected[: most + 1],
-            unfinished,
-            tokens_per_second=max(choice.tokens_per_second, default=0.0),
-        )
+        speed = max(choice.tokens_per_second)
+        return tokens_after_hit(choice.expected[: most + 1], unfinished, tokens_per_second=speed)
 
     def end_round(self, result: RoundResult) -> None:
         """Count the round that has ended."""
-        choice, cost, proposed = self.choice, result.cost, result.proposed
+        choice, cost, proposed, load = self.choice, result.cost, result.proposed, self.load
         if choice is None or cost is None:
             return
         if proposed:
-            choice.proposed(self)
-            choice.gains.add(proposed, result.accepted)
+            choice.proposed()
+            choice.gains.acceptance.add(proposed, result.accepted)
             self._acceptance.add(proposed, result.accepted, choice.rates)
-        is_ahead = result.awaited_outcome
-        kind = proposed > 0, cost.was_led and not proposed
-        self._alike_rounds = self._alike_rounds + 1 if kind == self._last_kind else 1
-        self._last_kind = kind
-        if not is_ahead and not self._granted:
-            choice.costs.add(self.load, cost, is_settled=self._alike_rounds > 1)
-        self._awaited_rounds = self._awaited_rounds + 1 if is_ahead else 0
-        # Many requests that begin to draft ahead together first wait for each other's steps.
-        is_settled = not is_ahead or self.load == 1 or self._awaited_rounds > 2
-        if self._draft_ahead == "auto" and is_settled:
-            self._compare_ways(choice, proposed, cost.seconds, is_ahead)
-        # Rounds that try what was not chosen are not what the prediction is of.
-        is_chosen = is_ahead == bool(choice.way.outcomes) and (proposed > 0) == (choice.tokens > 0)
-        if is_chosen and cost.is_uniform and not cost.was_late:
-            choice.count(proposed, cost.seconds)
-
-    def _compare_ways(self, choice: Choice, proposed: int, seconds: float, is_ahead: bool) -> None:
-        """Count what a round with a proposal made beside what was predicted of its way."""
-        expected, tokens = choice.expected, choice.compared
-        if len(expected) <= max(tokens, proposed):
-            return
-        if is_ahead:
-            speed = choice.ahead.speed(choice.costs, choice.load, expected[: tokens + 1], self._granted)
-        elif proposed and not self._granted:
-            speed = expected[proposed] / choice.plain.seconds[proposed]
-        else:
-            return
-        calibration = choice.ahead.calibration(is_ahead=is_ahead)
-        calibration.add(choice.load, expected[proposed], speed * seconds)
+        alone = Way.LED if cost.was_led else Way.ASKED
+        way = Way.AHEAD if result.awaited_outcome else Way.DRAFTED if proposed else alone
+        self._alike_rounds = self._alike_rounds + 1 if way is self._last_way else 1
+        self._last_way = way
+        if way is Way.AHEAD:
+            # Many requests that begin to draft ahead together first wait for each other's steps.
+            if (load == 1 or self._alike_rounds > 2) and self._granted and len(choice.expected) > proposed:
+                predicted = choice.ahead_seconds(proposed, self._granted)
+                choice.costs.add_rest(way, load, cost.seconds - predicted)
+        elif not self._granted:
+            choice.costs.add(load, cost, is_settled=self._alike_rounds > 1)
+        if cost.is_uniform and not cost.was_late:
+            choice.count(Way.ASKED if way is Way.LED else way, proposed, cost.seconds)
 
     def end(self) -> None:
         """The request has ended, or its first round has."""
@@ -456,7 +383,7 @@ class RequestSpeculation:
         self._is_beginning = False
 
     def _chosen(self, choice: Choice, shared: int) -> int:
-        may_begin = choice.tokens > 0 and self._controller.beginning <= BURST
+        may_begin = choice.plan.tokens > 0 and self._controller.beginning <= BURST
         if not shared or (self._rounds == 1 and not may_begin):
             return 0
         if self._rounds % WINDOW == 0:
@@ -465,19 +392,20 @@ class RequestSpeculation:
 
     def _refined(self, choice: Choice) -> int | None:
         """The best length for the request's own acceptance, where it is clearly better than the shared one."""
-        if not choice.tokens_per_second:
+        if not choice.expected:
             return None
         if self._own_tokens == 0:
             self._acceptance.forget()
-        speeds = choice.way.speeds(expected_tokens(choice.rates, self._acceptance.scale))
+        expected = expected_tokens(choice.rates, self._acceptance.scale)
+        speeds = [made / seconds for made, seconds in zip(expected, choice.seconds, strict=True)]
         best = max(range(len(speeds)), key=speeds.__getitem__)
-        return best if speeds[best] > HYSTERESIS * HYSTERESIS * speeds[choice.tokens] else None
+        return best if speeds[best] > HYSTERESIS * HYSTERESIS * speeds[choice.plan.tokens] else None
 
 
 class _Service(NamedTuple):
     """The report of a service about itself."""
 
-    profile: StepProfile = NO_PROFILE
+    profile: StepProfile = StepProfile()
     round_trip_seconds: float = 0.0
     """Round trip of its health checks."""
 
@@ -490,9 +418,9 @@ class SpeculationController:
         """By address of a target or name of a draft."""
         self._costs: dict[tuple[str, str, str, bool], CostModel] = {}
         """By target, draft, rule, and whether the target leads when it is alone."""
-        self._gains: dict[RequestKind, AcceptanceModel] = {}
-        self._ahead: dict[tuple[str, RequestKind], AheadModel] = {}
-        self._choices: dict[tuple[str, RequestKind, int, int, bool, DraftAhead, bool], Choice] = {}
+        self._gains: dict[RequestKind, GainModel] = {}
+        self._choices: dict[tuple[str, Terms, int], Choice] = {}
+        """By target, terms and load class."""
         self.beginning = 0
         """Requests in their first round."""
 
@@ -510,16 +438,19 @@ class SpeculationController:
         way = round_trip_seconds or 0.0
         if known is None or model.step_profile.version > known.profile.version:
             self._services[service] = _Service(model.step_profile, way)
-            for key in [key for key in self._costs if service in key[:2]]:
-                del self._costs[key]
-            for choice_key in [key for key in self._choices if service in (key[0], key[1].draft)]:
-                del self._choices[choice_key]
+            self._costs = {key: costs for key, costs in self._costs.items() if service not in key[:2]}
+            self._choices = {
+                key: choice
+                for key, choice in self._choices.items()
+                if service not in (key[0], key[1].kind.draft)
+            }
         elif way != known.round_trip_seconds:
             self._services[service] = known._replace(round_trip_seconds=way)
             for key, costs in self._costs.items():
-                costs.trips = tuple(
-                    self._services.get(name, _Service()).round_trip_seconds for name in key[:2]
-                )
+                costs.trips = tuple(self._service(name).round_trip_seconds for name in key[:2])
+
+    def _service(self, name: str) -> _Service:
+        return self._services.get(name, _Service())
 
     def request(
         self,
@@ -530,83 +461,42 @@ class SpeculationController:
         draft_ahead: DraftAhead = "off",
         leads: bool = False,
     ) -> RequestSpeculation:
-        """A request begins.
-
-        Args:
-            kind: Whose acceptance it shares.
-            max_tokens: Tokens of its longest proposal.
-            is_adaptive: Whether measurements may change how much it proposes; not under a fixed policy.
-            draft_ahead: How far its rounds draft ahead.
-            leads: True if the target, left alone, begins the next rounds before it is asked.
-        """
-        return RequestSpeculation(self, kind, max_tokens, is_adaptive, draft_ahead, leads)
+        """A request begins; `Terms` has the arguments' meaning."""
+        return RequestSpeculation(self, Terms(kind, max_tokens, is_adaptive, draft_ahead, leads))
 
     def costs(self, target: str, kind: RequestKind, *, leads: bool = False) -> CostModel:
-        """The cost model of a target with a draft under a rule. One without a profile begins like another one."""
+        """The cost model of a target with a draft under a rule."""
         key = target, kind.draft, kind.rule, leads
         if key not in self._costs:
-            alike = [
-                model for other, model in self._costs.items() if other[1] == kind.draft and model.is_known
-            ]
-            known = alike[-1] if alike else None
-            services = self._services.get(target, _Service()), self._services.get(kind.draft, _Service())
-            of_target, of_draft = (service.profile for service in services)
+            of_target, of_draft = self._service(target), self._service(kind.draft)
             self._costs[key] = CostModel(
-                known.target.copy()
-                if known and not of_target.seconds
-                else StepCosts(of_target, TARGET_COMMON),
-                known.draft.copy() if known and not of_draft.seconds else StepCosts(of_draft),
-                services[0].round_trip_seconds,
-                services[1].round_trip_seconds,
+                StepCosts(of_target.profile, TARGET_COMMON),
+                StepCosts(of_draft.profile),
+                of_target.round_trip_seconds,
+                of_draft.round_trip_seconds,
                 leads,
                 leads and kind.rule in _DECIDED_BY_TOKENS,
             )
         return self._costs[key]
 
-    def gains(self, kind: RequestKind) -> AcceptanceModel:
+    def gains(self, kind: RequestKind) -> GainModel:
         """Acceptance of a kind. A new temperature range begins with the first rate of the nearest one."""
         if kind not in self._gains:
             alike = [other for other in self._gains if other[:2] == kind[:2]]
             nearest = min(
                 alike, key=lambda other: abs(other.temperature_range - kind.temperature_range), default=None
             )
-            first_rate = FIRST_RATE if nearest is None else self._gains[nearest].rates(1)[0]
-            self._gains[kind] = AcceptanceModel(first_rate)
+            first_rate = FIRST_RATE if nearest is None else self._gains[nearest].acceptance.rates(1)[0]
+            self._gains[kind] = GainModel(first_rate)
         return self._gains[kind]
 
-    def choice(
-        self,
-        target: str,
-        kind: RequestKind,
-        load: int,
-        max_tokens: int,
-        *,
-        is_adaptive: bool = True,
-        draft_ahead: DraftAhead = "off",
-        leads: bool = False,
-    ) -> Choice:
-        """The decision for a kind of request at a load."""
-        key = target, kind, load_class(load), max_tokens, is_adaptive, draft_ahead, leads
+    def choice(self, target: str, terms: Terms, load: int) -> Choice:
+        """The decision for requests on these terms at a load."""
+        key = target, terms, load_class(load)
         if key not in self._choices:
-            self._choices[key] = Choice(
-                self.costs(target, kind, leads=leads),
-                self.gains(kind),
-                self._ahead_model(target, kind),
-                load,
-                range(max_tokens + 1) if is_adaptive else (max_tokens,),
-                outcome_choices(draft_ahead),
-            )
+            costs = self.costs(target, terms.kind, leads=terms.leads)
+            self._choices[key] = Choice(costs, self.gains(terms.kind), terms, load)
         return self._choices[key]
-
-    def _ahead_model(self, target: str, kind: RequestKind) -> AheadModel:
-        if (target, kind) not in self._ahead:
-            alike = [
-                model
-                for (other, known), model in self._ahead.items()
-                if other == target and known.draft == kind.draft
-            ]
-            self._ahead[target, kind] = AheadModel(alike[-1] if alike else None)
-        return self._ahead[target, kind]
 
     def choose_rule(self, names: Sequence[str], draft: str, temperature: float, load: int) -> str:
         """The rule with the highest predicted tokens per second at the nearest load so far.
@@ -618,39 +508,39 @@ class SpeculationController:
     def _hope(self, kind: RequestKind, load: int) -> float:
         """Expected tokens per second with the acceptance that the rule may have at best."""
         known = [
-            (key, choice)
-            for key, choice in self._choices.items()
-            if key[1].draft == kind.draft and choice.tokens_per_second
+            (target, terms, choice.load)
+            for (target, terms, _), choice in self._choices.items()
+            if terms.kind.draft == kind.draft and choice.expected
         ]
         if not known:
-            return expected_tokens(self.gains(kind).rates(1, 4.0 * OPTIMISM))[-1]
-        key, nearest = min(known, key=lambda each: abs(each[1].load - load))
-        expected = expected_tokens(self.gains(kind).rates(nearest.max_tokens, 4.0 * OPTIMISM))
-        # Rounds of another rule may cost more: only some let the target lead while it drafts
-        if key[1].rule != kind.rule:
-            target, leads = key[0], key[-1]
-            costs, ahead = self.costs(target, kind, leads=leads), self._ahead_model(target, kind)
-            nearest = nearest.of_other(costs, self.gains(kind), ahead)
-        return max(nearest.way.speeds(expected))
+            return expected_tokens(self.gains(kind).acceptance.rates(1, 4.0 * OPTIMISM))[-1]
+        target, terms, near = min(known, key=lambda each: abs(each[2] - load))
+        # Rounds of another rule may cost more: only some let the target lead while it drafts.
+        costs = self.costs(target, kind, leads=terms.leads)
+        if not costs.is_known:
+            costs = self.costs(target, terms.kind, leads=terms.leads)
+        choice = Choice(costs, self.gains(kind), terms._replace(kind=kind), near)
+        choice.renew()
+        return choice.hope(4.0 * OPTIMISM)
 
     def decisions(self) -> Iterator[SpeculationDecision]:
         """Decisions for each target, kind and load seen so far."""
-        for (target, kind, *_), choice in self._choices.items():
-            costs, load = choice.costs, choice.load
+        for (target, terms, _), choice in self._choices.items():
+            costs, load, kind = choice.costs, choice.load, terms.kind
             yield SpeculationDecision(
                 target,
                 kind.draft,
                 kind.rule,
                 temperature_words(kind.temperature_range),
                 load,
-                choice.tokens,
-                choice.compared if choice.tokens_per_second else 0,
+                choice.plan.tokens,
+                choice.compared.tokens if choice.expected else 0,
                 choice.gain,
                 choice.predicted_seconds,
                 choice.measured_seconds,
-                tuple(choice.way.seconds),
+                tuple(choice.seconds),
                 tuple(choice.rates),
                 costs.draft_seconds(load),
-                costs.rest_seconds(load, choice.max_tokens),
-                choice.way.outcomes,
+                costs.rest_seconds(Way.DRAFTED, load),
+                choice.plan.outcomes,
             )

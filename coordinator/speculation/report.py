@@ -26,8 +26,6 @@ GAINS_TOO_LITTLE = "drafting gains too little to be sure"
 TOO_LONG = "the text is longer than draft_max_length"
 LATE = "the draft does not answer in time"
 
-_RATE = "tokens/s"
-
 
 def off(reason: str, *figures: DecidingFigure) -> SpeculationState:
     """State: the target works alone, for this reason."""
@@ -44,9 +42,13 @@ def decided(speculation: RequestSpeculation) -> SpeculationState:
     choice = speculation.choice
     if choice is None or not speculation.is_adaptive:
         return on(speculation.max_tokens)
-    if choice.tokens:
-        return on(choice.tokens)
-    with_draft, alone = _compared(choice.tokens_per_second[choice.best_drafting], choice.tokens_per_second[0])
+    if choice.plan.tokens:
+        return on(choice.plan.tokens)
+    speeds = choice.tokens_per_second
+    with_draft, alone = (
+        DecidingFigure(name, round(speed, 1), "tokens/s")
+        for name, speed in (("with", speeds[choice.compared.tokens]), ("without", speeds[0]))
+    )
     reason = DOES_NOT_PAY if with_draft.value < alone.value else GAINS_TOO_LITTLE
     return off(reason, with_draft, alone)
 
@@ -92,11 +94,3 @@ def of_coordinator(
     if not any(draft.state is ReplicaState.READY for draft in drafts):
         return off(NONE_READY)
     return latest or on(num_speculative_tokens)
-
-
-def _compared(with_draft: float, alone: float) -> tuple[DecidingFigure, DecidingFigure]:
-    """Tokens per second of one request."""
-    return (
-        DecidingFigure("with", round(with_draft, 1), _RATE),
-        DecidingFigure("without", round(alone, 1), _RATE),
-    )

@@ -10,14 +10,13 @@ from hypothesis import strategies as st
 
 from coordinator.speculation.ahead import (
     OUTCOMES,
-    AheadModel,
-    OutcomeHits,
     Unfinished,
     max_budget,
     tokens_after_hit,
     tokens_after_miss,
 )
-from coordinator.speculation.costs import CostModel, StepCosts
+from coordinator.speculation.costs import CostModel, StepCosts, Way
+from coordinator.speculation.gains import GainModel
 from tandem.types import MAX_AHEAD_TOKENS, AheadBudget, StepProfile
 
 _EXPECTED = [1.0, 1.75, 2.3, 2.7, 3.0]
@@ -30,60 +29,56 @@ def _costs(draft_seconds: float, per_row: float = 0.0125) -> CostModel:
     return CostModel(StepCosts(verify), StepCosts(draft), 0.25e-3, 0.25e-3)
 
 
-def _best(costs: CostModel, model: AheadModel, load: int = 1) -> int:
-    return max(OUTCOMES, key=lambda count: model.speed(costs, load, _EXPECTED, count))
+def _best(costs: CostModel, gains: GainModel, load: int = 1) -> int:
+    return min(OUTCOMES, key=lambda count: costs.seconds_ahead(load, _EXPECTED, count, gains.hit_rate(count)))
 
 
 def test_a_fast_draft_serves_many_outcomes_and_a_slow_one_few() -> None:
-    assert _best(_costs(0.3e-3), AheadModel()) == 16
-    assert _best(_costs(1.2e-3, per_row=0.25), AheadModel()) <= 4
+    assert _best(_costs(0.3e-3), GainModel()) == 16
+    assert _best(_costs(1.2e-3, per_row=0.25), GainModel()) <= 4
 
 
 def test_outcomes_that_never_come_are_not_drafted_for() -> None:
-    model = AheadModel()
+    gains = GainModel()
     for _ in range(500):
-        model.hits.add(0, 16)
-    assert model.hits.share(1) > 0.9
-    assert _best(_costs(1.0e-3, per_row=1.0), model) == 1
+        gains.add_outcome(0, 16)
+    assert gains.hit_rate(1) > 0.9
+    assert _best(_costs(1.0e-3, per_row=1.0), gains) == 1
 
 
-def test_shares_follow_the_observed_outcomes() -> None:
-    hits, chance = OutcomeHits(), random.Random(1)
+def test_hit_rates_follow_the_observed_outcomes() -> None:
+    gains, chance = GainModel(), random.Random(1)
     for _ in range(4000):
         rank = chance.choices([0, 1, 2, 3, None], [0.4, 0.2, 0.1, 0.1, 0.2])[0]
-        hits.add(rank, 4)
-    assert hits.share(1) == pytest.approx(0.4, abs=0.04)
-    assert hits.share(4) == pytest.approx(0.8, abs=0.04)
-    assert hits.share(64) >= hits.share(4)
+        gains.add_outcome(rank, 4)
+    assert gains.hit_rate(1) == pytest.approx(0.4, abs=0.04)
+    assert gains.hit_rate(4) == pytest.approx(0.8, abs=0.04)
+    assert gains.hit_rate(64) >= gains.hit_rate(4)
 
 
 @pytest.mark.parametrize("load", [1, 8])
-def test_the_factor_compares_both_ways(load: int) -> None:
-    model, chance = AheadModel(), random.Random(3)
+def test_the_rest_is_what_rounds_take_beyond_their_prediction(load: int) -> None:
+    costs, chance = _costs(1.2e-3), random.Random(3)
 
-    def count(rounds: int, predicted: float, *, is_ahead: bool) -> None:
+    def count(rounds: int, seconds: float) -> None:
         for _ in range(rounds * load):
-            model.calibration(is_ahead=is_ahead).add(load, 2.0, predicted * chance.uniform(0.7, 1.3))
+            costs.add_rest(Way.AHEAD, load, seconds * chance.uniform(0.7, 1.3))
 
-    count(100, 4.0, is_ahead=True)
-    assert model.factor(load) == pytest.approx(0.5, abs=0.05)
-    assert model.factor(4) == model.factor(load), "the nearest load's"
-    assert AheadModel(model).factor(load) == pytest.approx(model.factor(load))
-    count(100, 4.0, is_ahead=False)
-    assert model.factor(load) == pytest.approx(1.0, abs=0.1), "the machine is slow, not drafting ahead"
-    count(6, 2.0, is_ahead=True)
-    slow = model.factor(load)
-    model.calibration(is_ahead=True).doubt(load, 2.0)
-    count(6, 2.0, is_ahead=True)
-    assert model.factor(load) > 1.6 > slow, "after doubt, few rounds tell"
+    count(100, 4e-3)
+    assert costs.rest_seconds(Way.AHEAD, load) == pytest.approx(4e-3, rel=0.1)
+    assert costs.rest_seconds(Way.AHEAD, 4) == costs.rest_seconds(Way.AHEAD, load), "the nearest load's"
+    count(6, 1e-3)
+    slow = costs.rest_seconds(Way.AHEAD, load)
+    costs.doubt(Way.AHEAD, load, 4)
+    count(6, 1e-3)
+    assert costs.rest_seconds(Way.AHEAD, load) < 2e-3 < slow, "after doubt, few rounds tell"
 
 
-def test_a_pause_of_the_machine_hardly_moves_the_factor() -> None:
-    model = AheadModel()
-    for _ in range(50):
-        model.calibration(is_ahead=True).add(1, 2.0, 2.0)
-    model.calibration(is_ahead=True).add(1, 2.0, 2000.0)
-    assert model.factor(1) > 0.9
+def test_a_pause_of_the_machine_hardly_moves_the_rest() -> None:
+    costs = _costs(1.2e-3)
+    for seconds in (*[0.0] * 50, 2.0):
+        costs.add_rest(Way.AHEAD, 1, seconds)
+    assert costs.rest_seconds(Way.AHEAD, 1) < 1e-3
 
 
 def test_a_long_proposal_grants_no_more_than_a_draft_takes() -> None:
@@ -145,7 +140,7 @@ def test_a_target_that_goes_on_with_proposals_hides_the_way_to_it() -> None:
     def speed(draft_seconds: float, *, leads: bool) -> float:
         known = _costs(draft_seconds)
         costs = CostModel(known.target, known.draft, 0.5e-3, 0.5e-3, leads, leads)
-        return AheadModel().speed(costs, 1, _EXPECTED, 4)
+        return 1.0 / costs.seconds_ahead(1, _EXPECTED, 4, GainModel().hit_rate(4))
 
     assert speed(0.8e-3, leads=True) > 1.01 * speed(0.8e-3, leads=False)
     assert speed(6.0e-3, leads=True) == pytest.approx(speed(6.0e-3, leads=False))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordinator.speculation.controller import BURST, RequestSpeculation, SpeculationController
+from coordinator.speculation.costs import Way
 from coordinator.speculation.gains import TEMPERATURE_RANGES, request_kind
 from coordinator.stats.rounds import RoundCost
 from tandem.types import AheadBudget, ModelInfo, StepProfile
@@ -93,8 +94,8 @@ def test_a_new_temperature_range_begins_with_the_nearest_ones_first_rate() -> No
     simulate(begun(controller, is_adaptive=False), 100, 0.1, 0)
     near = request_kind("draft", "residual", 0.7)
     far = request_kind("other draft", "residual", 1.0)
-    assert controller.gains(near).rates(1)[0] < 0.1
-    assert controller.gains(far).rates(1)[0] > 0.5
+    assert controller.gains(near).acceptance.rates(1)[0] < 0.1
+    assert controller.gains(far).acceptance.rates(1)[0] > 0.5
 
 
 def test_a_fixed_number_of_outcomes_is_always_drafted_for() -> None:
@@ -120,14 +121,14 @@ def test_of_many_requests_that_begin_to_draft_ahead_the_first_two_rounds_do_not_
     controller.introduce("draft", model_of(0.001), 0.0001)
     request = controller.request(KIND, K, draft_ahead="auto")
     request.target = "target"
-    factors = []
+    rests = []
     for awaited in (False, True, True, True):
         request.begin_round(load)
         cost = RoundCost(K, 1.0, 0.5, load, load * (K + 1), 0.1, load)
         request.end_round(round_result(K, K, cost, awaited=awaited))
         assert request.choice is not None
-        factors.append(request.choice.ahead.calibration(is_ahead=True).factor(load))
-    assert [factor < 1.0 for factor in factors] == [False, load == 1, load == 1, True]
+        rests.append(request.choice.costs.rest_seconds(Way.AHEAD, load))
+    assert [rest > 0.0 for rest in rests] == [False, load == 1, load == 1, True]
 
 
 def test_a_newer_profile_replaces_what_was_known() -> None:
@@ -150,7 +151,7 @@ def test_a_predicted_gain_is_at_most_what_a_whole_proposal_makes(leads: bool) ->
     request = controller.request(KIND, K, leads=leads)
     request.target = "target"
     alone = 0
-    for _ in range(200):
+    for _ in range(800):
         proposed = request.begin_round(4)
         alone += not proposed
         seconds = 0.012 if proposed else 0.2

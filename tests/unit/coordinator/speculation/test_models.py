@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
-from coordinator.speculation.costs import CostModel, StepCosts
-from coordinator.speculation.gains import FIRST_RATE, AcceptanceModel, RequestAcceptance, expected_tokens
+from coordinator.speculation.costs import CostModel, StepCosts, Way
+from coordinator.speculation.gains import FIRST_RATE, ConditionalRates, RequestAcceptance, expected_tokens
 from coordinator.stats.rounds import RoundCost
 from tandem.types import StepProfile
 
@@ -74,8 +74,8 @@ def test_the_parts_of_a_round_add_up() -> None:
     assert model.seconds(1, 2) == pytest.approx(0.012 + 2 * 0.01 + 0.003)
     for _ in range(60):
         model.add(1, round_of(1, 2))
-    assert model.rest_seconds(1, 2) == pytest.approx(0.001, abs=1e-4)
-    assert model.rest_seconds(1, 0) == pytest.approx(0.0005, abs=1e-4), (
+    assert model.rest_seconds(Way.DRAFTED, 1) == pytest.approx(0.001, abs=1e-4)
+    assert model.rest_seconds(Way.ASKED, 1) == pytest.approx(0.0005, abs=1e-4), (
         "no such round yet: half of the messages"
     )
 
@@ -86,13 +86,13 @@ def test_a_step_shared_with_prompts_does_not_count_as_a_round() -> None:
     model = CostModel(StepCosts(), StepCosts())
     for _ in range(40):
         model.add(4, round_of(4, 0))
-    before = model.rest_seconds(4, 0)
+    before = model.rest_seconds(Way.ASKED, 4)
     model.add(4, alone)
-    assert model.rest_seconds(4, 0) == before
+    assert model.rest_seconds(Way.ASKED, 4) == before
 
 
 def test_rates_are_conditional_and_start_at_the_previous_positions_rate() -> None:
-    gains = AcceptanceModel()
+    gains = ConditionalRates()
     assert gains.rates(2) == [FIRST_RATE, FIRST_RATE]
     for _ in range(200):
         gains.add(3, 3)
@@ -112,7 +112,7 @@ def test_expected_tokens_are_the_sum_of_products_of_rates() -> None:
 
 @pytest.mark.parametrize(("before", "after"), [(3, 0), (0, 3)])
 def test_a_draft_that_changes_is_noticed_within_a_window(before: int, after: int) -> None:
-    gains = AcceptanceModel()
+    gains = ConditionalRates()
     for _ in range(1000):
         gains.add(3, before)
     for _ in range(24):
@@ -121,7 +121,7 @@ def test_a_draft_that_changes_is_noticed_within_a_window(before: int, after: int
 
 
 def test_rates_at_best_come_close_to_the_known_ones_with_more_proposals() -> None:
-    gains = AcceptanceModel()
+    gains = ConditionalRates()
     first = gains.rates(1, 1.0)[0] - gains.rates(1)[0]
     for number in range(200):
         gains.add(1, number % 2)
@@ -147,9 +147,10 @@ def test_the_way_to_a_target_that_leads_costs_only_rounds_with_a_proposal() -> N
     assert model.seconds(1, 2) == pytest.approx(0.012 + 2 * 0.01 + 0.003)
     asked = round_of(1, 0)
     model.add(1, asked)
-    assert model.rest_seconds(1, 0) == 0.0, "it was asked for, as the first round alone is"
-    assert model.asked_seconds(1, 0) == pytest.approx(0.00075), (
+    assert model.rest_seconds(Way.LED, 1) == 0.0, "it was asked for, as the first round alone is"
+    assert model.rest_seconds(Way.ASKED, 1) == pytest.approx(0.00075), (
         "the first counts as much as what was predicted"
     )
     model.add(1, asked._replace(seconds=asked.verify_seconds + 0.0001, was_led=True))
-    assert model.seconds(1, 0) == pytest.approx(asked.verify_seconds + 0.0001)
+    assert model.rest_seconds(Way.LED, 1) == pytest.approx(0.0001)
+    assert model.seconds(1, 0) == pytest.approx(model.verify_seconds(1, 0) + 0.0001)

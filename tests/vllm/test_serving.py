@@ -4,6 +4,8 @@ draft."""
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tandem.client import Client
-from tandem.types import GenerationRequest, RowKind
+from tandem.types import FinishReason, GenerationRequest, Grammar, GrammarKind, RowKind
 from tests.end_to_end.disturbed import begun, streamed
 from tests.end_to_end.disturbed import request as requested
 from tests.end_to_end.models import exact, save_model
@@ -32,6 +34,20 @@ pytestmark = pytest.mark.timeout(1800)
 
 OPTIONS = ("--engine", "vllm", "--enforce-eager", "--dtype", "float32", "--threads", "1", "--port", "0")
 PROMPTS = ("def add(a, b):\n", "class Stack:\n", "import os\n\n", "for each in range(10):\n")
+SCHEMA = Grammar(
+    GrammarKind.JSON_SCHEMA,
+    json.dumps(
+        {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "pattern": "^[a-z]{20,40}$"},
+                "age": {"type": "integer", "minimum": 0, "maximum": 99},
+            },
+            "required": ["name", "age"],
+            "additionalProperties": False,
+        }
+    ),
+)
 REQUESTS = [requested(prompt, rule, 32) for rule in ("greedy", "strict") for prompt in PROMPTS]
 
 
@@ -115,6 +131,32 @@ async def test_neither_draft_nor_lead_nor_batch_changes_the_text(pair: tuple[Pro
                 assert [each.token_ids for each in found] == expected, (lead, at_once)
                 assert all(each.stats.accepted for each in found)
                 assert any(each.stats.lead.rounds for each in found) == (lead > 0)
+
+
+@pytest.mark.parametrize("rule", ["greedy", "strict", "residual"])
+async def test_structured_output_is_valid_and_drafted_for(pair: tuple[Process, Process], rule: str) -> None:
+    """The draft heeds the grammar: without, hardly a proposal of a random word would be accepted."""
+    asked = [
+        replace(
+            requested(prompt, "greedy" if rule == "greedy" else "strict", 200),
+            grammar=SCHEMA,
+            ignore_eos=False,
+            rejection_sampling_strategy=rule,
+        )
+        for prompt in PROMPTS
+    ]
+    alone = [replace(each, speculation=False) for each in asked]
+    with coordinator(*map(address_of, pair), *AHEAD, "--target-lead", "4") as process:
+        found = await complete_all(address_of(process), asked)
+        expected = await complete_all(address_of(process), alone)
+    for each in (*found, *expected):
+        assert each.finish_reason is FinishReason.STOP
+        assert re.fullmatch(r'\{"name": "[a-z]{20,40}", "age": [0-9]{1,2}\}', each.text)
+    if rule != "residual":
+        assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+    # Forced text is accepted with and without a draft.
+    accepted, jumped = (sum(one.stats.accepted for one in each) for each in (found, expected))
+    assert accepted > jumped
 
 
 async def test_requests_go_on_when_the_only_draft_is_killed(pair: tuple[Process, Process]) -> None:

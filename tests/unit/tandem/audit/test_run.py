@@ -303,6 +303,16 @@ async def test_what_a_server_refuses_is_one_sentence(status: int, error: type[Ex
     assert seen[-1].headers["authorization"] == "Bearer secret"
 
 
+async def test_a_url_without_its_end_is_told_the_usual_one() -> None:
+    transport, _ = _answering(httpx2.Response(404, json={}))
+    budget = Budget(100, 1000)
+    with pytest.raises(NotFoundError, match="ends in /v1"):
+        async with connected(
+            "http://server", model="m", key="", budget=budget, concurrency=2, transport=transport
+        ):
+            pass
+
+
 async def test_an_answer_that_is_no_completion_is_a_protocol_error() -> None:
     transport, _ = _answering(httpx2.Response(200, json={"choices": [None]}))
     with pytest.raises(ProtocolError, match="is not a completion"):

@@ -394,9 +394,6 @@ def _raise_for(answer: httpx2.Response, url: str) -> None:
     if answer.status_code == 200:
         return
     kind = next((kind for codes, kind in _KINDS if answer.status_code in codes), ProtocolError)
-    hint = (
-        ""
-        if answer.status_code != 404 or "/v1/" in url
-        else " (OpenAI's API is usually at a URL that ends in /v1)"
-    )
+    is_lost = answer.status_code == 404 and "/v1/" not in url
+    hint = " (OpenAI's API is usually at a URL that ends in /v1)" if is_lost else ""
     raise kind(f"{url} answered {answer.status_code}{hint}: {' '.join(answer.text.split())[:300]}")

@@ -65,10 +65,10 @@ class Child:
                 "system does not allow; try --dtype float32"
             )
         if code < 0:
-            named = {
-                member.value: member.name for member in signal.Signals
-            }  # but for those between the real-time ones
-            return f"the {self.name} service was ended by {named.get(-code, f'signal {-code}')}"
+            number = -code
+            # Most real-time signals have no name.
+            name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+            return f"the {self.name} service was ended by {name}"
         return f"the {self.name} service ended with exit code {code}"
 
     def kill(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,8 @@ def test_a_revision_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
         return Path(DEMO_TARGET)
 
     monkeypatch.setattr(hub, "fetch", fetch)
+    # It sets variables for the rest of the process; HF_HUB_OFFLINE is among them.
+    monkeypatch.setattr(os, "environ", dict(os.environ))
     arguments = ["--model", "someone/model", "--revision", "v2", "--engine", "vllm"]
     settings = load_settings(TargetSettings, arguments, "tandem serve target")
     assert checked_folder(settings, settings.model) == Path(DEMO_TARGET)

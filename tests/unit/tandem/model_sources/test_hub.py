@@ -184,11 +184,16 @@ def hub() -> Iterator[Hub]:
         yield hub
 
 
+def reaching(address: str, home: Path) -> dict[str, str]:
+    """The environment in which the hub at the address is asked, whatever the user's says of hubs and proxies."""
+    return {"HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
+
+
 def ask(address: str, home: Path, *questions: tuple[str, str | None], **environment: str) -> list[Any]:
     ran = subprocess.run(
         [sys.executable, "-c", ASK, json.dumps(questions)],
         cwd=ROOT,
-        env=os.environ | {"HF_ENDPOINT": address, "HF_HOME": str(home)} | environment,
+        env=os.environ | reaching(address, home) | environment,
         capture_output=True,
         text=True,
         check=True,
@@ -228,7 +233,7 @@ def test_a_service_fetches_by_id_or_fails_with_one_sentence(hub: Hub, tmp_path: 
     ran = subprocess.run(
         [*command, "--model", "acme/model", "--revision", "v9"],
         cwd=tmp_path,
-        env=os.environ | {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)},
+        env=os.environ | reaching(hub.address, tmp_path) | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,

@@ -46,6 +46,7 @@ from tandem.model_sources.bundled import (
 )
 from tandem.model_sources.hub import is_model_id
 from tandem.serving.children import Child
+from tandem.serving.protection import MIN_TOKEN_LENGTH
 from tandem.serving.server import announce, stop_signals
 from tandem.standard_streams import exit_with, write_error
 
@@ -130,7 +131,13 @@ class UpOptions:
     )
     host: str | None = option("Address that the coordinator listens on. [default: its own, 127.0.0.1]")
     api_key: str | None = option(
-        "Token that callers must have; TANDEM_COORDINATOR_AUTH_TOKEN keeps it out of the command line."
+        f"Token that callers must have, of {MIN_TOKEN_LENGTH} characters or more; TANDEM_COORDINATOR_AUTH_TOKEN keeps "
+        "it out of the command line."
+    )
+    insecure: bool = option(
+        "Let other machines in without TLS, or without a token, where everyone in the network is trusted.",
+        default=False,
+        show_default=False,
     )
     config_file: Path | None = option("TOML, YAML or JSON file for coordinator and draft.")
     port: int = option("Port of the coordinator; 0 takes any free one.", default=DEFAULT_PORT)
@@ -249,6 +256,7 @@ def service_arguments(options: UpOptions) -> ServiceArguments:
         ],
         draft=drafting,
         coordinator=[
+            *(["--insecure"] if options.insecure else []),
             *_words(
                 host=options.host,
                 http_host=options.host,

@@ -144,6 +144,7 @@ def test_a_flag_of_up_reaches_a_service(name: str, tmp_path: Path) -> None:
         "chat_template": tmp_path / "file.json",
         "config_file": tmp_path / "file.json",
         "http": False,
+        "insecure": True,
         "log_level": "debug",
         "draft_ahead": "off",
         "served_model_name": "name",

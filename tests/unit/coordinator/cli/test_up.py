@@ -203,6 +203,11 @@ def test_the_coordinator_listens_where_host_says_or_its_environment(monkeypatch:
 
     assert hosts(UpOptions()) == ("127.0.0.1", "0.0.0.0")
     assert hosts(UpOptions(host="::1")) == ("::1", "::1")
+    monkeypatch.delenv("TANDEM_COORDINATOR_HTTP_HOST")
+    monkeypatch.delenv("TANDEM_COORDINATOR_INSECURE")
+    with pytest.raises(ConfigurationError, match="or insecure, where the network is trusted"):
+        hosts(UpOptions(host="0.0.0.0"))
+    assert hosts(UpOptions(host="0.0.0.0", insecure=True)) == ("0.0.0.0", "0.0.0.0")
 
 
 def test_the_maximum_length_in_a_config_file_reaches_every_service(tmp_path: Path) -> None:

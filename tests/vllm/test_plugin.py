@@ -5,16 +5,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from benchmarks.peers import mend_expansion
 from tandem.integrations.vllm.proposer import WORKER, Entries, WaysOfDrafting
+from tests.end_to_end.models import load_reference
 from tests.end_to_end.processes import address_of, model_service
+from tests.paths import DEMO_TARGET
+from tests.service.other_tokenizer import renumbered
+from tests.service.test_vocabulary_mapping import PROMPTS
 from tests.unit.engine.tiny_models import MAX_LENGTH, save_checkpoint
 from tests.vllm.families import FAMILIES
 
@@ -83,9 +89,18 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         for weights in draft.parameters():
             weights += 0.2 * weights.std() * torch.randn(weights.shape, generator=generator)
     draft.save_pretrained(folders[1])
-    patch = pytest.MonkeyPatch()
+    with _drafted_for(folders[0], folders[1]) as llm:
+        yield Pair(llm, target, draft)
+
+
+@contextmanager
+def _drafted_for(target: Path, draft: Path) -> Iterator[Any]:
+    """A vLLM of this target that drafts by a service of ours in every step."""
     mend_expansion()
-    with model_service("draft_service", folders[1], "--dtype", "float32") as service:
+    with (
+        model_service("draft_service", draft, "--dtype", "float32") as service,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         for name, value in {
             "TANDEM_VLLM_DRAFT_ADDRESS": address_of(service),
             "TANDEM_VLLM_DRAFT_PATIENCE_SECONDS": "5",
@@ -94,8 +109,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
             patch.setenv(name, value)
         # Beside models this small vLLM alone is faster, so that soon nothing would be drafted.
         patch.setattr(WaysOfDrafting, "begin_step", lambda ways: ways.best)
-        yield Pair(_engine(folders[0]), target, draft)
-        patch.undo()
+        yield _engine(target)
 
 
 def _engine(folder: Path) -> Any:
@@ -143,3 +157,19 @@ def test_with_our_drafts_vllm_draws_from_the_target(pair: Pair, monkeypatch: pyt
 
 def _halved(entries: Entries) -> Entries:
     return Entries(entries.rows, entries.tokens, entries.ids, entries.probs / np.float32(2))
+
+
+def test_a_draft_with_another_tokenizer_leaves_greedy_texts_as_they_are(tmp_path: Path) -> None:
+    from vllm import SamplingParams
+
+    tokenizer, target = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json")), load_reference(DEMO_TARGET)
+    prompts = [tokenizer.encode(prompt).ids for prompt in PROMPTS]
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, detokenize=False)
+    with _drafted_for(DEMO_TARGET, renumbered(tmp_path, 1200)) as llm:
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        texts = [list(found.outputs[0].token_ids) for found in llm.generate(asked, params, use_tqdm=False)]
+        drafted, accepted = Pair(llm, target, None).counts()
+    assert 0.1 < accepted / drafted < 0.9, "the draft neither says nothing of use nor all"
+    for prompt, text in zip(prompts, texts, strict=True):
+        own = target.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None)
+        assert text == own[0, len(prompt) :].tolist()

@@ -210,7 +210,10 @@ class Choice:
             outcomes = min(ahead, key=lambda count: self._ahead_seconds(at_k, count))
             rest = costs.rest_seconds(Way.AHEAD, load)
             self._seconds[outcomes] = self._seconds[0][:1] + [
-                max(self._ahead_seconds(self.expected[: tokens + 1], outcomes) + rest, 1e-9)
+                max(
+                    self._ahead_seconds(self.expected[: tokens + 1], outcomes) + rest,
+                    costs.verify_seconds(load, tokens),
+                )
                 for tokens in range(1, len(self.expected))
             ]
         # A round with a proposal contains one without: what was measured of the target alone may be old.

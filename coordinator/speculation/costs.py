@@ -259,20 +259,22 @@ class CostModel:
             hit_rate: Share of rounds whose outcome is among them.
         """
         tokens = len(expected) - 1
-        verify, draft = self.verify_seconds(load, tokens), self.draft_seconds(load)
-        step = max(self.draft.seconds(load, load * outcomes), 1e-9)
-        miss = self.seconds(load, tokens)
-        way = self.rest_seconds(Way.ASKED, load)
-        if self.leads_with_proposals:  # the draft learns the outcome when the next verification has begun
-            draft, way = draft + way, 0.0
+        verify, step = self.verify_seconds(load, tokens), max(self.draft.seconds(load, load * outcomes), 1e-9)
+        # When the draft learns which outcome came, it is amid a step for others.
+        begin = self.draft_seconds(load) + step / 2.0
+        miss, way = self.seconds(load, tokens), self.rest_seconds(Way.ASKED, load)
 
         def at_depth(depth: int) -> float:
-            hit = max(verify, draft + depth * step) + way
+            drafting = begin + depth * step
+            hit = max(verify, drafting) + way
+            # A target that leads begins with a whole proposal or is asked. The draft learns the outcome after that.
+            if self.leads_with_proposals and depth == tokens and drafting + way <= verify:
+                hit = verify
             made = hit_rate * expected[depth] + (1.0 - hit_rate) * expected[tokens]
             return (hit_rate * hit + (1.0 - hit_rate) * miss) * expected[tokens] / made
 
         # As many tokens as the verification leaves time for, or all of them.
-        hidden = min(max(int((verify - draft) / step), 1), tokens)
+        hidden = min(max(int((verify - begin) / step), 1), tokens)
         return min(at_depth(hidden), at_depth(tokens))
 
 

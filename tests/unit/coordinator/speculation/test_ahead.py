@@ -144,3 +144,11 @@ def test_a_target_that_goes_on_with_proposals_hides_the_way_to_it() -> None:
 
     assert speed(0.8e-3, leads=True) > 1.01 * speed(0.8e-3, leads=False)
     assert speed(6.0e-3, leads=True) == pytest.approx(speed(6.0e-3, leads=False))
+
+
+def test_three_tokens_in_time_for_a_target_that_goes_on_make_less_than_four_that_it_waits_for() -> None:
+    """A round that the draft is late for is asked for; it does not cost each token of the proposal once more."""
+    known = _costs(1.2e-3, per_row=0.0)
+    costs = CostModel(known.target, known.draft, 1.3e-3, 1.3e-3, leads=True, leads_with_proposals=True)
+    three, four = (made[-1] / costs.seconds_ahead(1, made, 16, 0.96) for made in (_EXPECTED[:4], _EXPECTED))
+    assert four > three

@@ -11,7 +11,8 @@ A run has as many tokens as 10 minutes at 100 tokens a second give, in the share
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,17 @@ from rich.console import Console
 
 from benchmarks.faulty_server import FAULTS, PROPOSED, RIGHT, Language, Sampler, steps_of
 from tandem.audit.client import Completion
-from tandem.audit.run import COLD, GRAM_TOKENS, MAIN, NUCLEUS, TEMPERATURE, TOP_P, compared, expected
+from tandem.audit.run import (
+    COLD,
+    GRAM_TOKENS,
+    MAIN,
+    NUCLEUS,
+    REFERENCE_ALPHA,
+    TEMPERATURE,
+    TOP_P,
+    compared,
+    expected,
+)
 from tandem.audit.statistics import ALPHA, Calibration, Evidence, FloatArray, IntArray, Steps
 
 TOKENS = 60_000
@@ -31,6 +42,8 @@ VARIATION = 0.0125
 _PROMPTS = 24
 """Beginnings of completions."""
 _COMPLETIONS = (100, 400, 1600)
+_LEVELS = (0.01, 0.001, ALPHA, 0.0002)
+"""A study shows how many audits have a finding at each."""
 _SHARES = {COLD: 0.05, NUCLEUS: 0.05, MAIN: 0.9}
 _LOOKS = {COLD: (TEMPERATURE, 1.0), NUCLEUS: (1.0, TOP_P), MAIN: (1.0, 1.0)}
 
@@ -42,9 +55,15 @@ Generate = Callable[[str, IntArray, np.random.Generator], tuple[IntArray, IntArr
 class Run:
     """The result of a simulated audit."""
 
-    is_finding: bool
+    level: float
+    """The lowest level at which it has a finding."""
     tokens: int
     """Until the e-process crossed its level; all where it did not."""
+
+    @property
+    def is_finding(self) -> bool:
+        """True if a real audit would have a finding."""
+        return self.level < ALPHA
 
 
 def simulated(
@@ -126,16 +145,17 @@ def _of_variation(target: FloatArray, form: Callable[[float], FloatArray]) -> Fl
 
 def judged(evidence: Evidence, removed: int) -> Run:
     """The verdict of an audit with this evidence."""
-    crossing = next((tokens for tokens, value in evidence.path if value > 3.3), evidence.path[-1][0])
-    return Run(evidence.is_finding or removed > 2, crossing)
+    level = math.log10(2 / ALPHA)
+    crossing = next((tokens for tokens, value in evidence.path if value > level), evidence.path[-1][0])
+    return Run(0.0 if removed > 2 else evidence.level, crossing)
 
 
-def false_alarms(runs: int, tokens: int) -> Iterator[bool]:
-    """For each right sampler, whether it is accused."""
+def false_alarms(runs: int, tokens: int) -> Iterator[Run]:
+    """Audits of right samplers."""
     languages = [Language.random(seed=seed) for seed in range(min(runs, 20))]  # making one takes long
     for seed in range(runs):
         language = languages[seed % len(languages)]
-        yield judged(*simulated(language, sampler(language), seed, tokens)).is_finding
+        yield judged(*simulated(language, sampler(language), seed, tokens))
 
 
 def told_apart(language: Language, generate: Generate, completions: int, seed: int) -> bool:
@@ -147,7 +167,12 @@ def told_apart(language: Language, generate: Generate, completions: int, seed: i
         made, _ = source(MAIN, contexts, np.random.default_rng([seed, is_reference]))
         texts = [Completion("", "length", tuple(map(str, row))) for row in made[:, :GRAM_TOKENS].tolist()]
         found += [(place % _PROMPTS, bool(is_reference), text) for place, text in enumerate(texts)]
-    return any(test.adjusted_p is not None and test.adjusted_p < ALPHA for test in compared(found))
+    return any(test.adjusted_p is not None and test.adjusted_p < REFERENCE_ALPHA for test in compared(found))
+
+
+def _counted(runs: Sequence[Run]) -> str:
+    counts = (f"{sum(run.level < level for run in runs)} at {level:g}" for level in _LEVELS)
+    return f"of {len(runs)} by level: {', '.join(counts)}"
 
 
 def main() -> None:
@@ -162,20 +187,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=TOKENS)
     arguments = parser.parse_args()
     console = Console()
-    accused = 0
-    for done, is_accused in enumerate(false_alarms(arguments.false_alarms, arguments.tokens), start=1):
-        accused += is_accused
-        if done % 50 == 0 or done == arguments.false_alarms:
-            console.print(f"right samplers accused: {accused} of {done}")
+    runs = list[Run]()
+    for run in false_alarms(arguments.false_alarms, arguments.tokens):
+        runs.append(run)
+        if len(runs) % 50 == 0 or len(runs) == arguments.false_alarms:
+            console.print(f"right samplers accused {_counted(runs)}")
     language = Language.random()
 
     def row(name: str, runs: Iterable[tuple[Evidence, int]]) -> None:
         found = [judged(*each) for each in runs]
         tokens = int(np.median([each.tokens for each in found]))
-        count = sum(each.is_finding for each in found)
-        console.print(
-            f"{name}: {count} of {len(found)} found, the e-process crosses at {tokens:,} tokens (median)"
-        )
+        console.print(f"{name}: found {_counted(found)}; the e-process crosses at {tokens:,} tokens (median)")
 
     for fault in FAULTS if arguments.faults else ():
         generate = sampler(language, fault)

@@ -58,6 +58,8 @@ _MAX_SUM = 1.01
 """Highest sum of the probabilities of one position that rounding explains."""
 GRAM_TOKENS = 24
 """First tokens of completions, whose pairs are compared."""
+REFERENCE_ALPHA = 0.001 - ALPHA
+"""Most false alarms of a comparison with a reference: with those of its draws, an audit has 1 in 1,000."""
 LOSSY = ("typical", "logit-comparison", "logit_comparison", "synthetic", "relaxed")
 """Acceptance rules that are not lossless by design begin with one of these."""
 
@@ -129,7 +131,7 @@ class Audit:
         found += [
             f"another distribution than the reference: {test.name}, p = {test.adjusted_p:.2g}"
             for test in self.reference
-            if test.adjusted_p is not None and test.adjusted_p < ALPHA
+            if test.adjusted_p is not None and test.adjusted_p < REFERENCE_ALPHA
         ]
         found += [f"{each.name}: {each.detail}" for each in self.checks if each.verdict is Verdict.FINDING]
         if self.lossy_rules:

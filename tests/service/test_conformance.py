@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from functools import partial
@@ -27,6 +28,7 @@ from tandem.engine.models.loading import LoadedModel
 from tandem.errors import InvalidRequestError, ProtocolError
 from tandem.serving.interceptors import Context
 from tandem.types import DraftedOutcomes, Proposal, ProposeStep, SparseDistribution
+from tandem.v1 import draft_pb2
 from tandem.v1.draft_pb2 import (
     DraftServiceGetModelInfoRequest,
     DraftServiceGetModelInfoResponse,
@@ -34,6 +36,7 @@ from tandem.v1.draft_pb2 import (
     ProposeResponse,
 )
 from tests.commands import run_here
+from tests.paths import ROOT
 from tests.service.engines import draft
 from tests.service.fakes import NOT_SERVING, hooked, served, serving
 
@@ -390,3 +393,21 @@ async def test_the_command_passes_a_draft_and_names_one_that_is_not_there() -> N
     code, out, error = await command(address)
     assert (code, out) == (4, "")
     assert error.count("\n") == 1
+
+
+def test_the_page_names_every_field() -> None:
+    """Those of all messages of the service, and of the messages in them."""
+    page = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(\w+)`", page))
+    calls = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].methods
+    left = [message for call in calls for message in (call.input_type, call.output_type)]
+    seen, missing = set(), []
+    while left:
+        message = left.pop()
+        if message.full_name in seen:
+            continue
+        seen.add(message.full_name)
+        missing += [f"{message.name}.{each.name}" for each in message.fields if each.name not in named]
+        left += [each.message_type for each in message.fields if each.message_type is not None]
+    assert {"tandem.v1.SamplingParams", "tandem.v1.StepTime"} <= seen
+    assert missing == []

@@ -49,7 +49,7 @@ from tandem.vllm_contract import check_plugin, check_runner, lacking
 WORKER = "tandem.integrations.vllm.worker.TandemWorker"
 """The worker class for vLLM's `--worker-cls`."""
 
-_DRAFT_TOP_K, _DRAFT_SUPPORT_MASS = 1024, 0.99
+_DRAFT_TOP_K, _DRAFT_SUPPORT_MASS = 1024, 0.995
 """Wider than a coordinator's, which has a target send probabilities of as many tokens back: acceptance is then within a
 point of a draft's that draws from all tokens (docs/measurements.md)."""
 _MAX_BRANCHES = 16

@@ -92,13 +92,19 @@ _CONVENTIONS: Mapping[str, str] = {
     "tandem_e2e_request_latency_seconds": "gen_ai.server.request.duration",
 }
 """Names of the semantic conventions for generative AI."""
-_UNITS = {"seconds": "s", "bytes": "By", "tokens": "{token}", "rounds": "{round}", "requests": "{request}"}
+_UNITS = {"seconds": "s", "bytes": "By", "pos": "{token}", "length": "{token}"}
 """UCUM's units, by the last word of a name."""
+_COUNTED = {
+    *("drafts", "failovers", "failures", "fallbacks", "hits", "preemptions", "replicas"),
+    *("requests", "rounds", "sequences", "steps", "streams", "tokens"),
+}
+"""Last words of other names, whose unit is one of them."""
 
 
 def unit_of(name: str) -> str:
     """The unit of one of our metrics, as OTLP spells it; empty for a number without one."""
-    return _UNITS.get(name.rpartition("_")[2], "")
+    word = name.removesuffix("_running").removesuffix("_waiting").rpartition("_")[2]
+    return f"{{{word[:-1]}}}" if word in _COUNTED else _UNITS.get(word, "")
 
 
 def by_conventions(families: Iterable[Metric]) -> Iterator[Metric]:

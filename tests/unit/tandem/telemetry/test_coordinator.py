@@ -21,6 +21,7 @@ from coordinator.telemetry.observer import State
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.speculation_state import SpeculationDecision
 from tandem.telemetry.metrics import AtScrape
+from tandem.telemetry.names import unit_of
 from tandem.types import AheadStats, SpeculationStats
 from tests.paths import DEMO_TARGET
 from tests.unit.coordinator.round_results import round_result
@@ -66,6 +67,16 @@ async def test_positions_and_rules_have_series_from_the_start_and_their_number_i
     assert series(registry) == count
     beyond = registry.get_sample_value(name, {"model_name": "m", "position": "33+"})
     assert beyond == 100 * (64 - 32)
+
+
+async def test_every_counter_has_a_unit() -> None:
+    registry = registry_of(lambda: state({"greedy": SpeculationStats()}))
+    RequestMetrics(registry, "m")
+    counters = [family.name for family in registry.collect() if family.type == "counter"]
+    assert len(counters) > 15
+    assert [name for name in counters if not unit_of(name)] == []
+    assert unit_of("tandem_num_requests_waiting") == "{request}"
+    assert unit_of("tandem_build_info") == ""
 
 
 async def test_hits_are_counted_by_rank() -> None:

@@ -128,6 +128,7 @@ class PairOptions:
         "Measure with this draft. [default: as in tandem up]", metavar="ngram|suffix|DIR|ID"
     )
     device: str = option(f"Where both models run: {DEVICES}.", default="cpu")
+    max_length: int | None = option("Maximum tokens of a sequence. [default: the models']")
     temperature: float = option("Temperature of the measured completions.", default=0.0, min=0.0, max=2.0)
 
     @property
@@ -152,14 +153,16 @@ class PairOptions:
                 target=None if is_demo else self.target,
                 draft=self.draft,
                 device=self.device,
+                max_length=self.max_length,
                 http=False,
             )
         )
         named = ["--model", DEMO] if is_demo else ["--target", str(self.target)]
-        drafted = [] if self.draft is None else ["--draft", self.draft]
+        named += [] if self.draft is None else ["--draft", self.draft]
+        named += [] if self.max_length is None else ["--max-length", str(self.max_length)]
         # A plan adds up the times of draft and target, which drafting ahead would let overlap.
         fixed = ["--no-http", "--port", "0", "--draft-ahead", "off"]
-        return [*fixed, "--device", self.device, *named, *drafted]
+        return [*fixed, "--device", self.device, *named]
 
 
 async def measured_pair(
@@ -305,8 +308,9 @@ async def _services(words: Sequence[str]) -> AsyncIterator[str]:
                 address = await child.line("ready on ")
             except ServiceUnavailableError as error:
                 errors.seek(0)
-                reasons = [*errors.read().decode(errors="replace").splitlines(), str(error)]
-                reason = next(line for line in reasons if line.strip()).removeprefix("error: ")
+                lines = [*errors.read().decode(errors="replace").splitlines(), str(error)]
+                reasons = [line.partition("error: ")[2] for line in lines if "error: " in line]
+                reason = next(line for line in [*reasons, *lines] if line.strip())
                 raise ServiceUnavailableError(f"the pair could not be measured: {reason}") from None
             yield address
         finally:

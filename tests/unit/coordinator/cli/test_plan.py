@@ -17,6 +17,7 @@ def test_the_demo_pair_is_measured_unless_another_is_named(tmp_path: Path) -> No
         (PairOptions(draft="ngram"), ["--model", "demo", "--draft", "ngram"]),
         (PairOptions(target=folder), ["--target", folder]),
         (PairOptions(target=folder, draft=folder), ["--target", folder, "--draft", folder]),
+        (PairOptions(target="demo", max_length=64), ["--model", "demo", "--max-length", "64"]),
     ):
         assert options.is_named
         fixed = ["--no-http", "--port", "0", "--draft-ahead", "off", "--device", "cpu"]

@@ -11,7 +11,6 @@ A run has as many tokens as 10 minutes at 100 tokens a second give, in the share
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -31,7 +30,7 @@ from tandem.audit.run import (
     compared,
     expected,
 )
-from tandem.audit.statistics import ALPHA, Calibration, Evidence, FloatArray, IntArray, Steps
+from tandem.audit.statistics import ALPHA, LEVEL, Calibration, Evidence, FloatArray, IntArray, Steps
 
 TOKENS = 60_000
 """Length of the audits whose power docs/measurements.md reports."""
@@ -145,8 +144,7 @@ def _of_variation(target: FloatArray, form: Callable[[float], FloatArray]) -> Fl
 
 def judged(evidence: Evidence, removed: int) -> Run:
     """The verdict of an audit with this evidence."""
-    level = math.log10(2 / ALPHA)
-    crossing = next((tokens for tokens, value in evidence.path if value > level), evidence.path[-1][0])
+    crossing = next((tokens for tokens, value in evidence.path if value > LEVEL), evidence.path[-1][0])
     return Run(0.0 if removed > 2 else evidence.level, crossing)
 
 

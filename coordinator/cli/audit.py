@@ -133,6 +133,7 @@ def _object(name: str, words: str | None) -> Mapping[str, Any]:
 def show(result: Audit) -> None:
     """Print the checks, the strongest tests, and the verdict with its findings."""
     from tandem.audit.report import acceptance_line, strongest
+    from tandem.audit.statistics import LEVEL
 
     checks = plain_table("CHECK", "RESULT", "DETAIL")
     for each in result.checks:
@@ -145,7 +146,11 @@ def show(result: Audit) -> None:
             tests.add_row(
                 test.name, look, f"{test.tokens:,}", f"{test.excess:+.4f}", f"{test.z:+.2f}", adjusted
             )
-        parts += ["", tests, f"evidence 10^{result.max_log10:.1f} at most; from 10^3.3 on it is a finding"]
+        parts += [
+            "",
+            tests,
+            f"evidence 10^{result.max_log10:.1f} at most; from 10^{LEVEL:.1f} on it is a finding",
+        ]
     if result.reference:
         reference = plain_table("AGAINST THE REFERENCE", ">COUNTED", ">P, CORRECTED")
         for test in result.reference:

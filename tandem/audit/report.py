@@ -10,7 +10,7 @@ from typing import Any
 
 from tandem import __version__
 from tandem.audit.run import MAIN, Audit
-from tandem.audit.statistics import ALPHA, CONFIDENCES, POSITIONS, TestResult
+from tandem.audit.statistics import ALPHA, CONFIDENCES, LEVEL, POSITIONS, TestResult
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 720, 260, 64, 52, 16
 _RED, _BLUE, _GREY = "#b91c1c", "#1d4ed8", "#64748b"
@@ -149,9 +149,8 @@ def evidence_picture(audit: Audit) -> str:
     """log10 of the e-process by tokens, with the level of a finding. SVG; empty without samples."""
     if not audit.path:
         return ""
-    level = math.log10(2 / ALPHA)
-    values = [max(-3.0, min(value, 3 * level)) for _, value in audit.path]
-    high, low, last = max(level, *values) * 1.1, min(-1.0, *values), audit.path[-1][0]
+    values = [max(-3.0, min(value, 3 * LEVEL)) for _, value in audit.path]
+    high, low, last = max(LEVEL, *values) * 1.1, min(-1.0, *values), audit.path[-1][0]
 
     def y(value: float) -> float:
         return _TOP + (high - value) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
@@ -160,7 +159,7 @@ def evidence_picture(audit: Audit) -> str:
         f"{_LEFT + tokens / max(last, 1) * (_WIDTH - _LEFT):.1f},{y(value):.1f}"
         for (tokens, _), value in zip(audit.path, values, strict=True)
     )
-    body = _axis(y(0.0), "1") + _axis(y(level), f"{2 / ALPHA:.0f}")
+    body = _axis(y(0.0), "1") + _axis(y(LEVEL), f"{2 / ALPHA:.0f}")
     body += f'<polyline points="{points}" fill="none" stroke="{_BLUE}" stroke-width="2"/>'
     body += _text(_WIDTH, _HEIGHT - 28, f"{last:,} tokens", "end")
     return _svg(body + _text(_LEFT, _HEIGHT - 28, "above the upper line it is a finding", "start"))

@@ -26,6 +26,8 @@ ALPHA = 0.0004
 
 A thousand audits of correct samplers then have 0.4 on average at most, and a total variation of 0.0125 is still found
 in 95 % of the audits of 60,000 tokens (`benchmarks.studies.audit`)."""
+LEVEL = math.log10(2 / ALPHA)
+"""Evidence from which on the e-process is a finding, log10."""
 MIN_VARIANCE = 20.0
 """A test with less summed variance has no p-value: its sum is too far from normal."""
 

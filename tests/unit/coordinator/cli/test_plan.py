@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from coordinator.cli import plan
 from coordinator.cli.plan import PairOptions
 from tandem.errors import ConfigurationError
+from tandem.types import GenerationRequest
 
 
 def test_the_demo_pair_is_measured_unless_another_is_named(tmp_path: Path) -> None:
@@ -37,3 +43,19 @@ def test_the_demo_pair_is_measured_unless_another_is_named(tmp_path: Path) -> No
 def test_unmeasurable_pairs_are_refused_before_anything_starts(options: PairOptions, reason: str) -> None:
     with pytest.raises(ConfigurationError, match=reason):
         options.up_words()
+
+
+async def test_rounds_that_come_two_at_once_take_half_as_long_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    class Client:
+        async def generate(self, request: GenerationRequest) -> AsyncIterator[SimpleNamespace]:
+            nonlocal now
+            for number in range(9):
+                now += 0.0 if number % 2 else 0.016
+                yield SimpleNamespace(token_ids=(number,), proposed=0)
+
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    client: Any = Client()
+    found = await plan._round_seconds(client, 1, [0], temperature=0.0)
+    assert found == {0: pytest.approx(0.008)}

@@ -171,9 +171,8 @@ def test_a_draft_with_another_tokenizer_leaves_greedy_texts_as_they_are(tmp_path
         asked = [{"prompt_token_ids": prompt} for prompt in prompts]
         texts: list[list[int]] = []
         drafted = accepted = 0
-        while drafted < 24 and len(texts) < 5 * len(
-            prompts
-        ):  # the first find the draft preparing its mapping
+        # The first may find the draft preparing its mapping.
+        while drafted < 24 and len(texts) < 5 * len(prompts):
             texts += [list(each.outputs[0].token_ids) for each in llm.generate(asked, params, use_tqdm=False)]
             drafted, accepted = Pair(llm, target, None).counts()
     assert 0.1 < accepted / drafted < 0.9, "the draft neither says nothing of use nor all"

@@ -29,7 +29,6 @@ from tandem.engine.models.heads.interface import (
     check_target,
     placed,
     shared_layers,
-    text_config,
     with_prefix_of,
 )
 from tandem.engine.models.loading import LoadedModel
@@ -227,13 +226,13 @@ def load_dflash(config: DFlashConfig, target: LoadedModel) -> DFlashHead:
         ModelFolderError: a tensor is missing or has another shape than the config says, or the draft belongs to
             another target.
     """
-    size, vocabulary_size = text_config(target).hidden_size, target.info.vocabulary_size
+    shape, vocabulary_size = _shape(config), target.info.vocabulary_size
     check_target(
         config.folder,
         target,
-        ("vocab_size", config.content.get("vocab_size"), vocabulary_size),
-        ("hidden_size", config.content.get("hidden_size"), size),
-        ("target_hidden_size", config.target_hidden_size or size, size),
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        target_hidden_size=config.target_hidden_size,
     )
     if config.mask_token_id >= vocabulary_size:
         raise ModelFolderError(

@@ -19,21 +19,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tandem.config.names import EAGLE
 from tandem.engine.kv_cache.arena import LayerGeometry
 from tandem.engine.models.heads.interface import (
-    Attention,
     DraftHead,
     HeadFile,
+    HeadLayer,
     HeadTensors,
     LlamaHeadConfig,
     check_target,
     llama_layer_shape,
     placed,
-    text_config,
     with_prefix_of,
 )
 from tandem.engine.models.loading import LoadedModel
@@ -113,7 +111,8 @@ class EagleHead(DraftHead):
         """Set by `load_eagle`: often the target's own tensor."""
         self.embedding_layernorm = _norm(config)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=has_bias)
-        self.layer = _Layer(config, config.layer_config(target))
+        self.layer = HeadLayer(config, target, config.hidden_size)
+        self.layer.input_layernorm = _norm(config)  # type: ignore[assignment]
         self.pre_lm_head_layernorm = _norm(config)
         # Not a submodule: it belongs to the target, which may replace its weights by packed ones.
         self._output = (module.get_output_embeddings(),)
@@ -124,7 +123,8 @@ class EagleHead(DraftHead):
         """See `DraftHead`. The layer's result stands for the target's next state."""
         embedded = self.embedding_layernorm(self.embed_tokens(token_ids))
         joined = torch.cat((embedded, states[None]), dim=-1)
-        state: Tensor = self.layer(self.fc(joined), positions, step)[0]
+        residual = self.fc(joined)
+        state = self.layer.computed(residual, self.layer.input_layernorm(residual), positions, step)[0]
         # The next step reads the state before this norm, as in the training of such heads.
         return self.pre_lm_head_layernorm(state), state
 
@@ -132,20 +132,6 @@ class EagleHead(DraftHead):
         """See `DraftHead`; by the target's output layer, without what some models do to its result."""
         logits: Tensor = self._output[0](hidden)
         return logits
-
-
-class _Layer(nn.Module):
-    def __init__(self, config: EagleConfig, layer: LlamaConfig) -> None:
-        super().__init__()
-        self.input_layernorm = _norm(config)
-        self.self_attn = Attention(layer, config.hidden_size)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.epsilon)
-        self.mlp = LlamaMLP(layer)  # type: ignore[no-untyped-call]
-
-    def forward(self, states: Tensor, positions: Tensor, step: Any) -> Tensor:
-        attended = states + self.self_attn(self.input_layernorm(states), positions, step)
-        output: Tensor = attended + self.mlp(self.post_attention_layernorm(attended))
-        return output
 
 
 def _norm(config: EagleConfig) -> nn.Module:
@@ -159,12 +145,7 @@ def load_eagle(config: EagleConfig, target: LoadedModel) -> EagleHead:
         ModelFolderError: a tensor is missing or has another shape than the config says, or the head belongs to another
             target.
     """
-    check_target(
-        config.folder,
-        target,
-        ("hidden_size", config.hidden_size, text_config(target).hidden_size),
-        ("vocab_size", config.vocabulary_size, target.info.vocabulary_size),
-    )
+    check_target(config.folder, target, hidden_size=config.hidden_size, vocab_size=config.vocabulary_size)
     tensors = HeadTensors(config.folder, _RENAMED)
     head = EagleHead(
         config, target, has_bias=("fc.bias" in tensors) if config.has_bias is None else config.has_bias

@@ -12,15 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tandem.config.names import EAGLE3
 from tandem.engine.kv_cache.arena import LayerGeometry
 from tandem.engine.models.heads.interface import (
-    Attention,
     DraftHead,
     HeadFile,
+    HeadLayer,
     HeadTensors,
     LlamaHeadConfig,
     check_layer_ids,
@@ -124,7 +123,7 @@ class Eagle3Head(DraftHead):
         norms = range(_STATES if config.fc_norm else 0)
         self.fc_norm = nn.ModuleList(LlamaRMSNorm(config.target_hidden_size, config.epsilon) for _ in norms)
         self.fc = nn.Linear(wide, size, bias=False)
-        self.midlayer = _Layer(config, config.layer_config(target))
+        self.midlayer = _Layer(config, target)
         self.norm = LlamaRMSNorm(size, config.epsilon)
         self.lm_head = nn.Linear(size, config.draft_vocabulary_size, bias=False)
 
@@ -150,23 +149,16 @@ class Eagle3Head(DraftHead):
         return normed, normed if self.config.norm_output else state
 
 
-class _Layer(nn.Module):
-    def __init__(self, config: Eagle3Config, layer: LlamaConfig) -> None:
-        super().__init__()
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.epsilon)
+class _Layer(HeadLayer):  # type: ignore[no-untyped-call]  # its base's hook for subclasses is untyped
+    def __init__(self, config: Eagle3Config, target: LoadedModel) -> None:
+        super().__init__(config, target, 2 * config.hidden_size)
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, config.epsilon)
-        self.self_attn = Attention(layer, 2 * config.hidden_size)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.epsilon)
-        self.mlp = LlamaMLP(layer)  # type: ignore[no-untyped-call]
         self._norm_before_residual = config.norm_before_residual
 
-    def forward(self, embedded: Tensor, states: Tensor, positions: Tensor, step: Any) -> Tensor:
+    def forward(self, embedded: Tensor, states: Tensor, positions: Tensor, step: Any) -> Tensor:  # type: ignore[override]
         normed = self.hidden_norm(states)
-        residual = normed if self._norm_before_residual else states
         joined = torch.cat((self.input_layernorm(embedded), normed), dim=-1)
-        attended = residual + self.self_attn(joined, positions, step)
-        output: Tensor = attended + self.mlp(self.post_attention_layernorm(attended))
-        return output
+        return self.computed(normed if self._norm_before_residual else states, joined, positions, step)
 
 
 def load_eagle3(config: Eagle3Config, target: LoadedModel) -> Eagle3Head:
@@ -179,8 +171,8 @@ def load_eagle3(config: Eagle3Config, target: LoadedModel) -> Eagle3Head:
     check_target(
         config.folder,
         target,
-        ("vocab_size", config.vocabulary_size, target.info.vocabulary_size),
-        ("target_hidden_size", config.target_hidden_size, text_config(target).hidden_size),
+        vocab_size=config.vocabulary_size,
+        target_hidden_size=config.target_hidden_size,
     )
     tensors = HeadTensors(config.folder, _RENAMED)
     head = Eagle3Head(config, target)

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from tandem.engine.kv_cache.arena import LayerGeometry
-from tandem.engine.models.attention import attention_forward
+from tandem.engine.models.attention import ATTENTION_NAME, STEP_ARGUMENT
 from tandem.engine.models.checkpoint import CONFIG_FILE, find_weights, read_object
 from tandem.engine.models.loading import LoadedModel, StoredTensor, stored_tensors
 from tandem.errors import ModelFolderError
@@ -217,6 +217,7 @@ class LlamaHeadConfig:
             rms_norm_eps=self.epsilon,
             max_position_embeddings=targets.max_position_embeddings,
         )
+        own._attn_implementation = ATTENTION_NAME
         parameters = getattr(targets, "rope_parameters", None)
         if isinstance(parameters, dict) and "rope_type" in parameters:
             own.rope_parameters = dict(parameters)
@@ -243,34 +244,24 @@ def llama_layer_shape(layer: HeadFile, owner: str) -> dict[str, Any]:
     }
 
 
-class Attention(nn.Module):
-    """Attention of a head's one Llama layer, for pairs of several sequences."""
+class HeadLayer(LlamaDecoderLayer):
+    """A head's one Llama layer, for pairs of several sequences. Its attention may read more than the residual."""
 
-    layer_idx = 0
+    def __init__(self, config: LlamaHeadConfig, target: LoadedModel, input_size: int) -> None:
+        layer = config.layer_config(target)
+        super().__init__(layer, 0)  # type: ignore[no-untyped-call]
+        attention: Any = self.self_attn
+        for name in ("q_proj", "k_proj", "v_proj"):
+            width = getattr(attention, name).out_features
+            setattr(attention, name, nn.Linear(input_size, width, bias=False))
+        self.rotary_emb = LlamaRotaryEmbedding(layer)
 
-    def __init__(self, config: LlamaConfig, input_size: int) -> None:
-        super().__init__()
-        sizes: Any = config  # transformers' annotations allow None, which its own constructor replaces
-        self._head_dim: int = sizes.head_dim
-        width, kv_width = (
-            heads * self._head_dim for heads in (sizes.num_attention_heads, sizes.num_key_value_heads)
-        )
-        self.q_proj = nn.Linear(input_size, width, bias=False)
-        self.k_proj = nn.Linear(input_size, kv_width, bias=False)
-        self.v_proj = nn.Linear(input_size, kv_width, bias=False)
-        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
-        self.rotary_emb = LlamaRotaryEmbedding(config)
-
-    def forward(self, states: Tensor, positions: Tensor, step: Any) -> Tensor:
-        """[1, tokens, hidden_size] of states [1, tokens, input_size] and positions [1, tokens]."""
-        query, key, value = (
-            projection(states).unflatten(-1, (-1, self._head_dim)).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        cosines, sines = self.rotary_emb(states, positions)
-        query, key = apply_rotary_pos_emb(query, key, cosines, sines)
-        attended, _ = attention_forward(self, query, key, value, None, tandem_step=step)
-        output: Tensor = self.o_proj(attended.flatten(2))
+    def computed(self, residual: Tensor, inputs: Tensor, positions: Tensor, step: Any) -> Tensor:
+        """[1, tokens, hidden_size] of a residual of that shape, inputs [1, tokens, input_size] and positions."""
+        rotary = self.rotary_emb(inputs, positions)
+        attended, _ = self.self_attn(inputs, rotary, **{STEP_ARGUMENT: step})
+        hidden = residual + attended
+        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return output
 
 
@@ -372,16 +363,19 @@ def text_config(target: LoadedModel) -> Any:
     return module.config.get_text_config(decoder=True)
 
 
-def check_target(folder: Path, target: LoadedModel, *numbers: tuple[str, int | None, int]) -> None:
+def check_target(folder: Path, target: LoadedModel, **numbers: int | None) -> None:
     """Refuse a head that was made for another target.
 
-    Each of the numbers is a key of the head's config.json, the value there, and the target's.
+    Args:
+        numbers: of the head's config.json, by key; None where it leaves one to the target. `vocab_size` must be the
+            target's, and any other its `hidden_size`.
 
     Raises:
         ModelFolderError: two values differ.
     """
-    for key, own, others in numbers:
-        if own != others:
+    for key, own in numbers.items():
+        others = target.info.vocabulary_size if key == "vocab_size" else text_config(target).hidden_size
+        if own not in (None, others):
             raise ModelFolderError(
                 f"the drafting head in {folder} was made for another target: its {key} is {own}, and that of "
                 f"{target.info.name} is {others}"

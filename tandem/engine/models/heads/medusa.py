@@ -138,12 +138,7 @@ def load_medusa(config: MedusaConfig, target: LoadedModel) -> MedusaHeads:
         ModelFolderError: a tensor is missing or has another shape than the config says, or the heads belong to another
             target.
     """
-    for key, own, others in (
-        ("hidden_size", config.hidden_size, text_config(target).hidden_size),
-        ("vocab_size", config.vocabulary_size, target.info.vocabulary_size),
-    ):
-        if own is not None:
-            check_target(config.folder, target, (key, own, others))
+    check_target(config.folder, target, hidden_size=config.hidden_size, vocab_size=config.vocabulary_size)
     tensors = HeadTensors(config.folder, _renamed(config))
     heads = MedusaHeads(config, target, has_bias="blocks.0.layers.0.bias" in tensors)
     count = config.truncated_vocabulary_size

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bound_service.service import head_method
-from draft_service.proposers.heads import BoundProposer, HeadKind, block_kind, parallel_kind
+from draft_service.proposers.heads import BoundProposer
 from tandem.config.names import DFLASH, EAGLE, EAGLE3, MEDUSA, MTP
 from tandem.engine.core.selection import Backends, choose_backends
 from tandem.engine.hidden_states import BoundSequences, HiddenStateTap, PairedStates, as_model
@@ -89,18 +89,12 @@ def load_pair(
     states = PairedStates(tap, head.state_size, target.dtype, target.device)
     backends = _head_backends(as_model(head, states, target, name, head.architecture), head, settings)
     proposer = BoundProposer(
-        backends, states, bound, limits, method, _kind(head), on_failure, repeats=settings.draft_repeats
+        backends, states, bound, limits, method, head, on_failure, repeats=settings.draft_repeats
     )
     model = replace(tap.model, info=replace(target.info, drafting_method=method))
     verifier = make_verifier(model, settings, on_step, on_failure, tap, bound)
     proposer.open_grammar = verifier.open_grammar
     return BoundPair(verifier, proposer)
-
-
-def _kind(head: DraftHead) -> HeadKind | None:
-    if isinstance(head, BlockHead):
-        return block_kind(head.block_size, head.mask_token_id)
-    return parallel_kind(head.tokens_per_pass) if head.tokens_per_pass > 1 else None
 
 
 def _head_backends(model: LoadedModel, head: DraftHead, settings: TargetSettings) -> Backends:

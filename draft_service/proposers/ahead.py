@@ -48,20 +48,18 @@ class AheadDrafter:
         engine: Engine[Drafting, Proposal],
         cached: CachedSequence,
         options: DraftOptions,
-        draft_top_k: int,
-        support_mass: float,
         sampler: Sampler,
         history: OutcomeHistory,
         grammar: GrammarState | None = None,
     ) -> None:
-        self._grammar = grammar
         self._engine = engine
-        self._cached = cached
-        self._options = options
-        self._draft_top_k = draft_top_k
-        self._support_mass = support_mass
-        self._sampler = sampler
-        self._history = history
+        self.cached = cached
+        self.options = options
+        self.sampler = sampler
+        self.history = history
+        self.grammar = grammar
+        self.max_length = engine.max_length
+        """Positions that the model has."""
         self._loop = asyncio.get_running_loop()
         self._token_ids: list[int] = []
         self._round: BranchDrafting | None = None
@@ -90,32 +88,19 @@ class AheadDrafter:
             proposed_count: How many of the trunk's last tokens are the proposal.
             trunk: The trunk in the draft's tokens, where these are others.
         """
-        if step.ahead is None or self._options.with_token_logits:
+        if step.ahead is None or self.options.with_token_logits:
             return
         if proposed_count > MAX_AHEAD_TOKENS:
             return  # reading it takes a row of the vocabulary for each token
         own = delta if trunk is None else trunk.delta
-        if (step.is_answered or trunk is not None) and own.length > self._cached.max_length:
+        if (step.is_answered or trunk is not None) and own.length > self.cached.max_length:
             return  # the longest proposal has one token more than the sequence can hold
         self._token_ids[delta.base_length :] = delta.token_ids
         proposed = tuple(self._token_ids[len(self._token_ids) - proposed_count :])
-        self._round = job = BranchDrafting(
-            self._cached,
-            own,
-            proposed,
-            step.ahead,
-            self._options,
-            self._draft_top_k,
-            self._support_mass,
-            self._sampler,
-            self._history,
-            max_length=self._engine.max_length,
-            push=partial(self._push, self._rounds),
-            grammar=self._grammar,
-            completion=self._token_ids[self._options.prompt_length :] if self._grammar is not None else [],
-            trunk=trunk,
-        )
-        self._engine.put_back(job)
+        completion = self._token_ids[self.options.prompt_length :] if self.grammar is not None else ()
+        push = partial(self._push, self._rounds)
+        self._round = BranchDrafting(self, own, proposed, step.ahead, push, completion, trunk)
+        self._engine.put_back(self._round)
 
     def _push(self, of_round: int, drafted: DraftedOutcomes | TandemError) -> None:
         """Hand over to the event loop what the engine's thread has drafted."""
@@ -136,7 +121,7 @@ class AheadDrafter:
             min(len(following), len(proposed)),
         )
         if accepted < len(following):
-            self._history.came(proposed, last.ranking, accepted, following[accepted])
+            self.history.came(proposed, last.ranking, accepted, following[accepted])
 
 
 MAX_ROUND_BYTES = 160_000
@@ -147,22 +132,14 @@ MAX_ROUND_BYTES = 160_000
 class BranchDrafting:
     """The branches of one round of one sequence; a background job of the draft's engine."""
 
-    sequence: CachedSequence
+    drafter: AheadDrafter
+    """Of the sequence."""
     delta: Delta
     proposed: tuple[int, ...]
     """The proposal that is being verified: the last tokens of the sequence."""
     budget: AheadBudget
-    options: DraftOptions
-    draft_top_k: int
-    support_mass: float
-    sampler: Sampler
-    history: OutcomeHistory
-    max_length: int
-    """Positions that the model has."""
     push: Callable[[DraftedOutcomes | TandemError], None]
     """Called on the engine's thread."""
-    grammar: GrammarState | None = None
-    """The grammar of the completion."""
     completion: Sequence[int] = ()
     """The completion's tokens, the proposal's at the end, for the grammar."""
     trunk: MappedTrunk | None = None
@@ -186,6 +163,10 @@ class BranchDrafting:
     """Tokens that were pushed for each branch, where the draft writes text."""
 
     @property
+    def sequence(self) -> CachedSequence:
+        return self.drafter.cached
+
+    @property
     def base_length(self) -> int:
         """Length of the sequence that the proposal extends."""
         return self.delta.length - len(self.proposed) if self.trunk is None else self.trunk.base_length
@@ -197,41 +178,39 @@ class BranchDrafting:
     @property
     def max_lead(self) -> int:
         """See `BackgroundJob`. Tokens that are drawn with noise of their position alone do not depend on the round."""
-        if self.options.row_kind is not RowKind.TOKEN or self.trunk is not None:
+        if self.drafter.options.row_kind is not RowKind.TOKEN or self.trunk is not None:
             return 0
         tokens = self.budget.token_count
-        return max(min(tokens, self.max_length - self.delta.length - tokens - 1), 0)
+        return max(min(tokens, self.drafter.max_length - self.delta.length - tokens - 1), 0)
 
     def begin(self, logits: Tensor, room: int, lead: Lead | None) -> BranchStep | None:
-        trunk = self.trunk
+        drafter, trunk = self.drafter, self.trunk
         shared = None if trunk is None else trunk.tokens
         if trunk is not None:
             logits = trunk.rows(logits)
-        if self.grammar is not None:
+        if drafter.grammar is not None:
             kept = len(self.completion) - len(self.proposed)
-            masks = lenient_masks(self.grammar, self.completion[:kept], self.completion[kept:])
+            masks = lenient_masks(drafter.grammar, self.completion[:kept], self.completion[kept:])
             logits = masked_tokens(logits, masks if trunk is None else masks[trunk.places], shared)
-        ranking = rank(logits, self.proposed, self.base_length, self.options, self.sampler, trunk)
+        ranking = rank(logits, self.proposed, self.base_length, drafter.options, drafter.sampler, trunk)
         if ranking is None:
             return None
         self.ranking = ranking
         # A model with learned positions has none behind its last.
-        tokens = min(self.budget.token_count, room, self.max_length - self.delta.length)
+        tokens = min(self.budget.token_count, room, drafter.max_length - self.delta.length)
         if tokens <= 0:
             return None
         count = min(self.budget.branch_count, room // tokens)
         led = 0 if lead is None else len(lead.token_ids)
-        reads_last = count * (tokens + 1) <= room and self.delta.length + led + tokens < self.max_length
+        reads_last = count * (tokens + 1) <= room and self.delta.length + led + tokens < drafter.max_length
         self._token_count, self._max_depth = tokens, tokens + reads_last
         inputs = self._choose(ranking, count)
         self._branches = [
             Drafting(
                 self.base_length + accepted + 1,
                 tokens,
-                self.options,
-                self.draft_top_k,
-                self.support_mass,
-                grammar=self.grammar,
+                drafter.options,
+                grammar=drafter.grammar,
                 before=self._before(accepted, token_id),
                 shared=shared,
             )
@@ -247,11 +226,11 @@ class BranchDrafting:
     def _choose(self, ranking: Ranking, count: int) -> list[int]:
         """Choose up to so many outcomes; the token that each branch begins with."""
         if self.trunk is None:
-            self._outcomes = self.history.likeliest(self.proposed, ranking, count)
+            self._outcomes = self.drafter.history.likeliest(self.proposed, ranking, count)
             return [token_id for _, token_id in self._outcomes]
         inputs: list[int] = []
         # Some cannot begin a branch, so there are more to choose from.
-        for outcome in self.history.likeliest(self.proposed, ranking, 2 * count):
+        for outcome in self.drafter.history.likeliest(self.proposed, ranking, 2 * count):
             if len(inputs) == count:
                 break
             if (first := self.trunk.begin(*outcome)) is not None:
@@ -270,13 +249,15 @@ class BranchDrafting:
         # It goes on for as long as the others do.
         first.token_count = self._lead_count + self._max_depth + 1
         first.token_ids += lead.token_ids[1:]
-        (outcome,) = extended([first], lead.logits[-1:], self.sampler)
+        (outcome,) = extended([first], lead.logits[-1:], self.drafter.sampler)
         return None if isinstance(outcome, Failed) or first.is_cut else first.token_ids[-1]
 
     def advance(self, logits: Tensor) -> BranchStep | None:
         if self._depth == self._token_count:
             return None  # the last tokens are read, which is all
-        if any(isinstance(outcome, Failed) for outcome in extended(self._branches, logits, self.sampler)):
+        if any(
+            isinstance(outcome, Failed) for outcome in extended(self._branches, logits, self.drafter.sampler)
+        ):
             return None  # an explicit request for this proposal raises the error
         if any(branch.is_cut for branch in self._branches):
             return None

@@ -37,6 +37,15 @@ def check_room(cached: CachedSequence, length: int, token_count: int) -> None:
         )
 
 
+def with_defaults(options: DraftOptions, top_k: int, support_mass: float) -> DraftOptions:
+    """The options with a service's `draft_top_k` and `draft_support_mass` where they leave these to it."""
+    return replace(
+        options,
+        draft_top_k=options.draft_top_k or top_k,
+        draft_support_mass=options.draft_support_mass or support_mass,
+    )
+
+
 class SharedTokens:
     """The tokens that a draft and a target with other ids have in common (token-level intersection)."""
 
@@ -68,9 +77,7 @@ class Drafting:
     """Length of the sequence, in the target's tokens."""
     token_count: int
     options: DraftOptions
-    draft_top_k: int
-    support_mass: float = 1.0
-    """Share of the `draft_top_k` tokens' probability that the support must hold."""
+    """With the service's defaults; see `with_defaults`."""
     grammar: GrammarState | None = None
     """The grammar of the completion; proposals hold to it, so that they are accepted as often as without. It stays
     in the process that has the sequence."""
@@ -115,8 +122,8 @@ class Drafting:
         A top-k that keeps all of them is left out.
         """
         if self._truncated is None or self._truncated[0] != candidate_count:
-            sampling = self.options.sampling
-            top_k = min(sampling.top_k or self.draft_top_k, self.draft_top_k)
+            sampling, most = self.options.sampling, self.options.draft_top_k
+            top_k = min(sampling.top_k or most, most)
             if top_k >= candidate_count:
                 top_k = 0
             self._truncated = (
@@ -288,11 +295,11 @@ def _draw_sparse(
     A draft may use any distribution, as long as it draws from the one that it reports. So only the top logits are
     warped, and no sum over the vocabulary is needed.
     """
-    width = min(max(drafting.draft_top_k for drafting in draftings), logits.shape[-1])
+    width = min(max(drafting.options.draft_top_k for drafting in draftings), logits.shape[-1])
     top_logits, columns = sampler.topk(logits, width)
     probs = sampler.probabilities(top_logits, [drafting.truncated(width) for drafting in draftings])
     # The distribution travels in binary32, so the token must be drawn from binary32 probabilities.
-    probs = _of_mass(probs.float().double(), [drafting.support_mass for drafting in draftings])
+    probs = _of_mass(probs.float().double(), [drafting.options.draft_support_mass for drafting in draftings])
     token_ids = columns if all_ids is None else all_ids[columns]
     drawn = sampler.sample(probs, _keys(draftings, logits), token_ids).tolist()
     rows, ids = probs.cpu().numpy(), token_ids.cpu().numpy()

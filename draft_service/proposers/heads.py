@@ -13,13 +13,13 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from itertools import accumulate
 
 from torch import Tensor
 
-from draft_service.proposers.drafting import Drafting, Outcome, check_room, extended
+from draft_service.proposers.drafting import Drafting, Outcome, check_room, extended, with_defaults
 from draft_service.proposers.model_free import TokenState
 from draft_service.proposers.repeats import Odds, Repeats
 from tandem.engine.core.engine import Engine
@@ -28,6 +28,7 @@ from tandem.engine.core.selection import Backends
 from tandem.engine.hidden_states import BoundSequences, PairedStates, Pairing
 from tandem.engine.interface import EngineOwner
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
+from tandem.engine.models.heads.interface import BlockHead, DraftHead
 from tandem.engine.sampler import Sampler
 from tandem.engine.settings import EngineSettings
 from tandem.errors import ServiceUnavailableError
@@ -44,26 +45,6 @@ class _StatesLostError(ServiceUnavailableError):
     """The target gave its pages to another sequence while the head wanted to read them."""
 
 
-@dataclass(frozen=True, slots=True)
-class HeadKind:
-    """The way in which a head's passes become a proposal."""
-
-    make_sequence: Callable[
-        [
-            Engine[Drafting, Proposal],
-            CachedSequence,
-            Pairing,
-            BoundSequences,
-            DraftOptions,
-            GrammarState | None,
-            Odds | None,
-        ],
-        BoundSequence,
-    ]
-    extend: Callable[..., list[Outcome]]
-    """Head of the engine: the outcome of each job of a pass, given its logits, the pairings and a sampler."""
-
-
 class BoundProposer(EngineOwner[Engine[Drafting, Proposal]]):
     """Drafts with a head that reads the states of one target."""
 
@@ -74,19 +55,18 @@ class BoundProposer(EngineOwner[Engine[Drafting, Proposal]]):
         sequences: BoundSequences,
         limits: EngineSettings,
         method: str,
-        kind: HeadKind | None = None,
+        head: DraftHead,
         on_failure: Callable[[], None] | None = None,
         *,
         repeats: bool = False,
     ) -> None:
         """
         Args:
-            backends: Run the head, which is their model (`tandem.engine.hidden_states.as_model`).
+            backends: Run the head, which is in their model (`tandem.engine.hidden_states.as_model`).
             limits: Of the head's engine. Other prompts' pages are not reused: a pair's keys depend on a token that
                 its own sequence does not show.
-            kind: How the head's passes become a proposal; by default one token for each pass.
         """
-        kind = self._kind = kind or HeadKind(BoundSequence, _extend)
+        self._head = head
         self.vocabularies = None
         """It reads the target's own tokens."""
         self.open_grammar: Callable[[Grammar], Awaitable[GrammarState]] | None = None
@@ -98,7 +78,7 @@ class BoundProposer(EngineOwner[Engine[Drafting, Proposal]]):
         super().__init__(
             Engine(
                 backends,
-                partial(kind.extend, pairings=states.pairings, sampler=backends.sampler),
+                partial(_extend, head=head, pairings=states.pairings, sampler=backends.sampler),
                 replace(limits, prefix_reuse=False),
                 on_failure=on_failure,
             )
@@ -120,15 +100,15 @@ class BoundProposer(EngineOwner[Engine[Drafting, Proposal]]):
         grammar = None
         if options.grammar is not None and self.open_grammar is not None:
             grammar = await self.open_grammar(options.grammar)
+        options = with_defaults(options, TOP_K, SUPPORT_MASS)
         length = options.max_length or self._engine.max_length
         cached = await self._engine.open(length)
         pairing = self._pairings[cached] = Pairing()
         by_tokens = options.row_kind is RowKind.TOKEN and not options.with_token_logits
         odds = self._odds.get(options.sampling.is_greedy) if by_tokens else None
         try:
-            yield self._kind.make_sequence(
-                self._engine, cached, pairing, self._sequences, options, grammar, odds
-            )
+            make = BlockSequence if isinstance(self._head, BlockHead) else BoundSequence
+            yield make(self._engine, self._head, cached, pairing, self._sequences, options, grammar, odds)
         finally:
             del self._pairings[cached]
             self._engine.release(cached)
@@ -143,6 +123,7 @@ class BoundSequence:
     def __init__(
         self,
         engine: Engine[Drafting, Proposal],
+        head: DraftHead,
         cached: CachedSequence,
         pairing: Pairing,
         sequences: BoundSequences,
@@ -151,6 +132,7 @@ class BoundSequence:
         odds: Odds | None = None,
     ) -> None:
         self._engine = engine
+        self._head = head
         self._grammar = grammar
         self._cached = cached
         self._pairing = pairing
@@ -189,7 +171,12 @@ class BoundSequence:
         return proposal
 
     def _possible(self, token_count: int) -> int:
-        return token_count
+        """As many as one pass foresees, where that is more than one: there is no second pass then."""
+        most = self._head.tokens_per_pass
+        if not 1 < most < token_count:
+            return token_count
+        _report_shorter(token_count, most)
+        return most
 
     def _pairs_of(self, length: int) -> int:
         """Pairs within the first so many tokens."""
@@ -198,9 +185,7 @@ class BoundSequence:
     async def _drafted(self, target: CachedSequence, token_count: int) -> Proposal:
         length, options = len(self._tokens), self._options
         self._pairing.begin(target, length - 1)
-        drafting = Drafting(
-            length, token_count, options, options.draft_top_k or TOP_K, SUPPORT_MASS, self._grammar
-        )
+        drafting = Drafting(length, token_count, options, self._grammar)
         if self._grammar is not None:
             drafting.before = self._tokens.token_ids[options.prompt_length :].tolist()
         job = self._job(drafting)
@@ -221,11 +206,29 @@ def _extend(
     ready: Sequence[Job[Drafting]],
     logits: Tensor,
     *,
+    head: DraftHead,
     pairings: dict[CachedSequence, Pairing],
     sampler: Sampler,
 ) -> list[Outcome]:
-    """Head of the engine: one more token for each proposal."""
-    outcomes = extended([job.payload for job in ready], logits, sampler)
+    """Head of the engine: for each proposal as many tokens as a pass foresees."""
+    passes = head.tokens_per_pass
+    logits = logits.view(len(logits) * passes, -1)
+    if isinstance(head, BlockHead):
+        # A block's first row is that of the text's last token
+        ends = accumulate(job.row_count for job in ready)
+        rows = [range(end - job.row_count + 1, end) for job, end in zip(ready, ends, strict=True)]
+    else:
+        rows = [range(i * passes, (i + 1) * passes) for i in range(len(ready))]
+    outcomes: list[Outcome] = [Continue(-1)] * len(ready)
+    for number in range(max(map(len, rows))):
+        unfinished = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, Continue)]
+        if not unfinished:
+            break
+        at = [rows[i][number] for i in unfinished]
+        own = logits if len(at) == len(logits) else logits[at]
+        drawn = extended([ready[i].payload for i in unfinished], own, sampler)
+        for i, outcome in zip(unfinished, drawn, strict=True):
+            outcomes[i] = outcome
     return [
         finished(job, outcome, pairings.get(job.sequence))
         for job, outcome in zip(ready, outcomes, strict=True)
@@ -246,74 +249,19 @@ def finished(job: Job[Drafting], outcome: Outcome, pairing: Pairing | None) -> O
 class BlockSequence(BoundSequence):
     """One sequence that a head drafts blocks for."""
 
-    def __init__(self, *arguments: Any, block_size: int, mask_token_id: int) -> None:
-        super().__init__(*arguments)
-        self._block_size = block_size
-        self._mask_token_id = mask_token_id
+    _head: BlockHead
 
     def _pairs_of(self, length: int) -> int:
         return length
 
     def _possible(self, token_count: int) -> int:
-        return min(token_count, self._block_size - 1, self._cached.max_length - len(self._tokens))
+        return min(token_count, self._head.block_size - 1, self._cached.max_length - len(self._tokens))
 
     def _job(self, drafting: Drafting) -> Job[Drafting]:
-        masks = (self._mask_token_id,) * drafting.token_count
+        masks = (self._head.mask_token_id,) * drafting.token_count
         delta = Delta(self._read_length, (*self._tokens.token_ids[self._read_length :], *masks))
         # A row for each token of the block: the engine computes rows in one step, so it never divides the block.
         return Job(self._cached, delta, drafting.token_count + 1, drafting)
-
-
-def block_kind(block_size: int, mask_token_id: int) -> HeadKind:
-    """Proposals of one pass.
-
-    Args:
-        block_size: tokens of a block, the last one of the text among them.
-        mask_token_id: what stands in a block for the tokens to propose.
-    """
-    make = partial(BlockSequence, block_size=block_size, mask_token_id=mask_token_id)
-    return HeadKind(make, _extend_block)
-
-
-def _extend_block(
-    ready: Sequence[Job[Drafting]],
-    logits: Tensor,
-    *,
-    pairings: dict[CachedSequence, Pairing],
-    sampler: Sampler,
-) -> list[Outcome]:
-    """Head of the engine: the whole proposal of each job, a token from each of its masks' rows."""
-    rows, first = [], 0
-    for job in ready:
-        rows.append(range(first + 1, first + job.row_count))  # the first row is that of the text's last token
-        first += job.row_count
-    outcomes: list[Outcome] = [Continue(0)] * len(ready)
-    for step in range(max(map(len, rows))):
-        going = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, Continue)]
-        found = extended([ready[i].payload for i in going], logits[[rows[i][step] for i in going]], sampler)
-        for i, outcome in zip(going, found, strict=True):
-            outcomes[i] = outcome
-    return [
-        finished(job, outcome, pairings.get(job.sequence))
-        for job, outcome in zip(ready, outcomes, strict=True)
-    ]
-
-
-_MORE = Continue(-1)
-"""Stands for proposals that have no token yet."""
-
-
-class ParallelSequence(BoundSequence):
-    """One sequence that several heads draft for: a proposal has at most one token of each."""
-
-    def __init__(self, *arguments: Any, tokens_per_pass: int) -> None:
-        super().__init__(*arguments)
-        self._tokens_per_pass = tokens_per_pass
-
-    def _possible(self, token_count: int) -> int:
-        if token_count > self._tokens_per_pass:
-            _report_shorter(token_count, self._tokens_per_pass)
-        return min(token_count, self._tokens_per_pass)
 
 
 @cache
@@ -325,45 +273,3 @@ def _report_shorter(token_count: int, tokens_per_pass: int) -> None:
         tokens_per_pass,
         tokens_per_pass,
     )
-
-
-def parallel_kind(tokens_per_pass: int) -> HeadKind:
-    """Proposals of one pass, of as many tokens as there are heads."""
-    make = partial(ParallelSequence, tokens_per_pass=tokens_per_pass)
-    return HeadKind(make, partial(_extend_parallel, tokens_per_pass=tokens_per_pass))
-
-
-def _extend_parallel(
-    ready: Sequence[Job[Drafting]],
-    logits: Tensor,
-    *,
-    pairings: dict[CachedSequence, Pairing],
-    sampler: Sampler,
-    tokens_per_pass: int,
-) -> list[Outcome]:
-    outcomes = _drawn([job.payload for job in ready], logits, sampler, tokens_per_pass)
-    return [
-        finished(job, outcome, pairings.get(job.sequence))
-        for job, outcome in zip(ready, outcomes, strict=True)
-    ]
-
-
-def _drawn(
-    draftings: Sequence[Drafting], logits: Tensor, sampler: Sampler, tokens_per_pass: int
-) -> list[Outcome]:
-    """Draw a pass's tokens.
-
-    Args:
-        draftings: The proposals in the making; none wants more tokens than a pass has.
-        logits: [len(draftings), tokens_per_pass * vocabulary_size], a pass's first token first.
-        tokens_per_pass: Tokens that each row foresees.
-    """
-    outcomes: dict[int, Outcome] = {}
-    for rows in logits.view(len(draftings), tokens_per_pass, -1).unbind(1):
-        unfinished = [i for i in range(len(draftings)) if isinstance(outcomes.get(i, _MORE), Continue)]
-        if not unfinished:
-            break
-        own = rows if len(unfinished) == len(draftings) else rows[unfinished]
-        drawn = extended([draftings[i] for i in unfinished], own, sampler)
-        outcomes.update(zip(unfinished, drawn, strict=True))
-    return [outcomes[i] for i in range(len(draftings))]

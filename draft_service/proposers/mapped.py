@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -36,6 +36,7 @@ from tandem.vocabulary import SharedVocabulary, Transcript, UnknownTokenizerErro
 
 if TYPE_CHECKING:
     from draft_service.proposers.ahead import AheadDrafter, Pushed
+    from draft_service.proposers.standalone import StandaloneSequence
 
 logger = logging.getLogger(__name__)
 
@@ -257,29 +258,12 @@ class MappedTrunk:
         return found[: begins[-1]] if begins else ()
 
 
-class _Drafted(Protocol):
-    """The draft's own sequence."""
-
-    def room(self, length: int) -> int:
-        """How many tokens can be proposed behind so many."""
-
-    async def proposed(
-        self,
-        delta: Delta,
-        count: int,
-        base_length: int | None = None,
-        shared: SharedTokens | None = None,
-        before: list[int] | None = None,
-    ) -> Proposal:
-        """Apply a delta and draw tokens."""
-
-
 class MappedSequence:
     """A sequence in a target's tokens, which is drafted for in the draft's."""
 
     def __init__(
         self,
-        drafted: _Drafted,
+        drafted: StandaloneSequence,
         mapped: Mapped,
         ahead: AheadDrafter | None = None,
         grammar: GrammarState | None = None,

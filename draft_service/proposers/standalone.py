@@ -17,6 +17,7 @@ from draft_service.proposers.drafting import (
     check_room,
     propose_head,
     propose_where_logits_are,
+    with_defaults,
 )
 from draft_service.proposers.mapped import Mapped, MappedSequence, Vocabularies
 from draft_service.settings import DraftSettings
@@ -130,7 +131,7 @@ class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
         """
         Args:
             draft_top_k: Default of `DraftOptions.draft_top_k`.
-            support_mass: See `Drafting`.
+            support_mass: Default of `DraftOptions.draft_support_mass`.
             grammars: Compiles what sequences may be; None: proposals heed no grammar.
             vocabularies: Those of targets with other tokenizers; None: there can be none.
         """
@@ -171,20 +172,19 @@ class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
             options.max_length or self.model_info.max_length, spare, options.client
         )
         try:
-            top_k = options.draft_top_k or self._draft_top_k
-            mass = options.draft_support_mass or self._support_mass
+            options = with_defaults(options, self._draft_top_k, self._support_mass)
             kind = options.row_kind, options.sampling.is_greedy, options.noise_is_unknown, mapped is not None
             history = self._histories[kind]
             ahead = (
                 None
                 if options.ahead is None or not self._drafts_ahead
-                else AheadDrafter(self._engine, cached, options, top_k, mass, self._sampler, history, grammar)
+                else AheadDrafter(self._engine, cached, options, self._sampler, history, grammar)
             )
             if mapped is None:
-                yield StandaloneSequence(self._engine, cached, options, top_k, mass, ahead, grammar)
+                yield StandaloneSequence(self._engine, cached, options, ahead, grammar)
             else:
                 masks = None if mapped.tokens is None else grammar
-                drafted = StandaloneSequence(self._engine, cached, options, top_k, mass, grammar=masks)
+                drafted = StandaloneSequence(self._engine, cached, options, grammar=masks)
                 yield MappedSequence(drafted, mapped, ahead, grammar)
         finally:
             self._engine.release(cached)
@@ -204,8 +204,6 @@ class StandaloneSequence:
         engine: Engine[Drafting, Proposal],
         cached: CachedSequence,
         options: DraftOptions,
-        draft_top_k: int,
-        support_mass: float,
         ahead: AheadDrafter | None = None,
         grammar: GrammarState | None = None,
     ) -> None:
@@ -214,8 +212,6 @@ class StandaloneSequence:
         self._grammar = grammar
         self._cached = cached
         self._options = options
-        self._draft_top_k = draft_top_k
-        self._support_mass = support_mass
         self._length = 0
         """Tokens that were sent, without those that were proposed."""
 
@@ -272,14 +268,7 @@ class StandaloneSequence:
         """
         base_length = delta.length if base_length is None else base_length
         drafting = Drafting(
-            base_length,
-            count,
-            self._options,
-            self._draft_top_k,
-            self._support_mass,
-            grammar=self._grammar,
-            shared=shared,
-            before=before,
+            base_length, count, self._options, grammar=self._grammar, shared=shared, before=before
         )
         if count == 0:
             await self._engine.submit(Job(self._cached, delta, 0, drafting))

@@ -25,7 +25,7 @@ from draft_service.proposers.drafting import (
     propose_where_logits_are,
 )
 from draft_service.proposers.mapped import MAX_TARGETS, MappedSequence, Vocabularies
-from draft_service.proposers.standalone import StandaloneProposer
+from draft_service.proposers.standalone import StandaloneProposer, StandaloneSequence
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Continue, Job
 from tandem.engine.core.selection import Backends
@@ -146,7 +146,7 @@ def test_sequences_of_several_targets_share_a_step() -> None:
 # ---- sequences
 
 
-class Scripted:
+class Scripted(StandaloneSequence):
     """A draft that goes on with a text."""
 
     def __init__(self, own: Vocabulary, text: str, room: int = 1000) -> None:

@@ -51,9 +51,12 @@ def job(
     support_mass: float = 1.0,
     with_token_logits: bool = False,
 ) -> Job[Drafting]:
-    options = DraftOptions("r", sampling, row_kind=kind, with_token_logits=with_token_logits)
+    options = DraftOptions(
+        "r", sampling, row_kind=kind, draft_top_k=draft_top_k, with_token_logits=with_token_logits,
+        draft_support_mass=support_mass,
+    )  # fmt: skip
     sequence = CachedSequence(PageTable(64, 64), 64, VOCABULARY_SIZE)
-    return Job(sequence, Delta(0, []), 1, Drafting(base_length, count, options, draft_top_k, support_mass))
+    return Job(sequence, Delta(0, []), 1, Drafting(base_length, count, options))
 
 
 class OtherProcess:
@@ -76,7 +79,7 @@ def test_proposals_hold_to_a_grammar(is_elsewhere: bool) -> None:
     for grammar in (state_of(*words), None):
         sequence = CachedSequence(PageTable(64, 64), 64, VOCABULARY_SIZE)
         sequence.apply(Delta(0, [7, 7, TEXTS.index("a")]))
-        jobs.append(Job(sequence, Delta(3, []), 1, Drafting(3, 2, options, 8, grammar=grammar)))
+        jobs.append(Job(sequence, Delta(3, []), 1, Drafting(3, 2, options, grammar=grammar)))
     logits = row.expand(2, -1)
     outcomes: list[Done[Proposal] | Failed | Continue] = []
     for _ in range(2):

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from tandem.engine.interface import RowRequest
-from tandem.engine.kv_cache.sequence import CacheShape, Segment, Sequence, SequenceCache
+from tandem.engine.kv_cache.arena import CacheShape
+from tandem.engine.kv_cache.sequence import Segment, Sequence, SequenceCache
 from tandem.engine.models.attention import STEP_ARGUMENT
 from tandem.engine.settings import EngineSettings
 from tandem.engine.transfers import to_device

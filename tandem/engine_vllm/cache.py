@@ -14,24 +14,12 @@ from itertools import count
 from typing import Any
 
 from tandem.engine.interface import KvUsage
+from tandem.engine.kv_cache.arena import CacheShape
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.steps import SequenceBranches
 from tandem.engine_vllm.worker import Part, Step
 
 _numbers = count(1)
-
-
-@dataclass(frozen=True, slots=True)
-class BlockShape:
-    """How vLLM divides its cache; see `tandem.engine.kv_cache.sequence.CacheShape`.
-
-    Its manager keeps the tables, so that sequences have an empty one of their own.
-    """
-
-    page_tokens: int
-    page_count: int
-    group_count: int
-    windows: SequenceOf[int | None] = (None,)
 
 
 @dataclass(slots=True, eq=False)
@@ -115,10 +103,10 @@ class BlockCache:
         self._preemption_count = 0
 
     @property
-    def shape(self) -> BlockShape:
-        """How the cache is divided."""
+    def shape(self) -> CacheShape:
+        """How the cache is divided. Its manager keeps the tables, so that sequences have an empty one of their own."""
         config = self._manager.kv_cache_config
-        return BlockShape(self._block_tokens, config.num_blocks - 1, len(config.kv_cache_groups))
+        return CacheShape(self._block_tokens, config.num_blocks - 1, len(config.kv_cache_groups), (None,))
 
     @property
     def holders(self) -> list[Sequence]:

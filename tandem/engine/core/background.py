@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tandem.engine.core.jobs import StepRecord
 from tandem.engine.core.watchdog import StepWatchdog
-from tandem.engine.kv_cache.sequence import Segment, Sequence, SequenceCache
-from tandem.engine.steps import BranchRunner, BranchStep, SequenceBranches, StepRunner
+from tandem.engine.kv_cache.sequence import Segment, Sequence
+from tandem.engine.steps import BranchStep, Machinery, SequenceBranches
 from tandem.errors import InvalidRequestError, TandemError
 from tandem.types import Delta, common_length
 
@@ -226,19 +226,13 @@ class BackgroundWork:
 
     def __init__(
         self,
-        runner: StepRunner,
-        branches: BranchRunner | None,
-        on_step: Callable[[StepRecord], None] | None,
+        machinery: Machinery,
+        on_step: Callable[[StepRecord], None],
         watchdog: StepWatchdog,
-        cache: SequenceCache,
     ) -> None:
-        """
-        Args:
-            cache: Gives the pages, as far as nobody else holds them.
-        """
-        self._cache = cache
-        self._runner = runner
-        self._branches = branches
+        self._cache = machinery.cache  # gives pages as far as nobody else holds them
+        self._runner = machinery.runner
+        self._branches = branches = machinery.branches
         self._on_step = on_step
         self._watchdog = watchdog
         self._waiting: dict[Sequence, BackgroundJob] = {}
@@ -413,8 +407,6 @@ class BackgroundWork:
     def _count(self, sequences: int, tokens: int, rows: int, began: float) -> StepRecord:
         seconds = time.perf_counter() - began
         record = StepRecord(sequences, tokens, rows, seconds, seconds)
-        if self._on_step is None:
-            return record
         self._on_step(record)
         # Once more: the observer takes part in how long a step takes.
         return replace(record, seconds=time.perf_counter() - began)

@@ -39,9 +39,9 @@ from tandem.engine.core.leads import Leads
 from tandem.engine.core.scheduler import PageScheduler, RejoinWindow, next_segments
 from tandem.engine.core.watchdog import StepWatchdog
 from tandem.engine.interface import KvUsage, RowRequest
-from tandem.engine.kv_cache.sequence import Admission, Segment, Sequence, SequenceCache
+from tandem.engine.kv_cache.sequence import Admission, Segment, Sequence
 from tandem.engine.settings import EngineSettings
-from tandem.engine.steps import SMALL_STEP_TOKENS, BranchRunner, ModelRunner, StepRunner
+from tandem.engine.steps import SMALL_STEP_TOKENS, Machinery, ModelRunner
 from tandem.errors import InvalidRequestError, ServiceUnavailableError, TandemError
 from tandem.types import Delta, ModelInfo, StepProfile, Verification
 
@@ -87,19 +87,17 @@ class Worker(Generic[PayloadT, ResultT]):
 
     def __init__(
         self,
-        runner: StepRunner,
-        cache: SequenceCache,
+        machinery: Machinery,
         head: Head[PayloadT, ResultT],
         settings: EngineSettings,
         tell: Callable[[News], None],
         device: torch.device,
-        on_step: Callable[[StepRecord], None] | None,
+        on_step: Callable[[StepRecord], None],
         watchdog: StepWatchdog,
-        branches: BranchRunner | None = None,
         prepare: Prepare[PayloadT] = None,
     ) -> None:
-        self._runner = runner
-        self._cache = cache
+        self._runner = machinery.runner
+        self._cache = machinery.cache
         self._head = head
         self._prepare = prepare
         self._chunk_tokens = settings.prefill_chunk_tokens
@@ -114,7 +112,8 @@ class Worker(Generic[PayloadT, ResultT]):
         self._granted: deque[tuple[Sequence, int, int]] = deque()
         self._put_back: deque[BackgroundJob] = deque()
         self._released: deque[Sequence] = deque()
-        self._is_stopping = False
+        self._is_stopping = True
+        """No jobs are taken: before `start`, after `stop`, and once the thread has failed."""
         self._rejoin = RejoinWindow(self._wakeup)
         # The thread's own.
         self._queued: deque[Job[PayloadT]] = deque()
@@ -122,18 +121,18 @@ class Worker(Generic[PayloadT, ResultT]):
         """At most one job for each sequence, in the order in which they started."""
         self._ended: list[tuple[Job[PayloadT], object]] = []
         """Jobs that have ended since the last delivery, each with its result or exception."""
-        self._background = BackgroundWork(runner, branches, on_step, self._watchdog, cache)
+        self._background = BackgroundWork(machinery, on_step, watchdog)
         self.leads = Leads()
         """Jobs that follow others by themselves."""
-        self._pages = PageScheduler(cache, self._background.drop, self.leads.is_ahead)
+        self._pages = PageScheduler(machinery.cache, self._background.drop, self.leads.is_ahead)
         self._failed_steps = 0
         self._waits_for_pages = False
         """Every job does, and only news can change that."""
 
     @property
-    def is_stopping(self) -> bool:
-        """True if no more jobs are taken: after `stop`, or once the thread has failed."""
-        return self._is_stopping
+    def is_running(self) -> bool:
+        """True if jobs are taken."""
+        return not self._is_stopping
 
     @contextmanager
     def using_head(self, head: Head[Any, Any]) -> Iterator[None]:
@@ -147,6 +146,7 @@ class Worker(Generic[PayloadT, ResultT]):
 
     def start(self) -> None:
         """Starts the thread."""
+        self._is_stopping = False
         self._thread.start()
 
     def stop(self) -> None:
@@ -164,10 +164,10 @@ class Worker(Generic[PayloadT, ResultT]):
         """Submits jobs; they join the next step.
 
         Raises:
-            ServiceUnavailableError: the thread has ended, or is about to.
+            ServiceUnavailableError: the thread does not run.
         """
         with self._wakeup:
-            self._check_running()
+            self.check_running()
             self._submitted.extend(jobs)
             for job in jobs:
                 self._rejoin.came_back(job.sequence)
@@ -182,10 +182,10 @@ class Worker(Generic[PayloadT, ResultT]):
         """Submits background work, which runs while there is no job. A later job of its sequence ends it.
 
         Raises:
-            ServiceUnavailableError: the thread has ended, or is about to.
+            ServiceUnavailableError: the thread does not run.
         """
         with self._wakeup:
-            self._check_running()
+            self.check_running()
             self._put_back.append(job)
             self._wakeup.notify()
 
@@ -195,7 +195,11 @@ class Worker(Generic[PayloadT, ResultT]):
             self._released.append(sequence)
             self._rejoin.came_back(sequence)
 
-    def _check_running(self) -> None:
+    def check_running(self) -> None:
+        """
+        Raises:
+            ServiceUnavailableError: the thread does not run.
+        """
         if self._is_stopping:
             raise ServiceUnavailableError("The engine is not running.")
 
@@ -254,7 +258,7 @@ class Worker(Generic[PayloadT, ResultT]):
                     return False
             # Before the end of their leads, which counts what was asked for
             for sequence, asked, count in granted:
-                self._go_on(self.leads.grant(sequence, asked, 0 if sequence.is_released else count))
+                self._start_job(self.leads.grant(sequence, asked, 0 if sequence.is_released else count))
             for job in [job for job in self._running.values() if job.is_abandoned]:
                 self._settle(job, _released_error())
             self._free(released)
@@ -297,12 +301,9 @@ class Worker(Generic[PayloadT, ResultT]):
                 self._start_job(job)
         self._queued = waiting
 
-    def _go_on(self, job: Job[PayloadT] | None) -> None:
-        """Starts a job that nobody submitted, if there is one."""
-        if job is not None:
-            self._start_job(job)
-
-    def _start_job(self, job: Job[PayloadT]) -> None:
+    def _start_job(self, job: Job[PayloadT] | None) -> None:
+        if job is None:
+            return  # no lead lets another follow
         sequence = job.sequence
         self._background.drop(sequence)
         try:
@@ -369,10 +370,9 @@ class Worker(Generic[PayloadT, ResultT]):
             self._watchdog.end()
         self._failed_steps = 0
         seconds = time.perf_counter() - began
-        if self._on_step is not None:
-            self._on_step(StepRecord(len(jobs), token_count, row_count, model_end - began, seconds))
-            # Once more: the observer takes part in how long a step takes.
-            seconds = time.perf_counter() - began
+        self._on_step(StepRecord(len(jobs), token_count, row_count, model_end - began, seconds))
+        # Once more: the observer takes part in how long a step takes.
+        seconds = time.perf_counter() - began
         for job in jobs:
             job.count_step(seconds, len(jobs), token_count)
         for job, outcome in outcomes:
@@ -411,7 +411,7 @@ class Worker(Generic[PayloadT, ResultT]):
             result, following = outcome.go_on() if outcome.go_on is not None else (outcome.result, None)
             self._settle(job, result)
             if following is not None:
-                self._go_on(self.leads.follow(job, following))
+                self._start_job(self.leads.follow(job, following))
         elif isinstance(outcome, Failed):
             self._cache.distrust(job.sequence)
             job.sequence.apply(Delta(0, ()))
@@ -474,9 +474,8 @@ class Engine(Generic[PayloadT, ResultT]):
         self._max_rows = machinery.max_rows or self.max_length
         self._watchdog = StepWatchdog(settings.step_timeout_seconds)
         self._worker = Worker(
-            self._runner, self._cache, head, settings, self._tell, model.device, self._stepped, self._watchdog,
-            machinery.branches, prepare,
-        )  # fmt: skip
+            machinery, head, settings, self._tell, model.device, self._stepped, self._watchdog, prepare
+        )
         self._on_step = on_step
         self._step_times = StepTimes()
         self._on_failure = on_failure
@@ -604,7 +603,7 @@ class Engine(Generic[PayloadT, ResultT]):
             CapacityError: too many are open and too many wait already.
             ServiceUnavailableError: the engine is closing.
         """
-        self._check_running()
+        self._worker.check_running()
         if not 1 <= max_length <= self.max_length:
             raise InvalidRequestError(
                 f"A sequence of up to {max_length} tokens was asked for; this model serves 1 to {self.max_length}."
@@ -627,7 +626,6 @@ class Engine(Generic[PayloadT, ResultT]):
             ServiceUnavailableError: the engine is closing.
             TandemError: the step failed.
         """
-        self._check_running()
         if job.sequence.is_released:
             raise InvalidRequestError("The sequence was released.")
         job.future = asyncio.get_running_loop().create_future()
@@ -648,7 +646,6 @@ class Engine(Generic[PayloadT, ResultT]):
         Raises:
             ServiceUnavailableError: the engine is closing.
         """
-        self._check_running()
         self._worker.put_back(job)
 
     @property
@@ -659,7 +656,7 @@ class Engine(Generic[PayloadT, ResultT]):
     @property
     def is_running(self) -> bool:
         """True if requests are taken: between `start` and `close`, unless the thread has failed."""
-        return self._loop is not None and not self._worker.is_stopping
+        return self._worker.is_running
 
     @property
     def overdue_seconds(self) -> float:
@@ -674,10 +671,6 @@ class Engine(Generic[PayloadT, ResultT]):
         usage = self._cache.usage(self._admission.waiting_count, self._admission.open_count)
         leads = self._worker.leads
         return replace(usage, led_step_count=leads.begun_count, wasted_step_count=leads.wasted_count)
-
-    def _check_running(self) -> None:
-        if not self.is_running:
-            raise ServiceUnavailableError("The engine is not running.")
 
     def _ended(self) -> None:
         self._admission.refuse_waiting()

@@ -54,7 +54,7 @@ class Backends:
         arena = KvArena(model.layers, pages, model.dtype, model.device)
         cache = PagedCache(arena, reuses_prefixes=settings.prefix_reuse)
         steps = self.steps(arena)
-        return Machinery(arena, cache, StepRunner(steps), self.branches(arena, steps))
+        return Machinery(arena.shape, cache, StepRunner(steps), self.branches(arena, steps))
 
     def verify(self, requests: SequenceOf[RowRequest], logits: Tensor) -> list[Verification | None]:
         return verifications(requests, logits, self.sampler)

@@ -346,6 +346,18 @@ class LayerCache:
     """Index of the page table that a sequence has for this layer."""
 
 
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """How a KV cache is divided into pages."""
+
+    page_tokens: int
+    page_count: int
+    group_count: int
+    """Groups of layers: a sequence takes a page for each at a time."""
+    windows: SequenceOf[int | None]
+    """The window of each page table that sequences have; None for one that sees all."""
+
+
 class KvArena:
     """Keys and values of `page_count` pages.
 
@@ -376,6 +388,10 @@ class KvArena:
     def group_count(self) -> int:
         """Page tables that a sequence has."""
         return len(self.windows)
+
+    @property
+    def shape(self) -> CacheShape:
+        return CacheShape(self.page_tokens, self.page_count, self.group_count, self.windows)
 
     def kept_pages(self, start: int, end: int) -> int:
         """Pages of a sequence with `start` computed tokens and room for `end`."""

@@ -10,7 +10,7 @@ from itertools import count
 from typing import Protocol
 
 from tandem.engine.interface import KvUsage
-from tandem.engine.kv_cache.arena import PageTable
+from tandem.engine.kv_cache.arena import CacheShape, PageTable
 from tandem.engine.settings import EngineSettings
 from tandem.errors import CapacityError, InvalidRequestError, ServiceUnavailableError
 from tandem.fair_places import FairPlaces
@@ -22,7 +22,7 @@ _serial_numbers = count(1)
 class Sequence:
     """Token ids and the state of their KV, made by `Engine.open`. Its state belongs to the engine's thread."""
 
-    __slots__ = ("_computed_length", "chains", "clean_length", "idle_since", "is_new", "is_private", "is_released",
+    __slots__ = ("chains", "clean_length", "computed_length", "idle_since", "is_new", "is_private", "is_released",
                  "max_length", "serial", "spare_tokens", "table", "tables", "token_ids", "vocabulary_size")  # fmt: skip
 
     def __init__(
@@ -46,7 +46,8 @@ class Sequence:
         """Longest that the sequence may become, in tokens."""
         self.vocabulary_size = vocabulary_size
         self.token_ids: list[int] = []
-        self._computed_length = 0
+        self.computed_length = 0
+        """Number of tokens, from the first on, whose keys and values are in the arena."""
         self.clean_length = 0
         """Positions below this hold numbers of this sequence or zeros, never leftovers of another."""
         self.is_new = True
@@ -63,14 +64,9 @@ class Sequence:
         return len(self.token_ids)
 
     @property
-    def computed_length(self) -> int:
-        """Number of tokens, from the first on, whose keys and values are in the arena."""
-        return self._computed_length
-
-    @property
     def pending_count(self) -> int:
         """Number of tokens that the model has not read yet."""
-        return len(self.token_ids) - self._computed_length
+        return len(self.token_ids) - self.computed_length
 
     @property
     def can_extend(self) -> bool:
@@ -124,8 +120,8 @@ class Sequence:
 
     def advance(self, token_count: int) -> None:
         """Records that the next `token_count` tokens' KV is in the arena."""
-        self._computed_length += token_count
-        self.clean_length = max(self.clean_length, self._computed_length)
+        self.computed_length += token_count
+        self.clean_length = max(self.clean_length, self.computed_length)
 
     @property
     def shortest_rollback(self) -> int:
@@ -134,12 +130,12 @@ class Sequence:
         return max([table.shortest_length for table in self.tables])
 
     def _roll_back(self, length: int) -> None:
-        if length < self._computed_length:
-            self._computed_length = length if length >= self.shortest_rollback else 0
+        if length < self.computed_length:
+            self.computed_length = length if length >= self.shortest_rollback else 0
 
     def restart(self) -> None:
         """Forget what was computed, since the pages were given to others."""
-        self._computed_length = self.clean_length = 0
+        self.computed_length = self.clean_length = 0
         self.chains.clear()
 
     def _check(self, delta: Delta) -> None:
@@ -189,26 +185,6 @@ class Segment:
     def token_ids(self) -> list[int]:
         """The tokens themselves."""
         return self.sequence.token_ids[self.start : self.end]
-
-
-class CacheShape(Protocol):
-    """How a KV cache is divided into pages."""
-
-    @property
-    def page_tokens(self) -> int:
-        """Tokens of a page."""
-
-    @property
-    def page_count(self) -> int:
-        """Pages in all."""
-
-    @property
-    def windows(self) -> TokenIds[int | None]:
-        """The window of each group of layers, for which sequences have page tables; None for one that sees all."""
-
-    @property
-    def group_count(self) -> int:
-        """Number of groups of layers: a sequence takes a page for each at a time."""
 
 
 class SequenceCache(Protocol):

@@ -2,110 +2,42 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import subprocess
 import sys
 import tracemalloc
 from array import array
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Generic, TypeVar
 
-import grpc.aio
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from draft_service.proposers import Proposer
-from draft_service.proposers.model_free import ModelFreeProposer, SequenceLimits, TokenIndex, TokenState
+from draft_service.proposers.model_free import ModelFreeSequence, SequenceLimits, TokenIndex, TokenState
 from draft_service.proposers.ngram import NgramIndex, ngram_proposer
 from draft_service.proposers.suffix import ResponseCache, SuffixIndex, SuffixTree, suffix_proposer
 from draft_service.service import DraftService
-from draft_service.servicer import DraftServicer
 from draft_service.settings import DraftSettings
 from tandem.config.speculative import DraftingOptions, LookupMatch
 from tandem.errors import ConfigurationError, InvalidRequestError
-from tandem.rpc.channels import failure
-from tandem.serving.interceptors import RunningCalls
-from tandem.serving.server import new_server
-from tandem.settings import ServerSettings, load_settings
-from tandem.types import Delta, DraftOptions, Finish, Proposal, ProposeStep, RowKind, SamplingParams
-from tandem.v1.draft_pb2 import ProposeResponse
-from tandem.v1.draft_pb2_grpc import DraftServiceStub, add_DraftServiceServicer_to_server
-from tandem.wire import draft as wire
-from tandem.wire.status import Ending
+from tandem.settings import load_settings
+from tandem.types import Delta, DraftOptions, ProposeStep, RowKind, SamplingParams
 from tests.paths import DEMO_EAGLE3, ROOT
 
-
-@asynccontextmanager
-async def served(proposer: Proposer) -> AsyncIterator[DraftServiceStub]:
-    """A stub of a server in this process."""
-    servicer = DraftServicer()
-    servicer.proposer = proposer
-    server = new_server(ServerSettings(), RunningCalls())
-    add_DraftServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    await proposer.start()
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield DraftServiceStub(channel)
-    finally:
-        await server.stop(None)
-        await proposer.close()
+OPTIONS = DraftOptions("a request", SamplingParams(), row_kind=RowKind.SUPPORT)
 
 
-class Stream:
-    """One sequence."""
-
-    def __init__(self, stub: DraftServiceStub) -> None:
-        self.call = stub.Propose()
-
-    async def say(self, request: wire.Request) -> None:
-        # As coordinators do: when the service has refused the opening already, reading says why.
-        with suppress(asyncio.InvalidStateError):
-            await self.call.write(wire.requests_to_proto([(1, request)]))
-
-    async def answer(self) -> Proposal:
-        """The next answer.
-
-        Raises:
-            TandemError: the sequence has ended.
-        """
-        response = await self.call.read()
-        assert isinstance(response, ProposeResponse)
-        ((_, answer),) = wire.answers_from_proto(response)
-        if isinstance(answer, Ending):
-            raise failure("draft service", answer)
-        assert isinstance(answer, Proposal)
-        return answer
-
-    async def propose(self, base_length: int, token_ids: Sequence[int], token_count: int) -> Proposal:
-        await self.say(ProposeStep(Delta(base_length, token_ids), token_count))
-        return await self.answer()
-
-    async def finish(self) -> None:
-        await self.say(Finish(0))
-        response = await self.call.read()
-        assert isinstance(response, ProposeResponse)
-        assert [end.code for end in response.ends] == [0]
-
-
-@asynccontextmanager
-async def opened(
-    stub: DraftServiceStub, max_length: int = 0, row_kind: RowKind = RowKind.TOKEN
-) -> AsyncIterator[Stream]:
-    """A sequence that is dropped at the end unless it was finished."""
-    stream = Stream(stub)
-    try:
-        await stream.say(
-            DraftOptions("a request", SamplingParams(), max_length=max_length, row_kind=row_kind)
-        )
-        yield stream
-    finally:
-        stream.call.cancel()
+async def proposal(
+    sequence: ModelFreeSequence, base_length: int, token_ids: Sequence[int], token_count: int
+) -> tuple[int, ...]:
+    found = await sequence.propose(ProposeStep(Delta(base_length, token_ids), token_count))
+    assert found.base_length == base_length + len(token_ids)
+    assert not found.distributions, "what was there before is a deterministic proposal"
+    return found.token_ids
 
 
 IndexT = TypeVar("IndexT", bound=TokenIndex)
@@ -310,19 +242,21 @@ def test_forgetting_responses_frees_their_memory() -> None:
     assert max(sizes[2:]) < 1.3 * sizes[1], "four responses came after the two that it may hold"
 
 
-async def test_sequences_through_the_servicer_learn_from_those_that_finished() -> None:
-    async with served(suffix_proposer(DraftingOptions(), SequenceLimits())) as stub:
-        async with opened(stub, row_kind=RowKind.SUPPORT) as finished, opened(stub) as dropped:
-            for stream, response in ((finished, [4, 5, 6, 7]), (dropped, [14, 15, 16, 17])):
-                await stream.propose(0, [1, 2, 3], 0)
-                assert (await stream.propose(3, response, 4)).token_ids == ()
-            own = await finished.propose(7, [4, 5], 4)
-            assert (own.base_length, own.token_ids, own.distributions) == (9, (6, 7), ())
-            assert (await finished.propose(7, [], 4)).token_ids == (), "the two are taken back"
-            await finished.finish()
-        async with opened(stub) as stream:
-            assert (await stream.propose(0, [4, 5], 4)).token_ids == (6, 7)
-            assert (await stream.propose(0, [14, 15], 4)).token_ids == (), "it was dropped, not finished"
+async def test_sequences_learn_from_those_that_finished() -> None:
+    proposer = suffix_proposer(DraftingOptions(), SequenceLimits())
+    with suppress(ConnectionError):
+        async with proposer.sequence(OPTIONS) as dropped:
+            await proposal(dropped, 0, [1, 2, 3], 0)
+            await proposal(dropped, 3, [14, 15, 16, 17], 4)
+            raise ConnectionError
+    async with proposer.sequence(OPTIONS) as finished:
+        await proposal(finished, 0, [1, 2, 3], 0)
+        assert await proposal(finished, 3, [4, 5, 6, 7], 4) == ()
+        assert await proposal(finished, 7, [4, 5], 4) == (6, 7)
+        assert await proposal(finished, 7, [], 4) == (), "the two are taken back"
+    async with proposer.sequence(OPTIONS) as sequence:
+        assert await proposal(sequence, 0, [4, 5], 4) == (6, 7)
+        assert await proposal(sequence, 0, [14, 15], 4) == (), "it was dropped, not finished"
 
 
 def lookup(smallest: int = 5, largest: int = 5, match: LookupMatch = "latest") -> DraftingOptions:
@@ -369,20 +303,13 @@ def test_memory_is_as_documented() -> None:
         tracemalloc.stop()
 
 
-async def test_a_sequence_through_the_servicer() -> None:
-    proposer = ngram_proposer(lookup(2, 3), SequenceLimits())
-    async with served(proposer) as stub, opened(stub, row_kind=RowKind.SUPPORT) as stream:
-        nothing = await stream.propose(0, [1, 2, 3, 4], 0)
-        assert (nothing.base_length, nothing.token_ids) == (4, ())
-        proposal = await stream.propose(4, [1, 2], 4)
-        assert (proposal.base_length, proposal.token_ids) == (6, (3, 4, 1, 2))
-        assert not proposal.distributions, "a lookup is a deterministic proposal"
-        assert (await stream.propose(4, [1, 2], 4)).token_ids == (3, 4, 1, 2), (
-            "a repeated step changes nothing"
-        )
-        assert (await stream.propose(5, [9], 4)).token_ids == ()
-        assert (await stream.propose(0, [7, 8, 9, 7, 8], 1)).token_ids == (9,), "a failover sends everything"
-        await stream.finish()
+async def test_a_sequence_is_looked_up_as_deltas_change_it() -> None:
+    async with ngram_proposer(lookup(2, 3), SequenceLimits()).sequence(OPTIONS) as sequence:
+        assert await proposal(sequence, 0, [1, 2, 3, 4], 0) == ()
+        for _ in range(2):  # a repeated step changes nothing
+            assert await proposal(sequence, 4, [1, 2], 4) == (3, 4, 1, 2)
+        assert await proposal(sequence, 5, [9], 4) == ()
+        assert await proposal(sequence, 0, [7, 8, 9, 7, 8], 1) == (9,), "a failover sends everything"
 
 
 @pytest.mark.parametrize(
@@ -400,18 +327,18 @@ async def test_a_sequence_through_the_servicer() -> None:
 async def test_a_delta_that_does_not_fit_is_refused(
     base_length: int, token_ids: list[int], sentence: str
 ) -> None:
-    async with served(ngram_proposer(lookup(), SequenceLimits())) as stub, opened(stub, 8) as stream:
+    proposer = ngram_proposer(lookup(), SequenceLimits())
+    async with proposer.sequence(replace(OPTIONS, max_length=8)) as drafted:
         with pytest.raises(InvalidRequestError) as refusal:
-            await stream.propose(base_length, token_ids, 1)
-    assert str(refusal.value) == f"draft service: {sentence}"
+            await proposal(drafted, base_length, token_ids, 1)
+    assert str(refusal.value) == sentence
 
 
 async def test_a_sequence_that_may_become_too_long_is_refused() -> None:
     proposer = ngram_proposer(lookup(), SequenceLimits(max_length=8))
-    async with served(proposer) as stub, opened(stub, 9) as stream:
-        with pytest.raises(InvalidRequestError, match="9 tokens was asked for; this service takes up to 8"):
-            # Write nothing more: a write that fails at the same moment would hide the refusal.
-            await stream.answer()
+    with pytest.raises(InvalidRequestError, match="9 tokens was asked for; this service takes up to 8"):
+        async with proposer.sequence(replace(OPTIONS, max_length=9)):
+            pass
 
 
 def test_the_service_starts_without_torch() -> None:
@@ -421,7 +348,8 @@ def test_the_service_starts_without_torch() -> None:
         "from draft_service.settings import DraftSettings\n"
         "for method in ('ngram', 'suffix'):\n"
         "    info = DraftService(DraftSettings(method=method)).load()[0].model_info\n"
-        "    assert (info.architecture, info.vocabulary_size, info.max_length) == (method, 0, 0)\n"
+        "    assert (info.name, info.architecture, info.vocabulary_size) == (method, method, 0)\n"
+        "    assert (info.tokenizer_hash, info.max_length) == ('', 0)\n"
         "assert not {'torch', 'transformers', 'safetensors'} & sys.modules.keys()\n"
     )
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
@@ -456,18 +384,3 @@ def test_invalid_options_are_refused_before_anything_is_loaded(
     with pytest.raises(ConfigurationError) as refusal:
         DraftService(draft_settings(*arguments))
     assert sentence in str(refusal.value)
-
-
-@pytest.mark.parametrize("method", ["ngram", "suffix"])
-def test_without_a_model_there_is_nothing_to_compare_with_the_targets(method: str) -> None:
-    info = chosen_proposer(method, SequenceLimits()).model_info
-    assert (info.name, info.architecture) == (method, method)
-    assert (info.vocabulary_size, info.tokenizer_hash, info.max_length) == (0, "", 0)
-
-
-def chosen_proposer(method: str, limits: SequenceLimits) -> ModelFreeProposer:
-    return (
-        ngram_proposer(DraftingOptions(), limits)
-        if method == "ngram"
-        else suffix_proposer(DraftingOptions(), limits)
-    )

@@ -139,7 +139,7 @@ class Service:
         arena = KvArena(LAYERS, count, torch.bfloat16, META)
         self.cache = PagedCache(arena)
         self.scheduler = PageScheduler(self.cache, lambda _: None)
-        self.admission = Admission(settings, 128_256, arena)
+        self.admission = Admission(settings, 128_256, arena.shape)
 
     def run(self, sequences: Iterable[Sequence]) -> int:
         """A step of all tokens that are not computed; returns how many sequences ran."""

@@ -15,19 +15,16 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
+from itertools import product
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Annotated, Any, Literal
 
 import uvloop
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import ValidationError
 from rich.console import Console
 
 from benchmarks import steps
-from benchmarks.common import CACHE_FOLDER, Contender, chosen, rotated
-from benchmarks.contenders import CONTENDERS, Addresses, Setup, services, through
-from benchmarks.pace import Pace
-from benchmarks.pairs import Pair, open_pair
+from benchmarks.common import Contender, chosen, rotated
+from benchmarks.contenders import CONTENDERS, Addresses, BenchSettings, Setup, models, prepared
 from benchmarks.peers import Outcome, Workload
 from benchmarks.report import (
     Cell,
@@ -41,9 +38,9 @@ from benchmarks.report import (
     show,
     write,
 )
-from benchmarks.timing import PHASES, PREFIX_TOKENS, phase_row, prefix_gain, timed_coordinator
+from benchmarks.timing import PHASES, phase_row, prefix_gain, timed_coordinator
 from coordinator.cli.app import exit_code
-from tandem.config.options import Options, sentences
+from tandem.config.options import sentences
 from tandem.errors import ConfigurationError, TandemError
 from tandem.logs import configure
 from tandem.standard_streams import exit_with
@@ -53,105 +50,6 @@ _FLAGS = {"json_file": "--json", "markdown_file": "--markdown"}
 """Options whose plain name would hide a method of the class."""
 _MACHINES_OWN = ("--vllm-python", "--max-python", "--cache-folder")
 """Options whose values mean nothing on other machines."""
-
-
-def _listed(value: Any) -> Any:
-    """A list as the command line writes it: 1,4,16."""
-    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
-
-
-def _known(name: str) -> str:
-    if name not in CONTENDERS:
-        raise ValueError(f"there is no contender {name!r}; it must be one of {', '.join(CONTENDERS)}")
-    return name
-
-
-def _paced(text: str) -> str:
-    if text:
-        Pace.from_text(text)
-    return text
-
-
-Positive = Annotated[int, Field(ge=1)]
-Temperature = Annotated[float, Field(ge=0)]
-ContenderName = Annotated[str, BeforeValidator(_known)]
-NonEmpty = Field(min_length=1)
-
-
-class BenchSettings(Options):
-    """Options of a comparison."""
-
-    pair: str = "demo"
-    """demo, TARGET:DRAFT (folders or Hugging Face ids), or shaped:TARGET_PARAMETERS:DRAFT_LAYERS:AGREEMENT, for
-    instance shaped:200M:1:0.8: random weights with the shape of Llama 3.1, whose draft agrees that often."""
-    contenders: Annotated[tuple[ContenderName, ...], BeforeValidator(_listed), NonEmpty] = tuple(CONTENDERS)
-    """Ways of decoding to compare, without those of an engine whose Python is not given."""
-    batch: Annotated[tuple[Positive, ...], BeforeValidator(_listed), NonEmpty] = (1, 4, 16)
-    """Requests at once."""
-    temperature: Annotated[tuple[Temperature, ...], BeforeValidator(_listed), NonEmpty] = (0.0, 1.0)
-    """0 is greedy."""
-    rounds: int = Field(default=5, ge=1)
-    """Number of times that each contender completes each batch, in turn with the others."""
-    max_tokens: int = Field(default=64, ge=2)
-    """Tokens of each completion."""
-    num_speculative_tokens: int = Field(default=4, ge=1)
-    """Tokens proposed per verification."""
-    rule: str = ""
-    """rejection_sampling_strategy of Tandem's contenders. By default the coordinator's."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Type that every contender computes in."""
-    threads: int | None = Field(default=None, ge=1)
-    """CPU threads of each model. By default one for each core."""
-    device: str = "cpu"
-    """Device of the models: cpu, cuda or cuda:N."""
-    draft_device: str = ""
-    """Device of the draft service of Tandem's contenders. By default the target's."""
-    engine: Literal["", "tandem", "vllm"] = ""
-    """Engine of Tandem's services. By default their own choice."""
-    tensor_parallel_size: int = Field(default=1, ge=1)
-    """GPUs of the target, with the engine vllm and for vLLM itself."""
-    pace: Annotated[str, BeforeValidator(_paced)] = ""
-    """VERIFY_MS,DRAFT_STEP_MS[,PER_8_ROWS]: minimum duration of the steps of Tandem's and vLLM's contenders (they
-    sleep), and a share more for each 8 tokens; for instance 6.5,1.2,0.1."""
-    delay: float = Field(default=0.0, ge=0)
-    """Milliseconds of delay between the coordinator and a service, one way."""
-    fresh: bool = False
-    """Start the services again for each completion of Tandem's contenders, without a warm-up, so that nothing has been
-    learned from earlier ones. No phases are measured then. Completions of more than 100 tokens report the first 100
-    apart."""
-    prefix: bool = True
-    """Measure the gain for a prompt whose first 512 tokens were served before."""
-    phases: bool = True
-    """Measure the phases of a round, and bytes on the wire."""
-    steps: bool = False
-    """Measure steps of the engine, beside torch's own and the time to read the weights once."""
-    head: Path | None = None
-    """Folder of a drafting head for the target, for the contenders that draft with one. By default the head bundled
-    with it, a folder beside it with the method's name."""
-    vllm_python: Path | None = None
-    """A Python that has vLLM."""
-    vllm_eager: bool = False
-    """Run vLLM without torch.compile, also as an engine: it starts in seconds, and is slower."""
-    max_python: Path | None = None
-    """A Python that has MAX; on a CPU it computes in float32 only."""
-    cache_folder: Path = CACHE_FOLDER
-    """Folder of shaped pairs."""
-    json_file: Path | None = None
-    """Write everything that was measured to this file."""
-    markdown_file: Path | None = None
-    """Write the tables to this file."""
-    note: str = ""
-    """A sentence about the circumstances, for the report."""
-
-    @property
-    def cores(self) -> int:
-        """Cores that this process may use."""
-        return len(os.sched_getaffinity(0))
-
-    @property
-    def model_threads(self) -> int:
-        """Threads of each model, with the default decided."""
-        return self.threads or self.cores
 
 
 def parse(arguments: Sequence[str], program: str = "tandem bench") -> BenchSettings:
@@ -169,7 +67,11 @@ def parse(arguments: Sequence[str], program: str = "tandem bench") -> BenchSetti
     )
     for name, option in BenchSettings.model_fields.items():
         flag = _FLAGS.get(name, "--" + name.replace("_", "-"))
-        help_text = f"{option.description} [default: {_shown(option.default)}]".replace("%", "%%")
+        default = option.get_default(call_default_factory=True)
+        shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+        help_text = f"{option.description} [default: {'none' if shown in (None, '') else shown}]".replace(
+            "%", "%%"
+        )
         if option.annotation is bool:
             parser.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, help=help_text)
         else:
@@ -178,12 +80,6 @@ def parse(arguments: Sequence[str], program: str = "tandem bench") -> BenchSetti
         return BenchSettings(**vars(parser.parse_args(arguments)))
     except ValidationError as error:
         raise ConfigurationError("; ".join(sentences(error))) from None
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    return "none" if value in (None, "") else str(value)
 
 
 def run(arguments: Sequence[str], program: str = "tandem bench") -> None:
@@ -226,27 +122,26 @@ async def measure(settings: BenchSettings, progress: Callable[[str], None], comm
     """
     load_before = os.getloadavg()[0]
     progress("preparing the models")
-    pair = open_pair(settings.pair, settings.cache_folder, settings.device)
-    async with AsyncExitStack() as stack:
-        logs = Path(stack.enter_context(TemporaryDirectory(prefix="tandem-bench-")))
-        run = _Run(settings, _setup(settings, pair, logs), pair.prompts(), progress)
+    with prepared(settings) as setup:
+        run = _Run(settings, setup, setup.pair.prompts(), progress)
         step_rows = await run.steps() if settings.steps else ()
-        progress("starting the services")
-        # With --fresh no services run beside those that are measured, unless another engine drafts by them.
-        addresses = Addresses("", "", "", "")
-        if not settings.fresh or any(name.startswith("vllm-tandem") for name in settings.contenders):
-            addresses = await stack.enter_async_context(services(run.setup, with_ahead=run.with_ahead))
-        await run.rounds(await run.start(addresses, stack))
-        phases, wire = await run.phases(addresses) if settings.phases and not settings.fresh else ((), ())
+        kinds = [CONTENDERS[name] for name in settings.contenders]
+        async with AsyncExitStack() as stack:
+            addresses = Addresses()
+            if settings.phases or any(kind.shares_models and not kind.absent(setup) for kind in kinds):
+                progress("starting the services")
+                addresses = await stack.enter_async_context(models(setup))
+            await run.rounds(await run.start(addresses, stack))
+            phases, wire = await run.phases(addresses) if settings.phases else ((), ())
         prefix = await run.prefix() if settings.prefix else None
     return Report(
         taken_at=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         command=command,
         note=settings.note,
         machine=_machine(settings, load_before),
-        pair=pair.info,
+        pair=setup.pair.info,
         dtype=settings.dtype,
-        threads=settings.model_threads,
+        threads=settings.threads,
         max_tokens=settings.max_tokens,
         num_speculative_tokens=settings.num_speculative_tokens,
         rounds=settings.rounds,
@@ -257,33 +152,6 @@ async def measure(settings: BenchSettings, progress: Callable[[str], None], comm
         prefix=prefix,
         steps=step_rows,
         absent=run.absent,
-    )
-
-
-def _setup(settings: BenchSettings, pair: Pair, logs: Path) -> Setup:
-    # Room for what follows a prefix
-    longest = max(max(map(len, pair.prompts())) + settings.max_tokens, PREFIX_TOKENS + 32)
-    count = settings.num_speculative_tokens
-    return Setup(
-        target=pair.target,
-        draft=pair.draft,
-        dtype=settings.dtype,
-        threads=settings.model_threads,
-        device=settings.device,
-        draft_device=settings.draft_device,
-        serving_engine=settings.engine,
-        tensor_parallel_size=settings.tensor_parallel_size,
-        max_length=longest + 2 * count,  # vLLM asks no proposer so near to the longest length
-        max_sequences=max(*settings.batch, 2),
-        num_speculative_tokens=count,
-        logs=logs,
-        rule=settings.rule,
-        vllm_python=settings.vllm_python,
-        vllm_eager=settings.vllm_eager,
-        max_python=settings.max_python,
-        pace=settings.pace,
-        delay_ms=settings.delay,
-        head=settings.head,
     )
 
 
@@ -313,7 +181,6 @@ class _Run:
             kind = CONTENDERS[name]
             if reason := kind.absent(self.setup):
                 self.absent[name] = reason
-            if reason or self._is_fresh(name):
                 continue
             self.progress(f"starting {kind.title}")
             try:
@@ -322,32 +189,13 @@ class _Run:
                 self._failed(name, error)
         return started
 
-    @property
-    def with_ahead(self) -> bool:
-        """True if a second coordinator is needed, which drafts ahead."""
-        return "speculative-ahead" in self.settings.contenders
-
-    def _is_fresh(self, name: str) -> bool:
-        return self.settings.fresh and CONTENDERS[name].is_ours and name != "one-process"
-
-    async def _run(self, name: str, started: dict[str, Contender], workload: Workload) -> Outcome:
-        if not self._is_fresh(name):
-            return await started[name].run(workload)
-        async with (
-            services(self.setup, with_ahead=self.with_ahead) as addresses,
-            CONTENDERS[name].start(self.setup, addresses) as contender,
-        ):
-            return await contender.run(workload)
-
     def _failed(self, name: str, error: TandemError) -> None:
         if CONTENDERS[name].is_ours:
             raise error
         self.absent[name] = str(error)
 
     def _cells(self) -> Iterator[tuple[int, float]]:
-        for batch in self.settings.batch:
-            for temperature in self.settings.temperature:
-                yield batch, temperature
+        return product(self.settings.batch, self.settings.temperature)
 
     async def rounds(self, started: dict[str, Contender]) -> None:
         """Run the rounds, and one before them to warm up."""
@@ -358,15 +206,14 @@ class _Run:
                 workload = Workload(prompts, temperature, tokens, seed=1000 * (number + 1))
                 for name in rotated(self.settings.contenders, number):
                     kind = CONTENDERS[name]
-                    is_cold = number < 0 and self._is_fresh(name)
-                    if name in self.absent or is_cold or batch > (kind.largest_batch or batch):
+                    if name in self.absent or batch > (kind.largest_batch or batch):
                         continue
                     what = f"round {number + 1} of {self.settings.rounds}" if number >= 0 else "warm-up"
                     self.progress(f"{what}: batch {batch}, temperature {temperature:g}, {kind.title}")
                     # The threads of the last one may spin for a moment after their last step
                     await asyncio.sleep(0.2)
                     try:
-                        outcome = await self._run(name, started, workload)
+                        outcome = await started[name].run(workload)
                     except TandemError as error:
                         self._failed(name, error)
                         continue
@@ -407,8 +254,8 @@ class _Run:
         """Time to the first token after a prefix that was served before, by services of their own."""
         self.progress("a prefix that was served before")
         async with (
-            services(self.setup, prefix_caching=True, with_ahead=False) as addresses,
-            through(addresses.coordinator) as contender,
+            models(self.setup, prefix_caching=True) as addresses,
+            CONTENDERS["speculative"].start(self.setup, addresses) as contender,
         ):
             return await prefix_gain(contender, self.prompts, min(self.settings.rounds, 3))
 
@@ -419,7 +266,7 @@ def _machine(settings: BenchSettings, load_before: float) -> Machine:
         versions["vllm"] = next(metadata.version(name) for name in metadata.packages_distributions()["vllm"])
     return Machine(
         processor=_processor(),
-        cores=settings.cores,
+        cores=len(os.sched_getaffinity(0)),
         device=settings.device,
         load_before=round(load_before, 2),
         versions={"python": platform.python_version(), **versions},

@@ -1,7 +1,8 @@
-"""Services as processes on this machine, contenders that take turns, and lists on a command line."""
+"""What benchmarks share: services as processes, turns, command lines, and tables in Markdown."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import socket
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from tandem.errors import ServiceUnavailableError
+from tandem.standard_streams import write_out
 
 if TYPE_CHECKING:
     from benchmarks.peers import Outcome, Workload
@@ -71,17 +73,6 @@ async def service(package: str, *options: str) -> AsyncIterator[str]:
         yield address
 
 
-@asynccontextmanager
-async def cluster(*options: str) -> AsyncIterator[str]:
-    """Run `tandem up` with these options; the coordinator's address.
-
-    Raises:
-        ServiceUnavailableError: it ended before it was ready.
-    """
-    async with process("coordinator.cli", "up", *options) as (address, _):
-        yield address
-
-
 def free_port() -> int:
     """A port of this machine that nobody listens on."""
     with socket.socket() as probe:
@@ -114,3 +105,21 @@ def floats(text: str) -> list[float]:
 def names(text: str) -> list[str]:
     """Words separated by commas."""
     return [part.strip() for part in text.split(",")]
+
+
+def study_parser(description: str | None) -> argparse.ArgumentParser:
+    """The command line of a study, described as it is written in its module."""
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def markdown_head(*columns: str) -> None:
+    """Print the head of a table in Markdown."""
+    markdown_row(*columns)
+    write_out(f"{'|---' * len(columns)}|\n")
+
+
+def markdown_row(*cells: object) -> None:
+    """Print a row of a table in Markdown."""
+    write_out(f"| {' | '.join(map(str, cells))} |\n")

@@ -1,216 +1,294 @@
-"""The ways of decoding that are compared, and the services behind them, each a process."""
+"""The ways of decoding that are compared, their options, and the services behind them, each a process."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import asdict, dataclass
-from itertools import count
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+    suppress,
+)
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, Literal
 
-from benchmarks.common import Contender, free_port, service
+from pydantic import BeforeValidator, Field
+
+from benchmarks.common import CACHE_FOLDER, Contender, free_port, service
 from benchmarks.load.clients import Connection, LoadRequest, http_connection, served_model
 from benchmarks.load.figures import Served
+from benchmarks.pace import Pace
+from benchmarks.pairs import Pair, open_pair
 from benchmarks.peers import Answer, Outcome, Workload, peer
 from coordinator.cli.serve import BOUND_PACKAGE
 from coordinator.cli.up import SHARES
 from coordinator.stats.speculation import add
 from tandem.client import Client
 from tandem.config.names import BOUND_METHODS, MODEL_FREE_METHODS, OWN_METHODS, checkpoint_method
+from tandem.config.options import Options
 from tandem.errors import ServiceUnavailableError, TandemError
 from tandem.types import GenerationRequest, SpeculationStats
 
 HEAD_METHODS = tuple(method for method in BOUND_METHODS if method not in OWN_METHODS)
 """Drafting methods whose heads have folders of their own."""
+PREFIX_TOKENS = 512
+"""As many as the goal for prefix caching names."""
+
+
+def _listed(value: Any) -> Any:
+    """A list as the command line writes it: 1,4,16."""
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _known(name: str) -> str:
+    if name not in CONTENDERS:
+        raise ValueError(f"there is no contender {name!r}; it must be one of {', '.join(CONTENDERS)}")
+    return name
+
+
+def _paced(text: str) -> str:
+    if text:
+        Pace.from_text(text)
+    return text
+
+
+Listed = BeforeValidator(_listed), Field(min_length=1)
+
+
+class BenchSettings(Options):
+    """Options of a comparison."""
+
+    pair: str = "demo"
+    """demo, TARGET:DRAFT (folders or Hugging Face ids), or shaped:TARGET_PARAMETERS:DRAFT_LAYERS:AGREEMENT, for
+    instance shaped:200M:1:0.8: random weights with the shape of Llama 3.1, whose draft agrees that often."""
+    contenders: Annotated[tuple[Annotated[str, BeforeValidator(_known)], ...], *Listed] = Field(
+        default_factory=lambda: tuple(CONTENDERS)
+    )
+    """Ways of decoding to compare, without those of an engine whose Python is not given."""
+    batch: Annotated[tuple[Annotated[int, Field(ge=1)], ...], *Listed] = (1, 4, 16)
+    """Requests at once."""
+    temperature: Annotated[tuple[Annotated[float, Field(ge=0)], ...], *Listed] = (0.0, 1.0)
+    """0 is greedy."""
+    rounds: int = Field(default=5, ge=1)
+    """Number of times that each contender completes each batch, in turn with the others."""
+    max_tokens: int = Field(default=64, ge=2)
+    """Tokens of each completion."""
+    num_speculative_tokens: int = Field(default=4, ge=1)
+    """Tokens proposed per verification."""
+    rule: str = ""
+    """rejection_sampling_strategy of Tandem's contenders. By default the coordinator's."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Type that every contender computes in."""
+    threads: Annotated[int, Field(ge=1)] = Field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    """CPU threads of each model; by default one for each core."""
+    device: str = "cpu"
+    """Device of the models: cpu, cuda or cuda:N."""
+    draft_device: str = ""
+    """Device of the draft service of Tandem's contenders. By default the target's."""
+    engine: Literal["", "tandem", "vllm"] = ""
+    """Engine of Tandem's services. By default their own choice."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """GPUs of the target, with the engine vllm and for vLLM itself."""
+    pace: Annotated[str, BeforeValidator(_paced)] = ""
+    """VERIFY_MS,DRAFT_STEP_MS[,PER_8_ROWS]: minimum duration of the steps of Tandem's and vLLM's contenders (they
+    sleep), and a share more for each 8 tokens; for instance 6.5,1.2,0.1."""
+    delay: float = Field(default=0.0, ge=0)
+    """Milliseconds of delay between the coordinator and a service, one way."""
+    prefix: bool = True
+    """Measure the gain for a prompt whose first 512 tokens were served before."""
+    phases: bool = True
+    """Measure the phases of a round, and bytes on the wire."""
+    steps: bool = False
+    """Measure steps of the engine, beside torch's own and the time to read the weights once."""
+    head: Path | None = None
+    """Folder of a drafting head for the target, for the contenders that draft with one. By default the head bundled
+    with it, a folder beside it with the method's name."""
+    vllm_python: Path | None = None
+    """A Python that has vLLM."""
+    vllm_eager: bool = False
+    """Run vLLM without torch.compile, also as an engine: it starts in seconds, and is slower."""
+    max_python: Path | None = None
+    """A Python that has MAX; on a CPU it computes in float32 only."""
+    cache_folder: Path = CACHE_FOLDER
+    """Folder of shaped pairs."""
+    json_file: Path | None = None
+    """Write everything that was measured to this file."""
+    markdown_file: Path | None = None
+    """Write the tables to this file."""
+    note: str = ""
+    """A sentence about the circumstances, for the report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Models and options that all contenders share."""
+    """What all contenders share."""
 
-    target: Path
-    draft: Path
-    max_length: int
-    """Maximum tokens of a sequence, prompt and completion together."""
-    max_sequences: int
-    num_speculative_tokens: int
+    settings: BenchSettings
+    pair: Pair
     logs: Path
     """Folder for what contenders write to stderr."""
-    dtype: str = "bfloat16"
-    threads: int = 1
-    device: str = "cpu"
-    """Device of both models, unless the draft has one of its own."""
-    draft_device: str = ""
-    """Empty: the target's."""
-    serving_engine: str = ""
-    """Engine of Tandem's services; empty: their own choice."""
-    tensor_parallel_size: int = 1
-    """GPUs of the target."""
-    vllm_python: Path | None = None
-    vllm_eager: bool = False
-    max_python: Path | None = None
-    pace: str = ""
-    """Minimum duration of steps; empty: none."""
-    notes_steps: bool = False
-    """True if paced services note their steps in `logs`."""
-    rule: str = ""
-    """rejection_sampling_strategy of Tandem's contenders; empty: the default."""
-    delay_ms: float = 0.0
-    """Delay between the coordinator and each service, one way."""
-    head: Path | None = None
-    """Folder of a drafting head for the target; None for those bundled with it."""
+
+    @property
+    def max_length(self) -> int:
+        """Maximum tokens of a sequence, prompt and completion together."""
+        settings = self.settings
+        longest = max(PREFIX_TOKENS, *map(len, self.pair.prompts())) + settings.max_tokens
+        return (
+            longest + 2 * settings.num_speculative_tokens
+        )  # vLLM asks no proposer so near to the longest length
+
+    @property
+    def max_sequences(self) -> int:
+        """Requests at once."""
+        return max(*self.settings.batch, 2)
 
     def head_folder(self, method: str) -> Path | None:
         """The folder of the target's head for a drafting method; None if there is none."""
-        folder = self.target.parent / method if self.head is None else self.head
+        folder = self.settings.head or self.pair.target.parent / method
         return folder if folder.is_dir() and checkpoint_method(folder) == method else None
 
     def as_json(self) -> dict[str, Any]:
-        """The fields, with paths as text."""
-        return {
-            name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()
-        }
+        """What a peer reads: the settings, the models' folders as text, and the limits."""
+        limits = {"max_length": self.max_length, "max_sequences": self.max_sequences}
+        folders = {"target": str(self.pair.target), "draft": str(self.pair.draft)}
+        return {**self.settings.model_dump(mode="json"), **folders, **limits}
+
+
+@contextmanager
+def prepared(settings: BenchSettings) -> Iterator[Setup]:
+    """Open the pair, or make it, and a folder for logs that goes afterwards.
+
+    Raises:
+        ConfigurationError: there is no such pair.
+    """
+    with TemporaryDirectory(prefix="tandem-bench-") as logs:
+        yield Setup(settings, open_pair(settings.pair, settings.cache_folder, settings.device), Path(logs))
 
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Addresses of the services."""
+    """Addresses of the model services that contenders share; empty where none of them needs one."""
 
-    target: str
-    draft: str
-    coordinator: str
-    ahead: str
-    """Second coordinator of the same services, which drafts ahead; the first one's address where there is none."""
+    target: str = ""
+    draft: str = ""
 
 
 @asynccontextmanager
-async def services(
-    setup: Setup, *, prefix_caching: bool = False, with_ahead: bool = True
-) -> AsyncIterator[Addresses]:
-    """Run a draft service, a target service and two coordinators; without `with_ahead` only the first of these.
+async def models(setup: Setup, *, prefix_caching: bool = False) -> AsyncIterator[Addresses]:
+    """Run a target service and a draft service.
 
     Contenders that share a target would reuse each other's prefixes of the same prompts. So prefix caching is off,
     except where it is measured.
     """
     async with AsyncExitStack() as stack:
+
+        async def started(role: str) -> str:
+            folder = str(setup.pair.target if role == "target" else setup.pair.draft)
+            words = ("--model", folder, *_model_options(setup, role, prefix_caching))
+            if pace := setup.settings.pace:
+                steps = ("--steps", str(setup.logs / f"{role}.steps"))
+                return await _running(
+                    setup, stack, "benchmarks.pace", "--role", role, "--pace", pace, *steps, *words
+                )
+            return await _running(setup, stack, f"{role}_service", *words)
+
         # One after the other: two that load at once slow each other more than they gain.
-        target, draft = [
-            await _delayed(setup, await stack.enter_async_context(_model(setup, role, prefix_caching)), stack)
-            for role in ("target", "draft")
-        ]
-        coordinators = [
-            await stack.enter_async_context(coordinator_of(setup, target, draft, "--draft-ahead", option))
-            for option in (("off", "auto") if with_ahead else ("off",))
-        ]
-        yield Addresses(target, draft, coordinators[0], coordinators[-1])
+        yield Addresses(await started("target"), await started("draft"))
+
+
+async def _running(setup: Setup, stack: AsyncExitStack, *command: str) -> str:
+    """The address of a service that is started, behind the delay that is asked for."""
+    address = await stack.enter_async_context(service(*command))
+    if delay := setup.settings.delay:
+        words = ("--role", "delay", "--to", address, "--ms", str(delay))
+        return await stack.enter_async_context(service("benchmarks.pace", *words))
+    return address
 
 
 def coordinator_of(
     setup: Setup, target: str, draft: str | None, *options: str
 ) -> AbstractAsyncContextManager[str]:
     """A coordinator; without a draft's address it finds the one that the target hosts. The setup's rule wins."""
+    rule = setup.settings.rule
     return service(
         "coordinator",
         *("--target-address", target, *(() if draft is None else ("--draft-address", draft))),
-        *("--num-speculative-tokens", str(setup.num_speculative_tokens)),
+        *("--num-speculative-tokens", str(setup.settings.num_speculative_tokens)),
         *options,
-        *(("--rejection-sampling-strategy", setup.rule) if setup.rule else ()),
+        *(("--rejection-sampling-strategy", rule) if rule else ()),
     )
 
 
-def _model(setup: Setup, role: str, prefix_caching: bool) -> AbstractAsyncContextManager[str]:
-    """A draft or target service; its steps have a minimum duration where a pace is given."""
-    folder = setup.target if role == "target" else setup.draft
-    options = ("--model", str(folder), *_model_options(setup, role, prefix_caching))
-    if setup.pace:
-        steps = ("--steps", str(setup.logs / f"{role}.steps")) if setup.notes_steps else ()
-        return service("benchmarks.pace", "--role", role, "--pace", setup.pace, *steps, *options)
-    return service(f"{role}_service", *options)
-
-
-def _model_options(setup: Setup, role: str, prefix_caching: bool = False) -> tuple[str, ...]:
-    device = setup.draft_device if role == "draft" and setup.draft_device else setup.device
-    is_shared = device != "cpu" and setup.draft_device in ("", setup.device)
+def _model_options(setup: Setup, role: str, prefix_caching: bool = False) -> Iterator[str]:
+    settings = setup.settings
+    device = settings.draft_device if role == "draft" and settings.draft_device else settings.device
     # vLLM's plug-in opens the next sequences before the last ones have ended.
     sequences = setup.max_sequences * (2 if role == "draft" else 1)
-    return (
-        *(() if prefix_caching else ("--no-enable-prefix-caching",)),
-        *("--dtype", setup.dtype, "--threads", str(setup.threads), "--device", device),
-        *("--max-length", str(setup.max_length), "--max-sequences", str(sequences)),
-        *(("--device-memory-utilization", str(SHARES[role])) if is_shared else ()),
-        *(("--engine", setup.serving_engine) if setup.serving_engine else ()),
-        *(("--enforce-eager",) if setup.serving_engine == "vllm" and setup.vllm_eager else ()),
-        *(_of_several_gpus(setup) if role == "target" else ()),
-    )
+    yield from ("--dtype", settings.dtype, "--threads", str(settings.threads), "--device", device)
+    yield from ("--max-length", str(setup.max_length), "--max-sequences", str(sequences))
+    if not prefix_caching:
+        yield "--no-enable-prefix-caching"
+    if device != "cpu" and settings.draft_device in ("", settings.device):
+        yield from ("--device-memory-utilization", str(SHARES[role]))
+    if settings.engine:
+        yield from ("--engine", settings.engine)
+    if settings.engine == "vllm":
+        yield from ("--enforce-eager",) if settings.vllm_eager else ()
+        if role == "target":
+            yield from ("--num-speculative-tokens", str(settings.num_speculative_tokens))
+    if role == "target" and settings.tensor_parallel_size > 1:
+        yield from ("--tensor-parallel-size", str(settings.tensor_parallel_size))
 
 
-def _of_several_gpus(setup: Setup) -> Iterator[str]:
-    if setup.tensor_parallel_size > 1:
-        yield from ("--tensor-parallel-size", str(setup.tensor_parallel_size))
-    if setup.serving_engine == "vllm":
-        yield from ("--num-speculative-tokens", str(setup.num_speculative_tokens))
+def requests_of(workload: Workload, **changes: Any) -> list[GenerationRequest]:
+    """The workload's requests to Tandem.
 
-
-async def _delayed(setup: Setup, address: str, stack: AsyncExitStack) -> str:
-    """The address at which a service answers, later if a delay is asked for."""
-    if not setup.delay_ms:
-        return address
-    words = ("--role", "delay", "--to", address, "--ms", str(setup.delay_ms))
-    return await stack.enter_async_context(service("benchmarks.pace", *words))
+    Args:
+        changes: Fields of `GenerationRequest` that they all have otherwise.
+    """
+    common: dict[str, Any] = {
+        "max_tokens": workload.max_tokens,
+        "temperature": workload.temperature,
+        "ignore_eos": True,
+    }
+    return [
+        GenerationRequest(prompt, **{**common, "seed": workload.seed + number, **changes})
+        for number, prompt in enumerate(workload.prompts)
+    ]
 
 
 class ThroughServices:
     """Tandem as users run it: this process is the client of a coordinator."""
 
-    def __init__(
-        self,
-        client: Client,
-        *,
-        speculation: bool = True,
-        tokens: int | None = None,
-        is_seeded: bool = True,
-        ignore_eos: bool = True,
-    ) -> None:
+    def __init__(self, client: Client, **changes: Any) -> None:
         """
         Args:
-            speculation: False for the target alone.
-            tokens: num_speculative_tokens of the requests; None for the coordinator's.
-            is_seeded: True if requests have seeds: the workload's and those that follow.
-            ignore_eos: False for completions that may end by themselves.
+            changes: Fields of `GenerationRequest` that all requests have otherwise than a workload asks for.
         """
         self._client = client
-        self._speculation = speculation
-        self._tokens = tokens
-        self._is_seeded = is_seeded
-        self._ignore_eos = ignore_eos
+        self._changes = changes
 
     async def run(self, workload: Workload) -> Outcome:
         """Complete the prompts over one connection."""
         stats = SpeculationStats()
         started = time.perf_counter()
 
-        async def one(number: int, prompt: tuple[int, ...]) -> Answer:
+        async def one(request: GenerationRequest) -> Answer:
             answer = Answer()
-            request = GenerationRequest(
-                prompt,
-                max_tokens=workload.max_tokens,
-                temperature=workload.temperature,
-                seed=workload.seed + number if self._is_seeded else None,
-                num_speculative_tokens=self._tokens,
-                speculation=self._speculation,
-                ignore_eos=self._ignore_eos,
-            )
             async for chunk in self._client.generate(request):
                 answer.add(time.perf_counter() - started, list(chunk.token_ids))
                 if chunk.summary is not None:
                     add(stats, chunk.summary.speculation)
             return answer
 
-        answers = await asyncio.gather(*map(one, count(), workload.prompts))
+        answers = await asyncio.gather(*map(one, requests_of(workload, **self._changes)))
         counts = stats.rounds, stats.drafted, stats.accepted, stats.lead.rounds, stats.lead.wasted
         return Outcome(answers, time.perf_counter() - started, *counts)
 
@@ -227,6 +305,8 @@ class Kind:
     start: Start
     is_ours: bool = False
     """True if a failure ends the run; another engine's failure is part of the report."""
+    shares_models: bool = False
+    """True if it uses the model services that contenders share."""
     largest_batch: int | None = None
     """Maximum requests at once; None for any number."""
     absent: Callable[[Setup], str] = lambda _: ""
@@ -234,61 +314,70 @@ class Kind:
 
 
 @asynccontextmanager
-async def through(coordinator: str, *, speculation: bool = True) -> AsyncIterator[Contender]:
-    """The client of a coordinator that runs."""
-    async with Client(coordinator) as client:
-        yield ThroughServices(client, speculation=speculation)
+async def through(coordinator: AbstractAsyncContextManager[str], **changes: Any) -> AsyncIterator[Contender]:
+    """The client of a coordinator, whose requests have these fields."""
+    async with coordinator as address, Client(address) as client:
+        yield ThroughServices(client, **changes)
 
 
-def _by_head(method: str) -> Start:
+def _by_draft(title: str, ahead: str = "off", *, speculation: bool = True) -> Kind:
+    """A coordinator before the services that all share."""
+
+    def start(setup: Setup, at: Addresses) -> AbstractAsyncContextManager[Contender]:
+        coordinator = coordinator_of(setup, at.target, at.draft, "--draft-ahead", ahead)
+        return through(coordinator, speculation=speculation)
+
+    return Kind(title, start, is_ours=True, shares_models=True)
+
+
+def _by_head(method: str) -> Kind:
     """A target of its own with a head beside it, and a coordinator."""
 
     @asynccontextmanager
     async def start(setup: Setup, _: Addresses) -> AsyncIterator[Contender]:
         async with AsyncExitStack() as stack:
-            folders = ("--model", str(setup.target), "--draft-model", str(setup.head_folder(method)))
-            hosted = service(BOUND_PACKAGE, *folders, *_model_options(setup, "target"))
-            target = await _delayed(setup, await stack.enter_async_context(hosted), stack)
+            folders = ("--model", str(setup.pair.target), "--draft-model", str(setup.head_folder(method)))
+            target = await _running(setup, stack, BOUND_PACKAGE, *folders, *_model_options(setup, "target"))
             # A head's default rule is lossy; the others' contenders leave the target's distribution as it is.
-            lossless = ("--rejection-sampling-strategy", "residual")
-            address = await stack.enter_async_context(coordinator_of(setup, target, None, *lossless))
-            yield await stack.enter_async_context(through(address))
+            coordinator = coordinator_of(setup, target, None, "--rejection-sampling-strategy", "residual")
+            yield await stack.enter_async_context(through(coordinator))
 
-    return start
+    return Kind(f"Tandem, {method}", start, is_ours=True, absent=_no_head(method))
 
 
-def _by_method(method: str) -> Start:
+def _by_method(method: str) -> Kind:
     """A draft service without a model, and a coordinator, before the target that all share."""
 
     @asynccontextmanager
-    async def start(setup: Setup, addresses: Addresses) -> AsyncIterator[Contender]:
+    async def start(setup: Setup, at: Addresses) -> AsyncIterator[Contender]:
         async with AsyncExitStack() as stack:
-            drafting = await stack.enter_async_context(service("draft_service", "--method", method))
-            draft = await _delayed(setup, drafting, stack)
-            address = await stack.enter_async_context(coordinator_of(setup, addresses.target, draft))
-            yield await stack.enter_async_context(through(address))
+            draft = await _running(setup, stack, "draft_service", "--method", method)
+            yield await stack.enter_async_context(through(coordinator_of(setup, at.target, draft)))
 
-    return start
+    return Kind(f"Tandem, {method}", start, is_ours=True, shares_models=True)
 
 
 def _no_head(method: str) -> Callable[[Setup], str]:
     def reason(setup: Setup) -> str:
         if setup.head_folder(method) is None:
             return f"name the folder of the target's {method} head with --head"
-        return "--pace does not slow a head, which runs in the target's process" if setup.pace else ""
+        return (
+            "--pace does not slow a head, which runs in the target's process" if setup.settings.pace else ""
+        )
 
     return reason
 
 
 def _no_vllm(setup: Setup) -> str:
-    return "" if setup.vllm_python else "name a Python that has vLLM with --vllm-python"
+    return "" if setup.settings.vllm_python else "name a Python that has vLLM with --vllm-python"
 
 
 def _no_max(setup: Setup) -> str:
-    if setup.max_python is None:
+    settings = setup.settings
+    if settings.max_python is None:
         return "name a Python that has MAX with --max-python"
-    if setup.device == "cpu" and setup.dtype != "float32":
-        return f"MAX computes in float32 only on a CPU, and dtype is {setup.dtype}"
+    if settings.device == "cpu" and settings.dtype != "float32":
+        return f"MAX computes in float32 only on a CPU, and dtype is {settings.dtype}"
     return ""
 
 
@@ -315,9 +404,9 @@ def _vllm(title: str, mode: str, ahead: str = "") -> Kind:
     def start(setup: Setup, addresses: Addresses) -> AbstractAsyncContextManager[Contender]:
         plug_in = {"TANDEM_VLLM_DRAFT_ADDRESS": addresses.draft, "TANDEM_VLLM_DRAFT_AHEAD": ahead}
         extra = {"mode": mode, "ahead": ahead, "environment": plug_in if mode == "tandem" else {}}
-        return _peer(setup, setup.vllm_python, "benchmarks.peers", "vllm", **extra)
+        return _peer(setup, setup.settings.vllm_python, "benchmarks.peers", "vllm", **extra)
 
-    return Kind(title, start, absent=_no_vllm)
+    return Kind(title, start, shares_models=mode == "tandem", absent=_no_vllm)
 
 
 class _ThroughHttp:
@@ -349,15 +438,15 @@ class _ThroughHttp:
 
 @asynccontextmanager
 async def _max(setup: Setup, _: Addresses) -> AsyncIterator[Contender]:
-    assert setup.max_python is not None
-    port = free_port()
+    settings, port = setup.settings, free_port()
+    assert settings.max_python is not None
     words = [
-        *("--model-path", setup.target, "--port", port),
-        *("--devices", "cpu" if setup.device == "cpu" else "gpu"),
-        *("--quantization-encoding", setup.dtype, "--max-length", setup.max_length),
+        *("--model-path", setup.pair.target, "--port", port),
+        *("--devices", "cpu" if settings.device == "cpu" else "gpu"),
+        *("--quantization-encoding", settings.dtype, "--max-length", setup.max_length),
         *("--max-batch-size", setup.max_sequences),
     ]
-    command = [str(setup.max_python.with_name("max")), "serve", *map(str, words)]
+    command = [str(settings.max_python.with_name("max")), "serve", *map(str, words)]
     with (setup.logs / "max.log").open("wb") as log:
         server = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
     try:
@@ -376,16 +465,11 @@ async def _max(setup: Setup, _: Addresses) -> AsyncIterator[Contender]:
 
 
 CONTENDERS: dict[str, Kind] = {
-    "target-alone": Kind(
-        "Tandem, target alone", lambda _, at: through(at.coordinator, speculation=False), is_ours=True
-    ),
-    "speculative": Kind("Tandem, speculative", lambda _, at: through(at.coordinator), is_ours=True),
-    "speculative-ahead": Kind("Tandem, drafting ahead", lambda _, at: through(at.ahead), is_ours=True),
-    **{
-        method: Kind(f"Tandem, {method}", _by_head(method), is_ours=True, absent=_no_head(method))
-        for method in HEAD_METHODS
-    },
-    **{method: Kind(f"Tandem, {method}", _by_method(method), is_ours=True) for method in MODEL_FREE_METHODS},
+    "target-alone": _by_draft("Tandem, target alone", speculation=False),
+    "speculative": _by_draft("Tandem, speculative"),
+    "speculative-ahead": _by_draft("Tandem, drafting ahead", "auto"),
+    **{method: _by_head(method) for method in HEAD_METHODS},
+    **{method: _by_method(method) for method in MODEL_FREE_METHODS},
     "one-process": Kind(
         "the same loop in one process",
         lambda setup, _: _peer(setup, None, "benchmarks.one_process"),

@@ -11,7 +11,7 @@ from dataclasses import replace
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import cluster
+from benchmarks.common import service
 from benchmarks.prompts import Prompt, chat_prompts, held_out_prompts
 from coordinator.cli.command import plain_table
 from coordinator.cli.generate import ACCEPTED_STYLE, Record, received
@@ -43,7 +43,10 @@ async def main(model: str, prompt_count: int, max_tokens: int, method: str | Non
         prompts = await chat_prompts(find_model(model), prompt_count)
     console.print(f"Starting the three services with {named} ...")
     drafting = [] if method is None else ["--method", method]
-    async with cluster("--model", model, "--no-http", *drafting) as address, Client(address) as client:
+    async with (
+        service("coordinator.cli", "up", "--model", model, "--no-http", *drafting) as address,
+        Client(address) as client,
+    ):
         console.print(
             f"\n[bold]{prompts[0].name}[/bold]: [dim]the prompt[/dim], "
             f"[{ACCEPTED_STYLE}]accepted from the draft[/{ACCEPTED_STYLE}], the target's own\n"

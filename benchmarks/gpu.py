@@ -24,7 +24,7 @@ RESULTS = Path(__file__).with_name("results")
 PAIR = "Qwen/Qwen3-8B:Qwen/Qwen3-0.6B"
 """One tokenizer, no licence to accept, and together 18 GB in bfloat16."""
 
-_ALONE = ("--fresh", "--no-phases", "--contenders")
+_ALONE = ("--no-phases", "--contenders")
 """No services of ours beside vLLM, which takes most of a GPU for itself."""
 RUNS: dict[str, tuple[str, ...]] = {
     "engine-vllm": ("--engine", "vllm", "--contenders", "target-alone,speculative"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from typing import Any
 import uvloop
 from tokenizers import Tokenizer
 
+from benchmarks.contenders import requests_of
 from benchmarks.pace import Pace
 from benchmarks.peers import Answer, Outcome, Run, Workload, serve
 from benchmarks.timing import PHASES
@@ -140,9 +141,9 @@ class LocalPair:
 
 
 def load(setup: dict[str, Any]) -> Run:
-    """Load both models into this process. Setup: fields of `benchmarks.contenders.Setup`."""
+    """Load both models into this process. Setup: see `benchmarks.contenders.Setup.as_json`."""
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
-    shared = {name: setup[name] for name in ("device", "dtype", "threads", "max_sequences", "max_length")}
+    shared = {name: setup[name] for name in ("device", "dtype", "max_sequences", "max_length", "threads")}
     shared["enable_prefix_caching"] = False  # as in the services
     target, draft = ({**shared, "model": Path(setup[name])} for name in ("target", "draft"))
     pace = Pace.from_text(setup["pace"]) if setup["pace"] else None
@@ -171,17 +172,8 @@ async def _run(pair: LocalPair, workload: Workload) -> Outcome:
     stats = SpeculationStats()
     started = time.perf_counter()
 
-    async def one(index: int) -> Answer:
-        answer = Answer()
-        prompt = workload.prompts[index]
-        request = GenerationRequest(
-            prompt,
-            max_tokens=workload.max_tokens,
-            temperature=workload.temperature,
-            seed=workload.seed + index,
-            ignore_eos=True,
-        )
-        completion = None
+    async def one(request: GenerationRequest, prompt: Sequence[int]) -> Answer:
+        answer, completion = Answer(), None
         async for completion in pair.complete(request, phases):
             known = len(prompt) + len(answer.token_ids)
             answer.add(time.perf_counter() - started, completion.token_ids[known:])
@@ -189,7 +181,7 @@ async def _run(pair: LocalPair, workload: Workload) -> Outcome:
             add(stats, completion.stats)
         return answer
 
-    answers = await asyncio.gather(*map(one, range(len(workload.prompts))))
+    answers = await asyncio.gather(*map(one, requests_of(workload), workload.prompts))
     seconds = time.perf_counter() - started
     return Outcome(answers, seconds, stats.rounds, stats.drafted, stats.accepted, phases=phases)
 

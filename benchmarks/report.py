@@ -14,7 +14,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.peers import FIRST_TOKENS, Answer, Outcome
+from benchmarks.peers import Answer, Outcome
 
 
 class Data(BaseModel):
@@ -55,10 +55,6 @@ class Cell(Data):
     """Tokens for each pass of the target; None where that is not known."""
     same_tokens: float | None = None
     """Share of tokens, up to the first that differs, that equal those of the target alone; None above temperature 0."""
-    first_tokens_per_second: tuple[float, ...] = ()
-    """Throughput of the first 100 tokens of each request, by round; empty where no request has more."""
-    later_tokens_per_second: tuple[float, ...] = ()
-    """Likewise of the tokens after them."""
 
     @property
     def speed(self) -> Spread:
@@ -194,11 +190,6 @@ def cell_of(
         sum(getattr(outcome, name) for outcome in outcomes) for name in ("rounds", "drafted", "accepted")
     )
     tokens = sum(outcome.token_count for outcome in outcomes)
-    is_long = all(len(answer.token_ids) > FIRST_TOKENS for answer in answers)
-    first, later = (
-        tuple(outcome.speed_between(*part) for outcome in outcomes) if is_long else ()
-        for part in ((0, FIRST_TOKENS), (FIRST_TOKENS, tokens))
-    )
     return Cell(
         contender=contender,
         batch=batch,
@@ -210,8 +201,6 @@ def cell_of(
         acceptance_rate=accepted / drafted if drafted else None,
         tokens_per_pass=tokens / rounds if rounds else None,
         same_tokens=_same_tokens(outcomes, references) if temperature == 0 else None,
-        first_tokens_per_second=first,
-        later_tokens_per_second=later,
     )
 
 
@@ -251,7 +240,7 @@ class Sheet:
 
 def sheets(report: Report) -> Iterator[Sheet]:
     """All tables of a report that have rows."""
-    tables = (_first_tokens, _phases, _wire, _prefix, _steps, _goals)
+    tables = (_phases, _wire, _prefix, _steps, _goals)
     yield from _speeds(report)
     yield from (sheet for sheet in (table(report) for table in tables) if sheet.rows)
 
@@ -323,26 +312,6 @@ def _speed_cells(cell: Cell, alone: Cell | None) -> Iterator[str]:
     yield _share(cell.acceptance_rate)
     yield "" if cell.tokens_per_pass is None else f"{cell.tokens_per_pass:.2f}"
     yield _share(cell.same_tokens)
-
-
-def _first_tokens(report: Report) -> Sheet:
-    rows = []
-    for cell in report.cells:
-        alone = report.cell("target-alone", cell.batch, cell.temperature)
-        words = [report.titles[cell.contender], str(cell.batch), f"{cell.temperature:g}"]
-        for part in ("first_tokens_per_second", "later_tokens_per_second"):
-            speeds, others = getattr(cell, part), getattr(alone, part, ())
-            if speeds:
-                words += [
-                    f"{statistics.median(speeds):.1f}",
-                    f"{_median_ratio(speeds, others):.2f} x" if others else "",
-                ]
-        rows += [tuple(words)] if len(words) > 3 else []
-    ends = ("tokens/s", "by target alone")
-    title = f"The first {FIRST_TOKENS} tokens, and the rest"
-    return Sheet(
-        title, ("contender", "batch", "temperature", *ends, *(f"rest: {end}" for end in ends)), tuple(rows)
-    )
 
 
 def _phases(report: Report) -> Sheet:

@@ -45,13 +45,14 @@ def step_rows(role: str, setup: Setup) -> list[StepRow]:
     from tandem.engine.core.selection import Backends, choose_backends
     from tandem.engine.models.loading import load_model
 
-    folder = setup.target if role == "target" else setup.draft
-    device = setup.draft_device if role == "draft" and setup.draft_device else setup.device
+    settings = setup.settings
+    folder = setup.pair.target if role == "target" else setup.pair.draft
+    device = settings.draft_device if role == "draft" and settings.draft_device else settings.device
     is_cpu = device == "cpu"
-    clock = time.thread_time if is_cpu and setup.threads == 1 else time.perf_counter
+    clock = time.thread_time if is_cpu and settings.threads == 1 else time.perf_counter
 
     def load() -> Backends:
-        return Backends(load_model(folder, dtype=setup.dtype, device=device, threads=setup.threads))
+        return Backends(load_model(folder, dtype=settings.dtype, device=device, threads=settings.threads))
 
     plain = load()
     weight_bytes = sum(each.nbytes for each in plain.model.module.parameters())

@@ -13,13 +13,11 @@ from itertools import chain, cycle, islice
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.common import Contender, free_port
-from benchmarks.contenders import Addresses, Setup, coordinator_of, through
+from benchmarks.contenders import PREFIX_TOKENS, Addresses, Setup, coordinator_of, through
 from benchmarks.peers import Workload
 from benchmarks.report import PhaseRow, PrefixGain, Spread, WireBytes
 
 PHASES = ("draft", "verify", "sampling", "wait")
-PREFIX_TOKENS = 512
-"""As many as the goal for prefix caching names."""
 ENDING_TOKENS = 8
 """Tokens after the prefix, another ending each time."""
 
@@ -61,10 +59,7 @@ async def timed_coordinator(setup: Setup, addresses: Addresses) -> AsyncIterator
     round nor what a proposal weighs on the wire, and what is pushed ahead depends on how rounds happen to meet."""
     port = free_port()
     words = ("--speculation-policy", "fixed", "--draft-ahead", "off", "--prometheus-port", str(port))
-    async with (
-        coordinator_of(setup, addresses.target, addresses.draft, *words) as address,
-        through(address) as contender,
-    ):
+    async with through(coordinator_of(setup, addresses.target, addresses.draft, *words)) as contender:
         yield TimedCoordinator(contender, f"http://127.0.0.1:{port}/metrics")
 
 

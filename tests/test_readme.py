@@ -68,8 +68,8 @@ def demonstrate() -> str:
     assert recipe.splitlines()[-1].endswith("/python -m benchmarks.demo --model demo")
 
     @asynccontextmanager
-    async def cluster(*options: str) -> AsyncIterator[str]:
-        assert options == ("--model", "demo", "--no-http")
+    async def cluster(*command: str) -> AsyncIterator[str]:
+        assert command == ("coordinator.cli", "up", "--model", "demo", "--no-http")
         with (
             processes.model_service("target_service", DEMO_TARGET) as target,
             processes.model_service("draft_service", DEMO_DRAFT) as draft,
@@ -77,7 +77,7 @@ def demonstrate() -> str:
         ):
             yield processes.address_of(process)
 
-    with mock.patch.object(demo, "cluster", cluster), redirect_stdout(io.StringIO()) as out:
+    with mock.patch.object(demo, "service", cluster), redirect_stdout(io.StringIO()) as out:
         asyncio.run(demo.main("demo", 1, 16))
     assert "SPEED-UP" in out.getvalue()
     return out.getvalue()

@@ -1,7 +1,8 @@
-"""`python -m benchmarks.studies.leads`: a paced pair with and without leads of the target, beside one process.
+"""A paced pair with and without leads of the target, beside one process: `python -m benchmarks.studies.leads`.
 
 Ways that share the services take turns with each other and with the same loop in one process, which is measured with
-several lengths of a proposal; its best one counts. The controller decides the lengths of the others.
+several lengths of a proposal; its best one counts. The controller decides the lengths of the others. Options that are
+not the study's are the coordinators'.
 """
 
 from __future__ import annotations
@@ -10,18 +11,14 @@ import argparse
 import asyncio
 import os
 import statistics
-import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from benchmarks.common import CACHE_FOLDER, Contender, floats, numbers
-from benchmarks.contenders import CONTENDERS, Addresses, Setup, ThroughServices, coordinator_of, services
-from benchmarks.pairs import open_pair
+from benchmarks.common import Contender, chosen, floats, markdown_head, markdown_row, numbers, study_parser
+from benchmarks.contenders import CONTENDERS, BenchSettings, coordinator_of, models, prepared, through
 from benchmarks.peers import Outcome, Workload
-from tandem.client import Client
+from tandem.standard_streams import write_out
 
 _WAYS = {
     "synchronous": ("--draft-ahead", "off", "--target-lead", "0"),
@@ -31,46 +28,40 @@ _WAYS = {
 """Options of the coordinators."""
 
 
-async def main(options: argparse.Namespace) -> None:
+async def main(options: argparse.Namespace, words: Sequence[str]) -> None:
     """Measure, and print a table in Markdown."""
-    pair = open_pair(options.pair, options.cache_folder, "cpu")
-    prompts = pair.prompts()
+    settings = BenchSettings(
+        pair=options.pair,
+        batch=(options.batch,),
+        max_tokens=options.max_tokens,
+        num_speculative_tokens=max(options.proposals),
+        rule=options.rule,
+        threads=1,
+        pace=options.pace,
+    )
     async with AsyncExitStack() as stack:
-        setup = Setup(
-            target=pair.target,
-            draft=pair.draft,
-            max_length=max(map(len, prompts)) + options.max_tokens,
-            max_sequences=options.batch,
-            num_speculative_tokens=max(options.proposals),
-            logs=Path(stack.enter_context(TemporaryDirectory(prefix="tandem-leads-"))),
-            pace=options.pace,
-            rule=options.rule,
-        )
-        addresses: Addresses = await stack.enter_async_context(services(setup, with_ahead=False))
+        setup = stack.enter_context(prepared(settings))
+        at = await stack.enter_async_context(models(setup))
         contenders: dict[str, Contender] = {}
-        for name, words in _WAYS.items():
-            address = await stack.enter_async_context(
-                coordinator_of(setup, addresses.target, addresses.draft, *words, *options.words)
-            )
-            client = await stack.enter_async_context(Client(address))
-            contenders[name] = ThroughServices(client, ignore_eos=not options.eos)
+        for name, own in _WAYS.items():
+            coordinator = coordinator_of(setup, at.target, at.draft, *own, *words)
+            way = through(coordinator, ignore_eos=not options.eos)
+            contenders[name] = await stack.enter_async_context(way)
         for tokens in options.proposals if options.batch == 1 else ():
-            start = CONTENDERS["one-process"].start
-            own = replace(setup, num_speculative_tokens=tokens)
-            contenders[f"one process, K {tokens}"] = await stack.enter_async_context(start(own, addresses))
-        sys.stdout.write(
+            fixed = settings.model_copy(update={"num_speculative_tokens": tokens})
+            one = CONTENDERS["one-process"].start(replace(setup, settings=fixed), at)
+            contenders[f"one process, K {tokens}"] = await stack.enter_async_context(one)
+        write_out(
             f"`{options.rule}`, paced {options.pace} ms, batch {options.batch}, {options.max_tokens} tokens, medians "
             f"of {options.rounds}, load {os.getloadavg()[0]:.1f}\n\n"
-            "| temperature | way | ms a token | speed by the best one process | by synchronous | tokens a round "
-            "| led | wasted |\n|---|---|---|---|---|---|---|---|\n"
         )
+        by = ("speed by the best one process", "by synchronous")
+        markdown_head("temperature", "way", "ms a token", *by, "tokens a round", "led", "wasted")
         for temperature in options.temperature:
             found: dict[str, list[Outcome]] = {name: [] for name in contenders}
             for number in range(2 + options.rounds):
-                chosen = [
-                    prompts[(options.batch * number + index) % len(prompts)] for index in range(options.batch)
-                ]
-                workload = Workload(tuple(chosen), temperature, options.max_tokens, seed=100 * number)
+                prompts = chosen(setup.pair.prompts(), options.batch, number)
+                workload = Workload(prompts, temperature, options.max_tokens, seed=100 * number)
                 for name, contender in contenders.items():
                     found[name].append(await contender.run(workload))
             # In the first two rounds the controller learns acceptance
@@ -81,15 +72,20 @@ def _show(temperature: float, found: dict[str, list[Outcome]]) -> None:
     taken = {name: statistics.median(map(_milliseconds, outcomes)) for name, outcomes in found.items()}
     alone = [each for name, each in taken.items() if name.startswith("one process")]
     for name, outcomes in found.items():
-        tokens, rounds = (sum(getattr(each, what) for each in outcomes) for what in ("token_count", "rounds"))
-        led, wasted = (sum(getattr(each, what) for each in outcomes) for what in ("led", "wasted"))
-        by_one = f"{min(alone) / taken[name]:.2f}" if alone else "-"
-        by_synchronous = f"{taken['synchronous'] / taken[name]:.2f}"
-        sys.stdout.write(
-            f"| {temperature:g} | {name} | {taken[name]:.3f} | {by_one} | {by_synchronous} | {tokens / rounds:.2f} | "
-            f"{led / rounds:.0%} | {wasted / (rounds + wasted):.1%} |\n"
+        tokens, rounds, led, wasted = (
+            sum(getattr(each, what) for each in outcomes)
+            for what in ("token_count", "rounds", "led", "wasted")
         )
-    sys.stdout.flush()
+        markdown_row(
+            f"{temperature:g}",
+            name,
+            f"{taken[name]:.3f}",
+            f"{min(alone) / taken[name]:.2f}" if alone else "-",
+            f"{taken['synchronous'] / taken[name]:.2f}",
+            f"{tokens / rounds:.2f}",
+            f"{led / rounds:.0%}",
+            f"{wasted / (rounds + wasted):.1%}",
+        )
 
 
 def _milliseconds(outcome: Outcome) -> float:
@@ -101,9 +97,8 @@ def _milliseconds(outcome: Outcome) -> float:
     return statistics.mean(each)
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The settings that the command line asks for, those of the coordinators under `words`."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.leads", description=__doc__)
+if __name__ == "__main__":
+    parser = study_parser(__doc__)
     add = parser.add_argument
     add("--pair", default="demo", help="as for tandem bench")
     add("--pace", default="6.5,1.2", help="as for tandem bench")
@@ -116,11 +111,4 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--rounds", type=int, default=5, help="of each way")
     add("--max-tokens", type=int, default=192, help="tokens of each completion")
     add("--eos", action="store_true", help="let completions end by themselves")
-    add("--cache-folder", type=Path, default=CACHE_FOLDER)
-    options, words = parser.parse_known_args(arguments)
-    options.words = words
-    return options
-
-
-if __name__ == "__main__":
-    asyncio.run(main(parse(sys.argv[1:])))
+    asyncio.run(main(*parser.parse_known_args()))

@@ -13,8 +13,8 @@ import argparse
 import asyncio
 import shutil
 import statistics
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,13 +23,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import CACHE_FOLDER, Contender, chosen, floats, names, numbers, rotated
-from benchmarks.contenders import Addresses, Setup, ThroughServices, coordinator_of, services
-from benchmarks.pairs import DEMO, Pair, open_pair
-from benchmarks.peers import FIRST_TOKENS, Outcome, Workload
+from benchmarks.common import Contender, chosen, floats, names, numbers, rotated, study_parser
+from benchmarks.contenders import BenchSettings, ThroughServices, coordinator_of, models, prepared
+from benchmarks.pairs import DEMO
+from benchmarks.peers import Outcome, Workload
 from tandem.admin_client import AdminClient
 from tandem.client import Client
 
+FIRST_TOKENS = 100
+"""Tokens of a completion that count apart: a controller that has just started learns while they are written."""
 RANDOM = "random"
 """The demo target with a draft of the demo draft's shape and random weights."""
 PAIRS = ("demo", "shaped:50M:1:0.5", "shaped:50M:1:0.8", RANDOM)
@@ -52,61 +54,50 @@ def random_draft(folder: Path) -> Path:
     return folder
 
 
-@asynccontextmanager
-async def started(name: str, options: argparse.Namespace) -> AsyncIterator[tuple[Pair, Setup, Addresses]]:
-    """Services of a pair."""
-    async with AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory(prefix="tandem-speculation-")))
-        text = f"{DEMO / 'target'}:{random_draft(folder)}" if name == RANDOM else name
-        pair = open_pair(text, CACHE_FOLDER, "cpu")
-        setup = Setup(
-            target=pair.target,
-            draft=pair.draft,
-            threads=options.threads,
-            max_length=max(map(len, pair.prompts())) + options.max_tokens,
-            max_sequences=max(options.batch),
-            num_speculative_tokens=options.most,
-            logs=folder,
-            pace=options.pace,
-            rule=options.rule,
-            delay_ms=options.delay,
-        )
-        yield pair, setup, await stack.enter_async_context(services(setup, with_ahead=False))
-
-
-async def cells(console: Console, name: str, options: argparse.Namespace) -> None:
+async def cells(console: Console, name: str, folder: Path, options: argparse.Namespace) -> None:
     """Completions in turn, and the medians of the ratios within a round."""
     first = f"first {FIRST_TOKENS}: by alone"
-    columns = ("T", "batch", "seed", first, "by the best", "rest: by alone", "by the best", "each by alone")
+    columns = ("T", "batch", first, "by the best", "rest: by alone", "by the best", "each by alone")
     table = Table(*columns, title=name)
     decisions: list[str] = []
-    made: Sequence[Any] = ()
+    settings = BenchSettings(
+        pair=f"{DEMO / 'target'}:{random_draft(folder)}" if name == RANDOM else name,
+        batch=options.batch,
+        max_tokens=options.max_tokens,
+        num_speculative_tokens=6,
+        threads=1,
+        rule="auto",
+        pace=options.pace,
+        delay=options.delay,
+    )
     ahead = ("--draft-ahead", options.draft_ahead)
     async with AsyncExitStack() as stack:
-        pair, setup, at = await stack.enter_async_context(started(name, options))
+        setup = stack.enter_context(prepared(settings))
+        at = await stack.enter_async_context(models(setup))
         fixed = coordinator_of(setup, at.target, at.draft, "--speculation-policy", "fixed", *ahead)
         client = await stack.enter_async_context(Client(await stack.enter_async_context(fixed)))
-        for heat, batch, is_seeded in product(options.temperature, options.batch, options.seeded):
-            ways: dict[str, Contender] = {
-                f"K={count}": ThroughServices(client, tokens=count, is_seeded=is_seeded)
-                for count in options.fixed
-            }
-            ways["alone"] = ThroughServices(client, speculation=False, is_seeded=is_seeded)
+        ways: dict[str, Contender] = {
+            f"K={count}": ThroughServices(client, num_speculative_tokens=count, seed=None)
+            for count in options.fixed
+        }
+        ways["alone"] = ThroughServices(client, speculation=False, seed=None)
+        for heat, batch in product(options.temperature, options.batch):
             found: dict[str, list[Outcome]] = {way: [] for way in (*ways, "adaptive")}
+            made: Sequence[Any] = ()
             for number in range(options.rounds):
-                prompts = chosen(pair.prompts(), batch, number)
-                workload = Workload(prompts, heat, options.max_tokens, seed=number)
+                prompts = chosen(setup.pair.prompts(), batch, number)
+                workload = Workload(prompts, heat, options.max_tokens)
                 async with (
                     coordinator_of(setup, at.target, at.draft, *ahead) as address,
                     Client(address) as own,
                     AdminClient(address) as admin,
                 ):
-                    all_ways = {**ways, "adaptive": ThroughServices(own, is_seeded=is_seeded)}
+                    all_ways = {**ways, "adaptive": ThroughServices(own, seed=None)}
                     for way in rotated(list(all_ways), number):
                         found[way].append(await all_ways[way].run(workload))
                     made = (await admin.stats()).decisions
             decisions += [f"{each.rule}, temperature {each.temperatures}, {each.reason}" for each in made]
-            table.add_row(f"{heat:g}", str(batch), "yes" if is_seeded else "no", *_judged(found))
+            table.add_row(f"{heat:g}", str(batch), *_judged(found))
     console.print(table)
     for line in dict.fromkeys(decisions):
         console.print(line)
@@ -117,7 +108,9 @@ def _judged(found: Mapping[str, Sequence[Outcome]]) -> list[str]:
     words, each = [], ""
     parts = ((0, FIRST_TOKENS, NEEDED_OF_FIXED[0]), (FIRST_TOKENS, 1 << 30, NEEDED_OF_FIXED[1]))
     for begin, end, needed in parts:
-        speeds = {way: [one.speed_between(begin, end) for one in outcomes] for way, outcomes in found.items()}
+        speeds = {
+            way: [speed_between(one, begin, end) for one in outcomes] for way, outcomes in found.items()
+        }
         rates = {way: _ratio(speeds[way], speeds["alone"]) for way in speeds}
         adaptive = rates.pop("adaptive")
         best = max(rates, key=rates.__getitem__)
@@ -125,6 +118,18 @@ def _judged(found: Mapping[str, Sequence[Outcome]]) -> list[str]:
         words += [_marked(adaptive, NEEDED), f"{_marked(of_best, needed)} ({best})"]
         each = ", ".join(f"{way} {rate:.2f}" for way, rate in rates.items() if way != "alone")
     return [*words, each]
+
+
+def speed_between(outcome: Outcome, begin: int, end: int) -> float:
+    """Tokens per second of the tokens from `begin` to `end` of each request but its first chunk; 0 for none."""
+    made, passed = 0, 0.0
+    for answer in outcome.answers:
+        total, last = 0, 0.0
+        for seconds, count in answer.arrivals:
+            if begin < total + count and total and total < end:
+                made, passed = made + count, passed + seconds - last
+            total, last = total + count, seconds
+    return made / passed * len(outcome.answers) if passed else 0.0
 
 
 def _ratio(speeds: Sequence[float], others: Sequence[float]) -> float:
@@ -135,29 +140,19 @@ def _marked(share: float, needed: float) -> str:
     return f"{share:.2f}{'' if share >= needed else ' !'}"
 
 
-def main() -> None:
-    """Measure what the command line asks for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+if __name__ == "__main__":
+    parser = study_parser(__doc__)
     add = parser.add_argument
     add("--pairs", type=names, default=list(PAIRS))
     add("--batch", type=numbers, default=[1, 4, 16])
     add("--temperature", type=floats, default=[0.0, 0.7, 1.0])
-    add("--seeded", type=lambda text: [word == "yes" for word in names(text)], default=[False], help="no,yes")
     add("--max-tokens", type=int, default=300)
     add("--fixed", type=numbers, default=[1, 2, 4, 6], help="lengths to compare with")
-    add("--most", type=int, default=6, help="longest proposal of the adaptive policy")
     add("--rounds", type=int, default=3)
-    add("--threads", type=int, default=1, help="of each model")
-    add("--rule", default="auto", help="rejection_sampling_strategy, as tandem up sets it")
     add("--draft-ahead", default="auto", help="of every coordinator")
     add("--pace", default="", help="VERIFY_MS,DRAFT_STEP_MS[,PER_8_ROWS], as in tandem bench")
     add("--delay", type=float, default=0.0, help="milliseconds to each service, one way")
     options = parser.parse_args()
     for name in options.pairs:
-        asyncio.run(cells(Console(highlight=False), name, options))
-
-
-if __name__ == "__main__":
-    main()
+        with TemporaryDirectory(prefix="tandem-speculation-") as folder:
+            asyncio.run(cells(Console(highlight=False), name, Path(folder), options))

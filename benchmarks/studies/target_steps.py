@@ -1,7 +1,8 @@
-"""`python -m benchmarks.studies.target_steps`: steps of a paced target that works alone, counted and timed.
+"""Steps of a paced target that works alone, counted and timed: `python -m benchmarks.studies.target_steps`.
 
 Its steps take at least so long whatever their size, as on a GPU that reads its weights: then one step for all streams
-is what a token should cost, and the time between two steps is lost.
+is what a token should cost, and the time between two steps is lost. Options that are not the study's are the
+coordinator's.
 """
 
 from __future__ import annotations
@@ -9,61 +10,51 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
-import sys
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from itertools import pairwise
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from benchmarks.common import CACHE_FOLDER, numbers
-from benchmarks.contenders import Addresses, Setup, coordinator_of, services, through
-from benchmarks.pairs import open_pair
+from benchmarks.common import markdown_head, markdown_row, numbers, study_parser
+from benchmarks.contenders import BenchSettings, coordinator_of, models, prepared, through
 from benchmarks.peers import Outcome, Workload
+from tandem.standard_streams import write_out
 
 _PROMPT_TOKENS = (16, 384)
 """Shortest and longest prompt of those of many lengths."""
 
 
-async def main(options: argparse.Namespace) -> None:
+async def main(options: argparse.Namespace, words: Sequence[str]) -> None:
     """Measure, and print a table in Markdown."""
-    pair = open_pair(options.pair, options.cache_folder, "cpu")
-    text = [token for prompt in pair.prompts() for token in prompt]
-    async with AsyncExitStack() as stack:
-        setup = Setup(
-            target=pair.target,
-            draft=pair.draft,
-            max_length=_PROMPT_TOKENS[1] + options.max_tokens,
-            max_sequences=max(options.streams),
-            num_speculative_tokens=1,
-            logs=Path(stack.enter_context(TemporaryDirectory(prefix="tandem-steps-"))),
-            pace=f"{options.step},1",
-            notes_steps=True,
-        )
-        addresses: Addresses = await stack.enter_async_context(services(setup, with_ahead=False))
-        address = await stack.enter_async_context(
-            coordinator_of(setup, addresses.target, None, *options.words)
-        )
-        coordinator = await stack.enter_async_context(through(address, speculation=False))
-        steps = setup.logs / "target.steps"
-        sys.stdout.write(
-            f"Steps of {options.step:g} ms, {options.max_tokens} tokens, temperature {options.temperature:g}, medians "
-            f"of {options.rounds}\n\n"
-            "| streams | steps per token | speed by what such steps allow | between steps, ms |\n"
-            "|---|---|---|---|\n"
-        )
-        for streams in options.streams:
-            found = []
-            for number in range(options.rounds + 1):
+    settings = BenchSettings(
+        pair=options.pair,
+        batch=options.streams,
+        max_tokens=options.max_tokens,
+        num_speculative_tokens=1,
+        threads=1,
+        pace=f"{options.step},1",
+    )
+    with prepared(settings) as setup:
+        text = [token for prompt in setup.pair.prompts() for token in prompt]
+        async with (
+            models(setup) as at,
+            through(coordinator_of(setup, at.target, None, *words), speculation=False) as coordinator,
+        ):
+            write_out(
+                f"Steps of {options.step:g} ms, {options.max_tokens} tokens, temperature {options.temperature:g}, "
+                f"medians of {options.rounds}\n\n"
+            )
+            markdown_head("streams", "steps per token", "speed by what such steps allow", "between steps, ms")
+            for streams in options.streams:
                 prompts = tuple(prompt_of(text, index, streams) for index in range(streams))
-                workload = Workload(prompts, options.temperature, options.max_tokens, seed=number)
-                began = time.perf_counter()
-                outcome = await coordinator.run(workload)
-                found.append(_figures(outcome, began, steps.read_text(), options.step / 1e3))
-            count, speed, gap = (statistics.median(each) for each in zip(*found[1:], strict=True))
-            sys.stdout.write(f"| {streams} | {count:.2f} | {speed:.2f} | {gap:.2f} |\n")
-            sys.stdout.flush()
+                found = []
+                for number in range(options.rounds + 1):
+                    workload = Workload(prompts, options.temperature, options.max_tokens, seed=number)
+                    began = time.perf_counter()
+                    outcome = await coordinator.run(workload)
+                    steps = (setup.logs / "target.steps").read_text()
+                    found.append(_figures(outcome, began, steps, options.step / 1e3))
+                figures = (statistics.median(each) for each in zip(*found[1:], strict=True))
+                markdown_row(streams, *(f"{each:.2f}" for each in figures))
 
 
 def _figures(outcome: Outcome, began: float, steps: str, step_seconds: float) -> tuple[float, float, float]:
@@ -87,9 +78,8 @@ def prompt_of(text: Sequence[int], index: int, streams: int) -> tuple[int, ...]:
     return tuple(text[31 * index : 31 * index + length])
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The settings that the command line asks for, those of the coordinator under `words`."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.target_steps", description=__doc__)
+if __name__ == "__main__":
+    parser = study_parser(__doc__)
     add = parser.add_argument
     add("--pair", default="demo", help="as for tandem bench")
     add("--step", type=float, default=6.5, help="milliseconds")
@@ -97,11 +87,4 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--temperature", type=float, default=0.0)
     add("--rounds", type=int, default=3, help="workloads of each number of streams")
     add("--max-tokens", type=int, default=192, help="tokens of each completion")
-    add("--cache-folder", type=Path, default=CACHE_FOLDER)
-    options, words = parser.parse_known_args(arguments)
-    options.words = words
-    return options
-
-
-if __name__ == "__main__":
-    asyncio.run(main(parse(sys.argv[1:])))
+    asyncio.run(main(*parser.parse_known_args()))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from benchmarks.common import chosen
-from benchmarks.contenders import CONTENDERS, Addresses, Setup
+from benchmarks.contenders import CONTENDERS, Addresses, BenchSettings, Setup
 from benchmarks.pairs import Pair, open_pair
 from benchmarks.peers import Outcome, Peer, Workload, peer
 from tests.end_to_end.processes import address_of, model_service
@@ -46,17 +46,14 @@ def pair(tmp_path: Path) -> Pair:
 
 
 def setup_of(python: str, pair: Pair, logs: Path) -> Setup:
-    return Setup(
-        target=pair.target,
-        draft=pair.draft,
-        max_length=1024,
-        max_sequences=16,
-        num_speculative_tokens=4,
-        logs=logs,
+    settings = BenchSettings(
         dtype="float32",
+        max_tokens=4 * MAX_TOKENS,
+        threads=1,
         vllm_python=Path(python),
         vllm_eager=True,
     )
+    return Setup(settings, pair, logs)
 
 
 def texts(outcomes: list[Outcome]) -> list[list[int]]:
@@ -75,7 +72,7 @@ async def test_text_and_acceptance_are_those_of_vllm_itself(
         draft = stack.enter_context(
             model_service("draft_service", DEMO_DRAFT, "--dtype", "float32", "--no-enable-prefix-caching")
         )
-        at = Addresses("", await asyncio.to_thread(address_of, draft), "", "")
+        at = Addresses(draft=await asyncio.to_thread(address_of, draft))
         setup = setup_of(vllm_python, pair, tmp_path)
         ways = {
             name: await stack.enter_async_context(CONTENDERS[name].start(setup, at))

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import bench, demo, gpu
-from benchmarks.bench import BenchSettings, parse
+from benchmarks.bench import parse
 from benchmarks.common import rotated
-from benchmarks.contenders import CONTENDERS, Setup
+from benchmarks.contenders import CONTENDERS, BenchSettings, prepared
 from benchmarks.gpu import RUNS, GpuReport, gpus, options_of
 from benchmarks.pace import Pace
 from benchmarks.report import Cell, Machine, PairInfo, Report, Spread
@@ -34,7 +34,7 @@ from benchmarks.studies.memory import (
 )
 from tandem.engine.core.jobs import StepRecord
 from tandem.errors import ConfigurationError, ModelFolderError, ServiceUnavailableError
-from tests.paths import DEMO_DRAFT, DEMO_TARGET
+from tests.paths import DEMO_DRAFT
 
 
 def test_everything_that_is_wrong_is_said_at_once() -> None:
@@ -51,26 +51,15 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
         assert words in message
 
 
-@pytest.fixture
-def setup(tmp_path: Path) -> Setup:
-    return Setup(
-        target=DEMO_TARGET,
-        draft=DEMO_DRAFT,
-        dtype="float32",
-        threads=1,
-        device="cpu",
-        max_length=64,
-        max_sequences=2,
-        num_speculative_tokens=4,
-        logs=tmp_path,
-    )
+def test_a_target_without_a_head_leaves_the_contender_out(tmp_path: Path) -> None:
+    with prepared(parse([])) as setup:
+        elsewhere = replace(setup, pair=replace(setup.pair, target=tmp_path / "target"))
+        draft = replace(setup, settings=setup.settings.model_copy(update={"head": DEMO_DRAFT}))
 
-
-def test_a_target_without_a_head_leaves_the_contender_out(setup: Setup, tmp_path: Path) -> None:
-    elsewhere = replace(setup, target=tmp_path / "target")
-
-    assert CONTENDERS["eagle3"].absent(elsewhere) == "name the folder of the target's eagle3 head with --head"
-    assert CONTENDERS["eagle3"].absent(replace(setup, head=DEMO_DRAFT)) != "", "a draft model is no head"
+    no_head = "name the folder of the target's eagle3 head with --head"
+    assert CONTENDERS["eagle3"].absent(elsewhere) == no_head
+    assert CONTENDERS["eagle3"].absent(draft) != "", "a draft model is no head"
+    assert CONTENDERS["eagle3"].absent(setup) == ""
 
 
 def test_everyone_runs_once_in_each_round_and_at_each_place_equally_often() -> None:
@@ -188,8 +177,9 @@ def test_each_run_has_options_that_bench_knows(name: str) -> None:
     assert (settings.pair, settings.device) == (gpu.PAIR, "cuda")
     assert settings.batch == (1, 16, 64)
     assert settings.engine == (name.partition("-")[2] if name.startswith("engine") else "")
-    is_ours = {CONTENDERS[each].is_ours for each in settings.contenders}
-    assert is_ours == {name.startswith("engine")}, "a GPU has room for one of them"
+    kinds = [CONTENDERS[each] for each in settings.contenders]
+    has_services = settings.phases or any(kind.shares_models for kind in kinds)
+    assert has_services == name.startswith("engine"), "a GPU has room for one of them"
 
 
 def test_a_failed_run_is_reported_and_the_others_go_on(

@@ -67,6 +67,10 @@ class Answer(NamedTuple):
     exit_code: int = 0
 
 
+Looks = AsyncGenerator[tuple[object, RenderableType]]
+"""Results for programs, with their views for people."""
+
+
 @dataclass(frozen=True, slots=True)
 class WatchOptions:
     """Looks at a coordinator that go on."""
@@ -75,7 +79,7 @@ class WatchOptions:
     interval: float = option("With --watch: seconds between two looks.", default=1.0)
     count: int | None = option("With --watch: end after so many looks.", min=1)
 
-    async def show(self, looks: AsyncGenerator[tuple[object, RenderableType]], output: OutputOptions) -> None:
+    async def show(self, looks: Looks, output: OutputOptions) -> None:
         """Show each look: a terminal updates its table, elsewhere they follow each other."""
         live = Live(console=Console(highlight=False), auto_refresh=False, vertical_overflow="crop")
         is_screen = output.output is OutputForm.TABLE and sys.stdout.isatty()
@@ -97,12 +101,16 @@ class WatchOptions:
 
 
 def verb(
-    app: typer.Typer, *examples: str, name: str | None = None, can_watch: bool = False
+    app: typer.Typer,
+    *examples: str,
+    name: str | None = None,
+    can_watch: bool = False,
+    looks: Callable[[AdminClient, float], Looks] | None = None,
 ) -> Callable[[Any], Any]:
     """Add a function to an app as a command that asks a coordinator and prints an `Answer`.
 
     Its first parameter is the client, its second may be `where: Connection`; the others are the command's own. One that
-    `can_watch` asks again and again with --watch.
+    `can_watch` has --watch: it asks again and again, or shows what `looks` yields with a client and an interval.
     """
 
     def add(function: Callable[..., Awaitable[Answer]]) -> Callable[..., Awaitable[Answer]]:
@@ -122,8 +130,8 @@ def verb(
                 own["where"] = where
             async with admin_client(where) as client:
                 if watching.watch:
-                    looks = _looks(partial(function, client, **own), watching.interval)
-                    await watching.show(looks, output)
+                    again = looks or partial(_looks, partial(function, **own))
+                    await watching.show(again(client, watching.interval), output)
                     return
                 answer = await function(client, **own)
             output.show(answer.result, lambda: answer.view(answer.result))
@@ -142,10 +150,10 @@ def verb(
 
 
 async def _looks(
-    ask: Callable[[], Awaitable[Answer]], interval: float
-) -> AsyncGenerator[tuple[object, RenderableType]]:
+    ask: Callable[[AdminClient], Awaitable[Answer]], client: AdminClient, interval: float
+) -> Looks:
     while True:
-        answer = await ask()
+        answer = await ask(client)
         yield answer.result, answer.view(answer.result)
         await asyncio.sleep(interval)
 
@@ -293,18 +301,23 @@ async def abort(
     return Answer(await client.abort(request_id, reason), lambda ended: requests_view([ended]))
 
 
-@command(
+async def _stats_looks(client: AdminClient, interval: float) -> Looks:
+    before: Stats | None = None
+    async with aclosing(client.watch_stats(interval)) as answers:
+        async for found in answers:
+            yield found, stats_view(found, before)
+            before = found
+
+
+@verb(
     admin,
     "tandem admin stats",
     "tandem admin stats --watch --interval 2",
     "tandem admin stats --watch --count 10 -o json",
+    can_watch=True,
+    looks=_stats_looks,
 )
-async def stats(
-    click: typer.Context,
-    connection: ConnectionOptions,
-    output: OutputOptions,
-    watching: WatchOptions,
-) -> None:
+async def stats(client: AdminClient) -> Answer:
     """Show what speculation did; --watch repeats it.
 
     The statistics begin with the coordinator's start. --watch updates them until Ctrl-C, and shows acceptance at each
@@ -313,20 +326,7 @@ async def stats(
     ACC. LENGTH is MAX's: accepted tokens per verification. MEAN LENGTH is vLLM's mean acceptance length: it counts only
     verifications with a proposal, and the target's own token.
     """
-    async with admin_client(connect(connection, click)) as client:
-        if watching.watch:
-            await watching.show(_stats_looks(client, watching.interval), output)
-            return
-        found = await client.stats()
-    output.show(found, lambda: stats_view(found))
-
-
-async def _stats_looks(client: AdminClient, interval: float) -> AsyncGenerator[tuple[object, RenderableType]]:
-    before: Stats | None = None
-    async with aclosing(client.watch_stats(interval)) as answers:
-        async for found in answers:
-            yield found, stats_view(found, before)
-            before = found
+    return Answer(await client.stats(), stats_view)
 
 
 admin.add_typer(config, name="config")
@@ -391,14 +391,15 @@ def pairs(words: Sequence[str]) -> dict[str, str]:
         ConfigurationError: the last key has no value.
     """
     found: dict[str, str] = {}
-    rest = list(words)
-    while rest:
-        key, equals, value = rest.pop(0).partition("=")
-        if not equals:
-            if not rest:
-                raise ConfigurationError(f"{key} has no value; give KEY VALUE, or several of such pairs")
-            value = rest.pop(0)
-        found[key] = value
+    rest = iter(words)
+    for word in rest:
+        key, equals, value = word.partition("=")
+        try:
+            found[key] = value if equals else next(rest)
+        except StopIteration:
+            raise ConfigurationError(
+                f"{key} has no value; give KEY VALUE, or several of such pairs"
+            ) from None
     return found
 
 

@@ -7,8 +7,7 @@ import inspect
 import io
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import datetime
 from enum import Enum, IntEnum
@@ -123,37 +122,26 @@ def plain_table(*columns: str) -> Table:
 
 
 def command(
-    app: typer.Typer, *examples: str, name: str | None = None
+    app: typer.Typer, *examples: str, name: str | None = None, **more: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add a function to an app as a command.
 
     A parameter whose type is a dataclass stands for all of its fields, each a separate option; a `typer.Context` is
-    passed on. Each field has a default. The examples are shown in the help; the name is by default the function's. A
-    `TandemError` ends the process with a sentence and its exit code.
+    passed on. Each field has a default. The examples are shown in the help; the name is by default the function's;
+    `more` is for typer. A `TandemError` ends the process with a sentence and its exit code.
     """
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
-        app.command(name, help=_help(function, examples))(_with_groups(function))
+        app.command(name, help=_help(function, examples), **more)(_with_groups(function))
         return function
 
     return add
 
 
-@contextmanager
-def errors_to_exit() -> Iterator[None]:
-    """End the process with one sentence and the right code when the block raises one of our errors."""
-    try:
-        yield
-    except TandemError as error:
-        exit_with(error, exit_code(error))
-
-
 def _help(function: Callable[..., Any], examples: Sequence[str]) -> str:
-    text = inspect.getdoc(function) or ""
-    if not examples:
-        return text
     # \b keeps the lines of a paragraph as they are.
-    return "\n".join([text, "", "\b", "Examples:", *(f"  {example}" for example in examples)])
+    shown = ["", "\b", "Examples:", *(f"  {example}" for example in examples)] if examples else []
+    return "\n".join([inspect.getdoc(function) or "", *shown])
 
 
 def _with_groups(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -185,10 +173,12 @@ def _with_groups(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(**values: Any) -> None:
         for name, group in groups.items():
             values[name] = group(**{each.name: values.pop(each.name) for each in fields(group)})
-        with errors_to_exit():
+        try:
             result = function(**values)
             if inspect.iscoroutine(result):
                 asyncio.run(result)
+        except TandemError as error:
+            exit_with(error, exit_code(error))
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -29,18 +29,6 @@ class ServiceOptions:
     token_file: Path | None = option("File whose first line is the service's token.")
     timeout: float = option("Seconds that an answer may take.", default=10.0, min=0.1)
 
-    @property
-    def credentials(self) -> Credentials:
-        """TLS and token."""
-        return Credentials(
-            ca_file=self.tls_ca_file,
-            cert_file=self.tls_cert_file,
-            key_file=self.tls_key_file,
-            server_name=self.tls_server_name,
-            token_file=self.token_file,
-            tls=self.tls,
-        )
-
 
 def add_to(app: typer.Typer) -> None:
     """Add the command to its group."""
@@ -64,7 +52,8 @@ async def doctor_draft(
     budgets. It opens a few short sequences; run it against a service that is idle, since batches of several sequences
     may change a model's ties. Exits 0 when all checks pass, 1 when one fails, 4 when the service cannot be reached.
     """
-    async with open_channel(address, DEFAULT_MESSAGE_LIMIT_BYTES, service.credentials) as channel:
+    credentials = Credentials.of(asdict(service))
+    async with open_channel(address, DEFAULT_MESSAGE_LIMIT_BYTES, credentials) as channel:
         findings = await conformance(channel, service.timeout)
     conforms = all(finding.severity is not Severity.PROBLEM for finding in findings)
     if as_json:

@@ -88,7 +88,7 @@ ENVIRONMENT_PREFIX = "TANDEM_CLIENT_"
 
 
 def _option(name: str, text: str) -> Any:
-    return option(text, f"--{name.replace('_', '-')}", envvar=f"{ENVIRONMENT_PREFIX}{name.upper()}")
+    return option(text, envvar=f"{ENVIRONMENT_PREFIX}{name.upper()}")
 
 
 @dataclass(frozen=True)
@@ -142,15 +142,7 @@ def connect(options: ConnectionOptions, click: typer.Context) -> Connection:
         raise ConfigurationError(f"--timeout is {options.timeout:g}; it must be above 0")
     return Connection(
         address=_address(values.get("address", DEFAULT_ADDRESS)),
-        credentials=Credentials(
-            ca_file=_path(values.get("tls_ca_file")),
-            cert_file=_path(values.get("tls_cert_file")),
-            key_file=_path(values.get("tls_key_file")),
-            server_name=values.get("tls_server_name", ""),
-            token=values.get("token", ""),
-            token_file=_path(values.get("token_file")),
-            tls=values.get("tls", False),
-        ),
+        credentials=Credentials.of(values),
         timeout_seconds=options.timeout,
     )
 
@@ -166,23 +158,18 @@ def merged(given: Mapping[str, Any], by_hand: set[str], contexts: Contexts) -> d
     Raises:
         ConfigurationError: there is no such context.
     """
-    environment = {name: value for name, value in given.items() if name not in by_hand}
-    command_line = {name: value for name, value in given.items() if name in by_hand}
     name = given.get("context") or contexts.current
-    context = dict(contexts.get(name)) if name else {}
+    context = contexts.get(name) if name else {}
     if "context" in by_hand:
-        return environment | context | command_line
-    return context | environment | command_line
+        # Stronger than the environment.
+        return {**given, **context, **{name: given[name] for name in by_hand}}
+    return {**context, **given}
 
 
 def is_by_hand(click: typer.Context, name: str) -> bool:
     """True if the command line has the option, rather than the environment."""
     source = click.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
-
-
-def _path(value: str | Path | None) -> Path | None:
-    return None if value is None else Path(value).expanduser()
 
 
 def _address(value: str) -> str:
@@ -216,13 +203,11 @@ def list_contexts(output: OutputOptions) -> None:
     """List the contexts; the current one is marked."""
     contexts = read_contexts()
     entries: list[dict[str, Any]] = [
-        {
-            "name": name,
-            "current": name == contexts.current,
-            **{k: v for k, v in values.items() if k != "token"},
-        }
+        {"name": name, "current": name == contexts.current} | values
         for name, values in contexts.by_name.items()
     ]
+    for entry in entries:
+        entry.pop("token", None)
     output.show(entries, lambda: _table(entries))
 
 

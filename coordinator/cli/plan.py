@@ -7,7 +7,6 @@ import itertools
 import math
 import os
 import statistics
-import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -22,6 +21,7 @@ from rich.table import Table
 from coordinator.cli.admin import admin_client
 from coordinator.cli.command import OutputOptions, command, option, plain_table
 from coordinator.cli.connection import ConnectionOptions, connect
+from coordinator.cli.doctor import round_trips
 from coordinator.cli.planning import (
     MAX_TOKENS,
     BatchPlan,
@@ -165,23 +165,13 @@ class PairOptions:
         return [*fixed, "--device", self.device, *named]
 
 
-async def measured_pair(
-    options: PairOptions, batches: Sequence[int], max_tokens: int
-) -> dict[int, StepTimes]:
-    """Step times and acceptance by batch size, at proposals of 0 to `max_tokens` tokens.
-
-    Raises:
-        ConfigurationError: no service could start with the options.
-        ServiceUnavailableError: a service ended by itself, or the draft proposed nothing.
-    """
-    async with _services(options.up_words()) as address:
-        return await measured_through(address, batches, max_tokens, options.temperature)
-
-
 async def measured_through(
     address: str, batches: Sequence[int], max_tokens: int, temperature: float
 ) -> dict[int, StepTimes]:
-    """The same through a coordinator whose proposals have a fixed length.
+    """Step times and acceptance by batch size, at proposals of 0 to `max_tokens` tokens.
+
+    Args:
+        address: Of a coordinator whose proposals have a fixed length.
 
     Raises:
         ServiceUnavailableError: the draft proposed nothing.
@@ -191,7 +181,7 @@ async def measured_through(
         seconds = {batch: await _round_seconds(client, batch, lengths, temperature) for batch in batches}
         decisions = (await admin.stats()).decisions
         coverages = [each.coverage for each in await admin.replicas() if each.coverage is not None]
-        trip = await _round_trip_seconds(admin)
+        trip = statistics.median(await round_trips(admin, 30))
     full = [decision for decision in decisions if len(decision.round_seconds) == max_tokens + 1]
     found = {}
     for batch, by_length in seconds.items():
@@ -222,17 +212,6 @@ def _times(decision: SpeculationDecision, rounds: Sequence[float], trip: float) 
     return measured_times(
         replace(decision, round_seconds=tuple(rounds), message_seconds=messages, draft_step_seconds=step)
     )
-
-
-async def _round_trip_seconds(admin: AdminClient) -> float:
-    """Seconds of a message that asks for no work, and its answer."""
-    seconds = []
-    # Messages that ask for no work; their median counts
-    for _ in range(30):
-        began = time.monotonic()
-        await admin.is_serving()
-        seconds.append(time.monotonic() - began)
-    return statistics.median(seconds)
 
 
 async def _round_seconds(
@@ -296,16 +275,14 @@ def _interpolated(by_length: dict[int, float], length: int) -> float:
 async def _services(words: Sequence[str]) -> AsyncIterator[str]:
     """Run `tandem up`; the coordinator's address."""
     with TemporaryFile() as errors:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "tandem.serving.supervised", str(os.getpid())),
-            *(str(__package__), "up", *words),
-            stdin=asyncio.subprocess.PIPE,  # its end tells the child that this process is gone
-            stdout=asyncio.subprocess.PIPE,
+        child = await Child.start(
+            "tandem up",
+            str(__package__),
+            ["up", *words],
+            STOP_SECONDS + 5.0,  # its services have as long
             stderr=errors,
             env={**os.environ, **_FIXED},
-            start_new_session=True,
         )
-        child = Child("tandem up", process, STOP_SECONDS + 5.0)  # its services have as long
         try:
             try:
                 address = await child.line("ready on ")
@@ -360,13 +337,15 @@ async def show_plan(
             raise ConfigurationError(
                 "--verify-ms was given with --target or --draft; give the step times or a pair to measure"
             )
-        measured = await measured_pair(pair, _sizes(steps.batch), steps.max_tokens)
-        plans = {f"batch {size}": plan(times, size, steps.max_tokens) for size, times in measured.items()}
-    elif steps.verify_ms is None:
-        plans = await _measured_plans(connection, click)
+        sizes = _sizes(steps.batch)
+        async with _services(pair.up_words()) as address:
+            measured = await measured_through(address, sizes, steps.max_tokens, pair.temperature)
+    elif steps.verify_ms is not None:
+        measured = dict.fromkeys(_sizes(steps.batch), steps.times())
     else:
-        times = steps.times()
-        plans = {f"batch {size}": plan(times, size, steps.max_tokens) for size in _sizes(steps.batch)}
+        measured = {}
+    plans = {f"batch {size}": plan(times, size, steps.max_tokens) for size, times in measured.items()}
+    plans = plans or await _measured_plans(connection, click)
     output.show(_described(plans), lambda: plan_view(plans))
 
 
@@ -399,25 +378,28 @@ def _rates(text: str) -> tuple[float, ...]:
     return rates
 
 
-def _sizes(text: str) -> list[int]:
+def _counts(text: str) -> list[int]:
+    """The numbers of a list, each from 1 to 4096; none where it holds anything else."""
     parts = text.split(",")
-    if not all(part.strip().isdigit() and 0 < int(part) <= 4096 for part in parts):
+    is_right = all(part.strip().isdigit() and 0 < int(part) <= 4096 for part in parts)
+    return [int(part) for part in parts] if is_right else []
+
+
+def _sizes(text: str) -> list[int]:
+    if not (sizes := _counts(text)):
         raise ConfigurationError(
             f"--batch is {text}; it must be numbers from 1 to 4096 with commas between them"
         )
-    return [int(part) for part in parts]
+    return sizes
 
 
 def _fleet(text: str, times: StepTimes, draft_per_8_rows: float, max_tokens: int) -> tuple[FleetPlan, Fleet]:
     """The plan of a fleet, and the fleet."""
-    parts = text.split(",")
-    if len(parts) not in (3, 4) or not all(
-        part.strip().isdigit() and 0 < int(part) <= 4096 for part in parts
-    ):
+    if len(counts := _counts(text)) not in (3, 4):
         raise ConfigurationError(
             f"--fleet is {text}; it must be TARGETS,DRAFTS,CLIENTS or TARGETS,DRAFTS,CLIENTS,K, each from 1 to 4096"
         )
-    targets, drafts, clients, *given = map(int, parts)
+    targets, drafts, clients, *given = counts
     proposed = given[0] if given else plan(times, -(-clients // targets), max_tokens).best_tokens
     if not proposed:
         raise ConfigurationError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 
 from coordinator.speculation.costs import PER_8_ROWS
@@ -136,15 +136,8 @@ def plan(times: StepTimes, batch: int, max_tokens: int = MAX_TOKENS) -> BatchPla
         for tokens in range(max_tokens + 1)
     )
     best = max(rows, key=lambda row: row.speedup)
-    return BatchPlan(
-        batch,
-        rows,
-        best.tokens,
-        best.speedup,
-        break_even(times, batch, max_tokens),
-        remedies(times, batch, max_tokens),
-        times.mapping,
-    )
+    pays_from, helps = break_even(times, batch, max_tokens), remedies(times, batch, max_tokens)
+    return BatchPlan(batch, rows, best.tokens, best.speedup, pays_from, helps, times.mapping)
 
 
 def best_speedup(times: StepTimes, batch: int, max_tokens: int) -> float:
@@ -276,28 +269,16 @@ class Fleet:
 
     def clients_within(self, seconds: float) -> int:
         """How many clients the fleet serves with rounds of at most so many seconds."""
-        return _most(lambda clients: self.period_seconds(clients) <= seconds)
+        return bisect_right(range(1, 1 << 20), seconds, key=self.period_seconds)
 
-    def drafts_for(self, clients: int, seconds: float, at_most: int = 4096) -> int | None:
+    def drafts_for(self, clients: int, seconds: float) -> int | None:
         """The fewest drafts with which so many clients have rounds of at most so many seconds; None: no number does."""
-        for drafts in range(1, min(at_most, clients) + 1):
-            if self.period_seconds(clients, drafts) <= seconds:
-                return drafts
-        return None
-
-
-def _most(holds: Callable[[int], bool]) -> int:
-    """The largest number for which a condition holds that does not hold for any larger one."""
-    if not holds(1):
-        return 0
-    low = 1
-    while low < 1 << 20 and holds(2 * low):
-        low *= 2
-    high = 2 * low
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
+        enough = (
+            drafts
+            for drafts in range(1, min(4096, clients) + 1)
+            if self.period_seconds(clients, drafts) <= seconds
+        )
+        return next(enough, None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,29 +13,19 @@ import typer
 
 from tandem.config.names import OWN_METHODS, canonical_method
 from tandem.errors import ConfigurationError
-from tandem.standard_streams import exit_with
 
 _ROOT = __name__.removesuffix("coordinator.cli.serve")
 """Begins the names of our packages: "tandem." where they are installed, nothing in a checkout."""
 
 SERVICES = {
-    name: f"{_ROOT}{package}"
-    for name, package in {
-        "draft": "draft_service",
-        "target": "target_service",
-        "coordinator": "coordinator",
-    }.items()
+    "draft": f"{_ROOT}draft_service",
+    "target": f"{_ROOT}target_service",
+    "coordinator": f"{_ROOT}coordinator",
 }
 """The package of each service."""
 
 BOUND_PACKAGE = f"{_ROOT}bound_service"
 """Package of a target with a draft beside it."""
-
-_USAGE = """Usage: tandem serve SERVICE [OPTIONS]
-
-Start one service: draft, target or coordinator. `tandem serve SERVICE --help` lists its options.
-"""
-
 
 _HANDED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -50,16 +40,13 @@ def serve(context: typer.Context) -> None:
     """Start one service: draft, target or coordinator. `tandem serve SERVICE --help` lists its options."""
     service, *arguments = context.args or [""]
     if service in ("", "--help", "-h"):
-        sys.stdout.write(_USAGE)
+        sys.stdout.write(f"Usage: tandem serve SERVICE [OPTIONS]\n\n{serve.__doc__}\n")
         raise typer.Exit(0 if service else 2)
     package = package_of(service, arguments)
     if package is None:
-        exit_with(
-            ConfigurationError(f"there is no service {service!r}; it must be one of {', '.join(SERVICES)}"), 2
-        )
-        return
+        raise ConfigurationError(f"there is no service {service!r}; it must be one of {', '.join(SERVICES)}")
     if importlib.util.find_spec(package) is None:
-        exit_with(ConfigurationError(f"the {service} service is not installed here (package {package})"), 2)
+        raise ConfigurationError(f"the {service} service is not installed here (package {package})")
     # Found by name, not imported above: the coordinator's image holds no other service, and no torch.
     importlib.import_module(f"{package}.__main__").run(arguments)
 
@@ -111,11 +98,8 @@ def bench(context: typer.Context) -> None:
     is_load = sends_load(context.args)
     for package, advice in (_NEEDED_BY_LOADS if is_load else _NEEDED).items():
         if importlib.util.find_spec(package) is None:
-            exit_with(
-                ConfigurationError(
-                    f"tandem bench needs {package.removeprefix(_ROOT)}, which is not installed here; {advice}"
-                ),
-                2,
+            raise ConfigurationError(
+                f"tandem bench needs {package.removeprefix(_ROOT)}, which is not installed here; {advice}"
             )
     # Found by name, as services are: nothing of the coordinator's needs torch.
     module = "benchmarks.load.generator" if is_load else "benchmarks.bench"

@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -189,8 +189,8 @@ class ServiceArguments:
     target: list[str]
     draft: list[str] | None
     """None: the target works alone, or hosts its draft."""
-    coordinator: list[str] = field(default_factory=list)
-    model: str = DEMO
+    coordinator: list[str]
+    model: str
     """The model as it was named, or the default."""
 
     @property
@@ -215,10 +215,9 @@ def service_arguments(options: UpOptions) -> ServiceArguments:
     Raises:
         ConfigurationError: an option is invalid for every service; raised before any is started.
     """
-    if options.dtype is not None and options.dtype not in DTYPES:
-        raise ConfigurationError(f"--dtype is {options.dtype!r}; it must be one of {', '.join(DTYPES)}")
-    if options.engine is not None and options.engine not in ENGINES:
-        raise ConfigurationError(f"--engine is {options.engine!r}; it must be one of {', '.join(ENGINES)}")
+    for name, value, known in (("dtype", options.dtype, DTYPES), ("engine", options.engine, ENGINES)):
+        if value is not None and value not in known:
+            raise ConfigurationError(f"--{name} is {value!r}; it must be one of {', '.join(known)}")
     if options.chat_template is not None and not options.chat_template.is_file():
         raise ConfigurationError(f"--chat-template is {options.chat_template}; there is no such file")
     file = _words(config_file=options.config_file)
@@ -297,10 +296,10 @@ def not_read(arguments: ServiceArguments, environment: Mapping[str, str]) -> Ite
     for service, words in services.items():
         prefix = f"TANDEM_{service.upper()}_"
         for variable in environment:
-            name = variable.removeprefix(prefix).lower()
-            flags = ["--" + each.replace("_", "-") for each in (name, ALIASES.get(name, name))]
             if not variable.startswith(prefix) or not environment[variable]:
                 continue
+            name = variable.removeprefix(prefix).lower()
+            flags = ["--" + each.replace("_", "-") for each in (name, ALIASES.get(name, name))]
             if words is None:
                 yield f"{variable} is not read: there is no draft service"
             elif any(flag in words for flag in flags):
@@ -427,12 +426,10 @@ def _http_port(wanted: int | None) -> int:
     """The port for HTTP: the wanted one, or the usual one if it is free, or 0 for any."""
     if wanted is not None:
         return wanted
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", HTTP_PORT))
-        except OSError:
-            return 0
+    try:
+        socket.create_server(("127.0.0.1", HTTP_PORT)).close()
+    except OSError:
+        return 0
     return HTTP_PORT
 
 
@@ -476,25 +473,20 @@ class _Progress:
     def begin(self, names: Sequence[str]) -> None:
         """Show that these services start."""
         self._phases = dict.fromkeys(names, "starting")
-        if self._live is None:
-            announce(f"tandem up: starting {' and '.join(names)}")
-        else:
-            self._live.start()
-            self._update()
+        self._tell(f"starting {' and '.join(names)}")
 
     def show(self, name: str, phase: str) -> None:
         """Show the phase that a service has reached."""
-        if not self._phases:
-            return
-        self._phases[name] = phase.partition(" on ")[0]
-        if self._live is None:
-            announce(f"tandem up: {name}: {self._phases[name]}")
-        else:
-            self._update()
+        if self._phases:
+            self._phases[name] = phase.partition(" on ")[0]
+            self._tell(f"{name}: {self._phases[name]}")
 
-    def _update(self) -> None:
-        assert self._live is not None
-        self._live.update("   ".join(f"{name}: {phase}" for name, phase in self._phases.items()))
+    def _tell(self, news: str) -> None:
+        if self._live is None:
+            announce(f"tandem up: {news}")
+        else:
+            self._live.update("   ".join(f"{name}: {phase}" for name, phase in self._phases.items()))
+            self._live.start()
 
     def end(self) -> None:
         """Take the live line away; nothing is shown from now on."""
@@ -546,12 +538,13 @@ class _Cluster:
     async def _serve(self) -> None:
         # The stack ends the coordinator first: it drains while the models still answer it.
         async with AsyncExitStack() as stack:
-            models = {"target": self._arguments.target, "draft": self._arguments.draft}
-            self._progress.begin([name for name, arguments in models.items() if arguments is not None])
+            models = {"target": self._arguments.target}
+            if self._arguments.draft is not None:
+                models["draft"] = self._arguments.draft
+            self._progress.begin([*models])
             started = {
                 name: await stack.enter_async_context(self._child(name, arguments))
                 for name, arguments in models.items()
-                if arguments is not None
             }
             addresses = [
                 word

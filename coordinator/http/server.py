@@ -19,9 +19,9 @@ from coordinator.http.app import HEALTH_PATHS
 from coordinator.http.bodies import ALONE_HEADER, BODY_SECONDS, IGNORED_HEADER
 from coordinator.http.errors import error_response
 from coordinator.settings.coordinator import CoordinatorSettings, origins
-from tandem.errors import ConfigurationError, ServiceUnavailableError
+from tandem.errors import ServiceUnavailableError
 from tandem.rpc.credentials import ReloadedFile
-from tandem.serving.server import GOODBYE_SECONDS
+from tandem.serving.server import GOODBYE_SECONDS, bound_socket
 from tandem.serving.tls import server_context
 
 _HEADER_SECONDS = BODY_SECONDS
@@ -52,7 +52,7 @@ class HttpServer:
         """
         assert settings.http_port is not None
         tls, host = _reloaded_context(settings), settings.http_host
-        self._socket = listening or bound_socket(host, settings.http_port)
+        self._socket = listening or listening_socket(host, settings.http_port)
         name = f"[{host}]" if ":" in host else host
         self.url = f"{'http' if tls is None else 'https'}://{name}:{self._socket.getsockname()[1]}"
         app = self._bounded(app, settings.http_max_connections)
@@ -167,31 +167,18 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
         timer.cancel()
 
 
-def bound_socket(host: str, port: int) -> socket.socket:
+def listening_socket(host: str, port: int) -> socket.socket:
     """A socket that listens for HTTP.
 
     Raises:
         ConfigurationError: the address cannot be bound.
     """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind, protocol)
-        try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # Connections have it from here.
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-            if _UNSENT_OPTION is not None:
-                bound.setsockopt(socket.IPPROTO_TCP, _UNSENT_OPTION, _UNSENT_BYTES)
-            bound.bind(address)
-            bound.listen(socket.SOMAXCONN)
-        except OSError:
-            bound.close()
-            raise
-    except OSError as error:
-        raise ConfigurationError(
-            f"cannot listen on {host}:{port}: {(error.strerror or str(error)).lower()}; "
-            "choose another address with --http-host and --http-port"
-        ) from None
+    bound = bound_socket(host, port, "--http-host and --http-port")
+    # Connections have these from here.
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+    if _UNSENT_OPTION is not None:
+        bound.setsockopt(socket.IPPROTO_TCP, _UNSENT_OPTION, _UNSENT_BYTES)
+    bound.listen(socket.SOMAXCONN)
     bound.setblocking(False)
     return bound
 

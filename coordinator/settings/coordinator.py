@@ -92,15 +92,11 @@ class ServiceAccessOptions(Options):
     @property
     def service_credentials(self) -> Credentials:
         """These options as credentials of a channel."""
-        return Credentials(
-            ca_file=self.service_tls_ca_file,
-            cert_file=self.service_tls_cert_file,
-            key_file=self.service_tls_key_file,
-            server_name=self.service_tls_server_name,
-            token="" if self.service_token is None else self.service_token.get_secret_value(),
-            token_file=self.service_token_file,
-            tls=self.service_tls,
-        )
+        options = {
+            name.removeprefix("service_"): getattr(self, name) for name in ServiceAccessOptions.model_fields
+        }
+        token = "" if self.service_token is None else self.service_token.get_secret_value()
+        return Credentials.of({**options, "token": token})
 
 
 def _exposure(settings: Any) -> Iterator[str]:

@@ -15,13 +15,13 @@ from tempfile import TemporaryDirectory
 from prometheus_client import CollectorRegistry, Metric
 
 from coordinator.admin.servicer import AdminServicer
-from coordinator.http.server import bound_socket
+from coordinator.http.server import listening_socket
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.workers.hub import Hub
 from coordinator.workers.link import WorkerSetup, forwarded_caller, private_server, socket_address
 from tandem.errors import ConfigurationError
 from tandem.serving.children import Child
-from tandem.serving.server import announce, check_free, stop_signals
+from tandem.serving.server import announce, bound_socket, check_free, stop_signals
 from tandem.telemetry.metrics import end_server, serve_metrics
 from tandem.telemetry.names import registry_of
 
@@ -172,14 +172,11 @@ def held_ports(settings: CoordinatorSettings) -> Iterator[tuple[int, socket.sock
     if not hasattr(socket, "SO_REUSEPORT"):
         raise ConfigurationError("workers share a port by SO_REUSEPORT, which this system does not have")
     check_free(settings.host, settings.port)
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        settings.host, settings.port, type=socket.SOCK_STREAM
-    )[0]
     # Bound and not listening: it gets no connection.
-    with socket.socket(family, kind, protocol) as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        held.bind(address)
-        http = None if settings.http_port is None else bound_socket(settings.http_host, settings.http_port)
+    with bound_socket(settings.host, settings.port, "--host and --port", socket.SO_REUSEPORT) as held:
+        http = (
+            None if settings.http_port is None else listening_socket(settings.http_host, settings.http_port)
+        )
         try:
             yield held.getsockname()[1], http
         finally:

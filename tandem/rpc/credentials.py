@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -124,6 +124,16 @@ class Credentials:
     """File whose first line is the token."""
     tls: bool = False
     """TLS, with the authorities that this machine trusts unless `ca_file` names others."""
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Credentials:
+        """The credentials that options name: `tls`, `tls_ca_file` and so on, `token`, `token_file`. None is unset."""
+        given: dict[str, Any] = {}
+        for each in fields(cls):
+            value = options.get(f"tls_{each.name}", options.get(each.name))
+            if value is not None:
+                given[each.name] = Path(value).expanduser() if each.name.endswith("_file") else value
+        return cls(**given)
 
     @property
     def uses_tls(self) -> bool:

@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -28,9 +27,6 @@ class Health(IntEnum):
     SERVING = 0
     NOT_SERVING = 3
     UNREACHABLE = 4
-
-
-_VARIABLES = "TANDEM_CLIENT_TLS_"
 
 
 def check(address: str, credentials: Credentials = PLAIN, timeout_seconds: float = 4.0) -> Health:
@@ -52,17 +48,8 @@ def check(address: str, credentials: Credentials = PLAIN, timeout_seconds: float
 
 def credentials_of(environment: Mapping[str, str]) -> Credentials:
     """TLS options from the environment. An empty variable counts as unset."""
-
-    def path(name: str) -> Path | None:
-        value = environment.get(_VARIABLES + name)
-        return Path(value) if value else None
-
-    return Credentials(
-        ca_file=path("CA_FILE"),
-        cert_file=path("CERT_FILE"),
-        key_file=path("KEY_FILE"),
-        server_name=environment.get(_VARIABLES + "SERVER_NAME", ""),
-    )
+    names = ("tls_ca_file", "tls_cert_file", "tls_key_file", "tls_server_name")
+    return Credentials.of({name: environment.get(f"TANDEM_CLIENT_{name.upper()}") or None for name in names})
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ import socket
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import NoReturn
 
 import grpc
@@ -319,16 +319,28 @@ def check_free(host: str, port: int) -> None:
     Raises:
         ConfigurationError: saying which address, and why.
     """
+    bound_socket(host, port, "--host and --port").close()
+
+
+def bound_socket(host: str, port: int, options: str, reuse: int = socket.SO_REUSEADDR) -> socket.socket:
+    """A socket with this address, which does not listen yet.
+
+    Raises:
+        ConfigurationError: it cannot be bound; the sentence names the options to choose another.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
+        with ExitStack() as stack:
+            bound = stack.enter_context(socket.socket(family, kind, protocol))
+            bound.setsockopt(socket.SOL_SOCKET, reuse, 1)
+            bound.bind(address)
+            stack.pop_all()
     except OSError as error:
         raise ConfigurationError(
             f"cannot listen on {host}:{port}: {(error.strerror or str(error)).lower()}; "
-            "choose another address with --host and --port"
+            f"choose another address with {options}"
         ) from error
+    return bound
 
 
 async def _unless(stopping: asyncio.Event, work: Coroutine[None, None, None]) -> bool:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import importlib.util
 import os
 import platform
 import shlex
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -19,11 +17,10 @@ from itertools import product
 from pathlib import Path
 
 import uvloop
-from pydantic import ValidationError
 from rich.console import Console
 
 from benchmarks import steps
-from benchmarks.common import Contender, chosen, rotated
+from benchmarks.common import Contender, chosen, one_sentence, read_options, rotated
 from benchmarks.contenders import CONTENDERS, Addresses, BenchSettings, Setup, models, prepared
 from benchmarks.peers import Outcome, Workload
 from benchmarks.report import (
@@ -39,15 +36,10 @@ from benchmarks.report import (
     write,
 )
 from benchmarks.timing import PHASES, phase_row, prefix_gain, timed_coordinator
-from coordinator.cli.app import exit_code
-from tandem.config.options import sentences
-from tandem.errors import ConfigurationError, TandemError
+from tandem.errors import TandemError
 from tandem.logs import configure
-from tandem.standard_streams import exit_with
 
 REFERENCE = "target-alone"
-_FLAGS = {"json_file": "--json", "markdown_file": "--markdown"}
-"""Options whose plain name would hide a method of the class."""
 _MACHINES_OWN = ("--vllm-python", "--max-python", "--cache-folder")
 """Options whose values mean nothing on other machines."""
 
@@ -59,43 +51,18 @@ def parse(arguments: Sequence[str], program: str = "tandem bench") -> BenchSetti
         ConfigurationError: with every wrong option, its value and what it must be.
         SystemExit: --help was asked for, or there is no such option.
     """
-    parser = argparse.ArgumentParser(
-        prog=program,
-        description="Measure ways of decoding with the same weights and prompts, in turn, on this machine.",
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    for name, option in BenchSettings.model_fields.items():
-        flag = _FLAGS.get(name, "--" + name.replace("_", "-"))
-        default = option.get_default(call_default_factory=True)
-        shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
-        help_text = f"{option.description} [default: {'none' if shown in (None, '') else shown}]".replace(
-            "%", "%%"
-        )
-        if option.annotation is bool:
-            parser.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, help=help_text)
-        else:
-            parser.add_argument(flag, dest=name, metavar=name.split("_")[-1].upper(), help=help_text)
-    try:
-        return BenchSettings(**vars(parser.parse_args(arguments)))
-    except ValidationError as error:
-        raise ConfigurationError("; ".join(sentences(error))) from None
+    words = "Measure ways of decoding with the same weights and prompts, in turn, on this machine."
+    return read_options(BenchSettings, arguments, program, words)
 
 
 def run(arguments: Sequence[str], program: str = "tandem bench") -> None:
     """Measure, print the tables, write the files. Ends the process with one sentence when it cannot."""
     errors = Console(stderr=True)
-    try:
+    with one_sentence(), errors.status("") as status:
         settings = parse(arguments, program)
         configure("warning", "text")
-        with errors.status("") as status:
-            progress = status.update if errors.is_terminal else lambda _: None
-            report = uvloop.run(measure(settings, progress, recorded_command(program, arguments)))
-    except TandemError as error:
-        exit_with(error, exit_code(error))
-        return
-    except KeyboardInterrupt:
-        sys.exit(130)
+        progress = status.update if errors.is_terminal else lambda _: None
+        report = uvloop.run(measure(settings, progress, recorded_command(program, arguments)))
     console = Console()
     # Wide enough for the tables, in a pipe or a file
     show(console if console.is_terminal else Console(width=132), report)

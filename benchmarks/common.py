@@ -7,18 +7,23 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
-from tandem.errors import ServiceUnavailableError
-from tandem.standard_streams import write_out
+from pydantic import BeforeValidator, Field, ValidationError
+
+from coordinator.cli.app import exit_code
+from tandem.config.options import Options, sentences
+from tandem.errors import ConfigurationError, ServiceUnavailableError, TandemError
+from tandem.standard_streams import exit_with, write_out
 
 if TYPE_CHECKING:
     from benchmarks.peers import Outcome, Workload
 
 ItemT = TypeVar("ItemT")
+OptionsT = TypeVar("OptionsT", bound=Options)
 
 CACHE_FOLDER = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tandem" / "bench"
 """Default folder of shaped pairs."""
@@ -90,6 +95,65 @@ def rotated(items: Sequence[ItemT], round_index: int) -> list[ItemT]:
 def chosen(items: Sequence[ItemT], count: int, round_index: int) -> tuple[ItemT, ...]:
     """The round's `count` items: the next ones each round, from the first again after the last."""
     return tuple(items[(round_index * count + index) % len(items)] for index in range(count))
+
+
+# ---- command lines
+
+
+def _listed(value: Any) -> Any:
+    words = [value] if isinstance(value, str) else value
+    return [part for word in words for part in (word.split(",") if isinstance(word, str) else [word])]
+
+
+LISTED = BeforeValidator(_listed), Field(min_length=1)
+"""Of an option with several values, which commas or spaces separate."""
+Positive = Annotated[int, Field(ge=1)]
+_FLAGS = {"json_file": "--json", "markdown_file": "--markdown"}
+"""Options whose plain name would hide a method of their class."""
+
+
+def read_options(
+    kind: type[OptionsT], arguments: Sequence[str], program: str, description: str | None
+) -> OptionsT:
+    """The options of a command line, one for each field of their class.
+
+    Raises:
+        ConfigurationError: with every wrong option, its value and what it must be.
+        SystemExit: --help was asked for, or there is no such option.
+    """
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    for name, option in kind.model_fields.items():
+        default = option.get_default(call_default_factory=True)
+        is_list = isinstance(default, tuple)
+        shown = ",".join(map(str, default)) if is_list else default
+        how: dict[str, Any] = {"metavar": name.split("_")[-1].upper(), "nargs": "+" if is_list else None}
+        if option.annotation is bool:
+            how = {"action": argparse.BooleanOptionalAction}
+        words = f"{option.description} [default: {'none' if shown in (None, '') else shown}]".replace(
+            "%", "%%"
+        )
+        parser.add_argument(_FLAGS.get(name, "--" + name.replace("_", "-")), dest=name, help=words, **how)
+    try:
+        return kind(**vars(parser.parse_args(arguments)))
+    except ValidationError as error:
+        raise ConfigurationError("; ".join(sentences(error))) from None
+
+
+@contextmanager
+def one_sentence() -> Iterator[None]:
+    """End the process with one sentence where an error of Tandem's would be a traceback."""
+    try:
+        yield
+    except TandemError as error:
+        exit_with(error, exit_code(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def numbers(text: str) -> list[int]:

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from benchmarks.common import CACHE_FOLDER, Contender, free_port, service
+from benchmarks.common import CACHE_FOLDER, LISTED, Contender, Positive, free_port, service
 from benchmarks.load.clients import Connection, LoadRequest, http_connection, served_model
 from benchmarks.load.figures import Served
 from benchmarks.pace import Pace
@@ -42,11 +42,6 @@ PREFIX_TOKENS = 512
 """As many as the goal for prefix caching names."""
 
 
-def _listed(value: Any) -> Any:
-    """A list as the command line writes it: 1,4,16."""
-    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
-
-
 def _known(name: str) -> str:
     if name not in CONTENDERS:
         raise ValueError(f"there is no contender {name!r}; it must be one of {', '.join(CONTENDERS)}")
@@ -59,34 +54,31 @@ def _paced(text: str) -> str:
     return text
 
 
-Listed = BeforeValidator(_listed), Field(min_length=1)
-
-
 class BenchSettings(Options):
     """Options of a comparison."""
 
     pair: str = "demo"
     """demo, TARGET:DRAFT (folders or Hugging Face ids), or shaped:TARGET_PARAMETERS:DRAFT_LAYERS:AGREEMENT, for
     instance shaped:200M:1:0.8: random weights with the shape of Llama 3.1, whose draft agrees that often."""
-    contenders: Annotated[tuple[Annotated[str, BeforeValidator(_known)], ...], *Listed] = Field(
+    contenders: Annotated[tuple[Annotated[str, BeforeValidator(_known)], ...], *LISTED] = Field(
         default_factory=lambda: tuple(CONTENDERS)
     )
     """Ways of decoding to compare, without those of an engine whose Python is not given."""
-    batch: Annotated[tuple[Annotated[int, Field(ge=1)], ...], *Listed] = (1, 4, 16)
+    batch: Annotated[tuple[Positive, ...], *LISTED] = (1, 4, 16)
     """Requests at once."""
-    temperature: Annotated[tuple[Annotated[float, Field(ge=0)], ...], *Listed] = (0.0, 1.0)
+    temperature: Annotated[tuple[Annotated[float, Field(ge=0)], ...], *LISTED] = (0.0, 1.0)
     """0 is greedy."""
-    rounds: int = Field(default=5, ge=1)
+    rounds: Positive = 5
     """Number of times that each contender completes each batch, in turn with the others."""
     max_tokens: int = Field(default=64, ge=2)
     """Tokens of each completion."""
-    num_speculative_tokens: int = Field(default=4, ge=1)
+    num_speculative_tokens: Positive = 4
     """Tokens proposed per verification."""
     rule: str = ""
     """rejection_sampling_strategy of Tandem's contenders. By default the coordinator's."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Type that every contender computes in."""
-    threads: Annotated[int, Field(ge=1)] = Field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    threads: Positive = Field(default_factory=lambda: len(os.sched_getaffinity(0)))
     """CPU threads of each model; by default one for each core."""
     device: str = "cpu"
     """Device of the models: cpu, cuda or cuda:N."""
@@ -94,7 +86,7 @@ class BenchSettings(Options):
     """Device of the draft service of Tandem's contenders. By default the target's."""
     engine: Literal["", "tandem", "vllm"] = ""
     """Engine of Tandem's services. By default their own choice."""
-    tensor_parallel_size: int = Field(default=1, ge=1)
+    tensor_parallel_size: Positive = 1
     """GPUs of the target, with the engine vllm and for vLLM itself."""
     pace: Annotated[str, BeforeValidator(_paced)] = ""
     """VERIFY_MS,DRAFT_STEP_MS[,PER_8_ROWS]: minimum duration of the steps of Tandem's and vLLM's contenders (they
@@ -412,14 +404,14 @@ def _vllm(title: str, mode: str, ahead: str = "") -> Kind:
 class _ThroughHttp:
     """Completes prompts over OpenAI's API. The server sends texts, so each chunk counts as a token of unknown id."""
 
-    def __init__(self, origin: str, model: str) -> None:
-        self._origin = origin
+    def __init__(self, base: str, model: str) -> None:
+        self._base = base
         self._model = model
 
     async def run(self, workload: Workload) -> Outcome:
         async with AsyncExitStack() as stack:
             connections = [
-                await stack.enter_async_context(http_connection(self._origin, self._model))
+                await stack.enter_async_context(http_connection(self._base, self._model))
                 for _ in workload.prompts
             ]
             started = time.perf_counter()
@@ -450,14 +442,14 @@ async def _max(setup: Setup, _: Addresses) -> AsyncIterator[Contender]:
     with (setup.logs / "max.log").open("wb") as log:
         server = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
     try:
-        origin, model = f"http://127.0.0.1:{port}", ""
+        base, model = f"http://127.0.0.1:{port}/v1", ""
         while not model:
             if server.returncode is not None:
                 raise ServiceUnavailableError(f"max serve ended with exit code {server.returncode}")
             with suppress(TandemError):
-                model = await served_model(origin)
+                model = await served_model(base)
             await asyncio.sleep(0.5)
-        yield _ThroughHttp(origin, model)
+        yield _ThroughHttp(base, model)
     finally:
         if server.returncode is None:
             server.terminate()

@@ -12,18 +12,9 @@ from typing import Any, Protocol
 import httpx2
 
 from benchmarks.load.figures import Served
+from tandem.audit.client import first_model, raise_for, reached, words_of
 from tandem.client import Client, Retries
-from tandem.errors import (
-    CapacityError,
-    DeadlineError,
-    InvalidRequestError,
-    NotFoundError,
-    PermissionDeniedError,
-    ProtocolError,
-    ServiceUnavailableError,
-    TandemError,
-    UnauthenticatedError,
-)
+from tandem.errors import ProtocolError, TandemError
 from tandem.rpc.credentials import PLAIN, Credentials
 from tandem.types import GenerationRequest
 
@@ -75,79 +66,48 @@ class _GrpcConnection:
                 served.output_tokens += len(chunk.token_ids)
 
 
-_ERRORS: dict[int, type[TandemError]] = {
-    401: UnauthenticatedError,
-    403: PermissionDeniedError,
-    404: NotFoundError,
-    408: DeadlineError,
-    429: CapacityError,
-    502: ServiceUnavailableError,
-    503: ServiceUnavailableError,
-    504: DeadlineError,
-}
-_MAX_WORDS = 300
-"""Characters of an error that are shown."""
-_DATA = "data:"
-
-
-def origin_of(url: str) -> str:
-    """The address of an OpenAI-compatible server, without `/v1` at its end.
+def base_of(url: str) -> str:
+    """The base of an OpenAI-compatible server's paths, which ends in `/v1`.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is no URL of a server.
     """
     try:
         parts = httpx2.URL(url)
     except httpx2.InvalidURL:
         parts = httpx2.URL()
-    if (
-        parts.scheme not in ("http", "https")
-        or not parts.host
-        or parts.userinfo
-        or parts.query
-        or parts.fragment
-    ):
-        raise ValueError(f"{url!r} must be http://HOST:PORT or https://HOST:PORT")
-    return url.rstrip("/").removesuffix("/v1")
+    others = parts.userinfo or parts.query or parts.fragment
+    if parts.scheme not in ("http", "https") or not parts.host or others:
+        raise ValueError("it must be http://HOST:PORT or https://HOST:PORT")
+    return f"{url.rstrip('/').removesuffix('/v1')}/v1"
 
 
-async def served_model(origin: str, token: str = "") -> str:
+def _client(token: str) -> httpx2.AsyncClient:
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    return httpx2.AsyncClient(headers=headers, timeout=httpx2.Timeout(None, connect=10.0), trust_env=False)
+
+
+async def served_model(base: str, token: str = "") -> str:
     """Name of the first model that a server lists.
 
     Raises:
-        ServiceUnavailableError: the server cannot be reached.
-        TandemError: it refuses, or lists no model.
+        TandemError: the server cannot be reached, refuses, or lists no model.
     """
-    async with _client(origin, token) as client:
-        try:
-            response = await client.get("/v1/models")
-        except httpx2.HTTPError as error:
-            raise _failure(origin, error) from None
-    if not response.is_success:
-        raise _refusal(origin, response)
-    try:
-        return str(response.json()["data"][0]["id"])
-    except (ValueError, LookupError, TypeError):
-        raise ProtocolError(f"{origin}/v1/models lists no model; name one with --model") from None
-
-
-def _client(origin: str, token: str) -> httpx2.AsyncClient:
-    headers = {"authorization": f"Bearer {token}"} if token else {}
-    timeout = httpx2.Timeout(None, connect=10.0)
-    return httpx2.AsyncClient(base_url=origin, headers=headers, timeout=timeout, trust_env=False)
+    async with _client(token) as client:
+        return await first_model(client, base)
 
 
 @asynccontextmanager
-async def http_connection(origin: str, model: str, token: str = "") -> AsyncIterator[Connection]:
+async def http_connection(base: str, model: str, token: str = "") -> AsyncIterator[Connection]:
     """Connect to an OpenAI-compatible server."""
-    async with _client(origin, token) as client:
-        yield _HttpConnection(client, origin, model)
+    async with _client(token) as client:
+        yield _HttpConnection(client, f"{base}/completions", model)
 
 
 class _HttpConnection:
-    def __init__(self, client: httpx2.AsyncClient, origin: str, model: str) -> None:
+    def __init__(self, client: httpx2.AsyncClient, url: str, model: str) -> None:
         self._client = client
-        self._origin = origin
+        self._url = url
         self._model = model
 
     async def complete(self, request: LoadRequest, served: Served) -> None:
@@ -162,54 +122,29 @@ class _HttpConnection:
             "stream_options": {"include_usage": True},
         }
         usage: int | None = None
-        try:
-            async with self._client.stream("POST", "/v1/completions", json=body) as response:
+        with reached(self._url):
+            async with self._client.stream("POST", self._url, json=body) as response:
                 if not response.is_success:
                     await response.aread()
-                    raise _refusal(self._origin, response)
+                raise_for(response, self._url)
                 async for event in _events(response):
                     if "error" in event:
-                        raise TandemError(f"{self._origin} ended a completion: {_words(event)}")
+                        raise TandemError(f"{self._url} ended a completion: {words_of(event)}")
                     if any(choice.get("text") for choice in event.get("choices") or ()):
                         served.chunks.append(time.perf_counter())
                     usage = (event.get("usage") or {}).get("completion_tokens", usage)
-        except httpx2.HTTPError as error:
-            raise _failure(self._origin, error) from None
         served.output_tokens = len(served.chunks) if usage is None else usage
 
 
 async def _events(response: httpx2.Response) -> AsyncIterator[dict[str, Any]]:
     """The JSON objects of server-sent events (WHATWG HTML, 9.2), each on one line as OpenAI's API has them."""
     async for line in response.aiter_lines():
-        if not line.startswith(_DATA) or (data := line.removeprefix(_DATA).strip()) == "[DONE]":
+        if not line.startswith("data:") or (data := line[5:].strip()) == "[DONE]":
             continue
         try:
             event = json.loads(data)
         except ValueError:
             event = None
         if not isinstance(event, dict):
-            raise ProtocolError(f"an event of a completion is no JSON object: {data[:_MAX_WORDS]!r}")
+            raise ProtocolError(f"an event of a completion is no JSON object: {data[:300]!r}")
         yield event
-
-
-def _failure(origin: str, error: httpx2.HTTPError) -> TandemError:
-    if isinstance(error, httpx2.RemoteProtocolError):
-        return ProtocolError(f"{origin} does not speak HTTP/1.1, or closed the connection: {error}")
-    what = "cannot connect to" if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout) else "lost"
-    return ServiceUnavailableError(f"{what} {origin}: {str(error) or type(error).__name__}")
-
-
-def _refusal(origin: str, response: httpx2.Response) -> TandemError:
-    others = TandemError if response.is_server_error else InvalidRequestError
-    try:
-        words = _words(response.json())
-    except ValueError:
-        words = response.text
-    told = f": {words[:_MAX_WORDS]}" if words else ""
-    return _ERRORS.get(response.status_code, others)(f"{origin} answered {response.status_code}{told}")
-
-
-def _words(answer: Any) -> str:
-    """The message of an error in OpenAI's form, vLLM's older one, or any other."""
-    error = answer.get("error", answer) if isinstance(answer, dict) else answer
-    return str(error.get("message", error) if isinstance(error, dict) else error)

@@ -39,12 +39,13 @@ class Lengths:
             median, *rest = map(float, text.split(":"))
             sigma, maximum = (*rest, *(0.0, 1024.0)[len(rest) :])
         except ValueError:
-            raise ValueError(f"{text!r} must be MEDIAN, MEDIAN:SIGMA or MEDIAN:SIGMA:MAXIMUM") from None
+            raise ValueError("it must be MEDIAN, MEDIAN:SIGMA or MEDIAN:SIGMA:MAXIMUM") from None
         if not (median >= 1 and sigma >= 0 and maximum >= median) or not math.isfinite(median + sigma):
-            raise ValueError(
-                f"{text!r}: MEDIAN must be at least 1, SIGMA at least 0, MAXIMUM at least MEDIAN"
-            )
+            raise ValueError("MEDIAN must be at least 1, SIGMA at least 0, MAXIMUM at least MEDIAN")
         return cls(median, sigma, min(4, int(median)), int(maximum))
+
+    def __str__(self) -> str:
+        return f"{self.median:g}:{self.sigma:g}:{self.maximum}"
 
 
 SHAREGPT_PROMPTS = Lengths(110.0, 1.15)
@@ -122,37 +123,20 @@ class Served:
         return {"ttft": [ttft], "tpot": tpot, "itl": itl, "e2el": [e2el]}
 
 
-@dataclass(frozen=True, slots=True)
-class Goodput:
-    """Bounds that a request meets to count as good, in seconds by latency."""
+def bound_of(text: str) -> tuple[str, float]:
+    """A latency and its bound in seconds, from NAME:MILLISECONDS as `vllm bench serve --goodput` takes it.
 
-    bounds: Mapping[str, float]
-
-    @classmethod
-    def parse(cls, words: Sequence[str]) -> Goodput:
-        """Read NAME:MILLISECONDS of each bound, as `vllm bench serve --goodput` takes them.
-
-        Raises:
-            ValueError: a name or a number is wrong.
-        """
-        bounds = {}
-        for word in words:
-            name, _, text = word.partition(":")
-            try:
-                milliseconds = float(text)
-            except ValueError:
-                milliseconds = math.nan
-            if name not in LATENCIES or not milliseconds >= 0:
-                raise ValueError(f"{word!r} must be NAME:MILLISECONDS, NAME one of {', '.join(LATENCIES)}")
-            bounds[name] = milliseconds / 1000.0
-        return cls(bounds)
-
-    def is_met_by(self, served: Served) -> bool:
-        """True if the request ended well and within all bounds. Of its waits between chunks, the longest counts."""
-        if served.error or not served.chunks:
-            return False
-        own = served.latencies()
-        return all(max(own[name], default=0.0) <= bound for name, bound in self.bounds.items())
+    Raises:
+        ValueError: the name or the number is wrong.
+    """
+    name, _, number = text.partition(":")
+    try:
+        milliseconds = float(number)
+    except ValueError:
+        milliseconds = math.nan
+    if name not in LATENCIES or not milliseconds >= 0:
+        raise ValueError(f"it must be NAME:MILLISECONDS, NAME one of {', '.join(LATENCIES)}")
+    return name, milliseconds / 1000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,15 +170,18 @@ class Figures:
     """Without a latency that no request has."""
 
 
-def figures(all_served: Sequence[Served], goodput: Goodput, percents: Sequence[float]) -> Figures:
+def figures(all_served: Sequence[Served], bounds: Mapping[str, float], percents: Sequence[float]) -> Figures:
     """The figures of requests that were served.
 
     Args:
+        bounds: What a request meets to count for goodput, in seconds by latency. Of its waits between chunks, the
+            longest counts.
         percents: Percentiles to give, 0 to 100.
     """
     well = [served for served in all_served if not served.error and served.chunks]
     seconds = max(served.ended for served in all_served) - min(served.arrived for served in all_served)
     own = [served.latencies() for served in well]
+    good = [all(max(each[name], default=0.0) <= bound for name, bound in bounds.items()) for each in own]
     values = {name: [seconds for each in own for seconds in each[name]] for name in LATENCIES}
     failures = [served for served in all_served if served.error]
     tokens = sum(served.output_tokens for served in well)
@@ -208,7 +195,7 @@ def figures(all_served: Sequence[Served], goodput: Goodput, percents: Sequence[f
         output_tokens=tokens,
         requests_per_second=_rate(len(well), seconds),
         output_tokens_per_second=_rate(tokens, seconds),
-        goodput=_rate(sum(map(goodput.is_met_by, all_served)), seconds) if goodput.bounds else None,
+        goodput=_rate(sum(good), seconds) if bounds else None,
         latencies={name: _spread(found, percents) for name, found in values.items() if found},
     )
 

@@ -1,37 +1,42 @@
-"""`tandem bench --clients N`: sends a load, and reports what came back.
+"""`tandem bench --clients N`: a load on a coordinator or on any OpenAI-compatible server.
 
-Options are named as those of `vllm bench serve`; without a server to load, a coordinator before scripted services runs.
+    tandem bench --clients 64 --rate 20 --goodput ttft:500 itl:50
+    tandem bench --clients 64 --address 127.0.0.1:50051 --json load.json
+    tandem bench --clients 64 --http http://127.0.0.1:8000
+
+Without --address and --http a coordinator runs before two scripted services, so that no model is measured. Requests
+arrive as a Poisson process and have log-normal lengths; --seed decides both. Options are named as those of `vllm bench
+serve`.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import math
 import os
 import sys
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
 import uvloop
+from pydantic import AfterValidator, BeforeValidator, Field, FilePath, TypeAdapter
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import free_port, process
+from benchmarks.common import LISTED, Positive, free_port, one_sentence, process, read_options
 from benchmarks.load.clients import (
     Connect,
     Connection,
     LoadRequest,
+    base_of,
     grpc_connection,
     http_connection,
-    origin_of,
     served_model,
 )
 from benchmarks.load.figures import (
@@ -41,30 +46,20 @@ from benchmarks.load.figures import (
     Arrival,
     Counts,
     Figures,
-    Goodput,
     Lengths,
     Served,
     arrivals,
+    bound_of,
     figures,
     quantiles,
     waits_of,
 )
-from coordinator.cli.app import exit_code
 from coordinator.cli.serve import SERVICES
+from tandem.config.options import Options
+from tandem.config.rule import Rule, Rules
 from tandem.errors import TandemError
 from tandem.rpc.credentials import Credentials
-from tandem.standard_streams import exit_with
 
-DESCRIPTION = """`tandem bench --clients N`: a load on a coordinator or on any OpenAI-compatible server.
-
-    tandem bench --clients 64 --rate 20 --goodput ttft:500 itl:50
-    tandem bench --clients 64 --address 127.0.0.1:50051 --json load.json
-    tandem bench --clients 64 --http http://127.0.0.1:8000
-
-Without --address and --http a coordinator runs before two scripted services, so that no model is measured. Requests
-arrive as a Poisson process and have log-normal lengths; --seed decides both. Options are named as those of `vllm bench
-serve`."""
-RULES = ("greedy", "strict", "residual", "block")
 _FIRST_ID, _IDS = 300, 1000
 """Prompts consist of these ids: lower ones are special tokens and single bytes."""
 _PLACES = {
@@ -76,106 +71,73 @@ _PLACES = {
 """The places where a round waits in the coordinator, in its order."""
 
 
-def parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
-    """Read the command line; wrong options end the process with a sentence."""
-    parser = argparse.ArgumentParser(
-        prog=program,
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    lengths: Any = {"type": checked(Lengths.parse), "metavar": "MEDIAN[:SIGMA[:MAXIMUM]]"}
-    add = parser.add_argument
-    add("--clients", type=_positive, default=64, help="connections, each with one request at once")
-    add("--rate", type=_rate, default=math.inf, help="requests a second [default: as many as clients take]")
-    add("--requests", type=_positive, help="[default: four for each client]")
-    add("--seed", type=int, default=0, help="of arrivals and lengths")
-    add("--goodput", nargs="+", default=[], metavar="NAME:MS", help="bounds of ttft, tpot, itl or e2el")
-    add("--percentiles", type=_percents, default=[50.0, 90.0, 99.0], help="[default: 50,90,99]")
-    add("--prompt-tokens", default=SHAREGPT_PROMPTS, help="[default: as ShareGPT's chats]", **lengths)
-    add("--output-tokens", default=SHAREGPT_OUTPUTS, help="[default: as ShareGPT's chats]", **lengths)
-    add("--temperature", type=float, help="[default: that of the rule; 0 at an address]")
-    add("--json", type=Path, metavar="FILE", help="write all figures there")
-    add("--address", metavar="HOST:PORT", help="a coordinator that runs [default: start one]")
-    add(
-        "--http",
-        type=checked(origin_of),
-        metavar="URL",
-        help="an OpenAI-compatible server that runs, such as vLLM's",
-    )
-    add("--model", help="model to ask for over HTTP [default: the first that the server lists]")
-    add("--token-file", type=checked(_file), help="file with the token for it")
-    add = parser.add_argument_group(
-        "of the coordinator that is started without --address and --http"
-    ).add_argument
-    add("--rule", choices=RULES, default="greedy", help="acceptance rule above temperature 0")
-    add("--over", choices=("grpc", "http"), default="grpc", help="what clients speak [default: grpc]")
-    add("--workers", type=_positive, default=1)
-    add("--measure-waits", action="store_true", help="measure where rounds wait in the coordinator")
-    add("--stream-interval", type=_positive, default=1)
-    add("--num-speculative-tokens", type=_positive, default=4)
-    add("--acceptance", type=float, default=0.72, help="share of positions where the scripted draft is right")
-    add("--verify-ms", type=float, default=5.0, help="duration of a step of the scripted target")
-    add("--draft-ms", type=float, default=1.0, help="duration of a scripted proposal")
-    options = parser.parse_args(arguments)
-    try:
-        options.bounds = Goodput.parse(options.goodput)
-    except ValueError as error:
-        parser.error(f"argument --goodput: {error}")
+def _checked(text: str) -> str:
+    bound_of(text)
+    return text
+
+
+def _lengths(value: Any) -> Any:
+    return Lengths.parse(value) if isinstance(value, str) else value
+
+
+def _one_server(options: LoadSettings) -> Iterator[str]:
     if options.http is not None and options.address:
-        parser.error("--address and --http name two servers; give one of them")
+        yield "--address and --http name two servers; give one of them"
     if options.over == "http" and (options.address or options.http is not None):
-        parser.error("--over http is about a coordinator that is started; a server that runs has --http URL")
-    return options
+        yield "--over http is about a coordinator that is started; a server that runs has --http URL"
 
 
-def shown(options: argparse.Namespace) -> dict[str, Any]:
-    """The options as JSON has them, without what names a file of this machine."""
-    hidden = ("bounds", "json", "token_file")
-    found = {name: value for name, value in vars(options).items() if name not in hidden}
-    found["rate"] = None if math.isinf(options.rate) else options.rate
-    return found | {name: asdict(found[name]) for name in ("prompt_tokens", "output_tokens")}
+class LoadSettings(Options):
+    """Options of a load. Those from `rule` on are of the coordinator that is started without --address and --http."""
 
+    own_rules: ClassVar[Rules] = (Rule("server", "A load has one server.", _one_server),)
 
-def checked(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Let argparse show the sentence of a ValueError."""
-
-    def reading(text: str) -> Any:
-        try:
-            return read(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return reading
-
-
-def _number(text: str, kind: type, is_right: Callable[[float], bool], words: str) -> Any:
-    try:
-        value = kind(text)
-    except ValueError:
-        value = math.nan
-    if not is_right(value):
-        raise argparse.ArgumentTypeError(f"{text!r} {words}")
-    return value
-
-
-def _positive(text: str) -> int:
-    return int(_number(text, int, lambda value: value >= 1, "must be a whole number of at least 1"))
-
-
-def _rate(text: str) -> float:
-    return float(_number(text, float, lambda value: value > 0, "must be a number above 0, or inf"))
-
-
-def _percents(text: str) -> list[float]:
-    words = "must be numbers from 0 to 100 with commas between them"
-    return [_number(part, float, lambda value: 0 <= value <= 100, words) for part in text.split(",")]
-
-
-def _file(text: str) -> Path:
-    if not Path(text).is_file():
-        raise ValueError(f"{text!r} must be a file that can be read")
-    return Path(text)
+    clients: Positive = 64
+    """Connections, each with one request at once."""
+    rate: float = Field(default=math.inf, gt=0)
+    """Requests a second; inf: as many as clients take."""
+    requests: Positive | None = None
+    """By default four for each client."""
+    seed: int = 0
+    """Decides arrivals and lengths."""
+    goodput: tuple[Annotated[str, AfterValidator(_checked)], ...] = ()
+    """NAME:MS: bounds of ttft, tpot, itl or e2el."""
+    percentiles: Annotated[tuple[Annotated[float, Field(ge=0, le=100)], ...], *LISTED] = (50.0, 90.0, 99.0)
+    """Percentiles of latencies."""
+    prompt_tokens: Annotated[Lengths, BeforeValidator(_lengths)] = SHAREGPT_PROMPTS
+    """MEDIAN[:SIGMA[:MAXIMUM]]; by default as ShareGPT's chats."""
+    output_tokens: Annotated[Lengths, BeforeValidator(_lengths)] = SHAREGPT_OUTPUTS
+    """Likewise."""
+    temperature: float | None = Field(default=None, ge=0)
+    """By default that of the rule, and 0 for a server that runs."""
+    json_file: Annotated[Path | None, Field(exclude=True)] = None
+    """Write all figures there."""
+    address: str = ""
+    """HOST:PORT of a coordinator that runs. By default one is started."""
+    http: Annotated[str, AfterValidator(base_of)] | None = None
+    """URL of an OpenAI-compatible server that runs, such as vLLM's."""
+    model: str = ""
+    """Model to ask for over HTTP. By default the first that the server lists."""
+    token_file: Annotated[FilePath | None, Field(exclude=True)] = None
+    """File with the token for it."""
+    rule: Literal["greedy", "strict", "residual", "block"] = "greedy"
+    """Acceptance rule above temperature 0."""
+    over: Literal["grpc", "http"] = "grpc"
+    """Protocol of the clients."""
+    workers: Positive = 1
+    """Processes of the coordinator."""
+    measure_waits: bool = False
+    """Measure where rounds wait in the coordinator."""
+    stream_interval: Positive = 1
+    """Tokens of a chunk."""
+    num_speculative_tokens: Positive = 4
+    """Tokens proposed per verification."""
+    acceptance: float = Field(default=0.72, ge=0, le=1)
+    """Share of positions where the scripted draft is right."""
+    verify_ms: float = Field(default=5.0, ge=0)
+    """Duration of a step of the scripted target."""
+    draft_ms: float = Field(default=1.0, ge=0)
+    """Duration of a scripted proposal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +153,8 @@ class Used:
 class LoadReport:
     """Result of a load, as `--json` writes it."""
 
-    options: Mapping[str, Any]
+    options: LoadSettings
+    """Without what names a file of this machine."""
     figures: Figures
     used: Mapping[str, Used]
     """By process; of a coordinator elsewhere, only the clients'."""
@@ -212,7 +175,7 @@ def table(report: LoadReport) -> Table:
         ("requests per second", f"{found.requests_per_second:.2f}"),
     ]
     if found.goodput is not None:
-        bounds = " ".join(report.options["goodput"])
+        bounds = " ".join(report.options.goodput)
         rows.append((f"goodput, requests per second ({bounds})", f"{found.goodput:.2f}"))
     rows.append(("completion tokens per second", f"{found.output_tokens_per_second:.0f}"))
     for name, spread in found.latencies.items():
@@ -234,17 +197,12 @@ def table(report: LoadReport) -> Table:
 
 def run(arguments: Sequence[str], program: str = "tandem bench") -> None:
     """Send a load, print the table, write the file. Ends the process with one sentence when it cannot."""
-    options = parse(arguments, program)
-    try:
+    with one_sentence():
+        options = read_options(LoadSettings, arguments, program, __doc__)
         report = uvloop.run(_measure(options))
-    except TandemError as error:
-        exit_with(error, exit_code(error))
-        return
-    except KeyboardInterrupt:
-        sys.exit(130)
     Console(highlight=False).print(table(report))
-    if options.json is not None:
-        options.json.write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
+    if options.json_file is not None:
+        options.json_file.write_bytes(TypeAdapter(LoadReport).dump_json(report, indent=2) + b"\n")
     if not report.figures.completed:
         sys.exit(1)
 
@@ -275,7 +233,7 @@ class Loaded:
             return waits_of(response.read().decode())
 
 
-async def _measure(options: argparse.Namespace) -> LoadReport:
+async def _measure(options: LoadSettings) -> LoadReport:
     async with _loaded(options) as server:
         temperature = options.temperature
         if temperature is None:
@@ -290,7 +248,7 @@ async def _measure(options: argparse.Namespace) -> LoadReport:
         await sent(8, math.inf, options.seed + 1)
         before, waits = server.used(), server.waits()
         served = await sent(options.requests or 4 * options.clients, options.rate, options.seed)
-        found = figures(served, options.bounds, options.percentiles)
+        found = figures(served, dict(map(bound_of, options.goodput)), options.percentiles)
         used = {
             name: Used(
                 1000.0 * (seconds - before[name]) / max(found.output_tokens, 1),
@@ -298,11 +256,11 @@ async def _measure(options: argparse.Namespace) -> LoadReport:
             )
             for name, seconds in server.used().items()
         }
-        return LoadReport(shown(options), found, used, quantiles(waits, server.waits()))
+        return LoadReport(options, found, used, quantiles(waits, server.waits()))
 
 
 @asynccontextmanager
-async def _loaded(options: argparse.Namespace) -> AsyncIterator[Loaded]:
+async def _loaded(options: LoadSettings) -> AsyncIterator[Loaded]:
     """The server that the options name, or a coordinator before two scripted services."""
     clients = {"clients": os.getpid()}
     if options.http is not None:
@@ -340,15 +298,15 @@ async def _loaded(options: argparse.Namespace) -> AsyncIterator[Loaded]:
         )
         connect: Connect = partial(grpc_connection, address)
         if options.over == "http":
-            connect = await _over_http(f"http://127.0.0.1:{http_port}", options)
+            connect = await _over_http(f"http://127.0.0.1:{http_port}/v1", options)
         pids = {"coordinator": pid, "target": target_pid, "draft": draft_pid, **clients}
         yield Loaded(connect, pids, f"http://127.0.0.1:{metrics_port}/metrics")
 
 
-async def _over_http(origin: str, options: argparse.Namespace) -> Connect:
+async def _over_http(base: str, options: LoadSettings) -> Connect:
     """Connects clients to an OpenAI-compatible server."""
     token = "" if options.token_file is None else options.token_file.read_text(encoding="utf-8").strip()
-    return partial(http_connection, origin, options.model or await served_model(origin, token), token)
+    return partial(http_connection, base, options.model or await served_model(base, token), token)
 
 
 async def send(

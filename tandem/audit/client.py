@@ -18,6 +18,7 @@ from tandem.errors import (
     DeadlineError,
     InvalidRequestError,
     NotFoundError,
+    PermissionDeniedError,
     ProtocolError,
     ServiceUnavailableError,
     TandemError,
@@ -180,6 +181,7 @@ class Server:
         return {name: value for name, value in body.items() if value is not None}
 
     async def _post(self, path: str, body: Mapping[str, Any]) -> httpx2.Response:
+        url = self.url + path
         attempt = 0
         while True:
             attempt += 1
@@ -187,9 +189,10 @@ class Server:
                 raise BudgetError("the budget of requests or tokens is spent")
             self.budget.sent += 1
             async with self._places:
-                answer = await _sent(self.http, "POST", self.url + path, json=body)
+                with reached(url, self.http.timeout.read):
+                    answer = await self.http.post(url, json=body)
             if answer.status_code not in (429, 503) or attempt == 3:
-                _raise_for(answer, self.url + path)
+                raise_for(answer, url)
                 return answer
             await asyncio.sleep(_retry_seconds(answer, attempt))
 
@@ -222,7 +225,7 @@ async def connected(
     headers = {"authorization": f"Bearer {key}"} if key else {}
     async with httpx2.AsyncClient(headers=headers, timeout=timeout_seconds, transport=transport) as http:
         base = url.rstrip("/")
-        model = model or await _first_model(http, base)
+        model = model or await first_model(http, base)
         server = Server(http, base, model, budget, concurrency, body or {})
         for optional in _OPTIONAL:
             server.optional = optional
@@ -238,13 +241,23 @@ async def connected(
         yield server
 
 
-async def _first_model(http: httpx2.AsyncClient, base: str) -> str:
-    answer = await _sent(http, "GET", base + "/models")
-    _raise_for(answer, base + "/models")
+async def first_model(http: httpx2.AsyncClient, base: str) -> str:
+    """Name of the first model that a server lists.
+
+    Args:
+        base: http://HOST:PORT/v1.
+
+    Raises:
+        TandemError: the server cannot be reached, refuses, or lists no model.
+    """
+    url = base + "/models"
+    with reached(url, http.timeout.read):
+        answer = await http.get(url)
+    raise_for(answer, url)
     try:
         listed = [str(each["id"]) for each in answer.json()["data"]]
     except (KeyError, TypeError, ValueError):
-        raise ProtocolError(f"{base}/models: the answer is no list of models") from None
+        raise ProtocolError(f"{url}: the answer is no list of models") from None
     if not listed:
         raise NotFoundError(f"{base} lists no model; name one with --model")
     return listed[0]
@@ -362,11 +375,19 @@ def _completion(choice: Mapping[str, Any], usage: Mapping[str, Any]) -> Completi
     )
 
 
-async def _sent(http: httpx2.AsyncClient, method: str, url: str, **more: Any) -> httpx2.Response:
+@contextmanager
+def reached(url: str, timeout_seconds: float | None = None) -> Iterator[None]:
+    """Say in Tandem's errors why a server cannot be reached.
+
+    Raises:
+        TandemError: the connection failed, was lost, or carries no HTTP/1.1.
+    """
     try:
-        return await http.request(method, url, **more)
-    except httpx2.TimeoutException:
-        raise DeadlineError(f"{url}: no answer within {http.timeout.read} s") from None
+        yield
+    except httpx2.ReadTimeout:
+        raise DeadlineError(f"{url}: no answer within {timeout_seconds} s") from None
+    except httpx2.RemoteProtocolError as error:
+        raise ProtocolError(f"{url} does not speak HTTP/1.1, or closed the connection: {error}") from None
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise ServiceUnavailableError(
             f"{url} cannot be reached: {str(error) or type(error).__name__}"
@@ -381,19 +402,40 @@ def _retry_seconds(answer: httpx2.Response, attempt: int) -> float:
     return min(max(wanted, 0.0), 10.0)
 
 
-_KINDS: Sequence[tuple[tuple[int, ...], type[TandemError]]] = (
-    ((400, 413, 415, 422), InvalidRequestError),
-    ((401, 403), UnauthenticatedError),
-    ((404, 405), NotFoundError),
-    ((429,), CapacityError),
-    ((502, 503, 504), ServiceUnavailableError),
-)
+_KINDS: Mapping[int, type[TandemError]] = {
+    401: UnauthenticatedError,
+    403: PermissionDeniedError,
+    404: NotFoundError,
+    405: NotFoundError,
+    408: DeadlineError,
+    429: CapacityError,
+    502: ServiceUnavailableError,
+    503: ServiceUnavailableError,
+    504: DeadlineError,
+}
 
 
-def _raise_for(answer: httpx2.Response, url: str) -> None:
-    if answer.status_code == 200:
+def raise_for(answer: httpx2.Response, url: str) -> None:
+    """Do nothing for an answer of 200.
+
+    Raises:
+        TandemError: of the status's kind, with the server's own words.
+    """
+    status = answer.status_code
+    if status == 200:
         return
-    kind = next((kind for codes, kind in _KINDS if answer.status_code in codes), ProtocolError)
-    is_lost = answer.status_code == 404 and "/v1/" not in url
+    kind = _KINDS.get(status, TandemError if status >= 500 else InvalidRequestError)
+    is_lost = status == 404 and "/v1/" not in url
     hint = " (OpenAI's API is usually at a URL that ends in /v1)" if is_lost else ""
-    raise kind(f"{url} answered {answer.status_code}{hint}: {' '.join(answer.text.split())[:300]}")
+    try:
+        words = words_of(answer.json())
+    except ValueError:
+        words = answer.text
+    told = f": {' '.join(words.split())[:300]}" if words else ""
+    raise kind(f"{url} answered {status}{hint}{told}")
+
+
+def words_of(answer: Any) -> str:
+    """The message of an error in OpenAI's form, vLLM's older one, or any other."""
+    error = answer.get("error", answer) if isinstance(answer, dict) else answer
+    return str(error.get("message", error) if isinstance(error, dict) else error)

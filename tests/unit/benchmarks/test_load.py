@@ -14,22 +14,23 @@ from typing import Any
 
 import pytest
 
-from benchmarks.load.clients import http_connection, origin_of, served_model
+from benchmarks.common import read_options
+from benchmarks.load.clients import base_of, http_connection, served_model
 from benchmarks.load.fakes import Script
 from benchmarks.load.figures import (
     SHAREGPT_OUTPUTS,
     SHAREGPT_PROMPTS,
     Arrival,
-    Goodput,
     Served,
     arrivals,
+    bound_of,
     figures,
     histogram_quantile,
     quantiles,
     waits_of,
 )
-from benchmarks.load.generator import parse, send
-from tandem.errors import NotFoundError, ProtocolError, ServiceUnavailableError
+from benchmarks.load.generator import LoadSettings, send
+from tandem.errors import ConfigurationError, NotFoundError, ServiceUnavailableError
 
 COUNT = 4000
 RATE = 25.0
@@ -64,7 +65,7 @@ FAILED = Served(11.0, 5, 2, [11.5], 13.0, "ServiceUnavailableError")
 
 
 def test_figures_count_what_was_completed_from_the_first_arrival_to_the_last_end() -> None:
-    found = figures([FAST, SLOW, FAILED], Goodput({}), [50])
+    found = figures([FAST, SLOW, FAILED], {}, [50])
     assert (found.completed, found.failed, found.errors) == (2, 1, {"ServiceUnavailableError": 1})
     assert found.seconds == pytest.approx(3.0)
     assert (found.prompt_tokens, found.output_tokens) == (10, 5)
@@ -90,7 +91,7 @@ def test_figures_count_what_was_completed_from_the_first_arrival_to_the_last_end
     ],
 )
 def test_goodput_counts_requests_within_all_bounds(words: list[str], good: int) -> None:
-    found = figures([FAST, SLOW, FAILED], Goodput.parse(words), [50])
+    found = figures([FAST, SLOW, FAILED], dict(map(bound_of, words)), [50])
     assert found.goodput == pytest.approx(good / 3.0)
 
 
@@ -157,25 +158,22 @@ def test_supports_hold_the_guess_and_the_target_only_where_it_is_the_guess() -> 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--clients", "0"], "must be a whole number of at least 1"),
-        (["--rate", "-1"], "must be a number above 0"),
+        (["--clients", "0"], "clients is 0; it must be at least 1"),
+        (["--rate", "-1"], "rate is -1; it must be above 0"),
         (["--clients", "2", "--goodput", "first:3"], "must be NAME:MILLISECONDS"),
-        (["--clients", "2", "--percentiles", "101"], "must be numbers from 0 to 100"),
+        (["--clients", "2", "--percentiles", "101"], "percentiles.0 is 101: "),
         (["--http", "127.0.0.1:8000"], "must be http://HOST:PORT or https://HOST:PORT"),
         (["--http", "http://:8000"], "must be http://HOST:PORT or https://HOST:PORT"),
         (["--http", "http://host:port"], "must be http://HOST:PORT or https://HOST:PORT"),
         (["--http", "http://h:1", "--address", "h:2"], "--address and --http name two servers"),
         (["--address", "h:2", "--over", "http"], "--over http is about a coordinator that is started"),
-        (["--http", "http://h:1", "--token-file", "/no/such"], "must be a file that can be read"),
+        (["--http", "http://h:1", "--token-file", "/no/such"], "token_file is /no/such"),
     ],
 )
-def test_wrong_options_of_a_load_are_refused(
-    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as refused:
-        parse(words, "tandem bench")
-    assert refused.value.code == 2
-    assert sentence in capsys.readouterr().err
+def test_wrong_options_of_a_load_are_refused(words: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        read_options(LoadSettings, words, "tandem bench", "")
+    assert sentence in str(refused.value)
 
 
 Answer = Callable[[str, Any], Sequence[bytes]]
@@ -259,7 +257,7 @@ WITH_USAGE = chunked(events(text("a"), text("bc"), text(""), usage(8)))
 
 async def load(answer: Answer, clients: int = 1, token: str = "") -> tuple[list[Served], OpenAiServer]:
     async with openai_server(answer) as server:
-        connect = partial(http_connection, origin_of(server.url), "some", token)
+        connect = partial(http_connection, base_of(server.url), "some", token)
         return await send(connect, WANTED, clients, 0.5, is_paced=False), server
 
 
@@ -270,14 +268,14 @@ def always(*pieces: bytes) -> Answer:
 @pytest.mark.parametrize(
     ("url", "spelled"),
     [
-        ("http://127.0.0.1:8000", "http://127.0.0.1:8000"),
-        ("http://127.0.0.1:8000/v1/", "http://127.0.0.1:8000"),
-        ("https://host/proxy/v1", "https://host/proxy"),
-        ("http://[::1]:5", "http://[::1]:5"),
+        ("http://127.0.0.1:8000", "http://127.0.0.1:8000/v1"),
+        ("http://127.0.0.1:8000/v1/", "http://127.0.0.1:8000/v1"),
+        ("https://host/proxy/v1", "https://host/proxy/v1"),
+        ("http://[::1]:5", "http://[::1]:5/v1"),
     ],
 )
 def test_a_url_is_taken_with_or_without_its_version(url: str, spelled: str) -> None:
-    assert origin_of(url) == spelled
+    assert base_of(url) == spelled
 
 
 async def test_tokens_are_those_of_the_usage_and_chunks_those_with_text() -> None:
@@ -352,10 +350,10 @@ async def test_failures_are_counted_by_kind_and_the_load_goes_on(
 
 async def test_a_server_without_models_is_explained() -> None:
     async with openai_server(always(*answered("200 OK", b'{"data": []}'))) as server:
-        with pytest.raises(ProtocolError, match="lists no model; name one with --model"):
-            await served_model(origin_of(server.url))
+        with pytest.raises(NotFoundError, match="lists no model; name one with --model"):
+            await served_model(base_of(server.url))
     async with openai_server(always(*answered("404 Not Found", b"nothing here"))) as server:
         with pytest.raises(NotFoundError, match="answered 404: nothing here"):
-            await served_model(origin_of(server.url))
-    with pytest.raises(ServiceUnavailableError, match=r"cannot connect to http://127\.0\.0\.1:1"):
-        await served_model(origin_of("http://127.0.0.1:1"))
+            await served_model(base_of(server.url))
+    with pytest.raises(ServiceUnavailableError, match=r"http://127\.0\.0\.1:1/v1/models cannot be reached"):
+        await served_model(base_of("http://127.0.0.1:1"))

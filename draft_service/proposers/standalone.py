@@ -26,6 +26,7 @@ from tandem.engine.core.jobs import Job
 from tandem.engine.core.selection import choose_backends
 from tandem.engine.interface import EngineOwner
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
+from tandem.engine.models.checkpoint import TOKENIZER_FILE
 from tandem.engine.models.loading import load_model
 from tandem.engine.sampler import TORCH_SAMPLER, Sampler
 from tandem.engine.settings import EngineSettings
@@ -58,6 +59,7 @@ def load_standalone(
         compile_mode=settings.compile,
         compile_cache=settings.compile_cache,
     )
+    tokenizer = settings.checkpoint / TOKENIZER_FILE
     limits = EngineSettings.of(settings, model.device.type)
     engine = Engine(
         backends,
@@ -71,8 +73,8 @@ def load_standalone(
         settings.draft_top_k,
         settings.draft_support_mass,
         backends.sampler,
-        _grammars(settings, model.info),
-        vocabularies=_vocabularies(settings, model.info),
+        Grammars.of(tokenizer, model.info),
+        vocabularies=Vocabularies(tokenizer, model.info),
     )
 
 
@@ -91,27 +93,18 @@ def _load_over_vllm(
         load_config=settings.draft_load_config,
         on_failure=on_failure,
     )
+    tokenizer = settings.checkpoint / TOKENIZER_FILE
     limits = EngineSettings.of(settings, settings.compute_device.partition(":")[0])
     engine = Engine(model, propose_where_logits_are, limits, on_step=on_step, on_failure=on_failure)
     return StandaloneProposer(
         engine,
         settings.draft_top_k,
         settings.draft_support_mass,
-        grammars=_grammars(settings, model.info),
+        grammars=Grammars.of(tokenizer, model.info),
         drafts_ahead=drafts_ahead,
         # Workers in processes of their own would be sent the shared tokens with each step.
-        vocabularies=_vocabularies(settings, model.info) if settings.device_count == 1 else None,
+        vocabularies=Vocabularies(tokenizer, model.info) if settings.device_count == 1 else None,
     )
-
-
-def _grammars(settings: DraftSettings, model: ModelInfo) -> Grammars | None:
-    tokenizer = settings.checkpoint / "tokenizer.json"
-    return Grammars.of(tokenizer, model) if tokenizer.is_file() else None
-
-
-def _vocabularies(settings: DraftSettings, model: ModelInfo) -> Vocabularies | None:
-    tokenizer = settings.checkpoint / "tokenizer.json"
-    return Vocabularies(tokenizer, model) if tokenizer.is_file() else None
 
 
 class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):

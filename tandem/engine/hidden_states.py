@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
@@ -44,14 +45,6 @@ class StateReader(Protocol):
         """The numbers to keep, [tokens, state_size], of [tokens, hidden size] for each of `layer_ids`."""
 
 
-class _StateLayer(nn.Module):
-    """The additional layer, as attention functions know a layer."""
-
-    def __init__(self, layer_idx: int) -> None:
-        super().__init__()
-        self.layer_idx = layer_idx
-
-
 class HiddenStateTap:
     """Reads the states while the model's own modules run or are traced."""
 
@@ -70,7 +63,8 @@ class HiddenStateTap:
             )
         self._target = target
         self._head = head
-        self._layer = _StateLayer(len(target.layers))
+        self._layer = SimpleNamespace(layer_idx=len(target.layers))
+        """The additional layer, as far as attention functions know a layer."""
         # So that whoever packs or traces the model's linear layers finds those which combine the states.
         target.module.add_module("hidden_state_readers", nn.ModuleList(head.readers))
         self._storage: LayerCache | None = None
@@ -90,7 +84,8 @@ class HiddenStateTap:
         layers = _decoder_layers(module)
         for layer_id in self._head.layer_ids:
             if layer_id == FINAL_STATE:
-                _decoder(module).register_forward_hook(self._output_hook(layer_id))
+                # The part that ends in the last norm
+                module.get_decoder().register_forward_hook(self._output_hook(layer_id))
             elif layer_id < len(layers):
                 layers[layer_id].register_forward_pre_hook(self._input_hook(layer_id), with_kwargs=True)
             else:
@@ -166,12 +161,6 @@ def _slots(sequence: Sequence, start: int, end: int) -> np.ndarray | None:
     if sequence.is_released or sequence.computed_length < end or sequence.table.capacity < end:
         return None
     return sequence.table.slots(start, end)
-
-
-def _decoder(module: Any) -> nn.Module:
-    """The part that ends in the last norm: transformers' models without their output layer."""
-    decoder: nn.Module = module.get_decoder()
-    return decoder
 
 
 def _decoder_layers(module: Any) -> nn.ModuleList:

@@ -217,7 +217,7 @@ def trial_segments(
         stored_dtype: the past's keys and values are numbers of this dtype, whatever the arena's.
     """
     spans = [(past, past + count) for past, count in lengths]
-    page_count = sum(arena.kept_pages(past, end) for past, end in spans)
+    page_count = sum(kept_pages(arena.windows, past, end, arena.page_tokens) for past, end in spans)
     tables = scattered_tables(spans, arena.page_tokens, arena.windows)
     segments = []
     for index, ((past, count), own) in enumerate(zip(lengths, tables, strict=True)):

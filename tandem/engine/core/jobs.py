@@ -7,7 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -113,21 +113,12 @@ Prepare: TypeAlias = Callable[[SequenceOf[Job[PayloadT]]], None] | None
 """Called before a forward pass with the jobs that its rows complete; another thread may begin what the head needs."""
 
 
-class Head(Protocol[PayloadT, ResultT]):
-    """Turns logits into results, for all jobs of a step at once, so that the work can be batched.
+Head: TypeAlias = Callable[[SequenceOf[Job[PayloadT]], Tensor], SequenceOf[Done[ResultT] | Failed | Continue]]
+"""Returns an outcome for each job whose rows are computed, in order: for all jobs of a step at once, so that the work
+can be batched. Called on the engine's thread; a slow head delays every sequence.
 
-    Called on the engine's thread; a slow head delays every sequence.
-    """
-
-    def __call__(
-        self, ready: SequenceOf[Job[PayloadT]], logits: Tensor
-    ) -> SequenceOf[Done[ResultT] | Failed | Continue]:
-        """One outcome for each job whose rows are computed, in order.
-
-        The logits are [sum of their row_count, vocabulary_size] in the model's dtype, on its device; first job first,
-        positions ascending.
-        """
-        ...
+The logits are [sum of their row_count, vocabulary_size] in the model's dtype, on its device; first job first, positions
+ascending."""
 
 
 def non_finite(length: int) -> Failed:

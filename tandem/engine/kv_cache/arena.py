@@ -393,10 +393,6 @@ class KvArena:
     def shape(self) -> CacheShape:
         return CacheShape(self.page_tokens, self.page_count, self.group_count, self.windows)
 
-    def kept_pages(self, start: int, end: int) -> int:
-        """Pages of a sequence with `start` computed tokens and room for `end`."""
-        return kept_pages(self.windows, start, end, self.page_tokens)
-
     def zero(self, tables: Iterable[PageTable], start: int, end: int) -> None:
         """Clears a sequence's positions from `start` up to `end` in every layer."""
         size = self.page_tokens

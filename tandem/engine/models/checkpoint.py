@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -203,21 +203,24 @@ _TENSORS_PER_BLOCK = 64
 
 def _most_tensors(config: Mapping[str, Any]) -> int:
     """Maximum tensors of a model that the config describes; of one with wrong numbers, which are refused later."""
-    nested = config.get("text_config")
-    sections = [config, nested] if isinstance(nested, dict) else [config]
 
     def most(names: frozenset[str]) -> int:
-        numbers = (number for section in sections for name in names for number in _numbers(section.get(name)))
+        values = (section.get(name) for section in _sections(config) for name in names)
+        numbers = (number for value in values for number in _listed(value) if isinstance(number, int))
         return min(max(numbers, default=0), _MAX_PARTS)
 
     blocks = max(most(_LAYERS), 1) * (1 + most(_EXPERTS))
     return _TENSORS_PER_BLOCK * (blocks + _TENSORS_PER_BLOCK)
 
 
-def _numbers(value: object) -> Iterator[int]:
-    yield from (
-        number for number in (value if isinstance(value, list) else [value]) if isinstance(number, int)
-    )
+def _sections(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The config, and that of the language model in it if there is one."""
+    nested = config.get("text_config")
+    return [config, nested] if isinstance(nested, dict) else [config]
+
+
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def check_numbers(path: Path, config: Mapping[str, Any], tensor_count: int) -> None:
@@ -226,9 +229,7 @@ def check_numbers(path: Path, config: Mapping[str, Any], tensor_count: int) -> N
     Raises:
         ModelFolderError: with all numbers that are wrong.
     """
-    nested = config.get("text_config")
-    sections = [config, nested] if isinstance(nested, dict) else [config]
-    sentences = [sentence for section in sections for sentence in _wrong(section, tensor_count)]
+    sentences = [sentence for section in _sections(config) for sentence in _wrong(section, tensor_count)]
     if sentences:
         raise ModelFolderError(f"the file {path} describes no model that can be: {'; '.join(sentences)}")
 
@@ -246,7 +247,7 @@ def _wrong(section: Mapping[str, Any], tensor_count: int) -> Iterator[str]:
 
 def _outside(name: str, value: object, maximum: int, why: str = "", minimum: int = 1) -> Iterator[str]:
     """Reason why the value is no such number. Some configs have one per layer, and null where it is derived."""
-    for number in value if isinstance(value, list) else [value]:
+    for number in _listed(value):
         if number is None:
             continue
         if isinstance(number, bool) or not isinstance(number, int) or not minimum <= number <= maximum:
@@ -326,12 +327,9 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
         path = folder / name
         if not path.is_file():
             continue
-        config = read_object(path, "it was just there")
-        text_config = config.get("text_config")
-        nested = text_config.get("eos_token_id") if isinstance(text_config, dict) else None
-        value = config.get("eos_token_id", nested)
-        if value is not None:
-            return _ids(path, value)
+        for section in _sections(read_object(path, "it was just there")):
+            if (value := section.get("eos_token_id")) is not None:
+                return _ids(path, value)
     return ()
 
 
@@ -363,7 +361,11 @@ def parsed_tokenizer(content: bytes, where: str) -> Tokenizer:
 
 def vocabulary_hash(tokenizer: Tokenizer) -> str:
     """See `tokenizer_hash`."""
-    return _mapping_hash(tokenizer.get_vocab(with_added_tokens=True).items())
+    digest = hashlib.sha256()
+    pairs = tokenizer.get_vocab(with_added_tokens=True).items()
+    for token, token_id in sorted(pairs, key=lambda pair: (pair[1], pair[0])):
+        digest.update(f"{token_id}\t{json.dumps(token)}\n".encode())
+    return digest.hexdigest()
 
 
 def _try_long_runs(where: str, tokenizer: Tokenizer) -> None:
@@ -389,13 +391,6 @@ def _check_tokenizer_file(folder: Path) -> Path:
         )
     check_size(path, MAX_LARGE_BYTES)
     return path
-
-
-def _mapping_hash(pairs: Iterable[tuple[str, int]]) -> str:
-    digest = hashlib.sha256()
-    for token, token_id in sorted(pairs, key=lambda pair: (pair[1], pair[0])):
-        digest.update(f"{token_id}\t{json.dumps(token)}\n".encode())
-    return digest.hexdigest()
 
 
 def _architecture(folder: Path, config: Mapping[str, Any]) -> str:
@@ -426,7 +421,7 @@ def _refuse_unusable(folder: Path, architecture: str, config: Mapping[str, Any])
 
 
 def _ids(path: Path, value: object) -> tuple[int, ...]:
-    values = value if isinstance(value, list) else [value]
+    values = _listed(value)
     if len(values) > _MAX_END_IDS or not all(
         isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in values
     ):

@@ -49,10 +49,6 @@ class Counts:
         """The counts since a copy of these."""
         return Counts(*(getattr(self, each.name) - getattr(before, each.name) for each in fields(self)))
 
-    def copy(self) -> Counts:
-        """These at this moment."""
-        return replace(self)
-
     def line(self) -> str:
         """One line for a log."""
         return (
@@ -114,7 +110,7 @@ class Report:
         logger: logging.Logger,
     ) -> None:
         self._counts = counts
-        self._before = counts.copy()
+        self._before = replace(counts)
         self._logger = logger
         self._next_line = time.monotonic() + LOG_SECONDS
         self._waits: Histogram | None = None
@@ -138,7 +134,7 @@ class Report:
         if now >= self._next_line:
             self._next_line = now + LOG_SECONDS
             self._logger.info(self._counts.since(self._before).line())
-            self._before = self._counts.copy()
+            self._before = replace(self._counts)
 
 
 class _Forwarding(logging.Handler):

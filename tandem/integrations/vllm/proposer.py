@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -446,28 +446,14 @@ class StepDrafter:
         self._asked_at, self._answered_at = now - seconds, now
 
 
-class ParallelConfig(Protocol):
-    """The part of vLLM's `ParallelConfig` that says which process this is."""
-
-    rank: int
-    tensor_parallel_size: int
-
-
-def asks(parallel: ParallelConfig) -> bool:
-    """True in the one process of a tensor-parallel group whose proposals vLLM reads: its first.
+def asks(parallel: Any) -> bool:
+    """True for the `ParallelConfig` in the one process of a tensor-parallel group whose proposals vLLM reads.
 
     `MultiprocExecutor._get_output_rank` (vLLM 0.32) names that process: the first of the last pipeline stage, which is
     the only stage that makes proposers.
     """
     group = parallel.tensor_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1)
-    return parallel.rank % group == 0
-
-
-def drawing(temperature: float, top_k: int, top_p: float, min_p: float, seed: int | None) -> SamplingParams:
-    """How a draft draws for a request: as its target does, with a noise of its own."""
-    if seed is None:
-        seed = random.getrandbits(63)
-    return SamplingParams(temperature, max(top_k, 0), top_p, min_p, seed & (1 << 63) - 1)
+    return bool(parallel.rank % group == 0)
 
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -476,7 +462,7 @@ _SAMPLING_EPS = 1e-5
 
 
 def sampling_of(params: Any) -> SamplingParams:
-    """How the draft of a request with these sampling parameters of vLLM's draws.
+    """How the draft of a request with these `SamplingParams` of vLLM's draws: as its target, with noise of its own.
 
     It draws nothing under structured output: vLLM's scheduler drops proposed tokens that the grammar forbids, and
     samples anew there, which is right for greedy proposals alone (where the distribution is certain, what remains of
@@ -484,7 +470,8 @@ def sampling_of(params: Any) -> SamplingParams:
     """
     if params is None or params.temperature < _SAMPLING_EPS or params.structured_outputs is not None:
         return GREEDY
-    return drawing(params.temperature, params.top_k, params.top_p, params.min_p, params.seed)
+    seed = random.getrandbits(63) if params.seed is None else params.seed & (1 << 63) - 1
+    return SamplingParams(params.temperature, max(params.top_k, 0), params.top_p, params.min_p, seed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.backends.cpu_native.layers import (
+    WIDEST_SEGMENT,
     NativeAttention,
     NativeLayout,
     pack_linears,
@@ -46,7 +47,7 @@ class ModuleSteps(StepBackend):
 
     def accepts(self, segments: SequenceOf[Segment]) -> bool:
         """True if no segment is so wide that torch's attention is faster."""
-        return self.attention.suits(segments)
+        return all(segment.token_count <= WIDEST_SEGMENT for segment in segments)
 
     def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Tensor:
         layout = NativeLayout(segments, self.attention)

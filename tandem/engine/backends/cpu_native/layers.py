@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 from tandem.engine.backends.cpu_native.library.kernels import (
     DTYPES,
     AttentionCall,
+    KernelCall,
     Kernels,
-    attention_call,
+    Routine,
     kind_of,
 )
 from tandem.engine.kv_cache.arena import KvArena, LayerCache, LayerGeometry
@@ -165,11 +166,6 @@ class NativeAttention:
         """Index of the page table for a layer's keys and values."""
         return self._layers[layer_index][0].group
 
-    @staticmethod
-    def suits(segments: SequenceOf[Segment]) -> bool:
-        """True if the kernel is faster than torch for a step of these segments."""
-        return all(segment.token_count <= WIDEST_SEGMENT for segment in segments)
-
 
 def _layer_call(layer: LayerCache, shape: LayerGeometry) -> AttentionCall:
     return AttentionCall(
@@ -229,11 +225,6 @@ def point(
     return sinks
 
 
-def rows_of(states: Tensor) -> Tensor:
-    """The kernel reads a head's numbers from consecutive places; all models but the odd one lay them so."""
-    return states if states.stride(3) == 1 else states.contiguous()
-
-
 class NativeLayout(Packing):
     """A step as the kernel sees it: no mask, no padding, no grouping."""
 
@@ -248,9 +239,12 @@ class NativeLayout(Packing):
     ) -> Tensor:
         layer_index: int = module.layer_idx  # type: ignore[assignment]
         call = self._attention.calls[layer_index]
-        query, key, value = rows_of(query), rows_of(key), rows_of(value)
+        # The kernel reads a head's numbers from consecutive places; all models but the odd one lay them so.
+        query, key, value = (
+            states if states.stride(3) == 1 else states.contiguous() for states in (query, key, value)
+        )
         output = query.new_empty((1, self._token_count, query.shape[1], value.shape[3]))
         _sinks = point(call, query, key, value, output, scoring)  # alive until the call has run
         call.segments = self._places[self._attention.group_of(layer_index)].data_ptr()
-        self._attention.kernels.run(attention_call(call))
+        self._attention.kernels.run(KernelCall(Routine.ATTEND, call))
         return output

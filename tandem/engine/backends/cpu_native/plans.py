@@ -25,7 +25,7 @@ from tandem.engine.backends.cpu_native.layers import (
     places,
     point,
 )
-from tandem.engine.backends.cpu_native.library.kernels import KernelCall, attention_call, linear_call
+from tandem.engine.backends.cpu_native.library.kernels import KernelCall, Routine, linear_call
 from tandem.engine.backends.cpu_native.operations import (
     TorchCall,
     UnknownOperationError,
@@ -392,7 +392,7 @@ class PlanCompiler:
         call = self._attention.new_call(layer)
         self.kept.append(point(call, query, key, value, output, Scoring(scale, softcap, sinks)))
         call.segments = self._places[self._attention.group_of(layer)].data_ptr()
-        return [attention_call(call)]
+        return [KernelCall(Routine.ATTEND, call)]
 
     def _laid(self, states: Tensor, is_laid: bool) -> Tensor:
         """The numbers in the order that a kernel reads, by a copy at each playing where they are not."""

@@ -46,7 +46,7 @@ class LinearCall(ctypes.Structure):
 
 
 class AttentionCall(ctypes.Structure):
-    """`struct Attention` of attention.h."""
+    """`struct Attention` of attention.h. `tandem.engine.backends.cpu_native.layers.point` fills in the addresses."""
 
     _fields_ = (
         ("query", _POINTER), ("key", _POINTER), ("value", _POINTER),
@@ -305,8 +305,3 @@ def linear_call(inputs: Tensor, weights: Tensor, bias: Tensor | None, outputs: T
         kind_of(outputs.dtype), width, torch.get_num_threads(),
     )  # fmt: skip
     return KernelCall(Routine.LINEAR, call)
-
-
-def attention_call(call: AttentionCall) -> KernelCall:
-    """Attention; the addresses are filled in by `tandem.engine.backends.cpu_native.layers.point`."""
-    return KernelCall(Routine.ATTEND, call)

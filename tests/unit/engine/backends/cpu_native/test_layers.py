@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tandem.engine.backends.cpu_native.layers import NativeAttention, places, point
 from tandem.engine.backends.cpu_native.library.build import BuildError, built_kernels
-from tandem.engine.backends.cpu_native.library.kernels import Kernels, attention_call
+from tandem.engine.backends.cpu_native.library.kernels import KernelCall, Kernels, Routine
 from tandem.engine.kv_cache.arena import PAGE_TOKENS, KvArena, LayerGeometry, PageTable, pages_for
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.models.attention import Scoring
@@ -187,7 +187,7 @@ class Case:
         call, where = attention.new_call(0), torch.tensor(places(packing))
         point(call, query, key, value, output, Scoring(_SCALE, self.variant.softcap, self.sinks))
         call.segments = where.data_ptr()
-        attention.kernels.run(attention_call(call))
+        attention.kernels.run(KernelCall(Routine.ATTEND, call))
         return output
 
     def stored(self, index: int) -> tuple[Tensor, Tensor]:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn import functional
+
+from tests.head_tensors import Layers, Numbers, attended, saved, turned_halves
 
 HEADS, KV_HEADS, HEAD_DIM, MLP, LAYERS, THETA = 4, 2, 16, 40, 2, 5000.0
 
@@ -34,14 +35,12 @@ def save_dflash(
         wrapped: in the speculators format.
         draft_vocabulary: tokens that the draft can say, with `d2t` and an output layer of its own; only there.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    size, vocabulary = target.config.hidden_size, target.config.vocab_size
-    generator = torch.Generator().manual_seed(seed)
-    tensors = _tensors(size, len(layer_ids), generator)
+    size, vocabulary, numbers = target.config.hidden_size, target.config.vocab_size, Numbers(seed)
+    tensors = _tensors(size, len(layer_ids), numbers)
     if draft_vocabulary is not None:
-        chosen = torch.randperm(vocabulary, generator=generator)[:draft_vocabulary].sort().values
+        chosen = numbers.chosen(vocabulary, draft_vocabulary).sort().values
         tensors["d2t"] = chosen - torch.arange(draft_vocabulary)
-        tensors["lm_head.weight"] = torch.randn(draft_vocabulary, size, generator=generator) / size**0.5
+        tensors["lm_head.weight"] = numbers.matrix(draft_vocabulary, size)
     layers = _layers_config(target)
     config: dict[str, Any] = {"architectures": ["DFlashDraftModel"], "block_size": block_size}
     if wrapped:
@@ -55,36 +54,21 @@ def save_dflash(
     else:
         own = {"mask_token_id": vocabulary - 1, "target_layer_ids": list(layer_ids)}
         config |= {**layers, "dflash_config": own}
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors")
-    return folder
+    return saved(folder, config, tensors)
 
 
-def _tensors(size: int, states: int, generator: torch.Generator) -> dict[str, Tensor]:
+def _tensors(size: int, states: int, numbers: Numbers) -> dict[str, Tensor]:
     """Random tensors of a draft that reads so many states, by their published names."""
-
-    def matrix(rows: int, columns: int) -> Tensor:
-        numbers: Tensor = torch.randn(rows, columns, generator=generator) / columns**0.5
-        return numbers
-
-    def norm(width: int) -> Tensor:
-        return 1 + 0.2 * torch.randn(width, generator=generator)
-
-    tensors = {"fc.weight": matrix(size, states * size)}
-    tensors |= {"hidden_norm.weight": norm(size), "norm.weight": norm(size)}
+    tensors = {"fc.weight": numbers.matrix(size, states * size)}
+    tensors |= {"hidden_norm.weight": numbers.norm(size), "norm.weight": numbers.norm(size)}
     for index in range(LAYERS):
         layer = {
-            "input_layernorm.weight": norm(size),
-            "post_attention_layernorm.weight": norm(size),
-            "self_attn.q_proj.weight": matrix(HEADS * HEAD_DIM, size),
-            "self_attn.k_proj.weight": matrix(KV_HEADS * HEAD_DIM, size),
-            "self_attn.v_proj.weight": matrix(KV_HEADS * HEAD_DIM, size),
-            "self_attn.o_proj.weight": matrix(size, HEADS * HEAD_DIM),
-            "self_attn.q_norm.weight": norm(HEAD_DIM),
-            "self_attn.k_norm.weight": norm(HEAD_DIM),
-            "mlp.gate_proj.weight": matrix(MLP, size),
-            "mlp.up_proj.weight": matrix(MLP, size),
-            "mlp.down_proj.weight": matrix(size, MLP),
+            "input_layernorm.weight": numbers.norm(size),
+            "post_attention_layernorm.weight": numbers.norm(size),
+            **numbers.attention(size, size, HEADS, KV_HEADS, HEAD_DIM),
+            "self_attn.q_norm.weight": numbers.norm(HEAD_DIM),
+            "self_attn.k_norm.weight": numbers.norm(HEAD_DIM),
+            **numbers.mlp(size, MLP),
         }
         tensors |= {f"layers.{index}.{name}": each for name, each in layer.items()}
     return tensors
@@ -111,7 +95,7 @@ def _layers_config(target: Any) -> dict[str, Any]:
     }
 
 
-class DFlashReference:
+class DFlashReference(Layers):
     """Greedy proposals of a draft, in float32."""
 
     def __init__(self, folder: Path, target: Any) -> None:
@@ -142,28 +126,11 @@ class DFlashReference:
         inner = self._norm(hidden, f"{name}.input_layernorm")
         seen = torch.cat((context, inner))
         query, key, value = (
-            (each @ self._w[f"{name}.self_attn.{part}_proj.weight"].T).view(len(each), -1, HEAD_DIM)
+            self._by(f"{name}.self_attn.{part}_proj", each).view(len(each), -1, HEAD_DIM)
             for part, each in (("q", inner), ("k", seen), ("v", seen))
         )
-        query = _rotated(self._norm(query, f"{name}.self_attn.q_norm"), len(context))
-        key = _rotated(self._norm(key, f"{name}.self_attn.k_norm"), 0)
-        parts = []
-        for head in range(HEADS):
-            shared = head * KV_HEADS // HEADS
-            weights = (query[:, head] @ key[:, shared].T / HEAD_DIM**0.5).softmax(-1)  # every token sees all
-            parts.append(weights @ value[:, shared])
-        hidden = hidden + torch.cat(parts, dim=-1) @ self._w[f"{name}.self_attn.o_proj.weight"].T
-        inner = self._norm(hidden, f"{name}.post_attention_layernorm")
-        gate, up, down = (self._w[f"{name}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
-        return hidden + (functional.silu(inner @ gate.T) * (inner @ up.T)) @ down.T
-
-    def _norm(self, states: Tensor, name: str) -> Tensor:
-        return functional.rms_norm(states, states.shape[-1:], self._w[f"{name}.weight"], 1e-5)
-
-
-def _rotated(states: Tensor, first: int) -> Tensor:
-    half = HEAD_DIM // 2
-    angles = torch.arange(first, first + len(states))[:, None] / THETA ** (torch.arange(half) / half)
-    cosines, sines = angles.cos()[:, None], angles.sin()[:, None]
-    left, right = states[..., :half], states[..., half:]
-    return torch.cat((left * cosines - right * sines, right * cosines + left * sines), dim=-1)
+        query = turned_halves(self._norm(query, f"{name}.self_attn.q_norm"), THETA, len(context))
+        key = turned_halves(self._norm(key, f"{name}.self_attn.k_norm"), THETA)
+        # Every token sees all
+        hidden = hidden + self._by(f"{name}.self_attn.o_proj", attended(query, key, value, is_causal=False))
+        return hidden + self._swiglu(f"{name}.mlp", self._norm(hidden, f"{name}.post_attention_layernorm"))

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn import functional
 
+from tests.head_tensors import Numbers, saved
 from tests.heads import Eagle3Reference, eagle3_tensors, layer_config
 
 
@@ -36,25 +36,21 @@ def save_eagle(
         embedding: ``none``, ``copied`` from the target, or its ``own``.
         seed: of the weights.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    size = target.config.hidden_size
-    generator = torch.Generator().manual_seed(seed)
+    size, numbers = target.config.hidden_size, Numbers(seed)
     tensors = _layer_tensors(target, seed)
-    tensors["fc.weight"] = torch.randn(size, 2 * size, generator=generator) / size**0.5
+    tensors["fc.weight"] = numbers.plain(size, 2 * size) / size**0.5
     if bias:
-        tensors["fc.bias"] = torch.randn(size, generator=generator)
+        tensors["fc.bias"] = numbers.plain(size)
     targets = target.get_input_embeddings().weight.detach()
     if embedding != "none":
-        own = torch.randn(targets.shape, generator=generator)
+        own = numbers.plain(*targets.shape)
         tensors["embed_tokens.weight"] = targets.clone() if embedding == "copied" else own
     if norms:
         for name in NORMS:
-            tensors[name] = 1 + 0.2 * torch.randn(size, generator=generator)
+            tensors[name] = numbers.norm(size)
     if form == "speculators":
         tensors = {_speculators_name(name): each for name, each in tensors.items()}
-    (folder / "config.json").write_text(json.dumps(_config(target, form, bias=bias, norms=norms)))
-    save_file({name: each.contiguous() for name, each in tensors.items()}, folder / "model.safetensors")
-    return folder
+    return saved(folder, _config(target, form, bias=bias, norms=norms), tensors)
 
 
 def _layer_tensors(target: Any, seed: int) -> dict[str, Tensor]:
@@ -107,8 +103,7 @@ class EagleReference(Eagle3Reference):
     def __init__(self, folder: Path, target: Any) -> None:
         config = json.loads((folder / "config.json").read_text())
         layer = config.get("transformer_layer_config", config.get("model", config))
-        self._epsilon, self._dim = layer["rms_norm_eps"], layer["head_dim"]
-        self._heads, self._kv_heads = layer["num_attention_heads"], layer["num_key_value_heads"]
+        self._dim = layer["head_dim"]
         stored = load_file(folder / "model.safetensors")
         self._w = {
             name.replace("layers.0.", "midlayer.")
@@ -134,12 +129,10 @@ class EagleReference(Eagle3Reference):
     def _state(self, tokens: list[int], states: Tensor) -> Tensor:
         """The state that is foreseen behind the last pair."""
         embedded = self._normed(self._embedding[torch.tensor(tokens)], "embedding_layernorm")
-        joined = torch.cat((embedded, states), dim=-1)
-        inputs = functional.linear(joined, self._w["fc.weight"], self._w.get("fc.bias"))
+        inputs = self._by("fc", torch.cat((embedded, states), dim=-1))
         state = inputs + self._attended(self._normed(inputs, "midlayer.input_layernorm"))
         inner = self._norm(state, "midlayer.post_attention_layernorm")
-        gate, up, down = (self._w[f"midlayer.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
-        return (state + (functional.silu(inner @ gate.T) * (inner @ up.T)) @ down.T)[-1]
+        return (state + self._swiglu("midlayer.mlp", inner))[-1]
 
     def _normed(self, states: Tensor, name: str) -> Tensor:
         """By a norm that only some checkpoints have."""

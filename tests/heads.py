@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn import functional
+
+from tests.head_tensors import Layers, Numbers, attended, saved, turned_halves
 
 HEADS, KV_HEADS, HEAD_DIM, MLP = 2, 1, 16, 48
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -21,38 +22,24 @@ FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 def eagle3_tensors(target: Any, draft_vocabulary: int, seed: int, **flags: bool) -> dict[str, Tensor]:
     """Random tensors by their published names, for a model of transformers."""
-    size = target.config.hidden_size
-    generator = torch.Generator().manual_seed(seed)
-
-    def matrix(rows: int, columns: int) -> Tensor:
-        numbers: Tensor = torch.randn(rows, columns, generator=generator) / columns**0.5
-        return numbers
-
-    def norm(width: int) -> Tensor:
-        return 1 + 0.2 * torch.randn(width, generator=generator)
-
+    size, numbers = target.config.hidden_size, Numbers(seed)
     layer = {
-        "input_layernorm.weight": norm(size),
-        "hidden_norm.weight": norm(size),
-        "post_attention_layernorm.weight": norm(size),
-        "self_attn.q_proj.weight": matrix(HEADS * HEAD_DIM, 2 * size),
-        "self_attn.k_proj.weight": matrix(KV_HEADS * HEAD_DIM, 2 * size),
-        "self_attn.v_proj.weight": matrix(KV_HEADS * HEAD_DIM, 2 * size),
-        "self_attn.o_proj.weight": matrix(size, HEADS * HEAD_DIM),
-        "mlp.gate_proj.weight": matrix(MLP, size),
-        "mlp.up_proj.weight": matrix(MLP, size),
-        "mlp.down_proj.weight": matrix(size, MLP),
+        "input_layernorm.weight": numbers.norm(size),
+        "hidden_norm.weight": numbers.norm(size),
+        "post_attention_layernorm.weight": numbers.norm(size),
+        **numbers.attention(size, 2 * size, HEADS, KV_HEADS, HEAD_DIM),
+        **numbers.mlp(size, MLP),
     }
     tensors = {f"midlayer.{name}": tensor for name, tensor in layer.items()}
-    tensors |= {"fc.weight": matrix(size, 3 * size), "norm.weight": norm(size)}
-    tensors["lm_head.weight"] = matrix(draft_vocabulary, size)
-    chosen = torch.randperm(target.config.vocab_size, generator=generator)[:draft_vocabulary].sort().values
+    tensors |= {"fc.weight": numbers.matrix(size, 3 * size), "norm.weight": numbers.norm(size)}
+    tensors["lm_head.weight"] = numbers.matrix(draft_vocabulary, size)
+    chosen = numbers.chosen(target.config.vocab_size, draft_vocabulary).sort().values
     tensors["d2t"] = chosen - torch.arange(draft_vocabulary)
     tensors["t2d"] = torch.zeros(target.config.vocab_size, dtype=torch.bool).index_fill_(0, chosen, True)
     if flags.get("norm_before_fc"):
-        tensors["input_norm.weight"] = norm(3 * size)
+        tensors["input_norm.weight"] = numbers.norm(3 * size)
     if flags.get("fc_norm"):
-        tensors |= {f"fc_norm.{index}.weight": norm(size) for index in range(3)}
+        tensors |= {f"fc_norm.{index}.weight": numbers.norm(size) for index in range(3)}
     return tensors
 
 
@@ -77,12 +64,10 @@ def save_eagle3(
     seed: int = 5, layer_ids: Sequence[int] | None = None, **flags: bool,
 ) -> Path:  # fmt: skip
     """Write a checkpoint in the raw format, or wrapped as speculators does."""
-    folder.mkdir(parents=True, exist_ok=True)
     tensors = eagle3_tensors(target, draft_vocabulary, seed, **flags)
     if own_embedding:
-        generator = torch.Generator().manual_seed(seed + 1)
         shape = (target.config.vocab_size, target.config.hidden_size)
-        tensors["embed_tokens.weight"] = torch.randn(shape, generator=generator)
+        tensors["embed_tokens.weight"] = Numbers(seed + 1).plain(*shape)
     if wrapped:
         tensors = {name.replace("midlayer.", "layers.0."): each for name, each in tensors.items()}
     config: dict[str, Any] = {"draft_vocab_size": draft_vocabulary, **flags}
@@ -93,12 +78,10 @@ def save_eagle3(
         config["transformer_layer_config"] = layer_config(target)
     else:
         config |= {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", **layer_config(target)}
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: each.contiguous() for name, each in tensors.items()}, folder / "model.safetensors")
-    return folder
+    return saved(folder, config, tensors)
 
 
-class Eagle3Reference:
+class Eagle3Reference(Layers):
     """Greedy proposals of a checkpoint, in float32."""
 
     def __init__(self, folder: Path, target: Any) -> None:
@@ -109,8 +92,6 @@ class Eagle3Reference:
         default = [2, count // 2, count - 3]
         self._layer_ids = config.get("eagle_aux_hidden_state_layer_ids", default)
         layer = config["transformer_layer_config"] if wrapped else config
-        self._epsilon = layer["rms_norm_eps"]
-        self._heads, self._kv_heads = layer["num_attention_heads"], layer["num_key_value_heads"]
         self._dim = layer["head_dim"]
         self._w = {
             name.replace("layers.0.", "midlayer."): tensor.float()
@@ -149,32 +130,14 @@ class Eagle3Reference:
         attended = self._attended(torch.cat((embedded, normed), dim=-1))
         state = (normed if self._flags["norm_before_residual"] else states) + attended
         inner = self._norm(state, "midlayer.post_attention_layernorm")
-        gate, up, down = (self._w[f"midlayer.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
-        state = (state + (functional.silu(inner @ gate.T) * (inner @ up.T)) @ down.T)[-1]
+        state = (state + self._swiglu("midlayer.mlp", inner))[-1]
         output = self._norm(state, "norm")
         return (output if self._flags["norm_output"] else state), self._w["lm_head.weight"] @ output
 
     def _attended(self, joined: Tensor) -> Tensor:
-        length = len(joined)
         query, key, value = (
-            (joined @ self._w[f"midlayer.self_attn.{name}_proj.weight"].T).view(length, -1, self._dim)
+            self._by(f"midlayer.self_attn.{name}_proj", joined).view(len(joined), -1, self._dim)
             for name in ("q", "k", "v")
         )
-        query, key = self._rotated(query), self._rotated(key)
-        hidden = torch.ones(length, length).triu(1).bool()
-        parts = []
-        for head in range(self._heads):
-            shared = head * self._kv_heads // self._heads
-            scores = query[:, head] @ key[:, shared].T / self._dim**0.5
-            parts.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value[:, shared])
-        return torch.cat(parts, dim=-1) @ self._w["midlayer.self_attn.o_proj.weight"].T
-
-    def _rotated(self, states: Tensor) -> Tensor:
-        half = self._dim // 2
-        angles = torch.arange(len(states))[:, None] / self._theta ** (torch.arange(half) / half)
-        cosines, sines = angles.cos()[:, None], angles.sin()[:, None]
-        first, second = states[..., :half], states[..., half:]
-        return torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
-
-    def _norm(self, states: Tensor, name: str) -> Tensor:
-        return functional.rms_norm(states, states.shape[-1:], self._w[f"{name}.weight"], self._epsilon)
+        query, key = turned_halves(query, self._theta), turned_halves(key, self._theta)
+        return self._by("midlayer.self_attn.o_proj", attended(query, key, value))

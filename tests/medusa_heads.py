@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
+
+from tests.head_tensors import Layers, Numbers, saved
 
 HEADS = 4
 
@@ -32,34 +34,30 @@ def save_medusa(
         shared_output: all heads have one output layer.
         seed: of the weights.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    size, vocabulary = target.config.hidden_size, target.config.vocab_size
-    generator = torch.Generator().manual_seed(seed)
+    size, vocabulary, numbers = target.config.hidden_size, target.config.vocab_size, Numbers(seed)
     rows = draft_vocabulary if draft_vocabulary is not None and not whole_outputs else vocabulary
     tensors: dict[str, Tensor] = {}
     for head in range(HEADS):
         for layer in range(layers):
             name = f"{head}.{layer}.linear" if published else f"medusa_heads.blocks.{head}.layers.{layer}"
-            tensors[f"{name}.weight"] = torch.randn(size, size, generator=generator) / size**0.5
+            tensors[f"{name}.weight"] = numbers.matrix(size, size)
             if bias:
-                tensors[f"{name}.bias"] = torch.randn(size, generator=generator)
+                tensors[f"{name}.bias"] = numbers.plain(size)
         name = f"{head}.{layers}" if published else f"lm_heads.{head}"
         if head == 0 or not shared_output:
-            tensors[f"{name}.weight"] = torch.randn(rows, size, generator=generator) / size**0.5
+            tensors[f"{name}.weight"] = numbers.matrix(rows, size)
     config: dict[str, Any] = {"medusa_num_heads": HEADS, "medusa_num_layers": layers}
     if not published:
         config = {"architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": size}
         config |= {"num_heads": HEADS, "num_hidden_layers": layers, "vocab_size": vocabulary}
         config |= {"medusa_fc_bias": bias, "original_lm_head": shared_output}
     if draft_vocabulary is not None:
-        tensors["token_map"] = torch.randperm(vocabulary, generator=generator)[:draft_vocabulary]
+        tensors["token_map"] = numbers.chosen(vocabulary, draft_vocabulary)
         config["truncated_vocab_size"] = draft_vocabulary
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors")
-    return folder
+    return saved(folder, config, tensors)
 
 
-class MedusaReference:
+class MedusaReference(Layers):
     """Greedy proposals of a checkpoint, in float32: one sequence, no cache."""
 
     def __init__(self, folder: Path, target: Any) -> None:
@@ -83,9 +81,7 @@ class MedusaReference:
         for layer in range(self._layers):
             published = f"{head}.{layer}.linear"
             name = published if f"{published}.weight" in self._w else f"blocks.{head}.layers.{layer}"
-            state = state + functional.silu(
-                functional.linear(state, self._w[f"{name}.weight"], self._w.get(f"{name}.bias"))
-            )
+            state = state + functional.silu(self._by(name, state))
         names = (f"{head}.{self._layers}.weight", f"lm_heads.{head}.weight", "lm_heads.0.weight")
         output = self._w[next(name for name in names if name in self._w)]
         known = self._w.get("token_map")

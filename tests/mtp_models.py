@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests.end_to_end.models import save_model
+from tests.head_tensors import Layers, angles, attended, turned_halves
 
 FAMILIES = ("deepseek_v3", "glm4_moe")
 LAYERS, EXPERTS = 3, 4
@@ -92,7 +93,7 @@ def save_mtp(model: Any, folder: Path, seed: int = 5) -> Path:
     return folder
 
 
-class MtpReference:
+class MtpReference(Layers):
     """Greedy proposals of the prediction layer in a checkpoint, in float32."""
 
     def __init__(self, folder: Path, target: Any, prefix: str = PREFIX) -> None:
@@ -129,29 +130,31 @@ class MtpReference:
         """DeepSeek-V2's multi-head latent attention; rotary pairs are neighbours."""
         config, length = self._config, len(x)
         plain, turned, values = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
-        query = self._by("q_b_proj", self._norm(self._by("q_a_proj", x), "self_attn.q_a_layernorm"))
+        query = self._by(
+            "self_attn.q_b_proj", self._norm(self._by("self_attn.q_a_proj", x), "self_attn.q_a_layernorm")
+        )
         query = query.view(length, -1, plain + turned)
         latent, shared_key = torch.split(
-            self._by("kv_a_proj_with_mqa", x), [config.kv_lora_rank, turned], dim=-1
+            self._by("self_attn.kv_a_proj_with_mqa", x), [config.kv_lora_rank, turned], dim=-1
         )
-        both = self._by("kv_b_proj", self._norm(latent, "self_attn.kv_a_layernorm"))
+        both = self._by("self_attn.kv_b_proj", self._norm(latent, "self_attn.kv_a_layernorm"))
         key, value = torch.split(both.view(length, -1, plain + values), [plain, values], dim=-1)
         query = torch.cat((query[..., :plain], _turned_neighbours(query[..., plain:])), dim=-1)
         rotary = _turned_neighbours(shared_key[:, None]).expand(-1, key.shape[1], -1)
-        return self._by("o_proj", attended(query, torch.cat((key, rotary), dim=-1), value))
+        return self._by("self_attn.o_proj", attended(query, torch.cat((key, rotary), dim=-1), value))
 
     def _grouped(self, x: Tensor) -> Tensor:
         """GLM-4.5's attention; half of each head is rotated, by halves."""
         size = self._config.head_dim
-        query, key, value = (self._by(f"{name}_proj", x).view(len(x), -1, size) for name in ("q", "k", "v"))
+        query, key, value = (
+            self._by(f"self_attn.{name}_proj", x).view(len(x), -1, size) for name in ("q", "k", "v")
+        )
         query, key = self._norm(query, "self_attn.q_norm"), self._norm(key, "self_attn.k_norm")
         query, key = (
             torch.cat((turned_halves(each[..., : size // 2]), each[..., size // 2 :]), dim=-1)
             for each in (query, key)
         )
-        repeated = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(repeated, 1), value.repeat_interleave(repeated, 1)
-        return self._by("o_proj", attended(query, key, value))
+        return self._by("self_attn.o_proj", attended(query, key, value))
 
     def _experts(self, x: Tensor) -> Tensor:
         """DeepSeek-V3's experts: the bias chooses groups and experts, and has no part in their weights."""
@@ -169,39 +172,13 @@ class MtpReference:
                 output[row] += weight * self._swiglu(f"mlp.experts.{expert}", x[row])
         return output
 
-    def _swiglu(self, name: str, x: Tensor) -> Tensor:
-        gate, up, down = (self._w[f"{name}.{part}_proj.weight"] for part in ("gate", "up", "down"))
-        return (functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
-
-    def _by(self, name: str, x: Tensor) -> Tensor:
-        return x @ self._w[f"self_attn.{name}.weight"].T
-
     def _norm(self, x: Tensor, name: str) -> Tensor:
         epsilon = 1e-6 if name.endswith("_a_layernorm") else self._config.rms_norm_eps
         return functional.rms_norm(x, x.shape[-1:], self._w[f"{name}.weight"], epsilon)
 
 
-def attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal attention of [tokens, heads, size] each, flattened over the heads."""
-    hidden = torch.ones(len(query), len(query)).triu(1).bool()
-    scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-    return torch.einsum("hqk,khd->qhd", weights, value).flatten(1)
-
-
-def _angles(x: Tensor) -> tuple[Tensor, Tensor]:
-    half = x.shape[-1] // 2
-    angles = torch.arange(len(x))[:, None] / 10000.0 ** (torch.arange(half) / half)
-    return angles.cos()[:, None], angles.sin()[:, None]
-
-
 def _turned_neighbours(x: Tensor) -> Tensor:
-    (cosines, sines), first, second = _angles(x), x[..., ::2], x[..., 1::2]
+    (cosines, sines), first, second = angles(x), x[..., ::2], x[..., 1::2]
     return torch.stack((first * cosines - second * sines, second * cosines + first * sines), dim=-1).flatten(
         -2
     )
-
-
-def turned_halves(x: Tensor) -> Tensor:
-    (cosines, sines), (first, second) = _angles(x), x.chunk(2, dim=-1)
-    return torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)

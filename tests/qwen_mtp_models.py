@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.end_to_end.models import save_model
-from tests.mtp_models import LAYERS, MtpReference, attended, random_target, turned_halves
+from tests.head_tensors import attended, turned_halves
+from tests.mtp_models import LAYERS, MtpReference, random_target
 
 FAMILIES = ("qwen3", "qwen3_moe", "qwen3_next")
 EXPERTS = 4
@@ -79,7 +80,7 @@ class QwenMtpReference(MtpReference):
             self._norm(embedded, "pre_fc_norm_embedding"),
             self._norm(states, "pre_fc_norm_hidden"),
         )
-        hidden = torch.cat((first, second), dim=-1) @ self._w["fc.weight"].T
+        hidden = self._by("fc", torch.cat((first, second), dim=-1))
         hidden = hidden + self._attention(self._norm(hidden, "layers.0.input_layernorm"))
         inner = self._norm(hidden, "layers.0.post_attention_layernorm")
         is_sparse = "layers.0.mlp.gate.weight" in self._w
@@ -91,7 +92,7 @@ class QwenMtpReference(MtpReference):
         """Qwen3's; Qwen3-Next has a gate for each of its outputs, and rotates a quarter of each head."""
         size = self._config.head_dim
         query, key, value = (
-            (x @ self._w[f"layers.0.self_attn.{name}_proj.weight"].T).view(len(x), heads, -1)
+            self._by(f"layers.0.self_attn.{name}_proj", x).view(len(x), heads, -1)
             for name, heads in (("q", 2), ("k", 1), ("v", 1))
         )
         gates = query[..., size:].sigmoid().flatten(1) if self._has_gate else torch.ones(1)
@@ -103,17 +104,17 @@ class QwenMtpReference(MtpReference):
                 self._norm(key, "layers.0.self_attn.k_norm"),
             )
         )
-        output = attended(query, key.expand(-1, 2, -1), value.expand(-1, 2, -1))
-        return (output * gates) @ self._w["layers.0.self_attn.o_proj.weight"].T
+        output = attended(query, key, value)
+        return self._by("layers.0.self_attn.o_proj", output * gates)
 
     def _sparse(self, x: Tensor) -> Tensor:
         """Two experts for each token; Qwen3-Next has one more for all, with a gate."""
         name = "layers.0.mlp"
         output = torch.zeros_like(x)
         if self._has_gate:
-            share = (x @ self._w[f"{name}.shared_expert_gate.weight"].T).sigmoid()
+            share = self._by(f"{name}.shared_expert_gate", x).sigmoid()
             output = share * self._swiglu(f"{name}.shared_expert", x)
-        shares = (x @ self._w[f"{name}.gate.weight"].T).softmax(-1)
+        shares = self._by(f"{name}.gate", x).softmax(-1)
         for row in range(len(x)):
             best = shares[row].topk(2)
             for expert, weight in zip(best.indices.tolist(), best.values / best.values.sum(), strict=True):

@@ -23,7 +23,6 @@ class LoadTracker:
 
     @property
     def now(self) -> DraftLoad:
-        """The load at this moment."""
         # Nobody waits at a draft that has answered nothing for so long
         is_idle = time.monotonic() - self._answered_at > 1.0
         wait = 0.0 if is_idle else self._wait_seconds

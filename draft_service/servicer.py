@@ -77,7 +77,6 @@ class DraftServicer(DraftServiceServicer):
     async def MapVocabulary(
         self, request_iterator: AsyncIterator[draft_pb2.MapVocabularyRequest], context: Context
     ) -> draft_pb2.MapVocabularyResponse:
-        """Takes the tokenizer of a target."""
         vocabularies = self.proposer.vocabularies
         if vocabularies is None:
             raise ConfigurationError("this draft cannot draft for a target with another tokenizer")
@@ -87,7 +86,6 @@ class DraftServicer(DraftServiceServicer):
     async def GetModelInfo(
         self, request: draft_pb2.DraftServiceGetModelInfoRequest, context: Context
     ) -> draft_pb2.DraftServiceGetModelInfoResponse:
-        """Information about the model."""
         return draft_pb2.DraftServiceGetModelInfoResponse(
             model_info=model_info_to_proto(self.proposer.model_info), load=wire.load_to_proto(self.load.now)
         )

@@ -115,7 +115,6 @@ class HiddenStateFiles:
             self._writer.submit(self._write, request_id, {"token_ids": token_ids, "hidden_states": states})
 
     async def close(self) -> None:
-        """Wait for the files."""
         await asyncio.to_thread(self._writer.shutdown)
 
     async def _read(self, sequence: Sequence, count: int) -> Tensor | None:

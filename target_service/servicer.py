@@ -77,7 +77,6 @@ class TargetServicer(TargetServiceServicer):
     async def GetModelInfo(
         self, request: target_pb2.TargetServiceGetModelInfoRequest, context: Context
     ) -> target_pb2.TargetServiceGetModelInfoResponse:
-        """Information about the model."""
         return target_pb2.TargetServiceGetModelInfoResponse(
             model_info=model_info_to_proto(self.verifier.model_info)
         )

@@ -131,11 +131,9 @@ class Verifier(EngineOwner[SequenceEngine[Any]]):
 
     @property
     def model_info(self) -> ModelInfo:
-        """Information about the model."""
         return self._engine.info
 
     async def close(self) -> None:
-        """Stop the engine, and finish the files."""
         await super().close()
         if self._files is not None:
             await self._files.close()

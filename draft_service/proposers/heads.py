@@ -86,7 +86,6 @@ class BoundProposer(EngineOwner[Engine[Drafting, Proposal]]):
 
     @property
     def model_info(self) -> ModelInfo:
-        """Information about the head."""
         return replace(self._engine.info, drafting_method=self._method)
 
     @asynccontextmanager

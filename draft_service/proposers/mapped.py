@@ -282,7 +282,6 @@ class MappedSequence:
 
     @property
     def pushed(self) -> Pushed | None:
-        """Continuations drafted ahead; None where no step grants a budget."""
         return None if self._ahead is None else self._ahead.pushed
 
     async def propose(self, step: ProposeStep) -> Proposal | None:

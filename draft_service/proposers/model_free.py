@@ -93,7 +93,6 @@ class ModelFreeProposer:
 
     @property
     def is_full(self) -> bool:
-        """True if a new sequence would wait for a place, unless its client has few."""
         return not self._places.has_room("")
 
     @property

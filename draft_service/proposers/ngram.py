@@ -38,7 +38,6 @@ class NgramIndex:
         self._largest_first = [_Occurrences(size, options.prompt_lookup_match) for size in sizes]
 
     def forget(self, length: int) -> None:
-        """Remove n-grams that reach past `length`, or that no token follows any more."""
         for occurrences in self._largest_first:
             occurrences.forget(self._tokens, length)
 

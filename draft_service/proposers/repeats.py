@@ -38,7 +38,6 @@ class Odds:
         return False
 
     def add(self, accepted: int, *, is_repeated: bool) -> None:
-        """Count a proposal that was verified."""
         if is_repeated:
             self._repeated += (accepted - self._repeated) / _MEMORY
         else:
@@ -57,7 +56,6 @@ class Repeats:
         self._is_repeated = False
 
     def forget(self, length: int) -> None:
-        """See `TokenIndex`."""
         self._index.forget(length)
 
     async def propose(self, token_count: int) -> tuple[int, ...]:
@@ -75,5 +73,4 @@ class Repeats:
         return found
 
     def proposed(self, token_ids: Sequence[int], *, is_repeated: bool = False) -> None:
-        """Remember what is verified next."""
         self._length, self._proposed, self._is_repeated = len(self._tokens), token_ids, is_repeated

@@ -141,7 +141,6 @@ class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
 
     @property
     def model_info(self) -> ModelInfo:
-        """Information about the model."""
         maps = self.vocabularies is not None
         return replace(self._engine.info, drafts_ahead=self._drafts_ahead, maps_vocabularies=maps)
 
@@ -210,7 +209,6 @@ class StandaloneSequence:
 
     @property
     def pushed(self) -> Pushed | None:
-        """Continuations drafted ahead; None where no step grants a budget."""
         return None if self._ahead is None else self._ahead.pushed
 
     async def propose(self, step: ProposeStep) -> Proposal | None:

@@ -96,7 +96,6 @@ class SuffixIndex:
         self._window_count = 0
 
     def forget(self, length: int) -> None:
-        """Remove the windows that reach past `length`."""
         first = max(0, length - self._tree.max_depth + 1)
         for position in reversed(range(first, self._window_count)):
             self._tree.remove(window_at(_OWN, position))
@@ -199,18 +198,15 @@ class SuffixNode:
         return max(going_on, key=_frequency, default=None)
 
     def continued_count(self) -> int:
-        """Windows that go on past this branch with a token."""
         assert self.children is not None
         return sum(child.count for token_id, child in self.children.items() if token_id != END)
 
     def add_repeat(self, window: int) -> None:
-        """Add a window equal to those that end in this leaf."""
         if self.repeats is None:
             self.repeats = {self.latest: None}
         self.repeats[window] = None
 
     def drop_repeat(self, window: int) -> None:
-        """Remove a window from this leaf, where others end too."""
         assert self.repeats is not None
         del self.repeats[window]
         self.count -= 1

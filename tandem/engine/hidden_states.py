@@ -181,11 +181,9 @@ class BoundSequences:
         self._by_request: dict[str, Sequence] = {}
 
     def open(self, request_id: str, sequence: Sequence) -> None:
-        """Record that the target has opened a request's sequence."""
         self._by_request[request_id] = sequence
 
     def close(self, request_id: str, sequence: Sequence) -> None:
-        """Record that the target is about to release it."""
         if self._by_request.get(request_id) is sequence:
             del self._by_request[request_id]
 
@@ -210,7 +208,6 @@ class Pairing:
     """True if states of the target were gone when the head wanted to read them."""
 
     def begin(self, target: Sequence, known_length: int) -> None:
-        """Begin a proposal after `known_length` pairs."""
         self.target, self.known_length, self.is_lost = target, known_length, False
         self.own_states.clear()
 

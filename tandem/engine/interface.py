@@ -262,24 +262,19 @@ class EngineOwner(Generic[EngineT]):
         self._engine = engine
 
     def kv_usage(self) -> KvUsage:
-        """Usage of the model's KV cache."""
         return self._engine.usage
 
     @property
     def is_full(self) -> bool:
-        """True if a new sequence would wait for a place, unless its client has few."""
         return self._engine.is_full
 
     @property
     def overdue_seconds(self) -> float:
-        """Seconds that the engine has been stuck in a step; 0 while all is well."""
         return self._engine.overdue_seconds
 
     async def start(self) -> None:
-        """Begin to work, and warm up."""
         self._engine.start()
         await self._engine.warm_up()
 
     async def close(self) -> None:
-        """Stop the engine."""
         await self._engine.close()

@@ -231,7 +231,6 @@ class DrawnTokens(GreedyTokens):
         self._sampling = sampling_of_rows(requests)
 
     def inputs(self, device: torch.device) -> list[IntArray | FloatArray]:
-        """Keys and parameters."""
         return [keys_of_rows(self._requests), *_parameters(self._sampling, device)]
 
     def launch(self, logits: Tensor, inputs: Sequence[Tensor], sampler: Sampler) -> list[Tensor]:

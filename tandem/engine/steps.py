@@ -31,15 +31,12 @@ class StepRunner:
 
     @property
     def warm_up_steps(self) -> SequenceOf[tuple[int, ...]]:
-        """Steps for which some backend prepares something, smallest first; see `StepBackend`."""
         return sorted({step for backend in self.backends for step in backend.warm_up_steps}, key=sum)
 
     def prompt_tokens(self, limit: int) -> int:
-        """The number of prompt tokens, up to `limit`, that a step should take."""
         return min(backend.prompt_tokens(limit) for backend in self.backends)
 
     def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Tensor:
-        """Runs one step; see `StepBackend.run`."""
         backend = next(backend for backend in self.backends if backend.accepts(segments))
         return backend.run(segments, rows)
 
@@ -53,11 +50,9 @@ class Packing:
 
     @property
     def token_count(self) -> int:
-        """Number of tokens in the step."""
         return sum(segment.token_count for segment in self.segments)
 
     def token_ids(self) -> list[int]:
-        """The step's tokens, packed."""
         return [token_id for segment in self.segments for token_id in segment.token_ids()]
 
     def positions(self) -> list[int]:
@@ -113,7 +108,6 @@ class SequenceBranches:
         return self.sequence.length + self.step.depth * len(self.step.trunk_lengths)
 
     def positions(self) -> list[int]:
-        """Position of each branch's token."""
         return [length + self.step.depth for length in self.step.trunk_lengths[: self.count]]
 
     def first_key(self, window: int | None) -> int:

@@ -288,7 +288,6 @@ class BlockCache:
         held.published = length // self._block_tokens * self._block_tokens
 
     def step(self, segments: SequenceOf[Segment], row_counts: SequenceOf[int]) -> Step:
-        """A step of these segments, which are ready, for the workers."""
         parts = [self._part(segment, rows) for segment, rows in zip(segments, row_counts, strict=True)]
         new_blocks = self._manager.take_new_block_ids()
         finished, self._finished = self._finished, []

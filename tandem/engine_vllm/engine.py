@@ -228,7 +228,6 @@ class VllmModel:
         return executor.collective_rpc(method, args=arguments, unique_reply_rank=0)
 
     def close(self) -> None:
-        """End the workers."""
         self._core.engine.shutdown()
 
 

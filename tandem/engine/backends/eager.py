@@ -194,7 +194,6 @@ class BranchGroup:
         value: Tensor,
         scoring: Scoring,
     ) -> Tensor:
-        """Attention of the branches, whose keys and values are stored; see `AttentionStep.attend`."""
         count, heads, first = self.token_count, query.shape[1], self._firsts[layer.group]
         length = self._length - first
         reader = self._readers[layer.group]
@@ -433,11 +432,9 @@ class _ArenaLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its base's 
         return keys[:, :, :end], values[:, :, :end]
 
     def get_seq_length(self) -> int:
-        """Tokens before this step."""
         return 0 if self._segment is None else self._segment.start
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys in all, and the position of the first."""
         return self.get_seq_length() + query_length, 0
 
 

@@ -205,7 +205,6 @@ class _Trunk:
 
     @property
     def row_count(self) -> int:
-        """Positions whose logits are not known."""
         return self.job.row_count - sum(len(logits) for logits in self.known)
 
 
@@ -242,7 +241,6 @@ class BackgroundWork:
 
     @property
     def is_empty(self) -> bool:
-        """True if there is nothing to do."""
         return not (self._waiting or self._begun)
 
     def add(self, job: BackgroundJob) -> None:

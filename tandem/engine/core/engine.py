@@ -131,7 +131,6 @@ class Worker(Generic[PayloadT, ResultT]):
 
     @property
     def is_running(self) -> bool:
-        """True if jobs are taken."""
         return not self._is_stopping
 
     @contextmanager
@@ -145,18 +144,15 @@ class Worker(Generic[PayloadT, ResultT]):
             self._head, self._prepare = own
 
     def start(self) -> None:
-        """Starts the thread."""
         self._is_stopping = False
         self._thread.start()
 
     def stop(self) -> None:
-        """Asks the thread to end after the step in progress."""
         with self._wakeup:
             self._is_stopping = True
             self._wakeup.notify()
 
     def join(self, timeout_seconds: float) -> bool:
-        """Waits for the thread to end; false when it has not."""
         self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 
@@ -483,12 +479,10 @@ class Engine(Generic[PayloadT, ResultT]):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
-        """Starts the thread. Must be called with an event loop running, once."""
         self._loop = asyncio.get_running_loop()
         self._worker.start()
 
     async def close(self) -> None:
-        """Stops after the step in progress; whoever still waits gets a ServiceUnavailableError."""
         if self._loop is None:
             return
         self._is_closing = True
@@ -637,7 +631,6 @@ class Engine(Generic[PayloadT, ResultT]):
             raise
 
     def grant(self, sequence: Sequence, asked: int, lead: int) -> None:
-        """Lets a sequence go on by itself. See `tandem.engine.interface.SequenceEngine`."""
         self._worker.grant(sequence, asked, lead)
 
     def put_back(self, job: BackgroundJob) -> None:
@@ -650,7 +643,6 @@ class Engine(Generic[PayloadT, ResultT]):
 
     @property
     def info(self) -> ModelInfo:
-        """The model, with the longest sequence that is served and what steps take."""
         return replace(self.model.info, max_length=self.max_length, step_profile=self._step_times.profile)
 
     @property

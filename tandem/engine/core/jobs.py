@@ -70,7 +70,6 @@ class Job(Generic[PayloadT]):
         """The caller no longer waits for the result."""
 
     def count_step(self, seconds: float, sequences: int, tokens: int) -> None:
-        """Another step had the job in it."""
         if self.cost is None:
             self.cost = StepCost(seconds, sequences, tokens)
         else:

@@ -30,11 +30,9 @@ class StepWatchdog:
         self._running: tuple[float, int] | None = None
 
     def begin(self, token_count: int) -> None:
-        """Begin a step of so many tokens."""
         self._running = self._clock(), token_count
 
     def end(self) -> None:
-        """End the step, whether it succeeded or not."""
         running, self._running = self._running, None
         if running is not None:
             began, token_count = running

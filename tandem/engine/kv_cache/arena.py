@@ -105,13 +105,11 @@ class PageTable:
         return self.first * self.page_tokens + self.window - 1
 
     def extend(self, pages: Iterable[int]) -> None:
-        """Adds pages behind the last one."""
         for page in pages:
             self._numbers[self._count] = page
             self._count += 1
 
     def replace(self, index: int, page: int) -> None:
-        """Puts a page in place of another."""
         self._numbers[index] = page
 
     def shorten(self, count: int) -> list[int]:
@@ -208,7 +206,6 @@ class PagePool:
             self._unused.append(page)
 
     def touch(self, page: int) -> None:
-        """Mark a kept page as used."""
         if page in self._kept:
             self._kept.move_to_end(page)
 

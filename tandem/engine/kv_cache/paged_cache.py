@@ -38,7 +38,6 @@ class PagedCache:
         return list(self._holders)
 
     def usage(self, waiting_count: int = 0, sequence_count: int = 0) -> KvUsage:
-        """Use of the arena. May be called from any thread: the figures are then of about the same moment."""
         pool, groups = self._pool, self._arena.group_count
         held = pool.page_count - pool.available_count
         return KvUsage(
@@ -141,7 +140,6 @@ class PagedCache:
         return True
 
     def take_spare(self, sequence: Sequence, count: int) -> int:
-        """Finds room for so many tokens behind its last one, as far as there are pages that nobody holds."""
         self._extend(sequence, min(sequence.length + count, sequence.table.max_pages * self._page_tokens))
         return sequence.table.capacity - sequence.length
 

@@ -60,17 +60,14 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Number of tokens."""
         return len(self.token_ids)
 
     @property
     def pending_count(self) -> int:
-        """Number of tokens that the model has not read yet."""
         return len(self.token_ids) - self.computed_length
 
     @property
     def can_extend(self) -> bool:
-        """True if one more token fits."""
         return len(self.token_ids) < self.max_length
 
     @property
@@ -183,7 +180,6 @@ class Segment:
         return self.sequence.computed_length + self.token_count
 
     def token_ids(self) -> list[int]:
-        """The tokens themselves."""
         return self.sequence.token_ids[self.start : self.end]
 
 
@@ -259,12 +255,10 @@ class Admission:
 
     @property
     def open_count(self) -> int:
-        """Open sequences."""
         return self._places.held
 
     @property
     def waiting_count(self) -> int:
-        """Requests that wait."""
         return self._places.waiting
 
     @property

@@ -190,17 +190,14 @@ class DraftedRow:
 
     @property
     def is_busy(self) -> bool:
-        """True while a proposal is awaited."""
         return self.task is not None and not self.task.done()
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """All tokens."""
         return self._tokens
 
     @property
     def length(self) -> int:
-        """Number of tokens."""
         return len(self._tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -334,7 +331,6 @@ class DraftLink:
 
     @property
     def open_sequences(self) -> int:
-        """Sequences that it keeps now."""
         return len(self._rows)
 
     def start(self, wait_seconds: float) -> str:
@@ -350,7 +346,6 @@ class DraftLink:
             return "no draft answered"
 
     def close(self) -> None:
-        """End all sequences and the thread."""
         loop, stopping = self._loop, self._stopping
         if loop is None or stopping is None or not self._thread.is_alive():
             return

@@ -50,7 +50,6 @@ class Counts:
         return Counts(*(getattr(self, each.name) - getattr(before, each.name) for each in fields(self)))
 
     def line(self) -> str:
-        """One line for a log."""
         return (
             f"Tandem drafts: {self.proposals} proposals of {_mean(self.proposed_tokens, self.proposals):.2f} tokens, "
             f"accepted {_share(self.accepted_tokens, self.verified_tokens)}, drafted ahead "
@@ -82,7 +81,6 @@ class CountsCollector(Collector):
         self._open_sequences = open_sequences
 
     def collect(self) -> Iterator[Metric]:
-        """Each count, and the number of sequences."""
         for each in fields(self._counts):
             if meaning := each.metadata.get("meaning"):
                 yield CounterMetricFamily(
@@ -123,7 +121,6 @@ class Report:
 
     @property
     def prometheus_port(self) -> int | None:
-        """Port of the metrics; None where they are not served."""
         return None if self._telemetry is None else self._telemetry.prometheus_port
 
     def waited(self, seconds: float) -> None:

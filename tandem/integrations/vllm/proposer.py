@@ -93,7 +93,6 @@ class WaysOfDrafting:
         self._pause = self._next_trial = _FIRST_PAUSE
 
     def begin_step(self) -> Way:
-        """The way of the step that begins."""
         self._steps += 1
         if self._steps == self._next_trial + _TRIAL_STEPS:
             self._end_trial()
@@ -102,7 +101,6 @@ class WaysOfDrafting:
         return self._tried if self._steps >= self._next_trial else self.best
 
     def end_step(self, way: Way, tokens: float, seconds: float) -> None:
-        """Count a step."""
         keep = 1.0 - 1.0 / _MEMORY_STEPS
         made = self._made[way]
         made[:] = keep * made[0] + tokens, keep * made[1] + seconds
@@ -337,7 +335,6 @@ class StepDrafter:
         atexit.register(self.link.close)
 
     def close(self) -> None:
-        """End all sequences and the thread."""
         atexit.unregister(self.link.close)
         self.link.close()
 
@@ -531,7 +528,6 @@ class Drafts:
         """The part that asks the drafts; None in a process that does not, and before the start."""
 
     def start(self) -> None:
-        """Connect to the drafts."""
         parallel = self._config.parallel_config
         if not asks(parallel) or self.steps is not None:
             return

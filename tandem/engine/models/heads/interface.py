@@ -91,7 +91,6 @@ class DraftHead(nn.Module):
         return scores.index_copy_(2, self.target_ids, own).flatten(1)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of the target's whole vocabulary."""
         return self.widened(self.own_logits(hidden))
 
 
@@ -138,7 +137,6 @@ class HeadFile:
         return cls(folder / CONFIG_FILE, read_object(folder / CONFIG_FILE, "a drafting head needs one"))
 
     def refusal(self, fault: str) -> ModelFolderError:
-        """The error that names the file and what is wrong with it."""
         return ModelFolderError(f"the file {self.path} {fault}")
 
     def architecture(self, default: str) -> str:
@@ -160,7 +158,6 @@ class HeadFile:
         return None if self.content.get(key) is None else self.number(key)
 
     def flag(self, key: str, *, default: bool = False) -> bool:
-        """True or false."""
         value = self.content.get(key)
         if value is None:
             return default
@@ -169,7 +166,6 @@ class HeadFile:
         return value
 
     def nested(self, key: str) -> HeadFile:
-        """An object within this one."""
         value = self.content.get(key)
         if not isinstance(value, dict):
             raise self.refusal(f"should have an object {key}, but it is {value!r}")

@@ -72,7 +72,7 @@ class TargetServicer(TargetServiceServicer):
                     verification = await verified.verify(step)
                     stream.answered(len(verification.rows))
                     await sequence.answer(verification)
-                verified.keep(sequence.kept_tokens)
+                verified.kept_length = sequence.kept_tokens
 
     async def GetModelInfo(
         self, request: target_pb2.TargetServiceGetModelInfoRequest, context: Context

@@ -221,14 +221,11 @@ class VerifiedSequence:
         self._options = options
         self._on_led = on_led
         self._grammar = grammar
+        self._adjustments = options.adjustments or None
         self._lead = _Lead()
         self._outcomes = OutcomeTable()
         self.kept_length = 0
-        """Tokens that will not be taken back, as far as is known."""
-
-    def keep(self, token_count: int) -> None:
-        """Learn, at the end, how many of the first tokens the coordinator keeps."""
-        self.kept_length = token_count
+        """Tokens that will not be taken back, as far as is known; the coordinator says it at the end."""
 
     def confirms(self, step: VerifyStep) -> bool:
         """True for a step that the sequence has taken by itself: `on_led` takes its answer, if it has not already."""
@@ -290,7 +287,7 @@ class VerifiedSequence:
             step,
             options.sampling,
             options.prompt_length,
-            options.adjustments or None,
+            self._adjustments,
             self._grammar,
             options.end_token_ids,
             options.max_length,

@@ -73,7 +73,7 @@ def new_head(target_folder: Path, folder: Path, target_ids: Sequence[int] | None
 @torch.no_grad()
 def _adopt_last_layer(head: Eagle3Head, target: Any) -> None:
     own, last, size = head.midlayer, target.model.layers[-1], head.state_size
-    head.embed_tokens.weight.copy_(target.get_input_embeddings().weight)
+    head.embed_tokens.weight = target.get_input_embeddings().weight
     head.lm_head.weight.copy_(target.get_output_embeddings().weight[head.target_ids])
     head.norm.weight.copy_(target.model.norm.weight)
     head.fc.weight.mul_(0.1)

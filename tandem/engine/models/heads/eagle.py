@@ -22,15 +22,14 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tandem.config.names import EAGLE
-from tandem.engine.kv_cache.arena import LayerGeometry
 from tandem.engine.models.heads.interface import (
-    DraftHead,
     HeadFile,
     HeadLayer,
     HeadTensors,
+    LlamaHead,
     LlamaHeadConfig,
     check_target,
-    llama_layer_shape,
+    llama_layer,
     placed,
     with_prefix_of,
 )
@@ -42,7 +41,6 @@ _OTHER_FORMATS = ("draft_vocab_size", "medusa_num_heads", "add_para_norm")
 _OWNER = "an EAGLE head"
 _SPECULATORS_TYPE = "speculators_model_type"
 _RENAMED = {"model.": ""}
-_EMBEDDING = "embed_tokens.weight"
 _LAYER = "layer."
 _RAW_NAMES = {_LAYER: "layers.0."}
 _SPECULATORS_NAMES = {_LAYER: "transformer.", "fc.": "fusion_fc."}
@@ -82,7 +80,8 @@ def read_eagle_config(folder: Path) -> EagleConfig:
     file.flag("bias")
     is_speculators = _SPECULATORS_TYPE in content
     return EagleConfig(
-        **llama_layer_shape(layer, _OWNER),
+        folder=folder,
+        layer=llama_layer(layer, _OWNER),
         architecture=file.architecture("EAGLEModel"),
         is_speculators=is_speculators,
         has_bias=file.flag("fusion_bias") if is_speculators else None,
@@ -97,21 +96,16 @@ def _layer(file: HeadFile) -> HeadFile:
     return file.nested("model") if isinstance(file.content.get("model"), dict) else file
 
 
-class EagleHead(DraftHead):
+class EagleHead(LlamaHead):
     """The head's module."""
 
     def __init__(self, config: EagleConfig, target: LoadedModel, *, has_bias: bool) -> None:
-        super().__init__()
+        super().__init__(config)
         module: Any = target.module
-        self.architecture = config.architecture
-        self.state_size = config.hidden_size
-        self.vocabulary_size = config.vocabulary_size
-        self.layers = (LayerGeometry(config.kv_heads, config.head_dim, config.head_dim),)
-        self.embed_tokens = nn.Embedding(config.vocabulary_size, config.hidden_size, device="meta")
-        """Set by `load_eagle`: often the target's own tensor."""
+        size = self.state_size
         self.embedding_layernorm = _norm(config)
-        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=has_bias)
-        self.layer = HeadLayer(config, target, config.hidden_size)
+        self.fc = nn.Linear(2 * size, size, bias=has_bias)
+        self.layer = HeadLayer(config, target, size)
         self.layer.input_layernorm = _norm(config)  # type: ignore[assignment]
         self.pre_lm_head_layernorm = _norm(config)
         # Not a submodule: it belongs to the target, which may replace its weights by packed ones.
@@ -135,7 +129,8 @@ class EagleHead(DraftHead):
 
 
 def _norm(config: EagleConfig) -> nn.Module:
-    return LlamaRMSNorm(config.hidden_size, config.epsilon) if config.has_norms else nn.Identity()
+    shape = config.layer
+    return LlamaRMSNorm(shape.hidden_size, shape.rms_norm_eps) if config.has_norms else nn.Identity()
 
 
 def load_eagle(config: EagleConfig, target: LoadedModel) -> EagleHead:
@@ -145,23 +140,12 @@ def load_eagle(config: EagleConfig, target: LoadedModel) -> EagleHead:
         ModelFolderError: a tensor is missing or has another shape than the config says, or the head belongs to another
             target.
     """
-    check_target(config.folder, target, hidden_size=config.hidden_size, vocab_size=config.vocabulary_size)
+    shape = config.layer
+    check_target(config.folder, target, hidden_size=shape.hidden_size, vocab_size=shape.vocab_size)
     tensors = HeadTensors(config.folder, _RENAMED)
     head = EagleHead(
         config, target, has_bias=("fc.bias" in tensors) if config.has_bias is None else config.has_bias
     )
-    head.embed_tokens.weight = nn.Parameter(_embedding(config, tensors, target), requires_grad=False)
     names = _SPECULATORS_NAMES if config.is_speculators else _RAW_NAMES
-    tensors.fill(head, partial(with_prefix_of, names), but=_EMBEDDING)
+    head.fill(config, tensors, target, partial(with_prefix_of, names))
     return placed(head, target)
-
-
-def _embedding(config: EagleConfig, tensors: HeadTensors, target: LoadedModel) -> Tensor:
-    """The head's own, or the target's where it has none or the same: published heads bring a copy of it."""
-    module: Any = target.module
-    targets: Tensor = module.get_input_embeddings().weight.detach()
-    if _EMBEDDING not in tensors:
-        return targets
-    shape = (config.vocabulary_size, config.hidden_size)
-    own = tensors.read(_EMBEDDING, shape).to(targets.device, targets.dtype)
-    return targets if torch.equal(own, targets) else own

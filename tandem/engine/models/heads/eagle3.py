@@ -15,21 +15,19 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tandem.config.names import EAGLE3
-from tandem.engine.kv_cache.arena import LayerGeometry
 from tandem.engine.models.heads.interface import (
-    DraftHead,
     HeadFile,
     HeadLayer,
     HeadTensors,
+    LlamaHead,
     LlamaHeadConfig,
     check_layer_ids,
     check_target,
-    llama_layer_shape,
+    llama_layer,
     placed,
     text_config,
 )
 from tandem.engine.models.loading import LoadedModel
-from tandem.errors import ModelFolderError
 
 _ARCHITECTURES = (
     "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3DraftModel", "Eagle3Speculator",
@@ -38,7 +36,6 @@ _ARCHITECTURES = (
 
 _SPECULATORS_TYPE = "speculators_model_type"
 _AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
-_EMBEDDING = "embed_tokens.weight"
 _RENAMED = {"model.": "", "layers.0.": "midlayer."}
 _STATES = 3
 """States of the target that are read for each token."""
@@ -83,7 +80,7 @@ def read_eagle3_config(folder: Path) -> Eagle3Config:
             f"is {file.content.get('architectures')!r}, of which one must name eagle3, as in {_ARCHITECTURES[0]}"
         )
     is_wrapped = _SPECULATORS_TYPE in file.content
-    shape = llama_layer_shape(
+    layer: Any = llama_layer(
         file.nested("transformer_layer_config") if is_wrapped else file, "an EAGLE-3 head"
     )
     nvidias = file.content.get("eagle_config")
@@ -92,10 +89,11 @@ def read_eagle3_config(folder: Path) -> Eagle3Config:
     if aux_layer_ids is not None and len(aux_layer_ids) != _STATES:
         raise file.refusal(f"should have {_STATES} layer numbers in {_AUX_LAYERS}, but it is {aux_layer_ids}")
     return Eagle3Config(
-        **shape,
+        folder=folder,
+        layer=layer,
         architecture=file.architecture("Eagle3Speculator"),
-        draft_vocabulary_size=file.number("draft_vocab_size", shape["vocabulary_size"]),
-        target_hidden_size=file.number("target_hidden_size", shape["hidden_size"]),
+        draft_vocabulary_size=file.number("draft_vocab_size", layer.vocab_size),
+        target_hidden_size=file.number("target_hidden_size", layer.hidden_size),
         aux_layer_ids=aux_layer_ids,
         # vLLM 0.32: absent means true in the speculators format and false in the raw one.
         norm_before_residual=flags.flag("norm_before_residual", default=is_wrapped),
@@ -105,26 +103,21 @@ def read_eagle3_config(folder: Path) -> Eagle3Config:
     )
 
 
-class Eagle3Head(DraftHead):
+class Eagle3Head(LlamaHead):
     """The head's module; its parameters have the published names."""
 
     def __init__(self, config: Eagle3Config, target: LoadedModel) -> None:
-        super().__init__()
-        size, wide = config.hidden_size, _STATES * config.target_hidden_size
+        super().__init__(config)
+        size, wide, epsilon = self.state_size, _STATES * config.target_hidden_size, config.layer.rms_norm_eps
         count: int = text_config(target).num_hidden_layers
         self.config = config
-        self.architecture = config.architecture
         self.layer_ids = config.aux_layer_ids or (2, count // 2, count - 3)
-        self.state_size = size
-        self.vocabulary_size = config.vocabulary_size
-        self.layers = (LayerGeometry(config.kv_heads, config.head_dim, config.head_dim),)
-        self.embed_tokens = nn.Embedding(config.vocabulary_size, size)
-        self.input_norm = LlamaRMSNorm(wide, config.epsilon) if config.norm_before_fc else None
+        self.input_norm = LlamaRMSNorm(wide, epsilon) if config.norm_before_fc else None
         norms = range(_STATES if config.fc_norm else 0)
-        self.fc_norm = nn.ModuleList(LlamaRMSNorm(config.target_hidden_size, config.epsilon) for _ in norms)
+        self.fc_norm = nn.ModuleList(LlamaRMSNorm(config.target_hidden_size, epsilon) for _ in norms)
         self.fc = nn.Linear(wide, size, bias=False)
         self.midlayer = _Layer(config, target)
-        self.norm = LlamaRMSNorm(size, config.epsilon)
+        self.norm = LlamaRMSNorm(size, epsilon)
         self.lm_head = nn.Linear(size, config.draft_vocabulary_size, bias=False)
 
     @property
@@ -151,8 +144,9 @@ class Eagle3Head(DraftHead):
 
 class _Layer(HeadLayer):  # type: ignore[no-untyped-call]  # its base's hook for subclasses is untyped
     def __init__(self, config: Eagle3Config, target: LoadedModel) -> None:
-        super().__init__(config, target, 2 * config.hidden_size)
-        self.hidden_norm = LlamaRMSNorm(config.hidden_size, config.epsilon)
+        shape = config.layer
+        super().__init__(config, target, 2 * shape.hidden_size)
+        self.hidden_norm = LlamaRMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self._norm_before_residual = config.norm_before_residual
 
     def forward(self, embedded: Tensor, states: Tensor, positions: Tensor, step: Any) -> Tensor:  # type: ignore[override]
@@ -168,32 +162,15 @@ def load_eagle3(config: Eagle3Config, target: LoadedModel) -> Eagle3Head:
         ModelFolderError: a tensor is missing or has another shape than the config says, or the head belongs to another
             target.
     """
+    vocabulary_size: int = config.layer.vocab_size
     check_target(
-        config.folder,
-        target,
-        vocab_size=config.vocabulary_size,
-        target_hidden_size=config.target_hidden_size,
+        config.folder, target, vocab_size=vocabulary_size, target_hidden_size=config.target_hidden_size
     )
     tensors = HeadTensors(config.folder, _RENAMED)
     head = Eagle3Head(config, target)
     check_layer_ids(config.folder, head.layer_ids, target)
-    tensors.fill(head, but="" if _EMBEDDING in tensors else _EMBEDDING)
-    if _EMBEDDING not in tensors:
-        head.embed_tokens.weight.data.copy_(_target_embedding(config, target))
-    if config.draft_vocabulary_size != config.vocabulary_size or "d2t" in tensors:
-        ids = tensors.target_ids(
-            "d2t", config.draft_vocabulary_size, config.vocabulary_size, are_offsets=True
-        )
-        head.target_ids = None if ids.tolist() == list(range(config.vocabulary_size)) else ids
+    head.fill(config, tensors, target)
+    if config.draft_vocabulary_size != vocabulary_size or "d2t" in tensors:
+        ids = tensors.target_ids("d2t", config.draft_vocabulary_size, vocabulary_size, are_offsets=True)
+        head.target_ids = None if ids.tolist() == list(range(vocabulary_size)) else ids
     return placed(head, target)
-
-
-def _target_embedding(config: Eagle3Config, target: LoadedModel) -> Tensor:
-    module: Any = target.module
-    weight: Tensor = module.get_input_embeddings().weight
-    if weight.shape[1] != config.hidden_size:
-        raise ModelFolderError(
-            f"the drafting head in {config.folder} has no {_EMBEDDING}, and the target's embedding is "
-            f"{weight.shape[1]} wide; it must be as wide as the head, {config.hidden_size}"
-        )
-    return weight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -187,64 +188,90 @@ class HeadFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaHeadConfig:
-    """Shape of a head of one Llama layer."""
+    """A head of one Llama layer."""
 
     folder: Path
     architecture: str
-    hidden_size: int
-    intermediate_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary_size: int
-    epsilon: float
-    """Added to the mean square in each RMSNorm."""
-
-    def layer_config(self, target: LoadedModel) -> LlamaConfig:
-        """The layer's config, with the target's rotary parameters: those in a head's own are often left over from a
-        template."""
-        targets = text_config(target)
-        own = LlamaConfig(
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            rms_norm_eps=self.epsilon,
-            max_position_embeddings=targets.max_position_embeddings,
-        )
-        own._attn_implementation = ATTENTION_NAME
-        parameters = getattr(targets, "rope_parameters", None)
-        if isinstance(parameters, dict) and "rope_type" in parameters:
-            own.rope_parameters = dict(parameters)
-        return own
+    layer: Any
+    """`LlamaConfig` of the layer. Any: its annotations allow None, which its own constructor replaces."""
 
 
-def llama_layer_shape(layer: HeadFile, owner: str) -> dict[str, Any]:
-    """Read the shape of a file's one Llama layer, as arguments of `LlamaHeadConfig`."""
+def llama_layer(layer: HeadFile, owner: str) -> LlamaConfig:
+    """Read the shape of a file's one Llama layer."""
     layer.check(
         owner,
         num_hidden_layers=1, hidden_act="silu", attention_bias=False, mlp_bias=False, use_sliding_window=False,
         qkv_bias=False,
     )  # fmt: skip
     hidden_size, heads = layer.number("hidden_size"), layer.number("num_attention_heads")
-    return {
-        "folder": layer.path.parent,
-        "hidden_size": hidden_size,
-        "intermediate_size": layer.number("intermediate_size"),
-        "heads": heads,
-        "kv_heads": layer.number("num_key_value_heads", heads),
-        "head_dim": layer.number("head_dim", hidden_size // heads),
-        "vocabulary_size": layer.number("vocab_size"),
-        "epsilon": float(layer.content.get("rms_norm_eps") or 1e-6),
-    }
+    return LlamaConfig(
+        hidden_size=hidden_size,
+        intermediate_size=layer.number("intermediate_size"),
+        num_attention_heads=heads,
+        num_key_value_heads=layer.number("num_key_value_heads", heads),
+        head_dim=layer.number("head_dim", hidden_size // heads),
+        vocab_size=layer.number("vocab_size"),
+        rms_norm_eps=float(layer.content.get("rms_norm_eps") or 1e-6),
+    )
+
+
+class LlamaHead(DraftHead):
+    """A drafting head of one Llama layer."""
+
+    def __init__(self, config: LlamaHeadConfig) -> None:
+        super().__init__()
+        shape = config.layer
+        self.architecture = config.architecture
+        self.state_size = shape.hidden_size
+        self.vocabulary_size = shape.vocab_size
+        self.layers = (LayerGeometry(shape.num_key_value_heads, shape.head_dim, shape.head_dim),)
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size, device="meta")
+        """Set by `fill`: often the target's own tensor."""
+
+    def fill(
+        self,
+        config: LlamaHeadConfig,
+        tensors: HeadTensors,
+        target: LoadedModel,
+        published: Callable[[str], str] = str,
+    ) -> None:
+        """Read the parameters. The embedding is the target's where the head has none or the same: published heads bring
+        a copy of it.
+
+        Raises:
+            ModelFolderError: a tensor is missing or has another shape than the config says.
+        """
+        tensors.fill(self, published, but=_EMBEDDING)
+        module: Any = target.module
+        embedding: Tensor = module.get_input_embeddings().weight.detach()
+        if _EMBEDDING in tensors:
+            own = tensors.read(_EMBEDDING, self.embed_tokens.weight.shape).to(
+                embedding.device, embedding.dtype
+            )
+            embedding = embedding if torch.equal(own, embedding) else own
+        elif embedding.shape[1] != self.state_size:
+            raise ModelFolderError(
+                f"the drafting head in {config.folder} has no {_EMBEDDING}, and the target's embedding is "
+                f"{embedding.shape[1]} wide; it must be as wide as the head, {self.state_size}"
+            )
+        self.embed_tokens.weight = nn.Parameter(embedding, requires_grad=False)
+
+
+_EMBEDDING = "embed_tokens.weight"
 
 
 class HeadLayer(LlamaDecoderLayer):
     """A head's one Llama layer, for pairs of several sequences. Its attention may read more than the residual."""
 
     def __init__(self, config: LlamaHeadConfig, target: LoadedModel, input_size: int) -> None:
-        layer = config.layer_config(target)
+        layer = copy(config.layer)
+        # The target's rotary parameters: those in a head's own config are often left over from a template
+        targets = text_config(target)
+        layer.max_position_embeddings = targets.max_position_embeddings
+        parameters = getattr(targets, "rope_parameters", None)
+        if isinstance(parameters, dict) and "rope_type" in parameters:
+            layer.rope_parameters = dict(parameters)
+        layer._attn_implementation = ATTENTION_NAME
         super().__init__(layer, 0)  # type: ignore[no-untyped-call]
         attention: Any = self.self_attn
         for name in ("q_proj", "k_proj", "v_proj"):

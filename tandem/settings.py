@@ -17,7 +17,7 @@ from pydantic import Field, PrivateAttr, ValidationError
 from tandem.config.layers import Origin, merged, origins, read_layers
 from tandem.config.names import Device
 from tandem.config.options import Options, sentences
-from tandem.config.rule import Rule, Rules, spelled
+from tandem.config.rule import Rules, rule, spelled
 from tandem.config.speculative import RevisionOptions
 from tandem.errors import ConfigurationError
 from tandem.logs import LogFormat, LogLevel
@@ -54,6 +54,20 @@ class FilledSettings(Options):
         return self._origins
 
 
+@rule(
+    "With a `host` that other machines reach, the server has TLS and asks who calls, or is `insecure`.",
+    "host",
+)
+def _exposure(settings: ServerSettings) -> Iterator[str]:
+    return exposure(settings, settings.host)
+
+
+@rule(
+    "With a `prometheus_host` that other machines reach, the server has TLS and asks who calls, or is "
+    "`insecure`.",
+    "prometheus_host",
+    "prometheus_port",
+)
 def _prometheus_exposure(settings: ServerSettings) -> Iterator[str]:
     if settings.prometheus_port is not None:
         yield from exposure(settings, settings.prometheus_host, "prometheus_host")
@@ -77,24 +91,17 @@ class ServerSettings(TelemetryOptions, ProtectionOptions, FilledSettings):
     log_format: LogFormat = "text"
     """Form of a log line."""
 
-    own_rules: ClassVar[Rules] = (
-        Rule(
-            "exposure",
-            "With a `host` that other machines reach, the server has TLS and asks who calls, or is `insecure`.",
-            lambda settings: exposure(settings, settings.host),
-            ("host",),
-        ),
-        Rule(
-            "prometheus-exposure",
-            "With a `prometheus_host` that other machines reach, the server has TLS and asks who calls, or is "
-            "`insecure`.",
-            _prometheus_exposure,
-            ("prometheus_host", "prometheus_port"),
-        ),
-    )
+    own_rules: ClassVar[Rules] = (_exposure, _prometheus_exposure)
 
 
-def _of_vllm(settings: ModelServerSettings) -> Iterator[str]:
+@rule(
+    "Options that only the engine vllm has go with it.",
+    "engine",
+    "device",
+    "tensor_parallel_size",
+    *VLLM_OPTIONS,
+)
+def _vllm_options(settings: ModelServerSettings) -> Iterator[str]:
     if settings.uses_vllm:
         return
     for name in ("tensor_parallel_size", "draft_tensor_parallel_size", *VLLM_OPTIONS):
@@ -107,7 +114,8 @@ def _of_vllm(settings: ModelServerSettings) -> Iterator[str]:
         )
 
 
-def _of_tandem(settings: ModelServerSettings) -> Iterator[str]:
+@rule("With the engine vllm `compile` is not on, and nothing reads hidden states.", "engine", "compile")
+def _tandem_options(settings: ModelServerSettings) -> Iterator[str]:
     if not settings.uses_vllm:
         return
     if settings.compile == "on":
@@ -173,20 +181,7 @@ class ModelServerSettings(RevisionOptions, ServerSettings):
     kv_cache_memory_bytes: int | None = Field(default=None, ge=1)
     """Size of the KV cache in bytes, in place of what device_memory_utilization leaves for it. vLLM's name."""
 
-    own_rules: ClassVar[Rules] = (
-        Rule(
-            "vllm-options",
-            "Options that only the engine vllm has go with it.",
-            _of_vllm,
-            ("engine", "device", "tensor_parallel_size", *VLLM_OPTIONS),
-        ),
-        Rule(
-            "tandem-options",
-            "With the engine vllm `compile` is not on, and nothing reads hidden states.",
-            _of_tandem,
-            ("engine", "compile"),
-        ),
-    )
+    own_rules: ClassVar[Rules] = (_vllm_options, _tandem_options)
 
     @property
     def uses_vllm(self) -> bool:

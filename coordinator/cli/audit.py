@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -77,21 +77,14 @@ async def audit(arguments: AuditArguments) -> None:
         raise ConfigurationError(
             f"{error.name} is not installed, and tandem audit needs it: pip install 'tandem-speculative[audit]'"
         ) from None
+    given = asdict(arguments) | {
+        "body": _object("--body", arguments.body),
+        "reference_body": _object("--reference-body", arguments.reference_body),
+        "key": os.environ.get(KEY) or os.environ.get("OPENAI_API_KEY"),
+        "reference_key": os.environ.get(REFERENCE_KEY),
+    }
     options = AuditOptions(
-        url=arguments.url,
-        model=arguments.model,
-        reference=arguments.reference,
-        reference_model=arguments.reference_model,
-        minutes=arguments.minutes,
-        concurrency=arguments.concurrency,
-        max_tokens=arguments.max_tokens,
-        budget_requests=arguments.budget_requests,
-        budget_tokens=arguments.budget_tokens,
-        num_speculative_tokens=arguments.num_speculative_tokens,
-        body=_object("--body", arguments.body),
-        reference_body=_object("--reference-body", arguments.reference_body),
-        key=os.environ.get(KEY) or os.environ.get("OPENAI_API_KEY"),
-        reference_key=os.environ.get(REFERENCE_KEY),
+        **{each.name: given[each.name] for each in fields(AuditOptions) if each.name in given}
     )
     result = await run_audit(options, (lambda _: None) if arguments.quiet else _progress)
     if not arguments.quiet and sys.stderr.isatty():

@@ -10,8 +10,9 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -82,11 +83,10 @@ class Record:
         """The result of `--json`."""
         summary = self.summary
         assert summary is not None
-        logprobs = {"logprobs": [*map(self._logprobs_at, range(len(self.logprobs)))]} if self.logprobs else {}
         return {
             "text": self.text,
             "token_ids": self.token_ids,
-            **logprobs,
+            **({"logprobs": [*self._logprobs()]} if self.logprobs else {}),
             "finish_reason": summary.finish_reason.value,
             "usage": {"prompt_tokens": summary.prompt_tokens, "completion_tokens": summary.completion_tokens},
             "speculation": describe_with_state(summary.speculation, summary.speculation_state),
@@ -102,26 +102,21 @@ class Record:
     def logprob_table(self) -> Table:
         """A row for each token: its text, its probability, and the most probable tokens at its position."""
         table = plain_table("TOKEN", ">ID", ">LOGPROB", ">PROB", "MOST PROBABLE (ID: LOGPROB)")
-        for index, position in enumerate(self.logprobs):
-            tops = zip(position.top_token_ids, position.top_logprobs, strict=True)
+        for each in self._logprobs():
             table.add_row(
-                Text(repr(self.token_texts[index])),
-                str(self.token_ids[index]),
-                f"{position.logprob:.3f}",
-                percent(math.exp(position.logprob)),
-                ", ".join(f"{token_id}: {logprob:.3f}" for token_id, logprob in tops),
+                Text(repr(each["text"])),
+                str(each["token_id"]),
+                f"{each['logprob']:.3f}",
+                percent(math.exp(each["logprob"])),
+                ", ".join(f"{top['token_id']}: {top['logprob']:.3f}" for top in each["top"]),
             )
         return table
 
-    def _logprobs_at(self, index: int) -> dict[str, object]:
-        position = self.logprobs[index]
-        tops = zip(position.top_token_ids, position.top_logprobs, strict=True)
-        return {
-            "text": self.token_texts[index],
-            "token_id": self.token_ids[index],
-            "logprob": position.logprob,
-            "top": [{"token_id": token_id, "logprob": logprob} for token_id, logprob in tops],
-        }
+    def _logprobs(self) -> Iterator[dict[str, Any]]:
+        for text, token_id, position in zip(self.token_texts, self.token_ids, self.logprobs, strict=True):
+            tops = zip(position.top_token_ids, position.top_logprobs, strict=True)
+            top = [{"token_id": top_id, "logprob": logprob} for top_id, logprob in tops]
+            yield {"text": text, "token_id": token_id, "logprob": position.logprob, "top": top}
 
 
 async def received(chunks: AsyncIterator[Chunk], console: Console | None) -> Record:
@@ -139,11 +134,8 @@ async def received(chunks: AsyncIterator[Chunk], console: Console | None) -> Rec
 
 def texts_of_tokens(chunk: Chunk) -> list[str]:
     """The text that each token of a piece completed."""
-    texts, start = [], 0
-    for length in chunk.text_lengths:
-        texts.append(chunk.text[start : start + length])
-        start += length
-    return texts
+    ends = [*accumulate(chunk.text_lengths, initial=0)]
+    return [chunk.text[start:end] for start, end in pairwise(ends)]
 
 
 def styled(chunk: Chunk) -> Text:
@@ -287,24 +279,28 @@ async def generate(
     drafting, or the reason why the draft did not work.
     """
     given = _prompt(prompt)
-    requests = [
-        replace(options, seed=_following(options.seed, i)).request(given) for i in range(result.count)
-    ]
+    first = options.request(given)
+    seeds = [None if first.seed is None else first.seed + index for index in range(result.count)]
     chat = _chat(prompt, given)
     where = connect(connection, click)
     console = None if result.as_json else Console(highlight=False, soft_wrap=True)
     records: list[Record] = []
     async with Client(where.address, where.credentials) as client:
         if chat:
-            ids = await client.chat_prompt(chat, timeout_seconds=where.timeout_seconds)
-            requests = [replace(request, prompt=ids) for request in requests]
-        for request in requests:
-            chunks = client.generate(request, timeout_seconds=where.timeout_seconds)
+            first = replace(
+                first, prompt=await client.chat_prompt(chat, timeout_seconds=where.timeout_seconds)
+            )
+        for seed in seeds:
+            chunks = client.generate(first, timeout_seconds=where.timeout_seconds, seed=seed)
             if not result.as_json and result.count > 1:
                 sys.stdout.write(f"--- {len(records) + 1} of {result.count}\n")
             record = await received(chunks, console)
             records.append(record)
-            _tell(record, result)
+            if result.as_json:
+                sys.stdout.write(json.dumps(record.as_dict(), ensure_ascii=False) + "\n")
+                sys.stdout.flush()
+            elif record.logprobs:
+                print_parts("", record.logprob_table())
     if not result.as_json and not result.quiet:
         sys.stderr.write(closing_line(records) + "\n")
 
@@ -365,34 +361,15 @@ def _lines() -> Iterator[str]:
             yield line
 
 
-def _tell(record: Record, result: ResultOptions) -> None:
-    if result.as_json:
-        sys.stdout.write(json.dumps(record.as_dict(), ensure_ascii=False) + "\n")
-        sys.stdout.flush()
-    elif record.logprobs:
-        print_parts("", record.logprob_table())
-
-
-def _following(seed: int | None, index: int) -> int | None:
-    return None if seed is None else seed + index
-
-
 def _prompt(options: PromptOptions) -> str | tuple[int, ...]:
-    given = [
-        value
-        for value in (options.prompt, options.prompt_file, options.prompt_token_ids)
-        if value is not None
-    ]
-    if len(given) != 1:
+    prompts = (options.prompt, options.prompt_file, options.prompt_token_ids)
+    if (count := sum(each is not None for each in prompts)) != 1:
         raise ConfigurationError(
-            f"{len(given)} prompts were given; give exactly one of PROMPT, --prompt-file and --prompt-token-ids"
+            f"{count} prompts were given; give exactly one of PROMPT, --prompt-file and --prompt-token-ids"
         )
-    if options.prompt is not None:
-        return options.prompt
-    if options.prompt_token_ids is not None:
-        return _ids(options.prompt_token_ids)
-    assert options.prompt_file is not None
-    return _content(options.prompt_file)
+    if options.prompt_file is not None:
+        return _content(options.prompt_file)
+    return _ids(options.prompt_token_ids or "") if options.prompt is None else options.prompt
 
 
 def _chat(options: PromptOptions, prompt: str | tuple[int, ...]) -> list[ChatMessage]:

@@ -11,43 +11,31 @@ from tandem.errors import InvalidRequestError
 from tandem.types import Grammar, GrammarKind
 
 
-def _schema(name: str, value: Any) -> Grammar:
-    if isinstance(value, str):
-        return Grammar(GrammarKind.JSON_SCHEMA, value)
-    if not isinstance(value, dict | bool):
-        raise _wrong(name, value, "a JSON schema")
-    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(value, ensure_ascii=False))
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
-def _text(kind: GrammarKind) -> Callable[[str, Any], Grammar]:
-    def made(name: str, value: Any) -> Grammar:
-        if not isinstance(value, str):
-            raise _wrong(name, value, "a text")
-        return Grammar(kind, value)
-
-    return made
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_text, value))
 
 
-def _choice(name: str, value: Any) -> Grammar:
-    if not isinstance(value, list) or not value or not all(isinstance(each, str) for each in value):
-        raise _wrong(name, value, "a list of texts")
-    return Grammar(GrammarKind.CHOICE, json.dumps(value, ensure_ascii=False))
-
-
-def _object(name: str, value: Any) -> Grammar:
-    if value is not True:
-        raise _wrong(name, value, "true")
-    return Grammar(GrammarKind.JSON_OBJECT)
-
-
-_MAKERS: Mapping[str, Callable[[str, Any], Grammar]] = {
-    "json": _schema,
-    "regex": _text(GrammarKind.REGEX),
-    "choice": _choice,
-    "grammar": _text(GrammarKind.GRAMMAR),
-    "json_object": _object,
+_FORMS: Mapping[str, tuple[GrammarKind, Callable[[Any], bool], str]] = {
+    "json": (GrammarKind.JSON_SCHEMA, lambda value: isinstance(value, str | dict | bool), "a JSON schema"),
+    "regex": (GrammarKind.REGEX, _is_text, "a text"),
+    "choice": (GrammarKind.CHOICE, _are_texts, "a list of texts"),
+    "grammar": (GrammarKind.GRAMMAR, _is_text, "a text"),
+    "json_object": (GrammarKind.JSON_OBJECT, lambda value: value is True, "true"),
 }
-"""Makers of grammars, by vLLM's names."""
+"""By vLLM's names: the kind of grammar, which values make one, and those values in words."""
+
+
+def _grammar(form: str, name: str, value: Any) -> Grammar:
+    kind, makes_one, wanted = _FORMS[form]
+    if not makes_one(value):
+        raise _wrong(name, value, wanted)
+    if kind is GrammarKind.JSON_OBJECT:
+        return Grammar(kind)
+    return Grammar(kind, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
 def grammar_of(
@@ -66,7 +54,7 @@ def grammar_of(
         InvalidRequestError: there are several, or one is not as it should be.
     """
     found = [_of_format(response_format), _of_outputs(structured_outputs)]
-    found += [_MAKERS[name](f"guided_{name}", value) for name, value in guided.items() if value is not None]
+    found += [_grammar(name, f"guided_{name}", value) for name, value in guided.items() if value is not None]
     grammars = [grammar for grammar in found if grammar is not None]
     if len(grammars) > 1:
         raise InvalidRequestError(
@@ -87,20 +75,20 @@ def _of_format(value: Mapping[str, Any] | None) -> Grammar | None:
     described = (value or {}).get("json_schema")
     if not isinstance(described, dict) or "schema" not in described:
         raise _wrong("response_format.json_schema", described, 'an object with "schema"')
-    return _schema("response_format.json_schema.schema", described["schema"])
+    return _grammar("json", "response_format.json_schema.schema", described["schema"])
 
 
 def _of_outputs(value: Mapping[str, Any] | None) -> Grammar | None:
     given = {name: own for name, own in (value or {}).items() if own is not None}
     if not given:
         return None
-    if len(given) > 1 or not given.keys() <= _MAKERS.keys():
+    if len(given) > 1 or not given.keys() <= _FORMS.keys():
         raise InvalidRequestError(
             f"structured_outputs has {', '.join(map(str, given))[:SHOWN_CHARACTERS]}; it must have one of "
-            f"{', '.join(_MAKERS)}"
+            f"{', '.join(_FORMS)}"
         )
     ((name, own),) = given.items()
-    return _MAKERS[name](f"structured_outputs.{name}", own)
+    return _grammar(name, f"structured_outputs.{name}", own)
 
 
 def _wrong(name: str, value: Any, wanted: str) -> InvalidRequestError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -392,12 +392,3 @@ class _ObjectReader:
 def reader_of(form: Parser | Literal["demanded"]) -> CallReader | HarmonyReader:
     """The reader of completions of this form."""
     return HarmonyReader() if form == "harmony" else CallReader(form)
-
-
-def calls_in(
-    texts: Iterator[str] | Sequence[str], parser: Parser | Literal["demanded"]
-) -> tuple[str, list[Call]]:
-    """The text and the calls of a whole completion."""
-    reader = reader_of(parser)
-    content = "".join(reader.read(text)[0] for text in texts)
-    return content + reader.finish(), reader.calls

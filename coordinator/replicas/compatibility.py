@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from coordinator.settings.coordinator import MAX_SPECULATIVE_TOKENS
 from tandem.config import SpeculativeConfig
 from tandem.config.names import STANDALONE
-from tandem.config.rule import Rule, broken
+from tandem.config.rule import Rule, broken, rule
 from tandem.config.speculative import MAX_CONFIGURED_TOKENS
 from tandem.errors import IncompatibleModelsError
 from tandem.rpc.channels import DEFAULT_MESSAGE_LIMIT_BYTES, message_limit
@@ -43,6 +43,7 @@ def check_models(deployment: Deployment) -> None:
         raise IncompatibleModelsError("; ".join(sentences))
 
 
+@rule("`speculative_method`, when set, is what the draft service drafts by.")
 def _drafting_method(deployment: Deployment) -> Iterator[str]:
     method, draft = deployment.config.speculative_method, deployment.draft
     if method is None:
@@ -80,6 +81,7 @@ def _obstacle(deployment: Deployment) -> str:
     return "this draft cannot map vocabularies, for which it needs its tokenizer.json and one device"
 
 
+@rule("The draft model has no more ids than the target, or `vocabulary_mapping` is not `off`.")
 def _vocabulary_size(deployment: Deployment) -> Iterator[str]:
     draft, target = deployment.draft_model, deployment.target
     if draft is None or draft.vocabulary_size == target.vocabulary_size:
@@ -94,6 +96,9 @@ def _vocabulary_size(deployment: Deployment) -> Iterator[str]:
     )
 
 
+@rule(
+    "Draft model and target have one tokenizer, or `vocabulary_mapping` is not `off` and the draft can map."
+)
 def _tokenizer(deployment: Deployment) -> Iterator[str]:
     draft, target = deployment.draft_model, deployment.target
     if draft is None or draft.tokenizer_hash == target.tokenizer_hash:
@@ -118,6 +123,7 @@ def check_coverage(config: SpeculativeConfig, draft: ModelInfo, coverage: Covera
         )
 
 
+@rule("Draft and target share `max_length`.")
 def _shared_max_length(deployment: Deployment) -> Iterator[str]:
     draft, target = deployment.draft, deployment.target
     # 0: the service has no limit.
@@ -130,6 +136,7 @@ def _shared_max_length(deployment: Deployment) -> Iterator[str]:
     )
 
 
+@rule("`max_length`, when the coordinator has it, is what the target serves.")
 def _configured_max_length(deployment: Deployment) -> Iterator[str]:
     configured, target = deployment.config.max_length, deployment.target
     if configured not in (None, target.max_length):
@@ -139,6 +146,7 @@ def _configured_max_length(deployment: Deployment) -> Iterator[str]:
         )
 
 
+@rule("`draft_tensor_parallel_size` is 1 or the target's, and the draft's own.")
 def _tensor_parallel_size(deployment: Deployment) -> Iterator[str]:
     draft, target = deployment.draft_model, deployment.target
     if draft is None:
@@ -156,32 +164,12 @@ def _tensor_parallel_size(deployment: Deployment) -> Iterator[str]:
 
 
 MODEL_RULES: tuple[Rule[Deployment], ...] = (
-    Rule(
-        "drafting-method",
-        "`speculative_method`, when set, is what the draft service drafts by.",
-        _drafting_method,
-    ),
-    Rule(
-        "vocabulary-size",
-        "The draft model has no more ids than the target, or `vocabulary_mapping` is not `off`.",
-        _vocabulary_size,
-    ),
-    Rule(
-        "tokenizer",
-        "Draft model and target have one tokenizer, or `vocabulary_mapping` is not `off` and the draft can map.",
-        _tokenizer,
-    ),
-    Rule("shared-max-length", "Draft and target share `max_length`.", _shared_max_length),
-    Rule(
-        "configured-max-length",
-        "`max_length`, when the coordinator has it, is what the target serves.",
-        _configured_max_length,
-    ),
-    Rule(
-        "tensor-parallel-size",
-        "`draft_tensor_parallel_size` is 1 or the target's, and the draft's own.",
-        _tensor_parallel_size,
-    ),
+    _drafting_method,
+    _vocabulary_size,
+    _tokenizer,
+    _shared_max_length,
+    _configured_max_length,
+    _tensor_parallel_size,
 )
 
 

@@ -10,7 +10,7 @@ from coordinator.rejection import RuleError, named_strategy
 from coordinator.settings.coordinator import MAX_SPECULATIVE_TOKENS, RequestBounds
 from tandem.config import SpeculativeConfig
 from tandem.config.names import OWN_METHODS
-from tandem.config.rule import Rule, at_least, broken, refuse, spelled, within
+from tandem.config.rule import Rule, at_least, broken, refuse, rule, spelled, within
 from tandem.plural import plural
 from tandem.sampling.ranges import sampling_rules
 from tandem.types import MAX_LOGIT_BIAS, GenerationRequest, ModelInfo, RowKind
@@ -95,20 +95,23 @@ def _at_most(
     return Rule(name, requirement, check)
 
 
-def _prompt_bytes(subject: BoundedRequest) -> Iterator[str]:
+@rule("The prompt's text has at most `max_prompt_bytes`, and no more than `max_length` tokens can hold.")
+def _max_prompt_bytes(subject: BoundedRequest) -> Iterator[str]:
     prompt = subject.request.prompt
     if isinstance(prompt, str):
         yield from too_much_text(prompt, subject.bounds, subject.max_text_bytes)
 
 
-def _prompt_tokens(subject: BoundedRequest) -> Iterator[str]:
+@rule("A prompt of token ids is shorter than `max_length`.")
+def _max_prompt_tokens(subject: BoundedRequest) -> Iterator[str]:
     """Token ids take some 36 bytes each while they wait; how many a text has is known once it has its place."""
     prompt = subject.request.prompt
     if not isinstance(prompt, str):
         yield from too_long(len(prompt), subject.max_length)
 
 
-def _grammar_is_wanted(subject: BoundedRequest) -> Iterator[str]:
+@rule("Structured output is allowed (`structured_output`), and its source has at most `max_grammar_bytes`.")
+def _structured_output(subject: BoundedRequest) -> Iterator[str]:
     grammar, bounds = subject.request.grammar, subject.bounds
     if grammar is None:
         return
@@ -157,18 +160,10 @@ _COUNT_RULES: tuple[Rule[BoundedRequest], ...] = (
 )
 
 BOUND_RULES: tuple[Rule[BoundedRequest], ...] = (
-    Rule(
-        "max-prompt-bytes",
-        "The prompt's text has at most `max_prompt_bytes`, and no more than `max_length` tokens can hold.",
-        _prompt_bytes,
-    ),
-    Rule("max-prompt-tokens", "A prompt of token ids is shorter than `max_length`.", _prompt_tokens),
+    _max_prompt_bytes,
+    _max_prompt_tokens,
     *_COUNT_RULES,
-    Rule(
-        "structured-output",
-        "Structured output is allowed (`structured_output`), and its source has at most `max_grammar_bytes`.",
-        _grammar_is_wanted,
-    ),
+    _structured_output,
     _at_most(
         "most-speculative-tokens",
         f"`num_speculative_tokens` is at most {MAX_SPECULATIVE_TOKENS}, or what the coordinator is set to.",
@@ -211,34 +206,44 @@ def check_request(subject: TokenizedRequest) -> None:
     refuse(broken(REQUEST_RULES, subject))
 
 
+@rule("The prompt holds at least one token.")
 def _prompt_not_empty(subject: TokenizedRequest) -> Iterator[str]:
     if not subject.prompt:
         yield "the prompt is empty; it must hold at least one token"
 
 
+@rule("The prompt is shorter than `max_length`.")
 def _prompt_fits(subject: TokenizedRequest) -> Iterator[str]:
     return too_long(len(subject.prompt), subject.target.max_length)
 
 
-def _known_ids(subject: TokenizedRequest) -> Iterator[str]:
+@rule("The prompt's ids are in the target's vocabulary.")
+def _known_token_ids(subject: TokenizedRequest) -> Iterator[str]:
     return outside_vocabulary("the prompt holds", subject.prompt, subject.target)
 
 
-def _delivered_ids(subject: TokenizedRequest) -> Iterator[str]:
+@rule("Ids that an earlier stream has delivered are in the target's vocabulary.")
+def _known_delivered_ids(subject: TokenizedRequest) -> Iterator[str]:
     return outside_vocabulary(
         "delivered_token_ids holds", subject.request.delivered_token_ids, subject.target
     )
 
 
+@rule("No stop string is empty.")
 def _stop_strings(subject: TokenizedRequest) -> Iterator[str]:
     if "" in subject.request.stop:
         yield "a stop string is empty; each must have a character"
 
 
+@rule("`stop_token_ids` are in the target's vocabulary.")
 def _stop_token_ids(subject: TokenizedRequest) -> Iterator[str]:
     return outside_vocabulary("stop_token_ids is for", subject.request.stop_token_ids, subject.target)
 
 
+@rule(
+    f"`logit_bias` is for ids of the target's vocabulary, and between {-MAX_LOGIT_BIAS:g} and "
+    f"{MAX_LOGIT_BIAS:g}."
+)
 def _logit_bias(subject: TokenizedRequest) -> Iterator[str]:
     biases = subject.request.logit_bias
     yield from outside_vocabulary("logit_bias is for", biases, subject.target)
@@ -259,7 +264,11 @@ def outside_vocabulary(holder: str, token_ids: Iterable[int], target: ModelInfo)
         yield f"{holder} token id {unknown}; ids must be in 0..{size - 1}"
 
 
-def _min_tokens(subject: TokenizedRequest) -> Iterator[str]:
+@rule(
+    "`min_tokens` is at most `max_tokens` and the room after the prompt, and some token does not end the "
+    "completion."
+)
+def _min_tokens_fit(subject: TokenizedRequest) -> Iterator[str]:
     request, target = subject.request, subject.target
     if request.min_tokens <= 0:
         return
@@ -273,6 +282,7 @@ def _min_tokens(subject: TokenizedRequest) -> Iterator[str]:
         yield f"min_tokens is {request.min_tokens}; it must be 0, since every token ends the completion"
 
 
+@rule("With `max_tokens_must_fit`, which OpenAI's API implies, `max_length` leaves room for `max_tokens`.")
 def _max_tokens_fit(subject: TokenizedRequest) -> Iterator[str]:
     request, room = subject.request, subject.target.max_length - len(subject.prompt)
     if request.max_tokens_must_fit and request.max_tokens is not None and 0 < room < request.max_tokens:
@@ -282,6 +292,7 @@ def _max_tokens_fit(subject: TokenizedRequest) -> Iterator[str]:
         )
 
 
+@rule("Log probabilities come from dense rows.", "row_kind", "logprobs")
 def _rows_with_logprobs(subject: TokenizedRequest) -> Iterator[str]:
     kind = subject.request.row_kind
     if subject.request.logprobs is not None and kind not in (None, RowKind.DENSE):
@@ -304,6 +315,10 @@ def penalties_of(request: GenerationRequest) -> tuple[str, ...]:
     return tuple(name for name, off in PENALTIES.items() if getattr(request, name) not in (None, off))
 
 
+@rule(
+    "With `draft_model_penalties` refuse, penalties are off where a separate draft model proposes.",
+    *PENALTIES,
+)
 def _penalties_without_draft_model(subject: TokenizedRequest) -> Iterator[str]:
     """The draft model proposes without penalties, so it would be wrong more and more often; MAX refuses this too."""
     if not subject.speculates_with_model:
@@ -317,6 +332,7 @@ def _penalties_without_draft_model(subject: TokenizedRequest) -> Iterator[str]:
         )
 
 
+@rule("`max_tokens` is at least 1, or 0 with `echo`.", "max_tokens", "echo")
 def _max_tokens(subject: TokenizedRequest) -> Iterator[str]:
     minimum = 0 if subject.request.echo else 1
     if subject.request.max_tokens is not None and subject.request.max_tokens < minimum:
@@ -328,6 +344,9 @@ def never_proposes(request: GenerationRequest) -> bool:
     return request.max_tokens is not None and request.max_tokens <= 1
 
 
+@rule(
+    "With `echo` no draft proposes; with `logprobs` beside it, nothing changes the target's logits.", "echo"
+)
 def _echo(subject: TokenizedRequest) -> Iterator[str]:
     request = subject.request
     if not request.echo:
@@ -348,7 +367,8 @@ def _echo(subject: TokenizedRequest) -> Iterator[str]:
         )
 
 
-def _grammar(subject: TokenizedRequest) -> Iterator[str]:
+@rule("With structured output `ignore_eos` is false, `min_tokens` 0, and acceptance not synthetic.")
+def _grammar_ends_the_text(subject: TokenizedRequest) -> Iterator[str]:
     request = subject.request
     if request.grammar is None:
         return
@@ -370,7 +390,11 @@ def _grammar(subject: TokenizedRequest) -> Iterator[str]:
         )
 
 
-def _logits_of_draft(subject: TokenizedRequest) -> Iterator[str]:
+@rule(
+    "The rule logit-comparison needs a draft service that has a model, except at `temperature` 0.",
+    "rejection_sampling_strategy",
+)
+def _logits_of_draft_model(subject: TokenizedRequest) -> Iterator[str]:
     """Reads the draft's own report: `speculative_method`, which another rule checks, may be left out."""
     draft = subject.draft
     if draft is None or draft.has_model or not subject.request.speculation:
@@ -397,66 +421,24 @@ MAX_LOGPROBS = 20
 
 
 REQUEST_RULES: tuple[Rule[TokenizedRequest], ...] = (
-    Rule("prompt-not-empty", "The prompt holds at least one token.", _prompt_not_empty),
-    Rule("prompt-fits", "The prompt is shorter than `max_length`.", _prompt_fits),
-    Rule("known-token-ids", "The prompt's ids are in the target's vocabulary.", _known_ids),
-    Rule(
-        "known-delivered-ids",
-        "Ids that an earlier stream has delivered are in the target's vocabulary.",
-        _delivered_ids,
-    ),
-    Rule("max-tokens", "`max_tokens` is at least 1, or 0 with `echo`.", _max_tokens, ("max_tokens", "echo")),
+    _prompt_not_empty,
+    _prompt_fits,
+    _known_token_ids,
+    _known_delivered_ids,
+    _max_tokens,
     *sampling_rules(of=_request),
     at_least("num_speculative_tokens", 1, of=_request),
     within("seed", -(2**63), 2**63 - 1, "a signed 64-bit integer", of=_request),
     within("logprobs", 0, MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}", of=_request),
-    Rule(
-        "rows-with-logprobs",
-        "Log probabilities come from dense rows.",
-        _rows_with_logprobs,
-        ("row_kind", "logprobs"),
-    ),
-    Rule("stop-strings", "No stop string is empty.", _stop_strings),
-    Rule("stop-token-ids", "`stop_token_ids` are in the target's vocabulary.", _stop_token_ids),
-    Rule(
-        "logit-bias",
-        f"`logit_bias` is for ids of the target's vocabulary, and between {-MAX_LOGIT_BIAS:g} and "
-        f"{MAX_LOGIT_BIAS:g}.",
-        _logit_bias,
-    ),
+    _rows_with_logprobs,
+    _stop_strings,
+    _stop_token_ids,
+    _logit_bias,
     at_least("min_tokens", 0, of=_request),
-    Rule(
-        "min-tokens-fit",
-        "`min_tokens` is at most `max_tokens` and the room after the prompt, and some token does not end the "
-        "completion.",
-        _min_tokens,
-    ),
-    Rule(
-        "max-tokens-fit",
-        "With `max_tokens_must_fit`, which OpenAI's API implies, `max_length` leaves room for `max_tokens`.",
-        _max_tokens_fit,
-    ),
-    Rule(
-        "echo",
-        "With `echo` no draft proposes; with `logprobs` beside it, nothing changes the target's logits.",
-        _echo,
-        ("echo",),
-    ),
-    Rule(
-        "grammar-ends-the-text",
-        "With structured output `ignore_eos` is false, `min_tokens` 0, and acceptance not synthetic.",
-        _grammar,
-    ),
-    Rule(
-        "penalties-without-draft-model",
-        "With `draft_model_penalties` refuse, penalties are off where a separate draft model proposes.",
-        _penalties_without_draft_model,
-        tuple(PENALTIES),
-    ),
-    Rule(
-        "logits-of-draft-model",
-        "The rule logit-comparison needs a draft service that has a model, except at `temperature` 0.",
-        _logits_of_draft,
-        ("rejection_sampling_strategy",),
-    ),
+    _min_tokens_fit,
+    _max_tokens_fit,
+    _echo,
+    _grammar_ends_the_text,
+    _penalties_without_draft_model,
+    _logits_of_draft_model,
 )

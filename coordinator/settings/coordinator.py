@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_va
 from coordinator.settings.acceptance import COMBINATION_RULES
 from tandem.config import SpeculativeConfig
 from tandem.config.options import Options
-from tandem.config.rule import Rule, Rules
+from tandem.config.rule import Rules, rule
 from tandem.rpc.addresses import is_loopback, split_addresses
 from tandem.rpc.credentials import Credentials
 from tandem.serving.protection import AdminOptions, exposure
@@ -99,7 +99,12 @@ class ServiceAccessOptions(Options):
         return Credentials.of({**options, "token": token})
 
 
-def _exposure(settings: Any) -> Iterator[str]:
+@rule(
+    "With an `http_host` that other machines reach, the server has TLS and asks who calls, or is `insecure`.",
+    "http_host",
+    "http_port",
+)
+def _http_exposure(settings: Any) -> Iterator[str]:
     if settings.http_port is not None:
         yield from exposure(settings, settings.http_host, "http_host")
 
@@ -112,13 +117,19 @@ def origins(text: str | None) -> list[str]:
 _ORIGIN = re.compile(r"\*|https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(:[0-9]+)?")
 
 
-def _cors(settings: Any) -> Iterator[str]:
+@rule("`cors_origin` is `*` or origins: `scheme://host:port`.", "cors_origin")
+def _cors_origin(settings: Any) -> Iterator[str]:
     for origin in origins(settings.cors_origin):
         if not _ORIGIN.fullmatch(origin):
             yield f"cors_origin is {origin}; it must be * or scheme://host:port, such as https://chat.example"
 
 
-def _held_bodies(settings: Any) -> Iterator[str]:
+@rule(
+    "`http_max_held_body_bytes` is at least `http_max_body_bytes`.",
+    "http_max_held_body_bytes",
+    "http_max_body_bytes",
+)
+def _http_held_bodies(settings: Any) -> Iterator[str]:
     if settings.http_max_held_body_bytes < settings.http_max_body_bytes:
         yield (
             f"http_max_held_body_bytes is {settings.http_max_held_body_bytes}; it must be at least "
@@ -156,23 +167,7 @@ class HttpOptions(Options):
     """Origins whose web pages may call HTTP, such as https://chat.example, with commas between them; * for all. By
     default none may."""
 
-    own_rules: ClassVar[Rules] = (
-        Rule(
-            "cors-origin", "`cors_origin` is `*` or origins: `scheme://host:port`.", _cors, ("cors_origin",)
-        ),
-        Rule(
-            "http-held-bodies",
-            "`http_max_held_body_bytes` is at least `http_max_body_bytes`.",
-            _held_bodies,
-            ("http_max_held_body_bytes", "http_max_body_bytes"),
-        ),
-        Rule(
-            "http-exposure",
-            "With an `http_host` that other machines reach, the server has TLS and asks who calls, or is `insecure`.",
-            _exposure,
-            ("http_host", "http_port"),
-        ),
-    )
+    own_rules: ClassVar[Rules] = (_cors_origin, _http_held_bodies, _http_exposure)
 
 
 DEFAULT_PORT = 50051
@@ -196,7 +191,12 @@ class CheckedSpeculativeConfig(SpeculativeConfig):
     own_rules: ClassVar[Rules] = COMBINATION_RULES
 
 
-def _plain_connections(settings: CoordinatorSettings) -> Iterator[str]:
+@rule(
+    "Services on other machines are reached by TLS, or the coordinator is `insecure`.",
+    "target_address",
+    "draft_address",
+)
+def _service_tls(settings: CoordinatorSettings) -> Iterator[str]:
     if settings.insecure or settings.service_credentials.uses_tls:
         return
     for option in ("target_address", "draft_address"):
@@ -208,7 +208,8 @@ def _plain_connections(settings: CoordinatorSettings) -> Iterator[str]:
                 )
 
 
-def _too_few_places(settings: CoordinatorSettings) -> Iterator[str]:
+@rule("`max_concurrent_requests` is at least `workers`.", "workers", "max_concurrent_requests")
+def _workers(settings: CoordinatorSettings) -> Iterator[str]:
     if settings.max_concurrent_requests < settings.workers:
         yield (
             f"max_concurrent_requests is {settings.max_concurrent_requests}; it must be at least workers "
@@ -270,20 +271,7 @@ class CoordinatorSettings(
     """How long to wait at start for a draft before the target serves alone. Drafts join when they are ready. Tandem's
     own."""
 
-    own_rules: ClassVar[Rules] = (
-        Rule(
-            "workers",
-            "`max_concurrent_requests` is at least `workers`.",
-            _too_few_places,
-            ("workers", "max_concurrent_requests"),
-        ),
-        Rule(
-            "service-tls",
-            "Services on other machines are reached by TLS, or the coordinator is `insecure`.",
-            _plain_connections,
-            ("target_address", "draft_address"),
-        ),
-    )
+    own_rules: ClassVar[Rules] = (_workers, _service_tls)
 
     @property
     def certificate_files(self) -> tuple[Path, ...]:

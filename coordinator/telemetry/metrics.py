@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, Counter, Metric
@@ -22,7 +22,7 @@ from coordinator.stats.speculation import (
 from coordinator.telemetry.observer import State
 from tandem.replica import ReplicaState, Role
 from tandem.rpc.channels import MessageWaits
-from tandem.telemetry.metrics import LATENCY_SECONDS, STEP_SECONDS, TOKENS, Histogram, Series
+from tandem.telemetry.metrics import LATENCY_SECONDS, STEP_SECONDS, TOKENS, Histogram, Samples, Series, family
 from tandem.types import PositionStats, SpeculationStats
 
 OUTCOMES = (
@@ -141,25 +141,15 @@ def state_metrics(state: State, wire_bytes: Mapping[tuple[str, str], int]) -> It
     yield from _replicas(state)
 
 
-Samples = Iterable[tuple[tuple[str, ...], float]]
-"""Values by their labels."""
-
-
 _Family = Callable[..., Metric]
 
 
 def _gauge(name: str, text: str, samples: Samples, *labels: str) -> Metric:
-    return _with_samples(GaugeMetricFamily(f"tandem_{name}", text, labels=("model_name", *labels)), samples)
+    return family(GaugeMetricFamily, name, text, ("model_name", *labels), samples)
 
 
 def _counter(name: str, text: str, samples: Samples, *labels: str) -> Metric:
-    return _with_samples(CounterMetricFamily(f"tandem_{name}", text, labels=("model_name", *labels)), samples)
-
-
-def _with_samples(family: GaugeMetricFamily | CounterMetricFamily, samples: Samples) -> Metric:
-    for values, value in samples:
-        family.add_metric(values, value)
-    return family
+    return family(CounterMetricFamily, name, text, ("model_name", *labels), samples)
 
 
 def _speculation(state: State) -> Iterator[Metric]:
@@ -265,6 +255,6 @@ def _replicas(state: State) -> Iterator[Metric]:
     )
     ready = [(at, shot.state is ReplicaState.READY) for at, shot in shots]
     yield _gauge("replica_ready", "Whether new sequences go to the replica.", ready, "role", "address")
-    for family, name, text, path in values:
+    for kind, name, text, path in values:
         found = [(at, value) for at, shot in shots if (value := attrgetter(path)(shot)) is not None]
-        yield family(f"replica_{name}", text, found, "role", "address")
+        yield kind(f"replica_{name}", text, found, "role", "address")

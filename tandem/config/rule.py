@@ -31,6 +31,15 @@ class Rule(Generic[SubjectT]):
 Rules = tuple[Rule[Any], ...]
 
 
+def rule(requirement: str, *options: str) -> Callable[[Callable[[SubjectT], Iterable[str]]], Rule[SubjectT]]:
+    """Make a rule of a function, under the function's name. For the arguments see `Rule`."""
+
+    def made(broken_by: Callable[[SubjectT], Iterable[str]]) -> Rule[SubjectT]:
+        return Rule(_name(broken_by.__name__.removeprefix("_")), requirement, broken_by, options)
+
+    return made
+
+
 def broken(rules: Sequence[Rule[SubjectT]], subject: SubjectT, unreadable: Collection[str] = ()) -> list[str]:
     """A sentence for each way in which the subject breaks a rule."""
     return [

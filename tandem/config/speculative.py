@@ -24,7 +24,7 @@ from tandem.config.names import (
     default_name,
 )
 from tandem.config.options import Options
-from tandem.config.rule import Rule, Rules, always
+from tandem.config.rule import Rules, always, rule
 
 MAX_CONFIGURED_TOKENS = 128
 """Maximum tokens per proposal in the configuration. The limit on the size of services' messages has room for that many
@@ -90,7 +90,8 @@ class RevisionOptions(Options):
     name."""
 
 
-def _section(options: SourceOptions) -> Iterator[str]:
+@rule("`section_name` needs `config_file`.", "section_name", "config_file")
+def _section_name(options: SourceOptions) -> Iterator[str]:
     if options.section_name is not None and options.config_file is None:
         yield f"section_name is {options.section_name}; it needs config_file, the file that has the section"
 
@@ -105,17 +106,13 @@ class SourceOptions(Options):
     speculative_config: str | None = None
     """Options as one JSON object; a separate option is stronger. vLLM's form."""
 
-    own_rules: ClassVar[Rules] = (
-        Rule(
-            "section-name",
-            "`section_name` needs `config_file`.",
-            _section,
-            ("section_name", "config_file"),
-        ),
-    )
+    own_rules: ClassVar[Rules] = (_section_name,)
 
 
-def _no_model(options: DraftingOptions) -> Iterator[str]:
+@rule(
+    "`draft_model_path` is not set for a method that has no model.", "speculative_method", "draft_model_path"
+)
+def _model_free_method(options: DraftingOptions) -> Iterator[str]:
     if options.speculative_method in MODEL_FREE_METHODS and options.draft_model_path is not None:
         yield (
             f"draft_model_path is {options.draft_model_path} and speculative_method is {options.speculative_method}, "
@@ -123,7 +120,8 @@ def _no_model(options: DraftingOptions) -> Iterator[str]:
         )
 
 
-def _lookup_range(options: DraftingOptions) -> Iterator[str]:
+@rule("`prompt_lookup_min` is at most `prompt_lookup_max`.", "prompt_lookup_min", "prompt_lookup_max")
+def _prompt_lookup_range(options: DraftingOptions) -> Iterator[str]:
     smallest, largest = options.prompt_lookup_min, options.prompt_lookup_max
     if smallest > largest:
         yield f"prompt_lookup_min is {smallest}; it must be at most prompt_lookup_max ({largest})"
@@ -169,20 +167,7 @@ class DraftingOptions(RevisionOptions):
     suffix_decoding_min_token_prob: float = Field(default=0.1, ge=0, le=1)
     """Estimated probability that a suffix tree's token needs to be proposed. vLLM's name."""
 
-    own_rules: ClassVar[Rules] = (
-        Rule(
-            "model-free-method",
-            "`draft_model_path` is not set for a method that has no model.",
-            _no_model,
-            ("speculative_method", "draft_model_path"),
-        ),
-        Rule(
-            "prompt-lookup-range",
-            "`prompt_lookup_min` is at most `prompt_lookup_max`.",
-            _lookup_range,
-            ("prompt_lookup_min", "prompt_lookup_max"),
-        ),
-    )
+    own_rules: ClassVar[Rules] = (_model_free_method, _prompt_lookup_range)
 
     def is_standalone(self) -> bool:
         """True if a draft model of its own drafts."""

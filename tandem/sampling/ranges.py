@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from tandem.config.rule import Rule, SubjectT, itself, spelled, within
+from tandem.config.rule import Rule, SubjectT, itself, rule, spelled, within
 from tandem.types import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, MIN_TEMPERATURE
 
 _ABOVE_ZERO = math.nextafter(0.0, 1.0)
@@ -20,13 +20,14 @@ def sampling_rules(of: Callable[[SubjectT], object] = itself) -> tuple[Rule[Subj
         of: Returns that object for the subject of the rules.
     """
 
+    @rule(f"`temperature` is {_TEMPERATURES}.")
     def temperature(subject: SubjectT) -> Iterator[str]:
         value = getattr(of(subject), "temperature")  # noqa: B009 - of any class
         if value is not None and value != 0.0 and not MIN_TEMPERATURE <= value < math.inf:
             yield f"temperature is {spelled(value)}; it must be {_TEMPERATURES}"
 
     return (
-        Rule("temperature", f"`temperature` is {_TEMPERATURES}.", temperature),
+        temperature,
         within("top_k", 0, 2**31 - 1, f"between 0 and {2**31 - 1} (0 keeps all)", of=of),
         within("top_p", _ABOVE_ZERO, 1.0, "more than 0 and at most 1", of=of),
         within("min_p", 0.0, 1.0, "between 0 and 1", of=of),

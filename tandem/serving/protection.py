@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from pydantic import SecretStr
 
 from tandem.config.options import Options
-from tandem.config.rule import Rule, Rules
+from tandem.config.rule import Rule, Rules, rule
 from tandem.errors import ConfigurationError, PermissionDeniedError, UnauthenticatedError
 from tandem.rpc.addresses import is_loopback
 from tandem.rpc.credentials import ReloadedFile, is_token
@@ -143,7 +143,13 @@ def _token_rule(option: str) -> Rule[Any]:
     )
 
 
-def _tls_pair(options: ProtectionOptions) -> Iterator[str]:
+@rule(
+    "`tls_cert_file` and `tls_key_file` are set together, and `tls_client_ca_file` only with them.",
+    "tls_cert_file",
+    "tls_key_file",
+    "tls_client_ca_file",
+)
+def _tls_files(options: ProtectionOptions) -> Iterator[str]:
     pair = {"tls_cert_file": options.tls_cert_file, "tls_key_file": options.tls_key_file}
     missing = [name for name, path in pair.items() if path is None]
     if len(missing) == 1:
@@ -171,15 +177,7 @@ class ProtectionOptions(Options):
     insecure: bool = False
     """Allow other machines without TLS, or without tokens and certificates; for a network where everyone is trusted."""
 
-    own_rules: ClassVar[Rules] = (
-        Rule(
-            "tls-files",
-            "`tls_cert_file` and `tls_key_file` are set together, and `tls_client_ca_file` only with them.",
-            _tls_pair,
-            ("tls_cert_file", "tls_key_file", "tls_client_ca_file"),
-        ),
-        _token_rule("auth_token"),
-    )
+    own_rules: ClassVar[Rules] = (_tls_files, _token_rule("auth_token"))
 
     @property
     def uses_tls(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Metric, start_http_server
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from tandem.errors import ConfigurationError
@@ -86,6 +86,24 @@ class Histogram(Collector):
             below = accumulate([*series.counts])
             family.add_metric(values, [*zip(names, below, strict=True)], series.total)
         yield family
+
+
+Samples = Iterable[tuple[Sequence[str], float]]
+"""Values by their labels."""
+
+
+def family(
+    kind: type[GaugeMetricFamily | CounterMetricFamily],
+    name: str,
+    text: str,
+    label_names: Sequence[str],
+    samples: Samples,
+) -> Metric:
+    """One of our metrics with its values of this moment."""
+    made = kind(f"tandem_{name}", text, labels=label_names)
+    for labels, value in samples:
+        made.add_metric(labels, value)
+    return made
 
 
 class AtScrape(Collector, Generic[ValueT]):

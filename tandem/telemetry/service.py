@@ -12,7 +12,7 @@ from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Tracer
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from tandem.telemetry.metrics import SEQUENCES, STEP_SECONDS, TOKENS, AtScrape, Histogram
+from tandem.telemetry.metrics import SEQUENCES, STEP_SECONDS, TOKENS, AtScrape, Histogram, family
 from tandem.telemetry.process import Telemetry
 from tandem.telemetry.spans import context_of, error_type, mark_error, rpc_span, under
 from tandem.telemetry.streams import ServiceObserver, StreamObserver
@@ -204,17 +204,10 @@ def _kv_metrics(labels: tuple[str, str], usage: KvUsage) -> Iterator[Metric]:
         ("num_sequences_running", "Open sequences.", usage.sequence_count),
         ("num_sequences_waiting", "Sequences that wait because too many are open.", usage.waiting_count),
     ):
-        family = GaugeMetricFamily(f"tandem_{name}", text, labels=_LABELS)
-        family.add_metric(labels, value)
-        yield family
-    text = "Sequences that gave their pages to an older one."
-    preemptions = CounterMetricFamily("tandem_num_preemptions", text, labels=_LABELS)
-    preemptions.add_metric(labels, usage.preemption_count)
-    yield preemptions
+        yield family(GaugeMetricFamily, name, text, _LABELS, [(labels, value)])
     for name, text, count in (
-        ("led_steps", "Steps of sequences that went on before they were asked.", usage.led_step_count),
-        ("wasted_steps", "Those of them that nobody asked for in the end.", usage.wasted_step_count),
+        ("num_preemptions", "Sequences that gave their pages to an older one.", usage.preemption_count),
+        ("engine_led_steps", "Steps of sequences that went on before they were asked.", usage.led_step_count),
+        ("engine_wasted_steps", "Those of them that nobody asked for in the end.", usage.wasted_step_count),
     ):
-        steps = CounterMetricFamily(f"tandem_engine_{name}", text, labels=_LABELS)
-        steps.add_metric(labels, count)
-        yield steps
+        yield family(CounterMetricFamily, name, text, _LABELS, [(labels, count)])

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from coordinator.settings.coordinator import Addresses, ServiceAccessOptions
-from tandem.config.rule import Rule, Rules
+from tandem.config.rule import Rules, rule
 from tandem.errors import ConfigurationError
 from tandem.rpc.addresses import is_loopback, split_addresses
 from tandem.settings import FilledSettings, load_settings
@@ -17,7 +17,8 @@ from tandem.telemetry.settings import TelemetryOptions
 ENVIRONMENT_PREFIX = "TANDEM_VLLM_"
 
 
-def _plain_connections(settings: VllmSettings) -> Iterator[str]:
+@rule("Drafts on other machines are reached by TLS, or the plug-in is `insecure`.", "draft_address")
+def _service_tls(settings: VllmSettings) -> Iterator[str]:
     if settings.insecure or settings.service_credentials.uses_tls:
         return
     for address in split_addresses(settings.draft_address or ""):
@@ -50,14 +51,7 @@ class VllmSettings(ServiceAccessOptions, TelemetryOptions, FilledSettings):
     insecure: bool = False
     """Reach drafts on other machines without TLS, because the network is trusted."""
 
-    own_rules: ClassVar[Rules] = (
-        Rule(
-            "service-tls",
-            "Drafts on other machines are reached by TLS, or the plug-in is `insecure`.",
-            _plain_connections,
-            ("draft_address",),
-        ),
-    )
+    own_rules: ClassVar[Rules] = (_service_tls,)
 
 
 def read_settings() -> VllmSettings:

@@ -270,10 +270,8 @@ def test_show_prints_the_named_options() -> None:
     unknown = RUNNER.invoke(app, ["config", "show", "no_such_option"])
     assert (unknown.exit_code, unknown.stderr) == (2, "error: there is no option no_such_option\n")
     wrong = RUNNER.invoke(app, ["config", "show", "-o", "xml"])
-    assert (wrong.exit_code, wrong.stderr) == (
-        2,
-        "error: --output is 'xml'; it must be one of table, json, yaml\n",
-    )
+    assert wrong.exit_code == 2
+    assert "'xml' is not one of 'table', 'json', 'yaml'" in wrong.stderr
 
 
 def test_check_takes_json(tmp_path: Path) -> None:

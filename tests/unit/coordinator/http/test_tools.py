@@ -12,11 +12,11 @@ from coordinator.http.tools import (
     CallReader,
     HarmonyReader,
     Parser,
-    calls_in,
     demanded,
     functions_of,
     parser_of,
     readable,
+    reader_of,
 )
 from tandem.grammar import Grammars
 from tests.paths import DEMO_TARGET
@@ -87,8 +87,9 @@ def test_calls_are_read_however_the_text_is_cut(
 ) -> None:
     cuts = [[text], list(text), *([text[:i], text[i:]] for i in range(1, len(text)))]
     for pieces in cuts:
-        found, read = calls_in(pieces, form)
-        assert (found, [(call.name, call.arguments) for call in read]) == (content, calls), pieces
+        reader = reader_of(form)
+        found = "".join(reader.read(piece)[0] for piece in pieces) + reader.finish()
+        assert (found, [(call.name, call.arguments) for call in reader.calls]) == (content, calls), pieces
 
 
 def test_arguments_are_streamed_as_they_are_written() -> None:
@@ -153,7 +154,9 @@ def test_what_is_demanded_is_bound(
     for text in accepted:
         assert state.follow(tokens_of(text))
         assert state.accepts
-        assert calls_in([text], "demanded")[1]
+        reader = reader_of("demanded")
+        reader.read(text)
+        assert reader.calls
     for text in refused:
         assert not (state.follow(tokens_of(text)) and state.accepts)
 

@@ -50,13 +50,10 @@ ahead."""
 FIRST_TURN_SHARE = 0.025
 """The same until the first such turn: what was not tried is a prediction. With 0.08 the first 100 rounds of simulations
 lose 2 %."""
-MOST_LOST = 0.75
-"""Rounds that each round of a turn is taken to lose, at most: a way of working that looks so bad may be measured in a
-crowd, and is not to wait for long."""
 TURN_ROUNDS = 4
 """Rounds of one request in such a turn: the target alone is asked for the first, and settles after the second; a draft
 reads in the first what was committed since the last turn."""
-RENEWAL_ROUNDS = 8
+RENEWAL_ROUNDS = 4
 """Rounds of each request between two decisions, doubled up to this number from 1 on. With 32 the demo pair
 makes a tenth fewer of its first hundred tokens."""
 BURST = 4
@@ -105,6 +102,8 @@ class Choice:
         self.max_tokens = terms.max_tokens
         self._lengths = range(self.max_tokens + 1) if terms.is_adaptive else (self.max_tokens,)
         self._outcomes = outcome_choices(terms.draft_ahead)
+        self._leads = terms.leads and terms.kind.rule in _DECIDED_BY_TOKENS
+        """True if the target begins rounds whose proposals are drafted ahead."""
         self.plan = self.compared = Plan(self.max_tokens, self._outcomes[0])
         """How rounds are, and the best way to draft, with which the target alone is compared."""
         self.rates: list[float] = []
@@ -117,10 +116,14 @@ class Choice:
         """The best plan of each way of working."""
         self.predicted_seconds = self.measured_seconds = 0.0
         """Of recent rounds that went as they were chosen to."""
+        self.requests: set[RequestSpeculation] = set()
+        """Those that it decides for now."""
         self._rounds = 0
         self._renew_in, self._pause = 0, 1
         self._turn: Plan | None = None
         """The plan that is tried."""
+        self._turn_number, self._lost = 0, 0.0
+        """Turns of the kind when it began, and tokens that it has lost so far."""
         self._last_turn = self._turn_pause = self._turn_end = self._turn_rounds = 0
         """Rounds: the first of the last turn, those from it to the next, the last of this one, those that it needs."""
         self._turn_share = FIRST_TURN_SHARE
@@ -149,7 +152,11 @@ class Choice:
         """The plan of the round that begins."""
         self._rounds += 1
         self._renew_in -= 1
-        if self._turn is not None and (self._turn_rounds <= 0 or self._rounds >= self._turn_end):
+        if self._turn is not None and (
+            self._turn_rounds <= 0
+            or self._rounds >= self._turn_end
+            or self._turn_number != self.gains.turns  # another load has come, and has tried it
+        ):
             self._turn, self._renew_in = None, 0
         if self._renew_in <= 0:
             self.renew()
@@ -158,9 +165,11 @@ class Choice:
             self._begin_turn()
         return self._turn or self.plan
 
-    def proposed(self) -> None:
-        """Count a proposal towards the turn in progress."""
-        self._turn_rounds -= 1
+    def spend(self, result: RoundResult, seconds: float) -> None:
+        """Count a round towards the turn in progress, if there is one."""
+        if self._turn is not None:
+            self._turn_rounds -= result.proposed > 0
+            self._lost += seconds * self._speed(self.plan) - result.committed
 
     def count(self, way: Way, proposed: int, seconds: float) -> None:
         """Count a uniform round at this load."""
@@ -179,18 +188,21 @@ class Choice:
         self._turn = turn = self._next_turn()
         self._tried[turn.way] = self._last_turn = self._rounds
         self.costs.doubt(turn.way, self.load, turn.tokens)
-        self._turn_rounds = TURN_ROUNDS * self.load
-        self._turn_end = self._rounds + (WINDOW if turn.tokens else TURN_ROUNDS) * self.load
+        self._lost = 0.0
+        self.gains.turns += 1
+        self._turn_number = self.gains.turns
+        self._turn_rounds = TURN_ROUNDS * len(self.requests)
+        self._turn_end = self._rounds + (WINDOW if turn.tokens else TURN_ROUNDS) * len(self.requests)
         if self.gains.acceptance.count >= WINDOW:  # before, bad luck with the first proposals is likely
             self._turn_share = TURN_SHARE
         self._plan_turn()
 
     def _plan_turn(self) -> None:
         """Decide when the next turn begins: after as many rounds as keep what it loses at its share."""
-        turn = self._next_turn()
+        turn, made = self._next_turn(), self.expected[self.plan.tokens]
         lost = self._seconds[turn.outcomes][turn.tokens] * self._speed(self.plan) - self.expected[turn.tokens]
-        lost = min(max(lost / self.expected[self.plan.tokens], HYSTERESIS - 1.0), MOST_LOST)
-        self._turn_pause = int(TURN_ROUNDS * self.load * lost / self._turn_share)
+        lost = max(lost, (HYSTERESIS - 1.0) * made) * TURN_ROUNDS * len(self.requests)
+        self._turn_pause = int(max(lost, self._lost) / made / self._turn_share)
         if turn.tokens and not self.gains.acceptance.count:
             self._turn_pause = 0  # a draft that nobody has ever seen propose is asked at once
 
@@ -199,7 +211,7 @@ class Choice:
         costs, load = self.costs, self.load
         if not costs.is_known:
             return
-        self._renew_in = self._pause * load
+        self._renew_in = self._pause * len(self.requests)
         self._pause = min(2 * self._pause, RENEWAL_ROUNDS)
         is_first = not self.expected
         self.rates = self.gains.acceptance.rates(self.max_tokens)
@@ -228,7 +240,8 @@ class Choice:
         return self.expected[proposed] / at_k[-1] * self._ahead_seconds(at_k, outcomes)
 
     def _ahead_seconds(self, expected: Sequence[float], outcomes: int) -> float:
-        return self.costs.seconds_ahead(self.load, expected, outcomes, self.gains.hit_rate(outcomes))
+        hit_rate = self.gains.hit_rate(outcomes)
+        return self.costs.seconds_ahead(self.load, expected, outcomes, hit_rate, leads=self._leads)
 
     def _choose(self, is_first: bool) -> None:
         hoped = expected_tokens(self.gains.acceptance.rates(self.max_tokens, OPTIMISM))
@@ -302,10 +315,12 @@ class RequestSpeculation:
         """Number of tokens to propose in the round that begins; 0: the target works alone."""
         self._rounds += 1
         if self._rounds == 2:
-            self.end()
+            self._has_begun()
         if self.choice is None or load != self.load or self.target != self._choice_target:
             self.load, self._choice_target = load, self.target
+            self._leave_choice()
             self.choice = self._controller.choice(self.target, self._terms, load)
+            self.choice.requests.add(self)
         self._granted = self._outcomes
         shared, self._outcomes = self.choice.begin_round()
         self.tokens = self._chosen(self.choice, shared) if self.is_adaptive else self.max_tokens
@@ -363,7 +378,6 @@ class RequestSpeculation:
         if choice is None or cost is None:
             return
         if proposed:
-            choice.proposed()
             choice.gains.acceptance.add(proposed, result.accepted)
             self._acceptance.add(proposed, result.accepted, choice.rates)
         alone = Way.LED if cost.was_led else Way.ASKED
@@ -377,13 +391,22 @@ class RequestSpeculation:
                 choice.costs.add_rest(way, load, cost.seconds - predicted)
         elif not self._granted:
             choice.costs.add(load, cost, is_settled=self._alike_rounds > 1)
-        if cost.is_uniform and not cost.was_late:
+        choice.spend(result, cost.seconds)
+        if cost.is_uniform(load) and not cost.was_late:
             choice.count(Way.ASKED if way is Way.LED else way, proposed, cost.seconds)
 
     def end(self) -> None:
-        """The request has ended, or its first round has."""
+        """The request has ended."""
+        self._has_begun()
+        self._leave_choice()
+
+    def _has_begun(self) -> None:
         self._controller.beginning -= self._is_beginning
         self._is_beginning = False
+
+    def _leave_choice(self) -> None:
+        if self.choice is not None:
+            self.choice.requests.discard(self)
 
     def _chosen(self, choice: Choice, shared: int) -> int:
         may_begin = choice.plan.tokens > 0 and self._controller.beginning <= BURST
@@ -419,8 +442,10 @@ class SpeculationController:
     def __init__(self) -> None:
         self._services: dict[str, _Service] = {}
         """By address of a target or name of a draft."""
-        self._costs: dict[tuple[str, str, str, bool], CostModel] = {}
-        """By target, draft, rule, and whether the target leads when it is alone."""
+        self._steps: dict[str, StepCosts] = {}
+        """Likewise."""
+        self._costs: dict[tuple[str, str, bool], CostModel] = {}
+        """By target, draft, and whether the target leads when it is alone."""
         self._gains: dict[RequestKind, GainModel] = {}
         self._choices: dict[tuple[str, Terms, int], Choice] = {}
         """By target, terms and load class."""
@@ -441,7 +466,8 @@ class SpeculationController:
         way = round_trip_seconds or 0.0
         if known is None or model.step_profile.version > known.profile.version:
             self._services[service] = _Service(model.step_profile, way)
-            self._costs = {key: costs for key, costs in self._costs.items() if service not in key[:2]}
+            self._steps.pop(service, None)
+            self._costs = {key: costs for key, costs in self._costs.items() if service not in key}
             self._choices = {
                 key: choice
                 for key, choice in self._choices.items()
@@ -467,18 +493,17 @@ class SpeculationController:
         """A request begins; `Terms` has the arguments' meaning."""
         return RequestSpeculation(self, Terms(kind, max_tokens, is_adaptive, draft_ahead, leads))
 
-    def costs(self, target: str, kind: RequestKind, *, leads: bool = False) -> CostModel:
-        """The cost model of a target with a draft under a rule."""
-        key = target, kind.draft, kind.rule, leads
+    def costs(self, target: str, draft: str, *, leads: bool = False) -> CostModel:
+        """The cost model of a target with a draft. Rules share it: their requests share the services' steps."""
+        key = target, draft, leads
         if key not in self._costs:
-            of_target, of_draft = self._service(target), self._service(kind.draft)
+            of_target, of_draft = self._service(target), self._service(draft)
             self._costs[key] = CostModel(
-                StepCosts(of_target.profile, TARGET_COMMON),
-                StepCosts(of_draft.profile),
+                self._steps.setdefault(target, StepCosts(of_target.profile, TARGET_COMMON)),
+                self._steps.setdefault(draft, StepCosts(of_draft.profile)),
                 of_target.round_trip_seconds,
                 of_draft.round_trip_seconds,
                 leads,
-                leads and kind.rule in _DECIDED_BY_TOKENS,
             )
         return self._costs[key]
 
@@ -497,7 +522,7 @@ class SpeculationController:
         """The decision for requests on these terms at a load."""
         key = target, terms, load_class(load)
         if key not in self._choices:
-            costs = self.costs(target, terms.kind, leads=terms.leads)
+            costs = self.costs(target, terms.kind.draft, leads=terms.leads)
             self._choices[key] = Choice(costs, self.gains(terms.kind), terms, load)
         return self._choices[key]
 
@@ -518,10 +543,7 @@ class SpeculationController:
         if not known:
             return expected_tokens(self.gains(kind).acceptance.rates(1, 4.0 * OPTIMISM))[-1]
         target, terms, near = min(known, key=lambda each: abs(each[2] - load))
-        # Rounds of another rule may cost more: only some let the target lead while it drafts.
-        costs = self.costs(target, kind, leads=terms.leads)
-        if not costs.is_known:
-            costs = self.costs(target, terms.kind, leads=terms.leads)
+        costs = self.costs(target, kind.draft, leads=terms.leads)
         choice = Choice(costs, self.gains(kind), terms._replace(kind=kind), near)
         choice.renew()
         return choice.hope(4.0 * OPTIMISM)

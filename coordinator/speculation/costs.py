@@ -133,7 +133,7 @@ def _interval(points: Sequence[int], value: float) -> tuple[int, float]:
 
 
 class CostModel:
-    """Predicts rounds on one target with one draft and one kind of rows."""
+    """Predicts rounds on one target with one draft."""
 
     def __init__(
         self,
@@ -142,19 +142,16 @@ class CostModel:
         target_trip_seconds: float = 0.0,
         draft_trip_seconds: float = 0.0,
         leads: bool = False,
-        leads_with_proposals: bool = False,
     ) -> None:
         """
         Args:
             target_trip_seconds: The way there and back.
             draft_trip_seconds: Likewise.
             leads: True if the target, left alone, begins the next rounds before it is asked.
-            leads_with_proposals: True if it also begins those whose proposals are drafted ahead.
         """
         self.target = target
         self.draft = draft
         self.leads = leads
-        self.leads_with_proposals = leads_with_proposals
         self.trips: tuple[float, ...] = (target_trip_seconds, draft_trip_seconds)
         """By health checks: the first guess, since a check takes longer than a message between two steps."""
         self._rests: dict[Way, dict[int, list[float]]] = {way: {} for way in Way}
@@ -191,9 +188,9 @@ class CostModel:
         if cost.proposed:
             drafting = max(cost.draft_sequences, 1)
             self.draft.add(drafting, drafting, cost.draft_seconds / cost.proposed, 1.0 / drafting)
-        if cost.is_uniform:
-            rest = max(cost.seconds - cost.verify_seconds - cost.draft_seconds, 0.0)
-            self.add_rest(way, load, rest)
+        if cost.is_uniform(load):
+            # Below 0 where the target had the answer of a round that it led before the last one was read.
+            self.add_rest(way, load, cost.seconds - cost.verify_seconds - cost.draft_seconds)
 
     def add_rest(self, way: Way, load: int, seconds: float) -> None:
         """Count what a round of one of so many requests took beside its steps, or beside what was predicted."""
@@ -248,7 +245,9 @@ class CostModel:
             return self.verify_seconds(load, proposed) + drafting + self.rest_seconds(Way.DRAFTED, load)
         return self.verify_seconds(load, 0) + self.rest_seconds(Way.LED if self.leads else Way.ASKED, load)
 
-    def seconds_ahead(self, load: int, expected: Sequence[float], outcomes: int, hit_rate: float) -> float:
+    def seconds_ahead(
+        self, load: int, expected: Sequence[float], outcomes: int, hit_rate: float, *, leads: bool = False
+    ) -> float:
         """Predicted seconds in which rounds that draft ahead make `expected[-1]` tokens, without their rest.
 
         A hit costs a verification, or the draft's steps where these take longer; a miss costs a whole round.
@@ -257,6 +256,7 @@ class CostModel:
             expected: Expected tokens of a round with a proposal of 0, 1, ... tokens; rounds propose the most of them.
             outcomes: How many the draft drafts for. Each is one more token in its steps.
             hit_rate: Share of rounds whose outcome is among them.
+            leads: True if the target begins rounds with the proposals that are drafted ahead for it.
         """
         tokens = len(expected) - 1
         verify, step = self.verify_seconds(load, tokens), max(self.draft.seconds(load, load * outcomes), 1e-9)
@@ -268,7 +268,7 @@ class CostModel:
             drafting = begin + depth * step
             hit = max(verify, drafting) + way
             # A target that leads begins with a whole proposal or is asked. The draft learns the outcome after that.
-            if self.leads_with_proposals and depth == tokens and drafting + way <= verify:
+            if leads and depth == tokens and drafting + way <= verify:
                 hit = verify
             made = hit_rate * expected[depth] + (1.0 - hit_rate) * expected[tokens]
             return (hit_rate * hit + (1.0 - hit_rate) * miss) * expected[tokens] / made

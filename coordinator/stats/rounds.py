@@ -71,14 +71,16 @@ class RoundCost(NamedTuple):
     was_led: bool = False
     """True if the target began the round by itself, so that the way to it took no time."""
 
-    @property
-    def is_uniform(self) -> bool:
+    def is_uniform(self, load: int) -> bool:
         """True if all sequences of the target's step had as many tokens as this one.
 
         Only then does the round take the time of rounds in which every request proposes as much. Where one request
-        tries another length, or reads its prompt, the others wait for it.
+        tries another length, or reads its prompt, the others wait for it. The target alone works on all of `load` at
+        once, and on fewer where others draft.
         """
         alike = self.verify_sequences * (self.proposed + 1)
+        if not self.proposed and self.verify_sequences < 0.9 * load:
+            return False
         # Near its end a request proposes fewer
         return abs(self.verify_tokens - alike) <= 0.05 * alike
 

@@ -139,8 +139,8 @@ def test_a_target_that_goes_on_with_proposals_hides_the_way_to_it() -> None:
 
     def speed(draft_seconds: float, *, leads: bool) -> float:
         known = _costs(draft_seconds)
-        costs = CostModel(known.target, known.draft, 0.5e-3, 0.5e-3, leads, leads)
-        return 1.0 / costs.seconds_ahead(1, _EXPECTED, 4, GainModel().hit_rate(4))
+        costs = CostModel(known.target, known.draft, 0.5e-3, 0.5e-3, leads)
+        return 1.0 / costs.seconds_ahead(1, _EXPECTED, 4, GainModel().hit_rate(4), leads=leads)
 
     assert speed(0.8e-3, leads=True) > 1.01 * speed(0.8e-3, leads=False)
     assert speed(6.0e-3, leads=True) == pytest.approx(speed(6.0e-3, leads=False))
@@ -149,6 +149,8 @@ def test_a_target_that_goes_on_with_proposals_hides_the_way_to_it() -> None:
 def test_three_tokens_in_time_for_a_target_that_goes_on_make_less_than_four_that_it_waits_for() -> None:
     """A round that the draft is late for is asked for; it does not cost each token of the proposal once more."""
     known = _costs(1.2e-3, per_row=0.0)
-    costs = CostModel(known.target, known.draft, 1.3e-3, 1.3e-3, leads=True, leads_with_proposals=True)
-    three, four = (made[-1] / costs.seconds_ahead(1, made, 16, 0.96) for made in (_EXPECTED[:4], _EXPECTED))
+    costs = CostModel(known.target, known.draft, 1.3e-3, 1.3e-3, leads=True)
+    three, four = (
+        made[-1] / costs.seconds_ahead(1, made, 16, 0.96, leads=True) for made in (_EXPECTED[:4], _EXPECTED)
+    )
     assert four > three

@@ -82,7 +82,7 @@ def test_the_parts_of_a_round_add_up() -> None:
 
 def test_a_step_shared_with_prompts_does_not_count_as_a_round() -> None:
     alone = RoundCost(0, 0.5, 0.4, 4, 300)
-    assert not alone.is_uniform
+    assert not alone.is_uniform(alone.verify_sequences)
     model = CostModel(StepCosts(), StepCosts())
     for _ in range(40):
         model.add(4, round_of(4, 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from statistics import fmean
 
 from coordinator.rejection import STRATEGIES
 from coordinator.replicas.compatibility import MODEL_RULES, Deployment
@@ -221,15 +222,11 @@ _BETTER_DRAFT = "use a draft that is trained on such text, or ngram or suffix dr
 
 def relative_cost(replicas: Sequence[ReplicaSnapshot], num_speculative_tokens: int) -> float | None:
     """Time to draft one token, as a share of the time that the target takes to verify; None when not measured."""
-    means = []
-    for role in (Role.DRAFT, Role.TARGET):
-        times = [
-            replica.step_seconds for replica in replicas if replica.role is role and replica.step_seconds
-        ]
-        if not times:
-            return None
-        means.append(sum(times) / len(times))
-    return means[0] / num_speculative_tokens / means[1]
+    steps = {role: [each.step_seconds or 0.0 for each in replicas if each.role is role] for role in Role}
+    known = {role: [seconds for seconds in times if seconds] for role, times in steps.items()}
+    if not all(known.values()):
+        return None
+    return fmean(known[Role.DRAFT]) / num_speculative_tokens / fmean(known[Role.TARGET])
 
 
 def gain(cumulative: Sequence[float], cost: float) -> float:

@@ -112,8 +112,10 @@ class StepOptions:
         for name, value in (("--round-trip-ms", self.round_trip_ms), ("--per-8-rows", self.per_8_rows)):
             if not 0.0 <= value < 1e7:
                 raise ConfigurationError(f"{name} is {value:g}; it must be at least 0")
-        seconds = [each / 1e3 for each in (self.verify_ms, self.draft_step_ms, self.round_trip_ms)]
-        return StepTimes(seconds[0], seconds[1], _rates(self.acceptance), seconds[2], self.per_8_rows)
+        verify, draft, trip = (
+            each / 1e3 for each in (self.verify_ms, self.draft_step_ms, self.round_trip_ms)
+        )
+        return StepTimes(verify, draft, _rates(self.acceptance), trip, self.per_8_rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ import shlex
 import shutil
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -542,10 +542,7 @@ class _Cluster:
             if self._arguments.draft is not None:
                 models["draft"] = self._arguments.draft
             self._progress.begin([*models])
-            started = {
-                name: await stack.enter_async_context(self._child(name, arguments))
-                for name, arguments in models.items()
-            }
+            started = {name: await self._child(stack, name, arguments) for name, arguments in models.items()}
             addresses = [
                 word
                 for name, child in started.items()
@@ -554,9 +551,7 @@ class _Cluster:
             for name, child in started.items():
                 follow = asyncio.create_task(self._follow(name, child))
                 stack.callback(follow.cancel)
-            coordinator = await stack.enter_async_context(
-                self._child("coordinator", [*self._arguments.coordinator, *addresses])
-            )
+            coordinator = await self._child(stack, "coordinator", [*self._arguments.coordinator, *addresses])
             ends = [asyncio.create_task(child.process.wait()) for child in self._children]
             ready = asyncio.create_task(self._ready(coordinator))
             stack.callback(ready.cancel)  # first, or it would see the coordinator's end
@@ -579,11 +574,8 @@ class _Cluster:
         async for line in child.lines():
             self._progress.show(name, line.removeprefix(f"tandem {name}: "))
 
-    @asynccontextmanager
-    async def _child(self, name: str, arguments: Sequence[str]) -> AsyncIterator[Child]:
+    async def _child(self, stack: AsyncExitStack, name: str, arguments: Sequence[str]) -> Child:
         child = await Child.start(name, str(package_of(name, arguments)), arguments, STOP_SECONDS)
         self._children.append(child)
-        try:
-            yield child
-        finally:
-            await asyncio.shield(child.stop())
+        stack.push_async_callback(lambda: asyncio.shield(child.stop()))
+        return child

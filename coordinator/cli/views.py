@@ -71,10 +71,11 @@ def percent(part: float, whole: float = 1.0) -> str:
     return f"{part / whole:.1%}" if whole else NOTHING
 
 
-def bar(share: float, width: int = _BAR_WIDTH) -> str:
-    """A share as a bar of at most `width` cells, in eighths of a cell."""
-    full, rest = divmod(round(max(0.0, min(share, 1.0)) * width * 8), 8)
-    return "█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else "")
+def bar(share: float, colour: str = "green") -> str:
+    """A share as a bar of at most `_BAR_WIDTH` cells, in eighths of a cell."""
+    full, rest = divmod(round(max(0.0, min(share, 1.0)) * _BAR_WIDTH * 8), 8)
+    cells = "█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else "")
+    return f"[{colour}]{cells:{_BAR_WIDTH}}[/]"
 
 
 def grid(rows: Iterable[tuple[RenderableType, ...]]) -> Table:
@@ -271,11 +272,7 @@ def _position_table(counts: SpeculationStats, when: str) -> Table:
     pairs = zip(cumulative_rates(counts), conditional_rates(counts), strict=True)
     for number, (cumulative, conditional) in enumerate(pairs, start=1):
         table.add_row(
-            str(number),
-            percent(cumulative),
-            f"[green]{bar(cumulative):{_BAR_WIDTH}}[/]",
-            percent(conditional),
-            f"[cyan]{bar(conditional):{_BAR_WIDTH}}[/]",
+            str(number), percent(cumulative), bar(cumulative), percent(conditional), bar(conditional, "cyan")
         )
     return table
 
@@ -283,14 +280,11 @@ def _position_table(counts: SpeculationStats, when: str) -> Table:
 def _rank_table(ahead: AheadStats, when: str) -> Table:
     """Rounds whose outcome was among the first 1, 2, 4, ... that the draft drafted for: what a smaller budget gives."""
     table = _titled(f"drafted ahead {when}", "OUTCOMES", ">HITS", ">OF ROUNDS", "")
-    count = 1
-    while True:
+    ranks = len(ahead.hits_by_rank)
+    for count in (1 << power for power in range(max(ranks - 1, 0).bit_length() + 1)):
         hits = sum(ahead.hits_by_rank[:count])
-        share = hits / ahead.awaited
-        table.add_row(str(count), f"{hits:,}", percent(share), f"[green]{bar(share):{_BAR_WIDTH}}[/]")
-        if count >= len(ahead.hits_by_rank):
-            return table
-        count *= 2
+        table.add_row(str(count), f"{hits:,}", percent(hits, ahead.awaited), bar(hits / ahead.awaited))
+    return table
 
 
 def _rule_table(by_rule: Mapping[str, SpeculationStats]) -> Table:

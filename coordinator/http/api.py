@@ -175,8 +175,9 @@ class Api:
         )
         usage = body.stream_options
         if usage is not None and usage.include_usage and usage.continuous_usage_stats:
-            requests = [await _tokenized(each, models, bounds) for each in requests]
-            answer.prompt_tokens = [len(each.prompt) for each in requests]
+            ids = [await _ids(each.prompt, models, bounds) for each in requests]
+            requests = [replace(each, prompt=prompt) for each, prompt in zip(requests, ids, strict=True)]
+            answer.prompt_tokens = [*map(len, ids)]
         if isinstance(answer, ChatAnswer) and isinstance(body, ChatBody):
             assert self._chats.template is not None, "it has made the prompt"
             is_bound, calls = requests[0].grammar is not None, self._chats.template.calls
@@ -274,23 +275,18 @@ async def requests_of(
     ]
 
 
-async def _tokenized(request: GenerationRequest, models: Models, bounds: RequestBounds) -> GenerationRequest:
-    """The request with its prompt as token ids."""
-    prompt = request.prompt
-    return (
-        replace(request, prompt=await models.encode(prompt, bounds)) if isinstance(prompt, str) else request
-    )
+async def _ids(prompt: Prompt, models: Models, bounds: RequestBounds) -> tuple[int, ...]:
+    return await models.encode(prompt, bounds) if isinstance(prompt, str) else prompt
 
 
 async def _broken_later(
     request: GenerationRequest, prompt: Prompt, models: Models, bounds: RequestBounds
 ) -> list[str]:
     """A sentence for each rule that a request would break once it has its place."""
-    if isinstance(prompt, str):
-        try:
-            prompt = await models.encode(prompt, bounds)
-        except InvalidRequestError as error:
-            return [str(error)]
+    try:
+        prompt = await _ids(prompt, models, bounds)
+    except InvalidRequestError as error:
+        return [str(error)]
     if keep_out(request, bounds, models):
         request = replace(request, speculation=False)
     return broken(REQUEST_RULES, TokenizedRequest(request, prompt, models.target, models.draft))

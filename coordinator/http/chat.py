@@ -289,12 +289,8 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def _default_of(template: object) -> str | None:
     """The template for chats where a model has several by name."""
     if isinstance(template, list):
-        named = {
-            entry["name"]: entry.get("template")
-            for entry in template
-            if isinstance(entry, dict) and isinstance(entry.get("name"), str)
-        }
-        template = named.get("default")
+        named = [entry for entry in template if isinstance(entry, dict)]
+        template = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
     if template is not None and not isinstance(template, str):
         raise ModelFolderError(
             f"the model's {CONFIG_FILE} has a chat_template of type {type(template).__name__}; it should be a text, or "

@@ -26,20 +26,6 @@ from tandem.errors import (
 
 logger = logging.getLogger(__name__)
 
-# Status, type and code of each branch of the tree; the nearest counts.
-_FORMS: Mapping[type[TandemError], tuple[int, str, str | None]] = {
-    InvalidRequestError: (400, "invalid_request_error", None),
-    NotFoundError: (404, "invalid_request_error", "not_found"),
-    UnauthenticatedError: (401, "authentication_error", "invalid_api_key"),
-    PermissionDeniedError: (403, "permission_error", "insufficient_permissions"),
-    CapacityError: (429, "rate_limit_error", "rate_limit_exceeded"),
-    ServiceUnavailableError: (503, "server_error", "service_unavailable"),
-    ConfigurationError: (503, "server_error", "service_unavailable"),
-    DeadlineError: (504, "server_error", "deadline_exceeded"),
-    AbortedError: (409, "server_error", "aborted"),
-    TandemError: (500, "server_error", None),
-}
-
 SHOWN_CHARACTERS = 80
 """Characters of a refused value that a message shows: a line."""
 
@@ -63,6 +49,22 @@ class ModelNotFoundError(NotFoundError):
     """The request names a model that is not served here."""
 
 
+# Status, type and code of each branch of the tree; the nearest counts.
+_FORMS: Mapping[type[TandemError], tuple[int, str, str | None]] = {
+    InvalidRequestError: (400, "invalid_request_error", None),
+    NotFoundError: (404, "invalid_request_error", "not_found"),
+    ModelNotFoundError: (404, "invalid_request_error", "model_not_found"),
+    UnauthenticatedError: (401, "authentication_error", "invalid_api_key"),
+    PermissionDeniedError: (403, "permission_error", "insufficient_permissions"),
+    CapacityError: (429, "rate_limit_error", "rate_limit_exceeded"),
+    ServiceUnavailableError: (503, "server_error", "service_unavailable"),
+    ConfigurationError: (503, "server_error", "service_unavailable"),
+    DeadlineError: (504, "server_error", "deadline_exceeded"),
+    AbortedError: (409, "server_error", "aborted"),
+    TandemError: (500, "server_error", None),
+}
+
+
 def error_response(error: Exception) -> JSONResponse:
     """The answer to a request that failed with this error."""
     if not isinstance(error, TandemError):
@@ -80,11 +82,9 @@ def error_response(error: Exception) -> JSONResponse:
 def error_object(error: TandemError) -> dict[str, Any]:
     """The error as the body of an answer, or as an event of a stream that has begun."""
     _, kind, code = _form(error)
-    message = str(error)
-    param = None
-    if isinstance(error, InvalidRequestError) and (named := _OPTION.match(message)):
-        param = named[1]
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    named = _OPTION.match(str(error)) if isinstance(error, InvalidRequestError) else None
+    param = named[1] if named else None
+    return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
 
 
 def unexpected(error: Exception) -> TandemError:
@@ -98,6 +98,4 @@ def _form(error: TandemError) -> tuple[int, str, str | None]:
     if isinstance(error, HttpError):
         kind = "invalid_request_error" if error.status < 500 else "server_error"
         return error.status, kind, error.code
-    if isinstance(error, ModelNotFoundError):
-        return 404, "invalid_request_error", "model_not_found"
     return next(_FORMS[cls] for cls in type(error).__mro__ if cls in _FORMS)

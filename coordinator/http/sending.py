@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -15,6 +15,7 @@ from coordinator.http.bodies import HeldBytes, Share
 from coordinator.http.errors import error_object, error_response, unexpected
 from tandem.errors import TandemError
 from tandem.serving.interceptors import RunningCalls
+from tandem.serving.server import CancelledByEventError, unless
 from tandem.types import Chunk
 
 DONE = b"data: [DONE]\n\n"
@@ -25,31 +26,6 @@ _EVENT_HEADERS = {
     # nginx would otherwise hold the pieces back until it has many.
     "x-accel-buffering": "no",
 }
-
-ResultT = TypeVar("ResultT")
-
-
-class ClientGoneError(Exception):
-    """The client no longer waits for the answer."""
-
-
-async def while_connected(receive: Receive, work: Coroutine[None, None, ResultT]) -> ResultT:
-    """Do the work unless the client goes first, which cancels it.
-
-    Raises:
-        ClientGoneError: the client went.
-    """
-    task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_disconnect(receive))
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGoneError
-    finally:
-        for each in (task, watch):
-            each.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
 
 
 async def _disconnect(receive: Receive) -> None:
@@ -122,8 +98,8 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer; a client that goes ends the completion."""
-        with suppress(ClientGoneError):
-            await while_connected(receive, self._send(scope, receive, send))
+        with suppress(CancelledByEventError):
+            await unless(_disconnect(receive), self._send(scope, receive, send))
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         has_begun = False
@@ -166,8 +142,8 @@ class WholeAnswer(Response):
             CapacityError: too many bytes of such answers are held.
             TandemError: the completion failed.
         """
-        with Share(self._answers) as share, suppress(ClientGoneError):
-            pieces = list(flattened(await while_connected(receive, self._gather(share))))
+        with Share(self._answers) as share, suppress(CancelledByEventError):
+            pieces = list(flattened(await unless(_disconnect(receive), self._gather(share))))
             self.headers["content-length"] = str(sum(map(len, pieces)))
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             for part in parts(pieces):

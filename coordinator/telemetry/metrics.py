@@ -42,6 +42,8 @@ FALLBACKS = ("draft_lost", "draft_late", "draft_paused")
 FAILOVERS = ("target_lost", "target_resumed", "draft_resumed")
 """Events of sequences that change their replica."""
 PEERS = ("draft", "target")
+PHASES = ("draft", "verify", "sampling", "wait")
+"""Parts of a round, by their names in `RoundTimes`."""
 WAIT_PLACES = ("event_loop", "answer", "question")
 """A round waits until the event loop reads its answer, until its request goes on with that, and until its next question
 is written."""
@@ -87,9 +89,7 @@ class RequestMetrics:
         self.events = by(fallbacks, FALLBACKS) | by(failovers, FAILOVERS)
         text = "Time of a round by phase, the first round left out."
         phases = histogram("round_phase_seconds", text, STEP_SECONDS, "phase")
-        self._draft, self._verify, self._sampling, self._wait = (
-            phases.labels(model_name, phase) for phase in ("draft", "verify", "sampling", "wait")
-        )
+        self._phases = {phase: phases.labels(model_name, phase) for phase in PHASES}
         self._inter_token = times("inter_token_latency_seconds", "Between two chunks of a request.")
         self.prefill = times("prefill_seconds", "First round of a request.")
         self.first_token = times("time_to_first_token_seconds", "From arrival to the first token.")
@@ -112,10 +112,8 @@ class RequestMetrics:
 
     def round(self, timed: RoundTimes) -> None:
         """Time a round that is not a request's first."""
-        self._draft.observe(timed.draft)
-        self._verify.observe(timed.verify)
-        self._sampling.observe(timed.sampling)
-        self._wait.observe(timed.wait)
+        for phase, series in self._phases.items():
+            series.observe(getattr(timed, phase))
         self._inter_token.observe(timed.seconds)
 
 

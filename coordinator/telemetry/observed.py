@@ -23,7 +23,7 @@ from coordinator.stats.speculation import (
     cumulative_rates,
     tokens_per_pass,
 )
-from coordinator.telemetry.metrics import DIRECTIONS, PEERS, RequestMetrics
+from coordinator.telemetry.metrics import DIRECTIONS, PEERS, PHASES, RequestMetrics
 from coordinator.telemetry.observer import EventValue, Observer, RequestObserver, StreamObserver
 from tandem.errors import (
     AbortedError,
@@ -38,7 +38,6 @@ from tandem.types import SpeculationStats
 
 _MAX_EVENTS = 64
 """A span keeps 128 events, the last ones; the first say more."""
-_PHASES = ("draft", "verify", "sampling", "wait")
 _OPERATION = "text_completion"
 
 _OUTCOMES: tuple[tuple[type[BaseException], str], ...] = (
@@ -126,7 +125,7 @@ class ObservedRequest(RequestObserver):
         self._completion: Completion | None = None
         self._prompt_length = 0
         self._streams: list[ObservedStream] = []
-        self._seconds = dict.fromkeys(("queue", "prefill", *_PHASES), 0.0)
+        self._seconds = dict.fromkeys(("queue", "prefill", *PHASES), 0.0)
         self._rounds = 0
         self._events = 0
         self._decision: Callable[[], Mapping[str, EventValue]] = dict
@@ -194,11 +193,8 @@ class ObservedRequest(RequestObserver):
             self._metrics.prefill.observe(timed.decided - timed.requested)
             self._end_prefill(self._nanoseconds(timed.decided))
         else:
-            seconds = self._seconds
-            seconds["draft"] += timed.draft
-            seconds["verify"] += timed.verify
-            seconds["sampling"] += timed.sampling
-            seconds["wait"] += timed.wait
+            for phase in PHASES:
+                self._seconds[phase] += getattr(timed, phase)
             self._metrics.round(timed)
         if self._rounds_left:
             self._rounds_left -= 1
@@ -233,7 +229,7 @@ class ObservedRequest(RequestObserver):
             "tandem.round": self._rounds,
             "tandem.drafted_tokens": result.proposed,
             "tandem.accepted_tokens": result.accepted,
-            **_seconds({phase: getattr(timed, phase) for phase in _PHASES}),
+            **_seconds({phase: getattr(timed, phase) for phase in PHASES}),
             **self._decision(),
         }
         if result.awaited_outcome:

@@ -17,7 +17,7 @@ from coordinator.admin.servicer import AdminServicer, caller
 from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.admin import Stats
 from tandem.admin_client import AdminClient
-from tandem.serving.interceptors import Context, ErrorBoundary, RunningCalls
+from tandem.serving.interceptors import Context, ErrorBoundary, RunningCalls, metadata_of
 
 _CALLER_KEY = "tandem-caller-bin"
 """Metadata that names the caller of a forwarded call."""
@@ -169,7 +169,4 @@ class ForwardedAdmin(grpc.GenericRpcHandler):
 
 def forwarded_caller(context: Context) -> str:
     """The caller of a forwarded call, as the worker named it."""
-    for key, value in context.invocation_metadata() or ():
-        if key == _CALLER_KEY:
-            return value.decode() if isinstance(value, bytes) else str(value)
-    return caller(context)
+    return metadata_of(context.invocation_metadata(), _CALLER_KEY) or caller(context)

@@ -142,9 +142,8 @@ class Supervisor:
             await self._hub.left(index)
 
     async def _follow(self, setup: WorkerSetup, worker: Child) -> None:
-        assert worker.process.stdout is not None
-        async for line in worker.process.stdout:
-            what, found, rest = line.decode().strip().removeprefix("tandem coordinator: ").partition(" on ")
+        async for line in worker.lines():
+            what, found, rest = line.removeprefix("tandem coordinator: ").partition(" on ")
             if found and what == "ready":
                 self._hub.joined(setup.index, setup.address)
                 self._address = self._address or rest

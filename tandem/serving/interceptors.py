@@ -173,12 +173,15 @@ def refusing(handler: Handler, error: Exception) -> Handler:
     return remade(handler, refuse, at_once=True)
 
 
+def metadata_of(metadata: Any, name: str) -> str:
+    """The value of a name in a call's metadata; empty where it has none."""
+    value = next((value for key, value in metadata or () if key == name), "")
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
 def traceparent_of(context: Context) -> str:
     """The W3C trace context that the client sent with the call; empty when it sent none."""
-    for key, value in context.invocation_metadata() or ():
-        if key == "traceparent":
-            return str(value)
-    return ""
+    return metadata_of(context.invocation_metadata(), "traceparent")
 
 
 class RunningCalls:
@@ -254,16 +257,9 @@ class AuthInterceptor(Interceptor):
         self._tokens = tokens
 
     def before(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
-        header = next(
-            (value for key, value in details.invocation_metadata or () if key == AUTHORIZATION),
-            None,
-        )
+        header = metadata_of(details.invocation_metadata, AUTHORIZATION)
         try:
-            authorize(
-                scope_of(details.method),
-                header if isinstance(header, str) else None,
-                self._tokens(),
-            )
+            authorize(scope_of(details.method), header, self._tokens())
         except (UnauthenticatedError, PermissionDeniedError) as error:
             return refusing(handler, error)
         return handler

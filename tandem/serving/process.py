@@ -94,9 +94,6 @@ def exit_codes() -> Iterator[None]:
     """End the process with a sentence and an exit code when the block raises an error that has a name. See `main`."""
     try:
         yield
-    except ModelFolderError as error:
-        exit_with(error, 1)
-    except ConfigurationError as error:
-        exit_with(error, 2)
     except TandemError as error:
-        exit_with(error, 1)
+        is_setup = isinstance(error, ConfigurationError) and not isinstance(error, ModelFolderError)
+        exit_with(error, 2 if is_setup else 1)

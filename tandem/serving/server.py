@@ -11,7 +11,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
@@ -33,6 +33,8 @@ from tandem.settings import ServerSettings
 from tandem.standard_streams import write_out
 
 logger = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
 
 
 @contextmanager
@@ -73,6 +75,10 @@ def end_now(code: int) -> NoReturn:
         with suppress(OSError):
             stream.flush()
     os._exit(code)
+
+
+class CancelledByEventError(Exception):
+    """Work was not done because an event came before its end."""
 
 
 class Readiness:
@@ -216,7 +222,10 @@ async def serve(
         try:
             if not listens_late:
                 announce(f"tandem {service.name}: listening on {address}")
-            was_ready = await _unless(stopping, service.start())
+            was_ready = False
+            with suppress(CancelledByEventError):
+                await unless(stopping.wait(), service.start())
+                was_ready = True
             if was_ready:
                 before_ready()
                 await readiness.open()
@@ -343,16 +352,18 @@ def bound_socket(host: str, port: int, options: str, reuse: int = socket.SO_REUS
     return bound
 
 
-async def _unless(stopping: asyncio.Event, work: Coroutine[None, None, None]) -> bool:
-    """Do the work unless the event comes first. True when the work was done; its exception is raised."""
-    task = asyncio.ensure_future(work)
-    stop = asyncio.ensure_future(stopping.wait())
+async def unless(event: Coroutine[Any, Any, object], work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """Do the work, unless the event comes first, which cancels it.
+
+    Raises:
+        CancelledByEventError: the event came.
+    """
+    task, stop = asyncio.ensure_future(work), asyncio.ensure_future(event)
     try:
         await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            task.result()
-            return True
-        return False
+        if not task.done():
+            raise CancelledByEventError
+        return task.result()
     finally:
         task.cancel()
         stop.cancel()

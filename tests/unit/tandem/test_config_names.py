@@ -34,22 +34,12 @@ def test_the_method_by_the_models_name(model: str, method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "method"),
-    [
-        ("medusa", "medusa"),
-        ("mlp_speculator", "mlp_speculator"),
-        ("deepseek_mtp", "mtp"),
-        ("llama", "standalone"),
-    ],
-)
-def test_the_method_by_the_checkpoint(tmp_path: Path, model_type: str, method: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    assert inferred_method(str(tmp_path)) == method
-
-
-@pytest.mark.parametrize(
     ("config", "method"),
     [
+        ({"model_type": "medusa"}, "medusa"),
+        ({"model_type": "mlp_speculator"}, "mlp_speculator"),
+        ({"model_type": "deepseek_mtp"}, "mtp"),
+        ({"model_type": "llama"}, "standalone"),
         ({"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}, "eagle3"),
         ({"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}, "eagle3"),
         ({"architectures": ["EAGLEModel"], "model_type": "eagle"}, "eagle"),
@@ -57,17 +47,16 @@ def test_the_method_by_the_checkpoint(tmp_path: Path, model_type: str, method: s
         ({"architectures": ["MedusaModel"], "model_type": "medusa"}, "medusa"),
         ({"medusa_num_heads": 5, "medusa_num_layers": 1}, "medusa"),
         ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "standalone"),
+        # What says nothing is a model like any other.
+        ("{", "standalone"),
+        ([], "standalone"),
+        ({"model_type": 3}, "standalone"),
     ],
 )
-def test_the_method_of_a_drafting_head(tmp_path: Path, config: dict[str, object], method: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert inferred_method(str(tmp_path)) == method
-
-
-@pytest.mark.parametrize("content", ["{", "[]", '{"model_type": 3}'])
-def test_a_checkpoint_that_says_nothing_is_a_model_like_any_other(tmp_path: Path, content: str) -> None:
+def test_the_method_by_the_checkpoint(tmp_path: Path, config: Any, method: str) -> None:
+    content = config if isinstance(config, str) else json.dumps(config)
     (tmp_path / "config.json").write_text(content)
-    assert inferred_method(str(tmp_path)) == "standalone"
+    assert inferred_method(str(tmp_path)) == method
 
 
 def test_a_method_given_as_the_model_is_not_a_model() -> None:

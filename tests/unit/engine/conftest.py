@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from tandem.engine.backends.cpu_native.library.build import BuildError, built_kernels
+from tandem.engine.backends.cpu_native.library.kernels import Kernels
 from tandem.engine.backends.cpu_native.plans import MakeTrace
 from tandem.engine.core.selection import Backends, choose_backends
 from tandem.engine.models.loading import LoadedModel, load_model
@@ -63,6 +65,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny
         return made[family]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def kernels() -> Kernels:
+    try:
+        return Kernels(built_kernels())
+    except BuildError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

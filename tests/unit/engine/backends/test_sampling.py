@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tandem.engine.backends.cpu_native.backend import KernelSampler, load_kernels
-from tandem.engine.backends.cpu_native.library.build import BuildError
+from tandem.engine.backends.cpu_native.backend import KernelSampler
+from tandem.engine.backends.cpu_native.library.kernels import Kernels
 from tandem.engine.sampler import TORCH_SAMPLER, Sampler
 from tandem.sampling.noise import sample
 from tandem.sampling.warping import warp
@@ -16,11 +16,8 @@ WIDTHS = (1, 5, 16, 17, 64, 2048, 5003)
 
 
 @pytest.fixture(scope="module")
-def sampler() -> Sampler:
-    try:
-        return KernelSampler(load_kernels(torch.device("cpu"), torch.float32))
-    except BuildError:
-        pytest.skip("no C++ compiler")
+def sampler(kernels: Kernels) -> Sampler:
+    return KernelSampler(kernels)
 
 
 def logits_of(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:

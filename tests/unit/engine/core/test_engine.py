@@ -513,10 +513,3 @@ def test_a_first_step_that_compiles_is_forgotten(clock: Clock) -> None:
     for _ in range(400):
         step(watchdog, clock, tokens=1, seconds=0.01)
     assert watchdog.bound_seconds(512) == LEAST_SECONDS
-
-
-def test_the_bound_can_be_configured(clock: Clock) -> None:
-    watchdog = StepWatchdog(0.5, clock)
-    watchdog.begin(512)
-    clock.now += 0.6
-    assert watchdog.overdue_seconds == pytest.approx(0.6)

@@ -9,14 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.engine.kv_cache.arena import (
-    LayerCache,
-    PagePool,
-    PageTable,
-    accelerator_allowance,
-    memory_allowance,
-    pages_for,
-)
+from tandem.engine.kv_cache.arena import LayerCache, PageTable, accelerator_allowance, memory_allowance
 from tandem.engine.kv_cache.pages import PageReader, PageWriter
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.errors import InvalidRequestError
@@ -76,25 +69,6 @@ def test_a_delta_that_does_not_fit_changes_nothing(delta: Delta, sentence: str) 
     assert (sequence.token_ids, sequence.computed_length) == ([1, 2, 3], 3)
 
 
-def test_rows_of_computed_positions_are_run_again() -> None:
-    sequence = _sequence(1, 2, 3)
-    sequence.want_rows(2)
-    assert sequence.computed_length == 1
-    with pytest.raises(
-        InvalidRequestError, match="Rows were asked for the last 4 positions, but the sequence has 3"
-    ):
-        sequence.want_rows(4)
-
-
-def test_append_stops_at_the_limit() -> None:
-    sequence = _sequence(1, 2, max_length=3)
-    could_extend = sequence.can_extend
-    sequence.append(7)
-    assert (could_extend, sequence.can_extend) == (True, False)
-    with pytest.raises(InvalidRequestError, match="The sequence would have 4 tokens, but its limit is 3"):
-        sequence.append(8)
-
-
 PAGE_TOKENS = 64
 CPU = torch.device("cpu")
 SPANS = {
@@ -129,42 +103,6 @@ def test_what_is_written_is_read_back(by_head: bool, spans: list[tuple[list[int]
             assert torch.equal(reader.read(stored)[0, :, start:end], states[0, :, own])
         first = own.stop
     assert layer.keys.count_nonzero() == key.numel(), "nothing else was written"
-
-
-def test_only_the_pages_of_a_span_are_read() -> None:
-    layer = torch.arange(8.0)[:, None, None, None].expand(8, PAGE_TOKENS, 1, 1)
-    tables = [PageTable(PAGE_TOKENS, 256, pages) for pages in ([7, 0, 4, 1], [2, 6])]
-    found = PageReader.of_tables(tables, 70, 256, CPU).read(layer)
-    assert found.shape == (2, 1, 3 * PAGE_TOKENS, 1)
-    numbers = found[:, 0, ::PAGE_TOKENS, 0].tolist()
-    assert numbers == [[0, 4, 1], [6, 6, 6]], "a shorter sequence is read on in its last page"
-
-
-def test_unused_pages_come_first_and_kept_ones_oldest_first() -> None:
-    forgotten: list[int] = []
-    pool = PagePool(3, forgotten.append)
-    pages = [pool.take() for _ in range(3)]
-    assert pages == [0, 1, 2]
-    assert pool.take() is None
-    pool.let_go(1, keep=True)
-    pool.let_go(0, keep=True)
-    pool.let_go(2, keep=False)
-    assert (pool.available_count, pool.kept_count) == (3, 2)
-    assert [pool.take() for _ in range(3)] == [2, 1, 0]
-    assert forgotten == [1, 0]
-
-
-def test_a_table_gives_the_slot_of_each_position() -> None:
-    table = PageTable(4, 10, (7, 2))
-    assert (table.capacity, table.max_pages, len(table)) == (8, 3, 2)
-    assert table.slots(2, 7).tolist() == [30, 31, 8, 9, 10]
-    table.replace(0, 1)
-    assert table.pages == [1, 2]
-    assert table.shorten(1) == [2]
-    assert table.shorten(3) == []
-    with pytest.raises(IndexError, match="page 1 of 0 to 1"):
-        table[1]
-    assert [pages_for(tokens, 4) for tokens in (0, 1, 4, 5)] == [0, 1, 1, 2]
 
 
 GIB = 1 << 30

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
@@ -21,7 +20,7 @@ from tandem.engine.backends.cpu_native.layers import (
     packed,
     unpacked,
 )
-from tandem.engine.backends.cpu_native.library.build import BuildError, built_kernels
+from tandem.engine.backends.cpu_native.library.build import BuildError
 from tandem.engine.backends.cpu_native.library.kernels import Kernels
 from tandem.engine.core.selection import choose_backends
 from tandem.engine.kv_cache.sequence import Segment
@@ -33,20 +32,6 @@ from tests.unit.engine.greedy import GreedyHead, greedy, plain_greedy, running
 _CPU = torch.device("cpu")
 _PROMPT = [5, 17, 80, 3, 44]
 _DTYPES = [torch.float32, torch.bfloat16]
-
-
-def _compiler() -> str | None:
-    return next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
-
-
-needs_compiler = pytest.mark.skipif(_compiler() is None, reason="there is no C++ compiler")
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    if _compiler() is None:
-        pytest.skip("there is no C++ compiler")
-    return Kernels(built_kernels())
 
 
 @pytest.mark.parametrize("dtype", _DTYPES)
@@ -110,7 +95,7 @@ def test_nan_and_infinity_are_preserved(kernels: Kernels) -> None:
     assert torch.equal(torch.nan_to_num(results, nan=7, posinf=8, neginf=9), torch.tensor([7.0, 8, 9, 3]))
 
 
-@needs_compiler
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 @pytest.mark.parametrize("prompt_tokens", [WIDEST_SEGMENT, WIDEST_SEGMENT + 1])
 async def test_a_prompt_is_read_alike_by_the_kernel_and_by_torch(

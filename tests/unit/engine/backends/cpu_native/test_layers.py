@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from tandem.engine.backends.cpu_native.layers import NativeAttention, places, point
-from tandem.engine.backends.cpu_native.library.build import BuildError, built_kernels
 from tandem.engine.backends.cpu_native.library.kernels import KernelCall, Kernels, Routine
 from tandem.engine.kv_cache.arena import PAGE_TOKENS, KvArena, LayerGeometry, PageTable, pages_for
 from tandem.engine.kv_cache.sequence import Segment, Sequence
@@ -92,14 +91,6 @@ _BRANCHES = [
     _branches(8, [5, 6, 6, 8, 7], 0, 5), _branches(60, [60, 58, 50], 3, 2), _branches(130, [129, 130], 2, 2),
     _branches(64, [64, 1, 63], 1, 3),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    try:
-        return Kernels(built_kernels())
-    except BuildError as error:
-        pytest.skip(str(error))
 
 
 def _tables(works: SequenceOf[Work], seed: int | None = None) -> list[PageTable]:

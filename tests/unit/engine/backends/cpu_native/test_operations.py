@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tandem.engine.backends.cpu_native.library.build import BuildError, built_kernels
 from tandem.engine.backends.cpu_native.library.kernels import Kernels
 from tandem.engine.backends.cpu_native.operations import UnknownOperationError, kernel_calls
 
@@ -20,14 +19,6 @@ _FLOAT, _NARROW = torch.float32, torch.bfloat16
 _DTYPES = [_FLOAT, _NARROW]
 _UNARY = [aten.neg.default, aten.silu.default, aten.rsqrt.default]
 _BINARY = [aten.add.Tensor, aten.mul.Tensor]
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    try:
-        return Kernels(built_kernels())
-    except BuildError as error:
-        pytest.skip(str(error))
 
 
 def _numbers(*shape: int, dtype: torch.dtype = _FLOAT, seed: int = 1) -> Tensor:

@@ -81,9 +81,7 @@ def load_pair(
     own, others = (
         sum(each.values_per_token for each in layers) for layers in (head.layers, tap.model.layers)
     )
-    limits, settings = _shared(
-        EngineSettings.of(settings, target.device.type), settings, own / (own + others), target
-    )
+    limits, settings = _shared(EngineSettings.of(settings), settings, own / (own + others), target)
     name = f"{target.info.name} ({MTP})" if head_folder is None else head_folder.name
     # The head's cache first: on a GPU the target's then takes what is left of the process's share.
     states = PairedStates(tap, head.state_size, target.dtype, target.device)

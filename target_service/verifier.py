@@ -17,7 +17,6 @@ from tandem.engine.hidden_states import BoundSequences, HiddenStateTap
 from tandem.engine.interface import EngineOwner, RowRequest, SequenceEngine
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.engine.settings import EngineSettings
-from tandem.engine.steps import ModelRunner
 from tandem.errors import InvalidRequestError, NonFiniteLogitsError, TandemError
 from tandem.grammar import Grammars, GrammarState
 from tandem.outcome_table import OutcomeTable
@@ -57,7 +56,8 @@ def load_verifier(
         model = load_vllm(
             settings, settings.model, proposal_length=settings.num_speculative_tokens, on_failure=on_failure
         )
-        return Verifier(_engine(model, settings, on_step, on_failure), tokenizer_files(settings))
+        engine = RowEngine(model, EngineSettings.of(settings), on_step, on_failure=on_failure)
+        return Verifier(engine, tokenizer_files(settings))
     target = load_target(settings)
     files = hidden_state_files(settings, target)
     if files is None:
@@ -96,14 +96,8 @@ def make_verifier(
     backends = choose_backends(
         model, compile_mode=settings.compile, compile_cache=settings.compile_cache, tap=tap
     )
-    return Verifier(_engine(backends, settings, on_step, on_failure), tokenizer_files(settings), bound, files)
-
-
-def _engine(
-    model: ModelRunner, settings: TargetSettings, on_step: OnStep, on_failure: Callable[[], None] | None
-) -> RowEngine:
-    limits = EngineSettings.of(settings, settings.compute_device.partition(":")[0])
-    return RowEngine(model, limits, on_step, on_failure=on_failure)
+    engine = RowEngine(backends, EngineSettings.of(settings), on_step, on_failure=on_failure)
+    return Verifier(engine, tokenizer_files(settings), bound, files)
 
 
 def tokenizer_files(settings: TargetSettings) -> tuple[Path, ...]:

@@ -157,7 +157,7 @@ async def main(arguments: argparse.Namespace) -> None:
         max_length=512, max_sequences=32, enforce_eager=arguments.enforce_eager, enable_prefix_caching=False,
     )  # fmt: skip
     model = load_vllm(settings, arguments.model, proposal_length=arguments.num_speculative_tokens)
-    engine = RowEngine(model, EngineSettings.of(settings, settings.compute_device))
+    engine = RowEngine(model, EngineSettings.of(settings))
     engine.start()
     await engine.warm_up()
     for sequences in arguments.sequences:

@@ -60,11 +60,10 @@ def load_standalone(
         compile_cache=settings.compile_cache,
     )
     tokenizer = settings.checkpoint / TOKENIZER_FILE
-    limits = EngineSettings.of(settings, model.device.type)
     engine = Engine(
         backends,
         partial(propose_head, sampler=backends.sampler),
-        limits,
+        EngineSettings.of(settings),
         on_step=on_step,
         on_failure=on_failure,
     )
@@ -94,8 +93,9 @@ def _load_over_vllm(
         on_failure=on_failure,
     )
     tokenizer = settings.checkpoint / TOKENIZER_FILE
-    limits = EngineSettings.of(settings, settings.compute_device.partition(":")[0])
-    engine = Engine(model, propose_where_logits_are, limits, on_step=on_step, on_failure=on_failure)
+    engine = Engine(
+        model, propose_where_logits_are, EngineSettings.of(settings), on_step=on_step, on_failure=on_failure
+    )
     return StandaloneProposer(
         engine,
         settings.draft_top_k,

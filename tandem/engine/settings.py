@@ -39,12 +39,12 @@ class EngineSettings:
     """How long a step may take before it counts as stuck. None learns it, see `tandem.engine.core.watchdog`."""
 
     @classmethod
-    def of(cls, settings: ModelServerSettings, device_type: str) -> EngineSettings:
-        """The limits that a service's options ask for on such a device."""
+    def of(cls, settings: ModelServerSettings) -> EngineSettings:
+        """The limits that a service's options ask for on its device."""
         chunk = settings.max_num_batched_tokens
         if chunk is None:
             # On an accelerator vLLM's own default for serving, enough to keep it busy.
-            chunk = 512 if device_type == "cpu" else 2048
+            chunk = 512 if settings.compute_device == "cpu" else 2048
         return cls(
             max_length=settings.max_length,
             max_sequences=settings.max_sequences + extra_places(settings.max_sequences),

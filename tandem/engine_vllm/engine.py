@@ -76,7 +76,7 @@ def load_vllm(
     load_format = given.pop("load_format", settings.load_format or "safetensors")
     if load_format not in LOAD_FORMATS:
         raise ConfigurationError(f"load_format is {load_format}; it must be one of {', '.join(LOAD_FORMATS)}")
-    limits = EngineSettings.of(settings, settings.compute_device.partition(":")[0])
+    limits = EngineSettings.of(settings)
     options = _options(settings, folder, limits, proposal_length) | given | {"load_format": load_format}
     if settings.compute_device == "cpu":
         if settings.kv_cache_memory_bytes is None:

@@ -82,7 +82,7 @@ async def engine_over(
         | options
     )
     model = load_vllm(settings, folder, proposal_length=4, on_failure=on_failure)
-    engine = RowEngine(model, EngineSettings.of(settings, "cpu"), on_step)
+    engine = RowEngine(model, EngineSettings.of(settings), on_step)
     engine.start()
     try:
         yield engine

@@ -40,32 +40,22 @@ Pushed = asyncio.Queue[DraftedOutcomes | Exception]
 """Messages that go to the coordinator unasked; an error ends the sequence."""
 
 
+@dataclass(slots=True, eq=False)
 class AheadDrafter:
     """Drafts ahead of the verifications of one sequence."""
 
-    def __init__(
-        self,
-        engine: Engine[Drafting, Proposal],
-        cached: CachedSequence,
-        options: DraftOptions,
-        sampler: Sampler,
-        history: OutcomeHistory,
-        grammar: GrammarState | None = None,
-    ) -> None:
-        self._engine = engine
-        self.cached = cached
-        self.options = options
-        self.sampler = sampler
-        self.history = history
-        self.grammar = grammar
-        self.max_length = engine.max_length
-        """Positions that the model has."""
-        self._loop = asyncio.get_running_loop()
-        self._token_ids: list[int] = []
-        self._round: BranchDrafting | None = None
-        self._rounds = 0
-        self.pushed: Pushed = asyncio.Queue()
-        """At most a round's depths: the next step empties it."""
+    engine: Engine[Drafting, Proposal]
+    cached: CachedSequence
+    options: DraftOptions
+    sampler: Sampler
+    history: OutcomeHistory
+    grammar: GrammarState | None = None
+    pushed: Pushed = field(default_factory=asyncio.Queue, init=False)
+    """At most a round's depths: the next step empties it."""
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop, init=False)
+    _token_ids: list[int] = field(default_factory=list, init=False)
+    _round: BranchDrafting | None = field(default=None, init=False)
+    _rounds: int = field(default=0, init=False)
 
     def apply(self, step: ProposeStep) -> None:
         """Apply a step's delta, which fits the sequence; end the last round and learn its outcome."""
@@ -100,7 +90,7 @@ class AheadDrafter:
         completion = self._token_ids[self.options.prompt_length :] if self.grammar is not None else ()
         push = partial(self._push, self._rounds)
         self._round = BranchDrafting(self, own, proposed, step.ahead, push, completion, trunk)
-        self._engine.put_back(self._round)
+        self.engine.put_back(self._round)
 
     def _push(self, of_round: int, drafted: DraftedOutcomes | TandemError) -> None:
         """Hand over to the event loop what the engine's thread has drafted."""
@@ -182,7 +172,7 @@ class BranchDrafting:
         if self.drafter.options.row_kind is not RowKind.TOKEN or self.trunk is not None:
             return 0
         tokens = self.budget.token_count
-        return max(min(tokens, self.drafter.max_length - self.delta.length - tokens - 1), 0)
+        return max(min(tokens, self.drafter.engine.max_length - self.delta.length - tokens - 1), 0)
 
     def begin(self, logits: Tensor, room: int, lead: Lead | None) -> BranchStep | None:
         drafter, trunk = self.drafter, self.trunk
@@ -198,12 +188,14 @@ class BranchDrafting:
             return None
         self.ranking = ranking
         # A model with learned positions has none behind its last.
-        tokens = min(self.budget.token_count, room, drafter.max_length - self.delta.length)
+        tokens = min(self.budget.token_count, room, drafter.engine.max_length - self.delta.length)
         if tokens <= 0:
             return None
         count = min(self.budget.branch_count, room // tokens)
         led = 0 if lead is None else len(lead.token_ids)
-        reads_last = count * (tokens + 1) <= room and self.delta.length + led + tokens < drafter.max_length
+        reads_last = (
+            count * (tokens + 1) <= room and self.delta.length + led + tokens < drafter.engine.max_length
+        )
         self._token_count, self._max_depth = tokens, tokens + reads_last
         inputs = self._choose(ranking, count)
         self._branches = [

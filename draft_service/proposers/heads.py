@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import cache, partial
 from itertools import accumulate
 
@@ -113,34 +113,26 @@ class BoundProposer(EngineOwner[Engine[Drafting, Proposal]]):
             self._engine.release(cached)
 
 
+@dataclass(eq=False)
 class BoundSequence:
     """One sequence that a head drafts for."""
 
-    pushed = None
+    engine: Engine[Drafting, Proposal]
+    head: DraftHead
+    cached: CachedSequence
+    pairing: Pairing
+    sequences: BoundSequences
+    options: DraftOptions
+    grammar: GrammarState | None
+    odds: InitVar[Odds | None]
+    pushed: None = field(default=None, init=False)
     """Nothing is drafted ahead: the head shares the target's device, and needs what its next verification computes."""
+    _read_length: int = field(default=0, init=False)
+    """Pairs that the head has read and that no delta has changed since."""
 
-    def __init__(
-        self,
-        engine: Engine[Drafting, Proposal],
-        head: DraftHead,
-        cached: CachedSequence,
-        pairing: Pairing,
-        sequences: BoundSequences,
-        options: DraftOptions,
-        grammar: GrammarState | None = None,
-        odds: Odds | None = None,
-    ) -> None:
-        self._engine = engine
-        self._head = head
-        self._grammar = grammar
-        self._cached = cached
-        self._pairing = pairing
-        self._sequences = sequences
-        self._options = options
-        self._tokens = TokenState(cached.max_length)
+    def __post_init__(self, odds: Odds | None) -> None:
+        self._tokens = TokenState(self.cached.max_length)
         self._repeats = None if odds is None else Repeats(self._tokens, odds)
-        self._read_length = 0
-        """Pairs that the head has read and that no delta has changed since."""
 
     async def propose(self, step: ProposeStep) -> Proposal:
         """Apply the step's delta and draw the tokens that follow; none as long as the target has not read all tokens
@@ -157,10 +149,10 @@ class BoundSequence:
         self._tokens.apply(step.delta, kept)
         self._read_length = min(self._read_length, self._pairs_of(kept))
         length = len(self._tokens)
-        check_room(self._cached, length, step.token_count)
+        check_room(self.cached, length, step.token_count)
         if self._repeats is not None and (repeated := await self._repeats.propose(step.token_count)):
             return Proposal(length, repeated, cost=StepCost(time.perf_counter() - began, 1, 1))
-        target = self._sequences.find(self._options.request_id, self._tokens.token_ids[:-1])
+        target = self.sequences.find(self.options.request_id, self._tokens.token_ids[:-1])
         token_count = self._possible(step.token_count)
         if token_count == 0 or length < 2 or target is None:
             return Proposal(length)
@@ -171,7 +163,7 @@ class BoundSequence:
 
     def _possible(self, token_count: int) -> int:
         """As many as one pass foresees, where that is more than one: there is no second pass then."""
-        most = self._head.tokens_per_pass
+        most = self.head.tokens_per_pass
         if not 1 < most < token_count:
             return token_count
         _report_shorter(token_count, most)
@@ -182,15 +174,15 @@ class BoundSequence:
         return max(length - 1, 0)
 
     async def _drafted(self, target: CachedSequence, token_count: int) -> Proposal:
-        length, options = len(self._tokens), self._options
-        self._pairing.begin(target, length - 1)
-        drafting = Drafting(length, token_count, options, self._grammar)
-        if self._grammar is not None:
+        length, options = len(self._tokens), self.options
+        self.pairing.begin(target, length - 1)
+        drafting = Drafting(length, token_count, options, self.grammar)
+        if self.grammar is not None:
             drafting.before = self._tokens.token_ids[options.prompt_length :].tolist()
         job = self._job(drafting)
         self._read_length = 0  # an error leaves nothing that can be trusted
         try:
-            proposal = replace(await self._engine.submit(job), cost=job.cost)
+            proposal = replace(await self.engine.submit(job), cost=job.cost)
         except _StatesLostError:
             return Proposal(length)
         self._read_length = length - 1
@@ -198,7 +190,7 @@ class BoundSequence:
 
     def _job(self, drafting: Drafting) -> Job[Drafting]:
         delta = Delta(self._read_length, tuple(self._tokens.token_ids[self._read_length + 1 :]))
-        return Job(self._cached, delta, 1, drafting)
+        return Job(self.cached, delta, 1, drafting)
 
 
 def _extend(
@@ -248,19 +240,19 @@ def finished(job: Job[Drafting], outcome: Outcome, pairing: Pairing | None) -> O
 class BlockSequence(BoundSequence):
     """One sequence that a head drafts blocks for."""
 
-    _head: BlockHead
+    head: BlockHead
 
     def _pairs_of(self, length: int) -> int:
         return length
 
     def _possible(self, token_count: int) -> int:
-        return min(token_count, self._head.block_size - 1, self._cached.max_length - len(self._tokens))
+        return min(token_count, self.head.block_size - 1, self.cached.max_length - len(self._tokens))
 
     def _job(self, drafting: Drafting) -> Job[Drafting]:
-        masks = (self._head.mask_token_id,) * drafting.token_count
+        masks = (self.head.mask_token_id,) * drafting.token_count
         delta = Delta(self._read_length, (*self._tokens.token_ids[self._read_length :], *masks))
         # A row for each token of the block: the engine computes rows in one step, so it never divides the block.
-        return Job(self._cached, delta, drafting.token_count + 1, drafting)
+        return Job(self.cached, delta, drafting.token_count + 1, drafting)
 
 
 @cache

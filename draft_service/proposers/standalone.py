@@ -6,7 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from draft_service.proposers import check_start
@@ -188,28 +188,21 @@ class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
         return self.vocabularies.mapped(options)
 
 
+@dataclass(slots=True, eq=False)
 class StandaloneSequence:
     """One sequence that is drafted for."""
 
-    def __init__(
-        self,
-        engine: Engine[Drafting, Proposal],
-        cached: CachedSequence,
-        options: DraftOptions,
-        ahead: AheadDrafter | None = None,
-        grammar: GrammarState | None = None,
-    ) -> None:
-        self._engine = engine
-        self._ahead = ahead
-        self._grammar = grammar
-        self._cached = cached
-        self._options = options
-        self._length = 0
-        """Tokens that were sent, without those that were proposed."""
+    engine: Engine[Drafting, Proposal]
+    cached: CachedSequence
+    options: DraftOptions
+    ahead: AheadDrafter | None = None
+    grammar: GrammarState | None = None
+    _length: int = field(default=0, init=False)
+    """Tokens that were sent, without those that were proposed."""
 
     @property
     def pushed(self) -> Pushed | None:
-        return None if self._ahead is None else self._ahead.pushed
+        return None if self.ahead is None else self.ahead.pushed
 
     async def propose(self, step: ProposeStep) -> Proposal | None:
         """Apply the step's delta and draw the tokens that follow, each from the draft's distribution.
@@ -222,21 +215,21 @@ class StandaloneSequence:
             NonFiniteLogitsError: the model computed logits that are not finite.
         """
         check_start(step.delta, self._length)
-        check_room(self._cached, step.delta.length, step.token_count)
+        check_room(self.cached, step.delta.length, step.token_count)
         self._length = step.delta.length
-        if self._ahead is not None:
-            self._ahead.apply(step)
+        if self.ahead is not None:
+            self.ahead.apply(step)
         if not step.is_answered:
-            if self._ahead is not None:
-                self._ahead.begin(step, step.delta, step.proposed_count)
+            if self.ahead is not None:
+                self.ahead.begin(step, step.delta, step.proposed_count)
             return None
         proposal = await self.proposed(step.delta, step.token_count)
-        if self._ahead is not None and step.ahead is not None:
-            self._ahead.begin(step, Delta(step.delta.length, proposal.token_ids), len(proposal))
+        if self.ahead is not None and step.ahead is not None:
+            self.ahead.begin(step, Delta(step.delta.length, proposal.token_ids), len(proposal))
         return proposal
 
     def room(self, length: int) -> int:
-        return self._cached.max_length - length + 1  # the draft does not read the last token
+        return self.cached.max_length - length + 1  # the draft does not read the last token
 
     async def proposed(
         self,
@@ -259,16 +252,16 @@ class StandaloneSequence:
         """
         base_length = delta.length if base_length is None else base_length
         drafting = Drafting(
-            base_length, count, self._options, grammar=self._grammar, shared=shared, before=before
+            base_length, count, self.options, grammar=self.grammar, shared=shared, before=before
         )
         if count == 0:
-            await self._engine.submit(Job(self._cached, delta, 0, drafting))
+            await self.engine.submit(Job(self.cached, delta, 0, drafting))
             return Proposal(base_length)
-        job = Job(self._cached, delta, 1, drafting)
+        job = Job(self.cached, delta, 1, drafting)
         try:
-            return replace(await self._engine.submit(job), cost=job.cost)
+            return replace(await self.engine.submit(job), cost=job.cost)
         except NonFiniteLogitsError as error:
             logger.error(  # noqa: TRY400 - the traceback would say nothing
-                "logits are not finite", extra={"request_id": self._options.request_id, "reason": str(error)}
+                "logits are not finite", extra={"request_id": self.options.request_id, "reason": str(error)}
             )
             raise

@@ -171,24 +171,20 @@ class Continuation:
     """Expected number of right tokens: the sum of their estimated probabilities."""
 
 
+@dataclass(slots=True, eq=False)
 class SuffixNode:
     """The end of an edge of the tree."""
 
-    __slots__ = ("children", "count", "depth", "latest", "repeats")
-
-    def __init__(
-        self, depth: int, count: int, latest: int, children: dict[int, SuffixNode] | None = None
-    ) -> None:
-        self.depth = depth
-        """Tokens from the root to here; for a leaf the depth of the tree, even if its text ends before."""
-        self.count = count
-        """Windows that pass through here."""
-        self.latest = latest
-        """The most recent of them."""
-        self.children = children
-        """Children by their first token; None for a leaf."""
-        self.repeats: dict[int, None] | None = None
-        """A leaf's windows in their order, when it has several."""
+    depth: int
+    """Tokens from the root to here; for a leaf the depth of the tree, even if its text ends before."""
+    count: int
+    """Windows that pass through here."""
+    latest: int
+    """The most recent of them."""
+    children: dict[int, SuffixNode] | None = None
+    """Children by their first token; None for a leaf."""
+    repeats: dict[int, None] | None = None
+    """A leaf's windows in their order, when it has several."""
 
     def most_frequent_child(self) -> SuffixNode | None:
         """Continuation of most windows; the most recent among equals."""

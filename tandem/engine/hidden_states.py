@@ -212,18 +212,16 @@ class Pairing:
         self.own_states.clear()
 
 
+@dataclass(slots=True, eq=False)
 class PairedStates:
     """The states of a head's step."""
 
-    def __init__(
-        self, tap: HiddenStateTap, state_size: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._tap = tap
-        self._state_size = state_size
-        self._dtype = dtype
-        self._device = device
-        self.pairings: dict[Sequence, Pairing] = {}
-        """Pairings by the head's sequence. A sequence without one, as in a trial, reads `any_states`."""
+    tap: HiddenStateTap
+    state_size: int
+    dtype: torch.dtype
+    device: torch.device
+    pairings: dict[Sequence, Pairing] = field(default_factory=dict)
+    """Pairings by the head's sequence. A sequence without one, as in a trial, reads `any_states`."""
 
     def of_step(self, segments: SequenceOf[Segment]) -> Tensor:
         """The state of each pair of a step, [tokens, state_size]."""
@@ -233,7 +231,7 @@ class PairedStates:
             for segment, pairing in known
             if pairing is not None and pairing.target is not None and segment.start < pairing.known_length
         ]
-        answers = iter(self._tap.read(asked))
+        answers = iter(self.tap.read(asked))
         parts: list[Tensor] = []
         for segment, pairing in known:
             if pairing is None or pairing.target is None:
@@ -243,7 +241,7 @@ class PairedStates:
                 states = next(answers)
                 pairing.is_lost = pairing.is_lost or states is None
                 count = min(segment.end, pairing.known_length) - segment.start
-                parts.append(self._zeros(count) if states is None else states.to(self._device, self._dtype))
+                parts.append(self._zeros(count) if states is None else states.to(self.device, self.dtype))
             first, last = (max(at - pairing.known_length, 0) for at in (segment.start, segment.end))
             if first < last:
                 own = pairing.own_states[first:last]
@@ -257,7 +255,7 @@ class PairedStates:
             pairing = self.pairings.get(segment.sequence)
             known = 0 if pairing is None else pairing.known_length
             found.extend(position >= known for position in range(segment.start, segment.end))
-        return torch.tensor(found, device=self._device)
+        return torch.tensor(found, device=self.device)
 
     def keep(self, segments: SequenceOf[Segment], states: Tensor) -> None:
         """Keeps the head's state after each segment, with which a proposal goes on.
@@ -273,15 +271,15 @@ class PairedStates:
             end += segment.token_count
             pairing = self.pairings.get(segment.sequence)
             if pairing is not None and segment.end == pairing.known_length + len(pairing.own_states):
-                pairing.own_states.append(states[end - 1].to(self._dtype))
+                pairing.own_states.append(states[end - 1].to(self.dtype))
 
     def any_states(self, count: int) -> Tensor:
         """States that are no target's, [count, state_size]: all different, so that a trial sees their use."""
-        places = torch.arange(count * self._state_size, dtype=torch.float32, device=self._device)
-        return places.mul_(0.7).sin_().view(count, -1).to(self._dtype)
+        places = torch.arange(count * self.state_size, dtype=torch.float32, device=self.device)
+        return places.mul_(0.7).sin_().view(count, -1).to(self.dtype)
 
     def _zeros(self, count: int) -> Tensor:
-        return torch.zeros(count, self._state_size, dtype=self._dtype, device=self._device)
+        return torch.zeros(count, self.state_size, dtype=self.dtype, device=self.device)
 
 
 class LayerStates:

@@ -69,44 +69,33 @@ class _Held:
     """`capacity` at that time."""
 
 
+@dataclass(slots=True, eq=False)
 class BlockCache:
     """See `SequenceCache`. Also writes down steps for the workers, since it knows what they know."""
 
-    def __init__(
-        self,
-        manager: Any,
-        block_tokens: int,
-        hash_tokens: int,
-        hasher: Callable[[Any], list[Any]] | None,
-        running: Any,
-        *,
-        has_windows: bool,
-        zeroes_blocks: bool = False,
-    ) -> None:
-        """
-        Args:
-            block_tokens: Tokens of a block; of the smallest, where groups of layers differ.
-            hash_tokens: Tokens of a hash.
-            has_windows: Some layers see the last tokens only.
-            zeroes_blocks: The workers clear blocks before they are written to.
-        """
-        self._manager = manager
-        self._block_tokens = block_tokens
-        self._hash_tokens = hash_tokens
-        self._hasher = hasher
-        self._running = running
-        self._has_windows = has_windows
-        self._zeroes_blocks = zeroes_blocks
-        self._held: dict[Sequence, _Held] = {}
-        self._branches: dict[Sequence, list[Sequence]] = {}
-        self._finished: list[str] = []
-        self._preemption_count = 0
+    manager: Any
+    """vLLM's `KVCacheManager`."""
+    block_tokens: int
+    """Tokens of a block; of the smallest, where groups of layers differ."""
+    hash_tokens: int
+    """Tokens of a hash."""
+    hasher: Callable[[Any], list[Any]] | None
+    running: Any
+    """vLLM's state of a request that has begun."""
+    has_windows: bool = field(kw_only=True)
+    """Some layers see the last tokens only."""
+    zeroes_blocks: bool = field(default=False, kw_only=True)
+    """The workers clear blocks before they are written to."""
+    _held: dict[Sequence, _Held] = field(default_factory=dict, init=False)
+    _branches: dict[Sequence, list[Sequence]] = field(default_factory=dict, init=False)
+    _finished: list[str] = field(default_factory=list, init=False)
+    _preemption_count: int = field(default=0, init=False)
 
     @property
     def shape(self) -> CacheShape:
         """How the cache is divided. Its manager keeps the tables, so that sequences have an empty one of their own."""
-        config = self._manager.kv_cache_config
-        return CacheShape(self._block_tokens, config.num_blocks - 1, len(config.kv_cache_groups), (None,))
+        config = self.manager.kv_cache_config
+        return CacheShape(self.block_tokens, config.num_blocks - 1, len(config.kv_cache_groups), (None,))
 
     @property
     def holders(self) -> list[Sequence]:
@@ -116,13 +105,13 @@ class BlockCache:
 
     def usage(self, waiting_count: int = 0, sequence_count: int = 0) -> KvUsage:
         shape = self.shape
-        held = shape.page_count - self._manager.block_pool.get_num_free_blocks()
-        kept = len(self._manager.block_pool.cached_block_hash_to_block) - sum(
-            each.published // self._block_tokens for each in list(self._held.values())
+        held = shape.page_count - self.manager.block_pool.get_num_free_blocks()
+        kept = len(self.manager.block_pool.cached_block_hash_to_block) - sum(
+            each.published // self.block_tokens for each in list(self._held.values())
         )
 
         def tokens(blocks: int) -> int:
-            return max(blocks, 0) * self._block_tokens // shape.group_count
+            return max(blocks, 0) * self.block_tokens // shape.group_count
 
         return KvUsage(
             total_tokens=tokens(shape.page_count),
@@ -146,13 +135,13 @@ class BlockCache:
                 return
             self._let_go(sequence)
             sequence.restart()
-        request = BlockRequest(f"{sequence.serial}.{next(_numbers)}", sequence.token_ids, self._running)
+        request = BlockRequest(f"{sequence.serial}.{next(_numbers)}", sequence.token_ids, self.running)
         self._held[sequence] = held = _Held(request)
-        if self._hasher is None or sequence.is_private:
+        if self.hasher is None or sequence.is_private:
             return
         request.num_tokens = sequence.length - row_count + 1  # the manager leaves one token to be computed
-        request.block_hashes.extend(self._hasher(request))
-        blocks, length, _ = self._manager.get_computed_blocks(request)
+        request.block_hashes.extend(self.hasher(request))
+        blocks, length, _ = self.manager.get_computed_blocks(request)
         # Taken at once: another sequence's blocks could take their place in this very step.
         if length and self._allocate(held, 0, length, blocks):
             sequence.advance(length)
@@ -182,7 +171,7 @@ class BlockCache:
     def _allocate(
         self, held: _Held, tokens: int, known: int = 0, blocks: Any = None, *, must_fit: bool = False
     ) -> bool:
-        found = self._manager.allocate_slots(
+        found = self.manager.allocate_slots(
             held.request,
             tokens,
             num_new_computed_tokens=known,
@@ -193,17 +182,17 @@ class BlockCache:
         if found is None:
             return False
         computed = held.request.num_computed_tokens + known
-        size = self._block_tokens
+        size = self.block_tokens
         held.capacity = max(held.capacity, -(-(computed + tokens) // size) * size)
-        if self._has_windows:
+        if self.has_windows:
             held.shortest = max(held.shortest, computed)
         return True
 
     def take_spare(self, sequence: Sequence, count: int) -> int:
         """See `SequenceCache`. A branch takes blocks of its own: one for what it cannot share, and those of its tokens,
         so that twice as many blocks as tokens are enough however many branches there are."""
-        can_share = self._hasher is not None and not sequence.is_private
-        free = self._manager.block_pool.get_num_free_blocks()
+        can_share = self.hasher is not None and not sequence.is_private
+        free = self.manager.block_pool.get_num_free_blocks()
         return min(count, free // (2 * self.shape.group_count)) if can_share else 0
 
     def take_over(self, sequence: Sequence, positions: SequenceOf[int]) -> None:
@@ -261,8 +250,8 @@ class BlockCache:
         self.trim(sequence)
         held = self._held.get(sequence)
         if held is not None:
-            ids = self._manager.get_block_ids(held.request.request_id)
-            self._manager.evict_blocks({block for group in ids for block in group if block})
+            ids = self.manager.get_block_ids(held.request.request_id)
+            self.manager.evict_blocks({block for group in ids for block in group if block})
         self._let_go(sequence)
         sequence.restart()
 
@@ -270,28 +259,26 @@ class BlockCache:
         held = self._held.pop(sequence, None)
         if held is None:
             return
-        self._manager.free(held.request)
+        self.manager.free(held.request)
         if held.sent is not None:
             self._finished.append(held.request.request_id)
 
     def _publish(self, sequence: Sequence, held: _Held, length: int) -> None:
         """Make the full blocks of the first `length` tokens known to others."""
-        if length - held.published < self._block_tokens or self._hasher is None or sequence.is_private:
+        if length - held.published < self.block_tokens or self.hasher is None or sequence.is_private:
             return
         request = held.request
         request.num_tokens = length
-        del request.block_hashes[
-            held.published // self._hash_tokens :
-        ]  # those behind may have been proposals
-        request.block_hashes.extend(self._hasher(request))
-        self._manager.cache_blocks(request, length)
-        held.published = length // self._block_tokens * self._block_tokens
+        del request.block_hashes[held.published // self.hash_tokens :]  # those behind may have been proposals
+        request.block_hashes.extend(self.hasher(request))
+        self.manager.cache_blocks(request, length)
+        held.published = length // self.block_tokens * self.block_tokens
 
     def step(self, segments: SequenceOf[Segment], row_counts: SequenceOf[int]) -> Step:
         parts = [self._part(segment, rows) for segment, rows in zip(segments, row_counts, strict=True)]
-        new_blocks = self._manager.take_new_block_ids()
+        new_blocks = self.manager.take_new_block_ids()
         finished, self._finished = self._finished, []
-        return Step(parts, finished, new_blocks if self._zeroes_blocks else ())
+        return Step(parts, finished, new_blocks if self.zeroes_blocks else ())
 
     def _part(self, segment: Segment, row_count: int) -> Part:
         sequence = segment.sequence
@@ -300,7 +287,7 @@ class BlockCache:
         is_new = held.sent is None
         new_ids: tuple[list[int], ...] = ()
         if held.sent is None or held.capacity > held.sent_capacity:
-            ids = self._manager.get_block_ids(held.request.request_id)
+            ids = self.manager.get_block_ids(held.request.request_id)
             known = held.sent or (0,) * len(ids)
             new_ids = tuple(group[count:] for group, count in zip(ids, known, strict=True))
             held.sent, held.sent_capacity = tuple(map(len, ids)), held.capacity

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from torch import Tensor
@@ -20,54 +20,35 @@ PayloadT = TypeVar("PayloadT")
 ResultT = TypeVar("ResultT")
 
 
+@dataclass(slots=True, eq=False)
 class Job(Generic[PayloadT]):
     """One request: a delta to apply and rows wanted of what then stands at the end of the sequence.
 
     `row_count` 0 only computes keys and values; the head is then not called and the result is None.
     """
 
-    __slots__ = (
-        "cost",
-        "delta",
-        "future",
-        "is_cancelled",
-        "lead",
-        "on_result",
-        "payload",
-        "prepared",
-        "row_count",
-        "sequence",
-    )
+    sequence: Sequence
+    delta: Delta
+    row_count: int
+    """Rows for the last `row_count` positions. 1 after the head returned `Continue`."""
+    payload: PayloadT
+    """Data for the head; the engine does not read it."""
+    lead: int = 0
+    """How many jobs may follow this one by themselves."""
+    on_result: Callable[[Job[PayloadT], object], None] | None = None
+    """Takes the result of a job that follows by itself, on the event loop."""
+    prepared: Future[Any] | None = field(default=None, init=False)
+    """Computed for the head by another thread, beside the forward pass whose rows complete the job."""
+    future: asyncio.Future[object] | None = field(default=None, init=False)
+    """Set by the engine when the job is submitted."""
+    cost: StepCost | None = field(default=None, init=False)
+    """Cost of the steps so far, including all of their sequences; None before the first."""
+    is_cancelled: bool = field(default=False, init=False)
+    """The caller no longer waits for the result."""
 
-    def __init__(
-        self,
-        sequence: Sequence,
-        delta: Delta,
-        row_count: int,
-        payload: PayloadT,
-        lead: int = 0,
-        on_result: Callable[[Job[PayloadT], object], None] | None = None,
-    ) -> None:
-        if row_count < 0:
-            raise InvalidRequestError(f"The number of rows is {row_count} and must not be negative.")
-        self.sequence = sequence
-        self.delta = delta
-        self.row_count = row_count
-        """Rows for the last `row_count` positions. 1 after the head returned `Continue`."""
-        self.payload = payload
-        """Data for the head; the engine does not read it."""
-        self.lead = lead
-        """How many jobs may follow this one by themselves."""
-        self.on_result = on_result
-        """Takes the result of a job that follows by itself, on the event loop."""
-        self.prepared: Future[Any] | None = None
-        """Computed for the head by another thread, beside the forward pass whose rows complete the job."""
-        self.future: asyncio.Future[object] | None = None
-        """Set by the engine when the job is submitted."""
-        self.cost: StepCost | None = None
-        """Cost of the steps so far, including all of their sequences; None before the first."""
-        self.is_cancelled = False
-        """The caller no longer waits for the result."""
+    def __post_init__(self) -> None:
+        if self.row_count < 0:
+            raise InvalidRequestError(f"The number of rows is {self.row_count} and must not be negative.")
 
     def count_step(self, seconds: float, sequences: int, tokens: int) -> None:
         if self.cost is None:

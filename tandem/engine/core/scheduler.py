@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from typing import Any
 
 from tandem.engine.core.jobs import Job
@@ -58,23 +59,15 @@ IDLE_SECONDS = 1.0
 none for some milliseconds."""
 
 
+@dataclass(frozen=True, slots=True)
 class PageScheduler:
     """Gives pages to the segments of a step."""
 
-    def __init__(
-        self,
-        cache: SequenceCache,
-        stop_background: Callable[[Sequence], None],
-        is_ahead: Callable[[Sequence], bool] = lambda _: False,
-    ) -> None:
-        """
-        Args:
-            stop_background: ends the background work of a sequence, whose spare pages are then free.
-            is_ahead: true for a sequence whose job nobody waits for: it gets pages that are free, and no others.
-        """
-        self._cache = cache
-        self._stop_background = stop_background
-        self._is_ahead = is_ahead
+    cache: SequenceCache
+    stop_background: Callable[[Sequence], None]
+    """Ends the background work of a sequence, whose spare pages are then free."""
+    is_ahead: Callable[[Sequence], bool] = lambda _: False
+    """True for a sequence whose job nobody waits for: it gets pages that are free, and no others."""
 
     @property
     def retry_seconds(self) -> float:
@@ -87,22 +80,22 @@ class PageScheduler:
             sequence = job.sequence
             if sequence.pending_count > sequence.table.page_tokens or not len(sequence.table):
                 # A job that has started has something to run
-                self._cache.reuse(sequence, max(job.row_count, 1))
+                self.cache.reuse(sequence, max(job.row_count, 1))
 
     def with_pages(self, segments: SequenceOf[Segment]) -> list[Segment]:
         """Those of the segments that can run now, in order; the others wait for pages."""
-        if all(self._cache.is_ready(segment.sequence, segment.end) for segment in segments):
+        if all(self.cache.is_ready(segment.sequence, segment.end) for segment in segments):
             return list(segments)
         preempted: set[Sequence] = set()
         ready: set[Sequence] = set()
-        waited = [segment for segment in segments if not self._is_ahead(segment.sequence)]
+        waited = [segment for segment in segments if not self.is_ahead(segment.sequence)]
         for segment in sorted(waited, key=lambda segment: segment.sequence.serial):
             if segment.sequence not in preempted and self._provide(segment, preempted):
                 ready.add(segment.sequence)
         for segment in segments:
             sequence = segment.sequence
-            if self._is_ahead(sequence) and sequence not in preempted:
-                ready |= {sequence} if self._cache.make_ready(sequence, segment.end) else set()
+            if self.is_ahead(sequence) and sequence not in preempted:
+                ready |= {sequence} if self.cache.make_ready(sequence, segment.end) else set()
         ready -= preempted
         found = [segment for segment in segments if segment.sequence in ready]
         return found or self._first_by_idle_pages([s for s in waited if s.sequence not in preempted])
@@ -113,21 +106,21 @@ class PageScheduler:
             return []
         oldest = min(segments, key=lambda segment: segment.sequence.serial)
         latest = time.monotonic() - IDLE_SECONDS
-        idle = [sequence for sequence in self._cache.holders if sequence.idle_since < latest]
+        idle = [sequence for sequence in self.cache.holders if sequence.idle_since < latest]
         for sequence in sorted(idle, key=lambda sequence: sequence.idle_since):
             self._preempt(sequence, oldest.sequence)
-            if self._cache.make_ready(oldest.sequence, oldest.end):
+            if self.cache.make_ready(oldest.sequence, oldest.end):
                 return [oldest]
         return []
 
     def _provide(self, segment: Segment, preempted: set[Sequence]) -> bool:
         """Gives a segment its pages, if need be those of younger sequences; false if there are too few of those."""
         sequence = segment.sequence
-        if self._cache.make_ready(sequence, segment.end):
+        if self.cache.make_ready(sequence, segment.end):
             return True
         self._free_spare_pages()
-        while not self._cache.make_ready(sequence, segment.end):
-            youngest = max(self._cache.holders, key=lambda other: other.serial)
+        while not self.cache.make_ready(sequence, segment.end):
+            youngest = max(self.cache.holders, key=lambda other: other.serial)
             if youngest.serial <= sequence.serial:
                 return False
             self._preempt(youngest, sequence)
@@ -135,14 +128,14 @@ class PageScheduler:
         return True
 
     def _preempt(self, sequence: Sequence, favoured: Sequence) -> None:
-        self._stop_background(sequence)
-        self._cache.preempt(sequence)
+        self.stop_background(sequence)
+        self.cache.preempt(sequence)
         logger.debug("sequence preempted", extra={"sequence": sequence.serial, "by": favoured.serial})
 
     def _free_spare_pages(self) -> None:
-        for sequence in self._cache.holders:
-            self._stop_background(sequence)
-            self._cache.trim(sequence)
+        for sequence in self.cache.holders:
+            self.stop_background(sequence)
+            self.cache.trim(sequence)
 
 
 _PATIENCE = 0.3

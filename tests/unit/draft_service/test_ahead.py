@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from draft_service.proposers import DraftedSequence, ahead
 from draft_service.proposers.ahead import OutcomeHistory, Ranking, rank
 from draft_service.proposers.drafting import propose_head
-from draft_service.proposers.standalone import StandaloneProposer
+from draft_service.proposers.standalone import StandaloneProposer, StandaloneSequence
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.selection import Backends
 from tandem.engine.models.loading import LoadedModel
@@ -280,7 +280,9 @@ async def test_nothing_is_drafted_ahead_of_what_is_longer_than_a_proposal_may_be
         assert sequence.pushed is not None
         for proposed_count, are_drafted in ((MAX_AHEAD_TOKENS + 1, False), (MAX_AHEAD_TOKENS, True)):
             assert await sequence.propose(ProposeStep(Delta(0, long), 0, BUDGET, proposed_count)) is None
-            assert (sequence._ahead is not None and sequence._ahead._round is not None) == are_drafted
+            assert isinstance(sequence, StandaloneSequence)
+            assert sequence.ahead is not None
+            assert (sequence.ahead._round is not None) == are_drafted
 
 
 async def test_a_released_sequence_is_not_drafted_for(make_model: MakeModel) -> None:

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from operator import getitem
@@ -517,29 +518,19 @@ _FEW_TOKENS = 32
 """Tokens of each sequence but the first in a warm-up step: sizes above the widest segment are that and a multiple."""
 
 
+@dataclass(slots=True, eq=False)
 class PlannedSteps:
     """Compiles the plan of a size when it is first wanted, some ten milliseconds."""
 
-    def __init__(
-        self,
-        graph: GraphModule,
-        attention: NativeAttention,
-        reference: Reference,
-        run_modules: RunModules,
-        head: HeadModel | None = None,
-    ) -> None:
-        """
-        Args:
-            reference: measures a plan's error.
-            run_modules: what is compared with.
-        """
-        self._graph = graph
-        self._attention = attention
-        self._reference = reference
-        self._run_modules = run_modules
-        self._head = head
-        self._plans: dict[int, ExecutionPlan] = {}
-        self._is_trusted = True
+    graph: GraphModule
+    attention: NativeAttention
+    reference: Reference
+    """Measures a plan's error."""
+    run_modules: RunModules
+    """Computes what a plan is compared with."""
+    head: HeadModel | None = None
+    _plans: dict[int, ExecutionPlan] = field(default_factory=dict, init=False)
+    _is_trusted: bool = field(default=True, init=False)
 
     @property
     def warm_up_steps(self) -> SequenceOf[tuple[int, ...]]:
@@ -547,7 +538,7 @@ class PlannedSteps:
         parameters on a busy processor. A drafting head reads no prompt beside other sequences."""
         alone = [(size,) for size in TOKEN_COUNTS if size <= WIDEST_SEGMENT]
         wider = [size - WIDEST_SEGMENT for size in TOKEN_COUNTS if size > WIDEST_SEGMENT]
-        if self._head is not None:
+        if self.head is not None:
             return alone
         return alone + [(WIDEST_SEGMENT, *(_FEW_TOKENS,) * (rest // _FEW_TOKENS)) for rest in wider]
 
@@ -564,7 +555,7 @@ class PlannedSteps:
         # wanted, the modules are faster.
         is_better_plain = count > 8 and 2 * len(rows) < count and not self._computes_wanted_rows_only
         if not self._is_trusted or count > TOKEN_COUNTS[-1] or is_better_plain:
-            return self._run_modules(segments, rows)
+            return self.run_modules(segments, rows)
         size = next(size for size in TOKEN_COUNTS if size >= count)
         if size in self._plans:
             return self._replayed(self._plans[size], packing, rows)
@@ -577,15 +568,15 @@ class PlannedSteps:
         return None if plan is None else plan.replay(packing, rows)
 
     def _replayed(self, plan: ExecutionPlan, packing: Packing, rows: SequenceOf[int]) -> Tensor:
-        if self._head is None:
+        if self.head is None:
             return plan.replay(packing, rows)
-        states = self._head.states.of_step(packing.segments)
+        states = self.head.states.of_step(packing.segments)
         own_logits = plan.replay(packing, rows, states)
-        return self._head.finished(packing.segments, own_logits, plan.fed_back(packing.token_count))
+        return self.head.finished(packing.segments, own_logits, plan.fed_back(packing.token_count))
 
     def _compiled(self, size: int) -> ExecutionPlan:
-        states = None if self._head is None else self._head.states.any_states(size)
-        return ExecutionPlan(self._graph, self._attention, size, states)
+        states = None if self.head is None else self.head.states.any_states(size)
+        return ExecutionPlan(self.graph, self.attention, size, states)
 
     @property
     def _computes_wanted_rows_only(self) -> bool:
@@ -595,20 +586,20 @@ class PlannedSteps:
         """Compiles a plan and does this step both ways; the modules' logits are the ones that count."""
         # The last token has looked at all others. Logits of all, of a large vocabulary, take longer than the step.
         compared = sorted({0, packing.token_count - 1, *rows})
-        expected = self._run_modules(packing.segments, compared)
+        expected = self.run_modules(packing.segments, compared)
         try:
             # Half a spread where the step fills its plan, which makes the calls of the modules. Where tokens are
             # padded, torch may choose a kernel that adds up in another order, so the error may be that of any
             # kernel: in float32, 129 tokens in the plan of 160 differ from the modules by 0.2 to 0.52 spreads.
             self._plans[size] = trusted(
                 lambda: self._compiled(size),
-                lambda plan: self._reference.in_spreads(self._replayed(plan, packing, compared), expected),
-                0.5 if size == packing.token_count else self._reference.limit,
+                lambda plan: self.reference.in_spreads(self._replayed(plan, packing, compared), expected),
+                0.5 if size == packing.token_count else self.reference.limit,
             )
         except DistrustedError as error:
             logger.warning("steps run by the model's modules", extra={"reason": str(error)})
             self._is_trusted = False
             self._plans.clear()
             # Once more: keys and values must be the modules' own
-            return self._run_modules(packing.segments, rows)
+            return self.run_modules(packing.segments, rows)
         return expected[[compared.index(row) for row in rows]]

@@ -225,7 +225,7 @@ def test_only_padding_excuses_the_error_of_another_order_of_additions(
     planned = llama_runner.planned
 
     def rounded(self: ExecutionPlan, packing: Packing, rows: SequenceOf[int]) -> Tensor:
-        return right(self, packing, rows) + planned._reference.spread
+        return right(self, packing, rows) + planned.reference.spread
 
     monkeypatch.setattr(ExecutionPlan, "replay", rounded)
     segments = _segments([(9, count)])

@@ -97,13 +97,12 @@ class Steps:
 
     def __init__(self, backends: Backends) -> None:
         from tandem.engine.kv_cache.arena import PAGE_TOKENS, KvArena, pages_for
-        from tandem.engine.steps import StepRunner
 
         model = backends.model
         self._page_tokens = PAGE_TOKENS
         self._pages = pages_for(_ROOM, PAGE_TOKENS)
         arena = KvArena(model.layers, _SEQUENCES * self._pages, model.dtype, model.device)
-        self._runner = StepRunner(backends.steps(arena))
+        self._runner = backends.steps(arena)
         self._vocabulary_size = model.info.vocabulary_size
 
     def work(self, sequences: int, width: int) -> Work:

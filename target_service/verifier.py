@@ -198,28 +198,23 @@ class _Lead:
             self.unasked.append(self.latest)
 
 
+@dataclass(eq=False)
 class VerifiedSequence:
     """One sequence that proposals are verified for."""
 
-    def __init__(
-        self,
-        engine: SequenceEngine[Any],
-        cached: Any,
-        options: TargetOptions,
-        on_led: OnLed = None,
-        grammar: GrammarState | None = None,
-    ) -> None:
-        self._engine = engine
-        self._vocabulary_size = engine.info.vocabulary_size
-        self._cached = cached
-        self._options = options
-        self._on_led = on_led
-        self._grammar = grammar
-        self._adjustments = options.adjustments or None
-        self._lead = _Lead()
-        self._outcomes = OutcomeTable()
-        self.kept_length = 0
-        """Tokens that will not be taken back, as far as is known; the coordinator says it at the end."""
+    engine: SequenceEngine[Any]
+    cached: Any
+    options: TargetOptions
+    on_led: OnLed = None
+    grammar: GrammarState | None = None
+    kept_length: int = field(default=0, init=False)
+    """Tokens that will not be taken back, as far as is known; the coordinator says it at the end."""
+    _lead: _Lead = field(default_factory=_Lead, init=False)
+    _outcomes: OutcomeTable = field(default_factory=OutcomeTable, init=False)
+
+    def __post_init__(self) -> None:
+        self._vocabulary_size = self.engine.info.vocabulary_size
+        self._adjustments = self.options.adjustments or None
 
     def confirms(self, step: VerifyStep) -> bool:
         """True for a step that the sequence has taken by itself: `on_led` takes its answer, if it has not already."""
@@ -233,7 +228,7 @@ class VerifiedSequence:
         lead.asked_count += 1
         self._outcomes.ask(step)
         self.kept_length = step.delta.length
-        self._engine.grant(self._cached, lead.asked_count, step.lead)
+        self.engine.grant(self.cached, lead.asked_count, step.lead)
         return True
 
     def expect(self, drafted: DraftedOutcomes) -> None:
@@ -255,10 +250,10 @@ class VerifiedSequence:
         self._lead = _Lead()
 
     def _led(self, lead: _Lead, answer: Verification | TandemError) -> None:
-        if lead is self._lead and self._on_led is not None:
+        if lead is self._lead and self.on_led is not None:
             if isinstance(answer, Verification):
                 lead.answered(answer)
-            self._on_led(answer)
+            self.on_led(answer)
 
     async def verify(self, step: VerifyStep) -> Verification:
         """Apply the step's delta and compute the requested rows.
@@ -274,7 +269,7 @@ class VerifiedSequence:
                     f"a support holds an id outside the vocabulary; ids must be in 0..{self._vocabulary_size - 1}"
                 )
         self.kept_length = step.delta.base_length + len(step.delta.token_ids) - max(step.row_count - 1, 0)
-        options = self._options
+        options = self.options
         self._outcomes.ask(step)
         self._lead = lead = _Lead()
         lead.latest = RowRequest(
@@ -282,14 +277,14 @@ class VerifiedSequence:
             options.sampling,
             options.prompt_length,
             self._adjustments,
-            self._grammar,
+            self.grammar,
             options.end_token_ids,
             options.max_length,
             partial(self._led, lead),
             self._outcomes,
         )
         try:
-            answer = await self._engine.run(self._cached, lead.latest)
+            answer = await self.engine.run(self.cached, lead.latest)
         except NonFiniteLogitsError as error:
             logger.error(  # noqa: TRY400 - the traceback would say nothing
                 "logits are not finite", extra={"request_id": options.request_id, "reason": str(error)}

@@ -27,7 +27,7 @@ from tandem.engine.core.selection import Backends, choose_backends
 from tandem.engine.kv_cache.arena import PAGE_TOKENS, KvArena, PageTable, pages_for
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.models.loading import load_model
-from tandem.engine.steps import StepRunner
+from tandem.engine.steps import StepBackend
 from tandem.model_sources.bundled import DEMO, demo_pair
 from tandem.model_sources.find import find_model
 from tandem.types import FloatArray
@@ -72,12 +72,14 @@ def log_probs(backends: Backends, texts: SequenceOf[SequenceOf[int]]) -> list[Fl
     page_count = pages_for(LONGEST, PAGE_TOKENS)
     arena = KvArena(model.layers, page_count, model.dtype, model.device)
     pages = PageTable(PAGE_TOKENS, LONGEST, range(page_count))
-    runner = StepRunner(backends.steps(arena))
+    runner = backends.steps(arena)
     with torch.inference_mode():
         return [_of_text(runner, text, pages, model.info.vocabulary_size) for text in texts]
 
 
-def _of_text(runner: StepRunner, text: SequenceOf[int], pages: PageTable, vocabulary_size: int) -> FloatArray:
+def _of_text(
+    runner: StepBackend, text: SequenceOf[int], pages: PageTable, vocabulary_size: int
+) -> FloatArray:
     sequence = Sequence(pages, LONGEST, vocabulary_size)
     sequence.token_ids = list(text)
     logits: list[Tensor] = []

@@ -8,7 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -258,31 +258,27 @@ class MappedTrunk:
         return found[: begins[-1]] if begins else ()
 
 
+@dataclass(eq=False)
 class MappedSequence:
     """A sequence in a target's tokens, which is drafted for in the draft's."""
 
-    def __init__(
-        self,
-        drafted: StandaloneSequence,
-        mapped: Mapped,
-        ahead: AheadDrafter | None = None,
-        grammar: GrammarState | None = None,
-    ) -> None:
-        self._drafted = drafted
-        self._mapped = mapped
-        self._ahead = ahead
-        self._grammar = grammar
-        self._transcript = Transcript(mapped.vocabulary)
-        self._token_ids: list[int] = []
-        """The target's, those of a proposal that is being verified included."""
-        self._length = 0
-        """Tokens that were sent, without those of an answered proposal."""
-        self._read = 0
-        """The transcript's first tokens that the draft has."""
+    drafted: StandaloneSequence
+    mapped: Mapped
+    ahead: AheadDrafter | None = None
+    grammar: GrammarState | None = None
+    _token_ids: list[int] = field(default_factory=list, init=False)
+    """The target's, those of a proposal that is being verified included."""
+    _length: int = field(default=0, init=False)
+    """Tokens that were sent, without those of an answered proposal."""
+    _read: int = field(default=0, init=False)
+    """The transcript's first tokens that the draft has."""
+
+    def __post_init__(self) -> None:
+        self._transcript = Transcript(self.mapped.vocabulary)
 
     @property
     def pushed(self) -> Pushed | None:
-        return None if self._ahead is None else self._ahead.pushed
+        return None if self.ahead is None else self.ahead.pushed
 
     async def propose(self, step: ProposeStep) -> Proposal | None:
         """Apply the step's delta and draw the tokens that follow. None are proposed while the text ends within a
@@ -297,8 +293,8 @@ class MappedSequence:
         """
         check_start(step.delta, self._length)
         self._length = step.delta.length
-        if self._ahead is not None:
-            self._ahead.apply(step)
+        if self.ahead is not None:
+            self.ahead.apply(step)
         committed = self._committed(step)
         if len(committed.token_ids) > _MANY_TOKENS:
             changed = await asyncio.to_thread(self._transcript.apply, committed)
@@ -324,29 +320,29 @@ class MappedSequence:
 
     async def _proposed(self, base_length: int, wanted: int) -> Proposal:
         transcript = self._transcript
-        room = self._drafted.room(len(transcript.token_ids))
+        room = self.drafted.room(len(transcript.token_ids))
         if room < 1 or not transcript.token_ids:
             return Proposal(base_length)
         count = min(wanted, room) if transcript.is_whole else 0
         delta = Delta(self._read, tuple(transcript.token_ids[self._read :]))
         self._read = len(transcript.token_ids)
         before = None
-        if self._grammar is not None:
-            before = self._token_ids[self._mapped.draft_options.prompt_length : base_length]
-        proposal = await self._drafted.proposed(delta, count, base_length, self._mapped.tokens, before)
-        if self._mapped.tokens is not None:
+        if self.grammar is not None:
+            before = self._token_ids[self.mapped.draft_options.prompt_length : base_length]
+        proposal = await self.drafted.proposed(delta, count, base_length, self.mapped.tokens, before)
+        if self.mapped.tokens is not None:
             return proposal
-        written = self._mapped.vocabulary.retokenized(proposal.token_ids)[:wanted]
-        if self._grammar is not None and before is not None:
-            written = written[: self._grammar.allowed_count(written)] if self._grammar.follow(before) else ()
+        written = self.mapped.vocabulary.retokenized(proposal.token_ids)[:wanted]
+        if self.grammar is not None and before is not None:
+            written = written[: self.grammar.allowed_count(written)] if self.grammar.follow(before) else ()
         return Proposal(base_length, written, cost=proposal.cost)
 
     def _draft_ahead(self, step: ProposeStep, delta: Delta) -> None:
         """Draft ahead of the verification of the last tokens, which a delta of the target's tokens ends with."""
-        if self._ahead is None or not self._transcript.token_ids:
+        if self.ahead is None or not self._transcript.token_ids:
             return
         proposed = self._token_ids[self._transcript.length :]
-        trunk = MappedTrunk(self._mapped, self._transcript, proposed, self._read)
+        trunk = MappedTrunk(self.mapped, self._transcript, proposed, self._read)
         if trunk.places:
             self._read = min(self._read, trunk.delta.base_length)
-            self._ahead.begin(step, delta, len(proposed), trunk)
+            self.ahead.begin(step, delta, len(proposed), trunk)

@@ -23,24 +23,6 @@ SMALL_STEP_TOKENS = 8
 """A sequence alone asks for steps of up to this many tokens; torch sets up buffers for each small size."""
 
 
-class StepRunner:
-    """An ordered list of step backends, fastest first; the last accepts every step."""
-
-    def __init__(self, backends: SequenceOf[StepBackend]) -> None:
-        self.backends = tuple(backends)
-
-    @property
-    def warm_up_steps(self) -> SequenceOf[tuple[int, ...]]:
-        return sorted({step for backend in self.backends for step in backend.warm_up_steps}, key=sum)
-
-    def prompt_tokens(self, limit: int) -> int:
-        return min(backend.prompt_tokens(limit) for backend in self.backends)
-
-    def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Tensor:
-        backend = next(backend for backend in self.backends if backend.accepts(segments))
-        return backend.run(segments, rows)
-
-
 class Packing:
     """The tokens of a step in one row, segment after segment."""
 
@@ -162,17 +144,12 @@ def run_modules(module: Any, packing: Packing, rows: SequenceOf[int], device: to
 class StepBackend(ABC):
     """One way to run a step.
 
-    A backend finds the keys and values of a segment by itself; the engine passes only segments. The engine asks its
-    backends in order, and the first that accepts a step runs it.
+    It finds the keys and values of a segment by itself; the engine passes only segments.
     """
 
     warm_up_steps: SequenceOf[tuple[int, ...]] = tuple((size,) for size in range(1, SMALL_STEP_TOKENS + 1))
     """Steps for which the backend prepares something on first use, smallest first; each as the number of tokens of its
     sequences. Those of all but the first are few, as where one reads a prompt beside others that decode."""
-
-    def accepts(self, segments: SequenceOf[Segment]) -> bool:
-        """True if this backend can run a step of these segments, and runs it faster than those after it."""
-        return True
 
     def prompt_tokens(self, limit: int) -> int:
         """The number of prompt tokens, up to `limit`, that a step should take for this backend to be fast."""
@@ -212,7 +189,7 @@ class Machinery:
 
     shape: CacheShape
     cache: SequenceCache
-    runner: StepRunner
+    runner: StepBackend
     branches: BranchRunner | None
     """None where steps of branches cannot be run."""
     max_rows: int | None = None

@@ -8,7 +8,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from tandem.engine.models.checkpoint import Checkpoint, open_checkpoint, tokeniz
 from tandem.engine.models.loading import end_ids_within
 from tandem.engine.rows import verifications
 from tandem.engine.settings import EngineSettings
-from tandem.engine.steps import Machinery, SequenceBranches, StepBackend, StepRunner
+from tandem.engine.steps import Machinery, SequenceBranches, StepBackend
 from tandem.engine_vllm.adapter import Core, load_core, uses_v2_runner
 from tandem.engine_vllm.cache import BlockCache
 from tandem.engine_vllm.worker import EXTENSION, NO_PROPOSER
@@ -210,7 +210,7 @@ class VllmModel:
         steps = VllmSteps(self, cache)
         can_branch = core.has_one_process and max_rows is None
         branches = VllmBranches(self, cache, steps, core.config.scheduler_config) if can_branch else None
-        return Machinery(cache.shape, cache, StepRunner([steps]), branches, max_rows)
+        return Machinery(cache.shape, cache, steps, branches, max_rows)
 
     def verify(self, requests: SequenceOf[RowRequest], logits: RemoteLogits) -> list[Verification | None]:
         if not self._core.has_one_process:
@@ -266,26 +266,24 @@ class VllmSteps(StepBackend):
         return RemoteLogits(self._model)
 
 
+@dataclass(frozen=True, slots=True)
 class VllmBranches:
     """See `BranchRunner`: branches are sequences that share the blocks of their trunk."""
 
-    writes_behind_trunk = False
-
-    def __init__(self, model: VllmModel, cache: BlockCache, steps: VllmSteps, limits: Any) -> None:
-        """`limits` is vLLM's `SchedulerConfig`."""
-        self._model = model
-        self._cache = cache
-        self._steps = steps
-        self._max_sequences: int = limits.max_num_seqs
-        self._max_tokens: int = limits.max_num_batched_tokens
+    model: VllmModel
+    cache: BlockCache
+    steps: VllmSteps
+    limits: Any
+    """vLLM's `SchedulerConfig`."""
+    writes_behind_trunk: ClassVar = False
 
     def run(self, parts: SequenceOf[SequenceBranches]) -> Tensor:
         """See `BranchRunner`. Logits of branches for which there is no room are NaN, with which they end."""
         branches: list[Sequence | None] = []
         for part in parts:
-            branches += self._cache.branches(part) or [None] * part.count
+            branches += self.cache.branches(part) or [None] * part.count
         found = torch.full(
-            (len(branches), self._model.info.vocabulary_size), torch.nan, device=self._model.device
+            (len(branches), self.model.info.vocabulary_size), torch.nan, device=self.model.device
         )
         try:
             for rows in self._steps_of(branches):
@@ -293,13 +291,13 @@ class VllmBranches:
                     Segment(each, each.pending_count) for i in rows if (each := branches[i]) is not None
                 ]
                 ends = accumulate(segment.token_count for segment in segments)
-                logits = self._steps.run(segments, [end - 1 for end in ends])
+                logits = self.steps.run(segments, [end - 1 for end in ends])
                 found[rows] = logits[: len(rows)].to(found.dtype)
                 for segment in segments:
                     segment.sequence.advance(segment.token_count)
         except Exception:
             for part in parts:
-                self._cache.trim(part.sequence)
+                self.cache.trim(part.sequence)
             raise
         return found
 
@@ -311,7 +309,8 @@ class VllmBranches:
             if branch is None:
                 continue
             if rows and (
-                len(rows) == self._max_sequences or tokens + branch.pending_count > self._max_tokens
+                len(rows) == self.limits.max_num_seqs
+                or tokens + branch.pending_count > self.limits.max_num_batched_tokens
             ):
                 yield rows
                 rows, tokens = [], 0

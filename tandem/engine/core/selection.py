@@ -1,4 +1,4 @@
-"""Chooses the step backends of a model, fastest first."""
+"""Chooses how a model's steps are run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tandem.engine.models.loading import LoadedModel, fix_rotary_frequencies
 from tandem.engine.rows import verifications
 from tandem.engine.sampler import TORCH_SAMPLER, Sampler
 from tandem.engine.settings import EngineSettings
-from tandem.engine.steps import BranchRunner, Machinery, StepBackend, StepRunner
+from tandem.engine.steps import BranchRunner, Machinery, StepBackend
 from tandem.types import ModelInfo, Verification
 
 
@@ -54,7 +54,7 @@ class Backends:
         arena = KvArena(model.layers, pages, model.dtype, model.device)
         cache = PagedCache(arena, reuses_prefixes=settings.prefix_reuse)
         steps = self.steps(arena)
-        return Machinery(arena.shape, cache, StepRunner(steps), self.branches(arena, steps))
+        return Machinery(arena.shape, cache, steps, self.branches(arena, steps))
 
     def verify(self, requests: SequenceOf[RowRequest], logits: Tensor) -> list[Verification | None]:
         return verifications(requests, logits, self.sampler)
@@ -70,25 +70,21 @@ class Backends:
         """The fastest for the model's device."""
         return TORCH_SAMPLER if self.native is None else KernelSampler(self.native.kernels)
 
-    def steps(self, arena: KvArena) -> list[StepBackend]:
-        """The backends of an arena, which must be empty. The last one accepts every step."""
+    def steps(self, arena: KvArena) -> StepBackend:
+        """Runs steps over an arena, which must be empty."""
         if self.tap is not None:
             self.tap.attach(arena)
-        backends: list[StepBackend] = []
-        if self.native is not None and (native := self.native.backend(arena)) is not None:
-            backends.append(native)
-        return [*backends, eager_backend(self.model, arena)]
+        native = None if self.native is None else self.native.backend(arena)
+        return native or eager_backend(self.model, arena)
 
-    def branches(self, arena: KvArena, steps: SequenceOf[StepBackend]) -> BranchRunner | None:
+    def branches(self, arena: KvArena, steps: StepBackend) -> BranchRunner | None:
         """Runs branches of an arena's sequences, from the execution plans of its steps where there are any; None where
         the model's attention cannot be packed."""
         if not self.model.is_packed:
             return None
         eager = EagerBranches(self.model, arena)
-        native = next((step for step in steps if isinstance(step, CpuNativeBackend)), None)
-        if native is None or native.plans is None:
-            return eager
-        return NativeBranches(native.plans, eager, arena)
+        plans = steps.plans if isinstance(steps, CpuNativeBackend) else None
+        return eager if plans is None else NativeBranches(plans, eager, arena)
 
 
 def choose_backends(

@@ -338,6 +338,7 @@ def stored_tensors(files: Sequence[Path], device: torch.device) -> dict[str, Sto
     return tensors
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class StoredTensor:
     """A tensor in a file, to be passed to transformers in a state dict.
 
@@ -346,11 +347,10 @@ class StoredTensor:
     accelerate is installed.
     """
 
-    def __init__(self, file: Any, path: Path, name: str, device: torch.device) -> None:
-        self._file = file
-        self._path = path
-        self._name = name
-        self._device = device
+    file: Any
+    path: Path
+    name: str
+    device: torch.device
 
     def __getitem__(self, index: EllipsisType) -> StoredTensor:
         """The whole tensor, still in its file."""
@@ -358,19 +358,19 @@ class StoredTensor:
 
     def get_dtype(self) -> str:
         """The tensor's type as safetensors names it."""
-        return str(self._file.get_slice(self._name).get_dtype())
+        return str(self.file.get_slice(self.name).get_dtype())
 
     def to(self, device: object = None, dtype: torch.dtype | None = None) -> Tensor:
         """Reads the tensor to the model's own device; a dtype of None keeps the file's."""
         # Mapped, not read: a tensor that needs no conversion stays in the pages of its file.
-        mapped: Tensor = self._file.get_tensor(self._name)
-        if mapped.device == self._device and dtype in (None, mapped.dtype):
+        mapped: Tensor = self.file.get_tensor(self.name)
+        if mapped.device == self.device and dtype in (None, mapped.dtype):
             return mapped
         # Through a mapping of its own, whose pages are given back once the tensor is copied. Those of a mapping that
         # stays open would fill the memory with the whole checkpoint.
-        with safe_open(self._path, framework="pt") as file:
-            stored: Tensor = file.get_tensor(self._name)
-            return stored.to(self._device, dtype)
+        with safe_open(self.path, framework="pt") as file:
+            stored: Tensor = file.get_tensor(self.name)
+            return stored.to(self.device, dtype)
 
 
 _FIXED = "fixed"

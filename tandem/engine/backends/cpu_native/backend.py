@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from math import isfinite
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from tandem.engine.backends.cpu_native.layers import (
 from tandem.engine.backends.cpu_native.library.build import BuildError, built_kernels, bundled_kernels
 from tandem.engine.backends.cpu_native.library.kernels import DTYPES, Kernels
 from tandem.engine.backends.cpu_native.plans import MakeTrace, PlannedSteps, TraceError, traced
-from tandem.engine.backends.eager import EagerBranches, clear_room, eager_backend
+from tandem.engine.backends.eager import EagerBackend, EagerBranches, clear_room, eager_backend
 from tandem.engine.backends.trial import DistrustedError, Reference, trusted
 from tandem.engine.hidden_states import HeadModel
 from tandem.engine.kv_cache.arena import KvArena
@@ -43,13 +44,13 @@ class ModuleSteps(StepBackend):
 
     def __init__(self, model: LoadedModel, arena: KvArena, kernels: Kernels) -> None:
         self._model = model
+        self._eager = EagerBackend(model, arena)
         self.attention = NativeAttention(kernels, arena, model.layers)
 
-    def accepts(self, segments: SequenceOf[Segment]) -> bool:
-        """True if no segment is so wide that torch's attention is faster."""
-        return all(segment.token_count <= WIDEST_SEGMENT for segment in segments)
-
     def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Tensor:
+        """See `StepBackend`; with torch's attention where a segment is so wide that it is faster."""
+        if _has_wide(segments):
+            return self._eager.run(segments, rows)
         layout = NativeLayout(segments, self.attention)
         return run_modules(self._model.module, layout, rows, self._model.device)
 
@@ -81,26 +82,31 @@ class CpuNativeBackend(ModuleSteps):
         return limit if self.plans is None else self.plans.prompt_tokens(limit)
 
     def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Tensor:
-        return super().run(segments, rows) if self.plans is None else self.plans.run(segments, rows)
+        if self.plans is None or _has_wide(segments):
+            return super().run(segments, rows)
+        return self.plans.run(segments, rows)
 
 
+def _has_wide(segments: SequenceOf[Segment]) -> bool:
+    return any(segment.token_count > WIDEST_SEGMENT for segment in segments)
+
+
+@dataclass(frozen=True, slots=True)
 class NativeBranches:
     """Branches from the plans of steps; see `BranchRunner`."""
 
-    writes_behind_trunk = True
-
-    def __init__(self, plans: PlannedSteps, eager: EagerBranches, arena: KvArena) -> None:
-        self._plans = plans
-        self._eager = eager
-        self._arena = arena
+    plans: PlannedSteps
+    eager: EagerBranches
+    arena: KvArena
+    writes_behind_trunk: ClassVar = True
 
     def run(self, parts: SequenceOf[SequenceBranches]) -> Tensor:
         """See `BranchRunner`; by the model's modules where there is no plan of the size."""
         for part in parts:
-            clear_room(self._arena, part)
+            clear_room(self.arena, part)
         packing = BranchPacking(parts)
-        logits = self._plans.replay(packing, range(packing.token_count))
-        return self._eager.run(parts) if logits is None else logits
+        logits = self.plans.replay(packing, range(packing.token_count))
+        return self.eager.run(parts) if logits is None else logits
 
 
 class KernelSampler(Sampler):

@@ -18,14 +18,14 @@ class Role(Enum):
 
 
 class ReplicaState(Enum):
-    """State of a replica: whether it takes new sequences, and if not why."""
+    """State of a replica, the best first: whether it takes new sequences, and if not why."""
 
-    CONNECTING = "connecting"
-    """Not reached or not ready yet."""
     READY = "ready"
     """Takes new sequences."""
     DRAINING = "draining"
     """Finishes its sequences and accepts no new ones: by its own report, or because an operator drained it."""
+    CONNECTING = "connecting"
+    """Not reached or not ready yet."""
     INCOMPATIBLE = "incompatible"
     """Reached, but its model does not go with the others'."""
     REFUSED = "refused"

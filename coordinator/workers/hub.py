@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, replace
+from itertools import chain
 from statistics import fmean
 from typing import TypeVar
 
@@ -30,16 +32,6 @@ from tandem.errors import ServiceUnavailableError, TandemError
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role, replica_at
 from tandem.speculation_state import SpeculationDecision
 from tandem.telemetry.names import registry_of
-
-_WORST_FIRST = (
-    ReplicaState.DOWN,
-    ReplicaState.REFUSED,
-    ReplicaState.INCOMPATIBLE,
-    ReplicaState.CONNECTING,
-    ReplicaState.DRAINING,
-    ReplicaState.READY,
-)
-
 
 _JOINED: Mapping[str, Callable[[Sequence[float]], float]] = {
     "tandem_spec_decode_acceptance_rate": fmean,
@@ -164,32 +156,31 @@ class Hub(Administrator):
         workers = list(self._workers.values())
         results = await asyncio.gather(*map(ask, workers), return_exceptions=True)
         answers: list[AnswerT] = []
-        errors: list[TandemError] = []
+        refusal: TandemError = ServiceUnavailableError("no worker takes requests at the moment")
         for worker, result in zip(workers, results, strict=True):
             if isinstance(result, TandemError):
                 # The address means nothing outside.
-                plain = str(result).removeprefix(f"coordinator {worker.address}: ")
-                errors.append(type(result)(plain))
+                refusal = type(result)(str(result).removeprefix(f"coordinator {worker.address}: "))
             elif isinstance(result, BaseException):
                 raise result
             else:
                 answers.append(result)
         if not answers:
-            raise errors[0] if errors else ServiceUnavailableError("no worker takes requests at the moment")
+            raise refusal
         return answers
 
 
 def merged_status(statuses: Sequence[Status], stats: Stats) -> Status:
     """The status of all workers; `stats` are their merged statistics."""
-    states = {status.state for status in statuses}
-    state = CoordinatorState.UNAVAILABLE
-    if len(states) == 1:
-        state = statuses[0].state
-    elif any(each.completes for each in states):
-        state = CoordinatorState.DEGRADED
-    replicas = tuple(merged_replicas(status.replicas for status in statuses))
-    summed = {name: getattr(stats, name) for name in _OF_STATS}
-    return replace(statuses[0], state=state, replicas=replicas, **summed)
+    first, states = statuses[0], {status.state for status in statuses}
+    completes = any(each.completes for each in states)
+    mixed = CoordinatorState.DEGRADED if completes else CoordinatorState.UNAVAILABLE
+    return replace(
+        first,
+        state=mixed if len(states) > 1 else first.state,
+        replicas=tuple(merged_replicas(status.replicas for status in statuses)),
+        **{name: getattr(stats, name) for name in _OF_STATS},
+    )
 
 
 def merged_stats(running: Sequence[Stats], past: Stats | None = None) -> Stats:
@@ -219,10 +210,9 @@ def merged_stats(running: Sequence[Stats], past: Stats | None = None) -> Stats:
 
 def merged_replicas(lists: Iterable[Iterable[ReplicaSnapshot]]) -> list[ReplicaSnapshot]:
     """Every replica once: targets first, then drafts, each by address."""
-    by_name: dict[tuple[bool, str], list[ReplicaSnapshot]] = {}
-    for shots in lists:
-        for shot in shots:
-            by_name.setdefault((shot.role is Role.DRAFT, shot.address), []).append(shot)
+    by_name = defaultdict(list)
+    for shot in chain.from_iterable(lists):
+        by_name[shot.role is Role.DRAFT, shot.address].append(shot)
     return [_merged_replica(by_name[name]) for name in sorted(by_name)]
 
 
@@ -231,20 +221,15 @@ def merged_metrics(processes: Iterable[Iterable[Metric]]) -> list[Metric]:
 
     Series with the same name and labels are added, except for gauges that say the same in each process.
     """
-    kinds: dict[str, Metric] = {}
-    values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], list[float]]] = {}
-    for metric in (metric for metrics in processes for metric in metrics):
-        kinds.setdefault(metric.name, metric)
-        series = values.setdefault(metric.name, {})
+    merged: dict[str, Metric] = {}
+    values = defaultdict(list)
+    for metric in chain.from_iterable(processes):
+        merged.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
         for sample in metric.samples:
-            series.setdefault((sample.name, tuple(sorted(sample.labels.items()))), []).append(sample.value)
-    merged = []
-    for name, series in values.items():
-        joined = Metric(name, kinds[name].documentation, kinds[name].type)
-        for (sample_name, labels), each in series.items():
-            joined.add_sample(sample_name, dict(labels), _JOINED.get(name, sum)(each))
-        merged.append(joined)
-    return merged
+            values[metric.name, sample.name, tuple(sorted(sample.labels.items()))].append(sample.value)
+    for (name, sample_name, labels), each in values.items():
+        merged[name].add_sample(sample_name, dict(labels), _JOINED.get(name, sum)(each))
+    return [*merged.values()]
 
 
 def _sums(items: Sequence[NumbersT]) -> NumbersT:
@@ -253,16 +238,13 @@ def _sums(items: Sequence[NumbersT]) -> NumbersT:
 
 def _decisions(decisions: Iterable[SpeculationDecision]) -> tuple[SpeculationDecision, ...]:
     """For each load the decision of the worker that has measured it for longest."""
-    best: dict[tuple[str, str, str, int, str], SpeculationDecision] = {}
-    for each in decisions:
-        name = (each.target, each.rule, each.temperatures, each.load, each.draft)
-        if name not in best or each.measured_seconds > best[name].measured_seconds:
-            best[name] = each
+    ordered = sorted(decisions, key=lambda each: each.measured_seconds)
+    best = {(each.target, each.rule, each.temperatures, each.load, each.draft): each for each in ordered}
     return tuple(best[name] for name in sorted(best))
 
 
 def _merged_replica(shots: list[ReplicaSnapshot]) -> ReplicaSnapshot:
-    worst = min(shots, key=lambda shot: _WORST_FIRST.index(shot.state))
+    worst = max(shots, key=lambda shot: [*ReplicaState].index(shot.state))
     return replace(
         worst,
         open_sequences=sum(shot.open_sequences for shot in shots),

@@ -198,24 +198,6 @@ class ProtectionOptions(Options):
             or self.auth_token_file is not None
         )
 
-    @property
-    def client_tokens(self) -> Callable[[], tuple[str, ...]]:
-        """The current tokens of clients.
-
-        Raises:
-            ConfigurationError: their file cannot be read, or is empty.
-        """
-        return tokens_of(self.auth_token, self.auth_token_file)
-
-    @property
-    def admin_tokens(self) -> Callable[[], tuple[str, ...]]:
-        """The current tokens of administrators; none on a server without administration.
-
-        Raises:
-            ConfigurationError: their file cannot be read, or is empty.
-        """
-        return tokens_of(None, None)
-
 
 class AdminOptions(ProtectionOptions):
     """Options of a server that has admin calls."""
@@ -228,10 +210,6 @@ class AdminOptions(ProtectionOptions):
 
     own_rules: ClassVar[Rules] = (_token_rule("admin_token"),)
 
-    @property
-    def admin_tokens(self) -> Callable[[], tuple[str, ...]]:
-        return tokens_of(self.admin_token, self.admin_token_file)
-
 
 def token_source(options: ProtectionOptions, host: str) -> Callable[[], Tokens]:
     """The current tokens of a server.
@@ -239,7 +217,9 @@ def token_source(options: ProtectionOptions, host: str) -> Callable[[], Tokens]:
     Raises:
         ConfigurationError: a file cannot be read, or is empty.
     """
-    client, admin = options.client_tokens, options.admin_tokens
+    client, admin = tokens_of(options.auth_token, options.auth_token_file), tokens_of(None, None)
+    if isinstance(options, AdminOptions):
+        admin = tokens_of(options.admin_token, options.admin_token_file)
     is_shut = not is_loopback(host) or options.knows_callers
     return lambda: Tokens(client(), admin(), is_shut)
 

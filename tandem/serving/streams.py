@@ -40,8 +40,8 @@ class ServedSequence(Generic[OptionsT, StepT, AnswerT]):
         self._room = room
         self._arrived: deque[StepT | Finish | Exception] = deque()
         """Requests of the coordinator; an error ends the sequence."""
-        self._waiter: asyncio.Future[None] | None = None
-        """Set while the sequence waits for an arrival, or the stream for room: never both."""
+        self._news = asyncio.Event()
+        """Set when a request arrives or is taken, and at the end."""
         self._is_over = False
         self._pushing: asyncio.Task[None] | None = None
 
@@ -60,7 +60,7 @@ class ServedSequence(Generic[OptionsT, StepT, AnswerT]):
             while not self._arrived:
                 await self._wait()
             request = self._arrived.popleft()
-            self._wake()
+            self._news.set()
             if isinstance(request, Finish):
                 self.kept_tokens = request.token_count
                 return
@@ -90,22 +90,18 @@ class ServedSequence(Generic[OptionsT, StepT, AnswerT]):
     def tell(self, request: StepT | Finish | Exception) -> None:
         """Queue a request without waiting."""
         self._arrived.append(request)
-        self._wake()
+        self._news.set()
 
     def close(self) -> None:
         """The sequence is over."""
         self._is_over = True
-        self._wake()
+        self._news.set()
         if self._pushing is not None:
             self._pushing.cancel()
 
     async def _wait(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
-        await self._waiter
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._news.clear()
+        await self._news.wait()
 
     async def _push(self, pushed: asyncio.Queue[Any]) -> None:
         while True:
@@ -197,8 +193,8 @@ class _Stream(Generic[OptionsT, StepT, AnswerT, RequestsT, AnswersT]):
         """Sequence, answer, and about how many bytes it takes."""
         self._waiting_bytes = 0
         """In the outbox, and in the message that is being written."""
-        self._more: asyncio.Future[None] | None = None
-        """Set while the stream's writer waits for something to do."""
+        self._more = asyncio.Event()
+        """Set when the stream's writer has something to do."""
         self._less = asyncio.Event()
         self._is_read = False
 
@@ -225,15 +221,15 @@ class _Stream(Generic[OptionsT, StepT, AnswerT, RequestsT, AnswersT]):
             raise
         finally:
             self._is_read = True
-            self._wake_writer()
+            self._more.set()
 
     async def answers(self) -> list[tuple[int, AnswerT | Ending, int]] | None:
         """The answers of the next message, each with its sequence and size; None once all are sent."""
         while not self._outbox:
             if self._is_read and not self._running:
                 return None
-            self._more = asyncio.get_running_loop().create_future()
-            await self._more
+            self._more.clear()
+            await self._more.wait()
         return take_message(self._outbox)
 
     def were_sent(self, taken: Iterable[tuple[int, AnswerT | Ending, int]]) -> None:
@@ -295,17 +291,13 @@ class _Stream(Generic[OptionsT, StepT, AnswerT, RequestsT, AnswersT]):
     def _is_over(self, number: int) -> None:
         _, sequence = self._running.pop(number)
         sequence.close()
-        self._wake_writer()
+        self._more.set()
 
     def _say(self, number: int, answer: AnswerT | Ending) -> None:
         size = self._translation.size(answer)
         self._outbox.append((number, answer, size))
         self._waiting_bytes += size
-        self._wake_writer()
-
-    def _wake_writer(self) -> None:
-        if self._more is not None and not self._more.done():
-            self._more.set_result(None)
+        self._more.set()
 
     async def _room(self) -> None:
         while self._waiting_bytes >= (1 << 22):

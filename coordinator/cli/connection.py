@@ -57,19 +57,14 @@ class Contexts:
             raise ConfigurationError(f"{self.path} cannot be written: {error.strerror}") from None
 
 
-def contexts_path() -> Path:
-    """Path of the file, by the XDG base directory specification."""
-    base = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    return Path(base).expanduser() / "tandem" / "config.yaml"
-
-
 def read_contexts() -> Contexts:
-    """Content of the file; empty when there is none.
+    """Content of the file, by the XDG base directory specification; empty when there is none.
 
     Raises:
         ConfigurationError: it cannot be read, or holds something else.
     """
-    path = contexts_path()
+    base = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config")
+    path = base.expanduser() / "tandem" / "config.yaml"
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except FileNotFoundError:

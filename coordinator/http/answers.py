@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import isnan
 from typing import Any, Literal
 
@@ -260,15 +261,12 @@ class CompletionAnswer(Answer):
         positions = chunk.logprobs
         if not positions:
             return {}
-        offset, offsets = choice.characters - len(chunk.text), []
-        for length in chunk.text_lengths:
-            offsets.append(offset)
-            offset += length
+        before = choice.characters - len(chunk.text)
         columns = (
             [token_text(self._tokenizer, token_id) for token_id in chunk.token_ids],
             [None if isnan(each.logprob) else _number(each.logprob) for each in positions],
             [None if isnan(each.logprob) else self._top(each) for each in positions],
-            offsets,
+            [*accumulate(chunk.text_lengths[:-1], initial=before)],
         )
         return dict(zip(_COMPLETION_LOGPROBS, columns, strict=True))
 

@@ -257,7 +257,9 @@ async def requests_of(
             "tools is set and structured_output is refuse; it must be empty, or tool_choice none"
         )
     try:
-        prompts = await _prompts(body, models, chats, bounds)
+        prompts: list[Prompt] = (
+            [await _chat_prompt(body, models, chats, bounds)] if isinstance(body, ChatBody) else body.prompts
+        )
     except InvalidRequestError as error:
         raise InvalidRequestError("; ".join([*sentences, str(error)])) from None
     if sentences:
@@ -290,13 +292,6 @@ async def _broken_later(
     if keep_out(request, bounds, models):
         request = replace(request, speculation=False)
     return broken(REQUEST_RULES, TokenizedRequest(request, prompt, models.target, models.draft))
-
-
-async def _prompts(body: Sampled, models: Models, chats: Chats, bounds: RequestBounds) -> list[Prompt]:
-    if isinstance(body, ChatBody):
-        return [await _chat_prompt(body, models, chats, bounds)]
-    assert isinstance(body, CompletionBody)
-    return body.prompts
 
 
 async def _chat_prompt(body: Chat, models: Models, chats: Chats, bounds: RequestBounds) -> tuple[int, ...]:

@@ -211,9 +211,9 @@ class Sampled(AboutCaller):
         return 1 if self.n is None else self.n
 
     @property
-    def prompt_count(self) -> int:
-        """Number of prompts."""
-        return 1
+    def prompts(self) -> list[str | tuple[int, ...]]:
+        """Each of the prompts; none for a chat, whose template makes it."""
+        return []
 
     @property
     def token_limit(self) -> int | None:
@@ -252,8 +252,8 @@ class Sampled(AboutCaller):
             yield str(error)
         if self.choices < 1:
             yield f"n is {self.choices}; it must be at least 1"
-        elif self.prompt_count * self.choices > MAX_CHOICES:
-            of = f" for each of {self.prompt_count} prompts" if self.prompt_count > 1 else ""
+        elif max(count := len(self.prompts), 1) * self.choices > MAX_CHOICES:
+            of = f" for each of {count} prompts" if count > 1 else ""
             yield f"n is {self.choices}{of}; it must make at most {MAX_CHOICES} completions"
         if self.stream_options is not None and not self.stream:
             yield "stream_options is set; it needs stream true"
@@ -277,13 +277,7 @@ class CompletionBody(Sampled):
     )
 
     @property
-    def prompt_count(self) -> int:
-        is_one = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
-        return 1 if is_one else len(self.prompt)
-
-    @property
     def prompts(self) -> list[str | tuple[int, ...]]:
-        """Each of the prompts."""
         prompt: Any = self.prompt
         if isinstance(prompt, str):
             return [prompt]

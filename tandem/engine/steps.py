@@ -151,6 +151,11 @@ class StepBackend(ABC):
     """Steps for which the backend prepares something on first use, smallest first; each as the number of tokens of its
     sequences. Those of all but the first are few, as where one reads a prompt beside others that decode."""
 
+    can_branch: bool = False
+    """True if steps of branches can be run."""
+    writes_behind_trunk: bool = False
+    """True if a branch's keys and values lie behind the trunk, where its sequence can take them over."""
+
     def prompt_tokens(self, limit: int) -> int:
         """The number of prompt tokens, up to `limit`, that a step should take for this backend to be fast."""
         return limit
@@ -166,21 +171,15 @@ class StepBackend(ABC):
             Logits, [len(rows), vocabulary_size] in the model's dtype or a wider one; valid until the next step.
         """
 
+    def run_branches(self, parts: SequenceOf[SequenceBranches]) -> Tensor:
+        """Runs one step of branches; see `can_branch`. All tokens of the sequences have to be in the cache. What is
+        written behind them is nobody's: the sequences may grow over it.
 
-class BranchRunner(Protocol):
-    """Runs steps of branches."""
-
-    @property
-    def writes_behind_trunk(self) -> bool:
-        """True if a branch's keys and values lie behind the trunk, where its sequence can take them over."""
-
-    def run(self, parts: SequenceOf[SequenceBranches]) -> Tensor:
-        """The logits that follow each branch's token, [branches of all parts, vocabulary_size], in their order.
-
-        They are valid until the next step. All tokens of the sequences have to be in the cache. What is written behind
-        them is nobody's: the sequences may grow over it.
+        Returns:
+            The logits that follow each branch's token, [branches of all parts, vocabulary_size], in their order; valid
+            until the next step.
         """
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +189,6 @@ class Machinery:
     shape: CacheShape
     cache: SequenceCache
     runner: StepBackend
-    branches: BranchRunner | None
-    """None where steps of branches cannot be run."""
     max_rows: int | None = None
     """Rows of one sequence that a step can have; None for any number."""
 

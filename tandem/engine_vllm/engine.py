@@ -8,7 +8,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -207,10 +207,9 @@ class VllmModel:
         )
         max_rows = None if core.config.speculative_config else 1
         logger.info("kv cache sized", extra={"tokens": cache.usage().total_tokens})
-        steps = VllmSteps(self, cache)
         can_branch = core.has_one_process and max_rows is None
-        branches = VllmBranches(self, cache, steps, core.config.scheduler_config) if can_branch else None
-        return Machinery(cache.shape, cache, steps, branches, max_rows)
+        steps = VllmSteps(self, cache, core.config.scheduler_config, can_branch=can_branch)
+        return Machinery(cache.shape, cache, steps, max_rows)
 
     def verify(self, requests: SequenceOf[RowRequest], logits: RemoteLogits) -> list[Verification | None]:
         if not self._core.has_one_process:
@@ -249,9 +248,12 @@ class VllmSteps(StepBackend):
 
     warm_up_steps = ((1,),)
 
-    def __init__(self, model: VllmModel, cache: BlockCache) -> None:
+    def __init__(self, model: VllmModel, cache: BlockCache, limits: Any, *, can_branch: bool) -> None:
+        """`limits` is vLLM's `SchedulerConfig`."""
         self._model = model
         self._cache = cache
+        self._limits = limits
+        self.can_branch = can_branch
 
     def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Any:
         """See `StepBackend`; returns `RemoteLogits`."""
@@ -265,25 +267,14 @@ class VllmSteps(StepBackend):
             raise
         return RemoteLogits(self._model)
 
-
-@dataclass(frozen=True, slots=True)
-class VllmBranches:
-    """See `BranchRunner`: branches are sequences that share the blocks of their trunk."""
-
-    model: VllmModel
-    cache: BlockCache
-    steps: VllmSteps
-    limits: Any
-    """vLLM's `SchedulerConfig`."""
-    writes_behind_trunk: ClassVar = False
-
-    def run(self, parts: SequenceOf[SequenceBranches]) -> Tensor:
-        """See `BranchRunner`. Logits of branches for which there is no room are NaN, with which they end."""
+    def run_branches(self, parts: SequenceOf[SequenceBranches]) -> Tensor:
+        """See `StepBackend`. Branches are sequences that share the blocks of their trunk. Logits of those for which
+        there is no room are NaN, with which they end."""
         branches: list[Sequence | None] = []
         for part in parts:
-            branches += self.cache.branches(part) or [None] * part.count
+            branches += self._cache.branches(part) or [None] * part.count
         found = torch.full(
-            (len(branches), self.model.info.vocabulary_size), torch.nan, device=self.model.device
+            (len(branches), self._model.info.vocabulary_size), torch.nan, device=self._model.device
         )
         try:
             for rows in self._steps_of(branches):
@@ -291,13 +282,13 @@ class VllmBranches:
                     Segment(each, each.pending_count) for i in rows if (each := branches[i]) is not None
                 ]
                 ends = accumulate(segment.token_count for segment in segments)
-                logits = self.steps.run(segments, [end - 1 for end in ends])
+                logits = self.run(segments, [end - 1 for end in ends])
                 found[rows] = logits[: len(rows)].to(found.dtype)
                 for segment in segments:
                     segment.sequence.advance(segment.token_count)
         except Exception:
             for part in parts:
-                self.cache.trim(part.sequence)
+                self._cache.trim(part.sequence)
             raise
         return found
 
@@ -309,8 +300,8 @@ class VllmBranches:
             if branch is None:
                 continue
             if rows and (
-                len(rows) == self.limits.max_num_seqs
-                or tokens + branch.pending_count > self.limits.max_num_batched_tokens
+                len(rows) == self._limits.max_num_seqs
+                or tokens + branch.pending_count > self._limits.max_num_batched_tokens
             ):
                 yield rows
                 rows, tokens = [], 0

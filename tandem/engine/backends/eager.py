@@ -348,23 +348,6 @@ class BranchLayout(GroupedAttention, BranchPacking):
         )
 
 
-class EagerBranches:
-    """Runs them by the model's own modules and torch's attention, on any device."""
-
-    writes_behind_trunk = True
-
-    def __init__(self, model: LoadedModel, arena: KvArena) -> None:
-        self._model = model
-        self._arena = arena
-
-    def run(self, parts: SequenceOf[SequenceBranches]) -> Tensor:
-        model = self._model
-        for part in parts:
-            clear_room(self._arena, part)
-        layout = BranchLayout(parts, self._arena, model)
-        return run_modules(model.module, layout, range(layout.token_count), model.device)
-
-
 def clear_room(arena: KvArena, part: SequenceBranches) -> None:
     """Zero what the branches will see of others' leftovers: a mask hides numbers, but not NaN."""
     sequence, step = part.sequence, part.step
@@ -441,6 +424,8 @@ class _ArenaLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its base's 
 class EagerBackend(StepBackend):
     """Runs any step of a model whose attention can be packed."""
 
+    can_branch = writes_behind_trunk = True
+
     def __init__(self, model: LoadedModel, arena: KvArena) -> None:
         self._model = model
         self._arena = arena
@@ -449,6 +434,13 @@ class EagerBackend(StepBackend):
         model = self._model
         layout = StepLayout(segments, self._arena, model)
         return run_modules(model.module, layout, layout.packed_rows(segments, rows), model.device)
+
+    def run_branches(self, parts: SequenceOf[SequenceBranches]) -> Tensor:
+        model = self._model
+        for part in parts:
+            clear_room(self._arena, part)
+        layout = BranchLayout(parts, self._arena, model)
+        return run_modules(model.module, layout, range(layout.token_count), model.device)
 
 
 def eager_backend(model: LoadedModel, arena: KvArena) -> StepBackend:

@@ -231,13 +231,11 @@ class BackgroundWork:
     ) -> None:
         self._cache = machinery.cache  # gives pages as far as nobody else holds them
         self._runner = machinery.runner
-        self._branches = branches = machinery.branches
         self._on_step = on_step
         self._watchdog = watchdog
         self._waiting: dict[Sequence, BackgroundJob] = {}
         self._begun: dict[Sequence, _Begun] = {}
-        can_take_over = branches is not None and branches.writes_behind_trunk
-        self._kept = KeptBranches(MAX_BYTES if can_take_over else 0)
+        self._kept = KeptBranches(MAX_BYTES if self._runner.writes_behind_trunk else 0)
 
     @property
     def is_empty(self) -> bool:
@@ -306,7 +304,7 @@ class BackgroundWork:
     def _prepared(self, job: BackgroundJob) -> _Trunk | None:
         """Apply the job's delta, and take over what a branch has computed of it; None where nothing can follow."""
         sequence = job.sequence
-        if not self._applied(job) or self._branches is None:
+        if not self._applied(job) or not self._runner.can_branch:
             return None
         try:
             sequence.want_rows(job.row_count)
@@ -363,11 +361,10 @@ class BackgroundWork:
         self._follow(trunk.job, partial(trunk.job.begin, rows, trunk.room, trunk.lead), trunk.lead)
 
     def _advance(self, begun: SequenceOf[_Begun], began: float) -> None:
-        assert self._branches is not None, "without it no job begins"
         parts = [each.part for each in begun]
         tokens = sum(part.count for part in parts)
         self._watchdog.begin(tokens)
-        logits = self._branches.run(parts)
+        logits = self._runner.run_branches(parts)
         first = 0
         for each, part in zip(begun, parts, strict=True):
             own, first = logits[first : first + part.count], first + part.count

@@ -9,14 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tandem.engine.backends.cpu_native.backend import (
-    CpuNativeBackend,
-    KernelSampler,
-    NativeBranches,
-    NativeModel,
-    load_native,
-)
-from tandem.engine.backends.eager import EagerBranches, eager_backend
+from tandem.engine.backends.cpu_native.backend import KernelSampler, NativeModel, load_native
+from tandem.engine.backends.eager import eager_backend
 from tandem.engine.hidden_states import HiddenStateTap
 from tandem.engine.interface import RowRequest
 from tandem.engine.kv_cache.arena import KvArena, arena_pages
@@ -25,7 +19,7 @@ from tandem.engine.models.loading import LoadedModel, fix_rotary_frequencies
 from tandem.engine.rows import verifications
 from tandem.engine.sampler import TORCH_SAMPLER, Sampler
 from tandem.engine.settings import EngineSettings
-from tandem.engine.steps import BranchRunner, Machinery, StepBackend
+from tandem.engine.steps import Machinery, StepBackend
 from tandem.types import ModelInfo, Verification
 
 
@@ -53,8 +47,7 @@ class Backends:
         pages = arena_pages(model.layers, settings, max_length, model.dtype, model.device)
         arena = KvArena(model.layers, pages, model.dtype, model.device)
         cache = PagedCache(arena, reuses_prefixes=settings.prefix_reuse)
-        steps = self.steps(arena)
-        return Machinery(arena.shape, cache, steps, self.branches(arena, steps))
+        return Machinery(arena.shape, cache, self.steps(arena))
 
     def verify(self, requests: SequenceOf[RowRequest], logits: Tensor) -> list[Verification | None]:
         return verifications(requests, logits, self.sampler)
@@ -76,15 +69,6 @@ class Backends:
             self.tap.attach(arena)
         native = None if self.native is None else self.native.backend(arena)
         return native or eager_backend(self.model, arena)
-
-    def branches(self, arena: KvArena, steps: StepBackend) -> BranchRunner | None:
-        """Runs branches of an arena's sequences, from the execution plans of its steps where there are any; None where
-        the model's attention cannot be packed."""
-        if not self.model.is_packed:
-            return None
-        eager = EagerBranches(self.model, arena)
-        plans = steps.plans if isinstance(steps, CpuNativeBackend) else None
-        return eager if plans is None else NativeBranches(plans, eager, arena)
 
 
 def choose_backends(

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 from math import isfinite
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from tandem.engine.backends.cpu_native.layers import (
 from tandem.engine.backends.cpu_native.library.build import BuildError, built_kernels, bundled_kernels
 from tandem.engine.backends.cpu_native.library.kernels import DTYPES, Kernels
 from tandem.engine.backends.cpu_native.plans import MakeTrace, PlannedSteps, TraceError, traced
-from tandem.engine.backends.eager import EagerBackend, EagerBranches, clear_room, eager_backend
+from tandem.engine.backends.eager import EagerBackend, clear_room, eager_backend
 from tandem.engine.backends.trial import DistrustedError, Reference, trusted
 from tandem.engine.hidden_states import HeadModel
 from tandem.engine.kv_cache.arena import KvArena
@@ -39,18 +38,17 @@ from tandem.types import SamplingParams
 logger = logging.getLogger(__name__)
 
 
-class ModuleSteps(StepBackend):
+class ModuleSteps(EagerBackend):
     """Steps by a model's modules whose linear layers are packed, with one attention call for each layer."""
 
     def __init__(self, model: LoadedModel, arena: KvArena, kernels: Kernels) -> None:
-        self._model = model
-        self._eager = EagerBackend(model, arena)
+        super().__init__(model, arena)
         self.attention = NativeAttention(kernels, arena, model.layers)
 
     def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Tensor:
         """See `StepBackend`; with torch's attention where a segment is so wide that it is faster."""
         if _has_wide(segments):
-            return self._eager.run(segments, rows)
+            return super().run(segments, rows)
         layout = NativeLayout(segments, self.attention)
         return run_modules(self._model.module, layout, rows, self._model.device)
 
@@ -86,27 +84,17 @@ class CpuNativeBackend(ModuleSteps):
             return super().run(segments, rows)
         return self.plans.run(segments, rows)
 
+    def run_branches(self, parts: SequenceOf[SequenceBranches]) -> Tensor:
+        """See `StepBackend`; by the model's modules where there is no plan of the size."""
+        for part in parts:
+            clear_room(self._arena, part)
+        packing = BranchPacking(parts)
+        logits = None if self.plans is None else self.plans.replay(packing, range(packing.token_count))
+        return super().run_branches(parts) if logits is None else logits
+
 
 def _has_wide(segments: SequenceOf[Segment]) -> bool:
     return any(segment.token_count > WIDEST_SEGMENT for segment in segments)
-
-
-@dataclass(frozen=True, slots=True)
-class NativeBranches:
-    """Branches from the plans of steps; see `BranchRunner`."""
-
-    plans: PlannedSteps
-    eager: EagerBranches
-    arena: KvArena
-    writes_behind_trunk: ClassVar = True
-
-    def run(self, parts: SequenceOf[SequenceBranches]) -> Tensor:
-        """See `BranchRunner`; by the model's modules where there is no plan of the size."""
-        for part in parts:
-            clear_room(self.arena, part)
-        packing = BranchPacking(parts)
-        logits = self.plans.replay(packing, range(packing.token_count))
-        return self.eager.run(parts) if logits is None else logits
 
 
 class KernelSampler(Sampler):

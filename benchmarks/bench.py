@@ -23,19 +23,8 @@ from benchmarks import steps
 from benchmarks.common import Contender, chosen, one_sentence, read_options, rotated
 from benchmarks.contenders import CONTENDERS, Addresses, BenchSettings, Setup, models, prepared
 from benchmarks.peers import Outcome, Workload
-from benchmarks.report import (
-    Cell,
-    Machine,
-    PhaseRow,
-    PrefixGain,
-    Report,
-    StepRow,
-    WireBytes,
-    cell_of,
-    show,
-    write,
-)
-from benchmarks.timing import PHASES, phase_row, prefix_gain, timed_coordinator
+from benchmarks.report import Cell, Machine, Report, Table, cell_of, show, write
+from benchmarks.timing import PEERS, PHASES, prefix_gain, timed_coordinator
 from tandem.errors import TandemError
 from tandem.logs import configure
 
@@ -91,7 +80,7 @@ async def measure(settings: BenchSettings, progress: Callable[[str], None], comm
     progress("preparing the models")
     with prepared(settings) as setup:
         run = _Run(settings, setup, setup.pair.prompts(), progress)
-        step_rows = await run.steps() if settings.steps else ()
+        step_tables = await run.steps() if settings.steps else []
         kinds = [CONTENDERS[name] for name in settings.contenders]
         async with AsyncExitStack() as stack:
             addresses = Addresses()
@@ -99,8 +88,8 @@ async def measure(settings: BenchSettings, progress: Callable[[str], None], comm
                 progress("starting the services")
                 addresses = await stack.enter_async_context(models(setup))
             await run.rounds(await run.start(addresses, stack))
-            phases, wire = await run.phases(addresses) if settings.phases else ((), ())
-        prefix = await run.prefix() if settings.prefix else None
+            phases = await run.phases(addresses) if settings.phases else []
+        prefix, prefix_ratio = await run.prefix() if settings.prefix else ([], None)
     return Report(
         taken_at=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         command=command,
@@ -114,10 +103,8 @@ async def measure(settings: BenchSettings, progress: Callable[[str], None], comm
         rounds=settings.rounds,
         titles={name: CONTENDERS[name].title for name in settings.contenders},
         cells=run.cells(),
-        phases=phases,
-        wire=wire,
-        prefix=prefix,
-        steps=step_rows,
+        tables=(*phases, *prefix, *step_tables),
+        prefix_ratio=prefix_ratio,
         absent=run.absent,
     )
 
@@ -133,13 +120,13 @@ class _Run:
     absent: dict[str, str] = field(default_factory=dict)
     """Reason of each contender that did not take part, or failed."""
 
-    async def steps(self) -> tuple[StepRow, ...]:
+    async def steps(self) -> list[Table]:
         """Steps of both models' engines, each in a process that is gone before the services start."""
-        found: list[StepRow] = []
+        rows: list[steps.Row] = []
         for role in ("target", "draft"):
             self.progress(f"steps of the {role}")
-            found += await steps.measured(role, self.setup)
-        return tuple(found)
+            rows += await steps.measured(role, self.setup)
+        return [steps.table(rows)]
 
     async def start(self, addresses: Addresses, stack: AsyncExitStack) -> dict[str, Contender]:
         """Start those that can start."""
@@ -195,36 +182,58 @@ class _Run:
             if key[0] not in self.absent
         )
 
-    async def phases(self, addresses: Addresses) -> tuple[tuple[PhaseRow, ...], tuple[WireBytes, ...]]:
+    async def phases(self, addresses: Addresses) -> list[Table]:
         """Phases of rounds, and bytes for each token at the first batch: through the services by a coordinator of its
         own; in one process from the rounds that were run."""
-        rows: list[PhaseRow] = []
-        wire: list[WireBytes] = []
-        async with timed_coordinator(self.setup, addresses) as coordinator:
+        rows: list[tuple[str | float | None, ...]] = []
+        wire: list[tuple[float, ...]] = []
+        async with timed_coordinator(self.setup, addresses) as timed:
             for batch, temperature in self._cells():
                 self.progress(f"where the time goes: batch {batch}, temperature {temperature:g}")
                 prompts = chosen(self.prompts, batch, 0)
                 workload = Workload(prompts, temperature, self.settings.max_tokens)
-                await coordinator.run(workload)  # to warm up
-                phases, counted = await coordinator.run(workload)
-                wire += [counted] if batch == self.settings.batch[0] else []
-                rows += phase_row("services", batch, temperature, phases)
+                await timed(workload)  # to warm up
+                means, counted = await timed(workload)
+                if batch == self.settings.batch[0]:
+                    wire.append((temperature, *counted))
                 outcomes = self.outcomes.get(("one-process", batch, temperature), [])
                 joined = {
                     name: [s for each in outcomes for s in each.phases.get(name, ())] for name in PHASES
                 }
-                means = {name: statistics.fmean(seconds) for name, seconds in joined.items() if seconds}
-                rows += phase_row("one process", batch, temperature, means)
-        return tuple(rows), tuple(wire)
+                own = {name: statistics.fmean(seconds) for name, seconds in joined.items() if seconds}
+                for path, found in (("services", means), ("one process", own)):
+                    if found:
+                        lost = (
+                            sum(means[each] - own[each] for each in ("draft", "verify"))
+                            if means and own
+                            else None
+                        )
+                        values = (*(found[name] for name in PHASES), sum(found.values()))
+                        rows.append((path, batch, temperature, *values, lost if found is means else None))
+        names = (("path", ""), ("batch", ""), ("temperature", "number"))
+        phases = (*PHASES, "round", "of it wire")
+        return [
+            Table(
+                title="A round by phase, means",
+                columns=(*names, *((name, "seconds") for name in phases)),
+                rows=tuple(rows),
+            ),
+            Table(
+                title="On the wire, for each token",
+                columns=(names[2], *((f"{peer} service", "bytes") for peer in PEERS)),
+                rows=tuple(wire),
+            ),
+        ]
 
-    async def prefix(self) -> PrefixGain:
+    async def prefix(self) -> tuple[list[Table], float]:
         """Time to the first token after a prefix that was served before, by services of their own."""
         self.progress("a prefix that was served before")
         async with (
             models(self.setup, prefix_caching=True) as addresses,
             CONTENDERS["speculative"].start(self.setup, addresses) as contender,
         ):
-            return await prefix_gain(contender, self.prompts, min(self.settings.rounds, 3))
+            table, ratio = await prefix_gain(contender, self.prompts, min(self.settings.rounds, 3))
+        return [table], ratio
 
 
 def _machine(settings: BenchSettings, load_before: float) -> Machine:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -14,7 +14,7 @@ import uvloop
 from pydantic import Field
 
 from benchmarks.bench import measure, parse, recorded_command
-from benchmarks.report import Data, Report, Sheet, markdown, markdown_table
+from benchmarks.report import Data, Report, Table, markdown, markdown_table
 from tandem.errors import ConfigurationError, TandemError
 from tandem.logs import configure
 from tandem.standard_streams import exit_with, write_error
@@ -119,7 +119,7 @@ def page(report: GpuReport) -> str:
         f"    {report.command}",
         report.taken_at,
         "\n".join(f"- {line}" for line in report.gpus) or "- no GPU that nvidia-smi knows",
-        markdown_table(Sheet("Tokens per second, medians", _columns(report), tuple(_rows(report)))),
+        markdown_table(_speeds(report)),
         *(f"- {name} failed: {why}" for name, why in report.failures.items()),
     ]
     for name, each in report.runs.items():
@@ -130,21 +130,25 @@ def page(report: GpuReport) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _cases(report: GpuReport) -> list[tuple[int, float]]:
-    cells = (cell for run in report.runs.values() for cell in run.cells)
-    return sorted({(cell.batch, cell.temperature) for cell in cells})
-
-
-def _columns(report: GpuReport) -> tuple[str, ...]:
-    return ("run", "contender", *(f"batch {batch}, T {heat:g}" for batch, heat in _cases(report)))
-
-
-def _rows(report: GpuReport) -> Iterator[tuple[str, ...]]:
-    for name, each in report.runs.items():
-        for contender, title in each.titles.items():
-            cells = [each.cell(contender, *case) for case in _cases(report)]
-            if any(cells):
-                yield (name, title, *(f"{cell.speed.median:.1f}" if cell else "" for cell in cells))
+def _speeds(report: GpuReport) -> Table:
+    cases = sorted({(cell.batch, cell.temperature) for run in report.runs.values() for cell in run.cells})
+    found = (
+        (name, title, [run.cell(contender, *case) for case in cases])
+        for name, run in report.runs.items()
+        for contender, title in run.titles.items()
+    )
+    return Table(
+        title="Tokens per second, medians",
+        columns=(
+            *(("run", ""), ("contender", "")),
+            *((f"batch {batch}, T {heat:g}", "tokens/s") for batch, heat in cases),
+        ),
+        rows=tuple(
+            (name, title, *(cell and cell.speed.median for cell in cells))
+            for name, title, cells in found
+            if any(cells)
+        ),
+    )
 
 
 if __name__ == "__main__":

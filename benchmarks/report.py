@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+from rich import table as rich
 from rich.console import Console, Group
-from rich.table import Table
 from rich.text import Text
 
 from benchmarks.peers import Answer, Outcome
+
+
+def milliseconds(seconds: float) -> str:
+    """Seconds as a table shows them."""
+    return f"{seconds * 1000:.2f} ms" if abs(seconds) < 0.01 else f"{seconds * 1000:.0f} ms"
+
+
+_SHOWN: Mapping[str, Callable[..., str]] = {
+    "": "{}".format,
+    "number": "{:g}".format,
+    "fraction": "{:.2f}".format,
+    "tokens/s": "{:.1f}".format,
+    "seconds": milliseconds,
+    "share": "{:.1%}".format,
+    "ratio": "{:.2f} x".format,
+    "bytes": "{:.0f} B".format,
+}
+"""How a table shows what it measures in each unit."""
 
 
 class Data(BaseModel):
@@ -62,62 +79,22 @@ class Cell(Data):
         return Spread.of(self.tokens_per_second)
 
 
-class PhaseRow(Data):
-    """Phases of a round: means over rounds, in seconds."""
+class Table(Data):
+    """Figures of one kind."""
 
-    path: Literal["services", "one process"]
-    batch: int
-    temperature: float
-    draft: float
-    """From asking for a proposal to having it."""
-    verify: float
-    """From asking for a verification to having it."""
-    sampling: float
-    """Seconds of the acceptance rule."""
-    wait: float
-    """Between an acceptance and the next proposal: committing, text, and handing the piece on."""
+    title: str
+    columns: tuple[tuple[str, str], ...]
+    """Name of each, and unit of its values: one of `_SHOWN`."""
+    rows: tuple[tuple[str | float | None, ...], ...]
+    """None is shown as nothing."""
 
-    @property
-    def round(self) -> float:
-        """Sum of the phases."""
-        return self.draft + self.verify + self.sampling + self.wait
-
-
-class WireBytes(Data):
-    """Bytes of messages for each token of a completion, both directions."""
-
-    temperature: float
-    draft: float
-    """Between coordinator and draft service."""
-    target: float
-    """Between coordinator and target service."""
-
-
-class PrefixGain(Data):
-    """Time to first token of a prompt whose first tokens were served before."""
-
-    prefix_tokens: int
-    first_seconds: Spread
-    """The first time."""
-    again_seconds: Spread
-    """The same prefix with another ending."""
-    ratio: float
-    """Median over rounds of the second by the first."""
-
-
-class StepRow(Data):
-    """A step of one model's engine. Milliseconds, medians."""
-
-    model: Literal["target", "draft"]
-    sequences: int
-    width: int
-    """Tokens of each sequence."""
-    torch: float | None
-    """By the model's own modules; None where the engine runs those."""
-    served: float
-    """As a service runs it."""
-    weights: float
-    """Time to read the weights once, at the measured rate."""
+    def texts(self) -> list[list[str]]:
+        """The rows as they are shown."""
+        shown = [_SHOWN[unit] for _, unit in self.columns]
+        return [
+            ["" if value is None else show(value) for show, value in zip(shown, row, strict=True)]
+            for row in self.rows
+        ]
 
 
 class PairInfo(Data):
@@ -162,10 +139,10 @@ class Report(Data):
     titles: dict[str, str]
     """Display name of each contender, in the order of the tables."""
     cells: tuple[Cell, ...]
-    phases: tuple[PhaseRow, ...] = ()
-    wire: tuple[WireBytes, ...] = ()
-    prefix: PrefixGain | None = None
-    steps: tuple[StepRow, ...] = ()
+    tables: tuple[Table, ...] = ()
+    """What else was measured."""
+    prefix_ratio: float | None = None
+    """Time to the first token of a prompt whose beginning was served before, by that of the first time."""
     absent: dict[str, str] = Field(default_factory=dict)
     """Contenders that did not take part, or failed, and why."""
 
@@ -229,31 +206,20 @@ def _same_tokens(outcomes: Sequence[Outcome], references: Sequence[Outcome]) -> 
 # ---- tables
 
 
-@dataclass(frozen=True, slots=True)
-class Sheet:
-    """A table before it has a form."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-
-def sheets(report: Report) -> Iterator[Sheet]:
+def tables(report: Report) -> list[Table]:
     """All tables of a report that have rows."""
-    tables = (_phases, _wire, _prefix, _steps, _goals)
-    yield from _speeds(report)
-    yield from (sheet for sheet in (table(report) for table in tables) if sheet.rows)
+    return [table for table in (*_speeds(report), *report.tables, _goals(report)) if table.rows]
 
 
 def show(console: Console, report: Report) -> None:
     """Print the tables, and the contenders that are absent."""
-    console.print(Group(*map(_rich, sheets(report)), *map(Text, _absent(report))))
+    console.print(Group(*map(_rich, tables(report)), *map(Text, _absent(report))))
 
 
 def markdown(report: Report) -> str:
     """The whole report as a Markdown document."""
     parts = [f"# Benchmark: {report.pair.name}", *_circumstances(report)]
-    parts += [markdown_table(sheet) for sheet in sheets(report)]
+    parts += map(markdown_table, tables(report))
     parts += [f"- {line}" for line in _absent(report)]
     return "\n\n".join(parts) + "\n"
 
@@ -288,84 +254,29 @@ def _circumstances(report: Report) -> Iterator[str]:
         yield report.note
 
 
-def _speeds(report: Report) -> Iterator[Sheet]:
-    columns = (
-        "contender", "tokens/s", "low to high", "by target alone", "first token", "p50", "p99", "acceptance",
-        "tokens/pass", "same text",
-    )  # fmt: skip
+def _speeds(report: Report) -> Iterator[Table]:
+    columns = {
+        "contender": "", "tokens/s": "tokens/s", "low to high": "",
+        "by target alone": "ratio", "first token": "seconds", "p50": "seconds", "p99": "seconds",
+        "acceptance": "share", "tokens/pass": "fraction", "same text": "share",
+    }  # fmt: skip
     for batch, temperature in dict.fromkeys((cell.batch, cell.temperature) for cell in report.cells):
-        cells = [report.cell(name, batch, temperature) for name in report.titles]
         alone = report.cell("target-alone", batch, temperature)
         rows = tuple(
-            (report.titles[cell.contender], *_speed_cells(cell, alone)) for cell in cells if cell is not None
+            (
+                report.titles[cell.contender],
+                cell.speed.median,
+                f"{cell.speed.low:.1f} to {cell.speed.high:.1f}",
+                None if alone is None else cell.speed.median / alone.speed.median,
+                cell.first_token_seconds.median,
+                *(cell.inter_token_seconds_p50, cell.inter_token_seconds_p99),
+                *(cell.acceptance_rate, cell.tokens_per_pass, cell.same_tokens),
+            )
+            for name in report.titles
+            if (cell := report.cell(name, batch, temperature)) is not None
         )
-        yield Sheet(f"Batch {batch}, temperature {temperature:g}", columns, rows)
-
-
-def _speed_cells(cell: Cell, alone: Cell | None) -> Iterator[str]:
-    yield f"{cell.speed.median:.1f}"
-    yield f"{cell.speed.low:.1f} to {cell.speed.high:.1f}"
-    yield "" if alone is None else f"{cell.speed.median / alone.speed.median:.2f} x"
-    yield _milliseconds(cell.first_token_seconds.median)
-    yield _milliseconds(cell.inter_token_seconds_p50)
-    yield _milliseconds(cell.inter_token_seconds_p99)
-    yield _share(cell.acceptance_rate)
-    yield "" if cell.tokens_per_pass is None else f"{cell.tokens_per_pass:.2f}"
-    yield _share(cell.same_tokens)
-
-
-def _phases(report: Report) -> Sheet:
-    rows = tuple(
-        (
-            row.path,
-            str(row.batch),
-            f"{row.temperature:g}",
-            *map(_milliseconds, (row.draft, row.verify, row.sampling, row.wait, row.round)),
-            _wire_seconds(report, row),
-        )
-        for row in report.phases
-    )
-    columns = ("path", "batch", "temperature", "draft", "verify", "sampling", "wait", "round", "of it wire")
-    return Sheet("A round by phase, means", columns, rows)
-
-
-def _wire_seconds(report: Report, row: PhaseRow) -> str:
-    """Extra time of a round through the services over one with the same engines in one process."""
-    others = (other for other in report.phases if other.path == "one process" != row.path)
-    here = [o for o in others if (o.batch, o.temperature) == (row.batch, row.temperature)]
-    return _milliseconds(row.draft + row.verify - here[0].draft - here[0].verify) if here else ""
-
-
-def _wire(report: Report) -> Sheet:
-    rows = tuple((f"{row.temperature:g}", f"{row.draft:.0f} B", f"{row.target:.0f} B") for row in report.wire)
-    return Sheet("On the wire, for each token", ("temperature", "draft service", "target service"), rows)
-
-
-def _prefix(report: Report) -> Sheet:
-    gain = report.prefix
-    rows: tuple[tuple[str, ...], ...] = ()
-    if gain is not None:
-        rows = (
-            ("the first time", *_spread(gain.first_seconds), ""),
-            ("again", *_spread(gain.again_seconds), f"{gain.ratio:.2f} x"),
-        )
-    title = f"Time to first token, {0 if gain is None else gain.prefix_tokens} tokens of prefix"
-    return Sheet(title, ("prefix", "median", "low to high", "by the first"), rows)
-
-
-def _steps(report: Report) -> Sheet:
-    rows = tuple(
-        (
-            f"{row.model}, {row.sequences} x {row.width}",
-            "" if row.torch is None else f"{row.torch:.2f} ms",
-            f"{row.served:.2f} ms",
-            f"{row.weights:.2f} ms",
-            "" if row.torch is None else f"{row.torch / row.served:.2f} x",
-        )
-        for row in report.steps
-    )
-    columns = ("step: sequences x tokens", "torch", "as served", "weights read once", "torch by served")
-    return Sheet("Steps of the engine, medians", columns, rows)
+        title = f"Batch {batch}, temperature {temperature:g}"
+        yield Table(title=title, columns=tuple(columns.items()), rows=rows)
 
 
 Side = tuple[str, int]
@@ -385,9 +296,9 @@ _PREFIX_GOAL = 0.25
 """The project's goal for prefix caching: share of the time to the first token."""
 
 
-def _goals(report: Report) -> Sheet:
+def _goals(report: Report) -> Table:
     """The project's goals that this run measured. Ratios are medians of those within a round."""
-    rows = []
+    rows: list[tuple[str, str, float, str]] = []
     for one, temperature, others, needed in _GOALS:
         ratio = _ratio(report, one, temperature, others)
         if ratio is not None:
@@ -395,13 +306,13 @@ def _goals(report: Report) -> Sheet:
             name = (
                 f"{one[0]} at batch {one[1]} by {best} at batch {others[0][1]}, temperature {temperature:g}"
             )
-            verdict = "met" if ratio >= needed else "not met"
-            rows.append((name, f"at least {needed:g}", f"{ratio:.2f}", verdict))
-    if (gain := report.prefix) is not None:
-        name = f"time to first token with {gain.prefix_tokens} tokens served before, by the first time"
-        verdict = "met" if gain.ratio <= _PREFIX_GOAL else "not met"
-        rows.append((name, f"at most {_PREFIX_GOAL:g}", f"{gain.ratio:.2f}", verdict))
-    return Sheet("To be reached", ("what", "needed", "reached", ""), tuple(rows))
+            rows.append((name, f"at least {needed:g}", ratio, "met" if ratio >= needed else "not met"))
+    if (ratio := report.prefix_ratio) is not None:
+        name = "time to first token with a prefix served before, by the first time"
+        is_met = ratio <= _PREFIX_GOAL
+        rows.append((name, f"at most {_PREFIX_GOAL:g}", ratio, "met" if is_met else "not met"))
+    columns = (("what", ""), ("needed", ""), ("reached", "fraction"), ("", ""))
+    return Table(title="To be reached", columns=columns, rows=tuple(rows))
 
 
 def _ratio(report: Report, one: Side, temperature: float, others: Sequence[Side]) -> float | None:
@@ -410,44 +321,30 @@ def _ratio(report: Report, one: Side, temperature: float, others: Sequence[Side]
     if own is None:
         return None
     ratios = (
-        _median_ratio(own.tokens_per_second, cell.tokens_per_second) for cell in found if cell is not None
+        statistics.median(a / b for a, b in zip(own.tokens_per_second, cell.tokens_per_second, strict=True))
+        for cell in found
+        if cell is not None
     )
     return min(ratios, default=None)
-
-
-def _median_ratio(speeds: Sequence[float], others: Sequence[float]) -> float:
-    return statistics.median(a / b for a, b in zip(speeds, others, strict=True))
 
 
 def _absent(report: Report) -> list[str]:
     return [f"{report.titles.get(name, name)}: {why}" for name, why in report.absent.items()]
 
 
-def _rich(sheet: Sheet) -> Table:
-    table = Table(title=sheet.title, title_justify="left")
-    for index, name in enumerate(sheet.columns):
+def _rich(table: Table) -> rich.Table:
+    shown = rich.Table(title=table.title, title_justify="left")
+    for index, (name, _) in enumerate(table.columns):
         # Figures stay whole; only the sentences of the first column may be broken.
-        table.add_column(name, justify="right" if index else "left", no_wrap=index > 0)
-    for row in sheet.rows:
-        table.add_row(*row)
-    return table
+        shown.add_column(name, justify="right" if index else "left", no_wrap=index > 0)
+    for row in table.texts():
+        shown.add_row(*row)
+    return shown
 
 
-def markdown_table(sheet: Sheet) -> str:
+def markdown_table(table: Table) -> str:
     """A table as Markdown, under its title."""
-    marks = ["---:" if index else "---" for index in range(len(sheet.columns))]
-    lines = [" | ".join(row) for row in (sheet.columns, marks, *sheet.rows)]
-    return "\n".join([f"## {sheet.title}", "", *(f"| {line} |" for line in lines)])
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1000:.2f} ms" if abs(seconds) < 0.01 else f"{seconds * 1000:.0f} ms"
-
-
-def _spread(spread: Spread) -> tuple[str, str]:
-    low_to_high = f"{_milliseconds(spread.low)} to {_milliseconds(spread.high)}"
-    return _milliseconds(spread.median), low_to_high
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"
+    names = [name for name, _ in table.columns]
+    marks = ["---:" if index else "---" for index in range(len(names))]
+    lines = [" | ".join(row) for row in (names, marks, *table.texts())]
+    return "\n".join([f"## {table.title}", "", *(f"| {line} |" for line in lines)])

@@ -6,12 +6,12 @@ import asyncio
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import TYPE_CHECKING
 
 from benchmarks.contenders import Setup
-from benchmarks.report import StepRow
+from benchmarks.report import Table
 
 if TYPE_CHECKING:
     from tandem.engine.core.selection import Backends
@@ -29,13 +29,27 @@ _READ_BYTES = 1 << 28
 Work = Callable[[], object]
 
 
-async def measured(role: str, setup: Setup) -> list[StepRow]:
+Row = tuple[str, float | None, float, float, float | None]
+"""What was run; seconds by torch, as a service runs it, and to read the weights once; the first by the second."""
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """Steps of both models as a table."""
+    seconds = ((name, "seconds") for name in ("torch", "as served", "weights read once"))
+    return Table(
+        title="Steps of the engine, medians",
+        columns=(("step: sequences x tokens", ""), *seconds, ("torch by served", "ratio")),
+        rows=tuple(rows),
+    )
+
+
+async def measured(role: str, setup: Setup) -> list[Row]:
     """Steps of the target or the draft, in a process that takes the model with it when it ends."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return await asyncio.get_running_loop().run_in_executor(pool, step_rows, role, setup)
 
 
-def step_rows(role: str, setup: Setup) -> list[StepRow]:
+def step_rows(role: str, setup: Setup) -> list[Row]:
     """Measure in this process. Torch and engine run in turn, so that a machine that slows down slows both.
 
     With one thread of a CPU, times are processor time of that thread, which other work changes least.
@@ -58,29 +72,24 @@ def step_rows(role: str, setup: Setup) -> list[StepRow]:
     weight_bytes = sum(each.nbytes for each in plain.model.module.parameters())
     numbers = torch.ones(_READ_BYTES // 4, device=device)
     # `item` waits until the device has done what it was told to.
-    read = min(_milliseconds({"read": lambda: numbers.sum().item()}, clock)["read"])
+    read = min(_seconds({"read": lambda: numbers.sum().item()}, clock)["read"])
     engines = {"torch": Steps(plain)}
     if is_cpu:  # elsewhere the engine runs torch's own modules
         engines["served"] = Steps(choose_backends(load().model))
-    rows = []
+    rows: list[Row] = []
     with torch.inference_mode():
         for sequences, width in SIZES:
             works = {name: each.work(sequences, width) for name, each in engines.items()}
-            medians = {name: statistics.median(each) for name, each in _milliseconds(works, clock).items()}
-            rows.append(
-                StepRow(
-                    model=role,
-                    sequences=sequences,
-                    width=width,
-                    torch=medians["torch"] if is_cpu else None,
-                    served=medians["served" if is_cpu else "torch"],
-                    weights=read * weight_bytes / _READ_BYTES,
-                )
-            )
+            medians = {name: statistics.median(each) for name, each in _seconds(works, clock).items()}
+            served = medians["served" if is_cpu else "torch"]
+            plain_seconds = medians["torch"] if is_cpu else None
+            ratio = plain_seconds and plain_seconds / served
+            name = f"{role}, {sequences} x {width}"
+            rows.append((name, plain_seconds, served, read * weight_bytes / _READ_BYTES, ratio))
     return rows
 
 
-def _milliseconds(works: dict[str, Work], clock: Callable[[], float]) -> dict[str, list[float]]:
+def _seconds(works: dict[str, Work], clock: Callable[[], float]) -> dict[str, list[float]]:
     """Time each work in turn, after one run of each that is not counted."""
     taken: dict[str, list[float]] = {name: [] for name in works}
     for number in range(-1, 15):
@@ -88,7 +97,7 @@ def _milliseconds(works: dict[str, Work], clock: Callable[[], float]) -> dict[st
             began = clock()
             work()
             if number >= 0:
-                taken[name].append(1e3 * (clock() - began))
+                taken[name].append(clock() - began)
     return taken
 
 

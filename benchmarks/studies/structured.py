@@ -1,16 +1,13 @@
 """Structured output: are all answers valid, what does a schema cost, and what does a mask.
 
     python -m benchmarks.studies.structured                                 the demo pair
-    python -m benchmarks.studies.structured --pair smollm2                  SmolLM2-135M-Instruct, drafts by suffix
     python -m benchmarks.studies.structured --kill 1                        with deaths of drafts and targets
     python -m benchmarks.studies.structured --compare --answers 250         and the same prompts without a schema
-    python -m benchmarks.studies.structured --compare --unforced ...        of a schema that forces no text
     python -m benchmarks.studies.structured --rule strict --no-jump-ahead   models write what the grammar forces
-    python -m benchmarks.studies.structured --address HOST:PORT             a coordinator that runs
     python -m benchmarks.studies.structured --masks tokenizer.json          the time of masks alone, on random rows
 
 Answers of 50 schemas (nested objects, enums, arrays, characters of several bytes, numbers with bounds, patterns), at
-temperature 0 and 1, many at once, checked by the package jsonschema. A pass is the target's, through one sequence. Runs
+temperature 0 and 1, 32 at once, checked by the package jsonschema. A pass is the target's, through one sequence. Runs
 whose texts are equal print the same hash of them.
 """
 
@@ -25,10 +22,11 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from itertools import cycle, pairwise
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -37,17 +35,20 @@ from typing import Any
 import jsonschema
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 
-from benchmarks.common import floats, free_port, process, service
+from benchmarks.common import floats, free_port, markdown_head, markdown_row, process, service, study_parser
 from benchmarks.pairs import DEMO
 from coordinator.decoding.completion import Completion
 from tandem.client import Client, Completed
 from tandem.engine.rows import forbid
 from tandem.errors import TandemError
 from tandem.grammar import Grammars
+from tandem.standard_streams import write_out
 from tandem.types import FinishReason, Grammar, GrammarKind
 
 SCHEMAS = 50
+AT_ONCE = 32
 PART = 250
 """Questions of one kind in a row."""
 _WITHOUT_JUMP_AHEAD = "coordinator-without-jump-ahead"
@@ -99,95 +100,76 @@ def is_valid(completed: Completed, schema: Mapping[str, Any]) -> bool:
     return completed.finish_reason is FinishReason.STOP
 
 
-PAIRS = {
-    "demo": (("--model", str(DEMO / "target")), ("--model", str(DEMO / "draft"))),
-    "smollm2": (("--model", "smollm2", "--dtype", "bfloat16"), ("--method", "suffix")),
+PAIRS: dict[str, dict[str, tuple[str, ...]]] = {
+    "demo": {"target": ("--model", str(DEMO / "target")), "draft": ("--model", str(DEMO / "draft"))},
+    "smollm2": {"target": ("--model", "smollm2", "--dtype", "bfloat16"), "draft": ("--method", "suffix")},
 }
 """Options of the target and of the draft."""
 
 
 class Replica:
-    """A draft or a target as a process, started again at its port when it is killed."""
+    """A draft or a target as a process."""
 
     def __init__(self, role: str, options: Sequence[str]) -> None:
-        self.role = role
         self.port = free_port()
-        self.ready, self._killed = asyncio.Event(), asyncio.Event()
-        self._options = options
-        self._pid = 0
+        self._command = (f"{role}_service", *options, "--max-length", "1024", "--max-sequences", str(AT_ONCE))
+        self._running = AsyncExitStack()
 
-    async def run(self) -> None:
-        """Run it until this is cancelled."""
-        while True:
-            async with process(f"{self.role}_service", *self._options, port=self.port) as (_, self._pid):
-                self.ready.set()
-                await self._killed.wait()
-                self._killed.clear()
+    async def start(self) -> None:
+        """Start it at its port, and wait until it is ready."""
+        _, self._pid = await self._running.enter_async_context(process(*self._command, port=self.port))
 
-    def kill(self) -> None:
-        """Send SIGKILL."""
-        self.ready.clear()
+    async def restart(self) -> None:
+        """Kill it with SIGKILL, and start another in its place."""
         os.kill(self._pid, signal.SIGKILL)
-        self._killed.set()
+        await self.close()
+        await self.start()
+
+    async def close(self) -> None:
+        """End it."""
+        await self._running.aclose()
 
 
-class Cluster:
-    """A coordinator over replicas of a pair."""
+@asynccontextmanager
+async def cluster(options: argparse.Namespace, kills: Counter[str]) -> AsyncIterator[Client]:
+    """Run a coordinator over replicas of the pair, and kill one after the other, counted by role; its client."""
+    async with AsyncExitStack() as stack:
+        replicas = {
+            role: [Replica(role, words) for _ in range(1 if options.kill is None else 2)]
+            for role, words in PAIRS[options.pair].items()
+        }
+        words: list[str] = []
+        for role, own in replicas.items():
+            for each in own:
+                stack.push_async_callback(each.close)
+                await each.start()
+            words += [f"--{role}-address", ",".join(f"127.0.0.1:{each.port}" for each in own)]
+        program = ("coordinator",) if options.jump_ahead else (__spec__.name, _WITHOUT_JUMP_AHEAD)
+        address = await stack.enter_async_context(service(*program, *words))
 
-    def __init__(self, pair: str, at_once: int, of_each: int) -> None:
-        limits = ("--max-length", "1024", "--max-sequences", str(at_once))
-        self._replicas = [
-            Replica(role, (*options, *limits))
-            for role, options in zip(("target", "draft"), PAIRS[pair], strict=True)
-            for _ in range(of_each)
-        ]
-        self.kills = Counter[str]()
-        """By role."""
+        async def kill_each(role: str) -> None:
+            for replica in cycle(replicas[role]):
+                await asyncio.sleep(options.kill)
+                kills[role] += 1
+                await replica.restart()
 
-    @asynccontextmanager
-    async def coordinator(
-        self, seconds_between_kills: float | None, *, jump_ahead: bool = True
-    ) -> AsyncIterator[str]:
-        """Run all, and kill one after the other; the coordinator's address."""
-        program = ("coordinator",) if jump_ahead else (__spec__.name, _WITHOUT_JUMP_AHEAD)
-        tasks = [asyncio.create_task(replica.run()) for replica in self._replicas]
-        try:
-            words = []
-            for role in ("target", "draft"):
-                own = [replica for replica in self._replicas if replica.role == role]
-                words += [f"--{role}-address", ",".join(f"127.0.0.1:{replica.port}" for replica in own)]
-                await asyncio.gather(*(replica.ready.wait() for replica in own))
-            async with service(*program, *words) as address:
-                if seconds_between_kills is not None:
-                    tasks += [
-                        asyncio.create_task(self._kill_each(role, seconds_between_kills))
-                        for role in ("target", "draft")
-                    ]
-                yield address
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        async def stop(task: asyncio.Task[None]) -> None:
+            task.cancel()
+            await asyncio.wait([task])
 
-    async def _kill_each(self, role: str, seconds: float) -> None:
-        """Kill one of a role after the other, while the others of that role are ready."""
-        own = [replica for replica in self._replicas if replica.role == role]
-        for replica in cycle(own):
-            await asyncio.sleep(seconds)
-            await asyncio.gather(*(each.ready.wait() for each in own))
-            replica.kill()
-            self.kills[role] += 1
+        for role in replicas if options.kill is not None else ():
+            stack.push_async_callback(stop, asyncio.create_task(kill_each(role)))
+        yield await stack.enter_async_context(Client(address))
 
 
 @dataclass
 class Run:
     """Answers to requests of one kind."""
 
-    schemas: list[dict[str, Any]] = field(default_factory=list)
-    """Schema of each answer; empty where they had none."""
     completed: list[Completed | None] = field(default_factory=list)
     """The answers; None for a request that failed."""
-    errors: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    """Errors, and texts that are not what their schema asks for."""
     seconds: float = 0.0
 
     @property
@@ -205,98 +187,94 @@ class Run:
         """The passes of the target through sequences."""
         return sum(0 if each is None else each.speculation.rounds for each in self.completed)
 
-    @property
-    def failures(self) -> list[str]:
-        """Errors, and texts that are not what their schema asks for."""
-        pairs = zip(self.completed, self.schemas, strict=False)
-        return self.errors + [
-            each.text for each, schema in pairs if each is not None and not is_valid(each, schema)
+    async def ask(self, one: Any, questions: Iterable[tuple[int, Mapping[str, Any] | int]]) -> None:
+        """Ask these questions at once: their numbers, and the schema or the number of tokens of each."""
+        questions = list(questions)
+        places = asyncio.Semaphore(AT_ONCE)
+
+        async def asked(number: int, wanted: Mapping[str, Any] | int) -> Completed | None:
+            async with places:
+                try:
+                    completed: Completed = await one(number, wanted)
+                except TandemError as error:
+                    self.failures.append(str(error))
+                    return None
+            return completed
+
+        began = time.perf_counter()
+        found = await asyncio.gather(*(asked(*each) for each in questions))
+        self.seconds += time.perf_counter() - began
+        self.completed += found
+        self.failures += [
+            each.text
+            for each, (_, wanted) in zip(found, questions, strict=True)
+            if each is not None and not isinstance(wanted, int) and not is_valid(each, wanted)
         ]
 
 
-class Questions:
-    """Asks for answers with and without a schema."""
-
-    def __init__(self, client: Client, options: argparse.Namespace, temperature: float) -> None:
-        self._client = client
-        self._options = options
-        self._temperature = temperature
-        self._places = asyncio.Semaphore(options.at_once)
-
-    async def ask(self, run: Run, numbers: Sequence[int], lengths: Sequence[int] | None = None) -> None:
-        """Ask these questions at once: with schemas, or without and for so many tokens each."""
-        schemas = [UNFORCED if self._options.unforced else schema_of(number % SCHEMAS) for number in numbers]
-        wanted = schemas if lengths is None else lengths
-        began = time.perf_counter()
-        run.completed += await asyncio.gather(
-            *(self._one(run, number, each) for number, each in zip(numbers, wanted, strict=True))
-        )
-        run.seconds += time.perf_counter() - began
-        if lengths is None:
-            run.schemas += schemas
-
-    async def _one(self, run: Run, number: int, wanted: Mapping[str, Any] | int) -> Completed | None:
-        tokens = wanted if isinstance(wanted, int) else None
-        async with self._places:
-            try:
-                return await self._client.complete(
-                    f'# {number}\nperson = json.loads("',
-                    max_tokens=self._options.max_tokens if tokens is None else max(tokens, 1),
-                    temperature=self._temperature,
-                    seed=number,
-                    grammar=Grammar(GrammarKind.JSON_SCHEMA, json.dumps(wanted)) if tokens is None else None,
-                    ignore_eos=tokens is not None,
-                    speculation=not self._options.alone,
-                    rejection_sampling_strategy=self._options.rule if self._temperature else None,
-                )
-            except TandemError as error:
-                run.errors.append(str(error))
-                return None
+async def answer(
+    client: Client,
+    options: argparse.Namespace,
+    temperature: float,
+    number: int,
+    wanted: Mapping[str, Any] | int,
+) -> Completed:
+    """The answer to a question, by a schema or with a number of tokens."""
+    schema = None if isinstance(wanted, int) else Grammar(GrammarKind.JSON_SCHEMA, json.dumps(wanted))
+    return await client.complete(
+        f'# {number}\nperson = json.loads("',
+        max_tokens=max(wanted, 1) if isinstance(wanted, int) else options.max_tokens,
+        temperature=temperature,
+        seed=number,
+        grammar=schema,
+        ignore_eos=schema is None,
+        speculation=not options.alone,
+        rejection_sampling_strategy=options.rule if temperature else None,
+    )
 
 
 async def answers(client: Client, options: argparse.Namespace, temperature: float) -> None:
     """Ask, check and print a row of the table. Parts with and without schemas take turns."""
-    questions, bound, free = Questions(client, options, temperature), Run(), Run()
+    bound, free = Run(), Run()
+    one = partial(answer, client, options, temperature)
     for start in range(0, options.answers, PART):
         numbers = range(start, min(start + PART, options.answers))
-        await questions.ask(bound, numbers)
+        schemas = (UNFORCED if options.unforced else schema_of(number % SCHEMAS) for number in numbers)
+        await bound.ask(one, zip(numbers, schemas, strict=True))
         if options.compare:
-            await questions.ask(free, numbers, bound.lengths[start:])
-    failures = bound.failures
+            await free.ask(one, zip(numbers, bound.lengths[start:], strict=True))
     count = len(bound.completed)
     texts = "\n".join("" if each is None else each.text for each in bound.completed)
-    columns = [
+    cells = [
         f"{temperature:g}",
-        f"{count - len(failures)} of {count}",
-        f"{bound.tokens}",
+        f"{count - len(bound.failures)} of {count}",
+        bound.tokens,
         f"{bound.tokens / bound.passes:.2f}",
         f"{bound.tokens / bound.seconds:.0f}",
         hashlib.sha256(texts.encode()).hexdigest()[:8],
     ]
     if options.compare:
-        passes = bound.passes / bound.seconds / (free.passes / free.seconds)
-        speed = bound.tokens / bound.seconds / (free.tokens / free.seconds)
-        columns += [f"{free.tokens / free.passes:.2f}", f"{passes:.2f}", f"{speed:.2f}"]
-    sys.stdout.write(f"| {' | '.join(columns)} |\n")
-    for failure in (*failures, *free.errors)[:5]:
-        sys.stdout.write(f"\nfailed: {failure!r}\n")
-    sys.stdout.flush()
+        passes, tokens = (
+            getattr(bound, name) / bound.seconds / (getattr(free, name) / free.seconds)
+            for name in ("passes", "tokens")
+        )
+        cells += [f"{free.tokens / free.passes:.2f}", f"{passes:.2f}", f"{tokens:.2f}"]
+    markdown_row(*cells)
+    for failure in (*bound.failures, *free.failures)[:5]:
+        write_out(f"\nfailed: {failure!r}\n")
 
 
 def masks(tokenizer: Path, sequences: int = 16, rows: int = 5) -> None:
     """Print what masks and their application take in steps of so many sequences with random logits, beside the
     matrices of a small model that has as many ids."""
-    from tokenizers import Tokenizer
-
     size = -(-Tokenizer.from_file(str(tokenizer)).get_vocab_size() // 64) * 64
     grammars = Grammars(tokenizer.read_text, size, [])
     texts = []
     for number in range(SCHEMAS):
         state = grammars.compiled(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema_of(number))))
         texts.append((state, _a_text(state, Random(number))))
-    logits, random = torch.randn(sequences * rows, size), Random(0)
-    times: dict[str, list[float]] = {"masks": [], "application": [], "the model's matrices": []}
-    model = _matrices(size)
+    logits, random, matrices = torch.randn(sequences * rows, size), Random(0), _matrices(size)
+    moments = []
     for _ in range(40):
         own = random.sample(texts, sequences)
         starts = [random.randrange(max(len(tokens) - rows, 1)) for _, tokens in own]
@@ -309,26 +287,23 @@ def masks(tokenizer: Path, sequences: int = 16, rows: int = 5) -> None:
         all_made = np.concatenate(made)
         forbid(logits[: len(all_made)], all_made)
         applied_at = time.perf_counter()
-        model(len(logits))
-        ends = (began, made_at, applied_at, time.perf_counter())
-        for found, (start_at, end_at) in zip(times.values(), pairwise(ends), strict=True):
-            found.append(1e3 * (end_at - start_at))
-    medians = ", ".join(f"{name} {median(found):.1f} ms" for name, found in times.items())
-    sys.stdout.write(f"{size} ids, {sequences} sequences of {rows} rows: {medians}\n")
+        for weights in matrices:
+            torch.randn(len(logits), weights.shape[0], dtype=torch.bfloat16) @ weights
+        moments.append((began, made_at, applied_at, time.perf_counter()))
+    taken = np.diff(moments, axis=1).T
+    medians = ", ".join(
+        f"{name} {1e3 * median(each):.1f} ms"
+        for name, each in zip(("masks", "application", "the model's matrices"), taken.tolist(), strict=True)
+    )
+    write_out(f"{size} ids, {sequences} sequences of {rows} rows: {medians}\n")
 
 
-def _matrices(vocabulary_size: int) -> Callable[[int], None]:
-    """Multiplies so many rows with matrices of the shape of Llama-3.2-1B's, the smallest Llama of such a vocabulary:
-    without attention, and with one layer's matrices for all 16, so that it takes less than a step."""
+def _matrices(vocabulary_size: int) -> list[torch.Tensor]:
+    """Matrices of the shape of Llama-3.2-1B's, the smallest Llama of such a vocabulary: without attention, and one
+    layer's for all 16, so that they take less than a step."""
     shapes = [(2048, 3072), (2048, 2048), (2048, 16_384), (8192, 2048)]
     layer = [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
-    output = torch.randn(2048, vocabulary_size, dtype=torch.bfloat16)
-
-    def run(rows: int) -> None:
-        for weights in (*layer * 16, output):
-            torch.randn(rows, weights.shape[0], dtype=torch.bfloat16) @ weights
-
-    return run
+    return [*layer * 16, torch.randn(2048, vocabulary_size, dtype=torch.bfloat16)]
 
 
 def _a_text(state: Any, random: Random) -> list[int]:
@@ -342,32 +317,22 @@ def _a_text(state: Any, random: Random) -> list[int]:
 
 async def main(options: argparse.Namespace) -> None:
     """Measure, and print a table in Markdown."""
-    if options.masks is not None:
-        masks(options.masks)
-        return
-    names = ["temperature", "valid", "tokens", "tokens a pass", "tokens a second", "texts"]
-    if options.compare:
-        names += [
-            "tokens a pass without a schema",
-            "passes a second by those without",
-            "tokens a second by those without",
-        ]
     schemas = "1 schema" if options.unforced else f"{SCHEMAS} schemas"
-    sys.stdout.write(f"{schemas}, {options.at_once} at once\n\n")
-    sys.stdout.write(f"| {' | '.join(names)} |\n{'|---' * len(names)}|\n")
-    async with AsyncExitStack() as stack:
-        address, cluster = options.address, None
-        if address is None:
-            cluster = Cluster(options.pair, options.at_once, 1 if options.kill is None else 2)
-            address = await stack.enter_async_context(
-                cluster.coordinator(options.kill, jump_ahead=options.jump_ahead)
-            )
-        client = await stack.enter_async_context(Client(address))
+    write_out(f"{schemas}, {AT_ONCE} at once\n\n")
+    free = (
+        "tokens a pass without a schema",
+        "passes a second by those without",
+        "tokens a second by those without",
+    )
+    columns = ("temperature", "valid", "tokens", "tokens a pass", "tokens a second", "texts")
+    markdown_head(*columns, *(free if options.compare else ()))
+    kills = Counter[str]()
+    async with cluster(options, kills) as client:
         for temperature in options.temperatures:
             await answers(client, options, temperature)
-        if cluster is not None and cluster.kills:
-            killed = ", ".join(f"{count} {role}s" for role, count in cluster.kills.items())
-            sys.stdout.write(f"\nkilled and started again meanwhile: {killed}\n")
+    if kills:
+        killed = ", ".join(f"{count} {role}s" for role, count in kills.items())
+        write_out(f"\nkilled and started again meanwhile: {killed}\n")
 
 
 def serve_without_jump_ahead(arguments: list[str]) -> None:
@@ -378,40 +343,25 @@ def serve_without_jump_ahead(arguments: list[str]) -> None:
     run(arguments)
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The settings that the command line asks for."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.structured", description=__doc__)
-    add = parser.add_argument
-    add("--address", help="a coordinator's gRPC address; by default one is started over the pair")
-    add("--pair", choices=PAIRS, default="demo")
-    add("--answers", type=int, default=1000, help="of each temperature")
-    add("--at-once", type=int, default=32)
-    add("--max-tokens", type=int, default=400)
-    add("--temperatures", type=floats, default=[0.0, 1.0])
-    add("--alone", action="store_true", help="the target without a draft")
-    add(
-        "--compare", action="store_true", help="ask the same prompts for as many tokens without a schema, too"
-    )
-    add(
-        "--kill",
-        type=float,
-        metavar="SECONDS",
-        help="two drafts and two targets, of which one of each is killed so long after all are ready",
-    )
-    add("--rule", help="acceptance rule above temperature 0; by default the coordinator's")
-    add(
-        "--no-jump-ahead",
-        dest="jump_ahead",
-        action="store_false",
-        help="the coordinator proposes no forced text by itself",
-    )
-    add("--unforced", action="store_true", help="one schema that forces no text, so that proposals are alike")
-    add("--masks", type=Path, help="measure masks alone, with this tokenizer.json")
-    return parser.parse_args(arguments)
-
-
 if __name__ == "__main__":
     if sys.argv[1:2] == [_WITHOUT_JUMP_AHEAD]:
         serve_without_jump_ahead(sys.argv[2:])
+        sys.exit()
+    parser = study_parser(__doc__)
+    add = parser.add_argument
+    add("--pair", choices=PAIRS, default="demo", help="smollm2: SmolLM2-135M-Instruct, drafts by suffix")
+    add("--answers", type=int, default=1000, help="of each temperature")
+    add("--max-tokens", type=int, default=400)
+    add("--temperatures", type=floats, default=[0.0, 1.0])
+    add("--alone", action="store_true", help="the target without a draft")
+    add("--compare", action="store_true", help="ask the same for as many tokens without a schema, too")
+    add("--kill", type=float, metavar="SECONDS", help="two of each, one killed so long after all are ready")
+    add("--rule", help="acceptance rule above temperature 0; by default the coordinator's")
+    add("--no-jump-ahead", dest="jump_ahead", action="store_false", help="propose no forced text")
+    add("--unforced", action="store_true", help="one schema that forces no text, so that proposals are alike")
+    add("--masks", type=Path, help="measure masks alone, with this tokenizer.json")
+    options = parser.parse_args()
+    if options.masks is None:
+        asyncio.run(main(options))
     else:
-        asyncio.run(main(parse(sys.argv[1:])))
+        masks(options.masks)

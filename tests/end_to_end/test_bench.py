@@ -97,10 +97,10 @@ def test_bench_measures_tandem_and_its_peers(
     for name in ("speculative", "one-process"):
         assert cells[name, 2, 0.0].acceptance_rate is not None, "nothing was drafted"
     assert cells["speculative", 2, 0.0].acceptance_rate == cells["one-process", 2, 0.0].acceptance_rate
-    assert [row.path for row in report.phases] == ["services", "one process"]
-    (wire,) = report.wire
-    assert 0 < wire.draft < 10_000
-    assert 0 < wire.target < 10_000
+    phases, wire = report.tables
+    assert [row[0] for row in phases.rows] == ["services", "one process"]
+    ((_, *sent),) = wire.rows
+    assert all(isinstance(each, float) and 0 < each < 10_000 for each in sent)
     assert "Batch 2, temperature 0" in printed
     assert "## On the wire" in files["markdown"].read_text()
 
@@ -118,8 +118,8 @@ def test_the_steps_of_both_engines_are_measured(
     )
 
     report = Report.model_validate_json((tmp_path / "json").read_text())
-    rows = {(row.model, row.sequences, row.width) for row in report.steps}
-    assert rows >= {("target", 16, 5), ("draft", 1, 512)}
+    (table,) = report.tables
+    assert {row[0] for row in table.rows} >= {"target, 16 x 5", "draft, 1 x 512"}
     assert "Steps of the engine" in capsys.readouterr().out
 
 

@@ -14,12 +14,9 @@ from benchmarks.report import (
     Cell,
     Machine,
     PairInfo,
-    PhaseRow,
-    PrefixGain,
     Report,
     Spread,
-    StepRow,
-    WireBytes,
+    Table,
     cell_of,
     inter_token_seconds,
     markdown,
@@ -72,13 +69,14 @@ def report(cells: Sequence[Cell], **changes: object) -> Report:
         rounds=len(cells[0].tokens_per_second),
         titles={name: f"title of {name} <&>" for name in dict.fromkeys(one.contender for one in cells)},
         cells=tuple(cells),
-        phases=(
-            PhaseRow(
-                path="services", batch=1, temperature=0, draft=0.004, verify=0.01, sampling=2e-5, wait=1e-4
+        tables=(
+            Table(
+                title="On the wire",
+                columns=(("temperature", "number"), ("draft", "bytes"), ("round", "seconds")),
+                rows=((0.0, 20.0, 0.0141), (0.7, None, 0.2)),
             ),
         ),
-        wire=(WireBytes(temperature=0, draft=20.0, target=30.0),),
-        prefix=PrefixGain(prefix_tokens=512, first_seconds=SPREAD, again_seconds=SPREAD, ratio=0.2),
+        prefix_ratio=0.2,
     )
     return made.model_copy(update=changes)
 
@@ -123,20 +121,18 @@ def test_goals_are_medians_of_ratios_within_a_round() -> None:
 
 
 def test_tables_hold_every_cell_and_who_was_absent() -> None:
-    step = StepRow(model="draft", sequences=16, width=5, torch=3.0, served=1.5, weights=0.25)
-    text = printed(report(CELLS, absent={"vllm": "name a Python"}, steps=(step,)))
+    text = printed(report(CELLS, absent={"vllm": "name a Python"}))
 
     for one in CELLS:
         assert f"{one.speed.median:.1f}" in text
     for words in (
         "Batch 16, temperature 0",
-        "A round by phase",
         "not met",
         "vllm: name a Python",
         "75.0%",
-        "16 x 5",
     ):
         assert words in text
+    assert "| 0 | 20 B | 14 ms |\n| 0.7 |  | 200 ms |" in markdown(report(CELLS)), "a figure has its unit"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.studies.hostile`: what others notice of clients that mean harm.
+"""What others notice of clients that mean harm: `python -m benchmarks.studies.hostile`.
 
 `inputs`: 64 clients send the largest inputs that are allowed, over and over, while `/health` is asked and another
 client streams. `http-readers` and `grpc-readers`: 300 streams of one address are never read; good requests of another
@@ -11,21 +11,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import re
 import socket
 import statistics
-import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from functools import partial
+from itertools import count, pairwise
 
 import httpx2
 
-from benchmarks.common import free_port, process, service
-from benchmarks.pairs import DEMO
+from benchmarks.common import free_port, service, study_parser
 from coordinator.settings.coordinator import MAX_CHAT_MESSAGES
 from tandem.client import Client
 from tandem.standard_streams import write_out
@@ -41,30 +39,17 @@ _GOOD_ADDRESS = "127.0.0.9"
 """Requests of one client address are bounded, so the good client has one of its own."""
 
 
-@asynccontextmanager
-async def _services() -> AsyncIterator[tuple[str, int]]:
-    """Run the demo pair behind a coordinator; its gRPC address and HTTP port."""
-    async with AsyncExitStack() as stack:
-        target, draft = [
-            await stack.enter_async_context(service(f"{role}_service", "--model", str(DEMO / role)))
-            for role in ("target", "draft")
-        ]
-        port = free_port()
-        words = ("--target-address", target, "--draft-address", draft, "--http-port", str(port))
-        yield await stack.enter_async_context(service("coordinator", *words)), port
-
-
 # ---- the measurements
 
 
-async def _inputs(address: str, port: int, options: argparse.Namespace) -> list[str]:
+async def _inputs(address: str, port: int, seconds: float) -> list[str]:
     lines = []
     async with Client(address) as client, _http(port) as http:
         for name in ("alone", f"beside {CLIENTS} clients"):
             async with AsyncExitStack() as stack:
                 if name != "alone":
-                    await stack.enter_async_context(_attack("inputs", address, port, options))
-                until = time.perf_counter() + options.seconds
+                    await stack.enter_async_context(_attack("inputs", address, port))
+                until = time.perf_counter() + seconds
                 health, gaps = await asyncio.gather(_health(http, until), _gaps(client, until))
             lines.append(f"{name}: /health {_described(health)}; between chunks {_described(gaps)}")
     return lines
@@ -83,21 +68,18 @@ async def _health(http: httpx2.AsyncClient, until: float) -> list[float]:
 
 async def _gaps(client: Client, until: float) -> list[float]:
     """Seconds between the chunks of streams that follow each other."""
-    found = []
+    found: list[float] = []
+    request = GenerationRequest((5, 9, 17), max_tokens=200, ignore_eos=True)
     while time.perf_counter() < until:
-        last = None
-        async for _ in client.generate(GenerationRequest((5, 9, 17), max_tokens=200, ignore_eos=True)):
-            now = time.perf_counter()
-            if last is not None:
-                found.append(now - last)
-            last = now
+        moments = [time.perf_counter() async for _ in client.generate(request)]
+        found += (later - sooner for sooner, later in pairwise(moments))
     return found
 
 
-async def _readers(kind: str, address: str, port: int, options: argparse.Namespace) -> list[str]:
+async def _readers(kind: str, address: str, port: int) -> list[str]:
     async with _http(port) as http:
         alone = await _good_requests(http)
-        async with _attack(kind, address, port, options):
+        async with _attack(kind, address, port):
             came = await _until_stalled(http)
             beside = await _good_requests(http)
     return [
@@ -109,16 +91,14 @@ async def _readers(kind: str, address: str, port: int, options: argparse.Namespa
 
 async def _until_stalled(http: httpx2.AsyncClient) -> list[float]:
     """Seconds of good requests, one after another, until the readers have given up their places on the target."""
-    deadline = time.perf_counter() + SETTLED_SECONDS
-    found = [await _good_request(http, 0)]
-    while True:
-        replicas = (await http.get("/tandem/status")).json()["replicas"]
-        count = sum(int(each["open_sequences"]) for each in replicas if each["role"] == "target")
-        if not count:
-            return found
-        if time.perf_counter() > deadline:
-            raise TimeoutError(f"{count} readers still hold places after {SETTLED_SECONDS:g} s")
-        found.append(await _good_request(http, len(found)))
+    found = []
+    async with asyncio.timeout(SETTLED_SECONDS):
+        for number in count():
+            found.append(await _good_request(http, number))
+            replicas = (await http.get("/tandem/status")).json()["replicas"]
+            if not sum(int(each["open_sequences"]) for each in replicas if each["role"] == "target"):
+                break
+    return found
 
 
 async def _good_requests(http: httpx2.AsyncClient) -> list[float]:
@@ -147,11 +127,8 @@ def _described(seconds: Sequence[float]) -> str:
 # ---- the attacks
 
 
-@asynccontextmanager
-async def _attack(kind: str, address: str, port: int, options: argparse.Namespace) -> AsyncIterator[None]:
-    words = ("--attack", kind, address, str(port), "--niceness", str(options.niceness))
-    async with process("benchmarks.studies.hostile", *words):
-        yield
+def _attack(kind: str, address: str, port: int) -> AbstractAsyncContextManager[str]:
+    return service("benchmarks.studies.hostile", "--attack", kind, address, str(port))
 
 
 async def _send_inputs(address: str, port: int) -> None:
@@ -233,33 +210,24 @@ _ATTACKS: dict[str, Callable[[str, int], Coroutine[None, None, None]]] = {
 async def main(options: argparse.Namespace) -> None:
     """Measure each kind with services of its own, and print a line for each figure."""
     for kind in options.kind or _ATTACKS:
-        async with _services() as (address, port):
+        port = free_port()
+        async with service("coordinator.cli", "up", "--model", "demo", "--http-port", str(port)) as address:
             if kind == "inputs":
-                lines = await _inputs(address, port, options)
+                lines = await _inputs(address, port, options.seconds)
             else:
-                lines = await _readers(kind, address, port, options)
+                lines = await _readers(kind, address, port)
         write_out("\n".join(lines) + "\n")
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The settings that the command line asks for."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.hostile", description=__doc__)
-    add = parser.add_argument
-    add("kind", nargs="*", choices=[*_ATTACKS, []], help="all of them by default")
-    add("--seconds", type=float, default=20.0, help="of each measurement of inputs")
-    add("--niceness", type=int, default=0, help="of the hostile clients: with 19 they take what services and "
-        "measurement leave of the processor, as clients on another machine would")  # fmt: skip
-    add("--attack", nargs=3, help=argparse.SUPPRESS)
-    add("--port", help=argparse.SUPPRESS)
-    add("--log-level", help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
-
-
 if __name__ == "__main__":
-    options = parse(sys.argv[1:])
+    parser = study_parser(__doc__)
+    parser.add_argument("kind", nargs="*", choices=[*_ATTACKS, []], help="all of them by default")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement of inputs")
+    for option, values in (("--attack", 3), ("--port", None), ("--log-level", None)):
+        parser.add_argument(option, nargs=values, help=argparse.SUPPRESS)
+    options = parser.parse_args()
     if options.attack:
         kind, address, port = options.attack
-        os.nice(options.niceness)
         asyncio.run(_ATTACKS[kind](address, int(port)))
     else:
         asyncio.run(main(options))

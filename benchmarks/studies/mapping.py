@@ -1,4 +1,4 @@
-"""`python -m benchmarks.studies.mapping`: one draft service for targets with other tokenizers, all of them at once.
+"""One draft service for targets with other tokenizers, all of them at once.
 
     python -m benchmarks.studies.mapping models/demo/target models/demo/unigram             texts and acceptance
     python -m benchmarks.studies.mapping --pace 6.5,1.2 models/demo/target ...              and speed
@@ -16,11 +16,10 @@ import asyncio
 import math
 import os
 import random
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from benchmarks.common import names, service
+from benchmarks.common import markdown_head, markdown_row, names, service, study_parser
 from benchmarks.pairs import DEMO
 from draft_service.proposers.drafting import SharedTokens
 from tandem.client import Client
+from tandem.standard_streams import write_out
 from tandem.types import Delta, GenerationRequest, SpeculationStats
 from tandem.vocabulary import SharedVocabulary, Transcript, Vocabulary
 
@@ -73,22 +73,24 @@ async def main(options: argparse.Namespace) -> None:
         clients = [
             await stack.enter_async_context(_joined(each, draft, words, options)) for each in options.targets
         ]
-        sys.stdout.write(
+        write_out(
             f"draft {options.draft}, {options.mapping}, {options.proposed} proposed, {len(prompts)} prompts of "
             f"{options.max_tokens} tokens, pace {options.pace or 'none'}, load {os.getloadavg()[0]:.1f}\n\n"
-            "| target | rule | texts of the target alone | accepted | tokens per pass | ahead | ms per token alone "
-            "| drafted | speed-up |\n|---|---|---|---|---|---|---|---|---|\n"
         )
+        counted = ("texts of the target alone", "accepted", "tokens per pass", "ahead")
+        markdown_head("target", "rule", *counted, "ms per token alone", "drafted", "speed-up")
         for rule in options.rules:
-            temperature = 0.0 if rule == "greedy" else 0.7
-            request = GenerationRequest(
-                "",
-                max_tokens=options.max_tokens,
-                temperature=temperature,
-                ignore_eos=True,
-                rejection_sampling_strategy=rule,
-            )
-            requests = [replace(request, prompt=prompt, seed=i) for i, prompt in enumerate(prompts)]
+            requests = [
+                GenerationRequest(
+                    prompt,
+                    max_tokens=options.max_tokens,
+                    temperature=0.0 if rule == "greedy" else 0.7,
+                    seed=seed,
+                    ignore_eos=True,
+                    rejection_sampling_strategy=rule,
+                )
+                for seed, prompt in enumerate(prompts)
+            ]
             if options.pace:
                 for client in clients:  # the controller learns what pays
                     await _completed(client, requests[:2])
@@ -107,11 +109,10 @@ def _show(target: Path, rule: str, drafted: Sequence[Answer], alone: Sequence[An
     )
     hits = sum(each.stats.ahead.hits for each in drafted)
     slow, quick = (1e3 * sum(one.seconds_per_token for one in each) / len(each) for each in (alone, drafted))
-    sys.stdout.write(
-        f"| {target} | {rule} | {equal} of {len(alone)} | {accepted / max(proposed, 1):.2f} | {tokens / rounds:.2f} | "
-        f"{hits / rounds:.0%} | {slow:.2f} | {quick:.2f} | {slow / quick:.2f} |\n"
-    )
-    sys.stdout.flush()
+    shares = (accepted / max(proposed, 1), tokens / rounds)
+    figures = (f"{share:.2f}" for share in shares)
+    times = (f"{each:.2f}" for each in (slow, quick, slow / quick))
+    markdown_row(target, rule, f"{equal} of {len(alone)}", *figures, f"{hits / rounds:.0%}", *times)
 
 
 async def _both(client: Client, requests: Sequence[GenerationRequest]) -> tuple[list[Answer], list[Answer]]:
@@ -173,22 +174,16 @@ class Text:
         return -float(logs[self.prompt_length - 1 : -1].gather(1, completion[:, None]).sum()) / math.log(2)
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """One position of a completion: how likely the first token of a proposal would be accepted there, by draft."""
-
-    is_boundary: bool
-    """True where a token of the draft's ends."""
-    demo_draft: float
-    spelled: float
-    """All tokens of the draft's, each taken for the target's token that its text begins with."""
-    shared: float
-    """Shared tokens alone, as token-level intersection proposes them."""
-    demo_draft_shared: float
-    """The demo draft, among these tokens."""
-    target_mass: float
-    """The target's probability of these tokens, and the draft's."""
-    draft_mass: float
+PLACE = (
+    "accepted of the demo draft",
+    "of all of the draft's tokens, by the target's first",
+    "of shared tokens (tli)",
+    "of the demo draft, among these",
+    "target's mass on these",
+    "draft's mass on these",
+)
+"""What is known of one position of a completion: how likely the first token of a proposal would be accepted there, by
+draft, and the probability of the shared tokens."""
 
 
 class Losses:
@@ -229,8 +224,9 @@ class Losses:
         pairs = enumerate(zip(prompt, transcript.token_ids, strict=False))
         return Text(transcript.token_ids, next((i for i, (old, new) in pairs if old != new), len(prompt)))
 
-    def places(self, text: Text) -> Iterator[Place]:
-        """The positions of a completion at which the draft proposes: none lies within a character."""
+    def places(self, text: Text) -> Iterator[tuple[bool, list[float]]]:
+        """The positions of a completion at which the draft proposes, as none lies within a character: true where a
+        token of the draft's ends, and the figures of `PLACE`."""
         target, demo_draft = (self._probs(model, text.token_ids) for model in (self.target, self.demo_draft))
         transcript = self._transcript(text)
         for i in range(text.prompt_length, len(text.token_ids)):
@@ -238,11 +234,10 @@ class Losses:
             transcript.apply(Delta(i, (text.token_ids[i],)))
             if is_whole:
                 is_boundary = transcript.token_ids[: len(before)] == before
-                yield self._place(
-                    target[i - 1], demo_draft[i - 1], self._probs(self.draft, before)[-1], is_boundary
-                )
+                draft = self._probs(self.draft, before)[-1]
+                yield is_boundary, self._place(target[i - 1], demo_draft[i - 1], draft)
 
-    def _place(self, target: Tensor, demo_draft: Tensor, draft: Tensor, is_boundary: bool) -> Place:
+    def _place(self, target: Tensor, demo_draft: Tensor, draft: Tensor) -> list[float]:
         """
         Args:
             target: Probabilities, [the target's vocabulary]; so are the demo draft's.
@@ -251,15 +246,14 @@ class Losses:
         spelled = torch.zeros_like(target).index_add(0, self._spelled_by, draft[self._spelled])
         target_shared, demo_draft_shared = target[self._target_ids], demo_draft[self._target_ids]
         draft_shared = draft[self._draft_ids]
-        return Place(
-            is_boundary,
-            demo_draft=_acceptance(target, demo_draft),
-            spelled=_acceptance(target, spelled),
-            shared=_acceptance(target_shared, draft_shared / draft_shared.sum()),
-            demo_draft_shared=_acceptance(target_shared, demo_draft_shared / demo_draft_shared.sum()),
-            target_mass=float(target_shared.sum()),
-            draft_mass=float(draft_shared.sum()),
-        )
+        return [
+            _acceptance(target, demo_draft),
+            _acceptance(target, spelled),
+            _acceptance(target_shared, draft_shared / draft_shared.sum()),
+            _acceptance(target_shared, demo_draft_shared / demo_draft_shared.sum()),
+            float(target_shared.sum()),
+            float(draft_shared.sum()),
+        ]
 
     def _transcript(self, text: Text) -> Transcript:
         """The prompt as the draft reads it."""
@@ -287,26 +281,24 @@ def losses(options: argparse.Namespace) -> None:
     """Print where a mapped draft loses acceptance beside the demo draft, by the models' distributions along texts that
     the target samples."""
     compared = Losses(options.targets[0], options.draft, temperature=0.7)
-    places, size, bits, own_bits = list[Place](), 0, 0.0, 0.0
+    places, size, bits, own_bits = list[tuple[bool, list[float]]](), 0, 0.0, 0.0
     for seed, prompt in enumerate((*PROMPTS, *CODE)):
         text = compared.sampled(prompt, options.max_tokens, seed)
         places += compared.places(text)
         size += sum(len(compared.vocabulary.text(i)) for i in text.token_ids[text.prompt_length :])
         bits += text.bits(compared.demo_draft)
         own_bits += compared.read_by_draft(text).bits(compared.draft)
-    sys.stdout.write(
+    write_out(
         f"bits per byte of the target's text: demo draft {bits / size:.2f}, {options.draft} {own_bits / size:.2f}\n\n"
-        "| positions | number | accepted of the demo draft | of all of the draft's tokens, by the target's first "
-        "| of shared tokens (tli) | of the demo draft, among these | target's mass on these | draft's mass on these |\n"
-        f"{'|---' * 8}|\n"
     )
-    for name, own in (
-        ("all", places),
-        ("the draft's tokens end here", [each for each in places if each.is_boundary]),
-        ("within a token", [each for each in places if not each.is_boundary]),
+    markdown_head("positions", "number", *PLACE)
+    for name, kinds in (
+        ("all", {True, False}),
+        ("the draft's tokens end here", {True}),
+        ("within a token", {False}),
     ):
-        _, *means = torch.tensor([astuple(each) for each in own]).mean(0).tolist()
-        sys.stdout.write(f"| {name} | {len(own)} | {' | '.join(f'{mean:.3f}' for mean in means)} |\n")
+        own = [place for is_boundary, place in places if is_boundary in kinds]
+        markdown_row(name, len(own), *(f"{mean:.3f}" for mean in torch.tensor(own).mean(0).tolist()))
 
 
 # ---- costs
@@ -322,7 +314,7 @@ def costs(size: int = 128_000) -> None:
     SharedTokens(shared.draft_ids, shared.target_ids)
     mapped = time.perf_counter() - began
     each = shared.seconds_per_token()
-    sys.stdout.write(
+    write_out(
         f"{size} and {size} tokens, {len(shared.draft_ids)} shared: {mapped:.2f} s to map, "
         f"{1e6 * each:.1f} us per proposed token in rounds of four, load {os.getloadavg()[0]:.1f}\n"
     )
@@ -350,9 +342,8 @@ def _tokenizer(size: int, seed: int) -> Tokenizer:
     return tokenizer
 
 
-def parse(arguments: Sequence[str]) -> Any:
-    """The settings that the command line asks for."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.mapping", description=__doc__)
+if __name__ == "__main__":
+    parser = study_parser(__doc__)
     add = parser.add_argument
     add("targets", type=Path, nargs="*", default=[DEMO / "target"])
     add("--draft", type=Path, default=DEMO / "draft")
@@ -362,18 +353,12 @@ def parse(arguments: Sequence[str]) -> Any:
     add("--max-tokens", type=int, default=128, help="tokens of each completion")
     add("--dtype", default="float32", help="of all models")
     add("--pace", default="", help="as for tandem bench")
-    add(
-        "--losses", action="store_true", help="compute where the acceptance of a mapped draft is lost instead"
-    )
-    add("--costs", action="store_true", help="time the mapping of two vocabularies of 128,000 tokens instead")
-    return parser.parse_args(arguments)
-
-
-if __name__ == "__main__":
-    settings = parse(sys.argv[1:])
-    if settings.costs:
+    add("--losses", action="store_true", help="compute where the acceptance of a mapped draft is lost")
+    add("--costs", action="store_true", help="time the mapping of two vocabularies of 128,000 tokens")
+    options = parser.parse_args()
+    if options.costs:
         costs()
-    elif settings.losses:
-        losses(settings)
+    elif options.losses:
+        losses(options)
     else:
-        asyncio.run(main(settings))
+        asyncio.run(main(options))

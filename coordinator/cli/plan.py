@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from tempfile import TemporaryFile
 from typing import Any
 
+import numpy as np
 import typer
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -32,7 +33,7 @@ from coordinator.cli.planning import (
     measured_times,
     plan,
 )
-from coordinator.cli.up import NO_DRAFT, STOP_SECONDS, UpOptions, service_arguments
+from coordinator.cli.up import NO_DRAFT, STOP_SECONDS, UpOptions, as_words, service_arguments
 from coordinator.cli.views import percent
 from coordinator.speculation.costs import PER_8_ROWS
 from tandem.admin_client import AdminClient
@@ -148,23 +149,12 @@ class PairOptions:
             raise ConfigurationError(
                 "--draft is none; a plan compares a draft with the target alone: name one, or ngram or suffix"
             )
-        is_demo = self.target in (None, DEMO)
-        service_arguments(
-            UpOptions(
-                model=DEMO if is_demo else None,
-                target=None if is_demo else self.target,
-                draft=self.draft,
-                device=self.device,
-                max_length=self.max_length,
-                http=False,
-            )
-        )
-        named = ["--model", DEMO] if is_demo else ["--target", str(self.target)]
-        named += [] if self.draft is None else ["--draft", self.draft]
-        named += [] if self.max_length is None else ["--max-length", str(self.max_length)]
+        pair: dict[str, Any] = {"target": self.target} if self.target not in (None, DEMO) else {"model": DEMO}
+        pair |= {"draft": self.draft, "max_length": self.max_length}
+        service_arguments(UpOptions(**pair, device=self.device, http=False))
         # A plan adds up the times of draft and target, which drafting ahead would let overlap.
         fixed = ["--no-http", "--port", "0", "--draft-ahead", "off"]
-        return [*fixed, "--device", self.device, *named]
+        return [*fixed, "--device", self.device, *as_words(**pair)]
 
 
 async def measured_through(
@@ -193,7 +183,8 @@ async def measured_through(
                 "tandem up"
             )
         nearest = min(full, key=lambda decision: abs(decision.load - batch))
-        times = _times(nearest, [_interpolated(by_length, each) for each in range(max_tokens + 1)], trip)
+        known, measured = zip(*sorted(by_length.items()), strict=True)
+        times = _times(nearest, np.interp(range(max_tokens + 1), known, measured).tolist(), trip)
         found[batch] = replace(times, mapping=str(coverages[0]) if coverages else "")
     return found
 
@@ -261,16 +252,6 @@ async def _rounds(client: Client, request: GenerationRequest) -> list[tuple[int,
         return rounds
     # A target that runs ahead may answer two of its rounds at once.
     return [(0, statistics.fmean(seconds for _, seconds in rounds))] * len(rounds)
-
-
-def _interpolated(by_length: dict[int, float], length: int) -> float:
-    """Seconds at a length, on the line between its measured neighbours; beyond the last one, as at that one."""
-    below = max(known for known in by_length if known <= length)
-    above = min((known for known in by_length if known >= length), default=below)
-    if above == below:
-        return by_length[below]
-    share = (length - below) / (above - below)
-    return by_length[below] + share * (by_length[above] - by_length[below])
 
 
 @asynccontextmanager

@@ -220,7 +220,7 @@ def service_arguments(options: UpOptions) -> ServiceArguments:
             raise ConfigurationError(f"--{name} is {value!r}; it must be one of {', '.join(known)}")
     if options.chat_template is not None and not options.chat_template.is_file():
         raise ConfigurationError(f"--chat-template is {options.chat_template}; there is no such file")
-    file = _words(config_file=options.config_file)
+    file = as_words(config_file=options.config_file)
     shared: Mapping[str, Any] = merged(read_layers(ConfigSettings, file, os.environ, "tandem up"))
     options = _with_model(options, shared)
     target = _target(options)
@@ -230,33 +230,33 @@ def service_arguments(options: UpOptions) -> ServiceArguments:
     devices = _devices(options, shared)
     shares = _shares(options, shared, devices["target"] if has_draft_model and _share_one(devices) else "")
     require_engine()
-    base = _words(log_level=options.log_level)
+    base = as_words(log_level=options.log_level)
     # Draft and target take turns, but the waiting threads of one would still spin on the other's cores.
     threads = options.threads or max(1, len(os.sched_getaffinity(0)) // 2)
     max_length = shared.get("max_length") if options.max_length is None else options.max_length
-    model = _words(engine=options.engine, dtype=options.dtype, threads=threads, max_length=max_length)
+    model = as_words(engine=options.engine, dtype=options.dtype, threads=threads, max_length=max_length)
     beside = {"head": {"draft_model": draft.value}, "own": {"method": draft.value}}.get(draft.kind, {})
     drafting: list[str] | None = None
     if draft.kind in ("file", "method", "model"):
-        drafting = [*_LOOPBACK, "--port", "0", *_words(config_file=options.config_file)]
-        drafting += _words(**{draft.kind: draft.value} if draft.value else {})
+        drafting = [*_LOOPBACK, "--port", "0", *as_words(config_file=options.config_file)]
+        drafting += as_words(**{draft.kind: draft.value} if draft.value else {})
         if has_draft_model:
             # `draft_devices` is stronger than `device`, and may be set in the config file or the environment.
             name = "device" if options.draft_device is None else "draft_devices"
-            drafting += [*_words(**{name: devices["draft"]}), *model]
-            drafting += _words(device_memory_utilization=shares["draft"])
+            drafting += [*as_words(**{name: devices["draft"]}), *model]
+            drafting += as_words(device_memory_utilization=shares["draft"])
         drafting += base
     return ServiceArguments(
         # This command serves this machine alone, whatever the environment says.
         target=[
-            *(*_LOOPBACK, "--port", "0", "--model", target, *_words(device=devices["target"]), *model),
-            *_words(device_memory_utilization=shares["target"], **beside),
+            *(*_LOOPBACK, "--port", "0", "--model", target, *as_words(device=devices["target"]), *model),
+            *as_words(device_memory_utilization=shares["target"], **beside),
             *base,
         ],
         draft=drafting,
         coordinator=[
             *(["--insecure"] if options.insecure else []),
-            *_words(
+            *as_words(
                 host=options.host,
                 http_host=options.host,
                 served_model_name=options.served_model_name,
@@ -458,7 +458,8 @@ def _checked(option: str, reference: str) -> str:
     return reference
 
 
-def _words(**values: object) -> list[str]:
+def as_words(**values: object) -> list[str]:
+    """Options as a command line has them, without those that are None."""
     given = {"--" + name.replace("_", "-"): str(value) for name, value in values.items() if value is not None}
     return [word for option in given.items() for word in option]
 

@@ -38,7 +38,7 @@ _MIN_VALUES, _OTHER_VALUES, _MAX_CONTAINERS = 1 << 15, 1 << 12, 1 << 13
 """Parsing a value takes up to 0.3 us; parsing an object or a field, and reporting its errors, up to 5 us. So a body at
 its bounds takes some 50 ms."""
 _MANY_VALUES, _MANY_CONTAINERS = 1 << 12, 1 << 8
-"""Parsing so many takes as long as parsing `LARGE_BYTES` of text, and takes a turn."""
+"""Parsing more takes a turn."""
 
 _FREE_BYTES = 64 << 10
 """Uncounted bytes of each connection, so that small requests and answers pass when large ones fill the rest."""
@@ -104,7 +104,8 @@ class JsonShape:
     A part of 64 KiB takes at most 2 ms. Text that is no JSON is counted too; the parser refuses it later.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_values: int, max_containers: int) -> None:
+        self._max_values, self._max_containers = max_values, max_containers
         self.values = 0
         """Commas outside of strings: array elements and object fields, without the first of each."""
         self.containers = 0
@@ -123,15 +124,19 @@ class JsonShape:
         self.values += outside.count(b",")
         self.containers += outside.count(b"{") + outside.count(b"[") + outside.count(b":")
 
-    def excesses(self, max_values: int, max_containers: int) -> Iterator[str]:
+    def excesses(self) -> Iterator[str]:
         """A sentence for each bound that the text exceeds."""
-        if self.values > max_values:
-            yield f"the body has {self.values} values or more; it must have at most {max_values}"
-        if self.containers > max_containers:
-            yield (
-                f"the body has {self.containers} lists, objects and fields or more; "
-                f"it must have at most {max_containers}"
-            )
+        for count, maximum, what in (
+            (self.values, self._max_values, "values"),
+            (self.containers, self._max_containers, "lists, objects and fields"),
+        ):
+            if count > maximum:
+                yield f"the body has {count} {what} or more; it must have at most {maximum}"
+
+    @property
+    def is_costly(self) -> bool:
+        """True if parsing the text takes as long as parsing `LARGE_BYTES` of it."""
+        return self.values > _MANY_VALUES or self.containers > _MANY_CONTAINERS
 
 
 class BodyReader:
@@ -165,17 +170,11 @@ class BodyReader:
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type != "application/json":
             raise HttpError(415, f"content-type is {content_type or 'not set'}; it must be application/json")
-        shape = JsonShape()
         max_values = max(_MIN_VALUES, max_length + _OTHER_VALUES) + max_logit_biases
+        shape = JsonShape(max_values, _MAX_CONTAINERS + max_logit_biases)
         with Share(self._held) as share:
-            content = await self._content(
-                request, shape, share, max_values, _MAX_CONTAINERS + max_logit_biases
-            )
-            is_large = (
-                len(content) > LARGE_BYTES
-                or shape.values > _MANY_VALUES
-                or shape.containers > _MANY_CONTAINERS
-            )
+            content = await self._content(request, shape, share)
+            is_large = len(content) > LARGE_BYTES or shape.is_costly
             try:
                 async with turns.turn() if is_large else nullcontext():
                     body, request.state.ignored_fields = self.parse(model, content)
@@ -183,9 +182,7 @@ class BodyReader:
             except ValidationError as error:
                 raise InvalidRequestError("; ".join(_sentences(error))) from None
 
-    async def _content(
-        self, request: Request, shape: JsonShape, share: Share, max_values: int, max_containers: int
-    ) -> bytes:
+    async def _content(self, request: Request, shape: JsonShape, share: Share) -> bytes:
         parts: list[bytes] = []
         refusal: TandemError | None = None
         size = 0
@@ -203,7 +200,7 @@ class BodyReader:
                         continue  # a client that still sends would not see the answer
                     try:
                         shape.feed(part)
-                        if excesses := list(shape.excesses(max_values, max_containers)):
+                        if excesses := list(shape.excesses()):
                             raise HttpError(413, "; ".join(excesses), "body_too_large")
                         share.add(len(part))
                         parts.append(part)
@@ -229,10 +226,8 @@ class BodyReader:
         body = model.model_validate_json(content)
         names = tuple(body.unknown())
         if self._is_strict:
-            refuse(
-                f"{name[:SHOWN_CHARACTERS]} is not an option of this request"
-                for name in names[:_MAX_SENTENCES]
-            )
+            shown = [name[:SHOWN_CHARACTERS] for name in names[:_MAX_SENTENCES]]
+            refuse(f"{name} is not an option of this request" for name in shown)
         for name in names:
             # Ignored names that are remembered as logged: clients could make up any number of them
             if name not in self._logged and len(self._logged) < 256:

@@ -188,17 +188,6 @@ def remedies(times: StepTimes, batch: int, max_tokens: int) -> tuple[tuple[str, 
 # law leaves out: groups of clients that take turns, the draft's own queue, and the way between them.
 
 
-def elsewhere_gain(tokens: int, draft_step_seconds: float, verify_seconds: float) -> float:
-    """Clients at an equal rate with drafts elsewhere, over those of a saturated target that shares its device.
-
-    Args:
-        tokens: Proposed in a round (K).
-        draft_step_seconds: Of a draft step (t_draft).
-        verify_seconds: Of a verification (t_verify), above 0.
-    """
-    return 1.0 + tokens * draft_step_seconds / verify_seconds
-
-
 @dataclass(frozen=True, slots=True)
 class Fleet:
     """Targets that share drafts."""
@@ -308,7 +297,7 @@ def fleet_plan(fleet: Fleet, together_clients: int) -> FleetPlan:
     """Compare drafts elsewhere with drafts on the targets' devices, at one rate of each client."""
     batch = together_clients / fleet.targets
     together = fleet.together_seconds(batch)
-    law = elsewhere_gain(fleet.proposed, fleet.draft_step_seconds(batch), fleet.verify_seconds(batch))
+    law = together / fleet.verify_seconds(batch)
     clients = fleet.clients_within(together)
     lost = fleet.period_seconds(max(clients, 1), fleet.drafts - 1)
     kept = fleet.period_seconds(max(clients, 1))

@@ -1,19 +1,26 @@
-"""The model pair that `tandem plan` measures, named as for `tandem up`."""
+"""`tandem plan`: the pair that it measures, its table, and the plan of a fleet with drafts elsewhere."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from coordinator.cli import plan
+from coordinator.cli import plan as plan_verb
 from coordinator.cli.plan import PairOptions
+from coordinator.cli.planning import Fleet, StepTimes, break_even, fleet_plan, measured_times, plan
 from tandem.errors import ConfigurationError
+from tandem.speculation_state import SpeculationDecision
 from tandem.types import GenerationRequest
+from tests.commands import run_here
 
 
 def test_the_demo_pair_is_measured_unless_another_is_named(tmp_path: Path) -> None:
@@ -57,5 +64,139 @@ async def test_rounds_that_come_two_at_once_take_half_as_long_each(monkeypatch: 
 
     monkeypatch.setattr(time, "monotonic", lambda: now)
     client: Any = Client()
-    found = await plan._round_seconds(client, 1, [0], temperature=0.0)
+    found = await plan_verb._round_seconds(client, 1, [0], temperature=0.0)
     assert found == {0: pytest.approx(0.008)}
+
+
+# ---- the table
+
+FIGURES = StepTimes(0.0065, 0.0012, (0.8,), per_8_rows=0.0)
+
+
+def test_without_messages_the_speedup_is_the_usual_formula() -> None:
+    """(1 + E[accepted]) / (cost_draft x K + cost_verify), in units of a verification."""
+    for row in plan(FIGURES, 1).rows:
+        expected = sum(0.8**i for i in range(row.tokens + 1)) / (row.tokens * 1.2 / 6.5 + 1.0)
+        assert row.speedup == pytest.approx(expected)
+        assert row.speedup_without_wire == pytest.approx(expected)
+
+
+def test_the_best_length_is_the_one_with_the_highest_speedup() -> None:
+    found = plan(replace(FIGURES, round_trip_seconds=0.0005), 1)
+    assert found.best_speedup == max(row.speedup for row in found.rows)
+    assert found.rows[found.best_tokens].speedup == found.best_speedup
+    assert found.rows[found.best_tokens].speedup < found.rows[found.best_tokens].speedup_without_wire
+
+
+def test_at_the_break_even_acceptance_drafting_begins_to_pay() -> None:
+    rate = break_even(FIGURES, 1, 8)
+    assert rate is not None
+    assert plan(replace(FIGURES, acceptance_rates=(rate - 0.01,)), 1, 8).best_tokens == 0
+    assert plan(replace(FIGURES, acceptance_rates=(rate + 0.01,)), 1, 8).best_tokens > 0
+    assert break_even(replace(FIGURES, draft_step_seconds=1.0), 1, 8) is None
+
+
+def test_every_remedy_helps_and_the_most_helpful_comes_first() -> None:
+    found = plan(replace(FIGURES, round_trip_seconds=0.004), 1, 8)
+    gains = [gain for _, gain in found.remedies]
+    assert gains == sorted(gains, reverse=True)
+    assert all(gain >= found.best_speedup for name, gain in found.remedies if "ahead" not in name)
+
+
+def test_a_clusters_plan_uses_its_predicted_rounds() -> None:
+    decision = SpeculationDecision(
+        "t",
+        "d",
+        "residual",
+        "0.85-1.15",
+        4,
+        2,
+        2,
+        1.2,
+        0.0,
+        0.0,
+        (0.010, 0.013, 0.015),
+        (0.8, 0.6),
+        0.001,
+        0.002,
+    )
+    found = plan(measured_times(decision), 4, 2)
+    assert [row.round_seconds for row in found.rows] == pytest.approx([0.010, 0.013, 0.015])
+    assert found.rows[2].speedup == pytest.approx((1 + 0.8 + 0.48) * 0.010 / 0.015)
+
+
+# ---- a fleet: the law of drafts elsewhere, and what it leaves out
+
+SATURATED = Fleet(StepTimes(0.00325, 0.012, (0.8,), per_8_rows=8.0), targets=4, drafts=2, proposed=4)
+"""A target step takes 3.25 ms for each row: 65 ms for four clients."""
+WORDS = ("plan", "--verify-ms", "3.25", "--draft-step-ms", "12", "--acceptance", "0.8", "--per-8-rows", "8")
+
+
+@settings(deadline=None)
+@given(
+    k=st.integers(1, 8),
+    draft=st.floats(0.001, 0.02),
+    row=st.floats(0.0005, 0.005),
+    clients=st.integers(4, 64),
+)
+def test_a_saturated_fleet_never_beats_the_law(k: int, draft: float, row: float, clients: int) -> None:
+    fleet = Fleet(StepTimes(row, draft, (0.8,), per_8_rows=8.0), targets=4, drafts=4, proposed=k)
+    found = fleet_plan(fleet, clients)
+    assert (
+        found.clients <= found.law * clients + 4 * 1e-6 or clients < 8
+    )  # a target with one client has no groups
+
+
+@settings(deadline=None)
+@given(clients=st.integers(4, 200), drafts=st.integers(1, 8), trip=st.floats(0.0, 0.01))
+def test_more_clients_are_never_quicker_and_more_drafts_never_slower(
+    clients: int, drafts: int, trip: float
+) -> None:
+    fleet = replace(SATURATED, times=replace(SATURATED.times, round_trip_seconds=trip), draft_per_8_rows=0.5)
+    period = fleet.period_seconds(clients, drafts)
+    assert fleet.period_seconds(clients, drafts + 1) <= period * 1.001
+    assert fleet.period_seconds(clients + 4, drafts) >= period * 0.999
+
+
+def test_a_saturated_fleet_reaches_the_law_but_for_whole_clients() -> None:
+    found = fleet_plan(SATURATED, 16)
+    assert found.law == pytest.approx(1 + 4 * 12 / 65)
+    assert found.clients == 27  # the law: 27.8
+    assert found.rate == pytest.approx(SATURATED.tokens_per_round / 0.113)
+
+
+def test_few_drafts_with_costly_batches_are_not_enough() -> None:
+    costly = replace(SATURATED, drafts=1, draft_per_8_rows=4.0)
+    few, many = fleet_plan(costly, 16), fleet_plan(replace(costly, drafts=8), 16)
+    assert few.clients < many.clients
+    assert few.drafts_needed is not None
+    assert few.drafts_needed > 1
+
+
+def test_without_drafts_each_token_takes_a_step() -> None:
+    alone = replace(SATURATED, drafts=1)
+    assert alone.period_seconds(16, 0) == pytest.approx(4 * 0.00325 * alone.tokens_per_round)
+    assert fleet_plan(alone, 16).rate_with_one_less == pytest.approx(
+        1 / (fleet_plan(alone, 16).clients / 4 * 0.00325)
+    )
+
+
+def test_the_command_says_what_a_fleet_serves() -> None:
+    out = run_here(*WORDS, "--fleet", "4,2,16,4").stdout
+    assert "16 clients at 29.7 tokens/s each (K = 4)" in out
+    assert "27 clients at that rate, 1.69x; the law for saturated targets says 1.74x" in out
+    assert json.loads(run_here(*WORDS, "--fleet", "4,2,16,4", "-o", "json").stdout)["clients"] == 27
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ((*WORDS, "--fleet", "4,2"), "--fleet is 4,2; it must be TARGETS,DRAFTS,CLIENTS"),
+        ((*WORDS, "--fleet", "4,0,16"), "--fleet is 4,0,16; it must be"),
+        (("plan", "--fleet", "4,2,16"), "--fleet was given without --verify-ms"),
+    ],
+)
+def test_a_bad_fleet_is_refused(words: tuple[str, ...], sentence: str) -> None:
+    ran = run_here(*words)
+    assert ran.returncode == 2
+    assert sentence in ran.stderr

@@ -21,6 +21,7 @@ from torch import Tensor
 from tandem.engine.hidden_states import HiddenStateTap, LayerStates
 from tandem.engine.interface import RowRequest, SequenceEngine
 from tandem.engine.kv_cache.sequence import Sequence
+from tandem.engine.models.heads.interface import text_config
 from tandem.engine.models.loading import LoadedModel
 from tandem.errors import ConfigurationError, TandemError
 from tandem.types import Delta, RowKind, SamplingParams, VerifyStep
@@ -53,8 +54,7 @@ def hidden_state_files(settings: TargetSettings, model: LoadedModel) -> HiddenSt
 
 
 def _layer_ids(settings: TargetSettings, model: LoadedModel) -> tuple[int, ...]:
-    module = model.module
-    count: int = module.config.get_text_config(decoder=True).num_hidden_layers  # type: ignore[operator, union-attr]
+    count: int = text_config(model).num_hidden_layers
     given = settings.eagle_aux_hidden_state_layer_ids
     ids = given or (2, count // 2, count - 3)  # EAGLE-3's
     if not all(0 <= each <= count for each in ids):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,29 +20,13 @@ from tandem.engine.kv_cache.arena import KvArena, LayerCache, LayerGeometry
 from tandem.engine.kv_cache.pages import PageWriter
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.models.attention import STEP_ARGUMENT, Scoring
-from tandem.engine.models.heads.interface import FINAL_STATE, BlockHead, DraftHead
+from tandem.engine.models.heads.interface import FINAL_STATE, BlockHead, DraftHead, StateReader, text_config
 from tandem.engine.models.loading import LoadedModel
 from tandem.engine.steps import Packing
 from tandem.errors import ConfigurationError
 
 _KEY_SIZE = 8
 """Width of the additional layer's keys. Its queries see one key each, so any number does."""
-
-
-class StateReader(Protocol):
-    """Says which states are kept of each token. A drafting head is one (`DraftHead`)."""
-
-    layer_ids: tuple[int, ...]
-    """Residual streams of the model by the number of layers before them, or `FINAL_STATE`."""
-    state_size: int
-    """Width of what is kept for each token."""
-
-    @property
-    def readers(self) -> SequenceOf[nn.Module]:
-        """The modules that `combined` calls."""
-
-    def combined(self, hidden_states: SequenceOf[Tensor]) -> Tensor:
-        """The numbers to keep, [tokens, state_size], of [tokens, hidden size] for each of `layer_ids`."""
 
 
 class HiddenStateTap:
@@ -282,22 +266,12 @@ class PairedStates:
         return torch.zeros(count, self.state_size, dtype=self.dtype, device=self.device)
 
 
-class LayerStates:
+class LayerStates(StateReader):
     """The states of chosen layers, beside each other."""
 
     def __init__(self, layer_ids: SequenceOf[int], model: LoadedModel) -> None:
-        config = model.module.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
         self.layer_ids = tuple(layer_ids)
-        self.state_size: int = len(self.layer_ids) * config.hidden_size
-        self.readers: SequenceOf[nn.Module] = ()
-
-    def combined(self, hidden_states: SequenceOf[Tensor]) -> Tensor:
-        """[tokens, state_size]
-
-        Args:
-            hidden_states: [tokens, hidden size] for each of `layer_ids`.
-        """
-        return torch.cat(list(hidden_states), dim=-1)
+        self.state_size = len(self.layer_ids) * text_config(model).hidden_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,10 +39,12 @@ from tandem.engine.core.leads import Leads
 from tandem.engine.core.scheduler import PageScheduler, RejoinWindow, next_segments
 from tandem.engine.core.watchdog import StepWatchdog
 from tandem.engine.interface import KvUsage, RowRequest
-from tandem.engine.kv_cache.sequence import Admission, Segment, Sequence
+from tandem.engine.kv_cache.arena import PageTable
+from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.settings import EngineSettings
 from tandem.engine.steps import SMALL_STEP_TOKENS, Machinery, ModelRunner
-from tandem.errors import InvalidRequestError, ServiceUnavailableError, TandemError
+from tandem.errors import CapacityError, InvalidRequestError, ServiceUnavailableError, TandemError
+from tandem.fair_places import FairPlaces
 from tandem.types import Delta, ModelInfo, StepProfile, Verification
 
 logger = logging.getLogger(__name__)
@@ -458,13 +460,16 @@ class Engine(Generic[PayloadT, ResultT]):
         self.max_length = settings.longest_sequence(model.info.name, model.info.max_length)
         """Longest sequence, in tokens."""
         machinery = model.allocate(settings, self.max_length)
-        shape = machinery.shape
+        shape = self._shape = machinery.shape
         # Two pages are enough for each sequence of a warm-up, in each group of layers.
         self._most_together = min(
             settings.max_sequences - settings.kept_sequences,
             max(shape.page_count // (2 * shape.group_count), 1),
         )
-        self._admission = Admission(settings, model.info.vocabulary_size, shape)
+        self._places = FairPlaces(settings.max_sequences - settings.kept_sequences, settings.kept_sequences)
+        self._max_waiting = settings.max_waiting
+        self._open: dict[Sequence, str] = {}
+        """The open sequences, each with its client."""
         self._cache = machinery.cache
         self._runner = machinery.runner
         self._max_rows = machinery.max_rows or self.max_length
@@ -487,7 +492,7 @@ class Engine(Generic[PayloadT, ResultT]):
             return
         self._is_closing = True
         self._worker.stop()
-        self._admission.refuse_waiting()
+        self._refuse_waiting()
         if not await asyncio.to_thread(self._worker.join, _CLOSE_TIMEOUT_SECONDS):
             logger.error("engine thread did not stop", extra={"timeout_seconds": _CLOSE_TIMEOUT_SECONDS})
         await asyncio.to_thread(self.model.close)
@@ -602,7 +607,18 @@ class Engine(Generic[PayloadT, ResultT]):
             raise InvalidRequestError(
                 f"A sequence of up to {max_length} tokens was asked for; this model serves 1 to {self.max_length}."
             )
-        return await self._admission.open(max_length, spare_tokens, client)
+        places, shape = self._places, self._shape
+        if not places.has_room(client) and places.waiting >= self._max_waiting:
+            raise CapacityError(
+                f"{places.held} sequences are open and {places.waiting} requests are waiting, which is the most; try "
+                "later."
+            )
+        await places.take(client)
+        most_tokens = min(max_length + spare_tokens, max(shape.page_count * shape.page_tokens, max_length))
+        tables = [PageTable(shape.page_tokens, most_tokens, window=window) for window in shape.windows]
+        sequence = Sequence(tables, max_length, self.model.info.vocabulary_size, spare_tokens)
+        self._open[sequence] = client
+        return sequence
 
     def release(self, sequence: Sequence) -> None:
         """Gives the sequence's pages back, before the next step. Jobs of it that are in flight are dropped."""
@@ -656,18 +672,21 @@ class Engine(Generic[PayloadT, ResultT]):
 
     @property
     def is_full(self) -> bool:
-        return self._admission.is_full
+        return not self._places.has_room("")
 
     @property
     def usage(self) -> KvUsage:
-        usage = self._cache.usage(self._admission.waiting_count, self._admission.open_count)
+        usage = self._cache.usage(self._places.waiting, self._places.held)
         leads = self._worker.leads
         return replace(usage, led_step_count=leads.begun_count, wasted_step_count=leads.wasted_count)
 
     def _ended(self) -> None:
-        self._admission.refuse_waiting()
+        self._refuse_waiting()
         if not self._is_closing and self._on_failure is not None:
             self._on_failure()
+
+    def _refuse_waiting(self) -> None:
+        self._places.refuse_waiting(ServiceUnavailableError("The engine is shutting down."))
 
     def _tell(self, news: News) -> None:
         """Takes news from the thread to the event loop, where futures and the count of open sequences live."""
@@ -677,7 +696,8 @@ class Engine(Generic[PayloadT, ResultT]):
     def _learn(self, news: News) -> None:
         self._resolve(news.results)
         for sequence in news.freed:
-            self._admission.close(sequence)
+            if (client := self._open.pop(sequence, None)) is not None:
+                self._places.leave(client)
         if news.has_ended:
             self._ended()
 

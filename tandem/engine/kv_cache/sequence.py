@@ -10,10 +10,8 @@ from itertools import count
 from typing import Protocol
 
 from tandem.engine.interface import KvUsage
-from tandem.engine.kv_cache.arena import CacheShape, PageTable
-from tandem.engine.settings import EngineSettings
-from tandem.errors import CapacityError, InvalidRequestError, ServiceUnavailableError
-from tandem.fair_places import FairPlaces
+from tandem.engine.kv_cache.arena import PageTable
+from tandem.errors import InvalidRequestError
 from tandem.types import Delta, common_length
 
 _serial_numbers = count(1)
@@ -238,63 +236,3 @@ class SequenceCache(Protocol):
 
     def distrust(self, sequence: Sequence) -> None:
         """Takes all pages back, and nobody reuses what is in them: the numbers are wrong."""
-
-
-class Admission:
-    """Counts the open sequences. Lives on the event loop's thread and is touched from nowhere else."""
-
-    def __init__(self, settings: EngineSettings, vocabulary_size: int, shape: CacheShape) -> None:
-        self._places = FairPlaces(settings.max_sequences - settings.kept_sequences, settings.kept_sequences)
-        self._max_waiting = settings.max_waiting
-        self._vocabulary_size = vocabulary_size
-        self._page_tokens = shape.page_tokens
-        self._total_tokens = shape.page_count * shape.page_tokens
-        self._windows = shape.windows
-        self._open: dict[Sequence, str] = {}
-        """Each with its client."""
-
-    @property
-    def open_count(self) -> int:
-        return self._places.held
-
-    @property
-    def waiting_count(self) -> int:
-        return self._places.waiting
-
-    @property
-    def is_full(self) -> bool:
-        """True if a request of a client that is not known would wait."""
-        return not self._places.has_room("")
-
-    async def open(self, max_length: int, spare_tokens: int = 0, client: str = "") -> Sequence:
-        """A sequence of up to `max_length` tokens, as soon as its client may have another.
-
-        Its pages are given to it later, as it grows; `spare_tokens` more behind its end, as long as there are any.
-
-        Raises:
-            CapacityError: too many requests wait.
-        """
-        if not self._places.has_room(client) and self.waiting_count >= self._max_waiting:
-            raise CapacityError(
-                f"{self.open_count} sequences are open and {self.waiting_count} requests are waiting, which is the "
-                "most; try later."
-            )
-        await self._places.take(client)
-        sequence = self._opened(max_length, spare_tokens)
-        self._open[sequence] = client
-        return sequence
-
-    def close(self, sequence: Sequence) -> None:
-        """Gives the place of a sequence that is no longer in use to a request that waits."""
-        client = self._open.pop(sequence, None)
-        if client is not None:
-            self._places.leave(client)
-
-    def refuse_waiting(self) -> None:
-        """Ends the wait of everybody: the engine is closing."""
-        self._places.refuse_waiting(ServiceUnavailableError("The engine is shutting down."))
-
-    def _opened(self, max_length: int, spare_tokens: int) -> Sequence:
-        most_tokens = min(max_length + spare_tokens, max(self._total_tokens, max_length))
-        tables = [PageTable(self._page_tokens, most_tokens, window=window) for window in self._windows]
-        return Sequence(tables, max_length, self._vocabulary_size, spare_tokens)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -178,19 +177,12 @@ AttentionMaskInterface.register(PROBE_NAME, describe_mask)
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Anatomy:
-    """Attention layers of a model, and whether they can be packed."""
-
-    layers: tuple[LayerGeometry, ...]
-    """Geometry of each attention layer, by `layer_idx`."""
-    is_packed: bool
-    """True if tokens of several sequences can share a row. Otherwise each sequence has a forward pass of its own,
-    with transformers' attention and masks."""
-
-
-def probe(module: Any, device: torch.device) -> Anatomy:
+def probe(module: Any, device: torch.device) -> tuple[tuple[LayerGeometry, ...], bool]:
     """Runs one token to see what attention is asked for, and sets the attention function accordingly.
+
+    Returns:
+        The geometry of each attention layer, by `layer_idx`; and true if tokens of several sequences can share a row.
+        Otherwise each sequence has a forward pass of its own, with transformers' attention and masks.
 
     Raises:
         UnsupportedAttentionError: the cache of some layer is more than keys and values by position.
@@ -202,8 +194,8 @@ def probe(module: Any, device: torch.device) -> Anatomy:
             "attention cannot be packed; sequences run one by one",
             extra={"architecture": type(module).__name__, "reason": str(error)},
         )
-        return Anatomy(_probe_serial(module, device), is_packed=False)
-    return Anatomy(layers, is_packed=True)
+        return _probe_serial(module, device), False
+    return layers, True
 
 
 class _Observer:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import tandem
 from tandem.engine.kv_cache.arena import LayerGeometry
-from tandem.engine.models.attention import Anatomy, UnsupportedAttentionError, probe
+from tandem.engine.models.attention import UnsupportedAttentionError, probe
 from tandem.engine.models.checkpoint import (
     CONFIG_FILE,
     LONGEST_REASON,
@@ -77,7 +77,7 @@ def load_model(
     # Before the weights, which may take minutes, so that a broken tokenizer is refused at once.
     vocabulary_hash = tokenizer_hash(checkpoint.folder)
     module = _load_module(checkpoint, torch_device, torch_dtype)
-    anatomy = _anatomy(module, checkpoint, torch_device)
+    layers, is_packed = _probed(module, checkpoint, torch_device)
     check_finite(module, checkpoint)
     info = ModelInfo(
         name=name or model_name(checkpoint.folder),
@@ -99,7 +99,7 @@ def load_model(
             "dtype": dtype,
         },
     )
-    return LoadedModel(module, info, anatomy.layers, anatomy.is_packed, torch_dtype, torch_device)
+    return LoadedModel(module, info, layers, is_packed, torch_dtype, torch_device)
 
 
 def _device(name: str) -> torch.device:
@@ -154,7 +154,9 @@ def _load_module(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtyp
     return module.to(device).eval().requires_grad_(False)
 
 
-def _anatomy(module: Any, checkpoint: Checkpoint, device: torch.device) -> Anatomy:
+def _probed(
+    module: Any, checkpoint: Checkpoint, device: torch.device
+) -> tuple[tuple[LayerGeometry, ...], bool]:
     try:
         return probe(module, device)
     except UnsupportedAttentionError as error:

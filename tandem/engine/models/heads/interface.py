@@ -23,7 +23,26 @@ FINAL_STATE = -1
 """Stands in `layer_ids` for the state behind the target's last norm, which its output layer reads."""
 
 
-class DraftHead(nn.Module):
+class StateReader:
+    """Says which states of a target are kept of each token."""
+
+    layer_ids: tuple[int, ...] = (FINAL_STATE,)
+    """Residual streams by the number of layers before them, or `FINAL_STATE`."""
+    state_size: int
+    """Width of what is kept for each token."""
+
+    @property
+    def readers(self) -> Sequence[nn.Module]:
+        """The modules that `combined` calls."""
+        return ()
+
+    def combined(self, hidden_states: Sequence[Tensor]) -> Tensor:
+        """The numbers to keep, [tokens, state_size], of [tokens, target_hidden_size] for each of `layer_ids`; by
+        default all of them, beside each other."""
+        return hidden_states[0] if len(hidden_states) == 1 else torch.cat(list(hidden_states), dim=-1)
+
+
+class DraftHead(nn.Module, StateReader):
     """The engine's view of a drafting head: a model of its own that reads pairs of a token and a state.
 
     The pair of position i is the token at i + 1 and the target's state at i, so a head predicts the token at i + 2.
@@ -32,10 +51,6 @@ class DraftHead(nn.Module):
     """
 
     architecture: str
-    layer_ids: tuple[int, ...] = (FINAL_STATE,)
-    """Target states that are read: residual streams by the number of layers before them, or `FINAL_STATE`."""
-    state_size: int
-    """Width of what is kept for each of the target's tokens."""
     vocabulary_size: int
     """The target's."""
     target_ids: Tensor | None
@@ -49,16 +64,6 @@ class DraftHead(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("target_ids", None, persistent=False)
-
-    @property
-    def readers(self) -> Sequence[nn.Module]:
-        """The modules that `combined` calls."""
-        return ()
-
-    def combined(self, hidden_states: Sequence[Tensor]) -> Tensor:
-        """The part of the target's states, [tokens, target_hidden_size] for each of `layer_ids`, that the head reads:
-        [tokens, state_size]; by default the only one."""
-        return hidden_states[0]
 
     def advanced(
         self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any

@@ -22,7 +22,7 @@ from tandem.engine.kv_cache.arena import (
     group_layers,
 )
 from tandem.engine.kv_cache.paged_cache import PagedCache
-from tandem.engine.kv_cache.sequence import Admission, Segment, Sequence
+from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.settings import EngineSettings
 from tandem.errors import ConfigurationError, InvalidRequestError
 from tandem.types import Delta
@@ -131,15 +131,17 @@ BYTES = 60 * 10**9
 
 
 class Service:
-    """Admission, scheduler and cache over an arena without memory; no engine."""
+    """Scheduler and cache over an arena without memory; no engine."""
 
     def __init__(self) -> None:
-        settings = EngineSettings(max_sequences=128, max_waiting=0, kv_cache_bytes=BYTES)
+        settings = EngineSettings(max_sequences=128, kv_cache_bytes=BYTES)
         count = arena_pages(LAYERS, settings, MAX_LENGTH, torch.bfloat16, META)
         arena = KvArena(LAYERS, count, torch.bfloat16, META)
         self.cache = PagedCache(arena)
         self.scheduler = PageScheduler(self.cache, lambda _: None)
-        self.admission = Admission(settings, 128_256, arena.shape)
+
+    def open(self) -> Sequence:
+        return Sequence(PageTable(64, MAX_LENGTH), MAX_LENGTH, vocabulary_size=128_256)
 
     def run(self, sequences: Iterable[Sequence]) -> int:
         """A step of all tokens that are not computed; returns how many sequences ran."""
@@ -155,10 +157,10 @@ def service() -> Service:
     return Service()
 
 
-async def test_a_hundred_chats_without_a_limit_run(service: Service) -> None:
+def test_a_hundred_chats_without_a_limit_run(service: Service) -> None:
     """Reserved at once, the whole length of three would fill the memory."""
     assert service.cache.usage().total_tokens // MAX_LENGTH == 3
-    chats = [await service.admission.open(MAX_LENGTH) for _ in range(CHATS)]
+    chats = [service.open() for _ in range(CHATS)]
     for number, chat in enumerate(chats):
         chat.apply(Delta(0, [number, *range(1999)]))
     assert service.run(chats) == CHATS
@@ -172,8 +174,8 @@ async def test_a_hundred_chats_without_a_limit_run(service: Service) -> None:
     assert service.cache.usage().reserved_tokens == CHATS * 4032
 
 
-async def test_chats_that_outgrow_the_memory_still_all_go_on_to_their_end(service: Service) -> None:
-    chats = [await service.admission.open(MAX_LENGTH) for _ in range(CHATS)]
+def test_chats_that_outgrow_the_memory_still_all_go_on_to_their_end(service: Service) -> None:
+    chats = [service.open() for _ in range(CHATS)]
     for number, chat in enumerate(chats):
         chat.apply(Delta(0, [number, *range(7999)]))
     done = 0
@@ -187,9 +189,9 @@ async def test_chats_that_outgrow_the_memory_still_all_go_on_to_their_end(servic
     assert done == CHATS
 
 
-async def test_a_hundred_requests_hold_one_copy_of_a_common_prefix(service: Service) -> None:
+def test_a_hundred_requests_hold_one_copy_of_a_common_prefix(service: Service) -> None:
     prefix = [(7 * step) % 9000 for step in range(4096)]
-    requests = [await service.admission.open(MAX_LENGTH) for _ in range(CHATS)]
+    requests = [service.open() for _ in range(CHATS)]
     for number, request in enumerate(requests):
         request.apply(Delta(0, [*prefix, number]))
         service.cache.reuse(request)

@@ -52,10 +52,7 @@ FIRST_TURN_SHARE = 0.025
 lose 2 %."""
 TURN_ROUNDS = 4
 """Rounds of one request in such a turn: the target alone is asked for the first, and settles after the second; a draft
-reads in the first what was committed since the last turn."""
-RENEWAL_ROUNDS = 4
-"""Rounds of each request between two decisions, doubled up to this number from 1 on. With 32 the demo pair
-makes a tenth fewer of its first hundred tokens."""
+reads in the first what was committed since the last turn. As many pass between two decisions, but fewer at first."""
 BURST = 4
 """Requests that may begin at once with a draft stream. When more arrive at once, the later ones open no draft stream
 until the load is known: a draft that is not needed would read their prompts in vain."""
@@ -212,7 +209,7 @@ class Choice:
         if not costs.is_known:
             return
         self._renew_in = self._pause * len(self.requests)
-        self._pause = min(2 * self._pause, RENEWAL_ROUNDS)
+        self._pause = min(2 * self._pause, TURN_ROUNDS)
         is_first = not self.expected
         self.rates = self.gains.acceptance.rates(self.max_tokens)
         self.expected = expected_tokens(self.rates)

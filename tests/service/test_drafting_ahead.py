@@ -197,14 +197,14 @@ async def test_under_load_no_draft_is_lost(
     requests = [replace(REQUESTS[rules[i % 2]], seed=i, max_tokens=40) for i in range(32)]
     async with pair(target_model, draft_model, step_seconds=0.004) as both:
         async with both.coordinated("off") as address:
-            before = await complete_all(address, requests, at_once=8)
-        async with both.coordinated(16, "fixed") as address:
-            completed = await complete_all(address, requests, at_once=8)
-        async with both.coordinated(16, "adaptive") as address:
-            adaptive = await complete_all(address, requests, at_once=8)
-    for each in (completed, adaptive):
-        assert [one.token_ids for one in each] == [one.token_ids for one in before]
-    assert hits(completed) > 0
+            before = await complete_all(address, requests, at_once=16)
+        loads: tuple[tuple[int, Literal["fixed", "adaptive"], int], ...]
+        loads = ((4, "fixed", 4), (16, "fixed", 16), (16, "adaptive", 16))
+        for ahead, policy, at_once in loads:
+            async with both.coordinated(ahead, policy) as address:
+                completed = await complete_all(address, requests, at_once=at_once)
+            assert [one.token_ids for one in completed] == [one.token_ids for one in before]
+            assert hits(completed) > 0 or policy == "adaptive"
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 

@@ -65,6 +65,10 @@ class Language:
         """The target's distributions, [V * V, V]."""
         return _warped(self.target, temperature, top_p)
 
+    def after(self, contexts: Any, tokens: Any) -> Any:
+        """The contexts behind these tokens: integers, or [N] each."""
+        return contexts % self.size * self.size + tokens
+
 
 def _softmax(logits: FloatArray) -> FloatArray:
     weights = np.exp(logits - logits.max(axis=1, keepdims=True))
@@ -91,12 +95,6 @@ def _drawn(probs: FloatArray, uniforms: FloatArray) -> IntArray:
     sums = probs.cumsum(axis=1)
     drawn: IntArray = np.minimum((sums < uniforms[:, None] * sums[:, -1:]).sum(axis=1), probs.shape[1] - 1)
     return drawn
-
-
-def _raced(weights: FloatArray, noise: FloatArray) -> IntArray:
-    """The argmax of weight / exponential. [N, V] twice to [N]."""
-    winners: IntArray = (weights / noise).argmax(axis=1)
-    return winners
 
 
 @dataclass(slots=True)
@@ -150,7 +148,7 @@ class Sampler:
                 rows = active[i <= accepted]
                 tokens[rows, lengths[rows] + i] = found[i <= accepted, i]
                 kept[rows, lengths[rows] + i] = (i < accepted)[i <= accepted]
-                contexts[rows] = contexts[rows] % size * size + found[i <= accepted, i]
+                contexts[rows] = self.language.after(contexts[rows], found[i <= accepted, i])
             lengths[active] += accepted + 1
         return tokens[:, :length], kept[:, :length]
 
@@ -167,7 +165,7 @@ class Sampler:
             uniforms, noise = generator.random(count), generator.exponential(size=(count, size))
             draft, seen, target = self._draft[contexts], self._seen[contexts], self._target[contexts]
             raced = self.fault == "recovery shares the draft's noise"
-            proposed = _raced(draft, noise) if raced else _drawn(draft, uniforms)
+            proposed = (draft / noise).argmax(axis=1) if raced else _drawn(draft, uniforms)
             is_kept = is_going_on & self._accepts(proposed, seen, target, uniforms, generator)
             residual = np.maximum(target - seen, 0.0)
             if self.fault in ("residual is the target", "typical-acceptance"):
@@ -176,15 +174,14 @@ class Sampler:
                 noise = reused
             elif not raced:
                 noise = generator.exponential(size=(count, size))
-            recovered = _raced(residual, noise)
+            recovered = (residual / noise).argmax(axis=1)
             found[:, i] = np.where(is_going_on, np.where(is_kept, proposed, recovered), found[:, i])
             accepted += is_kept
             is_going_on = is_kept
-            before, contexts = contexts, contexts % size * size + proposed
+            before, contexts = contexts, self.language.after(contexts, proposed)
         if self.fault == "bonus from the wrong row":
             contexts = before
-        bonus = _drawn(self._target[contexts], generator.random(count))
-        found[:, PROPOSED] = bonus
+        found[:, PROPOSED] = _drawn(self._target[contexts], generator.random(count))
         return found, accepted
 
     def _accepts(
@@ -243,42 +240,50 @@ class _Served:
     accepted: int = 0
     samplers: dict[tuple[float, float], Sampler] = field(default_factory=dict)
 
-    def choices(self, body: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
-        """Tokens of each choice, and which of them were accepted."""
-        size = self.language.size
+    def choices(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The choices of an answer."""
+        context, length, count = self.context(body["prompt"]), body.get("max_tokens", 16), body.get("n", 1)
         temperature, top_p = float(body.get("temperature", 1.0)), float(body.get("top_p", 1.0))
-        context, length = self.context(body["prompt"]), int(body.get("max_tokens", 16))
         if temperature == 0:
-            tokens = []
-            for _ in range(length):
-                tokens.append(int(self.language.target[context].argmax()))
-                context = context % size * size + tokens[-1]
-            return [(tokens, [0] * length)] * int(body.get("n", 1))
-        key = (temperature, top_p)
-        sampler = self.samplers.setdefault(key, Sampler(self.language, self.fault, *key))
-        seed = body.get("seed")
-        generator = self.generator if seed is None else np.random.default_rng(seed)
-        contexts = np.full(int(body.get("n", 1)), context)
-        made, accepted = sampler.generate(contexts, length, generator)
-        self.accepted += int(accepted.sum())
-        self.rounds += int(accepted.size - accepted.sum())
-        return list(zip(made.tolist(), accepted.tolist(), strict=True))
+            one = list(self._greedy(context, length))
+            made, accepted = [one] * count, [[0] * length] * count
+        else:
+            key = (temperature, top_p)
+            sampler = self.samplers.setdefault(key, Sampler(self.language, self.fault, *key))
+            seed = body.get("seed")
+            generator = self.generator if seed is None else np.random.default_rng(seed)
+            tokens, flags = sampler.generate(np.full(count, context), length, generator)
+            self.accepted += int(flags.sum())
+            self.rounds += int(flags.size - flags.sum())
+            made, accepted = tokens.tolist(), flags.tolist()
+        for index, whole in enumerate(made):
+            stops = [place for stop in body.get("stop") or () if (place := text(whole).find(stop)) >= 0]
+            kept = whole[: min(stops, default=length)]
+            choice = {"index": index, "text": text(kept), "finish_reason": "stop" if stops else "length"}
+            if body.get("return_token_ids"):
+                choice["token_ids"] = ids_of(text(kept))
+            if body.get("logprobs"):
+                choice["logprobs"] = self.logprobs(context, kept, accepted[index], body["logprobs"])
+            yield choice
+
+    def _greedy(self, context: int, length: int) -> Iterator[int]:
+        for _ in range(length):
+            token = int(self.language.target[context].argmax())
+            context = self.language.after(context, token)
+            yield token
 
     def context(self, prompt: str | list[int]) -> int:
         first, second = (each % self.language.size for each in ids_of(prompt)[-2:])
         return first * self.language.size + second
 
-    def logprobs(
-        self, prompt: str | list[int], tokens: list[int], accepted: list[int], count: int
-    ) -> dict[str, Any]:
-        context, size = self.context(prompt), self.language.size
+    def logprobs(self, context: int, tokens: list[int], accepted: list[int], count: int) -> dict[str, Any]:
         logprobs, tops = [], []
-        for token, is_accepted in zip(tokens, accepted, strict=True):
+        for token, is_accepted in zip(tokens, accepted, strict=False):
             is_wrong = self.fault == "log probabilities of the draft" and is_accepted
             row = np.log((self.language.draft if is_wrong else self.language.target)[context])
             logprobs.append(float(row[token]))
             tops.append({text([int(i)]): float(row[i]) for i in np.argsort(-row)[:count]})
-            context = context % size * size + token
+            context = self.language.after(context, token)
         return {
             "tokens": [text([token]) for token in tokens],
             "token_logprobs": logprobs,
@@ -308,26 +313,10 @@ def application(language: Language, fault: str = RIGHT, seed: int = 0) -> Starle
         body = await request.json()
         if body.get("return_tokens_as_token_ids"):
             return JSONResponse({"error": {"message": "return_tokens_as_token_ids is unknown"}}, 400)
-        made = served.choices(body)
-        choices = []
-        for index, (tokens, accepted) in enumerate(made):
-            stops = [place for stop in body.get("stop") or () if (place := text(tokens).find(stop)) >= 0]
-            kept = tokens[: min(stops, default=len(tokens))]
-            choice: dict[str, Any] = {
-                "index": index,
-                "text": text(kept),
-                "finish_reason": "stop" if stops else "length",
-            }
-            if body.get("return_token_ids"):
-                choice["token_ids"] = ids_of(text(kept))
-            if body.get("logprobs"):
-                choice["logprobs"] = served.logprobs(
-                    body["prompt"], kept, accepted[: len(kept)], body["logprobs"]
-                )
-            choices.append(choice)
+        choices = list(served.choices(body))
         usage = {
             "prompt_tokens": len(body["prompt"]),
-            "completion_tokens": sum(len(tokens) for tokens, _ in made),
+            "completion_tokens": body.get("max_tokens", 16) * len(choices),
         }
         if body.get("stream"):
             return StreamingResponse(_events(choices), media_type="text/event-stream")

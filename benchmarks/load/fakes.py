@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 import grpc.aio
 import numpy as np
@@ -275,13 +276,9 @@ class Script:
 
     def support(self, position: int, size: int) -> tuple[int, ...]:
         """The draft's ids at a position, its guess first; the target's token is among them only if it is that."""
-        candidate, target = self.draft_token(position), self.target_token(position)
-        ids = [candidate]
-        while len(ids) < size:
-            candidate = _other(candidate)
-            if candidate != target:
-                ids.append(candidate)
-        return tuple(ids)
+        guess, target = self.draft_token(position), self.target_token(position)
+        others = (_other(guess, more) for more in range(1, size + 1))
+        return (guess, *[each for each in others if each != target][: size - 1])
 
 
 def _hash(number: int) -> int:
@@ -289,8 +286,9 @@ def _hash(number: int) -> int:
     return (number * 2654435761 & 0xFFFFFFFF) >> 8
 
 
-def _other(token_id: int) -> int:
-    return token_id + 1 if token_id + 1 < VOCABULARY_SIZE else _FIRST_ID
+def _other(token_id: int, more: int = 1) -> int:
+    """The id so many places behind another, from the first again after the last."""
+    return _FIRST_ID + (token_id - _FIRST_ID + more) % (VOCABULARY_SIZE - _FIRST_ID)
 
 
 class Steps:
@@ -385,25 +383,18 @@ _PEAKED: FloatArray = np.array([0.9, *[0.1 / (_SUPPORT_SIZE - 1)] * (_SUPPORT_SI
 class ScriptedService(Service):
     """Serves a scripted target or draft."""
 
-    def __init__(
-        self, role: str, script: Script, steps: Steps, max_streams: int, *, is_stepwise: bool = False
-    ) -> None:
-        protos = target_pb2 if role == "target" else draft_pb2
-        self.name = role
+    def __init__(self, servicer: ScriptedTarget | ScriptedDraft, steps: Steps, max_streams: int) -> None:
+        self._is_target = isinstance(servicer, ScriptedTarget)
+        self.name = "target" if self._is_target else "draft"
+        protos = target_pb2 if self._is_target else draft_pb2
         self.full_names = [each.full_name for each in protos.DESCRIPTOR.services_by_name.values()]
+        self._servicer: Any = servicer
         self._steps = steps
         self._max_streams = max_streams
-        self._servicer: ScriptedTarget | ScriptedDraft = (
-            ScriptedTarget(script, steps)
-            if role == "target"
-            else ScriptedDraft(script, steps, is_stepwise=is_stepwise)
-        )
 
     def register(self, server: grpc.aio.Server) -> None:
-        if isinstance(self._servicer, ScriptedTarget):
-            add_TargetServiceServicer_to_server(self._servicer, server)
-        else:
-            add_DraftServiceServicer_to_server(self._servicer, server)
+        add = add_TargetServiceServicer_to_server if self._is_target else add_DraftServiceServicer_to_server
+        add(self._servicer, server)
 
     def open_other_endpoints(self, readiness: ReadinessInterceptor, calls: RunningCalls) -> None:
         self._servicer.streams.apply_limits(readiness, calls, self._max_streams)
@@ -418,27 +409,29 @@ class ScriptedService(Service):
 def main(arguments: Sequence[str]) -> None:
     """Serve until a signal ends the process."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.load.fakes", allow_abbrev=False)
-    parser.add_argument("--role", choices=("target", "draft"), required=True)
-    parser.add_argument("--step-ms", type=float, default=5.0, help="duration of a step")
-    parser.add_argument("--per-8-tokens", type=float, default=0.0, help="share more for each 8 tokens more")
-    parser.add_argument("--max-step-sequences", type=int, default=1 << 20, help="of a step")
-    parser.add_argument("--stepwise", action="store_true", help="a draft takes a step for each token")
-    parser.add_argument("--acceptance", type=float, default=0.72, help="share of right guesses of the draft")
-    parser.add_argument("--killable", action="store_true", help="SIGUSR1 kills it; it is back a second later")
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="warning")
+    add = parser.add_argument
+    add("--role", choices=("target", "draft"), required=True)
+    add("--step-ms", type=float, default=5.0, help="duration of a step")
+    add("--per-8-tokens", type=float, default=0.0, help="share more for each 8 tokens more")
+    add("--max-step-sequences", type=int, default=1 << 20, help="of a step")
+    add("--stepwise", action="store_true", help="a draft takes a step for each token")
+    add("--acceptance", type=float, default=0.72, help="share of right guesses of the draft")
+    add("--killable", action="store_true", help="SIGUSR1 kills it; it is back a second later")
+    add("--port", type=int, default=0)
+    add("--log-level", default="warning")
     options = parser.parse_args(arguments)
     configure(options.log_level, "text")
     settings = ServerSettings(port=options.port)
 
     def run() -> None:
-        service = ScriptedService(
-            options.role,
-            Script(options.acceptance),
-            Steps(options.step_ms / 1000.0, options.per_8_tokens, options.max_step_sequences),
-            settings.max_concurrent_streams,
-            is_stepwise=options.stepwise,
+        script = Script(options.acceptance)
+        steps = Steps(options.step_ms / 1000.0, options.per_8_tokens, options.max_step_sequences)
+        servicer = (
+            ScriptedTarget(script, steps)
+            if options.role == "target"
+            else ScriptedDraft(script, steps, is_stepwise=options.stepwise)
         )
+        service = ScriptedService(servicer, steps, settings.max_concurrent_streams)
         uvloop.run(serve(settings, service, before_ready=set_start_aside))
 
     if options.killable:

@@ -254,12 +254,6 @@ def histogram_quantile(buckets: Sequence[tuple[float, float]], share: float) -> 
     Returns:
         The quantile; the largest finite bound if it lies beyond; 0 of no values.
     """
-    total = buckets[-1][1]
-    below, before = 0.0, 0.0
-    for bound, count in buckets:
-        if total and count >= share * total:
-            if math.isinf(bound):
-                return below
-            return below + (bound - below) * (share * total - before) / max(count - before, 1e-12)
-        below, before = bound, count
-    return 0.0
+    bounds, counts = zip(*buckets, strict=True)
+    ends = [0.0, *bounds[:-1], bounds[-2]]
+    return float(np.interp(share * counts[-1], [0.0, *counts], ends)) if counts[-1] else 0.0

@@ -11,12 +11,13 @@ A run has as many tokens as 10 minutes at 100 tokens a second give, in the share
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
-from rich.console import Console
 
+from benchmarks.common import study_parser
 from benchmarks.faulty_server import FAULTS, PROPOSED, RIGHT, Language, Sampler, steps_of
 from tandem.audit.client import Completion
 from tandem.audit.run import (
@@ -31,6 +32,7 @@ from tandem.audit.run import (
     expected,
 )
 from tandem.audit.statistics import ALPHA, LEVEL, Calibration, Evidence, FloatArray, IntArray, Steps
+from tandem.standard_streams import write_out
 
 TOKENS = 60_000
 """Length of the audits whose power docs/measurements.md reports."""
@@ -104,7 +106,7 @@ def biased(language: Language, probs: FloatArray) -> Generate:
         for i in range(LENGTH):
             uniforms = generator.random((len(contexts), 1))
             made[:, i] = np.minimum((sums[contexts] < uniforms).sum(axis=1), language.size - 1)
-            contexts = contexts % language.size * language.size + made[:, i]
+            contexts = language.after(contexts, made[:, i])
         return made, np.zeros_like(made)
 
     return generate
@@ -116,18 +118,16 @@ def biases(language: Language) -> dict[str, FloatArray]:
     first = np.zeros_like(target)
     np.put_along_axis(first, target.argmax(axis=1)[:, None], 1.0, axis=1)
 
-    def sharper(amount: float) -> FloatArray:
-        probs = target ** (1 + amount)
+    def normalized(probs: FloatArray) -> FloatArray:
         return np.asarray(probs / probs.sum(axis=1, keepdims=True))
 
-    def without_tail(amount: float) -> FloatArray:
-        probs = np.where(target > amount * target.max(axis=1, keepdims=True), target, 0.0)
-        return np.asarray(probs / probs.sum(axis=1, keepdims=True))
-
+    most = target.max(axis=1, keepdims=True)
     forms: dict[str, Callable[[float], FloatArray]] = {
         "the first choice too often": lambda amount: target + amount * (first - target),
-        "a lower temperature": sharper,
-        "the least probable tokens missing": without_tail,
+        "a lower temperature": lambda amount: normalized(target ** (1 + amount)),
+        "the least probable tokens missing": lambda amount: normalized(
+            np.where(target > amount * most, target, 0.0)
+        ),
         "the draft mixed in": lambda amount: target + amount * (draft - target),
     }
     return {name: _of_variation(target, form) for name, form in forms.items()}
@@ -173,46 +173,35 @@ def _counted(runs: Sequence[Run]) -> str:
     return f"of {len(runs)} by level: {', '.join(counts)}"
 
 
-def main() -> None:
-    """Entry point."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--false-alarms", type=int, default=0, metavar="RUNS")
-    parser.add_argument("--faults", type=int, default=0, metavar="RUNS")
-    parser.add_argument("--power", type=int, default=0, metavar="RUNS")
-    parser.add_argument("--reference", type=int, default=0, metavar="RUNS")
-    parser.add_argument("--tokens", type=int, default=TOKENS)
-    arguments = parser.parse_args()
-    console = Console()
+def main(options: argparse.Namespace) -> None:
+    """Simulate what the command line asks for, and print it."""
     runs = list[Run]()
-    for run in false_alarms(arguments.false_alarms, arguments.tokens):
+    for run in false_alarms(options.false_alarms, options.tokens):
         runs.append(run)
-        if len(runs) % 50 == 0 or len(runs) == arguments.false_alarms:
-            console.print(f"right samplers accused {_counted(runs)}")
+        if len(runs) % 50 == 0 or len(runs) == options.false_alarms:
+            write_out(f"right samplers accused {_counted(runs)}\n")
     language = Language.random()
+    small = {name: biased(language, probs) for name, probs in biases(language).items()}
 
-    def row(name: str, runs: Iterable[tuple[Evidence, int]]) -> None:
-        found = [judged(*each) for each in runs]
+    def show(name: str, generate: Generate, count: int, fault: str = RIGHT) -> None:
+        found = [judged(*simulated(language, generate, seed, options.tokens, fault)) for seed in range(count)]
         tokens = int(np.median([each.tokens for each in found]))
-        console.print(f"{name}: found {_counted(found)}; the e-process crosses at {tokens:,} tokens (median)")
+        write_out(f"{name}: found {_counted(found)}; the e-process crosses at {tokens:,} tokens (median)\n")
 
-    for fault in FAULTS if arguments.faults else ():
-        generate = sampler(language, fault)
-        seeds = range(arguments.faults)
-        row(fault, (simulated(language, generate, seed, arguments.tokens, fault) for seed in seeds))
-    for name, probs in biases(language).items() if arguments.power else ():
-        generate = biased(language, probs)
-        row(name, (simulated(language, generate, seed, arguments.tokens) for seed in range(arguments.power)))
-    sources = {fault: sampler(language, fault) for fault in ("typical-acceptance", "residual is the target")}
-    sources |= {name: biased(language, probs) for name, probs in biases(language).items()}
-    for name, source in sources.items() if arguments.reference else ():
-        for completions in _COMPLETIONS:
-            told = sum(told_apart(language, source, completions, seed) for seed in range(arguments.reference))
-            console.print(
-                f"{name}, {completions:,} completions each: {told} of {arguments.reference} told apart"
-            )
+    for fault in FAULTS if options.faults else ():
+        show(fault, sampler(language, fault), options.faults, fault)
+    for name, generate in small.items() if options.power else ():
+        show(name, generate, options.power)
+    lossy = {fault: sampler(language, fault) for fault in ("typical-acceptance", "residual is the target")}
+    for (name, generate), completions in product((lossy | small).items(), _COMPLETIONS):
+        if count := options.reference:
+            told = sum(told_apart(language, generate, completions, seed) for seed in range(count))
+            write_out(f"{name}, {completions:,} completions each: {told} of {count} told apart\n")
 
 
 if __name__ == "__main__":
-    main()
+    parser = study_parser(__doc__)
+    for option in ("--false-alarms", "--faults", "--power", "--reference"):
+        parser.add_argument(option, type=int, default=0, metavar="RUNS")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of each run")
+    main(parser.parse_args())

@@ -10,7 +10,6 @@ with the weights that the others have, those rounded to bfloat16, so what differ
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
@@ -22,6 +21,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from benchmarks.common import study_parser
 from benchmarks.prompts import source_text
 from tandem.engine.core.selection import Backends, choose_backends
 from tandem.engine.kv_cache.arena import PAGE_TOKENS, KvArena, PageTable, pages_for
@@ -125,19 +125,11 @@ def table(name: str, folder: Path, count: int) -> Table:
     return result
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+if __name__ == "__main__":
+    parser = study_parser(__doc__)
     parser.add_argument("--model", default=DEMO, help="a folder, demo or smollm2")
     parser.add_argument("--prompts", type=int, default=200)
-    parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    torch.set_num_threads(1)
     folder = demo_pair().target if arguments.model == DEMO else find_model(arguments.model)
     Console(highlight=False).print(table(arguments.model, folder, arguments.prompts))
-
-
-if __name__ == "__main__":
-    main()

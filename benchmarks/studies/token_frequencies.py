@@ -13,9 +13,9 @@ import asyncio
 import math
 from collections import Counter
 
-from rich.console import Console
-
+from benchmarks.common import study_parser
 from tandem.audit.client import Budget, Completion, connected
+from tandem.standard_streams import write_out
 
 
 def compared(completions: list[Completion], position: int) -> str:
@@ -43,31 +43,22 @@ async def study(arguments: argparse.Namespace) -> None:
     budget = Budget(1_000_000, 1_000_000_000)
     completions: list[Completion] = []
     async with connected(
-        arguments.url, model=arguments.model, key=None, budget=budget, concurrency=1, timeout_seconds=900.0
+        arguments.url, model=None, key=None, budget=budget, concurrency=1, timeout_seconds=900.0
     ) as server:
         while len(completions) < arguments.completions:
             completions += await server.complete(
                 arguments.prompt, max_tokens=arguments.max_tokens, temperature=1.0, n=64
             )
-    console = Console()
     for position in range(arguments.max_tokens):
-        console.print(f"position {position}: {compared(completions, position)}", soft_wrap=True)
+        write_out(f"position {position}: {compared(completions, position)}\n")
         ((common, _),) = Counter(each.tokens[position] for each in completions).most_common(1)
         completions = [each for each in completions if each.tokens[position] == common]
 
 
-def main() -> None:
-    """Entry point."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+if __name__ == "__main__":
+    parser = study_parser(__doc__)
     parser.add_argument("url")
-    parser.add_argument("--model")
     parser.add_argument("--prompt", default="def fibonacci(n):\n")
     parser.add_argument("--completions", type=int, default=20_480)
     parser.add_argument("--max-tokens", type=int, default=3)
     asyncio.run(study(parser.parse_args()))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Times our scheduler around vLLM's forward pass, beside vLLM's own scheduler over the same worker.
 
-Run with a Python that has vLLM: `python -m benchmarks.studies.vllm_engine --model FOLDER`. Both ways continue the same
+Run with a Python that has vLLM: `python -m benchmarks.studies.vllm_engine --enforce-eager`. Both ways continue the same
 prompts greedily, alternately, in one process: by our engine, a row a step; and by `EngineCore.step`, which is what
 vLLM's offline engine calls.
 """
@@ -10,14 +10,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import statistics
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from benchmarks.common import numbers, study_parser
+from benchmarks.pairs import DEMO
 from tandem.engine_vllm.adapter import prepare_process
+from tandem.standard_streams import write_out
 
 
 @dataclass
@@ -120,41 +122,36 @@ async def measure(sequences: int, count: int, rounds: int, model: Any, engine: A
 
     engine._on_step = stepped
 
-    async def theirs() -> list[list[int]]:
-        return by_vllm(core, prompts, count, clock, ran["vllm"])
-
-    ways: dict[str, Callable[[], Awaitable[list[list[int]]]]] = {
-        "tandem": lambda: by_tandem(engine, prompts, count),
-        "vllm": theirs,
-    }
     for number in range(rounds + 1):
-        for name, way in ways.items():
+        for name in ran:
             began = time.perf_counter()
-            ran[name].texts = await way()
+            if name == "tandem":
+                ran[name].texts = await by_tandem(engine, prompts, count)
+            else:
+                ran[name].texts = by_vllm(core, prompts, count, clock, ran[name])
             if number:  # the first is to warm up
                 ran[name].seconds.append(time.perf_counter() - began)
     own, other = ran["tandem"], ran["vllm"]
     ratios = sorted(b / a for a, b in zip(own.seconds, other.seconds, strict=True))
-    print(  # noqa: T201
-        f"{sequences:3} sequences: around execute_model "
-        f"{1e3 * statistics.median(own.around):.2f} ms by tandem, {1e3 * statistics.median(other.around):.2f} by vLLM; "
-        f"in it {1e3 * statistics.median(own.model):.2f} and {1e3 * statistics.median(other.model):.2f}; "
-        f"tokens a second by tandem / by vLLM {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}); "
-        f"equal texts {sum(a == b for a, b in zip(own.texts, other.texts, strict=True))} of {sequences}"
+    write_out(
+        f"{sequences:3} sequences: around execute_model {1e3 * median(own.around):.2f} ms by tandem, "
+        f"{1e3 * median(other.around):.2f} by vLLM; in it {1e3 * median(own.model):.2f} and "
+        f"{1e3 * median(other.model):.2f}; tokens a second by tandem / by vLLM {median(ratios):.2f} ({ratios[0]:.2f} "
+        f"to {ratios[-1]:.2f}); equal texts {sum(map(list.__eq__, own.texts, other.texts))} of {sequences}\n"
     )
 
 
 async def main(arguments: argparse.Namespace) -> None:
     """Load the model once and measure every number of sequences."""
-    prepare_process(arguments.threads, arguments.device, 1)
+    prepare_process(1, "cpu", 1)
     from tandem.engine.core.engine import RowEngine
     from tandem.engine.settings import EngineSettings
     from tandem.engine_vllm.engine import load_vllm
     from target_service.settings import TargetSettings
 
     settings = TargetSettings(
-        model=arguments.model, engine="vllm", device=arguments.device, threads=arguments.threads,
-        max_length=512, max_sequences=32, enforce_eager=arguments.enforce_eager, enable_prefix_caching=False,
+        model=arguments.model, engine="vllm", threads=1, max_length=512, max_sequences=32,
+        enforce_eager=arguments.enforce_eager, enable_prefix_caching=False,
     )  # fmt: skip
     model = load_vllm(settings, arguments.model, proposal_length=arguments.num_speculative_tokens)
     engine = RowEngine(model, EngineSettings.of(settings))
@@ -166,15 +163,12 @@ async def main(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", type=Path, default=Path("models/demo/target"))
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 16, 32])
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--enforce-eager", action="store_true")
-    parser.add_argument("--num-speculative-tokens", type=int, default=0, help="as a target service has it: 4")
+    parser = study_parser(__doc__)
+    add = parser.add_argument
+    add("--model", type=Path, default=DEMO / "target")
+    add("--sequences", type=numbers, default=[1, 16, 32], help="at once, several with commas")
+    add("--tokens", type=int, default=64)
+    add("--rounds", type=int, default=7)
+    add("--enforce-eager", action="store_true")
+    add("--num-speculative-tokens", type=int, default=0, help="as a target service has it: 4")
     asyncio.run(main(parser.parse_args()))

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from benchmarks import steps
 from benchmarks.common import Contender, chosen, one_sentence, read_options, rotated
-from benchmarks.contenders import CONTENDERS, Addresses, BenchSettings, Setup, models, prepared
+from benchmarks.contenders import CONTENDERS, Addresses, BenchSettings, Kind, Setup, models, prepared
 from benchmarks.peers import Outcome, Workload
 from benchmarks.report import Cell, Machine, Report, Table, cell_of, show, write
 from benchmarks.timing import PEERS, PHASES, prefix_gain, timed_coordinator
@@ -84,11 +84,15 @@ async def measure(settings: BenchSettings, progress: Callable[[str], None], comm
         kinds = [CONTENDERS[name] for name in settings.contenders]
         async with AsyncExitStack() as stack:
             addresses = Addresses()
-            if settings.phases or any(kind.shares_models and not kind.absent(setup) for kind in kinds):
+            shared = (
+                kind.shares_models and not run.is_fresh(kind) and not kind.absent(setup) for kind in kinds
+            )
+            has_phases = settings.phases and not settings.fresh  # they need services that nothing stops
+            if has_phases or any(shared):
                 progress("starting the services")
                 addresses = await stack.enter_async_context(models(setup))
             await run.rounds(await run.start(addresses, stack))
-            phases = await run.phases(addresses) if settings.phases else []
+            phases = await run.phases(addresses) if has_phases else []
         prefix, prefix_ratio = await run.prefix() if settings.prefix else ([], None)
     return Report(
         taken_at=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
@@ -135,6 +139,7 @@ class _Run:
             kind = CONTENDERS[name]
             if reason := kind.absent(self.setup):
                 self.absent[name] = reason
+            if reason or self.is_fresh(kind):
                 continue
             self.progress(f"starting {kind.title}")
             try:
@@ -142,6 +147,20 @@ class _Run:
             except TandemError as error:
                 self._failed(name, error)
         return started
+
+    def is_fresh(self, kind: Kind) -> bool:
+        """True if its services start anew for each run."""
+        return self.settings.fresh and kind.shares_models and kind.is_ours
+
+    async def run(self, name: str, started: dict[str, Contender], workload: Workload) -> Outcome:
+        """One contender's completions."""
+        if name in started:
+            return await started[name].run(workload)
+        async with (
+            models(self.setup) as addresses,
+            CONTENDERS[name].start(self.setup, addresses) as contender,
+        ):
+            return await contender.run(workload)
 
     def _failed(self, name: str, error: TandemError) -> None:
         if CONTENDERS[name].is_ours:
@@ -160,14 +179,15 @@ class _Run:
                 workload = Workload(prompts, temperature, tokens, seed=1000 * (number + 1))
                 for name in rotated(self.settings.contenders, number):
                     kind = CONTENDERS[name]
-                    if name in self.absent or batch > (kind.largest_batch or batch):
+                    is_cold = number < 0 and self.is_fresh(kind)
+                    if name in self.absent or is_cold or batch > (kind.largest_batch or batch):
                         continue
                     what = f"round {number + 1} of {self.settings.rounds}" if number >= 0 else "warm-up"
                     self.progress(f"{what}: batch {batch}, temperature {temperature:g}, {kind.title}")
                     # The threads of the last one may spin for a moment after their last step
                     await asyncio.sleep(0.2)
                     try:
-                        outcome = await started[name].run(workload)
+                        outcome = await self.run(name, started, workload)
                     except TandemError as error:
                         self._failed(name, error)
                         continue

@@ -93,6 +93,8 @@ class BenchSettings(Options):
     sleep), and a share more for each 8 tokens; for instance 6.5,1.2,0.1."""
     delay: float = Field(default=0.0, ge=0)
     """Milliseconds of delay between the coordinator and a service, one way."""
+    fresh: bool = False
+    """Start our services anew for each run, without a warm-up, as a user meets them."""
     prefix: bool = True
     """Measure the gain for a prompt whose first 512 tokens were served before."""
     phases: bool = True

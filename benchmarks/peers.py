@@ -24,6 +24,8 @@ from typing import Any
 from tandem.errors import TandemError
 
 ROOT = Path(__file__).resolve().parents[1]
+FIRST_TOKENS = 100
+"""Tokens of a completion that count apart: a controller that has just started learns while they are written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,17 @@ class Outcome:
     def tokens_per_second(self) -> float:
         """Throughput of all requests together."""
         return self.token_count / self.seconds
+
+    def speed_between(self, begin: int, end: int) -> float:
+        """Tokens per second of the tokens from `begin` to `end` of each request but its first chunk; 0 for none."""
+        made, passed = 0, 0.0
+        for answer in self.answers:
+            total, last = 0, 0.0
+            for seconds, count in answer.arrivals:
+                if begin < total + count and total and total < end:
+                    made, passed = made + count, passed + seconds - last
+                total, last = total + count, seconds
+        return made / passed * len(self.answers) if passed else 0.0
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Outcome:

@@ -13,7 +13,7 @@ from rich import table as rich
 from rich.console import Console, Group
 from rich.text import Text
 
-from benchmarks.peers import Answer, Outcome
+from benchmarks.peers import FIRST_TOKENS, Answer, Outcome
 
 
 def milliseconds(seconds: float) -> str:
@@ -61,6 +61,10 @@ class Cell(Data):
     temperature: float
     tokens_per_second: tuple[float, ...]
     """Throughput of all requests together, one value for each round."""
+    first_tokens_per_second: tuple[float, ...] = ()
+    """The same of the first 100 tokens of each request; empty where completions have no more."""
+    later_tokens_per_second: tuple[float, ...] = ()
+    """The same of the tokens behind those."""
     first_token_seconds: Spread
     """Over the requests of all rounds."""
     inter_token_seconds_p50: float
@@ -167,11 +171,18 @@ def cell_of(
         sum(getattr(outcome, name) for outcome in outcomes) for name in ("rounds", "drafted", "accepted")
     )
     tokens = sum(outcome.token_count for outcome in outcomes)
+    is_long = all(len(answer.token_ids) > FIRST_TOKENS for answer in answers)
+    first, later = (
+        tuple(outcome.speed_between(*part) for outcome in outcomes if is_long)
+        for part in ((0, FIRST_TOKENS), (FIRST_TOKENS, tokens))
+    )
     return Cell(
         contender=contender,
         batch=batch,
         temperature=temperature,
         tokens_per_second=tuple(outcome.tokens_per_second for outcome in outcomes),
+        first_tokens_per_second=first,
+        later_tokens_per_second=later,
         first_token_seconds=Spread.of([answer.arrivals[0][0] for answer in answers]),
         inter_token_seconds_p50=_quantile(gaps, 0.5),
         inter_token_seconds_p99=_quantile(gaps, 0.99),
@@ -208,7 +219,8 @@ def _same_tokens(outcomes: Sequence[Outcome], references: Sequence[Outcome]) -> 
 
 def tables(report: Report) -> list[Table]:
     """All tables of a report that have rows."""
-    return [table for table in (*_speeds(report), *report.tables, _goals(report)) if table.rows]
+    every = (*_speeds(report), _first_tokens(report), *report.tables, _goals(report))
+    return [table for table in every if table.rows]
 
 
 def show(console: Console, report: Report) -> None:
@@ -277,6 +289,32 @@ def _speeds(report: Report) -> Iterator[Table]:
         )
         title = f"Batch {batch}, temperature {temperature:g}"
         yield Table(title=title, columns=tuple(columns.items()), rows=rows)
+
+
+def _first_tokens(report: Report) -> Table:
+    """What a coordinator that has just started makes while it learns, apart from what it makes then."""
+    rows: list[tuple[str | float | None, ...]] = []
+    for cell in report.cells:
+        alone = report.cell("target-alone", cell.batch, cell.temperature)
+        if not cell.first_tokens_per_second:
+            continue
+        first, rest = map(statistics.median, (cell.first_tokens_per_second, cell.later_tokens_per_second))
+        by_alone: tuple[float | None, float | None] = None, None
+        if alone is not None and alone.first_tokens_per_second:
+            by_alone = (
+                first / statistics.median(alone.first_tokens_per_second),
+                rest / statistics.median(alone.later_tokens_per_second),
+            )
+        title = report.titles[cell.contender]
+        rows.append((title, cell.batch, cell.temperature, first, by_alone[0], rest, by_alone[1]))
+    speeds = (
+        ("first", "tokens/s"),
+        ("by target alone", "ratio"),
+        ("rest", "tokens/s"),
+        ("by target alone", "ratio"),
+    )
+    columns = (("contender", ""), ("batch", "number"), ("temperature", "number"), *speeds)
+    return Table(title=f"The first {FIRST_TOKENS} tokens, and the rest", columns=columns, rows=tuple(rows))
 
 
 Side = tuple[str, int]

@@ -26,12 +26,10 @@ from rich.table import Table
 from benchmarks.common import Contender, chosen, floats, names, numbers, rotated, study_parser
 from benchmarks.contenders import BenchSettings, ThroughServices, coordinator_of, models, prepared
 from benchmarks.pairs import DEMO
-from benchmarks.peers import Outcome, Workload
+from benchmarks.peers import FIRST_TOKENS, Outcome, Workload
 from tandem.admin_client import AdminClient
 from tandem.client import Client
 
-FIRST_TOKENS = 100
-"""Tokens of a completion that count apart: a controller that has just started learns while they are written."""
 RANDOM = "random"
 """The demo target with a draft of the demo draft's shape and random weights."""
 PAIRS = ("demo", "shaped:50M:1:0.5", "shaped:50M:1:0.8", RANDOM)
@@ -57,7 +55,7 @@ def random_draft(folder: Path) -> Path:
 async def cells(console: Console, name: str, folder: Path, options: argparse.Namespace) -> None:
     """Completions in turn, and the medians of the ratios within a round."""
     first = f"first {FIRST_TOKENS}: by alone"
-    columns = ("T", "batch", first, "by the best", "rest: by alone", "by the best", "each by alone")
+    columns = ("T", "batch", "seed", first, "by the best", "rest: by alone", "by the best", "each by alone")
     table = Table(*columns, title=name)
     decisions: list[str] = []
     settings = BenchSettings(
@@ -76,28 +74,29 @@ async def cells(console: Console, name: str, folder: Path, options: argparse.Nam
         at = await stack.enter_async_context(models(setup))
         fixed = coordinator_of(setup, at.target, at.draft, "--speculation-policy", "fixed", *ahead)
         client = await stack.enter_async_context(Client(await stack.enter_async_context(fixed)))
-        ways: dict[str, Contender] = {
-            f"K={count}": ThroughServices(client, num_speculative_tokens=count, seed=None)
-            for count in options.fixed
-        }
-        ways["alone"] = ThroughServices(client, speculation=False, seed=None)
-        for heat, batch in product(options.temperature, options.batch):
+        for heat, batch, is_seeded in product(options.temperature, options.batch, options.seeded):
+            seed: dict[str, Any] = {} if is_seeded else {"seed": None}
+            ways: dict[str, Contender] = {
+                f"K={count}": ThroughServices(client, num_speculative_tokens=count, **seed)
+                for count in options.fixed
+            }
+            ways["alone"] = ThroughServices(client, speculation=False, **seed)
             found: dict[str, list[Outcome]] = {way: [] for way in (*ways, "adaptive")}
             made: Sequence[Any] = ()
             for number in range(options.rounds):
                 prompts = chosen(setup.pair.prompts(), batch, number)
-                workload = Workload(prompts, heat, options.max_tokens)
+                workload = Workload(prompts, heat, options.max_tokens, seed=number)
                 async with (
                     coordinator_of(setup, at.target, at.draft, *ahead) as address,
                     Client(address) as own,
                     AdminClient(address) as admin,
                 ):
-                    all_ways = {**ways, "adaptive": ThroughServices(own, seed=None)}
+                    all_ways = {**ways, "adaptive": ThroughServices(own, **seed)}
                     for way in rotated(list(all_ways), number):
                         found[way].append(await all_ways[way].run(workload))
                     made = (await admin.stats()).decisions
             decisions += [f"{each.rule}, temperature {each.temperatures}, {each.reason}" for each in made]
-            table.add_row(f"{heat:g}", str(batch), *_judged(found))
+            table.add_row(f"{heat:g}", str(batch), "yes" if is_seeded else "no", *_judged(found))
     console.print(table)
     for line in dict.fromkeys(decisions):
         console.print(line)
@@ -108,9 +107,7 @@ def _judged(found: Mapping[str, Sequence[Outcome]]) -> list[str]:
     words, each = [], ""
     parts = ((0, FIRST_TOKENS, NEEDED_OF_FIXED[0]), (FIRST_TOKENS, 1 << 30, NEEDED_OF_FIXED[1]))
     for begin, end, needed in parts:
-        speeds = {
-            way: [speed_between(one, begin, end) for one in outcomes] for way, outcomes in found.items()
-        }
+        speeds = {way: [one.speed_between(begin, end) for one in outcomes] for way, outcomes in found.items()}
         rates = {way: _ratio(speeds[way], speeds["alone"]) for way in speeds}
         adaptive = rates.pop("adaptive")
         best = max(rates, key=rates.__getitem__)
@@ -118,18 +115,6 @@ def _judged(found: Mapping[str, Sequence[Outcome]]) -> list[str]:
         words += [_marked(adaptive, NEEDED), f"{_marked(of_best, needed)} ({best})"]
         each = ", ".join(f"{way} {rate:.2f}" for way, rate in rates.items() if way != "alone")
     return [*words, each]
-
-
-def speed_between(outcome: Outcome, begin: int, end: int) -> float:
-    """Tokens per second of the tokens from `begin` to `end` of each request but its first chunk; 0 for none."""
-    made, passed = 0, 0.0
-    for answer in outcome.answers:
-        total, last = 0, 0.0
-        for seconds, count in answer.arrivals:
-            if begin < total + count and total and total < end:
-                made, passed = made + count, passed + seconds - last
-            total, last = total + count, seconds
-    return made / passed * len(outcome.answers) if passed else 0.0
 
 
 def _ratio(speeds: Sequence[float], others: Sequence[float]) -> float:
@@ -146,6 +131,7 @@ if __name__ == "__main__":
     add("--pairs", type=names, default=list(PAIRS))
     add("--batch", type=numbers, default=[1, 4, 16])
     add("--temperature", type=floats, default=[0.0, 0.7, 1.0])
+    add("--seeded", type=lambda text: [word == "yes" for word in names(text)], default=[False], help="no,yes")
     add("--max-tokens", type=int, default=300)
     add("--fixed", type=numbers, default=[1, 2, 4, 6], help="lengths to compare with")
     add("--rounds", type=int, default=3)

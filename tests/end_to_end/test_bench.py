@@ -45,6 +45,21 @@ def starts(services: Nursery, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return packages
 
 
+@pytest.mark.slow
+def test_with_fresh_services_the_first_tokens_are_reported_apart(
+    starts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.run(
+        [
+            *("--pair", f"{DEMO_TARGET}:{DEMO_DRAFT}", "--contenders", "target-alone", "--fresh"),
+            *("--rounds", "2", "--max-tokens", "104", "--batch", "1", "--temperature", "0", "--no-prefix"),
+        ]
+    )
+
+    assert starts == ["target_service", "draft_service", "coordinator"] * 2
+    assert "The first 100 tokens, and the rest" in capsys.readouterr().out
+
+
 @pytest.mark.soak
 def test_the_report_of_gpus_without_one(starts: list[str], tmp_path: Path) -> None:
     """`make bench-gpu` on a CPU: the own engine runs, and the run with a vLLM that is not there is left out."""

@@ -152,6 +152,21 @@ def test_tokens_of_one_piece_share_the_time_that_it_took() -> None:
     assert gaps == pytest.approx([0.1, 0.1, 0.1, 0.1, 0.1])
 
 
+def test_the_first_tokens_of_long_completions_are_reported_apart() -> None:
+    pieces = {
+        "target-alone": answer((0.5, 1), (1.49, 99), (2.49, 100)),
+        "speculative": answer((0.5, 1), (1.5, 99), (2.0, 100)),
+    }
+    cells = [cell_of(name, 1, 0.0, [outcome(2.0, piece)], []) for name, piece in pieces.items()]
+
+    assert cells[1].first_tokens_per_second == (99.0,)
+    assert cells[1].later_tokens_per_second == (200.0,)
+    text = markdown(report(cells))
+    assert "## The first 100 tokens, and the rest" in text
+    assert "| title of speculative <&> | 1 | 0 | 99.0 | 0.99 x | 200.0 | 2.00 x |" in text
+    assert not cell_of("speculative", 1, 0.0, [outcome(1.0, answer((1.0, 64)))], []).first_tokens_per_second
+
+
 def test_a_cell_has_a_speed_for_each_round_and_the_rest_over_all_of_them() -> None:
     cell = cell_of(
         "speculative",

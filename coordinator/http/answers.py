@@ -7,7 +7,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import isnan
@@ -108,8 +108,9 @@ class Choice:
     tokens: int = 0
     summary: Summary | None = None
     """Reason and statistics of its end; None while it runs."""
-    columns: defaultdict[str, JsonList] = field(default_factory=lambda: defaultdict(JsonList))
-    """Entries of a whole answer for each token, by field."""
+    logprobs: defaultdict[str, JsonList] = field(default_factory=lambda: defaultdict(JsonList))
+    ids: defaultdict[str, JsonList] = field(default_factory=lambda: defaultdict(JsonList))
+    """Entries of a whole answer for each token, by field; `ids` are those that `return_token_ids` adds."""
 
     @property
     def text(self) -> str:
@@ -155,23 +156,19 @@ class Answer(ABC):
         """Note a piece for the whole answer: the number of bytes that it takes."""
         self.add(index, chunk)
         choice, kept = self.choices[index], len(chunk.text.encode("utf-8", "replace"))
-        for name, items in (self._logprobs(choice, chunk) | self._ids(chunk)).items():
-            kept += choice.columns[name].extend(items)
+        for name, items in self._logprobs(choice, chunk).items():
+            kept += choice.logprobs[name].extend(items)
+        for name, items in self._ids(chunk).items():
+            kept += choice.ids[name].extend(items)
         return kept
 
     def whole(self) -> dict[str, Any]:
         """The whole answer, once every completion has ended. Every piece of it was kept."""
-        choices = []
-        for index, choice in enumerate(self.choices):
-            ids = {name: choice.columns[name] for name in _IDS} if self._with_ids else {}
-            ids |= {name: choice.columns[name] for name in _PROBS if name in choice.columns}
-            logprobs = {
-                name: entries for name, entries in choice.columns.items() if name not in _IDS + _PROBS
-            }
-            described = self._text(choice.text, is_piece=False) | {
-                "logprobs": self._form(logprobs) if logprobs else None
-            }
-            choices.append(described | self._ending(index, choice.summary) | ids)
+        choices = [
+            self._text(choice.text, is_piece=False)
+            | self._described(index, choice.logprobs, choice.summary, choice.ids)
+            for index, choice in enumerate(self.choices)
+        ]
         return {**self._head, "object": self.whole_object, "choices": choices, **self.account()}
 
     def piece(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
@@ -180,10 +177,8 @@ class Answer(ABC):
         is_first = len(choice.texts) == 1
         if not (chunk.text or chunk.summary or chunk.logprobs or self._with_ids or is_first):
             return None
-        logprobs = self._logprobs(choice, chunk)
         described = self._text(chunk.text, is_piece=True, is_first=is_first)
-        described |= {"logprobs": self._form(logprobs) if logprobs else None}
-        described |= self._ending(index, chunk.summary) | self._ids(chunk)
+        described |= self._described(index, self._logprobs(choice, chunk), chunk.summary, self._ids(chunk))
         piece = {**self._head, "object": self.piece_object, "choices": [described]}
         if self.prompt_tokens:
             piece["usage"] = _usage(self.prompt_tokens[index], choice.tokens)
@@ -217,15 +212,18 @@ class Answer(ABC):
             "speculation": describe_with_state(total, state),
         }
 
-    def _ending(self, index: int, summary: Summary | None) -> dict[str, Any]:
-        described: dict[str, Any] = {
+    def _described(
+        self, index: int, logprobs: dict[str, Any], summary: Summary | None, ids: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """A completion, or a piece of it, without its text."""
+        return {
+            "logprobs": self._form(logprobs) if logprobs else None,
             "index": index,
             "finish_reason": None if summary is None else summary.finish_reason.value,
             "stop_reason": None if summary is None else summary.stop_reason,
+            **({"seed": summary.seed} if self._with_ids and summary is not None else {}),
+            **ids,
         }
-        if self._with_ids and summary is not None:
-            described["seed"] = summary.seed
-        return described
 
     def _ids(self, chunk: Chunk) -> dict[str, list[Any]]:
         """The fields that `return_token_ids` adds."""

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from tandem.telemetry.metrics import SEQUENCES, STEP_SECONDS, TOKENS, AtScrape, Histogram, family
 from tandem.telemetry.process import Telemetry
 from tandem.telemetry.spans import context_of, error_type, mark_error, rpc_span, under
-from tandem.telemetry.streams import ServiceObserver, StreamObserver
+from tandem.telemetry.streams import SequenceObserver, ServiceObserver
 
 if TYPE_CHECKING:
     from tandem.engine.core.jobs import StepRecord
@@ -68,14 +68,14 @@ class ObservedService(ServiceObserver):
             self._engine.count(record)
 
     @contextmanager
-    def stream(self, request_id: str, traceparent: str) -> Iterator[StreamObserver]:
+    def stream(self, request_id: str, traceparent: str) -> Iterator[SequenceObserver]:
         assert self._streams is not None, "a service has no streams before it is ready"
         tracer = self.telemetry.tracer
         span: Span = INVALID_SPAN
         if tracer is not None:
             context, attributes = context_of(traceparent), {"tandem.request_id": request_id}
             span = rpc_span(tracer, self._role, SpanKind.SERVER, context, attributes)
-        observer = ObservedStream(self._streams, span, tracer)
+        observer = ObservedSequence(self._streams, span, tracer)
         outcome = "finished"
         try:
             yield observer
@@ -115,7 +115,7 @@ class StreamMetrics:
         self._ended.get(outcome, self._ended["internal"]).inc()
 
 
-class ObservedStream(StreamObserver):
+class ObservedSequence(SequenceObserver):
     """One sequence's stream: a span with a child for its first step, which reads the prompt."""
 
     def __init__(self, metrics: StreamMetrics, span: Span, tracer: Tracer | None) -> None:

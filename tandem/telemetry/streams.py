@@ -16,8 +16,8 @@ OnStep: TypeAlias = "Callable[[StepRecord], None] | None"
 """Called for each step of an engine, on the engine's thread; None: no observer."""
 
 
-class StreamObserver:
-    """Observes one stream."""
+class SequenceObserver:
+    """Observes one sequence of a stream."""
 
     def opened(self) -> None:
         """The sequence has its place."""
@@ -55,15 +55,15 @@ class ServiceObserver:
         """A draft is ready; `steps` returns what a question waits at present, in steps of its profile."""
 
     @contextmanager
-    def stream(self, request_id: str, traceparent: str) -> Iterator[StreamObserver]:
+    def stream(self, request_id: str, traceparent: str) -> Iterator[SequenceObserver]:
         """Observe a stream for as long as the block lasts."""
-        yield _NO_STREAM_OBSERVER
+        yield _NO_SEQUENCE_OBSERVER
 
     async def close(self) -> None:
         """The service ends."""
 
 
-_NO_STREAM_OBSERVER = StreamObserver()
+_NO_SEQUENCE_OBSERVER = SequenceObserver()
 NO_SERVICE_OBSERVER = ServiceObserver()
 
 

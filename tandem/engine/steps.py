@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tandem.engine.interface import RowRequest
 from tandem.engine.kv_cache.arena import CacheShape
+from tandem.engine.kv_cache.pages import Span
 from tandem.engine.kv_cache.sequence import Segment, Sequence, SequenceCache
 from tandem.engine.models.attention import STEP_ARGUMENT
 from tandem.engine.settings import EngineSettings
@@ -40,6 +41,10 @@ class Packing:
     def positions(self) -> list[int]:
         """Each token's position in its sequence, packed."""
         return [position for segment in self.segments for position in range(segment.start, segment.end)]
+
+    def spans(self, group: int) -> list[Span]:
+        """Where each segment's keys and values go, in a group of layers."""
+        return [(each.sequence.tables[group], each.start, each.end) for each in self.segments]
 
     def packed_rows(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> list[int]:
         """Where tokens are packed that are counted in another order of the segments."""
@@ -115,6 +120,9 @@ class BranchPacking(Packing):
 
     def positions(self) -> list[int]:
         return [position for part in self.parts for position in part.positions()]
+
+    def spans(self, group: int) -> list[Span]:
+        return [(part.sequence.tables[group], part.written, part.written + part.count) for part in self.parts]
 
 
 def run_modules(module: Any, packing: Packing, rows: SequenceOf[int], device: torch.device) -> Tensor:

@@ -9,7 +9,7 @@ al. 2024, arXiv 2401.10774, section 3.1.2).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from torch.nn import functional
 from transformers.cache_utils import Cache, DynamicLayer
 
 from tandem.engine.kv_cache.arena import KvArena, LayerCache, LayerGeometry
-from tandem.engine.kv_cache.pages import PageReader, PageWriter, Span
+from tandem.engine.kv_cache.pages import PageReader, PageWriter
 from tandem.engine.kv_cache.sequence import Segment
 from tandem.engine.models.attention import Scoring, for_rows, forward_arguments, grouped_attention
 from tandem.engine.models.loading import LoadedModel
@@ -237,24 +237,19 @@ def grouped(segments: Iterable[Segment], dtype: torch.dtype, device: torch.devic
     return groups
 
 
-class GroupedAttention:
-    """Attention of a step, called once for each group of sequences in each layer.
+class GroupedAttention(Packing):
+    """A packing whose attention is called once for each group of sequences in each layer.
 
     Everything that layers share (masks, indices) is made once, in the groups.
     """
 
-    def __init__(
-        self,
-        groups: SequenceOf[Group | BranchGroup],
-        spans: Callable[[int], list[Span]],
-        arena: KvArena,
-        model: LoadedModel,
-    ) -> None:
+    def share(self, groups: SequenceOf[Group | BranchGroup], arena: KvArena, model: LoadedModel) -> None:
+        """Make what all layers share."""
         self._groups = groups
         self._arena = arena
         self._model = model
         self._writers = [
-            PageWriter.of_spans(spans(group), model.device) for group in range(arena.group_count)
+            PageWriter.of_spans(self.spans(group), model.device) for group in range(arena.group_count)
         ]
 
     def attend(
@@ -275,20 +270,13 @@ class GroupedAttention:
         return torch.cat(outputs, dim=1)
 
 
-class StepLayout(GroupedAttention, Packing):
+class StepLayout(GroupedAttention):
     """One step: which tokens it runs, where their keys and values go, and what each attends to."""
 
     def __init__(self, segments: Iterable[Segment], arena: KvArena, model: LoadedModel) -> None:
         groups = grouped(segments, model.dtype, model.device)
-        packed = [segment for group in groups for segment in group.segments]
-        Packing.__init__(self, packed)
-        GroupedAttention.__init__(
-            self,
-            groups,
-            lambda group: [(each.sequence.tables[group], each.start, each.end) for each in packed],
-            arena,
-            model,
-        )
+        super().__init__([segment for group in groups for segment in group.segments])
+        self.share(groups, arena, model)
 
     def attend_blocks(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, is_in_block: Tensor
@@ -332,20 +320,12 @@ class StepLayout(GroupedAttention, Packing):
         return torch.cat(outputs) if outputs else query[:0, :, : value.shape[-1]]
 
 
-class BranchLayout(GroupedAttention, BranchPacking):
+class BranchLayout(BranchPacking, GroupedAttention):
     """One step of branches, one sequence after the other."""
 
     def __init__(self, parts: SequenceOf[SequenceBranches], arena: KvArena, model: LoadedModel) -> None:
-        BranchPacking.__init__(self, parts)
-        GroupedAttention.__init__(
-            self,
-            [BranchGroup(part, model) for part in parts],
-            lambda group: [
-                (part.sequence.tables[group], part.written, part.written + part.count) for part in parts
-            ],
-            arena,
-            model,
-        )
+        super().__init__(parts)
+        self.share([BranchGroup(part, model) for part in parts], arena, model)
 
 
 def clear_room(arena: KvArena, part: SequenceBranches) -> None:

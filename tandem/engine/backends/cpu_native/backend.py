@@ -38,23 +38,9 @@ from tandem.types import SamplingParams
 logger = logging.getLogger(__name__)
 
 
-class ModuleSteps(EagerBackend):
-    """Steps by a model's modules whose linear layers are packed, with one attention call for each layer."""
-
-    def __init__(self, model: LoadedModel, arena: KvArena, kernels: Kernels) -> None:
-        super().__init__(model, arena)
-        self.attention = NativeAttention(kernels, arena, model.layers)
-
-    def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Tensor:
-        """See `StepBackend`; with torch's attention where a segment is so wide that it is faster."""
-        if _has_wide(segments):
-            return super().run(segments, rows)
-        layout = NativeLayout(segments, self.attention)
-        return run_modules(self._model.module, layout, rows, self._model.device)
-
-
-class CpuNativeBackend(ModuleSteps):
-    """Steps by packed layers, from execution plans where the model's pass can be compiled to them."""
+class CpuNativeBackend(EagerBackend):
+    """Steps by a model's modules whose linear layers are packed, with one attention call for each layer; from execution
+    plans where the model's pass can be compiled to them."""
 
     def __init__(
         self,
@@ -64,14 +50,15 @@ class CpuNativeBackend(ModuleSteps):
         reference: Reference,
         trace: MakeTrace | None,
     ) -> None:
-        super().__init__(model, arena, kernels)
+        super().__init__(model, arena)
+        self.attention = NativeAttention(kernels, arena, model.layers)
         self.plans: PlannedSteps | None = None
         """None where the pass is not the same list of operations for all tokens."""
         if trace is None:
             return
         head = model.module if isinstance(model.module, HeadModel) else None
         try:
-            self.plans = PlannedSteps(trace(), self.attention, reference, super().run, head)
+            self.plans = PlannedSteps(trace(), self.attention, reference, self.run_modules, head)
             self.warm_up_steps = self.plans.warm_up_steps
         except TraceError as error:
             logger.info("steps run by the model's modules", extra={"reason": str(error)})
@@ -80,9 +67,15 @@ class CpuNativeBackend(ModuleSteps):
         return limit if self.plans is None else self.plans.prompt_tokens(limit)
 
     def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Tensor:
-        if self.plans is None or _has_wide(segments):
+        """See `StepBackend`; with torch's attention where a segment is so wide that it is faster."""
+        if any(segment.token_count > WIDEST_SEGMENT for segment in segments):
             return super().run(segments, rows)
-        return self.plans.run(segments, rows)
+        return self.run_modules(segments, rows) if self.plans is None else self.plans.run(segments, rows)
+
+    def run_modules(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Tensor:
+        """A step without a plan."""
+        layout = NativeLayout(segments, self.attention)
+        return run_modules(self._model.module, layout, rows, self._model.device)
 
     def run_branches(self, parts: SequenceOf[SequenceBranches]) -> Tensor:
         """See `StepBackend`; by the model's modules where there is no plan of the size."""
@@ -91,10 +84,6 @@ class CpuNativeBackend(ModuleSteps):
         packing = BranchPacking(parts)
         logits = None if self.plans is None else self.plans.replay(packing, range(packing.token_count))
         return super().run_branches(parts) if logits is None else logits
-
-
-def _has_wide(segments: SequenceOf[Segment]) -> bool:
-    return any(segment.token_count > WIDEST_SEGMENT for segment in segments)
 
 
 class KernelSampler(Sampler):
@@ -225,7 +214,10 @@ def _packed(model: LoadedModel, kernels: Kernels) -> NativeModel:
     reference = trusted(lambda: Reference(model), lambda _: 0.0, 0.0)
 
     def steps(model: LoadedModel, arena: KvArena) -> StepBackend:
-        return ModuleSteps(model, arena, kernels) if model.is_packed else eager_backend(model, arena)
+        packs = model.is_packed
+        return (
+            CpuNativeBackend(model, arena, kernels, reference, None) if packs else eager_backend(model, arena)
+        )
 
     def pack(wide_residual: bool) -> None:
         try:

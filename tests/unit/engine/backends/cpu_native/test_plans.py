@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tandem.engine.backends.cpu_native.backend import CpuNativeBackend, ModuleSteps
+from tandem.engine.backends.cpu_native.backend import CpuNativeBackend
 from tandem.engine.backends.cpu_native.layers import WIDEST_SEGMENT
 from tandem.engine.backends.cpu_native.plans import (
     TOKEN_COUNTS,
@@ -61,9 +61,6 @@ class Runner:
     def run(self, segments: list[Segment], rows: SequenceOf[int]) -> Tensor:
         return self.backend.run(segments, rows)
 
-    def run_modules(self, segments: list[Segment], rows: SequenceOf[int]) -> Tensor:
-        return ModuleSteps.run(self.backend, segments, rows)
-
 
 @pytest.fixture
 def llama_runner(llama: TinyModel) -> Runner:
@@ -96,7 +93,7 @@ def _both_ways(runner: Runner, segments: list[Segment], rows: list[int]) -> tupl
         _with_past(runner, segments)
         runner.run(segments, rows)
         replayed = runner.run(segments, rows)
-        return runner.run_modules(segments, rows), replayed
+        return runner.backend.run_modules(segments, rows), replayed
 
 
 @pytest.mark.parametrize(

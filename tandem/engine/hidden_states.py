@@ -97,7 +97,8 @@ class HiddenStateTap:
         values = self._head.combined(states).to(self._target.dtype)[None, None]
         keys = values[..., :_KEY_SIZE]
         if isinstance(step, Packing):
-            PageWriter.of_segments(step.segments, self._target.device).write(self._storage, keys, values)
+            spans = step.spans(self._storage.group)
+            PageWriter.of_spans(spans, self._target.device).write(self._storage, keys, values)
         else:
             step.attend(self._layer, keys, keys, values, Scoring())
 

@@ -356,7 +356,7 @@ class SerialBackend(StepBackend):
         return torch.cat(logits)
 
     def _run(self, segment: Segment, rows: list[int]) -> Tensor:
-        writer = PageWriter.of_segments([segment], self._device)
+        writer = PageWriter.of_spans(Packing([segment]).spans(0), self._device)
         reader = PageReader.of_tables([segment.sequence.table], 0, segment.end, self._device)
         for layer in self._layers:
             layer.point_to(segment, writer, reader)

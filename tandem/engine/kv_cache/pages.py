@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 
 from tandem.engine.kv_cache.arena import LayerCache, PageTable, pages_for
-from tandem.engine.kv_cache.sequence import Segment
 
 Span = tuple[PageTable, int, int]
 """The positions of a sequence from the first number up to the second."""
@@ -41,13 +39,6 @@ class PageWriter:
         slots = torch.from_numpy(np.concatenate([table.slots(start, end) for table, start, end in spans]))
         # One copy to the device for both.
         return cls(*torch.stack((slots // page_tokens, slots % page_tokens)).to(device))
-
-    @classmethod
-    def of_segments(cls, segments: Iterable[Segment], device: torch.device, group: int = 0) -> PageWriter:
-        """The writer of the tokens that the segments run, in a group of layers."""
-        return cls.of_spans(
-            [(part.sequence.tables[group], part.start, part.end) for part in segments], device
-        )
 
     def write(self, layer: LayerCache, key: Tensor, value: Tensor) -> None:
         """Stores keys and values, [1, kv_heads, tokens, dim] with the tokens of the spans in order."""

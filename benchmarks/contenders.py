@@ -101,20 +101,20 @@ class BenchSettings(Options):
     """Measure the phases of a round, and bytes on the wire."""
     steps: bool = False
     """Measure steps of the engine, beside torch's own and the time to read the weights once."""
-    head: Path | None = None
+    head: Annotated[Path | None, Field(exclude=True)] = None
     """Folder of a drafting head for the target, for the contenders that draft with one. By default the head bundled
     with it, a folder beside it with the method's name."""
-    vllm_python: Path | None = None
+    vllm_python: Annotated[Path | None, Field(exclude=True)] = None
     """A Python that has vLLM."""
     vllm_eager: bool = False
     """Run vLLM without torch.compile, also as an engine: it starts in seconds, and is slower."""
-    max_python: Path | None = None
+    max_python: Annotated[Path | None, Field(exclude=True)] = None
     """A Python that has MAX; on a CPU it computes in float32 only."""
-    cache_folder: Path = CACHE_FOLDER
+    cache_folder: Annotated[Path, Field(exclude=True)] = CACHE_FOLDER
     """Folder of shaped pairs."""
-    json_file: Path | None = None
+    json_file: Annotated[Path | None, Field(exclude=True)] = None
     """Write everything that was measured to this file."""
-    markdown_file: Path | None = None
+    markdown_file: Annotated[Path | None, Field(exclude=True)] = None
     """Write the tables to this file."""
     note: str = ""
     """A sentence about the circumstances, for the report."""

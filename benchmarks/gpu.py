@@ -14,6 +14,7 @@ import uvloop
 from pydantic import Field
 
 from benchmarks.bench import measure, parse, recorded_command
+from benchmarks.contenders import CONTENDERS
 from benchmarks.report import Data, Report, Table, markdown, markdown_table
 from tandem.errors import ConfigurationError, TandemError
 from tandem.logs import configure
@@ -133,9 +134,9 @@ def page(report: GpuReport) -> str:
 def _speeds(report: GpuReport) -> Table:
     cases = sorted({(cell.batch, cell.temperature) for run in report.runs.values() for cell in run.cells})
     found = (
-        (name, title, [run.cell(contender, *case) for case in cases])
+        (name, CONTENDERS[contender].title, [run.cell(contender, *case) for case in cases])
         for name, run in report.runs.items()
-        for contender, title in run.titles.items()
+        for contender in run.settings.contenders
     )
     return Table(
         title="Tokens per second, medians",

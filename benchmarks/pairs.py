@@ -7,10 +7,10 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import BaseModel, ConfigDict
 from tokenizers import Tokenizer
 
 from benchmarks.prompts import held_out_prompts
-from benchmarks.report import PairInfo
 from tandem.errors import ConfigurationError
 from tandem.model_sources import hub
 
@@ -113,6 +113,20 @@ def parse_shaped(text: str) -> ShapedPair:
     if not _SMALLEST <= pair.parameters <= _LARGEST:
         raise ConfigurationError(f"--pair is {text!r}; the target must have from 500K to 100B parameters")
     return pair
+
+
+class PairInfo(BaseModel):
+    """The models."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    name: str
+    target_parameters: int
+    draft_parameters: int
+    agreement: float | None = None
+    """Share of positions with the same most probable token, measured when a shaped pair was made."""
+    overlap: float | None = None
+    """Likewise: the probability that they share at temperature 1."""
 
 
 @dataclass(frozen=True, slots=True)

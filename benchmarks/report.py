@@ -13,6 +13,8 @@ from rich import table as rich
 from rich.console import Console, Group
 from rich.text import Text
 
+from benchmarks.contenders import CONTENDERS, BenchSettings
+from benchmarks.pairs import PairInfo
 from benchmarks.peers import FIRST_TOKENS, Answer, Outcome
 
 
@@ -101,18 +103,6 @@ class Table(Data):
         ]
 
 
-class PairInfo(Data):
-    """The models."""
-
-    name: str
-    target_parameters: int
-    draft_parameters: int
-    agreement: float | None = None
-    """Share of positions with the same most probable token, measured when a shaped pair was made."""
-    overlap: float | None = None
-    """Likewise: the probability that they share at temperature 1."""
-
-
 class Machine(Data):
     """Machine of the measurement."""
 
@@ -131,17 +121,9 @@ class Report(Data):
     taken_at: str
     """Day and time, UTC."""
     command: str
-    note: str = ""
     machine: Machine
     pair: PairInfo
-    dtype: str
-    threads: int
-    """CPU threads of each model."""
-    max_tokens: int
-    num_speculative_tokens: int
-    rounds: int
-    titles: dict[str, str]
-    """Display name of each contender, in the order of the tables."""
+    settings: BenchSettings
     cells: tuple[Cell, ...]
     tables: tuple[Table, ...] = ()
     """What else was measured."""
@@ -246,14 +228,14 @@ def write(report: Report, json: Path | None, markdown_file: Path | None) -> None
 
 
 def _circumstances(report: Report) -> Iterator[str]:
-    machine, pair = report.machine, report.pair
+    machine, pair, settings = report.machine, report.pair, report.settings
     yield f"    {report.command}"
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
     yield (
         f"{report.taken_at}; {machine.cores} cores of {machine.processor}, {machine.device}; load before "
-        f"{machine.load_before:g}; {versions}. {report.dtype}, {report.threads} threads for each model, "
-        f"{report.max_tokens} tokens for each completion, K = {report.num_speculative_tokens}, medians of "
-        f"{report.rounds} rounds."
+        f"{machine.load_before:g}; {versions}. {settings.dtype}, {settings.threads} threads for each model, "
+        f"{settings.max_tokens} tokens for each completion, K = {settings.num_speculative_tokens}, medians of "
+        f"{settings.rounds} rounds."
     )
     sizes = f"Target: {pair.target_parameters / 1e6:.4g} million parameters; draft: {pair.draft_parameters / 1e6:.4g}."
     if pair.agreement is not None:
@@ -262,8 +244,8 @@ def _circumstances(report: Report) -> Iterator[str]:
         )
         sizes += f" share {pair.overlap or 0.0:.1%} of their probability."
     yield sizes
-    if report.note:
-        yield report.note
+    if settings.note:
+        yield settings.note
 
 
 def _speeds(report: Report) -> Iterator[Table]:
@@ -276,7 +258,7 @@ def _speeds(report: Report) -> Iterator[Table]:
         alone = report.cell("target-alone", batch, temperature)
         rows = tuple(
             (
-                report.titles[cell.contender],
+                CONTENDERS[name].title,
                 cell.speed.median,
                 f"{cell.speed.low:.1f} to {cell.speed.high:.1f}",
                 None if alone is None else cell.speed.median / alone.speed.median,
@@ -284,7 +266,7 @@ def _speeds(report: Report) -> Iterator[Table]:
                 *(cell.inter_token_seconds_p50, cell.inter_token_seconds_p99),
                 *(cell.acceptance_rate, cell.tokens_per_pass, cell.same_tokens),
             )
-            for name in report.titles
+            for name in report.settings.contenders
             if (cell := report.cell(name, batch, temperature)) is not None
         )
         title = f"Batch {batch}, temperature {temperature:g}"
@@ -305,7 +287,7 @@ def _first_tokens(report: Report) -> Table:
                 first / statistics.median(alone.first_tokens_per_second),
                 rest / statistics.median(alone.later_tokens_per_second),
             )
-        title = report.titles[cell.contender]
+        title = CONTENDERS[cell.contender].title
         rows.append((title, cell.batch, cell.temperature, first, by_alone[0], rest, by_alone[1]))
     speeds = (
         ("first", "tokens/s"),
@@ -367,7 +349,7 @@ def _ratio(report: Report, one: Side, temperature: float, others: Sequence[Side]
 
 
 def _absent(report: Report) -> list[str]:
-    return [f"{report.titles.get(name, name)}: {why}" for name, why in report.absent.items()]
+    return [f"{CONTENDERS[name].title}: {why}" for name, why in report.absent.items()]
 
 
 def _rich(table: Table) -> rich.Table:

@@ -47,7 +47,7 @@ async def study(arguments: argparse.Namespace) -> None:
     ) as server:
         while len(completions) < arguments.completions:
             completions += await server.complete(
-                arguments.prompt, max_tokens=arguments.max_tokens, temperature=1.0, n=64
+                arguments.prompt, max_tokens=arguments.max_tokens, temperature=1.0, n=16
             )
     for position in range(arguments.max_tokens):
         write_out(f"position {position}: {compared(completions, position)}\n")

@@ -17,7 +17,8 @@ from benchmarks.common import rotated
 from benchmarks.contenders import CONTENDERS, BenchSettings, prepared
 from benchmarks.gpu import RUNS, GpuReport, gpus, options_of
 from benchmarks.pace import Pace
-from benchmarks.report import Cell, Machine, PairInfo, Report, Spread
+from benchmarks.pairs import PairInfo
+from benchmarks.report import Cell, Machine, Report, Spread
 from benchmarks.studies.memory import (
     DEEPSEEK,
     DEPLOYMENTS,
@@ -131,12 +132,7 @@ def measured(settings: BenchSettings, speed: float) -> Report:
         command="tandem bench",
         machine=Machine(processor="a CPU", cores=2, device=settings.device, load_before=0.0, versions={}),
         pair=PairInfo(name=settings.pair, target_parameters=2, draft_parameters=1),
-        dtype=settings.dtype,
-        threads=1,
-        max_tokens=settings.max_tokens,
-        num_speculative_tokens=4,
-        rounds=1,
-        titles={name: CONTENDERS[name].title for name in settings.contenders},
+        settings=settings,
         cells=tuple(
             Cell(
                 contender=name,

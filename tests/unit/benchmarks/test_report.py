@@ -9,11 +9,12 @@ import pytest
 from rich.console import Console
 
 from benchmarks.bench import recorded_command
+from benchmarks.contenders import BenchSettings
+from benchmarks.pairs import PairInfo
 from benchmarks.peers import Answer, Outcome
 from benchmarks.report import (
     Cell,
     Machine,
-    PairInfo,
     Report,
     Spread,
     Table,
@@ -62,12 +63,7 @@ def report(cells: Sequence[Cell], **changes: object) -> Report:
             processor="<A & B>", cores=2, device="cpu", load_before=0.1, versions={"python": "3"}
         ),
         pair=PairInfo(name="demo", target_parameters=9_260_000, draft_parameters=1_030_000),
-        dtype="bfloat16",
-        threads=2,
-        max_tokens=64,
-        num_speculative_tokens=4,
-        rounds=len(cells[0].tokens_per_second),
-        titles={name: f"title of {name} <&>" for name in dict.fromkeys(one.contender for one in cells)},
+        settings=BenchSettings(threads=2, rounds=len(cells[0].tokens_per_second)),
         cells=tuple(cells),
         tables=(
             Table(
@@ -128,7 +124,7 @@ def test_tables_hold_every_cell_and_who_was_absent() -> None:
     for words in (
         "Batch 16, temperature 0",
         "not met",
-        "vllm: name a Python",
+        "vLLM: name a Python",
         "75.0%",
     ):
         assert words in text
@@ -163,7 +159,7 @@ def test_the_first_tokens_of_long_completions_are_reported_apart() -> None:
     assert cells[1].later_tokens_per_second == (200.0,)
     text = markdown(report(cells))
     assert "## The first 100 tokens, and the rest" in text
-    assert "| title of speculative <&> | 1 | 0 | 99.0 | 0.99 x | 200.0 | 2.00 x |" in text
+    assert "| Tandem, speculative | 1 | 0 | 99.0 | 0.99 x | 200.0 | 2.00 x |" in text
     assert not cell_of("speculative", 1, 0.0, [outcome(1.0, answer((1.0, 64)))], []).first_tokens_per_second
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import statistics
 from collections.abc import Iterator, Sequence
@@ -11,17 +10,16 @@ from dataclasses import replace
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import service
+from benchmarks.common import one_sentence, service, study_parser
 from benchmarks.prompts import Prompt, chat_prompts, held_out_prompts
 from coordinator.cli.command import plain_table
 from coordinator.cli.generate import ACCEPTED_STYLE, Record, received
 from coordinator.cli.up import SMOLLM2_METHOD
 from coordinator.stats.speculation import acceptance_rate, add, tokens_per_pass
 from tandem.client import Client
-from tandem.errors import ModelFolderError, TandemError
+from tandem.errors import ModelFolderError
 from tandem.model_sources.bundled import DEMO, SMOLLM2, smollm2_head
 from tandem.model_sources.find import find_model
-from tandem.standard_streams import exit_with
 from tandem.types import GenerationRequest, SpeculationStats
 
 NUM_SPECULATIVE_TOKENS = 4
@@ -95,20 +93,20 @@ async def _comparison(client: Client, prompts: Sequence[Prompt], max_tokens: int
     columns = ("TEMP", "DECODING", ">TOKENS/S", ">FIRST TOKEN", ">ACCEPTED", ">TOKENS/PASS", ">SPEED-UP")
     table = plain_table(*columns)
     for temperature in (0.0, 0.8):
-        alone, speculative = [], []
+        records: list[tuple[Record, Record]] = []
         # The first prompt runs once more than is counted: the first request also sets things up.
         for prompt in (prompts[0], *prompts):
             request = _request(prompt, max_tokens, temperature)
-            alone.append(await _run(client, replace(request, speculation=False)))
-            speculative.append(await _run(client, request))
-        slow, fast = _speed(alone[1:]), _speed(speculative[1:])
-        table.add_row(f"{temperature:g}", "target alone", *_speeds(alone[1:]), "", "", "1.00 x")
+            alone = await _run(client, replace(request, speculation=False))
+            records.append((alone, await _run(client, request)))
+        slow, fast = zip(*records[1:], strict=True)
+        table.add_row(f"{temperature:g}", "target alone", *_speeds(slow), "", "", "1.00 x")
         stats = SpeculationStats()
-        for record in speculative[1:]:
+        for record in fast:
             assert record.summary is not None
             add(stats, record.summary.speculation)
         shares = f"{acceptance_rate(stats):.1%}", f"{tokens_per_pass(stats):.2f}"
-        table.add_row("", "speculative", *_speeds(speculative[1:]), *shares, f"{fast / slow:.2f} x")
+        table.add_row("", "speculative", *_speeds(fast), *shares, f"{_speed(fast) / _speed(slow):.2f} x")
     return table
 
 
@@ -142,7 +140,7 @@ def _speeds(records: Sequence[Record]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = study_parser(__doc__)
     parser.add_argument("--prompts", type=int, default=8, help="how many prompts to compare on")
     parser.add_argument("--max-tokens", type=int, default=96, help="tokens of each completion")
     parser.add_argument(
@@ -153,9 +151,7 @@ if __name__ == "__main__":
     parser.add_argument(
         "--method", help="drafting method: eagle3, medusa, ngram or suffix; by default as in tandem up"
     )
-    arguments = parser.parse_args()
-    try:
-        model = arguments.model or default_model()
-        asyncio.run(main(model, arguments.prompts, arguments.max_tokens, arguments.method))
-    except TandemError as error:
-        exit_with(error, 1)
+    options = parser.parse_args()
+    with one_sentence():
+        model = options.model or default_model()
+        asyncio.run(main(model, options.prompts, options.max_tokens, options.method))

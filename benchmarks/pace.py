@@ -38,11 +38,6 @@ def sleep_until(due: float) -> None:
         time.sleep(0.0)  # lets go of the interpreter
 
 
-def sleep(seconds: float) -> None:
-    """Sleep for so long; return at once if it is not above 0."""
-    sleep_until(time.perf_counter() + seconds)
-
-
 @dataclass(frozen=True, slots=True)
 class Pace:
     """Minimum duration of steps."""
@@ -78,7 +73,7 @@ class Pace:
         self,
         role: str,
         on_step: OnStep = None,
-        sleep: Callable[[float], None] = sleep,
+        sleep: Callable[[float], None] = sleep_until,
         steps: TextIO | None = None,
     ) -> Callable[[StepRecord], None]:
         """A step observer that sleeps before the results are delivered, so that steps take at least this long.
@@ -90,9 +85,7 @@ class Pace:
             began = time.perf_counter() - step.seconds
             if on_step is not None:
                 on_step(step)
-            left = self.seconds(role, step.token_count) - step.seconds
-            if left > 0.0:
-                sleep(left)
+            sleep(began + self.seconds(role, step.token_count))
             if steps is not None:
                 steps.write(f"{began} {time.perf_counter()} {step.sequence_count} {step.token_count}\n")
 

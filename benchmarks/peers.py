@@ -172,25 +172,19 @@ async def peer(name: str, command: list[str], setup: dict[str, Any], log: Path) 
             )
         except OSError as error:
             raise PeerError(f"{name} did not start: {python}: {error.strerror or error}") from error
+        assert process.stdin is not None
         try:
             running = Peer(name, process)
             # vLLM compiles its models at start, which takes minutes
             await running.ask(setup, 900.0)
             yield running
         finally:
-            await _stop(process)
-
-
-async def _stop(process: asyncio.subprocess.Process) -> None:
-    assert process.stdin is not None
-    process.stdin.close()
-    try:
-        # An engine that hangs is killed
-        async with asyncio.timeout(20.0):
-            await process.wait()
-    except TimeoutError:
-        process.kill()
-        await process.wait()
+            process.stdin.close()
+            try:
+                await asyncio.wait_for(process.wait(), 20.0)
+            except TimeoutError:  # an engine that hangs
+                process.kill()
+                await process.wait()
 
 
 # ---- the peer's end of the pipe
@@ -355,7 +349,9 @@ def mend_expansion() -> None:
 
 
 def _vllm_speculation(setup: dict[str, Any]) -> dict[str, Any]:
-    configs: dict[str, dict[str, Any]] = {
+    if setup["mode"] == "alone":
+        return {}
+    config = {
         "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5},
         "draft_model": {
             "method": "draft_model",
@@ -363,21 +359,17 @@ def _vllm_speculation(setup: dict[str, Any]) -> dict[str, Any]:
             "draft_sample_method": "probabilistic",
         },
         "tandem": {"method": "custom_class", "model": "tandem.integrations.vllm.TandemProposer"},
+    }[setup["mode"]]
+    worker = {"worker_cls": "tandem.integrations.vllm.worker.TandemWorker"}
+    return {
+        "speculative_config": {**config, "num_speculative_tokens": setup["num_speculative_tokens"]},
+        **(worker if setup["mode"] == "tandem" else {}),
     }
-    if setup["mode"] == "alone":
-        return {}
-    count = setup["num_speculative_tokens"]
-    found: dict[str, Any] = {
-        "speculative_config": {**configs[setup["mode"]], "num_speculative_tokens": count}
-    }
-    if setup["mode"] == "tandem":
-        found["worker_cls"] = "tandem.integrations.vllm.worker.TandemWorker"
-    return found
 
 
 def _pace_vllm(engine: Any, text: str) -> None:
     """Let the passes of the target, and of vLLM's own draft model, take a minimum time."""
-    from benchmarks.pace import Pace, sleep
+    from benchmarks.pace import Pace, sleep_until
 
     pace = Pace.from_text(text)
 
@@ -386,7 +378,7 @@ def _pace_vllm(engine: Any, text: str) -> None:
             began = time.perf_counter()
             result = forward(*arguments, **named)
             tokens = len(result[0] if isinstance(result, tuple) else result)
-            sleep(pace.seconds(role, tokens) - (time.perf_counter() - began))
+            sleep_until(began + pace.seconds(role, tokens))
             return result
 
         return run

@@ -115,24 +115,22 @@ def scale_for(target: Any, draft: Any, agreement: float) -> float:
         current = scale
         return 1.0 - agreement_and_overlap(target, draft)[0]
 
-    found = bisect(disagreement, 1.0 - agreement)
+    found = bisect(disagreement, 1.0 - agreement, 1e-3, 4.0, within=0.01)
     scale_later_layers(target, kept, 1.0 / current)
     return found
 
 
-def bisect(rising: Callable[[float], float], wanted: float) -> float:
-    """Argument from 0.001 to 4 at which a rising function comes closest to a value, by bisection on a logarithmic
-    scale."""
-    low, high = math.log(1e-3), math.log(4.0)
+def bisect(
+    rising: Callable[[float], float], wanted: float, low: float, high: float, within: float = 0.0
+) -> float:
+    """Argument at which a rising function comes closest to a value, by bisection on a logarithmic scale; it ends when
+    the value is as near as wanted, or the interval so narrow."""
     best, distance = 1.0, math.inf
-    # Of an interval of e^8.3
-    for _ in range(12):
-        middle = (low + high) / 2
-        reached = rising(math.exp(middle))
+    while distance > within and high / low > 1.001:
+        middle = math.sqrt(low * high)
+        reached = rising(middle)
         if abs(reached - wanted) < distance:
-            best, distance = math.exp(middle), abs(reached - wanted)
-        if distance <= 0.01:
-            break
+            best, distance = middle, abs(reached - wanted)
         low, high = (middle, high) if reached < wanted else (low, middle)
     return best
 
@@ -152,11 +150,7 @@ def sharpen(model: Any, entropy_nats: float) -> None:
         log_probs = torch.log_softmax(logits * scale, dim=-1)
         return float((log_probs.exp() * log_probs).sum(-1).mean())
 
-    low, high = 1e-2, 1e3
-    for _ in range(40):
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if certainty(middle) < -entropy_nats else (low, middle)
-    model.model.norm.weight.mul_(low)
+    model.model.norm.weight.mul_(bisect(certainty, -entropy_nats, 1e-2, 1e3))
 
 
 def agreement_and_overlap(target: Any, draft: Any) -> tuple[float, float]:

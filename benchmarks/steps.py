@@ -6,7 +6,7 @@ import asyncio
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -15,14 +15,12 @@ from benchmarks.report import Table
 
 if TYPE_CHECKING:
     from tandem.engine.core.selection import Backends
+    from tandem.engine.kv_cache.sequence import Sequence
 
 SIZES = ((1, 1), (1, 5), (4, 1), (4, 5), (16, 1), (16, 5), (1, 512))
 """Sequences, and tokens of each: one, a proposal of four with the token before it, and a prompt."""
 PAST_TOKENS = 200
 """Number of earlier tokens that each sequence of a short step attends to."""
-_ROOM = PAST_TOKENS + max(width for _, width in SIZES)
-"""Tokens of a sequence's pages."""
-_SEQUENCES = max(count for count, _ in SIZES)
 _READ_BYTES = 1 << 28
 """More than the caches of a processor hold."""
 
@@ -33,7 +31,7 @@ Row = tuple[str, float | None, float, float, float | None]
 """What was run; seconds by torch, as a service runs it, and to read the weights once; the first by the second."""
 
 
-def table(rows: Sequence[Row]) -> Table:
+def table(rows: Iterable[Row]) -> Table:
     """Steps of both models as a table."""
     seconds = ((name, "seconds") for name in ("torch", "as served", "weights read once"))
     return Table(
@@ -73,9 +71,10 @@ def step_rows(role: str, setup: Setup) -> list[Row]:
     numbers = torch.ones(_READ_BYTES // 4, device=device)
     # `item` waits until the device has done what it was told to.
     read = min(_seconds({"read": lambda: numbers.sum().item()}, clock)["read"])
-    engines = {"torch": Steps(plain)}
+    room = max(count for count, _ in SIZES), PAST_TOKENS + max(width for _, width in SIZES)
+    engines = {"torch": Steps(plain, *room)}
     if is_cpu:  # elsewhere the engine runs torch's own modules
-        engines["served"] = Steps(choose_backends(load().model))
+        engines["served"] = Steps(choose_backends(load().model), *room)
     rows: list[Row] = []
     with torch.inference_mode():
         for sequences, width in SIZES:
@@ -102,38 +101,40 @@ def _seconds(works: dict[str, Work], clock: Callable[[], float]) -> dict[str, li
 
 
 class Steps:
-    """An engine's steps, run without its scheduler."""
+    """An engine's steps, run without its scheduler, with pages for so many sequences of so many tokens."""
 
-    def __init__(self, backends: Backends) -> None:
+    def __init__(self, backends: Backends, sequences: int, tokens: int) -> None:
         from tandem.engine.kv_cache.arena import PAGE_TOKENS, KvArena, pages_for
 
         model = backends.model
-        self._page_tokens = PAGE_TOKENS
-        self._pages = pages_for(_ROOM, PAGE_TOKENS)
-        arena = KvArena(model.layers, _SEQUENCES * self._pages, model.dtype, model.device)
-        self._runner = backends.steps(arena)
-        self._vocabulary_size = model.info.vocabulary_size
+        self._page_tokens, self._tokens, self._sequences = PAGE_TOKENS, tokens, sequences
+        self._page_count = sequences * pages_for(tokens, PAGE_TOKENS)
+        arena = KvArena(model.layers, self._page_count, model.dtype, model.device)
+        self.runner = backends.steps(arena)
+        self.vocabulary_size = model.info.vocabulary_size
+
+    def sequence(self, token_ids: Iterable[int], index: int = 0) -> Sequence:
+        """A sequence with these tokens, of which none is computed yet. Those that grow together take turns at pages."""
+        from tandem.engine.kv_cache.arena import PageTable
+        from tandem.engine.kv_cache.sequence import Sequence
+
+        pages = PageTable(self._page_tokens, self._tokens, range(index, self._page_count, self._sequences))
+        made = Sequence(pages, self._tokens, self.vocabulary_size)
+        made.token_ids = list(token_ids)
+        return made
 
     def work(self, sequences: int, width: int) -> Work:
         """A step of so many sequences and tokens, to be repeated."""
-        from tandem.engine.kv_cache.arena import PageTable
-        from tandem.engine.kv_cache.sequence import Segment, Sequence
+        from tandem.engine.kv_cache.sequence import Segment
 
         past = 0 if width > PAST_TOKENS else PAST_TOKENS
-
-        def segment(index: int) -> Segment:
-            # Sequences that grow together take turns
-            pages = range(index, _SEQUENCES * self._pages, _SEQUENCES)
-            sequence = Sequence(PageTable(self._page_tokens, _ROOM, pages), _ROOM, self._vocabulary_size)
-            sequence.token_ids = self._token_ids(index, past + width)
+        segments = []
+        for index in range(sequences):
+            numbers = range(index, index + 7 * (past + width), 7)
+            made = self.sequence((each % (self.vocabulary_size - 3) + 3 for each in numbers), index)
             if past:
-                self._runner.run([Segment(sequence, past)], [past - 1])
-                sequence.advance(past)
-            return Segment(sequence, width)
-
-        segments = [segment(index) for index in range(sequences)]
+                self.runner.run([Segment(made, past)], [past - 1])
+                made.advance(past)
+            segments.append(Segment(made, width))
         rows = list(range(sequences * width)) if past else [width - 1]
-        return lambda: self._runner.run(segments, rows)
-
-    def _token_ids(self, index: int, count: int) -> list[int]:
-        return [(7 * step + index) % (self._vocabulary_size - 3) + 3 for step in range(count)]
+        return lambda: self.runner.run(segments, rows)

@@ -165,33 +165,31 @@ class LoadReport:
 
 def table(report: LoadReport) -> Table:
     """The report as a table of two columns."""
+
+    def described(values: Mapping[str, float], digits: int) -> str:
+        return ", ".join(f"{name} {value:.{digits}f}" for name, value in values.items())
+
     found = report.figures
     shown = Table("figure", "value")
-    rows: list[tuple[str, str]] = [
-        ("requests completed / failed", f"{found.completed} / {found.failed}"),
-        *((f"failed with {name}", f"{count}: {found.reasons[name]}") for name, count in found.errors.items()),
-        ("duration (s)", f"{found.seconds:.1f}"),
-        ("tokens of prompts / completions", f"{found.prompt_tokens} / {found.output_tokens}"),
-        ("requests per second", f"{found.requests_per_second:.2f}"),
-    ]
+    add = shown.add_row
+    add("requests completed / failed", f"{found.completed} / {found.failed}")
+    for name, count in found.errors.items():
+        add(f"failed with {name}", f"{count}: {found.reasons[name]}")
+    add("duration (s)", f"{found.seconds:.1f}")
+    add("tokens of prompts / completions", f"{found.prompt_tokens} / {found.output_tokens}")
+    add("requests per second", f"{found.requests_per_second:.2f}")
     if found.goodput is not None:
         bounds = " ".join(report.options.goodput)
-        rows.append((f"goodput, requests per second ({bounds})", f"{found.goodput:.2f}"))
-    rows.append(("completion tokens per second", f"{found.output_tokens_per_second:.0f}"))
+        add(f"goodput, requests per second ({bounds})", f"{found.goodput:.2f}")
+    add("completion tokens per second", f"{found.output_tokens_per_second:.0f}")
     for name, spread in found.latencies.items():
-        each = ", ".join(f"{percent} {value:.1f}" for percent, value in spread.percentiles.items())
-        rows.append((f"{name.upper()} (ms)", f"mean {spread.mean:.1f}, {each}"))
+        add(f"{name.upper()} (ms)", described({"mean": spread.mean, **spread.percentiles}, 1))
     for name, used in report.used.items():
         sizes = " + ".join(f"{size:.0f}" for size in used.mebibytes)
-        rows.append(
-            (f"{name}: ms of a core per token; MiB", f"{used.processor_milliseconds_per_token:.3f}; {sizes}")
-        )
+        add(f"{name}: ms of a core per token; MiB", f"{used.processor_milliseconds_per_token:.3f}; {sizes}")
     for place, words in _PLACES.items():
         if place in report.round_waits:
-            each = ", ".join(f"{name} {value:.2f}" for name, value in report.round_waits[place].items())
-            rows.append((f"waits (ms): {words}", each))
-    for row in rows:
-        shown.add_row(*row)
+            add(f"waits (ms): {words}", described(report.round_waits[place], 2))
     return shown
 
 

@@ -23,11 +23,10 @@ from torch import Tensor
 
 from benchmarks.common import study_parser
 from benchmarks.prompts import source_text
+from benchmarks.steps import Steps
 from tandem.engine.core.selection import Backends, choose_backends
-from tandem.engine.kv_cache.arena import PAGE_TOKENS, KvArena, PageTable, pages_for
-from tandem.engine.kv_cache.sequence import Segment, Sequence
+from tandem.engine.kv_cache.sequence import Segment
 from tandem.engine.models.loading import load_model
-from tandem.engine.steps import StepBackend
 from tandem.model_sources.bundled import DEMO, demo_pair
 from tandem.model_sources.find import find_model
 from tandem.types import FloatArray
@@ -68,23 +67,16 @@ def ways(folder: Path) -> Iterator[tuple[str, Backends]]:
 
 def log_probs(backends: Backends, texts: SequenceOf[SequenceOf[int]]) -> list[FloatArray]:
     """The log probability of each token but the first, float64 [tokens - 1] for each text."""
-    model = backends.model
-    page_count = pages_for(LONGEST, PAGE_TOKENS)
-    arena = KvArena(model.layers, page_count, model.dtype, model.device)
-    pages = PageTable(PAGE_TOKENS, LONGEST, range(page_count))
-    runner = backends.steps(arena)
+    steps = Steps(backends, 1, LONGEST)
     with torch.inference_mode():
-        return [_of_text(runner, text, pages, model.info.vocabulary_size) for text in texts]
+        return [_of_text(steps, text) for text in texts]
 
 
-def _of_text(
-    runner: StepBackend, text: SequenceOf[int], pages: PageTable, vocabulary_size: int
-) -> FloatArray:
-    sequence = Sequence(pages, LONGEST, vocabulary_size)
-    sequence.token_ids = list(text)
+def _of_text(steps: Steps, text: SequenceOf[int]) -> FloatArray:
+    sequence = steps.sequence(text)
     logits: list[Tensor] = []
     for width in (len(text) - sum(LAST_STEPS), *LAST_STEPS):
-        logits.append(runner.run([Segment(sequence, width)], range(width)).double())
+        logits.append(steps.runner.run([Segment(sequence, width)], range(width)).double())
         sequence.advance(width)
     following = torch.tensor(text[1:])[:, None]
     found: FloatArray = torch.cat(logits)[:-1].log_softmax(-1).gather(1, following)[:, 0].numpy()

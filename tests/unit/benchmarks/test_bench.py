@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -72,15 +73,16 @@ def test_everyone_runs_once_in_each_round_and_at_each_place_equally_often() -> N
         assert [order[place] for order in rounds].count(name) == 2
 
 
-def test_a_step_sleeps_for_what_is_left_of_its_time() -> None:
+def test_a_step_sleeps_for_what_is_left_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     pace = Pace.from_text("6.5,1.2,0.1")
-    slept: list[float] = []
+    monkeypatch.setattr(time, "perf_counter", lambda: 100.0)
+    until: list[float] = []
     seen: list[StepRecord] = []
-    wait = pace.paced("target", seen.append, slept.append)
+    wait = pace.paced("target", seen.append, until.append)
     wait(StepRecord(1, 1, 1, 0.001, 0.0025))
     wait(StepRecord(1, 9, 9, 0.001, 0.0))
     wait(StepRecord(1, 1, 1, 0.1, 0.1))
-    assert slept == pytest.approx([0.004, 0.0065 * 1.1])
+    assert until == pytest.approx([100.004, 100.0 + 0.0065 * 1.1, 99.9065], abs=1e-6)
     assert len(seen) == 3
     assert pace.seconds("draft", 1) == pytest.approx(0.0012)
 

@@ -9,7 +9,7 @@ import inspect
 import shutil
 import textwrap
 from argparse import SUPPRESS, ArgumentError, ArgumentParser, BooleanOptionalAction, HelpFormatter
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -64,9 +64,6 @@ GROUPS = {
     "VllmSettings": "Drafting",
 }
 """Heading of the options that a class brings, in the order of the help."""
-
-_OTHERS_OPTIONS = SpeculativeConfig.model_fields.keys()
-"""Options that a shared source may hold for another service."""
 
 # TANDEM_ sets an option of speculative decoding for every service, TANDEM_COORDINATOR_ and the like any option of one.
 # TANDEM_CLIENT_ is for clients, TANDEM_VLLM_ for the plug-in of vLLM.
@@ -126,11 +123,10 @@ def origins(layers: Sequence[Layer]) -> dict[str, Origin]:
     return found
 
 
-def _without_others(
-    cls: type[Options], values: Mapping[str, Any], others: Collection[str] = _OTHERS_OPTIONS
-) -> dict[str, Any]:
+def _without_others(cls: type[Options], values: Mapping[str, Any]) -> dict[str, Any]:
     """Leave out options of speculative decoding that belong to another service: all may share a file or environment."""
-    return {name: value for name, value in values.items() if name in cls.model_fields or name not in others}
+    known, shared = cls.model_fields, SpeculativeConfig.model_fields
+    return {name: value for name, value in values.items() if name in known or name not in shared}
 
 
 def _from_command_line(cls: type[Options], arguments: Sequence[str], program: str) -> dict[str, Any]:
@@ -143,9 +139,7 @@ def _from_command_line(cls: type[Options], arguments: Sequence[str], program: st
     if unknown := [word.partition("=")[0] for word in rest if word.startswith("-")] or rest[:1]:
         known = {name: _flag(name) for name in (*cls.model_fields, *_aliases(cls).values(), "help")}
         raise ConfigurationError("; ".join(unknown_option(word, known) for word in unknown))
-    return _without_others(
-        cls, spelled_one_way(vars(given), cls.model_fields), SpeculativeConfig.model_fields
-    )
+    return _without_others(cls, spelled_one_way(vars(given), cls.model_fields))
 
 
 def command_line(cls: type[Options], program: str, width: int | None = None) -> ArgumentParser:
@@ -240,9 +234,7 @@ def _from_environment(cls: type[Options], environment: Mapping[str, str]) -> dic
         elif variable.startswith(own_prefix) or not variable.startswith(_SERVICE_PREFIXES):
             shared[variable] = value  # no option: refused by the name it was given
     names = cls.model_fields
-    return _without_others(cls, spelled_one_way(shared, names, is_shared=True)) | _without_others(
-        cls, spelled_one_way(own, names), SpeculativeConfig.model_fields
-    )
+    return _without_others(cls, spelled_one_way(shared, names, is_shared=True) | spelled_one_way(own, names))
 
 
 def _is_known(name: str, fields: Container[str]) -> bool:

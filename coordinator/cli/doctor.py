@@ -151,13 +151,9 @@ def doctor_view(findings: Sequence[Finding]) -> RenderableType:
         words = f"{finding.subject}: {finding.detail}" if finding.subject else finding.detail
         advice = f"\n→ {finding.advice}" if finding.advice else ""
         table.add_row(_MARKS[finding.severity], finding.check, words + advice)
-    return Group(table, "", summary(findings))
-
-
-def summary(findings: Sequence[Finding]) -> str:
-    """Count the findings of each kind."""
     counts = Counter(finding.severity for finding in findings)
-    return (
+    words = (
         f"{plural(len(findings), 'check')}: {counts[Severity.OK]} fine, "
         f"{plural(counts[Severity.WARNING], 'warning')}, {plural(counts[Severity.PROBLEM], 'problem')}"
     )
+    return Group(table, "", words)

@@ -69,13 +69,13 @@ class StepTimes:
         alone = self.round_seconds(batch, 0, is_remote=is_remote)
         return tokens * alone / self.round_seconds(batch, proposed, is_remote=is_remote)
 
-    def ahead_speedup(self, batch: int, proposed: int, hit_rate: float = HIT_RATE) -> float:
+    def ahead_speedup(self, batch: int, proposed: int) -> float:
         """Speed-up with drafting ahead, where a hit costs a verification and its two messages."""
         tokens = expected_tokens(self.rates(proposed))[-1]
         alone = self.round_seconds(batch, 0)
         verify, draft = self.verification_seconds(batch, proposed), self.drafting_seconds(batch, proposed)
         hit = max(verify, draft) + self.round_trip_seconds
-        mean = hit_rate * hit + (1.0 - hit_rate) * self.round_seconds(batch, proposed)
+        mean = HIT_RATE * hit + (1.0 - HIT_RATE) * self.round_seconds(batch, proposed)
         return tokens * alone / mean
 
 

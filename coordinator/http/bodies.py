@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -48,19 +49,16 @@ _MAX_SENTENCES = 8
 _UNFIT = re.compile(r"[^A-Za-z0-9_.-]")
 
 
+@dataclass(slots=True)
 class HeldBytes:
     """The bytes of one kind, such as request bodies, that all connections hold together."""
 
-    def __init__(self, max_bytes: int, advice: str) -> None:
-        """
-        Args:
-            max_bytes: Maximum bytes, besides the free ones of each connection.
-            advice: The sentence of a refusal, with `{max_bytes}` for the maximum.
-        """
-        self.max_bytes = max_bytes
-        self.advice = advice
-        self.held = 0
-        """Bytes that are held now, without the free ones."""
+    max_bytes: int
+    """Maximum bytes, besides the free ones of each connection."""
+    advice: str
+    """The sentence of a refusal, with `{max_bytes}` for the maximum."""
+    held: int = 0
+    """Bytes that are held now, without the free ones."""
 
 
 class Share:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import product
 
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Tracer
@@ -272,22 +273,20 @@ class ObservedRequest(RequestObserver):
         return attributes
 
 
+@dataclass(eq=False, slots=True)
 class ObservedStream(StreamObserver):
     """Observes one stream to a service."""
 
+    role: str
     traffic: Traffic
-
-    def __init__(self, role: str, traffic: Traffic, traceparent: str, span: Span = INVALID_SPAN) -> None:
-        self.role = role
-        self.traffic = traffic
-        self.traceparent = traceparent
-        self._span = span
+    traceparent: str
+    span: Span = INVALID_SPAN
 
     def ended(self, error: Exception | None = None) -> None:
-        if not self._span.is_recording():
+        if not self.span.is_recording():
             return
         traffic = self.traffic
-        self._span.set_attributes(
+        self.span.set_attributes(
             {
                 "tandem.steps": traffic.received_messages,
                 "tandem.bytes.sent": traffic.sent_bytes,
@@ -295,8 +294,8 @@ class ObservedStream(StreamObserver):
             }
         )
         if error is not None:
-            mark_error(self._span, error)
-        self._span.end()
+            mark_error(self.span, error)
+        self.span.end()
 
 
 def bytes_of(streams: Iterable[ObservedStream]) -> dict[tuple[str, str], int]:

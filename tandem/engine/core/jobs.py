@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.engine.steps import ModelRunner
-from tandem.errors import InvalidRequestError, NonFiniteLogitsError, TandemError
+from tandem.errors import NonFiniteLogitsError, TandemError
 from tandem.types import Delta, StepCost
 
 PayloadT = TypeVar("PayloadT")
@@ -45,10 +45,6 @@ class Job(Generic[PayloadT]):
     """Cost of the steps so far, including all of their sequences; None before the first."""
     is_cancelled: bool = field(default=False, init=False)
     """The caller no longer waits for the result."""
-
-    def __post_init__(self) -> None:
-        if self.row_count < 0:
-            raise InvalidRequestError(f"The number of rows is {self.row_count} and must not be negative.")
 
     def count_step(self, seconds: float, sequences: int, tokens: int) -> None:
         if self.cost is None:

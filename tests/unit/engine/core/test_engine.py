@@ -91,8 +91,6 @@ async def test_a_delta_that_does_not_fit_is_the_callers_alone(llama: TinyModel) 
                 await rows(engine, sequence, delta, row_count)
         assert torch.allclose(await good, plain_logits(llama.reference, _PROMPT)[-1:], atol=1e-4)
         await rows(engine, sequence, Delta(0, _PROMPT), 1)
-    with pytest.raises(InvalidRequestError, match="The number of rows is -1 and must not be negative"):
-        Job(sequence, Delta(0, ()), -1, None)
 
 
 async def test_a_job_without_rows_only_fills_the_cache(llama: TinyModel) -> None:

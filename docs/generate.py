@@ -66,11 +66,7 @@ _SECTIONS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("Admin calls", "For the coordinator.", AdminOptions),
     ("HTTP", "For the coordinator; see [HTTP](http.md).", HttpOptions),
     ("Access to the services", "For the coordinator.", ServiceAccessOptions),
-    (
-        "Coordinator",
-        "Variables begin with `TANDEM_COORDINATOR_`.",
-        CoordinatorSettings,
-    ),
+    ("Coordinator", "Variables begin with `TANDEM_COORDINATOR_`.", CoordinatorSettings),
     ("Draft service", "Variables begin with `TANDEM_DRAFT_`.", DraftSettings),
     ("Target service", "Variables begin with `TANDEM_TARGET_`.", TargetSettings),
     ("Draft and target service", "Both have these.", ModelServerSettings),
@@ -112,10 +108,8 @@ def _type(annotation: Any) -> str:
         return _type(get_args(annotation)[0])
     if get_origin(annotation) is Literal:
         return ", ".join(map(str, get_args(annotation)))
-    if annotation in _TYPES:
-        return _TYPES[annotation]
-    if get_origin(annotation) in _TYPES:
-        return _TYPES[get_origin(annotation)]
+    if name := _TYPES.get(annotation) or _TYPES.get(get_origin(annotation)):
+        return name
     return " or ".join(_type(part) for part in get_args(annotation) if part is not NoneType)
 
 
@@ -133,28 +127,18 @@ def _listed(names: Iterable[str]) -> str:
 
 def _rules() -> Iterator[str]:
     yield "## Rules\n\nIf several rules are broken, the error names all of them."
-    yield (
-        "### Of the configuration alone\n\nChecked wherever it is read; exit code 2.\n\n"
-        + _rule_list(CheckedSpeculativeConfig.rules())
+    own = CheckedSpeculativeConfig.rules()
+    of_servers = [rule for rule in CoordinatorSettings.rules() if rule not in own]
+    of_requests: Sequence[Rule[Any]] = (*BOUND_RULES, *REQUEST_RULES)
+    kinds: tuple[tuple[str, str, Sequence[Rule[Any]]], ...] = (
+        ("the configuration alone", "Checked wherever it is read; exit code 2.", own),
+        ("a server", "Checked at start; exit code 2.", of_servers),
+        ("the models", "Checked when the coordinator reaches its services; exit code 2.", MODEL_RULES),
+        ("a request", "Checked before anything is computed; `INVALID_ARGUMENT`, exit code 5.", of_requests),
     )
-    yield (
-        "### Of a server\n\nChecked at start; exit code 2.\n\n"
-        + _rule_list(
-            [rule for rule in CoordinatorSettings.rules() if rule not in CheckedSpeculativeConfig.rules()]
-        )
-    )
-    yield (
-        "### Of the models\n\nChecked when the coordinator reaches its services; exit code 2.\n\n"
-        + _rule_list(MODEL_RULES)
-    )
-    yield (
-        "### Of a request\n\nChecked before anything is computed; `INVALID_ARGUMENT`, exit code 5.\n\n"
-        + _rule_list((*BOUND_RULES, *REQUEST_RULES))
-    )
-
-
-def _rule_list(rules: Sequence[Rule[Any]]) -> str:
-    return "\n".join(f"- {rule.requirement}" for rule in rules)
+    for title, words, rules in kinds:
+        listed = "\n".join(f"- {rule.requirement}" for rule in rules)
+        yield f"### Of {title}\n\n{words}\n\n{listed}"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -166,14 +150,14 @@ def http_page() -> str:
     """docs/http.md with the table of fields as it is by now."""
     before, _, rest = HTTP_PAGE.read_text(encoding="utf-8").partition(FIELDS_BEGIN)
     after = rest.partition(FIELDS_END)[2]
-    rows = [(f"`{name}`", endpoint, " ".join(words.split())) for name, endpoint, words in field_rows()]
     kept: dict[tuple[str, str], list[str]] = {}
     refused: dict[str, list[str]] = {}
-    for name, endpoint, words in rows:
+    for field, endpoint, text in field_rows():
+        name, words = f"`{field}`", " ".join(text.split())
         if words.startswith("Refused"):
-            condition, _, reason = words.partition(": ")
+            condition, _, reason = words.removeprefix("Refused").partition(": ")
             where = "" if endpoint == "both" else f" ({endpoint})"
-            refused.setdefault(reason, []).append(name + where + condition.removeprefix("Refused"))
+            refused.setdefault(reason, []).append(name + where + condition)
         else:
             kept.setdefault((endpoint, words), []).append(name)
     table = _table(("field", "endpoint", "meaning"), [(", ".join(kept[key]), *key) for key in kept])

@@ -180,12 +180,8 @@ def main() -> None:
     prompts = held_out_ids(options.target)
     for temperature in TEMPERATURES:
         found = measure_acceptance(target, draft, prompts, temperature)
-        logger.info(
-            "temperature %.1f: acceptance rate %.3f, %.2f tokens per pass",
-            temperature,
-            found.rate,
-            found.length,
-        )
+        words = "temperature %.1f: acceptance rate %.3f, %.2f tokens per pass"
+        logger.info(words, temperature, found.rate, found.length)
 
 
 if __name__ == "__main__":

@@ -62,16 +62,16 @@ def held_out_questions() -> list[str]:
 def _questions(
     subjects: Sequence[str], tasks: Sequence[str], chooser: random.Random, sum_count: int
 ) -> list[str]:
-    asked = [
-        question.format(subject) for subject, question in itertools.product(subjects, WORDS["questions"])
+    product, rewrites = itertools.product, itertools.cycle(WORDS["rewrites"])
+    asked = [question.format(subject) for subject, question in product(subjects, WORDS["questions"])]
+    asked += [
+        next(rewrites).format(sentence.format(subject))
+        for subject, sentence in product(subjects, WORDS["sentences"])
     ]
-    sentences = (
-        sentence.format(subject) for subject, sentence in itertools.product(subjects, WORDS["sentences"])
-    )
-    rewrites = WORDS["rewrites"]
-    asked += [rewrites[index % len(rewrites)].format(text) for index, text in enumerate(sentences)]
-    for task, language, question in itertools.product(tasks, WORDS["languages"], WORDS["code_questions"]):
-        asked.append(question.format(language, task))
+    asked += [
+        question.format(language, task)
+        for task, language, question in product(tasks, WORDS["languages"], WORDS["code_questions"])
+    ]
     asked += sorted({_sum(chooser) for _ in range(sum_count)})
     random.Random(QUESTION_SEED).shuffle(asked)
     return asked
@@ -92,14 +92,8 @@ async def answer(folder: Path, questions: Sequence[tuple[str, float]], minutes: 
     layers = ",".join(map(str, (*LAYER_IDS, 30)))
     states = ("--shared-storage-path", str(folder), "--eagle-aux-hidden-state-layer-ids", layers)
     model = (
-        "--model",
-        SMOLLM2,
-        "--max-sequences",
-        str(AT_ONCE),
-        "--device-memory-utilization",
-        "0.15",
-        "--dtype",
-        "bfloat16",
+        *("--model", SMOLLM2, "--dtype", "bfloat16"),
+        *("--max-sequences", str(AT_ONCE), "--device-memory-utilization", "0.15"),
     )
     box, report, seeds, tokens = TimeBox(minutes), TimeBox(REPORT_MINUTES), enumerate(questions), 0
 

@@ -138,15 +138,8 @@ def main() -> None:
         else trained_head(options.trained, target, options.head)
     )
     last = LastLayer(target, head.target_ids)  # type: ignore[arg-type]  # a registered buffer
-    seen = train(
-        head,
-        last,
-        options.answers,
-        options.head,
-        options.minutes,
-        options.held_out,
-        again=options.trained is not None,
-    )
+    places = (options.answers, options.head, options.minutes, options.held_out)
+    seen = train(head, last, *places, again=options.trained is not None)
     logger.info("%d tokens of answers seen", seen)
 
 

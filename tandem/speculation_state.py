@@ -87,6 +87,8 @@ class SpeculationDecision:
     """Predicted seconds of a drafted round in which neither service computes."""
     ahead_outcomes: int = 0
     """Outcomes of a verification that rounds draft ahead for; 0: they do not draft ahead."""
+    alone_message_seconds: float = 0.0
+    """Predicted seconds of a round without a proposal in which the target does not compute."""
 
     @property
     def reason(self) -> str:

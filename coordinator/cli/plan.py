@@ -203,7 +203,13 @@ def _times(decision: SpeculationDecision, rounds: Sequence[float], trip: float) 
         ),
     )
     return measured_times(
-        replace(decision, round_seconds=tuple(rounds), message_seconds=messages, draft_step_seconds=step)
+        replace(
+            decision,
+            round_seconds=tuple(rounds),
+            message_seconds=messages,
+            draft_step_seconds=step,
+            alone_message_seconds=min(decision.alone_message_seconds, messages / 2.0),
+        )
     )
 
 

@@ -36,6 +36,8 @@ class StepTimes:
     `draft_step_seconds` then belongs to the same load."""
     mapping: str = ""
     """Coverage of the vocabulary mapping, for a draft with another tokenizer."""
+    alone_trips: float = 1.0
+    """Round trips of a round without a proposal: none where the target begins the next one before it is asked."""
 
     def verification_seconds(self, batch: int, proposed: int) -> float:
         """Seconds of a target step in which each sequence has so many proposed tokens."""
@@ -60,7 +62,7 @@ class StepTimes:
 
     def round_seconds(self, batch: int, proposed: int, *, is_remote: bool = True) -> float:
         """Seconds of a round in which each of `batch` sequences proposes so many tokens, with or without the wire."""
-        messages = self.round_trip_seconds * (2 if proposed else 1) if is_remote else 0.0
+        messages = self.round_trip_seconds * (2 if proposed else self.alone_trips) if is_remote else 0.0
         return self.verification_seconds(batch, proposed) + self.drafting_seconds(batch, proposed) + messages
 
     def speedup(self, batch: int, proposed: int, *, is_remote: bool = True) -> float:
@@ -81,13 +83,20 @@ class StepTimes:
 
 def measured_times(decision: SpeculationDecision) -> StepTimes:
     """Measurements of a running cluster at one load."""
-    round_trip = decision.message_seconds / 2.0
+    step, messages, alone = (
+        decision.draft_step_seconds,
+        decision.message_seconds,
+        decision.alone_message_seconds,
+    )
     verify = tuple(
-        max(seconds - proposed * decision.draft_step_seconds - round_trip * (2 if proposed else 1), 1e-9)
+        max(seconds - proposed * step - (messages if proposed else alone), 1e-9)
         for proposed, seconds in enumerate(decision.round_seconds)
     )
+    trip = messages / 2.0
     return StepTimes(
-        verify[0], decision.draft_step_seconds, decision.acceptance_rates, round_trip, verify_by_length=verify
+        *(verify[0], step, decision.acceptance_rates, trip),
+        alone_trips=alone / trip if trip else 1.0,
+        verify_by_length=verify,
     )
 
 

@@ -565,4 +565,5 @@ class SpeculationController:
                 costs.draft_seconds(load),
                 costs.rest_seconds(Way.DRAFTED, load),
                 choice.plan.outcomes,
+                max(costs.rest_seconds(costs.alone, load), 0.0),
             )

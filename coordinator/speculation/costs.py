@@ -151,7 +151,8 @@ class CostModel:
         """
         self.target = target
         self.draft = draft
-        self.leads = leads
+        self.alone = Way.LED if leads else Way.ASKED
+        """How rounds go without a draft."""
         self.trips: tuple[float, ...] = (target_trip_seconds, draft_trip_seconds)
         """By health checks: the first guess, since a check takes longer than a message between two steps."""
         self._rests: dict[Way, dict[int, list[float]]] = {way: {} for way in Way}
@@ -243,7 +244,7 @@ class CostModel:
         if proposed:
             drafting = proposed * self.draft_seconds(load)
             return self.verify_seconds(load, proposed) + drafting + self.rest_seconds(Way.DRAFTED, load)
-        return self.verify_seconds(load, 0) + self.rest_seconds(Way.LED if self.leads else Way.ASKED, load)
+        return self.verify_seconds(load, 0) + self.rest_seconds(self.alone, load)
 
     def seconds_ahead(
         self, load: int, expected: Sequence[float], outcomes: int, hit_rate: float, *, leads: bool = False

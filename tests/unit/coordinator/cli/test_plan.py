@@ -103,7 +103,9 @@ def test_every_remedy_helps_and_the_most_helpful_comes_first() -> None:
     assert all(gain >= found.best_speedup for name, gain in found.remedies if "ahead" not in name)
 
 
-def test_a_clusters_plan_uses_its_predicted_rounds() -> None:
+@pytest.mark.parametrize("alone", [0.0, 0.001])
+def test_a_clusters_plan_uses_its_predicted_rounds(alone: float) -> None:
+    """0: a target that leads begins the next round before it is asked."""
     decision = SpeculationDecision(
         "t",
         "d",
@@ -119,10 +121,12 @@ def test_a_clusters_plan_uses_its_predicted_rounds() -> None:
         (0.8, 0.6),
         0.001,
         0.002,
+        alone_message_seconds=alone,
     )
     found = plan(measured_times(decision), 4, 2)
     assert [row.round_seconds for row in found.rows] == pytest.approx([0.010, 0.013, 0.015])
     assert found.rows[2].speedup == pytest.approx((1 + 0.8 + 0.48) * 0.010 / 0.015)
+    assert found.rows[2].speedup_without_wire == pytest.approx((1 + 0.8 + 0.48) * (0.010 - alone) / 0.013)
 
 
 # ---- a fleet: the law of drafts elsewhere, and what it leaves out

@@ -165,7 +165,8 @@ class Worker(Generic[PayloadT, ResultT]):
             ServiceUnavailableError: the thread does not run.
         """
         with self._wakeup:
-            self.check_running()
+            if self._is_stopping:
+                raise _not_running()
             self._submitted.extend(jobs)
             for job in jobs:
                 self._rejoin.came_back(job.sequence)
@@ -183,7 +184,8 @@ class Worker(Generic[PayloadT, ResultT]):
             ServiceUnavailableError: the thread does not run.
         """
         with self._wakeup:
-            self.check_running()
+            if self._is_stopping:
+                raise _not_running()
             self._put_back.append(job)
             self._wakeup.notify()
 
@@ -192,14 +194,6 @@ class Worker(Generic[PayloadT, ResultT]):
         with self._wakeup:
             self._released.append(sequence)
             self._rejoin.came_back(sequence)
-
-    def check_running(self) -> None:
-        """
-        Raises:
-            ServiceUnavailableError: the thread does not run.
-        """
-        if self._is_stopping:
-            raise ServiceUnavailableError("The engine is not running.")
 
     # ---- on the thread: taking work
 
@@ -428,6 +422,10 @@ class Worker(Generic[PayloadT, ResultT]):
                 self._settle(job, error if isinstance(error, TandemError) else told)
 
 
+def _not_running() -> ServiceUnavailableError:
+    return ServiceUnavailableError("The engine is not running.")
+
+
 def _released_error() -> InvalidRequestError:
     return InvalidRequestError("The sequence was released.")
 
@@ -602,7 +600,8 @@ class Engine(Generic[PayloadT, ResultT]):
             CapacityError: too many are open and too many wait already.
             ServiceUnavailableError: the engine is closing.
         """
-        self._worker.check_running()
+        if not self.is_running:
+            raise _not_running()
         if not 1 <= max_length <= self.max_length:
             raise InvalidRequestError(
                 f"A sequence of up to {max_length} tokens was asked for; this model serves 1 to {self.max_length}."

@@ -16,14 +16,15 @@ import re
 import socket
 import statistics
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
-from itertools import count, pairwise
+from itertools import pairwise
 
 import httpx2
 
 from benchmarks.common import free_port, service, study_parser
+from benchmarks.pairs import DEMO
 from coordinator.settings.coordinator import MAX_CHAT_MESSAGES
 from tandem.client import Client
 from tandem.standard_streams import write_out
@@ -37,6 +38,19 @@ SETTLED_SECONDS = 120.0
 """All readers have to be served until they do not read, and then wait for a second."""
 _GOOD_ADDRESS = "127.0.0.9"
 """Requests of one client address are bounded, so the good client has one of its own."""
+
+
+@asynccontextmanager
+async def _services() -> AsyncIterator[tuple[str, int]]:
+    """Run the demo pair behind a coordinator; its gRPC address and HTTP port."""
+    async with AsyncExitStack() as stack:
+        target, draft = [
+            await stack.enter_async_context(service(f"{role}_service", "--model", str(DEMO / role)))
+            for role in ("target", "draft")
+        ]
+        port = free_port()
+        words = ("--target-address", target, "--draft-address", draft, "--http-port", str(port))
+        yield await stack.enter_async_context(service("coordinator", *words)), port
 
 
 # ---- the measurements
@@ -91,14 +105,16 @@ async def _readers(kind: str, address: str, port: int) -> list[str]:
 
 async def _until_stalled(http: httpx2.AsyncClient) -> list[float]:
     """Seconds of good requests, one after another, until the readers have given up their places on the target."""
-    found = []
-    async with asyncio.timeout(SETTLED_SECONDS):
-        for number in count():
-            found.append(await _good_request(http, number))
-            replicas = (await http.get("/tandem/status")).json()["replicas"]
-            if not sum(int(each["open_sequences"]) for each in replicas if each["role"] == "target"):
-                break
-    return found
+    deadline = time.perf_counter() + SETTLED_SECONDS
+    found: list[float] = []
+    while True:
+        found.append(await _good_request(http, len(found)))
+        replicas = (await http.get("/tandem/status")).json()["replicas"]
+        held = sum(int(each["open_sequences"]) for each in replicas if each["role"] == "target")
+        if not held:
+            return found
+        if time.perf_counter() > deadline:
+            raise TimeoutError(f"{held} readers still hold places after {SETTLED_SECONDS:g} s")
 
 
 async def _good_requests(http: httpx2.AsyncClient) -> list[float]:
@@ -210,8 +226,7 @@ _ATTACKS: dict[str, Callable[[str, int], Coroutine[None, None, None]]] = {
 async def main(options: argparse.Namespace) -> None:
     """Measure each kind with services of its own, and print a line for each figure."""
     for kind in options.kind or _ATTACKS:
-        port = free_port()
-        async with service("coordinator.cli", "up", "--model", "demo", "--http-port", str(port)) as address:
+        async with _services() as (address, port):
             if kind == "inputs":
                 lines = await _inputs(address, port, options.seconds)
             else:

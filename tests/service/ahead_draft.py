@@ -12,9 +12,6 @@ from tandem.types import DraftedOutcomes, GenerationRequest, Proposal, ProposeSt
 from tests.service.clients import Completed, complete, until
 from tests.service.fakes import FakeDraft, FakeTarget, fleet
 
-SECONDS = 60.0
-
-
 TOKENS = 50
 
 
@@ -110,7 +107,7 @@ async def completed(
     options = {"draft_ahead": 4} | options
     if keeps_proposals:
         options |= {"rejection_sampling_strategy": "synthetic", "synthetic_acceptance_rate": 1.0}
-    async with asyncio.timeout(SECONDS), fleet(target, draft, **options) as (client, *_):
+    async with fleet(target, draft, **options) as (client, *_):
         done = await complete(client, REQUEST)
-        await until(lambda: not draft.running, SECONDS)
+        await until(lambda: not draft.running)
     return done

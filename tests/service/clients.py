@@ -66,7 +66,7 @@ async def complete_all(
         return await asyncio.gather(*map(one, requests))
 
 
-async def until(holds: Callable[[], bool], seconds: float, why: Callable[[], str] = str) -> None:
+async def until(holds: Callable[[], bool], seconds: float = 60.0, why: Callable[[], str] = str) -> None:
     """Wait until the condition holds; fail if it does not within the time."""
     deadline = time.monotonic() + seconds
     while not holds():

@@ -37,7 +37,8 @@ from tests.service.clients import until
 __all__ = ["MAX_LENGTH", "Fake", "FakeDraft", "FakeTarget", "counting", "scripted"]
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-READY_SECONDS = 20.0
+HANG_SECONDS = 90.0
+"""Bound on a test over fakes: a hang ends with TimeoutError."""
 
 
 def refusal(code: grpc.StatusCode, sentence: str) -> TandemError:
@@ -203,12 +204,12 @@ def settings_over(services: Sequence[Served], **options: Any) -> CoordinatorSett
 @asynccontextmanager
 async def fleet(*fakes: Fake, **options: Any) -> AsyncIterator[Fleet]:
     """Run a coordinator with these options over any number of fakes, until all of them are known to be ready."""
-    async with AsyncExitStack() as stack:
+    async with asyncio.timeout(HANG_SECONDS), AsyncExitStack() as stack:
         services = await stack.enter_async_context(served(*fakes))
         running = coordinator(settings_over(services, **options))
         address, service = await stack.enter_async_context(running)
         shots = service.replicas.snapshots
-        await until(lambda: all(each.state is ReplicaState.READY for each in shots()), READY_SECONDS)
+        await until(lambda: all(each.state is ReplicaState.READY for each in shots()))
         yield Fleet(await stack.enter_async_context(Client(address)), services, service)
 
 

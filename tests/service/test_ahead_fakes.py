@@ -13,7 +13,6 @@ from tandem.types import ProposeStep, StepCost
 from tests.service.ahead_draft import (
     EXPECTED,
     REQUEST,
-    SECONDS,
     AheadDraft,
     Pushes,
     ViolatingDraft,
@@ -94,15 +93,15 @@ async def test_a_silent_draft_is_waited_for_once(caplog: pytest.LogCaptureFixtur
 async def test_a_draft_that_leaves_with_outcomes_outstanding_is_replaced(way: str) -> None:
     target, drafts = FakeTarget(), [AheadDraft(), AheadDraft()]
     target.step_seconds = 0.03
-    async with asyncio.timeout(SECONDS), fleet(target, *drafts, draft_ahead=8) as (client, services, _):
+    async with fleet(target, *drafts, draft_ahead=8) as (client, services, _):
         task = asyncio.create_task(complete(client, REQUEST))
-        await until(lambda: sum(each.granted for each in drafts) > 2, SECONDS)
+        await until(lambda: sum(each.granted for each in drafts) > 2)
         going, other = sorted(services[1:], key=lambda each: -each.fake.running)
         await (going.stop() if way == "stops" else going.say(NOT_SERVING))
-        await until(lambda: other.fake.running == 1, SECONDS)
+        await until(lambda: other.fake.running == 1)
         assert not task.done()
         done = await task
-        await until(lambda: not any(each.running for each in drafts), SECONDS)
+        await until(lambda: not any(each.running for each in drafts))
     assert done.token_ids == EXPECTED
     assert all(each.granted for each in drafts)
 

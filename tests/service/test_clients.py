@@ -165,7 +165,7 @@ async def test_a_request_ends_at_its_timeout(kind: str) -> None:
             DeadlineError, match=r"took longer than the 0\.5 s it was given; \d tokens? (was|were) delivered"
         ):
             await completer(kind, address)((10,), timeout_seconds=0.5)
-        await until(lambda: not target.running, SECONDS)
+        await until(lambda: not target.running)
 
 
 async def test_leaving_the_loop_cancels_the_request() -> None:
@@ -188,7 +188,7 @@ async def test_leaving_the_loop_cancels_the_request() -> None:
         async with Client(address) as client:
             async for _ in client.generate((10,), max_tokens=50):
                 break
-            await until(lambda: not target.running, SECONDS)
+            await until(lambda: not target.running)
     assert target.opened == 2
     assert target.finished == 0
 
@@ -222,7 +222,7 @@ async def test_ctrl_c_ends_a_sync_client_at_once() -> None:
                 await process.wait()
         assert process.returncode == -signal.SIGINT
         assert errors.splitlines()[-1] == b"KeyboardInterrupt"
-        await until(lambda: not target.running, SECONDS)
+        await until(lambda: not target.running)
         assert target.longest < 16
 
 
@@ -263,12 +263,7 @@ async def test_a_broken_stream_goes_on_after_what_it_has_delivered(kind: str) ->
 @pytest.mark.parametrize(
     ("make", "retries", "error", "calls"),
     [
-        (
-            lambda: FlakyCoordinator(UNAVAILABLE, after=1),
-            Retries(goes_on=False),
-            ServiceUnavailableError,
-            1,
-        ),
+        (lambda: FlakyCoordinator(UNAVAILABLE, after=1), Retries(goes_on=False), ServiceUnavailableError, 1),
         (
             lambda: FlakyCoordinator(*[UNAVAILABLE] * 9),
             Retries(first_wait_seconds=0.01),

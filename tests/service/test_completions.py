@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -14,32 +15,13 @@ from tests.service.fakes import MAX_LENGTH, FakeDraft, FakeTarget, cluster, coun
 TEMPERATURES = pytest.mark.parametrize("temperature", [0.0, 1.0])
 
 
-def request(
-    prompt: str | tuple[int, ...] = (10,),
-    max_tokens: int | None = 11,
-    *,
-    temperature: float = 0.0,
-    num_speculative_tokens: int = 4,
-    stop: tuple[str, ...] = (),
-    ignore_eos: bool = False,
-    logprobs: int | None = None,
-) -> GenerationRequest:
-    return GenerationRequest(
-        prompt,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        num_speculative_tokens=num_speculative_tokens,
-        stop=stop,
-        ignore_eos=ignore_eos,
-        logprobs=logprobs,
-        seed=1,
-    )
+REQUEST = GenerationRequest((10,), max_tokens=11, temperature=0.0, num_speculative_tokens=4, seed=1)
 
 
 @TEMPERATURES
 async def test_a_proposal_is_accepted_completely(temperature: float) -> None:
     async with cluster(FakeTarget(), draft := FakeDraft()) as client:
-        completed = await complete(client, request(temperature=temperature))
+        completed = await complete(client, replace(REQUEST, temperature=temperature))
     assert completed.token_ids == tuple(range(11, 22))
     # One token from the target while the draft reads the prompt, then twice four tokens and the bonus token.
     assert completed.drafted == (False, *[True] * 4, False, *[True] * 4, False)
@@ -51,7 +33,7 @@ async def test_a_proposal_is_accepted_completely(temperature: float) -> None:
 @TEMPERATURES
 async def test_a_proposal_is_rejected_completely(temperature: float) -> None:
     async with cluster(FakeTarget(), FakeDraft(lambda tokens: 7)) as client:
-        completed = await complete(client, request(temperature=temperature))
+        completed = await complete(client, replace(REQUEST, temperature=temperature))
     assert completed.token_ids == tuple(range(11, 22))
     assert not any(completed.drafted)
     assert completed.stats.rounds == 11
@@ -62,7 +44,7 @@ async def test_a_proposal_is_rejected_completely(temperature: float) -> None:
 async def test_a_proposal_is_accepted_up_to_its_first_wrong_token(temperature: float) -> None:
     wrong_at_multiples_of_three = FakeDraft(lambda tokens: 7 if tokens[-1] % 3 == 2 else counting(tokens))
     async with cluster(FakeTarget(), wrong_at_multiples_of_three) as client:
-        completed = await complete(client, request(temperature=temperature))
+        completed = await complete(client, replace(REQUEST, temperature=temperature))
     assert completed.token_ids == tuple(range(11, 22))
     # 11 | 7 is refused: 12 | 13 14 and 7 refused: 15 | and so on: the target supplies the multiples of three.
     assert completed.drafted == tuple(n % 3 != 0 and n != 11 for n in range(11, 22))
@@ -73,7 +55,7 @@ async def test_a_proposal_is_accepted_up_to_its_first_wrong_token(temperature: f
 async def test_tokens_after_an_end_of_sequence_are_dropped(eos: int, temperature: float) -> None:
     """The first token, the first of a proposal, one inside it, its last, and the bonus token."""
     async with cluster(FakeTarget(eos_token_ids=(3, eos)), FakeDraft()) as client:
-        completed = await complete(client, request(temperature=temperature))
+        completed = await complete(client, replace(REQUEST, temperature=temperature))
     assert completed.token_ids == tuple(range(11, eos + 1))
     assert completed.finish_reason is FinishReason.STOP
     assert completed.stats.accepted == sum(completed.drafted)
@@ -82,7 +64,7 @@ async def test_tokens_after_an_end_of_sequence_are_dropped(eos: int, temperature
 @pytest.mark.parametrize("max_tokens", range(1, 12))
 async def test_max_tokens_is_exact_at_every_point_of_a_round(max_tokens: int) -> None:
     async with cluster(target := FakeTarget(), FakeDraft()) as client:
-        completed = await complete(client, request(max_tokens=max_tokens))
+        completed = await complete(client, replace(REQUEST, max_tokens=max_tokens))
     assert completed.token_ids == tuple(range(11, 11 + max_tokens))
     assert completed.finish_reason is FinishReason.LENGTH
     assert target.longest <= max_tokens, "the target never reads the last token"
@@ -91,7 +73,7 @@ async def test_max_tokens_is_exact_at_every_point_of_a_round(max_tokens: int) ->
 @pytest.mark.parametrize("max_tokens", [None, 10 * MAX_LENGTH])
 async def test_max_length_is_exact(max_tokens: int | None) -> None:
     async with cluster(target := FakeTarget(), draft := FakeDraft()) as client:
-        completed = await complete(client, request(max_tokens=max_tokens))
+        completed = await complete(client, replace(REQUEST, max_tokens=max_tokens))
     assert completed.token_ids == tuple(range(11, 10 + MAX_LENGTH))
     assert completed.finish_reason is FinishReason.LENGTH
     assert max(target.longest, draft.longest) < MAX_LENGTH
@@ -100,9 +82,9 @@ async def test_max_length_is_exact(max_tokens: int | None) -> None:
 @pytest.mark.parametrize(
     ("too_large", "sentence"),
     [
-        (request(tuple(range(MAX_LENGTH))), f"the prompt has {MAX_LENGTH} tokens"),
-        (request("é" * 30), "the prompt has 60 bytes"),
-        (request(stop=("a",) * 17), "the number of stop strings is 17"),
+        (replace(REQUEST, prompt=tuple(range(MAX_LENGTH))), f"the prompt has {MAX_LENGTH} tokens"),
+        (replace(REQUEST, prompt="é" * 30), "the prompt has 60 bytes"),
+        (replace(REQUEST, stop=("a",) * 17), "the number of stop strings is 17"),
     ],
     ids=["token ids", "text", "stop strings"],
 )
@@ -112,8 +94,8 @@ async def test_too_large_requests_are_refused_before_they_wait(
     target = FakeTarget()
     target.step_seconds = 0.1
     async with fleet(target, max_concurrent_requests=1, max_prompt_bytes=50) as (client, _, service):
-        running = asyncio.create_task(complete(client, request(max_tokens=50)))
-        await until(lambda: target.running == 1, 20.0)
+        running = asyncio.create_task(complete(client, replace(REQUEST, max_tokens=50)))
+        await until(lambda: target.running == 1)
         with pytest.raises(InvalidRequestError, match=sentence):
             await complete(client, too_large)
         assert not running.done(), "the small request ran first"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -13,22 +14,13 @@ from tandem.types import GenerationRequest, Proposal
 from tests.service.clients import Completed, complete, until
 from tests.service.fakes import NOT_SERVING, SERVING, FakeDraft, FakeTarget, fleet, refusal
 
-SECONDS = 30.0
 TOKENS = 50
 PAUSED_BEFORE = 4 * TOKENS // 5
 """Proposals after which a useless draft is paused at the latest: when exactly depends on what rounds take."""
 EXPECTED = tuple(range(11, 11 + TOKENS))
 
 
-def request(rule: str | None = None, temperature: float = 0.0, max_tokens: int = TOKENS) -> GenerationRequest:
-    return GenerationRequest(
-        (10,),
-        max_tokens=max_tokens,
-        temperature=temperature,
-        num_speculative_tokens=2,
-        seed=1,
-        rejection_sampling_strategy=rule,
-    )
+REQUEST = GenerationRequest((10,), max_tokens=TOKENS, temperature=0.0, num_speculative_tokens=2, seed=1)
 
 
 class Failing(FakeDraft):
@@ -77,8 +69,8 @@ def useless() -> FakeDraft:
 @pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED])
 async def test_another_draft_takes_over(code: grpc.StatusCode) -> None:
     failing, other = Failing(*range(3, 99), code=code), FakeDraft()
-    async with asyncio.timeout(SECONDS), fleet(FakeTarget(), failing, other) as (client, *_):
-        completed = await complete(client, request())
+    async with fleet(FakeTarget(), failing, other) as (client, *_):
+        completed = await complete(client, REQUEST)
     assert completed.token_ids == EXPECTED
     assert other.requested[0] == 0, "it reads the sequence while the target works"
     assert completed.stats.accepted == completed.stats.drafted > TOKENS / 2
@@ -87,8 +79,8 @@ async def test_another_draft_takes_over(code: grpc.StatusCode) -> None:
 @pytest.mark.parametrize(("step", "opened"), [(10, 1), (17, 0)])
 async def test_no_other_draft_takes_over_for_the_last_few_tokens(step: int, opened: int) -> None:
     failing, other = Failing(*range(step, 99)), FakeDraft()
-    async with asyncio.timeout(SECONDS), fleet(FakeTarget(), failing, other) as (client, *_):
-        completed = await complete(client, request())
+    async with fleet(FakeTarget(), failing, other) as (client, *_):
+        completed = await complete(client, REQUEST)
     assert completed.token_ids == EXPECTED
     assert other.opened == opened
 
@@ -97,8 +89,8 @@ async def test_a_draft_that_returns_is_used_again() -> None:
     target, draft = FakeTarget(), Failing(3, 8)
     # The target must not finish before the draft's health was checked.
     target.step_seconds = 0.02
-    async with asyncio.timeout(SECONDS), fleet(target, draft) as (client, *_):
-        completed = await complete(client, request())
+    async with fleet(target, draft) as (client, *_):
+        completed = await complete(client, REQUEST)
     assert completed.token_ids == EXPECTED
     assert draft.opened == 3
     assert completed.stats.accepted == completed.stats.drafted > 0
@@ -108,18 +100,15 @@ async def completed_on(first: FakeDraft, other: FakeDraft) -> Completed:
     """Start a completion on the first draft, and then another draft."""
     target = FakeTarget()
     target.step_seconds = 0.02
-    async with (
-        asyncio.timeout(SECONDS),
-        fleet(target, first, other, draft_patience_seconds=0.05) as (client, services, service),
-    ):
+    async with fleet(target, first, other, draft_patience_seconds=0.05) as (client, services, service):
         await services[2].say(NOT_SERVING)
         states = service.replicas.snapshots
-        await until(lambda: any(each.state is ReplicaState.DRAINING for each in states()), SECONDS)
-        task = asyncio.create_task(complete(client, request()))
-        await until(lambda: first.opened == 1, SECONDS)
+        await until(lambda: any(each.state is ReplicaState.DRAINING for each in states()))
+        task = asyncio.create_task(complete(client, REQUEST))
+        await until(lambda: first.opened == 1)
         await services[2].say(SERVING)
         completed = await task
-        await until(lambda: not first.running, SECONDS)
+        await until(lambda: not first.running)
     return completed
 
 
@@ -141,14 +130,11 @@ async def test_a_draft_that_waits_for_room_is_not_replaced(monkeypatch: pytest.M
 async def test_a_paused_request_leaves_a_draft_that_drains() -> None:
     target, draft = FakeTarget(), useless()
     target.step_seconds = 0.04
-    async with (
-        asyncio.timeout(SECONDS),
-        fleet(target, draft, speculation_policy="adaptive") as (client, services, _),
-    ):
-        task = asyncio.create_task(complete(client, request()))
-        await until(lambda: target.longest > TOKENS // 2, SECONDS)
+    async with fleet(target, draft, speculation_policy="adaptive") as (client, services, _):
+        task = asyncio.create_task(complete(client, REQUEST))
+        await until(lambda: target.longest > TOKENS // 2)
         await services[1].say(NOT_SERVING)
-        await until(lambda: not draft.running, SECONDS)
+        await until(lambda: not draft.running)
         assert not task.done()
         assert (await task).token_ids == EXPECTED
 
@@ -159,15 +145,15 @@ async def test_a_draining_draft_is_left_between_two_rounds(role: str) -> None:
     fakes = (FakeTarget(), FakeTarget(), FakeDraft(), FakeDraft())
     for target in fakes[:2]:
         target.step_seconds = 0.02
-    async with asyncio.timeout(SECONDS), fleet(*fakes) as (client, services, _):
-        task = asyncio.create_task(complete(client, request()))
+    async with fleet(*fakes) as (client, services, _):
+        task = asyncio.create_task(complete(client, REQUEST))
         pair = services[:2] if role == "target" else services[2:]
-        await until(lambda: any(each.fake.running for each in pair), SECONDS)
+        await until(lambda: any(each.fake.running for each in pair))
         draining, other = sorted(pair, key=lambda each: -each.fake.running)
         await draining.say(NOT_SERVING)
-        await until(lambda: not draining.fake.running, SECONDS)
+        await until(lambda: not draining.fake.running)
         assert not task.done()
-        await until(lambda: other.fake.running == 1, SECONDS)
+        await until(lambda: other.fake.running == 1)
         completed = await task
     assert completed.token_ids == EXPECTED
     assert completed.stats.accepted == completed.stats.drafted > 0
@@ -176,17 +162,16 @@ async def test_a_draining_draft_is_left_between_two_rounds(role: str) -> None:
 @pytest.mark.parametrize("rule", [None, "strict", "residual", "block"])
 async def test_a_useless_draft_is_paused(rule: str | None) -> None:
     draft = useless()
-    async with (
-        asyncio.timeout(SECONDS),
-        fleet(FakeTarget(), draft, speculation_policy="adaptive") as (client, *_),
-    ):
-        completed = await complete(client, request(rule, temperature=0.0 if rule is None else 1.0))
+    async with fleet(FakeTarget(), draft, speculation_policy="adaptive") as (client, *_):
+        completed = await complete(
+            client, replace(REQUEST, temperature=float(rule is not None), rejection_sampling_strategy=rule)
+        )
     assert completed.token_ids == EXPECTED
     assert len(draft.requested) < PAUSED_BEFORE, "the prompt, the first rounds, and a probe or two"
 
 
 async def test_a_useless_draft_is_not_paused_where_that_is_switched_off() -> None:
     draft = useless()
-    async with asyncio.timeout(SECONDS), fleet(FakeTarget(), draft) as (client, *_):
-        await complete(client, request())
+    async with fleet(FakeTarget(), draft) as (client, *_):
+        await complete(client, REQUEST)
     assert len(draft.requested) == TOKENS - 1

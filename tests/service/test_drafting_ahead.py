@@ -104,9 +104,7 @@ class Pair:
         )
         async with coordinator(settings) as (address, service):
             yield address
-            await until(
-                lambda: not any(each.open_sequences for each in service.replicas.snapshots()), SECONDS
-            )
+            await until(lambda: not any(each.open_sequences for each in service.replicas.snapshots()))
 
     async def completed(self, ahead: DraftAhead, *requests: GenerationRequest) -> list[Completed]:
         """Complete one request after the other, each on dedicated streams."""
@@ -221,7 +219,7 @@ async def test_losing_the_draft_during_pushes_costs_no_token(
         completed = await both.completed(ahead, *requests)
         assert both.draft.pushes >= 5
         assert [each.token_ids for each in completed] == [each.token_ids for each in before]
-        await until(lambda: not both.draft.running, SECONDS)
+        await until(lambda: not both.draft.running)
 
 
 async def test_losing_the_target_with_outcomes_outstanding_costs_no_token(
@@ -256,10 +254,10 @@ async def test_a_cancelled_request_leaves_no_stream_and_no_sequence(
             await begun()
             await asyncio.gather(*(begun() for _ in range(4)))
         assert both.draft.pushes > 0
-        await until(lambda: not both.draft.running, SECONDS)
+        await until(lambda: not both.draft.running)
         usage = both.draft.proposer.kv_usage()
         assert usage is not None
-        await until(lambda: not both.draft.proposer.kv_usage().sequence_count, SECONDS)  # type: ignore[union-attr]
+        await until(lambda: not both.draft.proposer.kv_usage().sequence_count)  # type: ignore[union-attr]
 
 
 PLACES = slice(2, 5)
@@ -300,13 +298,7 @@ async def test_the_tokens_have_the_targets_distribution(
     request = replace(REQUESTS[rule], top_k=3, max_tokens=6, num_speculative_tokens=2)
     requests = [replace(request, seed=seed) for seed in range(seeds)]
     async with (
-        pair(
-            target_model,
-            draft_model,
-            step_seconds=step_seconds,
-            max_sequences=16,
-            draft_top_k=2,
-        ) as both,
+        pair(target_model, draft_model, step_seconds=step_seconds, max_sequences=16, draft_top_k=2) as both,
         both.coordinated(16) as address,
     ):
         completed = await complete_all(address, requests, at_once)

@@ -75,7 +75,7 @@ async def full() -> AsyncIterator[Full]:
         )
         client = await stack.enter_async_context(Client(address, Credentials(token=TOKEN)))
         runs = asyncio.create_task(complete(client, REQUEST))
-        await until(lambda: service.completions.admission.is_full, SECONDS)
+        await until(lambda: service.completions.admission.is_full)
         yield Full(address, target, counter, runs)
         runs.cancel()
         await asyncio.gather(runs, return_exceptions=True)

@@ -17,10 +17,7 @@ from tests.service.http_cluster import SECONDS, TEMPLATE, TOKENIZER, http_cluste
 
 
 async def test_a_completion_by_openais_client() -> None:
-    async with (
-        http_cluster(FakeTarget(), FakeDraft()) as cluster,
-        openai(cluster) as client,
-    ):
+    async with http_cluster(FakeTarget(), FakeDraft()) as cluster, openai(cluster) as client:
         models = await client.models.list()
         answer = await client.completions.create(
             model=models.data[0].id, prompt=[10], max_tokens=11, temperature=0.0, logprobs=2
@@ -170,10 +167,10 @@ async def test_a_disconnecting_client_ends_the_targets_sequence(streams: bool) -
         body = {"prompt": [10], "max_tokens": 50, "stream": streams, "num_speculative_tokens": 1}
         async with asyncio.timeout(SECONDS):
             task = asyncio.create_task(cluster.http.post("/v1/completions", json=body))
-            await until(lambda: target.longest > 12, SECONDS)
+            await until(lambda: target.longest > 12)
             assert target.running == 1
             task.cancel()
-            await until(lambda: not target.running and not draft.running, SECONDS)
+            await until(lambda: not target.running and not draft.running)
     assert target.finished == 0, "the sequence was finished, not dropped"
     assert target.longest < MAX_LENGTH - 1
 
@@ -184,7 +181,7 @@ async def test_a_draining_server_refuses_with_a_reason_and_finishes_running_requ
     async with http_cluster(target) as cluster:
         body: dict[str, Any] = {"prompt": [10], "max_tokens": 10}
         running = asyncio.create_task(cluster.http.post("/v1/completions", json=body))
-        await until(lambda: target.running == 1, SECONDS)
+        await until(lambda: target.running == 1)
         assert len(cluster.calls) == 1
         cluster.readiness.closed_because = "the coordinator service is draining"
         assert await post(cluster, **body) == (
@@ -213,7 +210,7 @@ async def test_requests_that_outlast_the_drain_end_with_an_error() -> None:
         with pytest.raises(APIError, match="it has drained for as long as it may"):
             async for _ in pieces:
                 pass
-        await until(lambda: not target.running, SECONDS)
+        await until(lambda: not target.running)
 
 
 async def test_a_request_whose_body_has_not_come_is_refused_when_the_server_closes(
@@ -228,7 +225,7 @@ async def test_a_request_whose_body_has_not_come_is_refused_when_the_server_clos
         await writer.drain()
         http = cluster.service._http
         assert http is not None
-        await until(lambda: bool(http._server.server_state.tasks), SECONDS)
+        await until(lambda: bool(http._server.server_state.tasks))
         await http.close()
         answer = (await reader.read()).decode()
         writer.close()

@@ -19,7 +19,7 @@ from tandem.errors import ConfigurationError
 from tests.certificates import issued
 from tests.service.clients import until
 from tests.service.fakes import FakeDraft, FakeTarget
-from tests.service.http_cluster import SECONDS, http_cluster, openai, post, text
+from tests.service.http_cluster import http_cluster, openai, post, text
 
 TOKEN = "a-token-of-many-characters"
 
@@ -88,7 +88,7 @@ async def test_too_many_requests_get_a_retry_after_header() -> None:
     bounds: dict[str, Any] = {"max_concurrent_requests": 1, "max_queued_requests": 0}
     async with http_cluster(target, **bounds) as cluster, openai(cluster) as client:
         running = asyncio.create_task(client.completions.create(model="fake", prompt=[10], max_tokens=20))
-        await until(lambda: target.running == 1, SECONDS)
+        await until(lambda: target.running == 1)
         with pytest.raises(RateLimitError) as refusal:
             await client.completions.create(model="fake", prompt=[10], stream=True)
         running.cancel()

@@ -146,7 +146,7 @@ async def test_the_memory_of_large_answers_is_bounded(template: Path) -> None:
             assert (await cluster.http.post("/v1/completions", json=SMALL)).status_code == 200
             streamed = await cluster.http.post(path, json=BODIES[path] | {"stream": True})
             assert streamed.status_code == 200
-        await until(lambda: not cluster.service.completions.admission.running, SECONDS)
+        await until(lambda: not cluster.service.completions.admission.running)
         assert (await cluster.http.post(path, json=BODIES[path])).status_code == 200
 
 

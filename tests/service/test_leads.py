@@ -42,7 +42,6 @@ from target_service.verifier import Verifier
 from tests.service.ahead_draft import (
     EXPECTED,
     REQUEST,
-    SECONDS,
     AheadDraft,
     Pushes,
     ViolatingDraft,
@@ -167,12 +166,9 @@ class LeadingTarget(FakeTarget):
 
 @asynccontextmanager
 async def leading(target: LeadingTarget, draft: AheadDraft, lead: int = 2) -> AsyncIterator[Fleet]:
-    async with (
-        asyncio.timeout(SECONDS),
-        fleet(target, draft, draft_ahead=4, target_lead=lead) as running,
-    ):
+    async with fleet(target, draft, draft_ahead=4, target_lead=lead) as running:
         yield running
-        await until(lambda: not target.engine.open_count and not draft.running, SECONDS)
+        await until(lambda: not target.engine.open_count and not draft.running)
 
 
 STRICT = replace(REQUEST, temperature=1.0, seed=3, rejection_sampling_strategy="strict")
@@ -293,11 +289,11 @@ class Proxied(LeadingTarget):
 @pytest.mark.parametrize("last", [2, 3, 4, 9])
 async def test_the_text_survives_a_loss_of_the_target(last: int) -> None:
     targets, draft = [Proxied(last), Proxied(5)], AheadDraft()
-    async with asyncio.timeout(SECONDS), fleet(*targets, draft, draft_ahead=4) as running:
+    async with fleet(*targets, draft, draft_ahead=4) as running:
         for request in RULES.values():
             done = await complete(running.client, request)
             assert done.token_ids == EXPECTED
-        await until(lambda: not any(each.engine.open_count for each in targets), SECONDS)
+        await until(lambda: not any(each.engine.open_count for each in targets))
     assert sum(each.opened for each in targets) == 4, "one for each request, and one for each loss"
 
 
@@ -306,9 +302,9 @@ async def test_the_text_survives_a_loss_of_the_draft() -> None:
     target.engine.patience_seconds = 0.005
     for each in drafts:
         each.depth_seconds = 0.001
-    async with asyncio.timeout(SECONDS), fleet(target, *drafts, draft_ahead=4) as running:
+    async with fleet(target, *drafts, draft_ahead=4) as running:
         task = asyncio.create_task(complete(running.client, REQUEST))
-        await until(lambda: sum(each.granted for each in drafts) > 1 or task.done(), SECONDS)
+        await until(lambda: sum(each.granted for each in drafts) > 1 or task.done())
         going = max(running.services[1:], key=lambda each: each.fake.running)
         await going.stop()
         assert (await task).token_ids == EXPECTED
@@ -316,7 +312,7 @@ async def test_the_text_survives_a_loss_of_the_draft() -> None:
 
 async def test_a_target_lets_go_of_a_lead_when_its_coordinator_is_gone() -> None:
     target, draft = LeadingTarget(), AheadDraft()
-    async with asyncio.timeout(SECONDS), served(target, draft) as services:
+    async with asyncio.timeout(BOUND_SECONDS), served(target, draft) as services:
         settings = settings_over(services, draft_ahead=4)
         async with coordinating(settings) as address, Client(address) as client:
             chunks = client.generate(REQUEST)
@@ -324,7 +320,7 @@ async def test_a_target_lets_go_of_a_lead_when_its_coordinator_is_gone() -> None
                 pass
             assert target.engine.open_count == 1
         await chunks.aclose()
-        await until(lambda: not target.engine.open_count, SECONDS)
+        await until(lambda: not target.engine.open_count)
         async with coordinating(settings) as address, Client(address) as client:
             assert (await complete(client, REQUEST)).token_ids == EXPECTED
 
@@ -527,5 +523,5 @@ async def test_a_cancelled_request_wastes_no_more_than_its_lead(model: LoadedMod
         async with aclosing(client.generate(replace(GREEDY, max_tokens=400))) as chunks:
             async for _ in chunks:
                 break
-        await until(lambda: not service.completions.requests.list(), BOUND_SECONDS)
+        await until(lambda: not service.completions.requests.list())
         assert service.completions.stats.snapshot()[0].lead.wasted <= 2

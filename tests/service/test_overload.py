@@ -175,11 +175,7 @@ async def test_a_burst_of_ten_times_the_capacity_is_admitted_up_to_it(waves: int
             )  # on a busy machine the burst takes a while to arrive
             assert {one.token_ids for one in admitted} == {EXPECTED}
     assert all(one.retry_after_seconds is not None and one.retry_after_seconds > 0 for one in refused)
-    logger.info(
-        "80 at once: %d refusals, p99 %.3f s",
-        len(refused),
-        p99([one.seconds for one in refused]),
-    )
+    logger.info("80 at once: %d refusals, p99 %.3f s", len(refused), p99([one.seconds for one in refused]))
 
 
 @pytest.mark.usefixtures("frozen_heap")
@@ -276,7 +272,7 @@ async def test_the_deadline_ends_a_request_at_any_point(step_seconds: float, tok
     """Both before the first token and between two tokens."""
     target = FakeTarget()
     target.step_seconds = step_seconds
-    async with asyncio.timeout(TEST_SECONDS), cluster(target, None) as client:
+    async with cluster(target, None) as client:
         sentence = rf"longer than the 0\.3 s it was given; {tokens} tokens? (was|were) delivered"
         with pytest.raises(DeadlineError, match=sentence):
             async for _ in client.generate(REQUEST, timeout_seconds=0.3):

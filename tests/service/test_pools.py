@@ -30,15 +30,7 @@ from tandem.types import (
 )
 from tests.service.clients import complete, until
 from tests.service.engines import started
-from tests.service.fakes import (
-    READY_SECONDS,
-    FakeDraft,
-    FakeTarget,
-    coordinator,
-    fleet,
-    served,
-    settings_over,
-)
+from tests.service.fakes import FakeDraft, FakeTarget, coordinator, fleet, served, settings_over
 
 REQUEST = GenerationRequest((10,), max_tokens=30, temperature=0.0, num_speculative_tokens=2)
 
@@ -74,14 +66,14 @@ async def test_two_coordinators_spread_over_the_drafts_that_they_share() -> None
         clients = []
         for _ in range(2):
             address, service = await stack.enter_async_context(coordinator(settings_over(services)))
-            await until(partial(_is_ready, service), READY_SECONDS)
+            await until(partial(_is_ready, service))
             clients.append(await stack.enter_async_context(Client(address)))
         first = asyncio.create_task(complete(clients[0], REQUEST))
-        await until(lambda: sum(draft.running for draft in drafts) == 1, READY_SECONDS)
+        await until(lambda: sum(draft.running for draft in drafts) == 1)
         # The second coordinator has opened nothing, and learns from the draft itself that it is in use
-        await until(lambda: _heard(service), READY_SECONDS)
+        await until(lambda: _heard(service))
         second = asyncio.create_task(complete(clients[1], REQUEST))
-        await until(lambda: sum(draft.running for draft in drafts) == 2, READY_SECONDS)
+        await until(lambda: sum(draft.running for draft in drafts) == 2)
         assert [draft.running for draft in drafts] == [1, 1]
         holds.set()
         await asyncio.gather(first, second)
@@ -144,9 +136,7 @@ async def test_a_client_with_one_sequence_is_not_slowed_by_one_with_twenty(model
     async with started(engine):
         proposer = StandaloneProposer(engine, draft_top_k=8)
         large = [asyncio.create_task(busy(proposer, number)) for number in range(20)]
-        await until(
-            lambda: engine.usage.sequence_count == 7 and engine.usage.waiting_count == 13, READY_SECONDS
-        )
+        await until(lambda: engine.usage.sequence_count == 7 and engine.usage.waiting_count == 13)
         assert engine.is_full
         taken = []
         async with proposer.sequence(_options("small")) as drafted:

@@ -107,7 +107,7 @@ async def test_a_loading_replica_is_connecting_until_it_is_ready() -> None:
     async with served(FakeTarget(), FakeTarget()) as (first, second):
         await second.say(NOT_SERVING)
         async with started(ReplicaRegistry(settings(f"{first.address},{second.address}"))) as replicas:
-            await until(lambda: "starting" in shot(replicas, second.address).reason, SECONDS)
+            await until(lambda: "starting" in shot(replicas, second.address).reason)
             assert shot(replicas, second.address).state is ReplicaState.CONNECTING
             await second.say(SERVING)
             await becomes(replicas, second.address, ReplicaState.READY)
@@ -301,7 +301,7 @@ async def test_a_name_stands_for_all_of_its_addresses() -> None:
             assert [each.address for each in replicas.snapshots()] == [first.address]
             hosts["targets"] = ["127.0.0.1", "127.0.0.2"]
             added = f"127.0.0.2:{first.port}"
-            await until(lambda: replicas.targets.member(added) is not None, SECONDS)
+            await until(lambda: replicas.targets.member(added) is not None)
             await becomes(replicas, added, ReplicaState.READY)
 
             member = replicas.targets.member(first.address)
@@ -313,7 +313,7 @@ async def test_a_name_stands_for_all_of_its_addresses() -> None:
             await asyncio.sleep(0.5)
             assert replicas.targets.member(first.address) is member, "a sequence is still open there"
             member.open_sequences = 0
-            await until(lambda: replicas.targets.member(first.address) is None, SECONDS)
+            await until(lambda: replicas.targets.member(first.address) is None)
 
             del hosts["targets"]
             await asyncio.sleep(0.5)
@@ -345,7 +345,7 @@ async def test_an_operators_drain_survives_a_missing_dns_record() -> None:
             await replicas.targets.look()
             member = replicas.targets.member(target.address)
             assert member is not None
-            await until(lambda: member.model is not None, SECONDS)
+            await until(lambda: member.model is not None)
 
         replicas.drain(Role.TARGET, target.address)
         reason = shot(replicas, target.address).reason

@@ -144,10 +144,7 @@ async def ends() -> AsyncIterator[Ends]:
     service = Echo()
     async with (
         asyncio.timeout(SECONDS),
-        serving(service) as (
-            address,
-            server,
-        ),
+        serving(service) as (address, server),
         open_channel(address) as channel,
     ):
         method: Method[Any, wire.Answer] = Method(
@@ -193,7 +190,7 @@ async def test_all_sequences_share_a_stream_that_ends_with_the_last() -> None:
         assert both.service.calls == {"sequences": 17, "streams": 1}
         for sequence in sequences:
             sequence.stream.cancel()
-        await until(lambda: both.service.running == 0, SECONDS)
+        await until(lambda: both.service.running == 0)
         (later,) = both.sequences(1)
         assert await later.ask(1) == 1
         assert both.service.calls["streams"] == 2
@@ -206,7 +203,7 @@ async def test_simultaneous_requests_and_answers_travel_in_one_message() -> None
         for _ in range(3):
             both.service.messages.clear()
             answers = [asyncio.create_task(sequence.ask(HOLD)) for sequence in sequences]
-            await until(lambda: sum(both.service.messages) == 16, SECONDS)
+            await until(lambda: sum(both.service.messages) == 16)
             assert len(both.service.messages) == 1
             both.service.released.set()
             await asyncio.gather(*answers)
@@ -244,10 +241,10 @@ async def test_a_cancelled_sequence_stops_at_once_and_no_other_does() -> None:
         first, second = both.sequences(2)
         assert await second.ask(1) == 1
         held = asyncio.create_task(first.ask(HOLD))
-        await until(lambda: both.service.running == 2, SECONDS)
+        await until(lambda: both.service.running == 2)
         first.stream.cancel()
         first.stream.cancel()
-        await until(lambda: both.service.running == 1, SECONDS)
+        await until(lambda: both.service.running == 1)
         assert await second.ask(2) == 2
         for late in (held, first.ask(3)):
             with pytest.raises(ServiceUnavailableError):
@@ -269,7 +266,7 @@ async def test_a_broken_stream_ends_its_sequences_and_later_ones_get_a_new_strea
     async with ends() as both:
         sequences = both.sequences(3)
         held = [asyncio.create_task(sequence.ask(HOLD)) for sequence in sequences]
-        await until(lambda: both.service.running == 3, SECONDS)
+        await until(lambda: both.service.running == 3)
         await both.server.stop(None)
         for each in held:
             with pytest.raises(ServiceUnavailableError):
@@ -297,7 +294,7 @@ async def test_a_draining_server_accepts_no_sequence_and_ends_none() -> None:
         both.service.streams.apply_limits(readiness, calls, max_calls=2)
         first, second, third = both.sequences(3)
         held = [asyncio.create_task(sequence.ask(HOLD)) for sequence in (first, second)]
-        await until(lambda: both.service.running == 2, SECONDS)
+        await until(lambda: both.service.running == 2)
         with pytest.raises(CapacityError, match="2 calls run already, which is the most; try again"):
             await third.ask(1)
         readiness.closed_because = "the target service is draining"
@@ -353,7 +350,7 @@ async def test_each_sequence_gets_its_own_answers_whatever_others_do(acts: list[
             sequences[own].stream.cancel()
 
         await asyncio.gather(*map(run_sequence, range(6)))
-        await until(lambda: both.service.running == 0, SECONDS)
+        await until(lambda: both.service.running == 0)
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
@@ -460,7 +457,7 @@ async def test_an_unreadable_message_ends_the_stream_and_its_sequences(content: 
     async with ends() as both, open_channel(both.address) as channel:
         call: Any = channel.stream_stream("/tandem.v1.TargetService/Verify")()
         await call.write(asking((1, HOLD)).SerializeToString())
-        await until(lambda: both.service.running == 1, SECONDS)
+        await until(lambda: both.service.running == 1)
         await call.write(content)
         with suppress(grpc.aio.AioRpcError):
             await call.read()
@@ -486,7 +483,7 @@ async def test_a_flood_of_requests_is_not_read_ahead() -> None:
     service = Echo()
     answers = service.Verify(counted(), cast("Context", None))
     waiting = asyncio.ensure_future(anext(answers))
-    await until(lambda: service.running == 1, SECONDS)
+    await until(lambda: service.running == 1)
     for _ in range(100):
         await asyncio.sleep(0)
     assert taken < 20

@@ -18,7 +18,6 @@ from tests.service import engines
 from tests.service.clients import until
 from tests.service.fakes import Fake, FakeDraft, FakeTarget, cluster, fleet
 
-SECONDS = 20.0
 STALL = 0.2
 REQUEST = GenerationRequest((10,), max_tokens=40, temperature=0.0)
 
@@ -41,13 +40,11 @@ async def test_an_unread_stream_holds_no_place_and_continues_when_it_is_read() -
         async with aclosing(completions.complete(REQUEST)) as stream:
             chunks = [await anext(stream), await anext(stream)]
             assert completions.admission.running == 1
-            await until(
-                lambda: not (target.running or draft.running or completions.admission.running), SECONDS
-            )
+            await until(lambda: not (target.running or draft.running or completions.admission.running))
             assert len(completions.requests.list()) == 1
             for _ in range(2):
                 chunks.append(await anext(stream))
-                await until(lambda: not completions.admission.running, SECONDS)
+                await until(lambda: not completions.admission.running)
             chunks += [chunk async for chunk in stream]
         assert tokens_of(chunks) == [*range(11, 51)]
         assert (target.running, completions.admission.running) == (0, 0)
@@ -70,7 +67,7 @@ async def test_unread_streams_do_not_block_others() -> None:
                 for _ in range(2):
                     stream = await stack.enter_async_context(aclosing(completions.complete(REQUEST)))
                     stalled.append((stream, [await anext(stream)]))
-                await until(lambda: not completions.admission.running, SECONDS)
+                await until(lambda: not completions.admission.running)
             good = [chunk async for chunk in completions.complete(REQUEST)]
             assert tokens_of(good) == [*range(11, 51)]
 
@@ -93,7 +90,7 @@ async def test_a_stream_that_waits_for_its_place_again_can_be_cancelled(
         completions = service.completions
         async with aclosing(completions.complete(REQUEST, 2.0 if ending == "deadline" else None)) as stream:
             await anext(stream)
-            await until(lambda: not completions.admission.running, SECONDS)
+            await until(lambda: not completions.admission.running)
             async with completions.admission.place(None):
 
                 async def read() -> None:
@@ -129,7 +126,7 @@ async def test_the_tokens_equal_those_of_a_stream_that_was_always_read(tmp_path:
             async for chunk in service.completions.complete(request):
                 chunks.append(chunk)
                 if len(chunks) in (2, 5):
-                    await until(lambda: not service.completions.admission.running, SECONDS)
+                    await until(lambda: not service.completions.admission.running)
             assert tokens_of(chunks) == tokens_of(expected)
             assert [chunk.proposed for chunk in chunks] == [chunk.proposed for chunk in expected]
 
@@ -141,7 +138,7 @@ async def test_streams_of_one_address_are_bounded() -> None:
             for _ in range(2):
                 stream = await stack.enter_async_context(aclosing(complete(REQUEST, peer="192.0.2.1")))
                 await anext(stream)
-            await until(lambda: not service.completions.admission.running, SECONDS)
+            await until(lambda: not service.completions.admission.running)
             with pytest.raises(
                 CapacityError, match=r"2 requests from 192\.0\.2\.1 run, wait or are not read"
             ):

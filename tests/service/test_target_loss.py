@@ -212,7 +212,7 @@ async def test_a_started_request_waits_for_room(
     faults.garbled[2] = fill
     async with asyncio.timeout(BOUND_SECONDS), cluster(model, other_model, faults) as one:
         task = asyncio.create_task(complete(one.client, REQUESTS["greedy"]))
-        await until(lambda: faults.steps == 3, BOUND_SECONDS)
+        await until(lambda: faults.steps == 3)
         await asyncio.sleep(1.0)
         assert not task.done()
         faults.full = False
@@ -225,9 +225,9 @@ async def test_after_losses_no_stream_stays_open_and_each_round_counts_once(
     faults = (Faults(after={2}), Faults(before={2}))
     async with cluster(model, other_model, *faults) as two:
         completed = await complete(two.client, REQUESTS["residual"])
-        await until(lambda: not any(each.running for each in faults), BOUND_SECONDS)
+        await until(lambda: not any(each.running for each in faults))
         snapshots = two.service.replicas.snapshots()
-        await until(lambda: not any(each.open_sequences for each in two.service.replicas.snapshots()), 20.0)
+        await until(lambda: not any(each.open_sequences for each in two.service.replicas.snapshots()))
         targets = [each.figures for each in snapshots if each.role is Role.TARGET]
         drafts = [each.figures for each in snapshots if each.role is Role.DRAFT]
     assert sum(each.rounds for each in targets) == completed.stats.rounds
@@ -364,9 +364,9 @@ class Breaking(FakeTarget):
 
 async def test_a_broken_stream_moves_no_other_sequence() -> None:
     targets = (Breaking(), Breaking())
-    async with asyncio.timeout(SECONDS), fleet(*targets) as (client, *_):
+    async with fleet(*targets) as (client, *_):
         task = asyncio.create_task(complete(client, request(10)))
-        await until(lambda: any(each.running for each in targets), SECONDS)
+        await until(lambda: any(each.running for each in targets))
         for _ in range(3):
             with pytest.raises(TandemError, match=f"{MAX_LOSSES} targets were lost"):
                 await complete(client, request(BREAKING))
@@ -379,16 +379,16 @@ async def test_a_full_target_takes_over_no_sequence(monkeypatch: pytest.MonkeyPa
     """The sequence may stay on its draining target."""
     monkeypatch.setattr("coordinator.failover.verifier._MOVE_SECONDS", 0.2)
     targets = (Breaking(), Breaking())
-    async with asyncio.timeout(SECONDS), fleet(*targets) as (client, services, _):
+    async with fleet(*targets) as (client, services, _):
         task = asyncio.create_task(complete(client, request(10)))
-        await until(lambda: any(each.running for each in targets), SECONDS)
+        await until(lambda: any(each.running for each in targets))
         draining, full = sorted(services, key=lambda each: -each.fake.running)
         assert isinstance(full.fake, FakeTarget)
         full.fake.step_seconds = 2 * SECONDS
         await draining.say(NOT_SERVING)
-        await until(lambda: full.fake.running == 1, SECONDS)
+        await until(lambda: full.fake.running == 1)
         assert (await task).token_ids == EXPECTED
-        await until(lambda: not full.fake.running and not draining.fake.running, SECONDS)
+        await until(lambda: not full.fake.running and not draining.fake.running)
     assert (draining.fake.opened, full.fake.opened) == (1, 1)
 
 
@@ -445,7 +445,7 @@ def shot(tried: Fleet, fake: FakeTarget) -> ReplicaSnapshot:
 @asynccontextmanager
 async def over(*fakes: FakeTarget, wait_seconds: float = SECONDS) -> AsyncIterator[Fleet]:
     bounds = {"verification_timeout_seconds": HANG_SECONDS, "target_wait_seconds": wait_seconds}
-    async with asyncio.timeout(3 * SECONDS), fleet(*fakes, **bounds) as tried:
+    async with fleet(*fakes, **bounds) as tried:
         yield tried
 
 
@@ -468,14 +468,14 @@ async def test_a_hung_target_gets_no_requests_until_it_answers_a_probe() -> None
     hanging, healthy = HangingTarget(0), FakeTarget()
     async with over(hanging, healthy) as tried:
         await four(tried.client)
-        await until(lambda: shot(tried, hanging).state is ReplicaState.DOWN, SECONDS)
+        await until(lambda: shot(tried, hanging).state is ReplicaState.DOWN)
         requests = hanging.requests
         for _ in range(3):
             await four(tried.client)
         assert hanging.requests == requests
         assert shot(tried, hanging).state is ReplicaState.DOWN
         hanging.works.set()
-        await until(lambda: shot(tried, hanging).state is ReplicaState.READY, SECONDS)
+        await until(lambda: shot(tried, hanging).state is ReplicaState.READY)
         assert [list(each.token_ids) for each in await four(tried.client)] == [COUNTED] * 4
         assert hanging.requests > requests
 

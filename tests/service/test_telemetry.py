@@ -259,7 +259,7 @@ async def test_a_lost_draft_is_an_event_of_the_span_and_counts_as_a_fallback() -
 
     async with observed_cluster(FakeTarget(), Dying()) as cluster:
         assert await cluster.complete(REQUEST) == COMPLETION
-        await until(lambda: any(span.name.startswith("text") for span in cluster.spans), 20.0)
+        await until(lambda: any(span.name.startswith("text") for span in cluster.spans))
         lost = value(cluster.coordinator, "fallbacks_total", kind="draft_lost")
         root = only_span("text_completion fake", cluster.spans)
         client_streams = [
@@ -290,13 +290,11 @@ async def test_a_cancelled_request_is_counted_and_its_spans_end() -> None:
     target.step_seconds = 0.02
     async with observed_cluster(target, FakeDraft()) as cluster:
         task = asyncio.create_task(cluster.complete(GenerationRequest((5, 6, 7), max_tokens=60)))
-        await until(lambda: target.longest > 5, 20.0)
+        await until(lambda: target.longest > 5)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await until(lambda: value(cluster.coordinator, "requests_total", outcome="cancelled") == 1, 20.0)
-        await until(
-            lambda: value(cluster.target, "streams_total", role="target", outcome="cancelled") == 1, 5.0
-        )
+        await until(lambda: value(cluster.coordinator, "requests_total", outcome="cancelled") == 1)
+        await until(lambda: value(cluster.target, "streams_total", role="target", outcome="cancelled") == 1)
         await all_ended(cluster, 8)
         root = only_span("text_completion fake", cluster.spans)
         for registry, role in ((cluster.draft, "draft"), (cluster.target, "target")):
@@ -419,7 +417,7 @@ async def test_waits_of_answers_and_questions_are_counted() -> None:
             seconds = value(cluster.coordinator, "round_wait_seconds_sum", place=place)
             assert seconds is not None
             assert seconds > 0.0
-        await until(lambda: count("event_loop") > 0, 30.0)
+        await until(lambda: count("event_loop") > 0)
 
 
 async def test_nothing_is_measured_unless_asked_for() -> None:

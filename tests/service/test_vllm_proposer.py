@@ -50,16 +50,16 @@ def mostly_right(tokens: Sequence[int]) -> int:
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_every_proposal_extends_the_right_tokens(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+async def test_every_proposal_extends_the_right_tokens(seed: int) -> None:
     draft, runner = fitting(FakeDraft(hashed)), CheckedRunner(mostly_right)
     async with served(draft) as [(address, _)]:
-        async with plugged(monkeypatch, address) as proposer:
+        async with plugged(address) as proposer:
             disturbed = disturbance(runner, seed)
             for _ in range(12):
                 disturbed()
             await run(proposer, runner, 90, disturbed)
             assert runner.accepted > 50, "the drafts were hardly used"
-        await until(lambda: not draft.running, SECONDS)
+        await until(lambda: not draft.running)
 
 
 class UnsureDraft(FakeDraft):
@@ -82,11 +82,9 @@ class UnsureDraft(FakeDraft):
         return replace(sure, distributions=spread)
 
 
-async def test_each_requests_distributions_are_given_to_vllm_by_its_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_each_requests_distributions_are_given_to_vllm_by_its_name() -> None:
     draft, runner = fitting(UnsureDraft()), CheckedRunner(hashed)
-    async with served(draft) as [(address, _)], plugged(monkeypatch, address) as proposer:
+    async with served(draft) as [(address, _)], plugged(address) as proposer:
         runner.requests = [Request([1, 2], temperature=0.7), Request([3]), Request([4], temperature=1.0)]
         await run(proposer, runner, 1)
         runner.requests.reverse()
@@ -104,32 +102,32 @@ async def test_each_requests_distributions_are_given_to_vllm_by_its_name(
     assert all(options.noise_is_unknown for options in draft.options)
 
 
-async def test_a_name_that_comes_again_is_another_request(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_name_that_comes_again_is_another_request() -> None:
     draft, runner = fitting(FakeDraft(hashed)), CheckedRunner(hashed)
-    async with served(draft) as [(address, _)], plugged(monkeypatch, address) as proposer:
+    async with served(draft) as [(address, _)], plugged(address) as proposer:
         for first in (1, 9):
             runner.requests = [Request([first, 2, 3], name="same")]
             await run(proposer, runner, 3)
-        await until(lambda: draft.running == 1, SECONDS)
+        await until(lambda: draft.running == 1)
         assert draft.opened == 2
         assert runner.accepted == 2 * TOKEN_COUNT
 
 
-async def test_ended_sequences_are_finished_on_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ended_sequences_are_finished_on_the_draft() -> None:
     draft, runner = fitting(FakeDraft(hashed)), Runner(hashed)
-    async with served(draft) as [(address, _)], plugged(monkeypatch, address) as proposer:
+    async with served(draft) as [(address, _)], plugged(address) as proposer:
         runner.requests = [Request([1, 2, index]) for index in range(8)]
         await run(proposer, runner, 3)
         assert draft.running == 8
         del runner.requests[2:]
         await run(proposer, runner, 1)
-        await until(lambda: draft.running == 2, SECONDS)
+        await until(lambda: draft.running == 2)
         assert steps_of(proposer).link.open_sequences == 2
 
 
-async def test_outcomes_drafted_ahead_answer_without_a_question(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_outcomes_drafted_ahead_answer_without_a_question() -> None:
     draft, runner = fitting(AheadDraft()), Runner(counting)
-    async with served(draft) as [(address, _)], plugged(monkeypatch, address, ahead="4") as proposer:
+    async with served(draft) as [(address, _)], plugged(address, ahead="4") as proposer:
         runner.requests = [Request([10])]
         for _ in range(9):
             await run(proposer, runner, 1)
@@ -153,12 +151,10 @@ class StoppableDraft(FakeDraft):
         return self.proposal(tokens, count)
 
 
-async def test_no_step_waits_longer_than_the_patience_for_a_stopped_draft(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_no_step_waits_longer_than_the_patience_for_a_stopped_draft() -> None:
     draft, runner = StoppableDraft(), CheckedRunner(hashed)
     fitting(draft)
-    async with served(draft) as [(address, _)], plugged(monkeypatch, address, patience=0.2) as proposer:
+    async with served(draft) as [(address, _)], plugged(address, patience=0.2) as proposer:
         runner.requests = [Request([1, index]) for index in range(16)]
         await run(proposer, runner, 4)
         before = runner.accepted
@@ -173,12 +169,10 @@ async def test_no_step_waits_longer_than_the_patience_for_a_stopped_draft(
         assert runner.accepted > before, "sequences whose draft was late once are not drafted for again"
 
 
-async def test_a_sequence_that_has_its_place_on_a_full_draft_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_sequence_that_has_its_place_on_a_full_draft_is_waited_for() -> None:
     draft, runner = fitting(FakeDraft(hashed)), CheckedRunner(hashed)
     draft.is_full = True
-    async with served(draft) as [(address, _)], plugged(monkeypatch, address) as proposer:
+    async with served(draft) as [(address, _)], plugged(address) as proposer:
         for first in range(8):
             runner.requests = [Request([first, 2, 3])]
             await run(proposer, runner, 4)
@@ -187,17 +181,17 @@ async def test_a_sequence_that_has_its_place_on_a_full_draft_is_waited_for(
         assert runner.accepted > 0
 
 
-async def test_requests_go_on_with_the_next_draft_when_one_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_go_on_with_the_next_draft_when_one_is_killed() -> None:
     drafts = [fitting(FakeDraft(hashed)), fitting(FakeDraft(hashed))]
     runner = CheckedRunner(hashed)
-    async with served(*drafts) as [(one, server), (other, _)], plugged(monkeypatch, one, other) as proposer:
+    async with served(*drafts) as [(one, server), (other, _)], plugged(one, other) as proposer:
         await _both_ready(proposer)
         runner.requests = [Request([1, index]) for index in range(16)]
         await run(proposer, runner, 3)
         assert [draft.running for draft in drafts] == [8, 8]
         await server.stop(None)
         await run(proposer, runner, 4)
-        await until(lambda: drafts[1].running == 16, SECONDS)
+        await until(lambda: drafts[1].running == 16)
         before = runner.accepted
         await run(proposer, runner, 3)
         assert runner.accepted - before > 2 * 16 * TOKEN_COUNT, "some sequences have no draft"
@@ -213,7 +207,7 @@ async def test_a_request_goes_to_the_draft_that_has_read_its_beginning(
     for draft in drafts:
         draft.model_info = replace(draft.model_info, max_length=256, step_profile=profile)
     runner = CheckedRunner(hashed)
-    async with served(*drafts) as [(one, _), (other, _)], plugged(monkeypatch, one, other) as proposer:
+    async with served(*drafts) as [(one, _), (other, _)], plugged(one, other) as proposer:
         await _both_ready(proposer)
 
         async def placed(prompt: list[int]) -> list[int]:
@@ -229,10 +223,10 @@ async def test_a_request_goes_to_the_draft_that_has_read_its_beginning(
         assert runner.accepted > 0
 
 
-async def test_sequences_leave_a_draft_that_drains(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sequences_leave_a_draft_that_drains() -> None:
     drafts = [fitting(FakeDraft(hashed)), fitting(FakeDraft(hashed))]
     runner = CheckedRunner(hashed)
-    async with served(*drafts) as [(one, _), (other, _)], plugged(monkeypatch, one, other) as proposer:
+    async with served(*drafts) as [(one, _), (other, _)], plugged(one, other) as proposer:
         pool = await _both_ready(proposer)
         runner.requests = [Request([1, index]) for index in range(6)]
         await run(proposer, runner, 2)
@@ -240,7 +234,7 @@ async def test_sequences_leave_a_draft_that_drains(monkeypatch: pytest.MonkeyPat
         assert loop is not None
         loop.call_soon_threadsafe(pool.drain, one, "maintenance")
         await run(proposer, runner, 2)
-        await until(lambda: [draft.running for draft in drafts] == [0, 6], SECONDS)
+        await until(lambda: [draft.running for draft in drafts] == [0, 6])
         before = runner.accepted
         await run(proposer, runner, 2)
         assert runner.accepted > before
@@ -249,15 +243,13 @@ async def test_sequences_leave_a_draft_that_drains(monkeypatch: pytest.MonkeyPat
 async def _both_ready(proposer: TandemProposer) -> Pool[DraftClient]:
     pool = steps_of(proposer).link._pool
     assert pool is not None
-    await until(lambda: all(member.is_ready for member in pool.members), SECONDS)
+    await until(lambda: all(member.is_ready for member in pool.members))
     return pool
 
 
-async def test_without_any_draft_every_step_is_vllms_own(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_without_any_draft_every_step_is_vllms_own(caplog: pytest.LogCaptureFixture) -> None:
     runner = Runner(hashed)
-    async with plugged(monkeypatch, "127.0.0.1:1", START_WAIT_SECONDS="0.2") as proposer:
+    async with plugged("127.0.0.1:1", START_WAIT_SECONDS="0.2") as proposer:
         runner.requests = [Request([1, index]) for index in range(16)]
         await run(proposer, runner, 20)
         assert runner.proposed == 0
@@ -265,11 +257,9 @@ async def test_without_any_draft_every_step_is_vllms_own(
     assert "proposes nothing until a draft is ready" in caplog.text
 
 
-async def test_a_draft_with_another_tokenizer_is_named_and_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_draft_with_another_tokenizer_is_named_and_not_used(caplog: pytest.LogCaptureFixture) -> None:
     draft, runner = FakeDraft(hashed), Runner(hashed)
-    async with served(draft) as [(address, _)], plugged(monkeypatch, address) as proposer:
+    async with served(draft) as [(address, _)], plugged(address) as proposer:
         assert "another tokenizer" in caplog.text
         runner.requests = [Request([1])]
         await run(proposer, runner, 3)
@@ -283,9 +273,9 @@ class WrongDraft(FakeDraft):
         return replace(super().proposal(tokens, count), token_ids=(1 << 20,) * count)
 
 
-async def test_a_draft_that_breaks_the_protocol_costs_proposals_only(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_draft_that_breaks_the_protocol_costs_proposals_only() -> None:
     draft, runner = fitting(WrongDraft(hashed)), Runner(hashed)
-    async with served(draft) as [(address, _)], plugged(monkeypatch, address) as proposer:
+    async with served(draft) as [(address, _)], plugged(address) as proposer:
         runner.requests = [Request([1])]
         await run(proposer, runner, 10)
         assert runner.proposed == 0
@@ -293,23 +283,20 @@ async def test_a_draft_that_breaks_the_protocol_costs_proposals_only(monkeypatch
 
 
 @pytest.mark.parametrize(("token", "is_used"), [(TOKEN, True), ("another-token-as-long", False)])
-async def test_the_drafts_token_is_sent(monkeypatch: pytest.MonkeyPatch, token: str, is_used: bool) -> None:
+async def test_the_drafts_token_is_sent(token: str, is_used: bool) -> None:
     draft, runner = fitting(FakeDraft(hashed)), Runner(hashed)
     async with (
         served(draft, auth_token=TOKEN) as [(address, _)],
-        plugged(monkeypatch, address, SERVICE_TOKEN=token, START_WAIT_SECONDS="1") as proposer,
+        plugged(address, SERVICE_TOKEN=token, START_WAIT_SECONDS="1") as proposer,
     ):
         runner.requests = [Request([1])]
         await run(proposer, runner, 4)
         assert (runner.proposed > 0) is is_used
 
 
-async def test_metrics_tell_what_was_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_metrics_tell_what_was_proposed() -> None:
     draft, runner = fitting(FakeDraft(hashed)), Runner(hashed)
-    async with (
-        served(draft) as [(address, _)],
-        plugged(monkeypatch, address, PROMETHEUS_PORT="0") as proposer,
-    ):
+    async with served(draft) as [(address, _)], plugged(address, PROMETHEUS_PORT="0") as proposer:
         runner.requests = [Request([1])]
         await run(proposer, runner, 5)
         report = steps_of(proposer)._report

@@ -123,16 +123,14 @@ async def test_texts_have_the_target_s_distribution(
     assert value < critical_value(freedom)
 
 
-async def test_vllm_gets_proposals_of_its_own_tokens(
-    draft_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_vllm_gets_proposals_of_its_own_tokens(draft_folder: Path) -> None:
     """From a draft with another tokenizer, through the plug-in: what the draft would write, in vLLM's tokens."""
     tokenizer = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))
     tokens = tokenizer.encode(PROMPTS[0]).ids
     runner = Runner(lambda read: tokens[len(read)] if len(read) < len(tokens) else 0)
     async with (
         draft(loaded(draft_folder), tokenizer=draft_folder / "tokenizer.json") as (address, _),
-        plugged(monkeypatch, address) as proposer,
+        plugged(address) as proposer,
     ):
         runner.requests = [Request(tokens[:6])]
         await run(proposer, runner, len(tokens) - 7)
@@ -151,7 +149,7 @@ async def test_a_draft_that_has_forgotten_the_target_is_told_again(
         assert vocabularies is not None
         vocabularies._known.clear()
         (forgotten,) = await complete_all(address, [request])
-        await until(lambda: vocabularies.coverage(target_model.info.tokenizer_hash) is not None, 60.0)
+        await until(lambda: vocabularies.coverage(target_model.info.tokenizer_hash) is not None)
         again = forgotten
         async with asyncio.timeout(60.0):
             while not again.stats.accepted:  # the coordinator has yet to see it

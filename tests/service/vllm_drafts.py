@@ -56,31 +56,31 @@ async def served(
 
 @asynccontextmanager
 async def plugged(
-    patch: pytest.MonkeyPatch,
-    *addresses: str,
-    patience: float | None = PATIENCE,
-    ahead: str = "off",
-    **options: str,
+    *addresses: str, patience: float = PATIENCE, ahead: str = "off", **options: str
 ) -> AsyncIterator[TandemProposer]:
     """A proposer as vLLM makes it, connected to these drafts."""
-    vllm_stub.install(patch)
-    variables = {"DRAFT_ADDRESS": ",".join(addresses), "DRAFT_AHEAD": ahead, **options}
-    if patience is not None:
-        variables["DRAFT_PATIENCE_SECONDS"] = str(patience)
-    for name, value in variables.items():
-        patch.setenv(f"TANDEM_VLLM_{name}", value)
+    variables = {
+        "DRAFT_ADDRESS": ",".join(addresses),
+        "DRAFT_AHEAD": ahead,
+        "DRAFT_PATIENCE_SECONDS": str(patience),
+        **options,
+    }
     loggers = [logging.getLogger(name) for name in ("tandem", "coordinator")]
     before = [(each.level, each.propagate, list(each.handlers)) for each in loggers]
-    proposer = TandemProposer(vllm_stub.config())
-    proposer.attach(vllm_stub.ModelRunner(Runner(hashed)))
-    await asyncio.to_thread(proposer.load_model, None)
-    try:
-        yield proposer
-    finally:
-        await asyncio.to_thread(steps_of(proposer).close)
-        for each, (level, propagate, handlers) in zip(loggers, before, strict=True):
-            each.setLevel(level)
-            each.propagate, each.handlers = propagate, handlers
+    with pytest.MonkeyPatch.context() as patch:
+        vllm_stub.install(patch)
+        for name, value in variables.items():
+            patch.setenv(f"TANDEM_VLLM_{name}", value)
+        proposer = TandemProposer(vllm_stub.config())
+        proposer.attach(vllm_stub.ModelRunner(Runner(hashed)))
+        await asyncio.to_thread(proposer.load_model, None)
+        try:
+            yield proposer
+        finally:
+            await asyncio.to_thread(steps_of(proposer).close)
+            for each, (level, propagate, handlers) in zip(loggers, before, strict=True):
+                each.setLevel(level)
+                each.propagate, each.handlers = propagate, handlers
 
 
 def steps_of(proposer: TandemProposer) -> StepDrafter:

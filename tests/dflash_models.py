@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.head_tensors import Layers, Numbers, attended, saved, turned_halves
+from tests.heads import HEAD_DIM, layer_config
 
-HEADS, KV_HEADS, HEAD_DIM, MLP, LAYERS, THETA = 4, 2, 16, 40, 2, 5000.0
+HEADS, KV_HEADS, MLP, LAYERS, THETA = 4, 2, 40, 2, 5000.0
 
 
 def save_dflash(
@@ -76,21 +77,16 @@ def _tensors(size: int, states: int, numbers: Numbers) -> dict[str, Tensor]:
 
 def _layers_config(target: Any) -> dict[str, Any]:
     """The draft's layers as a Qwen3 config."""
-    return {
+    return layer_config(target) | {
         "model_type": "qwen3",
-        "hidden_size": target.config.hidden_size,
         "intermediate_size": MLP,
         "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
         "rope_theta": THETA,
         "attention_bias": False,
         "layer_types": ["full_attention"] * LAYERS,
         "max_position_embeddings": target.config.max_position_embeddings,
-        "vocab_size": target.config.vocab_size,
         "num_target_layers": target.config.num_hidden_layers,
     }
 

@@ -73,22 +73,42 @@ def random_target(family: str, vocabulary: int, **shape: Any) -> Any:
 
 def save_mtp(model: Any, folder: Path, seed: int = 5) -> Path:
     """Write the target with a prediction layer of random weights, by the published names."""
+    norms = ("enorm", "hnorm", "shared_head.norm")
+    return save_with_layer(model, folder, PREFIX, norms, "eh_proj", seed)
+
+
+def save_with_layer(
+    model: Any, folder: Path, prefix: str, norms: Sequence[str], projection: str, seed: int, *,
+    layer: str = "", centre: float = 1.0,
+) -> Path:  # fmt: skip
+    """Write the target with one more layer like its last one, of random weights.
+
+    Args:
+        model: the target, of transformers.
+        folder: where.
+        prefix: of all names.
+        norms: names of the norms beside the layer's own.
+        projection: name of the matrix that joins an embedding and a state.
+        seed: of the weights.
+        layer: prefix of the layer's own names.
+        centre: mean weight of a norm.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     save_model(model, folder)
     path = folder / "model.safetensors"
     tensors = load_file(path)
     generator = torch.Generator().manual_seed(seed)
     like = f"model.layers.{LAYERS - 1}."
-    shapes = {name.removeprefix(like): each.shape for name, each in tensors.items() if name.startswith(like)}
-    size = model.config.hidden_size
-    shapes |= {
-        name: torch.Size([size]) for name in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")
+    shapes = {
+        layer + name.removeprefix(like): each.shape for name, each in tensors.items() if name.startswith(like)
     }
-    shapes["eh_proj.weight"] = torch.Size([size, 2 * size])
+    size = model.config.hidden_size
+    shapes |= {f"{name}.weight": torch.Size([size]) for name in norms}
+    shapes[f"{projection}.weight"] = torch.Size([size, 2 * size])
     for name, shape in shapes.items():
         numbers = torch.randn(shape, generator=generator)
         is_norm = len(shape) == 1 and "bias" not in name
-        tensors[PREFIX + name] = 1 + 0.2 * numbers if is_norm else numbers * shape[-1] ** -0.5
+        tensors[prefix + name] = centre + 0.2 * numbers if is_norm else numbers * shape[-1] ** -0.5
     save_file(tensors, path, metadata={"format": "pt"})
     return folder
 

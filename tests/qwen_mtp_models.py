@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.end_to_end.models import save_model
 from tests.head_tensors import attended, turned_halves
-from tests.mtp_models import LAYERS, MtpReference, random_target
+from tests.mtp_models import LAYERS, MtpReference, random_target, save_with_layer
 
 FAMILIES = ("qwen3", "qwen3_moe", "qwen3_next")
 EXPERTS = 4
@@ -40,26 +38,9 @@ def qwen_target(family: str, vocabulary: int = 2048) -> Any:
 
 def save_qwen_mtp(model: Any, folder: Path, seed: int = 7) -> Path:
     """Write the target with a prediction layer of random weights, by the published names."""
-    folder.mkdir(parents=True, exist_ok=True)
-    save_model(model, folder)
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    like = f"model.layers.{LAYERS - 1}."
-    shapes = {f"layers.0.{name.removeprefix(like)}": each.shape
-              for name, each in tensors.items() if name.startswith(like)}  # fmt: skip
-    size = model.config.hidden_size
-    for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
-        shapes[f"{norm}.weight"] = torch.Size([size])
-    shapes["fc.weight"] = torch.Size([size, 2 * size])
-    centre = _centre_of_norms(model)
-    generator = torch.Generator().manual_seed(seed)
-    for name, shape in shapes.items():
-        numbers = torch.randn(shape, generator=generator)
-        tensors[PREFIX + name] = (
-            1 - centre + 0.2 * numbers if len(shape) == 1 else numbers * shape[-1] ** -0.5
-        )
-    save_file(tensors, path, metadata={"format": "pt"})
-    return folder
+    norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    centre = 1 - _centre_of_norms(model)
+    return save_with_layer(model, folder, PREFIX, norms, "fc", seed, layer="layers.0.", centre=centre)
 
 
 def _centre_of_norms(model: Any) -> int:

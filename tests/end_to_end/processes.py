@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
@@ -267,6 +269,24 @@ def service(
 def address_of(process: Process) -> str:
     """Wait until a service is ready, and return its address."""
     return process.line("ready on ")
+
+
+def metrics_of(service: Process | Service) -> str:
+    """What Prometheus would scrape from a service with a port for it."""
+    found = re.search(r"metrics served address=(\S+)", service.story)
+    assert found, service.story
+    return read(f"http://{found[1]}/metrics")
+
+
+def read(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as response:
+        text: str = response.read().decode()
+    return text
+
+
+def total(text: str, name: str) -> float:
+    """Sum a metric of such a text over its labels."""
+    return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
 
 
 @contextmanager

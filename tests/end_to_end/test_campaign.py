@@ -24,7 +24,7 @@ from tandem.client import Client
 from tandem.errors import TandemError
 from tandem.types import GenerationRequest
 from tests.end_to_end.disturbed import addresses, request, revived, started, streamed
-from tests.end_to_end.processes import Nursery, Service, nursery
+from tests.end_to_end.processes import Nursery, Service, nursery, until
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
 
 pytestmark = pytest.mark.soak
@@ -159,10 +159,11 @@ class Campaign:
 
 
 def _await_ends(victims: Sequence[Service]) -> None:
-    deadline = time.monotonic() + END_SECONDS
-    while any(each.is_alive for each in victims):
-        assert time.monotonic() < deadline, [each.story for each in victims]
-        time.sleep(0.02)
+    until(
+        lambda: not any(each.is_alive for each in victims),
+        END_SECONDS,
+        lambda: str([each.story for each in victims]),
+    )
 
 
 @asynccontextmanager
@@ -249,11 +250,7 @@ async def assert_nothing_lost(
 
 
 @pytest.mark.parametrize(
-    ("strikes", "streams"),
-    [
-        pytest.param(100, 16, id="long"),
-        pytest.param(24, 64, id="many"),
-    ],
+    ("strikes", "streams"), [pytest.param(100, 16, id="long"), pytest.param(24, 64, id="many")]
 )
 async def test_kills_stops_and_restarts_lose_no_token(
     strikes: int, streams: int, services: Nursery, prompts: list[str]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import signal
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack
 
@@ -15,7 +13,7 @@ from tandem.client import Client
 from tandem.errors import ServiceUnavailableError
 from tandem.types import GenerationRequest
 from tests.end_to_end.disturbed import Stream, request, started
-from tests.end_to_end.processes import Nursery, Process, Service, address_of, coordinator
+from tests.end_to_end.processes import Nursery, Process, Service, address_of, coordinator, metrics_of, total
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
 from tests.service.clients import until
 
@@ -77,15 +75,10 @@ async def through(addresses: Sequence[str], requests: Sequence[GenerationRequest
 
 
 def metric(service: Process | Service, name: str) -> float:
-    """The sum of a metric over its labels, as a service gives it at this moment."""
-    found = re.search(r"metrics served address=(\S+)", service.story)
-    assert found, service.story
-    with urllib.request.urlopen(f"http://{found[1]}/metrics", timeout=10) as response:
-        text = response.read().decode()
-    return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
+    return total(metrics_of(service), name)
 
 
-async def total(services: Sequence[Process | Service], name: str) -> float:
+async def of_all(services: Sequence[Process | Service], name: str) -> float:
     return sum([await asyncio.to_thread(metric, service, name) for service in services])
 
 
@@ -96,18 +89,18 @@ async def test_streams_through_both_have_equal_tokens_and_each_counts_its_own(
     expected: list[list[int]],
 ) -> None:
     addresses = [address_of(process) for process in coordinators]
-    before = await total(targets, "tandem_engine_batch_tokens_sum")
+    before = await of_all(targets, "tandem_engine_batch_tokens_sum")
     found = await through(addresses, requests)
     assert [stream.token_ids for stream in found] == expected
     assert all(any(stream.drafted) for stream in found)
     tokens = [sum(len(stream.token_ids) for stream in found[i::2]) for i in range(2)]
     for process, count in zip(coordinators, tokens, strict=True):
-        assert await total([process], "tandem_requests_total") == STREAMS / 2
-        assert await total([process], "tandem_generation_tokens_total") == count
-        assert await total([process], "tandem_num_requests_running") == 0
-    assert await total(targets, "tandem_engine_batch_tokens_sum") - before >= sum(tokens) / 2
+        assert await of_all([process], "tandem_requests_total") == STREAMS / 2
+        assert await of_all([process], "tandem_generation_tokens_total") == count
+        assert await of_all([process], "tandem_num_requests_running") == 0
+    assert await of_all(targets, "tandem_engine_batch_tokens_sum") - before >= sum(tokens) / 2
     for target in targets:
-        assert await total([target], "tandem_engine_batch_tokens_sum") > 0, "each target had a part"
+        assert await of_all([target], "tandem_engine_batch_tokens_sum") > 0, "each target had a part"
 
 
 async def test_a_client_goes_on_at_the_other_when_one_is_killed(
@@ -142,7 +135,7 @@ async def test_a_client_goes_on_at_the_other_when_one_is_killed(
     assert [await task for task in tasks] == expected
     assert interrupted, "some of its streams were still running"
     assert all(number % 2 == 0 for number in interrupted), "those of the other coordinator noticed nothing"
-    assert await total(coordinators[1:], "tandem_requests_total") == STREAMS / 2 + len(interrupted)
+    assert await of_all(coordinators[1:], "tandem_requests_total") == STREAMS / 2 + len(interrupted)
     for client in clients:
         await client.close()
     services = [*targets, *drafts]

@@ -21,7 +21,15 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 
 from tandem.client import Client
 from tandem.types import GenerationRequest
-from tests.end_to_end.processes import Process, address_of, coordinator, model_service, until
+from tests.end_to_end.processes import (
+    Process,
+    address_of,
+    coordinator,
+    metrics_of,
+    model_service,
+    read,
+    until,
+)
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
 from tests.service.clients import complete
 
@@ -127,10 +135,7 @@ class Cluster:
 
     def scraped(self, service: str) -> str:
         """Return the metrics that Prometheus would scrape."""
-        found = re.search(r"metrics served address=(\S+)", self.processes[service].stderr)
-        assert found, self.processes[service].story
-        with urllib.request.urlopen(f"http://{found[1]}/metrics", timeout=10) as response:
-            return str(response.read().decode())
+        return metrics_of(self.processes[service])
 
 
 @pytest.fixture(scope="module")
@@ -233,8 +238,7 @@ def test_a_trace_of_a_browser_continues(cluster: Cluster) -> None:
         return {span.service for span in cluster.collector.spans if span.span.trace_id.hex() == trace_id}
 
     until(lambda: services() == {f"tandem-{name}" for name in SERVICES}, 10, lambda: str(services()))
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
-        assert "tandem_generation_tokens_total" in response.read().decode()
+    assert "tandem_generation_tokens_total" in read(f"{url}/metrics")
 
 
 async def test_a_dying_collector_disturbs_no_request(cluster: Cluster) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import signal
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,7 +17,17 @@ from tandem.client import Client, Retries
 from tandem.errors import AbortedError, InvalidRequestError, NotFoundError, ServiceUnavailableError
 from tandem.replica import ReplicaState
 from tandem.types import GenerationRequest
-from tests.end_to_end.processes import Process, address_of, coordinator, descendants, is_alive, service
+from tests.end_to_end.processes import (
+    Process,
+    address_of,
+    coordinator,
+    descendants,
+    is_alive,
+    metrics_of,
+    read,
+    service,
+    total,
+)
 from tests.service.clients import until
 
 pytestmark = pytest.mark.slow
@@ -72,16 +80,6 @@ async def stats_of(address: str) -> Stats:
         return await admin.stats()
 
 
-def read(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=10) as response:
-        text: str = response.read().decode()
-    return text
-
-
-def total(text: str, name: str) -> float:
-    return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
-
-
 async def test_both_workers_complete_requests_with_the_text_of_one(
     services: tuple[str, str], two: Process
 ) -> None:
@@ -115,9 +113,7 @@ async def test_metrics_and_status_are_those_of_all_whoever_is_asked(two: Process
         assert total(page, "tandem_generation_tokens_total") == tokens
         assert total(page, "tandem_coordinator_workers") == 2
         assert total(page, "tandem_replica_ready") == 2
-    port = re.search(r"metrics served address=(\S+)", two.stderr)
-    assert port
-    page = await asyncio.to_thread(read, f"http://{port[1]}/metrics")
+    page = await asyncio.to_thread(metrics_of, two)
     assert total(page, "tandem_generation_tokens_total") == tokens
     status = json.loads(await asyncio.to_thread(read, f"{url}/tandem/status"))
     assert status["state"] == "ready"

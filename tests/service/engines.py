@@ -17,7 +17,6 @@ import grpc.aio
 
 from benchmarks.load.fakes import LeaveError
 from coordinator.service import CoordinatorService
-from coordinator.settings.coordinator import CoordinatorSettings
 from draft_service.proposers.drafting import propose_head
 from draft_service.proposers.mapped import Vocabularies
 from draft_service.proposers.standalone import StandaloneProposer
@@ -35,7 +34,7 @@ from target_service.servicer import TargetServicer, VerifiedFor
 from target_service.verifier import Verifier
 from tests.end_to_end.models import random_model, save_model
 from tests.paths import DEMO_TARGET
-from tests.service.fakes import coordinator, hooked, refusal, serving
+from tests.service.fakes import coordinated, hooked, refusal, serving
 
 EngineT = TypeVar("EngineT", bound=Engine[Any, Any])
 
@@ -193,12 +192,5 @@ async def pair(
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         targets = [(await enter(target(target_model, each)))[0] for each in faults or (Faults(),)]
-        usual: dict[str, Any] = {
-            "target_address": ",".join(targets),
-            "draft_address": (await enter(draft(draft_model)))[0],
-            "draft_patience_seconds": 30.0,
-            "speculation_policy": "fixed",
-            "draft_ahead": "off",
-        }
-        address, service = await enter(coordinator(CoordinatorSettings(**(usual | options))))
-        yield await enter(Client(address)), service
+        drafting, _ = await enter(draft(draft_model))
+        yield await enter(coordinated(",".join(targets), drafting, **({"draft_ahead": "off"} | options)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import grpc
@@ -193,24 +193,39 @@ def addresses(services: Sequence[Served], kind: type[Fake]) -> str:
     return ",".join(each.address for each in services if isinstance(each.fake, kind))
 
 
-def settings_over(services: Sequence[Served], **options: Any) -> CoordinatorSettings:
-    """The settings of a coordinator over these fakes: no draft is late on a busy machine, unless a test says so."""
+def settings_for(target: str, draft: str | None = None, **options: Any) -> CoordinatorSettings:
+    """The settings of a coordinator over these addresses: no draft is late on a busy machine, unless a test says so."""
     usual: dict[str, Any] = {"draft_patience_seconds": 30.0, "speculation_policy": "fixed"}
-    usual |= {"target_address": addresses(services, FakeTarget)}
-    usual |= {"draft_address": addresses(services, FakeDraft) or None}
-    return CoordinatorSettings(**(usual | options))
+    return CoordinatorSettings(**(usual | {"target_address": target, "draft_address": draft} | options))
+
+
+def settings_over(services: Sequence[Served], **options: Any) -> CoordinatorSettings:
+    """The settings of a coordinator over these fakes."""
+    return settings_for(addresses(services, FakeTarget), addresses(services, FakeDraft) or None, **options)
+
+
+@asynccontextmanager
+async def coordinated(
+    target: str, draft: str | None = None, **options: Any
+) -> AsyncIterator[tuple[Client, CoordinatorService]]:
+    """Run a coordinator over services at these addresses; yield a client of it, and the coordinator."""
+    running = coordinator(settings_for(target, draft, **options))
+    async with running as (address, service), Client(address) as client:
+        yield client, service
 
 
 @asynccontextmanager
 async def fleet(*fakes: Fake, **options: Any) -> AsyncIterator[Fleet]:
     """Run a coordinator with these options over any number of fakes, until all of them are known to be ready."""
-    async with asyncio.timeout(HANG_SECONDS), AsyncExitStack() as stack:
-        services = await stack.enter_async_context(served(*fakes))
-        running = coordinator(settings_over(services, **options))
-        address, service = await stack.enter_async_context(running)
+    async with (
+        asyncio.timeout(HANG_SECONDS),
+        served(*fakes) as services,
+        coordinator(settings_over(services, **options)) as (address, service),
+        Client(address) as client,
+    ):
         shots = service.replicas.snapshots
         await until(lambda: all(each.state is ReplicaState.READY for each in shots()))
-        yield Fleet(await stack.enter_async_context(Client(address)), services, service)
+        yield Fleet(client, services, service)
 
 
 @asynccontextmanager

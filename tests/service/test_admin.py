@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import pytest
 
@@ -20,7 +20,7 @@ from tandem.replica import ReplicaState, Role
 from tandem.speculation_state import SpeculationState
 from tandem.types import GenerationRequest
 from tests.service.clients import complete, until
-from tests.service.fakes import Fake, FakeDraft, FakeTarget, fleet
+from tests.service.fakes import Fake, FakeDraft, FakeTarget, Served, fleet
 from tests.service.test_draft_loss import useless
 
 AnswerT = TypeVar("AnswerT")
@@ -36,37 +36,33 @@ async def reached(ask: Callable[[], Awaitable[AnswerT]], holds: Callable[[Answer
     raise AssertionError(f"not within ten seconds: {await ask()}")
 
 
-class Cluster:
-    """Two targets, a draft, a coordinator, and clients of it."""
+class Cluster(NamedTuple):
+    admin: AdminClient
+    client: Client
+    targets: list[Served]
+    """In the order of their addresses."""
+    draft: Served
 
-    def __init__(self) -> None:
-        self.targets = (FakeTarget(), FakeTarget())
-        self.draft = FakeDraft()
-        self.target_addresses: list[str] = []
-        self.draft_address = ""
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[tuple[AdminClient, Client]]:
-        async with (
-            fleet(*self.targets, self.draft) as (client, services, _),
-            AdminClient(client.address) as admin,
-        ):
-            *targets, draft = services
-            self.target_addresses = sorted(each.address for each in targets)
-            self.draft_address = draft.address
-            yield admin, client
+@asynccontextmanager
+async def cluster(step_seconds: float = 0.0) -> AsyncIterator[Cluster]:
+    """Two targets with steps of this duration, a draft, a coordinator, and clients of it."""
+    fakes = (FakeTarget(), FakeTarget(), FakeDraft())
+    async with fleet(*fakes) as (client, services, _), AdminClient(client.address) as admin:
+        for target in fakes[:2]:
+            target.step_seconds = step_seconds
+        yield Cluster(admin, client, sorted(services[:2], key=lambda each: each.address), services[2])
 
 
 async def test_the_status_reports_replicas_load_and_statistics() -> None:
-    cluster = Cluster()
-    async with cluster.running() as (admin, client):
+    async with cluster() as (admin, client, targets, draft):
         before = await admin.status()
         completed = await complete(client, REQUEST)
         after = await admin.status()
     assert before.state is after.state is CoordinatorState.READY
     assert [(r.role, r.address) for r in before.replicas] == [
-        *((Role.TARGET, address) for address in cluster.target_addresses),
-        (Role.DRAFT, cluster.draft_address),
+        *((Role.TARGET, each.address) for each in targets),
+        (Role.DRAFT, draft.address),
     ]
     assert (before.model, before.settings.num_speculative_tokens, before.settings.rule) == (
         *("fake", 2),
@@ -78,14 +74,11 @@ async def test_the_status_reports_replicas_load_and_statistics() -> None:
 
 
 async def test_a_running_request_can_be_shown_and_aborted() -> None:
-    cluster = Cluster()
-    async with cluster.running() as (admin, client):
-        for target in cluster.targets:
-            target.step_seconds = 0.02
+    async with cluster(step_seconds=0.02) as (admin, client, targets, _):
         work = asyncio.create_task(complete(client, REQUEST))
         (report,) = await reached(admin.requests, lambda listed: any(r.completion_tokens for r in listed))
         assert (report.prompt_tokens, report.rule, report.num_speculative_tokens) == (1, "greedy", 2)
-        assert report.target_address in cluster.target_addresses
+        assert report.target_address in [each.address for each in targets]
         status = await admin.status()
         assert status.load.running == 1
         shown = await admin.request(report.request_id[:8])
@@ -98,16 +91,13 @@ async def test_a_running_request_can_be_shown_and_aborted() -> None:
         await admin.abort(report.request_id[:8], "tests end")
         with pytest.raises(AbortedError, match=r"ended the request after \d+ tokens?: tests end"):
             await work
-        await until(lambda: not any(target.running for target in cluster.targets))
+        await until(lambda: not any(target.fake.running for target in targets))
         assert await admin.requests() == []
         assert (await admin.stats()).outcomes.aborted == 1
 
 
 async def test_an_ambiguous_id_is_refused() -> None:
-    cluster = Cluster()
-    async with cluster.running() as (admin, client):
-        for target in cluster.targets:
-            target.step_seconds = 0.05
+    async with cluster(step_seconds=0.05) as (admin, client, *_):
         work = [asyncio.create_task(complete(client, REQUEST)) for _ in range(17)]
         listed = await reached(admin.requests, lambda listed: len(listed) == len(work))
         # Ids are hexadecimal, so two of seventeen begin with the same digit.
@@ -119,10 +109,7 @@ async def test_an_ambiguous_id_is_refused() -> None:
 
 
 async def test_a_change_applies_to_new_requests_only() -> None:
-    cluster = Cluster()
-    async with cluster.running() as (admin, client):
-        for target in cluster.targets:
-            target.step_seconds = 0.02
+    async with cluster(step_seconds=0.02) as (admin, client, _, draft):
         begun = asyncio.Event()
         work = asyncio.create_task(complete(client, REQUEST, begun))
         await begun.wait()
@@ -135,12 +122,11 @@ async def test_a_change_applies_to_new_requests_only() -> None:
         assert (option.value, option.origin) == (2, Origin.DEFAULT)
         again = await complete(client, REQUEST)
     assert [len(done.stats.positions) for done in (before, after, again)] == [2, 6, 2]
-    assert max(cluster.draft.requested) == 6
+    assert max(draft.fake.requested) == 6
 
 
 async def test_speculation_can_be_turned_off_and_on() -> None:
-    cluster = Cluster()
-    async with cluster.running() as (admin, client):
+    async with cluster() as (admin, client, *_):
         await admin.update_config({"speculation": "false"})
         off = await complete(client, REQUEST)
         assert not (await admin.status()).settings.is_on
@@ -151,7 +137,7 @@ async def test_speculation_can_be_turned_off_and_on() -> None:
 
 
 async def test_a_change_that_breaks_a_rule_is_refused_with_its_sentence() -> None:
-    async with Cluster().running() as (admin, _):
+    async with cluster() as (admin, *_):
         with pytest.raises(
             InvalidRequestError, match="num_speculative_tokens is 0; it must be between 1 and 128"
         ):
@@ -164,22 +150,21 @@ async def test_a_change_that_breaks_a_rule_is_refused_with_its_sentence() -> Non
 
 
 async def test_a_drained_replica_gets_nothing_new_until_it_is_resumed() -> None:
-    cluster = Cluster()
-    async with cluster.running() as (admin, client):
-        drained, other = cluster.target_addresses
+    async with cluster() as (admin, client, targets, draft):
+        drained, other = (each.address for each in targets)
         assert (await admin.drain(drained)).state is ReplicaState.DRAINING
         status = await admin.status()
         assert status.state is CoordinatorState.READY, "the warning was overridden"
-        opened = sum(target.opened for target in cluster.targets)
+        opened = sum(target.fake.opened for target in targets)
         await asyncio.gather(*(complete(client, REQUEST) for _ in range(4)))
-        assert sorted(target.opened for target in cluster.targets) == [0, 4 + opened]
+        assert sorted(target.fake.opened for target in targets) == [0, 4 + opened]
         with pytest.raises(InvalidRequestError, match=f"{other} is the last target that takes new sequences"):
             await admin.drain(other)
         await admin.drain(other, allow_last_target=True)
         assert (await admin.status()).state is CoordinatorState.UNAVAILABLE
         assert (await admin.resume(other)).state is ReplicaState.READY
         await admin.resume(drained)
-        await admin.drain(cluster.draft_address)
+        await admin.drain(draft.address)
         assert (await admin.status()).state is CoordinatorState.DEGRADED
         with pytest.raises(NotFoundError, match="there is no replica 'nobody:1'; there are: 127"):
             await admin.drain("nobody:1")
@@ -188,8 +173,7 @@ async def test_a_drained_replica_gets_nothing_new_until_it_is_resumed() -> None:
 
 
 async def test_watched_statistics_grow() -> None:
-    cluster = Cluster()
-    async with cluster.running() as (admin, client):
+    async with cluster() as (admin, client, *_):
         async with aclosing(admin.watch_stats(0.1)) as watch:
             first = await anext(watch)
             completed = await complete(client, REQUEST)
@@ -204,8 +188,7 @@ async def test_watched_statistics_grow() -> None:
 
 
 async def test_statistics_never_decrease_when_requests_end() -> None:
-    cluster = Cluster()
-    async with cluster.running() as (admin, client):
+    async with cluster() as (admin, client, *_):
         work = [asyncio.create_task(complete(client, REQUEST)) for _ in range(24)]
         rounds = [0]
         while not all(task.done() for task in work):

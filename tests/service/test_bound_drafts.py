@@ -18,7 +18,6 @@ import torch
 
 from bound_service.loading import BoundPair, load_pair
 from coordinator.service import CoordinatorService
-from coordinator.settings.coordinator import CoordinatorSettings
 from draft_service.servicer import DraftServicer
 from tandem.admin_client import AdminClient
 from tandem.client import Client
@@ -35,7 +34,7 @@ from tests.medusa_heads import save_medusa
 from tests.mtp_models import mtp_target, save_mtp
 from tests.qwen_mtp_models import FAMILIES, qwen_target, save_qwen_mtp
 from tests.service.clients import Completed, complete, complete_all
-from tests.service.fakes import coordinator, serving
+from tests.service.fakes import coordinated, serving
 from tests.service.test_drafting_ahead import PLACES, exact_places
 
 
@@ -69,16 +68,10 @@ async def host(target: Path, head: Path | None, **settings: object) -> AsyncIter
 
 
 @asynccontextmanager
-async def over(*hosts: Host, **settings: object) -> AsyncIterator[tuple[str, CoordinatorService]]:
+async def over(*hosts: Host, **settings: Any) -> AsyncIterator[tuple[str, CoordinatorService]]:
     """A coordinator that knows the targets' addresses alone."""
-    values: dict[str, Any] = {
-        "target_address": ",".join(each.address for each in hosts),
-        "draft_patience_seconds": 30.0,
-        "speculation_policy": "fixed",
-        **settings,
-    }
-    async with coordinator(CoordinatorSettings(**values)) as served:
-        yield served
+    async with coordinated(",".join(each.address for each in hosts), **settings) as (client, service):
+        yield client.address, service
 
 
 def accepted(completed: Sequence[Completed]) -> int:

@@ -5,22 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
 
 from coordinator.settings.coordinator import MAX_CHAT_MESSAGES
 from tandem.errors import InvalidRequestError
 from tandem.types import ChatMessage
-from tests.paths import DEMO_TARGET
 from tests.service.fakes import FakeTarget, cluster
-
-TOKENIZER = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))
-TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+from tests.service.http_cluster import TOKENIZER
 
 
-async def test_a_chat_is_rendered_to_a_prompt(tmp_path: Path) -> None:
-    path = tmp_path / "chat.jinja"
-    path.write_text(TEMPLATE)
-    async with cluster(FakeTarget(), chat_template=path, max_prompt_bytes=1000) as client:
+async def test_a_chat_is_rendered_to_a_prompt(template: Path) -> None:
+    async with cluster(FakeTarget(), chat_template=template, max_prompt_bytes=1000) as client:
         prompt = await client.chat_prompt([ChatMessage("system", "s"), ChatMessage("user", "a")])
         assert prompt == tuple(TOKENIZER.encode("system: s\nuser: a\n").ids)
         for messages, sentence in (

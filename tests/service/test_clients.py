@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-import time
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -34,6 +33,7 @@ from tandem.types import Chunk, FinishReason, GenerationRequest, SpeculationStat
 from tandem.v1 import generation_pb2, generation_pb2_grpc
 from tandem.wire.generation import chunk_to_proto
 from tandem.wire.status import Ending
+from tests.end_to_end import processes
 from tests.generate_only import GenerateOnly
 from tests.paths import ROOT
 from tests.service.clients import until
@@ -157,13 +157,14 @@ async def test_invalid_options_are_refused(kind: str) -> None:
 
 
 @BOTH
-async def test_a_request_ends_at_its_timeout(kind: str) -> None:
+@pytest.mark.parametrize(("step_seconds", "tokens"), [(30.0, "0"), (0.05, r"[1-9]\d*")])
+async def test_a_request_ends_at_its_timeout(kind: str, step_seconds: float, tokens: str) -> None:
+    """Both before the first token and between two tokens."""
     target = FakeTarget()
-    target.step_seconds = 0.2
+    target.step_seconds = step_seconds
+    sentence = rf"longer than the 0\.5 s it was given; {tokens} tokens? (was|were) delivered"
     async with address_of(target) as address:
-        with pytest.raises(
-            DeadlineError, match=r"took longer than the 0\.5 s it was given; \d tokens? (was|were) delivered"
-        ):
+        with pytest.raises(DeadlineError, match=sentence):
             await completer(kind, address)((10,), timeout_seconds=0.5)
         await until(lambda: not target.running)
 
@@ -179,10 +180,7 @@ async def test_leaving_the_loop_cancels_the_request() -> None:
                     for _ in client.generate((10,), max_tokens=50):
                         raise KeyboardInterrupt
                 # The client is still open: leaving the loop is what ends the request.
-                deadline = time.monotonic() + SECONDS
-                while target.running:
-                    assert time.monotonic() < deadline
-                    time.sleep(0.01)
+                processes.until(lambda: not target.running, SECONDS)
 
         await asyncio.to_thread(leave)
         async with Client(address) as client:

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import grpc
 import pytest
 
-from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.speculation.ahead import DraftAhead
 from draft_service.servicer import DraftedFor, DraftServicer
 from tandem.client import Client
@@ -24,7 +23,7 @@ from tests.end_to_end.chi_square import critical_value, statistic, visible_dista
 from tests.end_to_end.models import Distribution, blurred, exact, save_model, six_tokens
 from tests.service.clients import Completed, complete_all, until
 from tests.service.engines import Faults, draft, target
-from tests.service.fakes import coordinator, hooked, refusal
+from tests.service.fakes import coordinated, hooked, refusal
 
 SECONDS = 120.0
 STEP_SECONDS = 0.008
@@ -95,15 +94,9 @@ class Pair:
     async def coordinated(
         self, ahead: DraftAhead, policy: Literal["fixed", "adaptive"] = "fixed"
     ) -> AsyncIterator[str]:
-        settings = CoordinatorSettings(
-            target_address=",".join(self._targets),
-            draft_address=self._drafting,
-            draft_patience_seconds=30.0,
-            speculation_policy=policy,
-            draft_ahead=ahead,
-        )
-        async with coordinator(settings) as (address, service):
-            yield address
+        options = {"speculation_policy": policy, "draft_ahead": ahead}
+        async with coordinated(",".join(self._targets), self._drafting, **options) as (client, service):
+            yield client.address
             await until(lambda: not any(each.open_sequences for each in service.replicas.snapshots()))
 
     async def completed(self, ahead: DraftAhead, *requests: GenerationRequest) -> list[Completed]:

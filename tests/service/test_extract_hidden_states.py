@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.engine.models.loading import load_model
 from tandem.types import GenerationRequest
 from target_service.servicer import TargetServicer
@@ -25,7 +24,7 @@ from target_service.verifier import load_verifier
 from tests.end_to_end.models import blurred, save_model, six_tokens
 from tests.service.clients import Completed, complete_all
 from tests.service.engines import draft
-from tests.service.fakes import coordinator, serving
+from tests.service.fakes import coordinated, serving
 
 SECONDS = 120.0
 TOKENS = 20
@@ -66,14 +65,8 @@ async def cluster(folders: tuple[Path, Path], **settings: object) -> AsyncIterat
         target_address, _ = await stack.enter_async_context(serving(servicer))
         drafting = load_model(folders[1], dtype="float32", threads=1)
         draft_address, _ = await stack.enter_async_context(draft(drafting))
-        over = CoordinatorSettings(
-            target_address=target_address,
-            draft_address=draft_address,
-            draft_patience_seconds=30.0,
-            speculation_policy="fixed",
-        )
-        address, _ = await stack.enter_async_context(coordinator(over))
-        yield address
+        client, _ = await stack.enter_async_context(coordinated(target_address, draft_address))
+        yield client.address
 
 
 def run(

@@ -15,7 +15,6 @@ import pytest
 
 from benchmarks.load.fakes import FakeTarget, NextToken, counting, rows
 from coordinator.service import CoordinatorService
-from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.speculation.controller import RequestSpeculation
 from draft_service.proposers import Proposer
 from draft_service.proposers.model_free import SequenceLimits
@@ -52,8 +51,8 @@ from tests.service.clients import Completed, complete, until
 from tests.service.engines import Fault, Faults, target
 from tests.service.fakes import (
     Fleet,
+    coordinated,
     coordinating,
-    coordinator,
     fleet,
     refusal,
     served,
@@ -366,9 +365,7 @@ async def alone(
             for each in faults or (Faults(),)
         ]
         addresses = ",".join(address for address, _ in targets)
-        settings = CoordinatorSettings(target_address=addresses, target_lead=lead)
-        address, service = await stack.enter_async_context(coordinator(settings))
-        yield await stack.enter_async_context(Client(address)), service
+        yield await stack.enter_async_context(coordinated(addresses, target_lead=lead))
 
 
 async def completions(
@@ -410,13 +407,9 @@ async def test_the_text_does_not_depend_on_the_lead_with_a_draft_without_a_model
         servicer.proposer = make(DraftingOptions(prompt_lookup_min=1), SequenceLimits())
         async with asyncio.timeout(BOUND_SECONDS), AsyncExitStack() as stack:
             enter = stack.enter_async_context
-            settings = CoordinatorSettings(
-                target_address=(await enter(target(model, Faults())))[0],
-                draft_address=(await enter(serving(servicer)))[0],
-                draft_patience_seconds=30.0,
-                target_lead=lead,
-            )
-            client = await enter(Client((await enter(coordinator(settings)))[0]))
+            verifying, _ = await enter(target(model, Faults()))
+            proposing, _ = await enter(serving(servicer))
+            client, _ = await enter(coordinated(verifying, proposing, target_lead=lead))
             for request, plain in zip(requests, wanted, strict=True):
                 found = await complete(client, request)
                 alone = await complete(client, replace(request, speculation=False))

@@ -18,16 +18,15 @@ import pytest
 
 from coordinator.requests.arrival import GENERATE
 from coordinator.requests.runner import RequestRunner
-from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.client import Client, Retries
-from tandem.errors import CapacityError, DeadlineError
+from tandem.errors import CapacityError
 from tandem.types import GenerationRequest
 from tandem.v1 import generation_pb2
 from tandem.wire.generation import request_to_proto
 from tests.end_to_end.processes import Process, address_of, running, service
 from tests.service import engines
 from tests.service.clients import complete, until
-from tests.service.fakes import Fake, FakeDraft, FakeTarget, cluster, coordinator, serving
+from tests.service.fakes import Fake, FakeDraft, FakeTarget, coordinated, serving
 
 MAX_MIB = 300
 LONG = 100_000
@@ -267,19 +266,6 @@ async def stall(channel: grpc.aio.Channel) -> grpc.aio.UnaryStreamCall[bytes, by
     return call
 
 
-@pytest.mark.parametrize(("step_seconds", "tokens"), [(30.0, "0"), (0.05, "[1-9]")])
-async def test_the_deadline_ends_a_request_at_any_point(step_seconds: float, tokens: str) -> None:
-    """Both before the first token and between two tokens."""
-    target = FakeTarget()
-    target.step_seconds = step_seconds
-    async with cluster(target, None) as client:
-        sentence = rf"longer than the 0\.3 s it was given; {tokens} tokens? (was|were) delivered"
-        with pytest.raises(DeadlineError, match=sentence):
-            async for _ in client.generate(REQUEST, timeout_seconds=0.3):
-                pass
-        await until(lambda: target.running == 0, 20.0)
-
-
 SECONDS = 60.0
 MANY = 28
 """More than may run in the coordinator (16 and 2), and far more than fit the target (8 and 1)."""
@@ -297,14 +283,10 @@ async def test_a_newcomer_is_served_while_another_client_fills_every_place(tmp_p
     async with (
         engines.target(target, engines.Faults(), 0.01, 9, kept_sequences=1) as (target_address, _),
         engines.draft(draft, max_sequences=9, kept_sequences=1) as (draft_address, _),
-        coordinator(
-            CoordinatorSettings(
-                target_address=target_address,
-                draft_address=draft_address,
-                max_concurrent_requests=16,
-                max_queued_requests=16,
-            )
-        ) as (_, service),
+        coordinated(target_address, draft_address, max_concurrent_requests=16, max_queued_requests=16) as (
+            _,
+            service,
+        ),
     ):
         completions = service.completions
         alone = await tokens(completions, SHORT, NEWCOMER)

@@ -11,9 +11,9 @@ from typing import Any
 import openai
 import pytest
 
-from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.engine.models.loading import LoadedModel
 from tests.service.engines import Faults, draft, target
+from tests.service.fakes import settings_for
 from tests.service.http_cluster import http_coordinator
 from tests.service.http_cluster import openai as client_of
 
@@ -50,14 +50,8 @@ async def cluster(
     async with AsyncExitStack() as stack:
         target_address, _ = await stack.enter_async_context(target(model, Faults()))
         draft_address, _ = await stack.enter_async_context(draft(other_model))
-        settings = CoordinatorSettings(
-            target_address=target_address,
-            draft_address=draft_address,
-            http_port=0,
-            chat_template=template,
-            served_model_name="m",
-            **options,
-        )
+        own: dict[str, Any] = {"http_port": 0, "chat_template": template, "served_model_name": "m"}
+        settings = settings_for(target_address, draft_address, **own, **options)
         served = await stack.enter_async_context(http_coordinator(settings))
         yield await stack.enter_async_context(client_of(served, timeout=SECONDS))
 

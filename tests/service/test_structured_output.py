@@ -16,7 +16,6 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from coordinator.settings.coordinator import CoordinatorSettings
 from draft_service.proposers.model_free import SequenceLimits
 from draft_service.proposers.ngram import ngram_proposer
 from draft_service.proposers.suffix import suffix_proposer
@@ -41,7 +40,7 @@ from tests.end_to_end.models import random_model
 from tests.paths import DEMO_TARGET
 from tests.service.clients import Completed, complete
 from tests.service.engines import TINY, Faults, pair, target
-from tests.service.fakes import coordinator, serving
+from tests.service.fakes import coordinated, serving
 
 SCHEMA = {
     "type": "object",
@@ -147,14 +146,9 @@ async def test_no_forbidden_token_of_a_draft_without_a_model_is_verified(
     request = replace(REQUEST, prompt=prompt, grammar=grammar, rejection_sampling_strategy="strict")
     async with asyncio.timeout(BOUND_SECONDS), AsyncExitStack() as stack:
         enter = stack.enter_async_context
-        settings = CoordinatorSettings(
-            target_address=(await enter(target(model, faults)))[0],
-            draft_address=(await enter(serving(servicer)))[0],
-            draft_patience_seconds=30.0,
-            speculation_policy="fixed",
-            target_lead=0,
-        )
-        client = await enter(Client((await enter(coordinator(settings)))[0]))
+        verifying, _ = await enter(target(model, faults))
+        proposing, _ = await enter(serving(servicer))
+        client, _ = await enter(coordinated(verifying, proposing, target_lead=0))
         together = await complete(client, request)
         proposals = [*faults.proposals]
         alone = await complete(client, replace(request, speculation=False))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import grpc
 import numpy as np
@@ -53,25 +53,21 @@ REQUESTS = {
 }
 
 
-@dataclass(frozen=True)
-class FaultyCluster:
-    """A coordinator over one faulty target for each set of faults, and one draft."""
-
-    client: Client
-    service: CoordinatorService
-    faults: tuple[Faults, ...]
-
-    @property
-    def opened(self) -> int:
-        return sum(faults.opened for faults in self.faults)
-
-
 @asynccontextmanager
 async def cluster(
     model: LoadedModel, other_model: LoadedModel, *faults: Faults, wait_seconds: float = 10.0
-) -> AsyncIterator[FaultyCluster]:
-    async with pair(model, other_model, *faults, target_wait_seconds=wait_seconds) as (client, service):
-        yield FaultyCluster(client, service, faults)
+) -> AsyncIterator[tuple[Client, CoordinatorService]]:
+    """A client of a coordinator over one faulty target for each set of faults and one draft, and the coordinator."""
+    async with (
+        asyncio.timeout(BOUND_SECONDS),
+        pair(model, other_model, *faults, target_wait_seconds=wait_seconds) as running,
+    ):
+        yield running
+
+
+def opened(faults: Iterable[Faults]) -> int:
+    """Sequences that were opened on any of them."""
+    return sum(each.opened for each in faults)
 
 
 def drop_rows(verification: Verification) -> Verification:
@@ -81,8 +77,8 @@ def drop_rows(verification: Verification) -> Verification:
 @pytest.fixture(scope="module")
 def undisturbed(model: LoadedModel, other_model: LoadedModel) -> dict[str, Completed]:
     async def complete_all() -> dict[str, Completed]:
-        async with cluster(model, other_model, Faults()) as one:
-            return {name: await complete(one.client, request) for name, request in REQUESTS.items()}
+        async with cluster(model, other_model, Faults()) as (client, _):
+            return {name: await complete(client, request) for name, request in REQUESTS.items()}
 
     return asyncio.run(complete_all())
 
@@ -118,9 +114,9 @@ async def test_the_text_survives_a_loss_at_any_point_of_a_round(
     """The first target fails at its first or third step, and the second one at its fourth."""
     for step in (1, 3):
         faulty = (LOSSES[loss](step), LOSSES[loss](4))
-        async with asyncio.timeout(BOUND_SECONDS), cluster(model, other_model, *faulty) as two:
-            completed = await complete(two.client, REQUESTS[rule])
-            assert two.opened == 3, "one sequence to begin with, and one for each loss"
+        async with cluster(model, other_model, *faulty) as (client, _):
+            completed = await complete(client, REQUESTS[rule])
+            assert opened(faulty) == 3, "one sequence to begin with, and one for each loss"
         assert completed.token_ids == undisturbed[rule].token_ids
         assert completed.text == undisturbed[rule].text
         assert completed.drafted == undisturbed[rule].drafted
@@ -131,8 +127,8 @@ async def test_the_only_target_is_used_again_after_a_loss(
     model: LoadedModel, other_model: LoadedModel, undisturbed: dict[str, Completed]
 ) -> None:
     faults = Faults(before={3}, after={5})
-    async with asyncio.timeout(BOUND_SECONDS), cluster(model, other_model, faults) as one:
-        completed = await complete(one.client, REQUESTS["greedy"])
+    async with cluster(model, other_model, faults) as (client, _):
+        completed = await complete(client, REQUESTS["greedy"])
     assert completed.text == undisturbed["greedy"].text
     assert faults.opened == 3
 
@@ -168,10 +164,10 @@ async def test_a_request_that_crashes_targets_does_not_reach_all_of_them(
 ) -> None:
     """Every target fails on this request; without a bound it would take down one after another."""
     faults = tuple(Faults(after=set(range(1, 100))) for _ in range(MAX_LOSSES + 2))
-    async with asyncio.timeout(BOUND_SECONDS), cluster(model, other_model, *faults) as many:
+    async with cluster(model, other_model, *faults) as (client, _):
         with pytest.raises(ProtocolError, match=f"{MAX_LOSSES} targets were lost"):
-            await complete(many.client, REQUESTS["greedy"])
-        assert many.opened == MAX_LOSSES
+            await complete(client, REQUESTS["greedy"])
+        assert opened(faults) == MAX_LOSSES
 
 
 async def test_a_request_that_a_target_refuses_is_tried_on_the_others(
@@ -179,13 +175,13 @@ async def test_a_request_that_a_target_refuses_is_tried_on_the_others(
 ) -> None:
     """The coordinator has checked it, so it may be the target that errs."""
     refusing, other = Faults(before={1, 2}, code=grpc.StatusCode.INVALID_ARGUMENT), Faults()
-    async with asyncio.timeout(BOUND_SECONDS), cluster(model, other_model, refusing, other) as two:
-        assert (await complete(two.client, REQUESTS["greedy"])).text == undisturbed["greedy"].text
+    async with cluster(model, other_model, refusing, other) as (client, _):
+        assert (await complete(client, REQUESTS["greedy"])).text == undisturbed["greedy"].text
         other.before, other.code = {other.steps + 1}, grpc.StatusCode.INVALID_ARGUMENT
         with pytest.raises(
             InvalidRequestError, match="no target service takes the request; one says: "
         ) as raised:
-            await complete(two.client, REQUESTS["greedy"])
+            await complete(client, REQUESTS["greedy"])
         assert len(str(raised.value)) < 300
 
 
@@ -193,11 +189,11 @@ async def test_a_request_goes_to_another_target_when_one_is_full(
     model: LoadedModel, other_model: LoadedModel, undisturbed: dict[str, Completed]
 ) -> None:
     full, free = Faults(full=True), Faults()
-    async with asyncio.timeout(BOUND_SECONDS), cluster(model, other_model, full, free) as two:
-        assert (await complete(two.client, REQUESTS["strict"])).text == undisturbed["strict"].text
+    async with cluster(model, other_model, full, free) as (client, _):
+        assert (await complete(client, REQUESTS["strict"])).text == undisturbed["strict"].text
         free.full = True
         with pytest.raises(CapacityError):
-            await complete(two.client, REQUESTS["strict"])
+            await complete(client, REQUESTS["strict"])
 
 
 async def test_a_started_request_waits_for_room(
@@ -210,8 +206,8 @@ async def test_a_started_request_waits_for_room(
         return verification
 
     faults.garbled[2] = fill
-    async with asyncio.timeout(BOUND_SECONDS), cluster(model, other_model, faults) as one:
-        task = asyncio.create_task(complete(one.client, REQUESTS["greedy"]))
+    async with cluster(model, other_model, faults) as (client, _):
+        task = asyncio.create_task(complete(client, REQUESTS["greedy"]))
         await until(lambda: faults.steps == 3)
         await asyncio.sleep(1.0)
         assert not task.done()
@@ -223,11 +219,11 @@ async def test_after_losses_no_stream_stays_open_and_each_round_counts_once(
     model: LoadedModel, other_model: LoadedModel
 ) -> None:
     faults = (Faults(after={2}), Faults(before={2}))
-    async with cluster(model, other_model, *faults) as two:
-        completed = await complete(two.client, REQUESTS["residual"])
+    async with cluster(model, other_model, *faults) as (client, service):
+        completed = await complete(client, REQUESTS["residual"])
         await until(lambda: not any(each.running for each in faults))
-        snapshots = two.service.replicas.snapshots()
-        await until(lambda: not any(each.open_sequences for each in two.service.replicas.snapshots()))
+        snapshots = service.replicas.snapshots()
+        await until(lambda: not any(each.open_sequences for each in service.replicas.snapshots()))
         targets = [each.figures for each in snapshots if each.role is Role.TARGET]
         drafts = [each.figures for each in snapshots if each.role is Role.DRAFT]
     assert sum(each.rounds for each in targets) == completed.stats.rounds
@@ -299,14 +295,14 @@ async def test_invalid_rows_cost_the_replica_its_place_and_the_request_nothing(
 ) -> None:
     request, fault = INVALID_ROWS[kind]
     faults = Faults(), Faults()
-    async with asyncio.timeout(BOUND_SECONDS), cluster(model, other_model, *faults) as two:
-        undisturbed = await complete(two.client, request)
-        for each in two.faults:
+    async with cluster(model, other_model, *faults) as (client, _):
+        undisturbed = await complete(client, request)
+        for each in faults:
             each.steps, each.opened = 0, 0
         # The first answers that hold more than the bonus row.
-        two.faults[0].garbled[2] = two.faults[1].garbled[2] = fault
-        completed = await complete(two.client, request)
-        assert two.opened == 3, "one sequence to begin with, and one for each loss"
+        faults[0].garbled[2] = faults[1].garbled[2] = fault
+        completed = await complete(client, request)
+        assert opened(faults) == 3, "one sequence to begin with, and one for each loss"
     assert completed.token_ids == undisturbed.token_ids
     assert completed.drafted == undisturbed.drafted
 
@@ -315,9 +311,9 @@ async def test_invalid_rows_from_the_only_target_are_an_error(
     model: LoadedModel, other_model: LoadedModel
 ) -> None:
     faults = Faults(garbled=dict.fromkeys(range(1, 9), drop_rows))
-    async with asyncio.timeout(BOUND_SECONDS), cluster(model, other_model, faults) as one:
+    async with cluster(model, other_model, faults) as (client, _):
         with pytest.raises(ProtocolError):
-            await complete(one.client, REQUESTS["greedy"])
+            await complete(client, REQUESTS["greedy"])
         assert faults.opened == 1
 
 
@@ -326,18 +322,19 @@ async def test_columns_that_do_not_fit_together_end_their_stream_and_no_request(
 ) -> None:
     """Nobody can say whose columns are cut in a block for several sequences, so all of them go elsewhere."""
     requests = [replace(REQUESTS["residual"], seed=seed) for seed in range(8)]
-    async with asyncio.timeout(BOUND_SECONDS), cluster(model, other_model, Faults(), Faults()) as two:
+    faults = Faults(), Faults()
+    async with cluster(model, other_model, *faults) as (client, _):
 
         async def at_once() -> list[tuple[int, ...]]:
-            found = await asyncio.gather(*(complete(two.client, request) for request in requests))
+            found = await asyncio.gather(*(complete(client, request) for request in requests))
             return [each.token_ids for each in found]
 
         undisturbed = await at_once()
-        opened = two.opened
-        two.faults[0].mangled_from = two.faults[0].steps + 10
+        before = opened(faults)
+        faults[0].mangled_from = faults[0].steps + 10
         assert await at_once() == undisturbed
-        assert two.faults[0].running == 0
-        assert two.opened > opened + len(requests), "sequences of the broken stream were opened again"
+        assert faults[0].running == 0
+        assert opened(faults) > before + len(requests), "sequences of the broken stream were opened again"
 
 
 SECONDS = 30.0
@@ -398,15 +395,15 @@ async def test_a_stream_that_broke_at_the_client_goes_on_with_the_same_tokens(
 ) -> None:
     """Noise is keyed by position, so a completion does not depend on where the client took it up again."""
     request = replace(REQUESTS[name], presence_penalty=0.5, speculation=False)
-    async with cluster(model, other_model, Faults()) as one:
-        whole = await complete(one.client, request)
+    async with cluster(model, other_model, Faults()) as (client, _):
+        whole = await complete(client, request)
         for cut in (1, 7):
-            rest = await one.client.complete(request, delivered_token_ids=whole.token_ids[:cut])
+            rest = await client.complete(request, delivered_token_ids=whole.token_ids[:cut])
             assert whole.token_ids[:cut] + rest.token_ids == whole.token_ids
             assert rest.summary.completion_tokens == len(whole.token_ids)
             assert whole.text.endswith(rest.text)
         with pytest.raises(InvalidRequestError, match="delivered_token_ids holds token id -1"):
-            await complete(one.client, replace(request, delivered_token_ids=(-1,)))
+            await complete(client, replace(request, delivered_token_ids=(-1,)))
 
 
 HANG_SECONDS = 0.5

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from coordinator.settings.coordinator import CoordinatorSettings
 from draft_service.servicer import DraftServicer
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.errors import IncompatibleModelsError
@@ -23,7 +22,7 @@ from tests.end_to_end.models import blurred, exact, save_model
 from tests.paths import DEMO_TARGET
 from tests.service.clients import complete_all, until
 from tests.service.engines import Faults, draft, target
-from tests.service.fakes import coordinator
+from tests.service.fakes import coordinated
 from tests.service.other_tokenizer import renumbered
 from tests.service.test_drafting_ahead import small_target
 from tests.service.vllm_drafts import plugged, run
@@ -65,15 +64,9 @@ async def joined(
         verifying, _ = await enter(target(target_model, Faults(), seconds))
         tokenizer = draft_folder / "tokenizer.json"
         proposing, _ = await enter(draft(loaded(draft_folder), servicer, tokenizer=tokenizer))
-        usual: dict[str, Any] = {
-            "target_address": verifying,
-            "draft_address": proposing,
-            "draft_patience_seconds": 60.0,
-            "speculation_policy": "fixed",
-            "draft_ahead": "off",
-        }
-        address, _ = await enter(coordinator(CoordinatorSettings(**(usual | options))))
-        yield address
+        usual: dict[str, Any] = {"draft_patience_seconds": 60.0, "draft_ahead": "off"}
+        client, _ = await enter(coordinated(verifying, proposing, **(usual | options)))
+        yield client.address
 
 
 GREEDY = GenerationRequest("", max_tokens=24, temperature=0.0, num_speculative_tokens=4, ignore_eos=True)

@@ -28,7 +28,7 @@ from tandem.serving.server import serve
 from tandem.types import Delta, RowKind, TokenRow, VerifyStep
 from target_service.service import TargetService
 from target_service.settings import TargetSettings
-from tests.end_to_end.processes import free_port
+from tests.end_to_end.processes import descendants, free_port, is_alive
 from tests.unit.engine.tiny_models import save_checkpoint
 from tests.vllm.families import FAMILIES
 from tests.vllm.models import GREEDY, Twin, prompts, text_of, together, twin_of
@@ -147,21 +147,8 @@ async def test_the_youngest_are_computed_again_where_the_cache_is_full(tmp_path:
         assert twin.engine.usage.preemption_count > 0
 
 
-def _children(of: int) -> list[int]:
-    found = Path(f"/proc/{of}/task").glob("*/children")
-    own = [int(child) for file in found for child in file.read_text().split()]
-    return [*own, *(each for child in own for each in _children(child))]
-
-
-def _is_running(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def _workers(of: int) -> list[int]:
-    return [each for each in _children(of) if "VLLM::Worker" in Path(f"/proc/{each}/cmdline").read_text()]
+    return [each for each in descendants(of) if "VLLM::Worker" in Path(f"/proc/{each}/cmdline").read_text()]
 
 
 async def test_two_workers_compute_one_model_and_the_engine_ends_with_either(tmp_path: Path) -> None:
@@ -172,10 +159,7 @@ async def test_two_workers_compute_one_model_and_the_engine_ends_with_either(tmp
         loop.call_soon_threadsafe(failed.set)
 
     async with twin_of(
-        tmp_path,
-        FAMILIES["llama"](num_key_value_heads=2),
-        on_failure=fail,
-        tensor_parallel_size=2,
+        tmp_path, FAMILIES["llama"](num_key_value_heads=2), on_failure=fail, tensor_parallel_size=2
     ) as twin:
         texts = prompts(6)
         found = await together(*(text_of(twin.engine, prompt, 16) for prompt in texts))
@@ -188,7 +172,7 @@ async def test_two_workers_compute_one_model_and_the_engine_ends_with_either(tmp
         await failed.wait()
         with pytest.raises(TandemError):
             await _asked(twin)
-    assert not any(map(_is_running, workers))
+    assert not any(map(is_alive, workers))
 
 
 @pytest.mark.parametrize("when", ["loading", "serving"])
@@ -207,7 +191,7 @@ def test_no_worker_outlives_its_service(tmp_path: Path, when: str) -> None:
             assert said, "the service has ended"
             workers = _workers(service.pid)
         service.kill()
-    while any(map(_is_running, workers)):
+    while any(map(is_alive, workers)):
         time.sleep(0.01)
 
 
@@ -238,4 +222,4 @@ async def test_a_service_whose_worker_dies_is_not_serving_and_ends(tmp_path: Pat
         if service.returncode is None:
             service.kill()
             await service.wait()
-    assert not any(map(_is_running, workers))
+    assert not any(map(is_alive, workers))

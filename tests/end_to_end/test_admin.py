@@ -202,19 +202,9 @@ def test_requests_are_listed_shown_and_aborted(
 
 
 def test_options_are_set_and_reset(commands: Commands, cluster: str, target: str, draft: str) -> None:
-    changed = commands.succeed(
-        "admin",
-        "config",
-        "set",
-        "num_speculative_tokens",
-        "6",
-        "rejection-sample-method=strict",
-        "-o",
-        "json",
-    )
-    back = commands.succeed(
-        "admin", "config", "reset", "num_speculative_tokens", "rejection_sampling_strategy", "-o", "json"
-    )
+    setting = "admin config set num_speculative_tokens 6 rejection-sample-method=strict -o json"
+    resetting = "admin config reset num_speculative_tokens rejection_sampling_strategy -o json"
+    changed, back = commands.succeed(*setting.split()), commands.succeed(*resetting.split())
     assert_matches("admin/config-set.json.txt", stable(changed, cluster, target, draft))
     assert_matches("admin/config-reset.json.txt", stable(back, cluster, target, draft))
 

@@ -46,27 +46,15 @@ def client(url: str) -> Iterator[OpenAI]:
 def test_every_endpoint_returns_the_same_text(client: OpenAI, process: Process) -> None:
     with SyncClient(address_of(process)) as grpc_client:
         expected = grpc_client.complete(PROMPT, max_tokens=24, temperature=0.0)
-    whole = client.completions.create(model="target", prompt=PROMPT, max_tokens=24, temperature=0)
-    pieces = client.completions.create(
-        model="target", prompt=PROMPT, max_tokens=24, temperature=0, stream=True
-    )
-    message: Any = {"role": "user", "content": PROMPT}
-    chat = client.chat.completions.create(
-        model="target",
-        messages=[message],
-        max_completion_tokens=24,
-        temperature=0,
-    )
-    chat_pieces: Any = client.chat.completions.create(
-        model="target",
-        messages=[message],
-        max_tokens=24,
-        temperature=0,
-        stream=True,
-    )
-    alone = client.completions.create(
-        model="target", prompt=PROMPT, max_tokens=24, temperature=0, extra_body={"speculation": False}
-    )
+    asked: Any = {"model": "target", "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+    whole = client.completions.create(**asked)
+    pieces = client.completions.create(**asked, stream=True)
+    alone = client.completions.create(**asked, extra_body={"speculation": False})
+    del asked["prompt"]
+    asked["messages"] = [{"role": "user", "content": PROMPT}]
+    chat_pieces: Any = client.chat.completions.create(**asked, stream=True)
+    asked["max_completion_tokens"] = asked.pop("max_tokens")
+    chat = client.chat.completions.create(**asked)
     assert whole.choices[0].text == expected.text
     assert "".join(piece.choices[0].text for piece in pieces) == expected.text
     assert chat.choices[0].message.content == expected.text

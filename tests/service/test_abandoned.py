@@ -303,14 +303,3 @@ async def test_an_abort_frees_the_services_while_the_client_does_not_read() -> N
                 await anext(chunks)
         assert requests.list() == []
         assert requests.outcomes.aborted == 1
-
-
-async def test_a_disconnecting_client_is_not_an_abort() -> None:
-    target = FakeTarget()
-    target.step_seconds = 0.05
-    async with fleet(target, FakeDraft()) as (client, _, service):
-        async with aclosing(client.generate(REQUEST)) as chunks:
-            await anext(chunks)
-        requests = service.completions.requests
-        await until(lambda: requests.outcomes.cancelled == 1, 20)
-        assert requests.outcomes.aborted == 0

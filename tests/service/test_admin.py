@@ -138,9 +138,7 @@ async def test_speculation_can_be_turned_off_and_on() -> None:
 
 async def test_a_change_that_breaks_a_rule_is_refused_with_its_sentence() -> None:
     async with cluster() as (admin, *_):
-        with pytest.raises(
-            InvalidRequestError, match="num_speculative_tokens is 0; it must be between 1 and 128"
-        ):
+        with pytest.raises(InvalidRequestError, match="num_speculative_tokens is 0"):
             await admin.update_config({"num_speculative_tokens": "0"})
         with pytest.raises(InvalidRequestError, match="no option is named"):
             await admin.update_config({})

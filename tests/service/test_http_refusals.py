@@ -110,9 +110,7 @@ async def test_a_request_ends_at_its_deadline() -> None:
         stream = await client.completions.create(
             model="fake", prompt=[10], stream=True, extra_body={"timeout_seconds": 0.5}
         )
-        with pytest.raises(
-            APIError, match=r"took longer than the 0\.5 s it was given; 1 token was delivered"
-        ):
+        with pytest.raises(APIError, match=r"longer than the 0\.5 s .* 1 token was delivered"):
             async for _ in stream:
                 pass
 

@@ -103,16 +103,6 @@ async def test_a_returning_replica_is_reached_with_renewed_certificates(
     assert used.count(b"the renewed one") == 1
 
 
-async def test_a_loading_replica_is_connecting_until_it_is_ready() -> None:
-    async with served(FakeTarget(), FakeTarget()) as (first, second):
-        await second.say(NOT_SERVING)
-        async with started(ReplicaRegistry(settings(f"{first.address},{second.address}"))) as replicas:
-            await until(lambda: "starting" in shot(replicas, second.address).reason)
-            assert shot(replicas, second.address).state is ReplicaState.CONNECTING
-            await second.say(SERVING)
-            await becomes(replicas, second.address, ReplicaState.READY)
-
-
 async def test_a_replica_that_refuses_the_token_is_unused_until_it_accepts_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -146,7 +136,8 @@ async def test_a_stopped_replica_is_down_and_used_again_once_ready() -> None:
             assert down.model is not None, "its model is still known"
             await target.start(status)
             if status == NOT_SERVING:
-                await becomes(replicas, target.address, ReplicaState.CONNECTING)
+                await until(lambda: "starting" in shot(replicas, target.address).reason)
+                assert shot(replicas, target.address).state is ReplicaState.CONNECTING
                 await target.say(SERVING)
             await becomes(replicas, target.address, ReplicaState.READY)
 

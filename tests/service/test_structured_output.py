@@ -189,9 +189,7 @@ async def test_refusals_name_what_is_wrong(model: LoadedModel, other_model: Load
         with pytest.raises(InvalidRequestError, match="json_schema has 101 bytes; it must be at most 100"):
             await complete(client, replace(REQUEST, grammar=Grammar(GrammarKind.JSON_SCHEMA, " " * 101)))
     async with cluster(model, other_model, structured_output="refuse") as client:
-        with pytest.raises(
-            InvalidRequestError, match="a json_schema is asked for and structured_output is refuse"
-        ):
+        with pytest.raises(InvalidRequestError, match=r"a json_schema is asked for .* is refuse"):
             await complete(client, REQUEST)
 
 

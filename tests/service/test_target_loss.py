@@ -178,9 +178,7 @@ async def test_a_request_that_a_target_refuses_is_tried_on_the_others(
     async with cluster(model, other_model, refusing, other) as (client, _):
         assert (await complete(client, REQUESTS["greedy"])).text == undisturbed["greedy"].text
         other.before, other.code = {other.steps + 1}, grpc.StatusCode.INVALID_ARGUMENT
-        with pytest.raises(
-            InvalidRequestError, match="no target service takes the request; one says: "
-        ) as raised:
+        with pytest.raises(InvalidRequestError, match="no target service takes the request") as raised:
             await complete(client, REQUESTS["greedy"])
         assert len(str(raised.value)) < 300
 

@@ -297,6 +297,7 @@ async def test_a_cancelled_request_is_counted_and_its_spans_end() -> None:
         await until(lambda: value(cluster.target, "streams_total", role="target", outcome="cancelled") == 1)
         await all_ended(cluster, 8)
         root = only_span("text_completion fake", cluster.spans)
+        assert value(cluster.coordinator, "requests_total", outcome="aborted") == 0
         for registry, role in ((cluster.draft, "draft"), (cluster.target, "target")):
             assert value(registry, "num_streams_running", role=role) == 0
     attributes = root.attributes or {}
@@ -398,30 +399,20 @@ ROUNDS = 3
 """At least, of one request."""
 
 
-async def complete_some(cluster: ObservedCluster) -> None:
-    requests = [replace(REQUEST, seed=seed) for seed in range(STREAMS)]
-    found = await asyncio.gather(*map(cluster.complete, requests))
-    assert found == [COMPLETION] * STREAMS
+@pytest.mark.parametrize("measures", [True, False])
+async def test_waits_of_answers_and_questions_are_counted_if_asked_for(measures: bool) -> None:
+    async with observed_cluster(FakeTarget(), FakeDraft(), measure_waits=measures) as cluster:
+        requests = [replace(REQUEST, seed=seed) for seed in range(STREAMS)]
+        assert await asyncio.gather(*map(cluster.complete, requests)) == [COMPLETION] * STREAMS
 
+        def waited(figure: str, place: str) -> float | None:
+            return value(cluster.coordinator, f"round_wait_seconds_{figure}", place=place)
 
-async def test_waits_of_answers_and_questions_are_counted() -> None:
-    async with observed_cluster(FakeTarget(), FakeDraft(), measure_waits=True) as cluster:
-        await complete_some(cluster)
-
-        def count(place: str) -> float:
-            return value(cluster.coordinator, "round_wait_seconds_count", place=place) or 0.0
-
+        if not measures:
+            assert [waited("count", place) for place in WAIT_PLACES] == [None] * len(WAIT_PLACES)
+            return
         # One of them may have streams of its own, on which there is nothing to wait for.
         for place in ("answer", "question"):
-            assert count(place) >= (STREAMS - 1) * ROUNDS
-            seconds = value(cluster.coordinator, "round_wait_seconds_sum", place=place)
-            assert seconds is not None
-            assert seconds > 0.0
-        await until(lambda: count("event_loop") > 0)
-
-
-async def test_nothing_is_measured_unless_asked_for() -> None:
-    async with observed_cluster(FakeTarget(), FakeDraft()) as cluster:
-        await complete_some(cluster)
-        for place in WAIT_PLACES:
-            assert value(cluster.coordinator, "round_wait_seconds_count", place=place) is None
+            assert (waited("count", place) or 0.0) >= (STREAMS - 1) * ROUNDS
+            assert (waited("sum", place) or 0.0) > 0.0
+        await until(lambda: (waited("count", "event_loop") or 0.0) > 0)

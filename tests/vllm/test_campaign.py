@@ -11,7 +11,7 @@ from tests.end_to_end.processes import Service, nursery
 from tests.end_to_end.test_campaign import assert_nothing_lost
 from tests.paths import DEMO_DRAFT, DEMO_TARGET, HELD_OUT_PROMPTS
 
-OPTIONS = (
+OPTIONS = [
     "--engine",
     "vllm",
     "--enforce-eager",
@@ -21,7 +21,7 @@ OPTIONS = (
     "512",
     "--max-sequences",
     "16",
-)
+]
 
 
 def pair() -> tuple[list[Service], list[Service]]:

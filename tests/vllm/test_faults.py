@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import grpc
@@ -48,29 +48,39 @@ async def _asked(twin: Twin) -> int:
     return row.token_id
 
 
+_STEP = RowWorker.tandem_step
+
+
+def _steps(
+    patch: pytest.MonkeyPatch,
+    before: Callable[[], object] = lambda: None,
+    after: Callable[[], object] = lambda: None,
+) -> None:
+    """Call these in each of the worker's steps. vLLM has mixed the methods into a class that looks them up here."""
+
+    def step(self: RowWorker, of: Step) -> None:
+        before()
+        _STEP(self, of)
+        after()
+
+    patch.setattr(worker_module.RowWorker, "tandem_step", step)
+
+
+def _full() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
 async def test_memory_that_is_full_fails_a_step_and_a_hang_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with twin_of(tmp_path, FAMILIES["llama"](), step_timeout_seconds=0.2) as twin:
         expected = int(twin.logits([5, 6, 7])[-1].argmax())
         assert await _asked(twin) == expected
-        step = RowWorker.tandem_step
-
-        def full(self: RowWorker, of: Step) -> None:
-            step(self, of)
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-        # vLLM has mixed the methods into a class that looks them up here.
-        monkeypatch.setattr(worker_module.RowWorker, "tandem_step", full)
+        _steps(monkeypatch, after=_full)
         with pytest.raises(TandemError, match="step failed"):
             await _asked(twin)
         goes_on = threading.Event()
-
-        def hangs(self: RowWorker, of: Step) -> None:
-            goes_on.wait()
-            step(self, of)
-
-        monkeypatch.setattr(worker_module.RowWorker, "tandem_step", hangs)
+        _steps(monkeypatch, before=goes_on.wait)
         asked = asyncio.ensure_future(_asked(twin))
         while not twin.engine.overdue_seconds:  # noqa: ASYNC110  the engine tells nobody
             await asyncio.sleep(0.01)
@@ -106,13 +116,8 @@ async def test_a_service_that_hangs_or_runs_out_of_memory_is_not_serving(
         while await anext(health) != "SERVING":
             pass
         await client.probe()
-        step, goes_on = RowWorker.tandem_step, threading.Event()
-
-        def hangs(self: RowWorker, of: Step) -> None:
-            goes_on.wait()
-            step(self, of)
-
-        monkeypatch.setattr(worker_module.RowWorker, "tandem_step", hangs)
+        goes_on = threading.Event()
+        _steps(monkeypatch, before=goes_on.wait)
         asked = asyncio.create_task(client.probe())
         assert await anext(health) == "NOT_SERVING"
         with pytest.raises(ServiceUnavailableError, match="stuck in a step"):
@@ -120,11 +125,7 @@ async def test_a_service_that_hangs_or_runs_out_of_memory_is_not_serving(
         goes_on.set()
         await asked
         assert await anext(health) == "SERVING"
-
-        def full(self: RowWorker, of: Step) -> None:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-        monkeypatch.setattr(worker_module.RowWorker, "tandem_step", full)
+        _steps(monkeypatch, before=_full)
         with pytest.raises(TandemError, match="step failed"):
             await client.probe()
         failures = 1

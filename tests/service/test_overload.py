@@ -44,9 +44,6 @@ class Endless(Fake):
         super().__init__(again)
         self.model_info = replace(self.model_info, max_length=LONG)
 
-    def open(self, max_length: int) -> None:
-        self.opened += 1
-
 
 class EndlessTarget(Endless, FakeTarget):
     """A target that repeats the last token."""
@@ -71,18 +68,19 @@ class CoordinatorProcess:
 
 @asynccontextmanager
 async def coordinator_process(
-    target: FakeTarget, draft: FakeDraft | None, *options: str, is_fork: bool = True
+    target: FakeTarget, draft: FakeDraft, *options: str, is_fork: bool = True
 ) -> AsyncIterator[CoordinatorProcess]:
     """Start a coordinator over these fakes. The memory of a fork counts what the nursery has imported."""
-    async with AsyncExitStack() as stack:
-        target_address, _ = await stack.enter_async_context(serving(target))
-        draft_address = None
-        if draft is not None:
-            draft_address, _ = await stack.enter_async_context(serving(draft))
-        drafts = () if draft_address is None else ("--draft-address", draft_address)
+    async with (
+        asyncio.timeout(TEST_SECONDS),
+        serving(target) as (target_address, _),
+        serving(draft) as (draft_address, _),
+        AsyncExitStack() as stack,
+    ):
+        addresses = ("--target-address", target_address, "--draft-address", draft_address)
         # The adaptive policy would stop speculating under load.
         policy = ("--speculation-policy", "fixed", "--draft-ahead", "off", "--log-level", "warning")
-        arguments = ("--port", "0", "--target-address", target_address, *drafts, *policy, *options)
+        arguments = ("--port", "0", *addresses, *policy, *options)
         process = stack.enter_context(
             service("coordinator", *arguments)
             if is_fork
@@ -111,6 +109,19 @@ class Attempt:
     retry_after_seconds: float | None = None
 
 
+@asynccontextmanager
+async def small() -> AsyncIterator[Client]:
+    """A client that tries once, of a coordinator that runs four requests and lets four wait."""
+    target = FakeTarget()
+    target.step_seconds = 0.05
+    options = ("--max-concurrent-requests", "4", "--max-queued-requests", "4")
+    async with (
+        coordinator_process(target, FakeDraft(), *options) as running_,
+        Client(running_.address, retries=Retries(attempts=1)) as client,
+    ):
+        yield client
+
+
 async def attempt(client: Client) -> Attempt:
     """Send a request once, and note how it ended and how long that took."""
     began = time.perf_counter()
@@ -125,10 +136,7 @@ async def attempt(client: Client) -> Attempt:
 async def test_many_simultaneous_streams_all_complete_within_the_memory_bound(streams: int) -> None:
     target, draft = FakeTarget(), FakeDraft()
     options = ("--max-concurrent-requests", str(streams))
-    async with (
-        asyncio.timeout(TEST_SECONDS),
-        coordinator_process(target, draft, *options, is_fork=False) as coordinator_,
-    ):
+    async with coordinator_process(target, draft, *options, is_fork=False) as coordinator_:
         async with AsyncExitStack() as stack:
             real_clients = [
                 await stack.enter_async_context(Client(coordinator_.address)) for _ in range(streams // 100)
@@ -155,15 +163,8 @@ def frozen_heap() -> Iterator[None]:
 @pytest.mark.parametrize("waves", [1, pytest.param(20, marks=pytest.mark.soak)])
 async def test_a_burst_of_ten_times_the_capacity_is_admitted_up_to_it(waves: int) -> None:
     at_once = 8
-    target, draft = FakeTarget(), FakeDraft()
-    target.step_seconds = 0.05
-    options = ("--max-concurrent-requests", "4", "--max-queued-requests", "4")
     refused: list[Attempt] = []
-    async with (
-        asyncio.timeout(TEST_SECONDS),
-        coordinator_process(target, draft, *options) as coordinator_,
-        Client(coordinator_.address, retries=Retries(attempts=1)) as client,
-    ):
+    async with small() as client:
         await attempt(client)
         for _ in range(waves):
             attempts = await asyncio.gather(*(attempt(client) for _ in range(10 * at_once)))
@@ -181,14 +182,7 @@ async def test_a_burst_of_ten_times_the_capacity_is_admitted_up_to_it(waves: int
 @pytest.mark.parametrize("seconds", [2.0, pytest.param(60.0, marks=pytest.mark.soak)])
 async def test_arrivals_at_ten_times_the_capacity_are_refused_or_complete(seconds: float) -> None:
     """Requests arrive at a fixed rate, whether or not earlier ones have ended."""
-    target, draft = FakeTarget(), FakeDraft()
-    target.step_seconds = 0.05
-    options = ("--max-concurrent-requests", "4", "--max-queued-requests", "4")
-    async with (
-        asyncio.timeout(TEST_SECONDS),
-        coordinator_process(target, draft, *options) as coordinator_,
-        Client(coordinator_.address, retries=Retries(attempts=1)) as client,
-    ):
+    async with small() as client:
         alone = await attempt(client)
         interval = alone.seconds / 4 / 10
         tasks = []
@@ -235,7 +229,6 @@ async def test_a_stalled_reader_is_ended_and_disturbs_no_other(
         *("--stalled-stream-seconds", str(stalled_seconds + 60.0)),
     )
     async with (
-        asyncio.timeout(TEST_SECONDS),
         coordinator_process(target, EndlessDraft(), *options) as coordinator_,
         Client(coordinator_.address) as client,
         grpc.aio.insecure_channel(coordinator_.address, options=SMALL_WINDOW) as channel,

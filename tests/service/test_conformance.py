@@ -41,6 +41,7 @@ from tests.service.engines import draft
 from tests.service.fakes import NOT_SERVING, hooked, served, serving
 
 Answer = Proposal | DraftedOutcomes
+NewProposer = Callable[[DraftingOptions, SequenceLimits], Proposer]
 SECONDS = 30.0
 """An answer may take so long, where one comes."""
 
@@ -57,13 +58,15 @@ async def test_a_draft_model_conforms(model: LoadedModel) -> None:
         assert await problems(address) == []
 
 
-@pytest.mark.parametrize("new", [ngram_proposer, suffix_proposer])
-async def test_a_draft_without_a_model_conforms(
-    new: Callable[[DraftingOptions, SequenceLimits], Proposer],
-) -> None:
-    servicer = DraftServicer()
+def model_free(servicer: DraftServicer, new: NewProposer = ngram_proposer) -> DraftServicer:
+    """Have it draft without a model."""
     servicer.proposer = new(DraftingOptions(), SequenceLimits(64))
-    async with serving(servicer) as (address, _):
+    return servicer
+
+
+@pytest.mark.parametrize("new", [ngram_proposer, suffix_proposer])
+async def test_a_draft_without_a_model_conforms(new: NewProposer) -> None:
+    async with serving(model_free(DraftServicer(), new)) as (address, _):
         assert await problems(address) == []
 
 
@@ -80,9 +83,8 @@ class Faulty(DraftServicer):
         def on_step(step: ProposeStep) -> None:
             last, self.last = self.last, step
             self.rolled_back = last is not None and 0 < step.delta.base_length < last.delta.length
-            self.step(sequence, step)
 
-        await super().serve_sequence(hooked(sequence, on_step, self.answer))
+        await super().serve_sequence(hooked(sequence, on_step, self._answer))
 
     async def Propose(
         self, request_iterator: AsyncIterator[ProposeRequest], context: Context
@@ -96,12 +98,16 @@ class Faulty(DraftServicer):
             self.response(response)
             yield response
 
-    def step(self, sequence: DraftedFor, step: ProposeStep) -> None:
-        """A step arrives."""
+    def _answer(self, answer: Answer) -> Answer:
+        return self.proposal(answer) if isinstance(answer, Proposal) else self.outcomes(answer)
 
-    def answer(self, answer: Answer) -> Answer:
+    def proposal(self, proposal: Proposal) -> Proposal:
         """Answer with this."""
-        return answer
+        return proposal
+
+    def outcomes(self, outcomes: DraftedOutcomes) -> DraftedOutcomes:
+        """Push this."""
+        return outcomes
 
     def request(self, message: ProposeRequest) -> None:
         """A message arrives."""
@@ -110,11 +116,11 @@ class Faulty(DraftServicer):
         """A message is sent."""
 
 
-def shifted(answer: Answer) -> Answer:
+def shifted(proposal: Proposal) -> Proposal:
     """Propose something else."""
-    if not isinstance(answer, Proposal):
-        return answer
-    return replace(answer, token_ids=tuple(token_id ^ 1 for token_id in answer.token_ids), distributions=())
+    return replace(
+        proposal, token_ids=tuple(token_id ^ 1 for token_id in proposal.token_ids), distributions=()
+    )
 
 
 class Nameless(Faulty):
@@ -129,47 +135,43 @@ class Nameless(Faulty):
 class Talkative(Faulty):
     """Proposes a token where none is asked for."""
 
-    def answer(self, answer: Answer) -> Answer:
-        assert isinstance(answer, Proposal)
-        return replace(answer, token_ids=(*answer.token_ids, 1))
+    def proposal(self, proposal: Proposal) -> Proposal:
+        return replace(proposal, token_ids=(*proposal.token_ids, 1))
 
 
 class Misplaced(Faulty):
     """Answers with the length after the proposal."""
 
-    def answer(self, answer: Answer) -> Answer:
-        return replace(answer, base_length=answer.base_length + 1)
+    def proposal(self, proposal: Proposal) -> Proposal:
+        return replace(proposal, base_length=proposal.base_length + 1)
 
 
 class Chatty(Faulty):
     """Sends distributions unasked."""
 
-    def answer(self, answer: Answer) -> Answer:
-        assert isinstance(answer, Proposal)
-        sure = tuple(SparseDistribution(np.array([each]), np.ones(1)) for each in answer.token_ids)
-        return replace(answer, distributions=sure)
+    def proposal(self, proposal: Proposal) -> Proposal:
+        sure = tuple(SparseDistribution(np.array([each]), np.ones(1)) for each in proposal.token_ids)
+        return replace(proposal, distributions=sure)
 
 
 class Unseeded(Faulty):
     """Draws otherwise each time."""
 
-    def answer(self, answer: Answer) -> Answer:
+    def proposal(self, proposal: Proposal) -> Proposal:
         self.turn = not getattr(self, "turn", False)
-        return shifted(answer) if self.turn else answer
+        return shifted(proposal) if self.turn else proposal
 
 
 class Unlikely(Faulty):
     """Proposes tokens to which its distributions give no probability."""
 
-    def answer(self, answer: Answer) -> Answer:
-        assert isinstance(answer, Proposal)
-        return replace(answer, token_ids=(0,) * len(answer))
+    def proposal(self, proposal: Proposal) -> Proposal:
+        return replace(proposal, token_ids=(0,) * len(proposal))
 
 
 class WithoutLogits(Faulty):
-    def answer(self, answer: Answer) -> Answer:
-        assert isinstance(answer, Proposal)
-        return replace(answer, token_logits=None)
+    def proposal(self, proposal: Proposal) -> Proposal:
+        return replace(proposal, token_logits=None)
 
 
 class Twice(Faulty):
@@ -182,15 +184,15 @@ class Twice(Faulty):
 class Forgetful(Faulty):
     """Takes a repeated delta for more tokens."""
 
-    def answer(self, answer: Answer) -> Answer:
-        return shifted(answer) if self.last is not None and self.last.delta.base_length else answer
+    def proposal(self, proposal: Proposal) -> Proposal:
+        return shifted(proposal) if self.last is not None and self.last.delta.base_length else proposal
 
 
 class Stuck(Faulty):
     """Keeps what was rolled back."""
 
-    def answer(self, answer: Answer) -> Answer:
-        return shifted(answer) if self.rolled_back else answer
+    def proposal(self, proposal: Proposal) -> Proposal:
+        return shifted(proposal) if self.rolled_back else proposal
 
 
 class Vague(Faulty):
@@ -272,25 +274,23 @@ class Clinging(Faulty):
 class Generous(Faulty):
     """Pushes more than it was granted."""
 
-    def answer(self, answer: Answer) -> Answer:
-        if isinstance(answer, Proposal) or answer.depth:
-            return answer
+    def outcomes(self, outcomes: DraftedOutcomes) -> DraftedOutcomes:
+        if outcomes.depth:
+            return outcomes
         more = range(100)
         return replace(
-            answer,
-            token_ids=answer.token_ids + (1,) * len(more),
-            accepted_counts=answer.accepted_counts + (0,) * len(more),
-            next_token_ids=answer.next_token_ids + tuple(more),
+            outcomes,
+            token_ids=outcomes.token_ids + (1,) * len(more),
+            accepted_counts=outcomes.accepted_counts + (0,) * len(more),
+            next_token_ids=outcomes.next_token_ids + tuple(more),
         )
 
 
 class Stale(Faulty):
     """Pushes outcomes of a round that has not begun."""
 
-    def answer(self, answer: Answer) -> Answer:
-        if isinstance(answer, Proposal):
-            return answer
-        return replace(answer, base_length=answer.base_length + 1)
+    def outcomes(self, outcomes: DraftedOutcomes) -> DraftedOutcomes:
+        return replace(outcomes, base_length=outcomes.base_length + 1)
 
 
 class Boundless(Faulty):
@@ -348,9 +348,7 @@ async def test_a_fault_is_found(name: str, fault: type[Faulty], model: LoadedMod
 
 
 async def test_a_draft_that_does_not_serve_is_found() -> None:
-    servicer = DraftServicer()
-    servicer.proposer = ngram_proposer(DraftingOptions(), SequenceLimits(64))
-    async with served(servicer) as (one,):
+    async with served(model_free(DraftServicer())) as (one,):
         await one.say(NOT_SERVING)
         await fails(one.address, "health")
 
@@ -372,9 +370,7 @@ async def command(*words: str) -> tuple[int, str, str]:
 
 
 async def test_the_command_says_what_fails() -> None:
-    servicer = Misplaced()
-    servicer.proposer = ngram_proposer(DraftingOptions(), SequenceLimits(64))
-    async with serving(servicer) as (address, _):
+    async with serving(model_free(Misplaced())) as (address, _):
         code, out, _ = await command(address, "--json")
         report = json.loads(out)
         assert (code, report["conforms"]) == (1, False)
@@ -384,9 +380,7 @@ async def test_the_command_says_what_fails() -> None:
 
 
 async def test_the_command_passes_a_draft_and_names_one_that_is_not_there() -> None:
-    servicer = DraftServicer()
-    servicer.proposer = ngram_proposer(DraftingOptions(), SequenceLimits(64))
-    async with serving(servicer) as (address, _):
+    async with serving(model_free(DraftServicer())) as (address, _):
         code, out, _ = await command(address)
     assert code == 0
     assert f"{len(CHECKS)} checks: {len(CHECKS)} fine" in out

@@ -87,19 +87,11 @@ def _assert_equal(actual: Distribution, expected: Distribution) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("token_count", [1, 2])
+@pytest.mark.parametrize(("pair", "token_count"), [*itertools.product(PAIRS, (1, 2)), ("two tokens", 3)])
 def test_the_output_has_the_targets_distribution(rule: str, pair: str, token_count: int) -> None:
     target, draft = PAIRS[pair]
     setting = Setting(target, draft, token_count)
     actual = output_distribution(RULES[rule], setting, length=3)
-    _assert_equal(actual, target_distribution(target, 3))
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_proposals_of_three_tokens_are_exact(rule: str) -> None:
-    target, draft = PAIRS["two tokens"]
-    actual = output_distribution(RULES[rule], Setting(target, draft, token_count=3), length=3)
     _assert_equal(actual, target_distribution(target, 3))
 
 
@@ -292,10 +284,6 @@ def unmasked(table: torch.Tensor) -> Model:
     return probabilities
 
 
-def distance(actual: Distribution, expected: Distribution) -> float:
-    return max(abs(actual.get(t, 0.0) - expected.get(t, 0.0)) for t in actual.keys() | expected.keys())
-
-
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("heeds", [True, False])
 @pytest.mark.parametrize("token_count", [1, 2])
@@ -303,11 +291,9 @@ def test_the_output_has_the_masked_targets_distribution(rule: str, heeds: bool, 
     state = tiny_grammars().compiled(GRAMMAR)
     draft = by_mask(DRAFT_LOGITS, state) if heeds else unmasked(DRAFT_LOGITS)
     setting = Setting(by_mask(LOGITS, state), draft, token_count)
-    length = 2
-    actual = output_distribution(RULES[rule], setting, length)
-    expected = target_distribution(by_enumeration(LOGITS), length)
-    assert distance(actual, expected) < TOLERANCE
-    assert total_variation(expected, target_distribution(unmasked(LOGITS), length)) > 0.1, "it constrains"
+    expected = target_distribution(by_enumeration(LOGITS), 2)
+    _assert_equal(output_distribution(RULES[rule], setting, 2), expected)
+    assert total_variation(expected, target_distribution(unmasked(LOGITS), 2)) > 0.1, "it constrains"
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -319,8 +305,9 @@ def test_what_is_proposed_without_a_model_is_exact(rule: str) -> None:
         return np.eye(VOCABULARY_SIZE)[sum(tokens) % 7].tolist()  # type: ignore[no-any-return]
 
     setting = Setting(by_mask(LOGITS, state), looked_up, 2, one_hot=True)
-    actual = output_distribution(RULES[rule], setting, 2)
-    assert distance(actual, target_distribution(by_enumeration(LOGITS), 2)) < TOLERANCE
+    _assert_equal(
+        output_distribution(RULES[rule], setting, 2), target_distribution(by_enumeration(LOGITS), 2)
+    )
 
 
 VOCABULARY = 8
@@ -409,22 +396,3 @@ def test_an_invalid_draft_distribution_breaks_nothing(
     for accept in (residual, block):
         kept = _check(accept, (sent, verification, targets), numbers)
         assert not broken or len(broken) <= position or kept <= position
-
-
-def test_block_keeps_more_than_residual_on_the_same_proposals() -> None:
-    """2000 rounds of five tokens with fixed seeds: a mean of 0.17 tokens more per round, deviation 0.03."""
-    rng = np.random.default_rng(0)
-    ids = np.arange(VOCABULARY)
-    kept = np.zeros((2000, 2))
-    for trial in range(2000):
-        drafts = rng.dirichlet(np.full(VOCABULARY, 1.0), 5)
-        targets = [0.6 * draft + 0.4 * rng.dirichlet(np.full(VOCABULARY, 1.0)) for draft in drafts]
-        tokens = tuple(int(rng.choice(ids, p=draft)) for draft in drafts)
-        proposal = Proposal(0, tokens, tuple(SparseDistribution(ids, draft) for draft in drafts))
-        rows = tuple(SupportRow(ids, target, 0.0, -1) for target in targets)
-        verification = Verification(0, (*rows, SupportRow(ids[:0], np.array([]), 1.0, 0)))
-        numbers = uniforms(*rng.random(5))
-        for column, accept in enumerate((residual, block)):
-            kept[trial, column] = accept(proposal, verification, SAMPLED, numbers).accepted_count
-    gain = kept[:, 1] - kept[:, 0]
-    assert gain.mean() > 5 * gain.std() / np.sqrt(2000)

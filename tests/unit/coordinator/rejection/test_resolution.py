@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tests.unit.coordinator.rejection.builders import (
     verification,
 )
 
+RELAXED = {"use_relaxed_acceptance_for_thinking": True}
 TOKEN, SUPPORT, DENSE = RowKind.TOKEN, RowKind.SUPPORT, RowKind.DENSE
 RATE = {"rejection_sampling_strategy": "synthetic", "synthetic_acceptance_rate": 0.5}
 
@@ -59,10 +61,12 @@ TABLE: dict[str, tuple[tuple[RowKind, ...], RowKind, bool, bool]] = {
 }
 
 
+def of(rule: str, **more: object) -> dict[str, Any]:
+    return {"rejection_sampling_strategy": rule} | more
+
+
 def _options(name: str, **more: Any) -> SpeculativeConfig:
-    return SpeculativeConfig(
-        **({"rejection_sampling_strategy": name} | more | (RATE if name == "synthetic" else {}))
-    )
+    return SpeculativeConfig(**of(name, **more) | (RATE if name == "synthetic" else {}))
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -108,81 +112,51 @@ def test_a_requested_kind_of_row() -> None:
 
 def test_supports() -> None:
     given = sampled((1, {3: 0.5, 1: 0.5}), (2, {2: 1.0}))
-    assert [ids.tolist() for ids in resolve(_options("residual"), SAMPLED).supports(given)] == [[3, 1], [2]]
-    assert [ids.tolist() for ids in resolve(_options("block"), SAMPLED).supports(proposal(1, 2))] == [
-        [1],
-        [2],
-    ]
-    assert [ids.tolist() for ids in resolve(_options("typical"), SAMPLED).supports(given)] == [[1], [2]]
+    for name, sent, wanted in (
+        ("residual", given, [[3, 1], [2]]),
+        ("block", proposal(1, 2), [[1], [2]]),
+        ("typical", given, [[1], [2]]),
+    ):
+        supports = resolve(_options(name), SAMPLED).supports(sent)
+        assert [ids.tolist() for ids in supports] == wanted
 
 
 @pytest.mark.parametrize("name", ["residual", "typical-acceptance", "logit-comparison"])
 def test_relaxed_acceptance_makes_a_rule_lossy_and_needs_statistics(name: str) -> None:
-    rule = resolve(_options(name, use_relaxed_acceptance_for_thinking=True), SAMPLED)
+    rule = resolve(_options(name, **RELAXED), SAMPLED)
     assert not rule.lossless
     assert rule.needs_statistics
 
 
 def test_relaxed_acceptance_has_no_effect_at_temperature_zero() -> None:
-    rule = resolve(_options("residual", use_relaxed_acceptance_for_thinking=True), GREEDY)
+    rule = resolve(_options("residual", **RELAXED), GREEDY)
     assert rule.lossless
     assert not rule.is_relaxed
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     *(
-        (
-            {"rejection_sampling_strategy": name, "use_relaxed_acceptance_for_thinking": True},
-            f"the rule is {name}; it needs .* residual, typical-acceptance, logit-comparison",
-        )
+        (of(name, **RELAXED), f"the rule is {name}; it needs .* residual, typical")
         for name in ("strict", "block", "greedy")
     ),
-    (RATE | {"use_relaxed_acceptance_for_thinking": True}, "the rule is synthetic"),
-    ({"rejection_sampling_strategy": "synthetic"}, "exactly one of .*; none of them is set"),
+    (RATE | RELAXED, "the rule is synthetic"),
+    (of("synthetic"), "exactly one of .*; none of them is set"),
+    (RATE | {"synthetic_acceptance_length": 1.5}, "_rate and synthetic_acceptance_length of them is set"),
     (
-        RATE | {"synthetic_acceptance_length": 1.5},
-        "synthetic_acceptance_rate and synthetic_acceptance_length of them is set",
-    ),
-    (
-        {"synthetic_acceptance_rates": [0.5, 0.5], "synthetic_acceptance_length": 2.0}
-        | {"rejection_sampling_strategy": "synthetic"},
+        of("synthetic", synthetic_acceptance_rates=[0.5, 0.5], synthetic_acceptance_length=2.0),
         "synthetic_acceptance_rates and synthetic_acceptance_length",
     ),
-    (
-        {"synthetic_acceptance_rates": [0.5, 0.5]},
-        "synthetic_acceptance_rates is set and the rule is residual",
-    ),
+    ({"synthetic_acceptance_rates": [0.5, 0.5]}, "synthetic_acceptance_rates is set and the rule is residual"),
     ({"synthetic_acceptance_length": 2.0}, "synthetic_acceptance_length is set and the rule is residual"),
-    (
-        {"synthetic_acceptance_rate": 0.5, "rejection_sampling_strategy": "strict"},
-        "synthetic_acceptance_rate is set and the rule is strict",
-    ),
-    (
-        {"rejection_sampling_strategy": "synthetic", "synthetic_acceptance_rates": [0.5]},
-        "synthetic_acceptance_rates has 1 entries; it must have 2",
-    ),
-    (
-        {"rejection_sampling_strategy": "synthetic", "synthetic_acceptance_rates": [0.5, 0.6]},
-        "no rate may be higher than the one before",
-    ),
-    (
-        {"rejection_sampling_strategy": "synthetic", "synthetic_acceptance_rates": [1.5, 0.6]},
-        "each rate must be between 0 and 1",
-    ),
-    (
-        {"rejection_sampling_strategy": "synthetic", "synthetic_acceptance_length": 3.5},
-        "synthetic_acceptance_length is 3.5; it must be between 1 and 3",
-    ),
-    (
-        {"rejection_sampling_strategy": "synthetic", "synthetic_acceptance_length": 0.5},
-        "synthetic_acceptance_length is 0.5",
-    ),
-    (
-        {"rejection_sampling_strategy": "logit-comparison", "speculative_method": "ngram"},
-        "speculative_method is ngram; it needs a draft that has logits",
-    ),
-    ({"rejection_sampling_strategy": "logit-comparison", "speculative_method": "suffix"}, "is suffix"),
-]
+    (of("strict", synthetic_acceptance_rate=0.5), "synthetic_acceptance_rate is set and the rule is strict"),
+    (of("synthetic", synthetic_acceptance_rates=[0.5]), "synthetic_acceptance_rates has 1 entries; it must have 2"),
+    (of("synthetic", synthetic_acceptance_rates=[0.5, 0.6]), "no rate may be higher than the one before"),
+    (of("synthetic", synthetic_acceptance_rates=[1.5, 0.6]), "each rate must be between 0 and 1"),
+    (of("synthetic", synthetic_acceptance_length=3.5), "length is 3.5; it must be between 1 and 3"),
+    (of("synthetic", synthetic_acceptance_length=0.5), "synthetic_acceptance_length is 0.5"),
+    (of("logit-comparison", speculative_method="ngram"), "speculative_method is ngram; it needs a draft that has"),
+    (of("logit-comparison", speculative_method="suffix"), "is suffix"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("given", "message"), REFUSED)
@@ -191,19 +165,22 @@ def test_conflicting_options_are_refused(given: dict[str, Any], message: str) ->
         resolve(SpeculativeConfig(**given), SAMPLED)
 
 
-def test_options_reach_the_rule() -> None:
+@pytest.mark.parametrize(
+    ("options", "thinking", "accepted"),
+    [
+        ({}, (), 0),
+        ({"typical_epsilon": 0.04}, (), 1),
+        ({}, [True], 0),
+        (RELAXED, (), 0),
+        (RELAXED, [False], 0),
+        (RELAXED, [True], 1),
+        (RELAXED | {"relaxed_topk": 3}, [True], 0),
+        (RELAXED | {"relaxed_delta": 0.4}, [True], 0),
+    ],
+)
+def test_options_reach_the_rule(options: dict[str, Any], thinking: Sequence[bool], accepted: int) -> None:
     row = support_row({1: 0.05}, outside=8, statistics=statistics(argmax=8, ranks=[3], max_prob=0.5))
-    rows = verification(row, bonus_row(7))
-    strictly = resolve(_options("typical"), SAMPLED)
-    assert strictly.accept(Round(proposal(1), rows, SAMPLED), uniforms(0.5)).accepted_count == 0
-    loosely = resolve(_options("typical", typical_epsilon=0.04), SAMPLED)
-    assert loosely.accept(Round(proposal(1), rows, SAMPLED), uniforms(0.5)).accepted_count == 1
-    relaxed = resolve(_options("typical", use_relaxed_acceptance_for_thinking=True), SAMPLED)
-    assert relaxed.accept(Round(proposal(1), rows, SAMPLED), uniforms(0.5)).accepted_count == 0
-    assert relaxed.accept(Round(proposal(1), rows, SAMPLED, [False]), uniforms(0.5)).accepted_count == 0
-    assert relaxed.accept(Round(proposal(1), rows, SAMPLED, [True]), uniforms(0.5)).accepted_count == 1
-    assert strictly.accept(Round(proposal(1), rows, SAMPLED, [True]), uniforms(0.5)).accepted_count == 0
-    few = resolve(_options("typical", use_relaxed_acceptance_for_thinking=True, relaxed_topk=3), SAMPLED)
-    assert few.accept(Round(proposal(1), rows, SAMPLED, [True]), uniforms(0.5)).accepted_count == 0
-    near = resolve(_options("typical", use_relaxed_acceptance_for_thinking=True, relaxed_delta=0.4), SAMPLED)
-    assert near.accept(Round(proposal(1), rows, SAMPLED, [True]), uniforms(0.5)).accepted_count == 0
+    own = Round(proposal(1), verification(row, bonus_row(7)), SAMPLED, thinking)
+    assert (
+        resolve(_options("typical", **options), SAMPLED).accept(own, uniforms(0.5)).accepted_count == accepted
+    )

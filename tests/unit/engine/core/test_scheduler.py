@@ -47,8 +47,20 @@ def _counts(*jobs: Job[None]) -> list[int]:
     return [chosen.get(job.sequence, 0) for job in jobs]
 
 
-def test_short_work_runs_beside_a_long_prompt() -> None:
-    assert _counts(_job(500), _job(1, computed=40), _job(6, 6, computed=9)) == [100, 1, 6]
+@pytest.mark.parametrize(
+    ("jobs", "counts"),
+    [
+        pytest.param([(500,), (1, 1, 40), (6, 6, 9)], [100, 1, 6], id="short work beside a long prompt"),
+        pytest.param([(500,), (10,), (20,)], [70, 10, 20], id="a short prompt before a long one"),
+        pytest.param([(60,), (60,), (60,)], [60, 40, 0], id="long prompts share a chunk, oldest first"),
+        pytest.param([(100,)], [100], id="a chunk"),
+        pytest.param([(101,)], [100], id="more than a chunk"),
+        pytest.param([(103, 4)], [99], id="rows are not split over steps"),
+        pytest.param([(150, 150)], [150], id="rows of everything at once"),
+    ],
+)
+def test_what_goes_into_a_step(jobs: list[tuple[int, ...]], counts: list[int]) -> None:
+    assert _counts(*(_job(*each) for each in jobs)) == counts
 
 
 def test_rounds_always_run_and_short_prompts_share_a_chunk() -> None:
@@ -56,23 +68,6 @@ def test_rounds_always_run_and_short_prompts_share_a_chunk() -> None:
     rounds = [_job(5, 5, computed=40) for _ in range(30)]
     prompts = [_job(30) for _ in range(40)]
     assert _counts(*prompts, *rounds) == [30, 30, 30, *[0] * 37, *[5] * 30]
-
-
-def test_a_short_prompt_goes_before_a_long_one() -> None:
-    assert _counts(_job(500), _job(10), _job(20)) == [70, 10, 20]
-
-
-def test_long_prompts_share_one_chunk_oldest_first() -> None:
-    assert _counts(_job(60), _job(60), _job(60)) == [60, 40, 0]
-
-
-@pytest.mark.parametrize(("pending", "expected"), [(100, 100), (101, 100), (103, 99), (140, 100)])
-def test_rows_are_not_split_over_steps(pending: int, expected: int) -> None:
-    assert _counts(_job(pending, row_count=4 if pending == 103 else 1)) == [expected]
-
-
-def test_rows_of_everything_are_run_at_once() -> None:
-    assert _counts(_job(150, row_count=150)) == [150]
 
 
 def test_every_job_gets_through() -> None:

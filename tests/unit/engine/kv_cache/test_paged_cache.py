@@ -152,20 +152,6 @@ def test_the_same_computed_twice_at_once_is_kept_once() -> None:
     assert cache.usage().reserved_tokens == 4 * 64
 
 
-def test_a_distrusted_prefix_is_found_by_nobody() -> None:
-    arena = new_arena(8)
-    cache = PagedCache(arena)
-    sick = new_sequence()
-    sick.apply(Delta(0, [3] * 128))
-    assert cache.make_ready(sick, 128)
-    compute(arena, cache, sick, 128)
-    cache.distrust(sick)
-    other = new_sequence()
-    other.apply(Delta(0, [3] * 128))
-    cache.reuse(other)
-    assert other.computed_length == 0
-
-
 def test_nobody_begins_with_the_last_pages_of_those_who_were_first() -> None:
     cache = PagedCache(new_arena(200))
     first, second = new_sequence(20_000), new_sequence(20_000)

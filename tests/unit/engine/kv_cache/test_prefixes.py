@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import pytest
 import torch
 
-from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Job, StepRecord
 from tandem.engine.core.scheduler import PageScheduler
-from tandem.engine.core.selection import Backends
 from tandem.engine.kv_cache.arena import (
     ROLLBACK_TOKENS,
     KvArena,
@@ -27,7 +24,15 @@ from tandem.engine.settings import EngineSettings
 from tandem.errors import ConfigurationError, InvalidRequestError
 from tandem.types import Delta
 from tests.unit.engine.conftest import TinyModel
-from tests.unit.engine.greedy import Generation, GreedyHead, greedy, greedy_together, plain_greedy, settle
+from tests.unit.engine.greedy import (
+    Generation,
+    GreedyHead,
+    greedy,
+    greedy_together,
+    plain_greedy,
+    running,
+    settle,
+)
 from tests.unit.engine.kv_cache.keys import Windows, compute, keys_of, new_arena, new_sequence, stored
 
 _PREFIX = [(11 * step) % 90 + 3 for step in range(100)]
@@ -36,8 +41,7 @@ _PREFIX = [(11 * step) % 90 + 3 for step in range(100)]
 class _Counting:
     """Counts the tokens that the model sees."""
 
-    def __init__(self) -> None:
-        self.token_count = 0
+    token_count = 0
 
     def __call__(self, record: StepRecord) -> None:
         self.token_count += record.token_count
@@ -48,79 +52,51 @@ class _Counting:
         return count
 
 
-def _engine(model: TinyModel, count: _Counting, **settings: Any) -> Engine[Any, Any]:
-    engine: Engine[Any, Any] = Engine(
-        Backends(model.loaded), GreedyHead(), EngineSettings(**settings), on_step=count
-    )
-    engine.start()
-    return engine
-
-
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss", "deepseek_v3", "falcon"])
 async def test_a_reused_prefix_is_not_computed_again(
     family: str, tiny_model: Callable[[str], TinyModel]
 ) -> None:
-    model, count = tiny_model(family), _Counting()
-    engine = _engine(model, count)
-    prompts = [[*_PREFIX, 50], [*_PREFIX, 51], [*_PREFIX[:60], 52], [*_PREFIX, 50]]
-    costs = []
-    for prompt in prompts:
-        assert await greedy(engine, prompt, 8) == plain_greedy(model.reference, prompt, 8)
-        await settle(engine)
-        costs.append(count.take())
+    model, count, costs = tiny_model(family), _Counting(), []
+    async with running(model.loaded, GreedyHead(), on_step=count) as engine:
+        for prompt in ([*_PREFIX, 50], [*_PREFIX, 51], [*_PREFIX[:60], 52], [*_PREFIX, 50]):
+            assert await greedy(engine, prompt, 8) == plain_greedy(model.reference, prompt, 8)
+            await settle(engine)
+            costs.append(count.take())
     assert costs == [101 + 7, 1 + 7, 1 + 7, 1 + 7]
-    await engine.close()
 
 
 async def test_open_sequences_share_as_well(llama: TinyModel) -> None:
     count = _Counting()
-    engine = _engine(llama, count)
-    sequence = await engine.open(192)
-    await engine.submit(Job(sequence, Delta(0, _PREFIX), 0, Generation(1)))
-    prompts = [[*_PREFIX, 60 + index] for index in range(8)]
-    count.take()
-    texts = await greedy_together(engine, prompts, 5)
+    async with running(llama.loaded, GreedyHead(), on_step=count) as engine:
+        await engine.submit(Job(await engine.open(192), Delta(0, _PREFIX), 0, Generation(1)))
+        prompts = [[*_PREFIX, 60 + index] for index in range(8)]
+        count.take()
+        texts = await greedy_together(engine, prompts, 5)
     assert texts == [plain_greedy(llama.reference, prompt, 5) for prompt in prompts]
     assert count.take() == 8 * (1 + 4)
-    engine.release(sequence)
-    await engine.close()
 
 
 async def test_kept_prefixes_make_room_least_recently_used_first(llama: TinyModel) -> None:
-    count = _Counting()
-    bytes_per_token = 4 * sum(layer.values_per_token for layer in llama.loaded.layers)
-    engine = _engine(llama, count, max_length=128, kv_cache_bytes=2 * 128 * bytes_per_token)
+    count, costs = _Counting(), []
+    room = 2 * 128 * 4 * sum(layer.values_per_token for layer in llama.loaded.layers)
     first, second, third = ([id_] * 80 for id_ in (5, 6, 7))
-    costs = []
-    for prompt in (first, second, first, third, first, second):
-        assert await greedy(engine, prompt, 1) == plain_greedy(llama.reference, prompt, 1)
-        await settle(engine)
-        assert engine.usage.retained_tokens <= 256
-        costs.append(count.take())
+    limits = {"max_length": 128, "kv_cache_bytes": room}
+    async with running(llama.loaded, GreedyHead(), on_step=count, **limits) as engine:
+        for prompt in (first, second, first, third, first, second):
+            assert await greedy(engine, prompt, 1) == plain_greedy(llama.reference, prompt, 1)
+            await settle(engine)
+            assert engine.usage.retained_tokens <= 256
+            costs.append(count.take())
     assert costs == [80, 80, 1, 80, 1, 80], "the third took the second's place, not the first's"
-    await engine.close()
 
 
 async def test_no_prefix_is_kept_if_that_is_switched_off(llama: TinyModel) -> None:
     count = _Counting()
-    engine = _engine(llama, count, prefix_reuse=False)
-    for _ in range(2):
-        await greedy(engine, _PREFIX, 1)
-        await settle(engine)
-        assert (count.take(), engine.usage.retained_tokens) == (100, 0)
-    await engine.close()
-
-
-async def test_a_job_without_rows_whose_tokens_are_all_known_ends(llama: TinyModel) -> None:
-    count = _Counting()
-    engine = _engine(llama, count)
-    sequences = [await engine.open(192) for _ in range(2)]
-    for sequence in sequences:
-        assert await engine.submit(Job(sequence, Delta(0, _PREFIX), 0, Generation(1))) is None
-    assert count.take() == 100 + 1
-    for sequence in sequences:
-        engine.release(sequence)
-    await engine.close()
+    async with running(llama.loaded, GreedyHead(), on_step=count, prefix_reuse=False) as engine:
+        for _ in range(2):
+            await greedy(engine, _PREFIX, 1)
+            await settle(engine)
+            assert (count.take(), engine.usage.retained_tokens) == (100, 0)
 
 
 META = torch.device("meta")
@@ -271,12 +247,8 @@ def test_rows_that_can_never_be_computed_at_once_are_refused() -> None:
     sequence = new_sequence(2048, windows)
     sequence.apply(Delta(0, [5] * 1000))
     cache.check_rows(sequence, 200)
-    with pytest.raises(InvalidRequestError) as raised:
+    with pytest.raises(InvalidRequestError, match="take 11 pages at once, but the KV cache has 8"):
         cache.check_rows(sequence, 400)
-    assert str(raised.value) == (
-        "Rows were asked for the last 400 positions, whose keys and values take 11 pages at once, but the KV cache has "
-        "8; ask for fewer at a time."
-    )
 
 
 def test_nobody_takes_over_what_a_distrusted_sequence_computed_before_its_window() -> None:

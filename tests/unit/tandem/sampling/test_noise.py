@@ -257,17 +257,3 @@ def test_sample_is_the_same_with_torch_and_numpy() -> None:
     np.testing.assert_array_equal(
         sample(torch.tensor(probs), torch.tensor(keys)).numpy(), sample(probs, keys)
     )
-
-
-def test_models_with_shared_noise_agree_as_often_as_the_bound() -> None:
-    count = 20_000
-    rng = np.random.default_rng(4)
-    target_probs, draft_probs = rng.dirichlet(np.ones(8)), rng.dirichlet(np.ones(8))
-    distance = np.abs(target_probs - draft_probs).sum() / 2
-    keys = _keys(count)
-    winners = [sample(np.tile(probs, (count, 1)), keys) for probs in (target_probs, draft_probs)]
-    agreement = float(np.mean(winners[0] == winners[1]))
-    bound = (1 - distance) / (1 + distance)
-    assert agreement > bound - SIGMAS * math.sqrt(bound * (1 - bound) / count)
-    # With separate noise they would agree far less often than the bound.
-    assert float(target_probs @ draft_probs) < bound - 0.1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -81,16 +82,16 @@ def test_two_tensors(
 
 
 @pytest.mark.parametrize("target", _BINARY, ids=str)
-@pytest.mark.parametrize("dtype", _DTYPES)
-@pytest.mark.parametrize("number", [1.0, 0.375, -2.5, 3])
+@pytest.mark.parametrize(
+    ("dtype", "number"),
+    [
+        *product(_DTYPES, (1.0, 0.375, -2.5, 3)),
+        (_FLOAT, 1e-6),
+        (_FLOAT, -0.3),
+    ],  # the last two have many digits
+)
 def test_a_tensor_and_a_number(kernels: Kernels, target: Any, dtype: torch.dtype, number: float) -> None:
     assert _agrees(kernels, target, _numbers(3, 37, dtype=dtype), number)
-
-
-@pytest.mark.parametrize("target", _BINARY, ids=str)
-@pytest.mark.parametrize("number", [1e-6, -0.3])
-def test_floats_and_a_number_of_many_digits(kernels: Kernels, target: Any, number: float) -> None:
-    assert _agrees(kernels, target, _numbers(3, 37), number)
 
 
 @settings(deadline=None, max_examples=60)

@@ -25,6 +25,7 @@ from coordinator.cli.connection import ConnectionOptions, connect
 from coordinator.cli.doctor import round_trips
 from coordinator.cli.planning import (
     MAX_TOKENS,
+    PER_8_ROWS,
     BatchPlan,
     Fleet,
     FleetPlan,
@@ -35,7 +36,6 @@ from coordinator.cli.planning import (
 )
 from coordinator.cli.up import NO_DRAFT, STOP_SECONDS, UpOptions, as_words, service_arguments
 from coordinator.cli.views import percent
-from coordinator.speculation.costs import PER_8_ROWS
 from tandem.admin_client import AdminClient
 from tandem.client import Client
 from tandem.config.names import DEVICES

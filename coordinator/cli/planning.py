@@ -6,7 +6,6 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 
-from coordinator.speculation.costs import PER_8_ROWS
 from coordinator.speculation.gains import expected_tokens
 from tandem.speculation_state import SpeculationDecision
 
@@ -14,6 +13,9 @@ MAX_TOKENS = 16
 """Longest proposal that a plan looks at."""
 HELP = 1.5
 """A remedy is judged by the gain of a draft that is this many times as fast, as near, or as good."""
+PER_8_ROWS = 0.1
+"""Share by which a step takes longer for each 8 rows beyond the first: the GPUs of the published measurements spend
+most of a step on reading weights."""
 HIT_RATE = 0.75
 """Share of rounds whose outcome a draft has prepared that works ahead, with 16 branches and four tokens."""
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
+from coordinator.speculation.gains import FIRST_MISSES
 from tandem.types import MAX_AHEAD_TOKENS, AheadBudget
 
 DraftAhead = Literal["auto", "off"] | int
 """auto: as far as it pays; off: not at all; a number: always for so many outcomes."""
-OUTCOMES = (1, 2, 4, 8, 16)
-"""Numbers of outcomes to choose from."""
+OUTCOMES = tuple(1 << place for place in range(len(FIRST_MISSES)))
+"""Numbers of outcomes to choose from: those whose hit rates are guessed."""
 
 
 def outcome_choices(option: DraftAhead) -> tuple[int, ...]:

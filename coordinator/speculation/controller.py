@@ -12,6 +12,7 @@ Now and then some rounds go as they were not chosen to, because what is known of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -23,8 +24,9 @@ from coordinator.speculation.ahead import (
     tokens_after_hit,
     tokens_after_miss,
 )
-from coordinator.speculation.costs import TARGET_COMMON, CostModel, StepCosts, Way, load_class
+from coordinator.speculation.costs import CostModel, StepCosts, Way, load_class
 from coordinator.speculation.gains import (
+    DOUBT,
     FIRST_RATE,
     MEMORY,
     WINDOW,
@@ -39,8 +41,8 @@ from coordinator.stats.rounds import RoundResult
 from tandem.speculation_state import SpeculationDecision
 from tandem.types import MAX_AHEAD_TOKENS, AheadBudget, ModelInfo, StepProfile
 
-HYSTERESIS = 1.03
-"""Factor in predicted tokens per second by which another choice must be better: the standard error of the rates."""
+HYSTERESIS = 1.0 + 0.5 / math.sqrt(MEMORY)
+"""Factor in predicted tokens per second by which another choice must be better: the standard error of a rate of 0.5."""
 OPTIMISM = 0.5
 """Standard deviations by which the acceptance may be better than known, in the decision between drafting and not. In
 simulations 1 loses 1 % of the first 100 rounds, and 1.5 3 %."""
@@ -53,9 +55,6 @@ lose 2 %."""
 TURN_ROUNDS = 4
 """Rounds of one request in such a turn: the target alone is asked for the first, and settles after the second; a draft
 reads in the first what was committed since the last turn. As many pass between two decisions, but fewer at first."""
-BURST = 4
-"""Requests that may begin at once with a draft stream. When more arrive at once, the later ones open no draft stream
-until the load is known: a draft that is not needed would read their prompts in vain."""
 
 _DECIDED_BY_TOKENS = (GREEDY.name, STRICT.name)
 """Rules by which a target that leads can decide rounds with a proposal."""
@@ -313,6 +312,8 @@ class RequestSpeculation:
         self._rounds += 1
         if self._rounds == 2:
             self._has_begun()
+        # Of many that begin together the first would not know that the others come.
+        load = max(load, self._controller.beginning)
         if self.choice is None or load != self.load or self.target != self._choice_target:
             self.load, self._choice_target = load, self.target
             self._leave_choice()
@@ -406,8 +407,7 @@ class RequestSpeculation:
             self.choice.requests.discard(self)
 
     def _chosen(self, choice: Choice, shared: int) -> int:
-        may_begin = choice.plan.tokens > 0 and self._controller.beginning <= BURST
-        if not shared or (self._rounds == 1 and not may_begin):
+        if not shared or (self._rounds == 1 and not choice.plan.tokens):
             return 0
         if self._rounds % WINDOW == 0:
             self._own_tokens = self._refined(choice)
@@ -495,8 +495,10 @@ class SpeculationController:
         key = target, draft, leads
         if key not in self._costs:
             of_target, of_draft = self._service(target), self._service(draft)
+            # The draft of a shared machine slows down verifications of proposals, and not the steps of the target
+            # alone, so a target's steps of one size tell of the others as little as one step in a point's first doubt.
             self._costs[key] = CostModel(
-                self._steps.setdefault(target, StepCosts(of_target.profile, TARGET_COMMON)),
+                self._steps.setdefault(target, StepCosts(of_target.profile, 1.0 / DOUBT)),
                 self._steps.setdefault(draft, StepCosts(of_draft.profile)),
                 of_target.round_trip_seconds,
                 of_draft.round_trip_seconds,

@@ -19,20 +19,10 @@ from coordinator.speculation.gains import DOUBT, WINDOW
 from coordinator.stats.rounds import RoundCost
 from tandem.types import StepProfile
 
-PER_8_ROWS = 0.1
-"""Share by which a step takes longer for each 8 rows beyond the first, where nothing is known of it: the GPUs of the
-published measurements spend most of a step on reading weights."""
 SURPRISE = 2.0
 """Factor beyond a prediction that counts as no more, because a pause of the machine is no cost."""
-TARGET_COMMON = 1.0 / 8.0
-"""Share of a target's surprise that moves its steps of all other sizes. The draft of a shared machine slows down the
-verifications of proposals, and not the steps of the target alone."""
-_USUAL_SHAPE = {
-    (sequences, tokens): 1.0 + PER_8_ROWS * (sequences * tokens - 1) / 8
-    for sequences in (1, 32)
-    for tokens in (1, 9)
-}
-"""Shape of a service that reports no profile. The first step gives its level."""
+_USUAL_SHAPE = {(sequences, tokens): 1.0 for sequences in (1, 32) for tokens in (1, 9)}
+"""Shape of a service that reports no profile: as of a GPU that spends its steps on reading weights."""
 
 
 class Way(Enum):

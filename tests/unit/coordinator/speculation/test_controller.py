@@ -6,7 +6,7 @@ from itertools import groupby
 
 import pytest
 
-from coordinator.speculation.controller import BURST, TURN_ROUNDS, RequestSpeculation, SpeculationController
+from coordinator.speculation.controller import TURN_ROUNDS, RequestSpeculation, SpeculationController
 from coordinator.speculation.costs import Way
 from coordinator.speculation.gains import TEMPERATURE_RANGES, request_kind
 from coordinator.stats.rounds import RoundCost
@@ -50,9 +50,10 @@ def test_profiles_decide_before_the_first_round() -> None:
         assert decision.draft_step_seconds == pytest.approx(step)
 
 
-def model_of(step_seconds: float, version: int = 0) -> ModelInfo:
-    sizes = [(sequences, tokens) for sequences in (1, 32) for tokens in (1, 9)]
-    profile = StepProfile(dict.fromkeys(sizes, step_seconds), version)
+def model_of(step_seconds: float, version: int = 0, *, many: float | None = None) -> ModelInfo:
+    """A model whose steps take so long, and those of 32 sequences as long as `many` says."""
+    seconds = {1: step_seconds, 32: step_seconds if many is None else many}
+    profile = StepProfile({(size, tokens): seconds[size] for size in seconds for tokens in (1, 9)}, version)
     return ModelInfo("model", "", 10, "", 100, "", step_profile=profile)
 
 
@@ -66,19 +67,20 @@ def test_a_fixed_length_request_keeps_its_length_and_informs_the_others() -> Non
     assert simulate(begun(controller), 20, 0.5, 0).count(0) > 15
 
 
-def test_late_requests_of_a_burst_open_no_draft_in_their_first_round() -> None:
+def test_a_burst_is_decided_at_the_load_that_it_will_be() -> None:
+    """A draft that does not pay at 16 requests would read the prompts of the first ones in vain."""
     controller = SpeculationController()
-    requests = [begun(controller) for _ in range(BURST)]
-    assert [request.begin_round(1) for request in requests] == [K] * BURST
-    late = begun(controller)
-    assert late.begin_round(1) == 0
-    assert late.begin_round(1) == K
+    controller.introduce("target", model_of(0.01), 0.0001)
+    controller.introduce("draft", model_of(0.0005, many=0.02), 0.0001)
+    requests = [begun(controller) for _ in range(32)]
+    assert {request.begin_round(1) for request in requests} == {0}
     for request in requests:
-        request.begin_round(1)
+        request.begin_round(32)
     assert controller.beginning == 0
-    ended = begun(controller)
-    ended.end()
-    ended.end()
+    alone = begun(controller)
+    assert alone.begin_round(1) == K
+    alone.end()
+    alone.end()
     assert controller.beginning == 0
 
 

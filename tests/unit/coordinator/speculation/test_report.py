@@ -26,9 +26,9 @@ def test_a_draft_that_pays_is_on() -> None:
 
 def test_a_small_gain_is_not_called_a_loss() -> None:
     controller = SpeculationController()
-    simulate(begun(controller, is_adaptive=False), 300, 0.94, K)
+    simulate(begun(controller, is_adaptive=False), 300, 0.98, K)
     request = begun(controller)
-    simulate(request, 40, 0.94, K)
+    simulate(request, 40, 0.98, K)
     off = report.decided(request)
     assert off.reason == report.GAINS_TOO_LITTLE
     with_draft, alone = off.figures

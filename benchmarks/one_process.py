@@ -35,7 +35,7 @@ from coordinator.transport.remote_sequence import RemoteSequence
 from draft_service.proposers import DraftedSequence
 from draft_service.proposers.standalone import StandaloneProposer, load_standalone
 from draft_service.settings import DraftSettings
-from tandem.serving.process import set_start_aside
+from tandem.serving.server import set_start_aside
 from tandem.types import (
     GenerationRequest,
     Proposal,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from bound_service.service import BoundService
-from tandem.serving.process import main
+from tandem.serving.server import main
 from target_service.settings import TargetSettings
 
 

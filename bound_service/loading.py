@@ -15,8 +15,7 @@ from tandem.engine.core.selection import Backends, choose_backends
 from tandem.engine.hidden_states import BoundSequences, HiddenStateTap, PairedStates, as_model
 from tandem.engine.kv_cache.arena import memory_allowance
 from tandem.engine.models.heads.dflash import load_dflash, read_dflash_config
-from tandem.engine.models.heads.eagle import load_eagle, read_eagle_config
-from tandem.engine.models.heads.eagle3 import load_eagle3, read_eagle3_config
+from tandem.engine.models.heads.eagle import load_eagle, load_eagle3, read_eagle3_config, read_eagle_config
 from tandem.engine.models.heads.interface import BlockHead, DraftHead
 from tandem.engine.models.heads.medusa import load_medusa, read_medusa_config
 from tandem.engine.models.heads.mtp import load_mtp, read_mtp_config

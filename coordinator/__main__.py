@@ -9,7 +9,7 @@ import uvloop
 from coordinator.service import CoordinatorService
 from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.logs import configure
-from tandem.serving.process import exit_codes, main
+from tandem.serving.server import exit_codes, main
 from tandem.settings import load_settings
 from tandem.standard_streams import fill_closed
 

@@ -6,7 +6,7 @@ import sys
 
 from draft_service.service import DraftService
 from draft_service.settings import DraftSettings
-from tandem.serving.process import main
+from tandem.serving.server import main
 
 
 def run(arguments: list[str]) -> None:

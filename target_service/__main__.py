@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tandem.serving.process import main
+from tandem.serving.server import main
 from target_service.service import TargetService
 from target_service.settings import TargetSettings
 

@@ -30,8 +30,7 @@ from draft_service.servicer import DraftedFor, DraftServicer
 from tandem.logs import configure
 from tandem.model_sources.bundled import demo_pair
 from tandem.serving.interceptors import Context, ReadinessInterceptor, RunningCalls
-from tandem.serving.process import set_start_aside
-from tandem.serving.server import Service, serve
+from tandem.serving.server import Service, serve, set_start_aside
 from tandem.serving.streams import SequenceStreams
 from tandem.settings import ServerSettings
 from tandem.types import (

@@ -23,8 +23,7 @@ from coordinator.workers.link import (
 )
 from tandem.admin import Status
 from tandem.logs import configure
-from tandem.serving.process import exit_codes, set_start_aside
-from tandem.serving.server import end_now, serve
+from tandem.serving.server import end_now, exit_codes, serve, set_start_aside
 from tandem.settings import load_settings
 from tandem.standard_streams import fill_closed
 

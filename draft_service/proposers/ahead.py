@@ -18,7 +18,7 @@ from tandem.engine.core.background import Lead
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Failed, StepRecord
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
-from tandem.engine.sampler import Sampler
+from tandem.engine.rows import Sampler
 from tandem.engine.steps import BranchStep
 from tandem.errors import TandemError
 from tandem.grammar import GrammarState

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from tandem.engine.core.jobs import Continue, Done, Failed, Job, non_finite
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
-from tandem.engine.rows import masked
-from tandem.engine.sampler import TORCH_SAMPLER, Sampler
+from tandem.engine.rows import TORCH_SAMPLER, Sampler, masked
 from tandem.errors import InvalidRequestError
 from tandem.grammar import GrammarState, MaskArray
 from tandem.sampling.noise import proposal_keys, target_keys

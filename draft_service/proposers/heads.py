@@ -29,7 +29,7 @@ from tandem.engine.hidden_states import BoundSequences, PairedStates, Pairing
 from tandem.engine.interface import EngineOwner
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.models.heads.interface import BlockHead, DraftHead
-from tandem.engine.sampler import Sampler
+from tandem.engine.rows import Sampler
 from tandem.engine.settings import EngineSettings
 from tandem.errors import ServiceUnavailableError
 from tandem.grammar import GrammarState

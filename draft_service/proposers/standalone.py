@@ -28,7 +28,7 @@ from tandem.engine.interface import EngineOwner
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.models.checkpoint import TOKENIZER_FILE
 from tandem.engine.models.loading import load_model
-from tandem.engine.sampler import TORCH_SAMPLER, Sampler
+from tandem.engine.rows import TORCH_SAMPLER, Sampler
 from tandem.engine.settings import EngineSettings
 from tandem.errors import NonFiniteLogitsError
 from tandem.grammar import Grammars, GrammarState

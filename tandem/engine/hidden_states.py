@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tandem.engine.kv_cache.arena import KvArena, LayerCache, LayerGeometry
-from tandem.engine.kv_cache.pages import PageWriter
+from tandem.engine.kv_cache.arena import KvArena, LayerCache, LayerGeometry, PageWriter
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.models.attention import STEP_ARGUMENT, Scoring
 from tandem.engine.models.heads.interface import FINAL_STATE, BlockHead, DraftHead, StateReader, text_config

@@ -9,18 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, islice
 from math import isfinite
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from tandem.engine.interface import RowRequest
-from tandem.engine.sampler import TORCH_SAMPLER, Sampler
-from tandem.engine.transfers import HostArray, to_device, to_host
 from tandem.grammar import MaskArray
-from tandem.sampling.noise import Purpose, stream_keys
-from tandem.sampling.warping import parameter_rows
+from tandem.sampling.noise import Purpose, sample, stream_keys
+from tandem.sampling.warping import parameter_rows, warp
 from tandem.types import (
     DenseRow,
     FloatArray,
@@ -34,6 +33,100 @@ from tandem.types import (
     TokenRow,
     Verification,
 )
+
+HostArray: TypeAlias = npt.NDArray[Any]
+"""int64, float64 or float32."""
+
+_TORCH = {"int64": torch.int64, "float64": torch.float64}
+_NUMPY = {torch.int64: np.int64, torch.float64: np.float64, torch.float32: np.float32}
+
+
+def to_device(arrays: Sequence[IntArray | FloatArray], device: torch.device) -> list[Tensor]:
+    """Brings int64 and float64 arrays to the device in one copy, which the host does not wait for; on a CPU the tensors
+    are in the arrays' own memory.
+
+    Any other way to bring numbers there from ordinary memory makes the host wait until the device has done all of its
+    work so far.
+    """
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    if not arrays:
+        return []
+    packed = np.concatenate([np.ascontiguousarray(array).reshape(-1).view(np.int64) for array in arrays])
+    # torch keeps pinned memory that a copy still reads from being used again.
+    on_device = torch.from_numpy(packed).pin_memory().to(device, non_blocking=True)
+    parts = torch.split(on_device, [array.size for array in arrays])
+    return [part.view(_TORCH[array.dtype.name]).view(array.shape)
+            for part, array in zip(parts, arrays, strict=True)]  # fmt: skip
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[HostArray]:
+    """Brings tensors of int64, float64 and float32 to the host in one copy: the only wait of a step."""
+    if not tensors or tensors[0].device.type == "cpu":
+        return [tensor.numpy() for tensor in tensors]
+    words = [tensor.contiguous().view(-1).view(torch.int32) for tensor in tensors]
+    packed = torch.cat(words).cpu().numpy()
+    ends = np.cumsum([word.numel() for word in words])[:-1]
+    return [
+        part.view(_NUMPY[tensor.dtype]).reshape(tensor.shape)
+        for part, tensor in zip(np.split(packed, ends), tensors, strict=True)
+    ]
+
+
+class Sampler:
+    """Chooses tokens with torch's own operations, on any device.
+
+    A subclass may compute otherwise. It draws the same noise bits; its probabilities may differ in their last places,
+    which changes about one sample in 10**13.
+    """
+
+    def probabilities(
+        self, logits: Tensor, sampling: Sequence[SamplingParams], columns: Tensor | None = None
+    ) -> Tensor:
+        """The distribution of each row, float64 [R, V]; see `tandem.sampling.warping.warp`.
+
+        Args:
+            columns: their `parameter_rows` on the device of the logits, so that the host need not wait for it.
+        """
+        probs: Tensor = warp(logits, sampling, columns)
+        return probs
+
+    def sample(self, probs: Tensor, keys: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """One column per row of float64 probs [R, V], int64 [R]; see `tandem.sampling.noise.sample`.
+
+        `token_ids` [R, V] are the ids of the columns; None when columns are ids.
+        """
+        winners: Tensor = sample(probs, keys, token_ids)
+        return winners
+
+    def sample_tokens(self, probs: Tensor, keys: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """The column that each row draws, int64 [R]; -1 where the row is no distribution, as `probabilities` makes of
+        logits that are not finite. Does not wait for the device.
+
+        `token_ids` [V] are the ids of the columns; None when columns are ids.
+        """
+        ids = None if token_ids is None else token_ids.repeat(len(probs), 1)
+        columns = self.sample(probs, keys, ids)[:, None]
+        # A row that is no distribution holds only NaN or zeros, so any winner shows it.
+        return torch.where(probs.gather(1, columns) > 0.0, columns, -1)[:, 0]
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """The column of each row's highest logit, the first of equal ones, int64 [R]; -1 where the highest is not
+        finite.
+
+        Kernels skip NaN as long as a row has other numbers. Does not wait for the device.
+        """
+        columns = logits.argmax(dim=-1, keepdim=True)  # of a NaN, where there is one
+        is_finite = logits.gather(1, columns).isfinite()
+        return torch.where(is_finite, columns, -1)[:, 0]
+
+    def topk(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The highest logits of each row and their columns, [R, count] both, highest first."""
+        values, columns = logits.topk(count, dim=-1)
+        return values, columns
+
+
+TORCH_SAMPLER = Sampler()
 
 
 def adjusted(logits: Tensor, wanted: LogitAdjustments, prompt_length: int, base_length: int) -> Tensor:

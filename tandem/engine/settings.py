@@ -36,7 +36,7 @@ class EngineSettings:
     """A new sequence reuses the KV of a prefix that another sequence, open or lately released, has computed."""
 
     step_timeout_seconds: float | None = None
-    """How long a step may take before it counts as stuck. None learns it, see `tandem.engine.core.watchdog`."""
+    """How long a step may take before it counts as stuck. None learns it, see `tandem.engine.core.timing`."""
 
     @classmethod
     def of(cls, settings: ModelServerSettings) -> EngineSettings:

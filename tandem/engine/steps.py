@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,50 +13,15 @@ import torch
 from torch import Tensor
 
 from tandem.engine.interface import RowRequest
-from tandem.engine.kv_cache.arena import CacheShape
-from tandem.engine.kv_cache.pages import Span
+from tandem.engine.kv_cache.arena import CacheShape, Span
 from tandem.engine.kv_cache.sequence import Segment, Sequence, SequenceCache
 from tandem.engine.models.attention import STEP_ARGUMENT
+from tandem.engine.rows import to_device
 from tandem.engine.settings import EngineSettings
-from tandem.engine.transfers import to_device
 from tandem.types import ModelInfo, Verification
 
 SMALL_STEP_TOKENS = 8
 """A sequence alone asks for steps of up to this many tokens; torch sets up buffers for each small size."""
-
-
-class Packing:
-    """The tokens of a step in one row, segment after segment."""
-
-    def __init__(self, segments: SequenceOf[Segment]) -> None:
-        self.segments = segments
-        """In the order in which their tokens are packed."""
-
-    @property
-    def token_count(self) -> int:
-        return sum(segment.token_count for segment in self.segments)
-
-    def token_ids(self) -> list[int]:
-        return [token_id for segment in self.segments for token_id in segment.token_ids()]
-
-    def positions(self) -> list[int]:
-        """Each token's position in its sequence, packed."""
-        return [position for segment in self.segments for position in range(segment.start, segment.end)]
-
-    def spans(self, group: int) -> list[Span]:
-        """Where each segment's keys and values go, in a group of layers."""
-        return [(each.sequence.tables[group], each.start, each.end) for each in self.segments]
-
-    def packed_rows(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> list[int]:
-        """Where tokens are packed that are counted in another order of the segments."""
-        starts, first = {}, 0
-        for segment in self.segments:
-            starts[id(segment)] = first
-            first += segment.token_count
-        places = [
-            starts[id(segment)] + offset for segment in segments for offset in range(segment.token_count)
-        ]
-        return [places[row] for row in rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +51,12 @@ class SequenceBranches:
     step: BranchStep
 
     @property
-    def count(self) -> int:
-        """Branches that go on: tokens in the step."""
+    def token_count(self) -> int:
+        """Branches that go on: each has one token in the step."""
         return len(self.step.token_ids)
+
+    def token_ids(self) -> SequenceOf[int]:
+        return self.step.token_ids
 
     @property
     def written(self) -> int:
@@ -95,7 +64,10 @@ class SequenceBranches:
         return self.sequence.length + self.step.depth * len(self.step.trunk_lengths)
 
     def positions(self) -> list[int]:
-        return [length + self.step.depth for length in self.step.trunk_lengths[: self.count]]
+        return [length + self.step.depth for length in self.step.trunk_lengths[: self.token_count]]
+
+    def span(self, group: int) -> Span:
+        return self.sequence.tables[group], self.written, self.written + self.token_count
 
     def first_key(self, window: int | None) -> int:
         """The first of the sequence's keys that any branch sees. Their own lie behind the trunk in any case."""
@@ -104,25 +76,35 @@ class SequenceBranches:
         return max(0, min(min(self.positions()) - window + 1, self.sequence.length))
 
 
-class BranchPacking(Packing):
-    """The tokens of a step of branches, one of each."""
+class Packing:
+    """The tokens of a step in one row, part after part."""
 
-    def __init__(self, parts: SequenceOf[SequenceBranches]) -> None:
-        super().__init__(())
+    def __init__(self, parts: SequenceOf[Segment | SequenceBranches]) -> None:
         self.parts = parts
+        """In the order in which their tokens are packed; all are segments, or all are branches."""
+        self.token_count = sum([part.token_count for part in parts])
 
     @property
-    def token_count(self) -> int:
-        return sum(part.count for part in self.parts)
+    def segments(self) -> list[Segment]:
+        return [part for part in self.parts if isinstance(part, Segment)]
 
     def token_ids(self) -> list[int]:
-        return [token_id for part in self.parts for token_id in part.step.token_ids]
+        return [token_id for part in self.parts for token_id in part.token_ids()]
 
     def positions(self) -> list[int]:
+        """Each token's position in its sequence, packed."""
         return [position for part in self.parts for position in part.positions()]
 
     def spans(self, group: int) -> list[Span]:
-        return [(part.sequence.tables[group], part.written, part.written + part.count) for part in self.parts]
+        """Where each part's keys and values go, in a group of layers."""
+        return [part.span(group) for part in self.parts]
+
+    def packed_rows(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> list[int]:
+        """Where tokens are packed that are counted in another order of the segments."""
+        ends = accumulate(part.token_count for part in self.parts)
+        firsts = {id(part): end - part.token_count for part, end in zip(self.parts, ends, strict=True)}
+        places = [firsts[id(segment)] + i for segment in segments for i in range(segment.token_count)]
+        return [places[row] for row in rows]
 
 
 def run_modules(module: Any, packing: Packing, rows: SequenceOf[int], device: torch.device) -> Tensor:

@@ -220,7 +220,7 @@ class BlockCache:
                 branch = Sequence(trunk.tables, trunk.max_length, trunk.vocabulary_size)
                 branch.token_ids = trunk.token_ids[:length]
                 self._branches[trunk].append(branch)
-        branches = self._branches.get(trunk, [])[: part.count]
+        branches = self._branches.get(trunk, [])[: part.token_count]
         for branch, token_id in zip(branches, step.token_ids, strict=False):
             branch.token_ids.append(token_id)
             if step.depth == 0:

@@ -272,7 +272,7 @@ class VllmSteps(StepBackend):
         there is no room are NaN, with which they end."""
         branches: list[Sequence | None] = []
         for part in parts:
-            branches += self._cache.branches(part) or [None] * part.count
+            branches += self._cache.branches(part) or [None] * part.token_count
         found = torch.full(
             (len(branches), self._model.info.vocabulary_size), torch.nan, device=self._model.device
         )

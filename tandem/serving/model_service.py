@@ -9,8 +9,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Protocol
 
 from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls
-from tandem.serving.process import in_daemon_thread
-from tandem.serving.server import Service, announce
+from tandem.serving.server import Service, announce, in_daemon_thread
 from tandem.serving.streams import SequenceStreams
 from tandem.settings import ModelServerSettings
 from tandem.telemetry.streams import observer_for

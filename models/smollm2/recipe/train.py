@@ -27,7 +27,7 @@ from models.demo.recipe.measure import parser_of
 from models.demo.recipe.training import divergence, train_until_over
 from models.smollm2.recipe.answers import Batch, endless_batches, frequent_tokens, read_batch
 from tandem.engine.models import loading
-from tandem.engine.models.heads.eagle3 import Eagle3Head, load_eagle3, read_eagle3_config
+from tandem.engine.models.heads.eagle import Eagle3Head, load_eagle3, read_eagle3_config
 from tandem.model_sources.bundled import SMOLLM2
 from tandem.model_sources.find import find_model
 

@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.cache_utils import Cache, DynamicLayer
 
-from tandem.engine.kv_cache.arena import KvArena, LayerCache, LayerGeometry
-from tandem.engine.kv_cache.pages import PageReader, PageWriter
+from tandem.engine.kv_cache.arena import KvArena, LayerCache, LayerGeometry, PageReader, PageWriter
 from tandem.engine.kv_cache.sequence import Segment
 from tandem.engine.models.attention import Scoring, for_rows, forward_arguments, grouped_attention
 from tandem.engine.models.loading import LoadedModel
-from tandem.engine.steps import BranchPacking, Packing, SequenceBranches, StepBackend, run_modules
+from tandem.engine.steps import Packing, SequenceBranches, StepBackend, run_modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,45 +40,18 @@ class _Seen:
     is_causal: bool
 
 
-def _additive(hidden: Tensor, dtype: torch.dtype, repeats: int) -> Tensor:
-    """Minus infinity where a key is hidden and zero elsewhere: [batch, 1, width, length] for one head, repeated."""
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
-    return mask.repeat(1, 1, repeats, 1) if repeats > 1 else mask
-
-
 class Group:
-    """Segments of one width and of similar lengths."""
+    """Parts of a step with equally many queries: the branches of a sequence, or what subclasses join."""
 
-    def __init__(self, first: Segment, dtype: torch.dtype, device: torch.device) -> None:
-        self.segments = [first]
-        self.width = first.token_count
-        """Tokens of each segment."""
-        self.longest = first.end
+    def __init__(self, part: Segment | SequenceBranches, model: LoadedModel) -> None:
+        self.parts = [part]
+        self.width = part.token_count
+        """Tokens of each part."""
+        self.longest = part.span(0)[2]
         """Keys of the longest sequence."""
-        self._total = first.end
-        self._dtype = dtype
-        self._device = device
+        self._model = model
         self._readers: dict[tuple[int, int], PageReader] = {}
         self._spans: dict[tuple[int | None, int, bool], _Seen] = {}
-
-    @property
-    def token_count(self) -> int:
-        """Tokens of all segments."""
-        return len(self.segments) * self.width
-
-    def take(self, segment: Segment) -> bool:
-        """Lets the segment join if it has the same width and pads little."""
-        # Wider blocks keep the kernel busy one sequence at a time
-        if segment.token_count != self.width or self.width > 32:
-            return False
-        longest, count = max(self.longest, segment.end), len(self.segments) + 1
-        # Beyond so many superfluous keys another kernel call is cheaper (measured on a CPU, 8 heads of 32)
-        if count * longest - (self._total + segment.end) > count * 256:
-            return False
-        self.segments.append(segment)
-        self.longest = longest
-        self._total += segment.end
-        return True
 
     def attend(
         self,
@@ -94,11 +66,13 @@ class Group:
 
         `query`, `key` and `value` are the group's part, [1, heads, group_tokens, dim].
         """
-        batch, width, heads = len(self.segments), self.width, query.shape[1]
+        batch, width, heads = len(self.parts), self.width, query.shape[1]
         repeats = heads // geometry.kv_heads
-        span = self._span(
-            geometry.window, repeats, explicit=bool(scoring.softcap or scoring.sinks is not None)
-        )
+        is_explicit = bool(scoring.softcap or scoring.sinks is not None)
+        span_key = geometry.window, repeats, is_explicit  # layers that are alike share what they see
+        span = self._spans.get(span_key)
+        if span is None:
+            span = self._spans[span_key] = self._seen(geometry.window, repeats, is_explicit)
         if span.has_past:
             reader = self._reader(layer.group, span.first - span.skipped)
             key, value = (
@@ -115,9 +89,75 @@ class Group:
         return output.reshape(1, batch * width, heads, -1) if batch > 1 else output
 
     def _read(self, storage: Tensor, reader: PageReader, span: _Seen, window: int | None) -> Tensor:
-        """Keys or values that the group sees, with zeros behind the end of each sequence and before its window."""
-        found = reader.read(storage)[:, :, span.skipped : span.skipped + self.longest - span.first]
-        for index, segment in enumerate(self.segments):
+        """Keys or values that the group sees."""
+        return reader.read(storage)[:, :, span.skipped : span.skipped + self.longest - span.first]
+
+    def _reader(self, table_group: int, start: int) -> PageReader:
+        found = self._readers.get((table_group, start))
+        if found is None:
+            tables = [part.sequence.tables[table_group] for part in self.parts]
+            found = PageReader.of_tables(tables, start, self.longest, self._model.device)
+            self._readers[table_group, start] = found
+        return found
+
+    def _seen(self, window: int | None, repeats: int, is_explicit: bool) -> _Seen:
+        (part,) = self.parts
+        assert isinstance(part, SequenceBranches)
+        first, step, device = part.first_key(window), part.step, self._model.device
+        count, branches = self.width, len(step.trunk_lengths)
+        trunk_lengths = torch.tensor(step.trunk_lengths[:count], device=device)[:, None]
+        slots = torch.arange(first, self.longest, device=device)[None]
+        behind = slots - part.sequence.length
+        own = (behind >= 0) & (behind % branches == torch.arange(count, device=device)[:, None])
+        # Position of each slot's token in the branch that sees it.
+        positions = torch.where(own, trunk_lengths + behind // branches, slots)
+        hidden = ~(own | (slots < trunk_lengths))
+        if window is not None:
+            hidden |= positions <= trunk_lengths + step.depth - window
+        return self._masked(first, hidden[None, None], repeats, has_past=True)
+
+    def _masked(self, first: int, hidden: Tensor, repeats: int, *, has_past: bool) -> _Seen:
+        """All keys from the first one on but for those that are hidden, bool [batch, 1, width, length].
+
+        The mask is minus infinity there and zero elsewhere, for one head, repeated.
+        """
+        mask = torch.zeros(hidden.shape, dtype=self._model.dtype, device=hidden.device)
+        mask = mask.masked_fill_(hidden, float("-inf"))
+        mask = mask.repeat(1, 1, repeats, 1) if repeats > 1 else mask
+        return _Seen(first, first % self._page_tokens, has_past, mask, is_causal=False)
+
+    @property
+    def _page_tokens(self) -> int:
+        return self.parts[0].sequence.table.page_tokens
+
+
+class SegmentGroup(Group):
+    """Segments of one width and of similar lengths."""
+
+    parts: list[Segment]  # type: ignore[assignment]
+
+    def __init__(self, first: Segment, model: LoadedModel) -> None:
+        super().__init__(first, model)
+        self._total = first.end
+
+    def take(self, segment: Segment) -> bool:
+        """Lets the segment join if it has the same width and pads little."""
+        # Wider blocks keep the kernel busy one sequence at a time
+        if segment.token_count != self.width or self.width > 32:
+            return False
+        longest, count = max(self.longest, segment.end), len(self.parts) + 1
+        # Beyond so many superfluous keys another kernel call is cheaper (measured on a CPU, 8 heads of 32)
+        if count * longest - (self._total + segment.end) > count * 256:
+            return False
+        self.parts.append(segment)
+        self.longest = longest
+        self._total += segment.end
+        return True
+
+    def _read(self, storage: Tensor, reader: PageReader, span: _Seen, window: int | None) -> Tensor:
+        """With zeros behind the end of each sequence and before its window."""
+        found = super()._read(storage, reader, span, window)
+        for index, segment in enumerate(self.parts):
             # A mask hides those keys, but hiding is arithmetic: a NaN that another sequence left would survive it.
             if segment.end < self.longest:
                 found[index, :, segment.end - span.first :].zero_()
@@ -125,127 +165,47 @@ class Group:
                 found[index, :, :unseen].zero_()
         return found
 
-    def _span(self, window: int | None, repeats: int, *, explicit: bool) -> _Seen:
-        """The keys for layers with this window; shared by all such layers of the step."""
-        cache_key = (window, repeats, explicit)
-        if cache_key not in self._spans:
-            self._spans[cache_key] = self._make_span(window, repeats, explicit=explicit)
-        return self._spans[cache_key]
-
-    def _make_span(self, window: int | None, repeats: int, *, explicit: bool) -> _Seen:
+    def _seen(self, window: int | None, repeats: int, is_explicit: bool) -> _Seen:
         if window is not None and window >= self.longest:
             window = None
-        starts = {segment.start for segment in self.segments}
+        starts = [segment.start for segment in self.parts]
         first = 0 if window is None else max(0, min(starts) - window + 1)
-        skipped = first % self.segments[0].sequence.table.page_tokens
-        is_alone = len(self.segments) == 1
-        has_past = not is_alone or starts != {0}
-        if self.width == 1 and len(starts) == 1:
-            return _Seen(first, skipped, has_past, None, is_causal=False)
-        if is_alone and starts == {0} and window is None and not explicit:
-            return _Seen(first, skipped, has_past, None, is_causal=True)
-        return _Seen(first, skipped, has_past, self._mask(window, first, repeats), is_causal=False)
-
-    def _reader(self, table_group: int, start: int) -> PageReader:
-        found = self._readers.get((table_group, start))
-        if found is None:
-            tables = [segment.sequence.tables[table_group] for segment in self.segments]
-            found = PageReader.of_tables(tables, start, self.longest, self._device)
-            self._readers[table_group, start] = found
-        return found
-
-    def _mask(self, window: int | None, first: int, repeats: int) -> Tensor:
-        """Zero where a query sees a key and minus infinity elsewhere, [batch, 1, repeats * width, length]."""
-        starts = torch.tensor([segment.start for segment in self.segments], device=self._device)
-        queries = (starts[:, None] + torch.arange(self.width, device=self._device))[:, None, :, None]
-        keys = torch.arange(first, self.longest, device=self._device)
+        begins_text = starts == [0]
+        if self.width == 1 and len(set(starts)) == 1:
+            return _Seen(first, first % self._page_tokens, not begins_text, None, is_causal=False)
+        if begins_text and window is None and not is_explicit:
+            return _Seen(0, 0, has_past=False, mask=None, is_causal=True)
+        device = self._model.device
+        queries = torch.tensor(starts, device=device)[:, None] + torch.arange(self.width, device=device)
+        queries, keys = queries[:, None, :, None], torch.arange(first, self.longest, device=device)
         hidden = keys > queries
         if window is not None:
             hidden |= keys <= queries - window
-        return _additive(hidden, self._dtype, repeats)
+        return self._masked(first, hidden, repeats, has_past=not begins_text)
 
 
-class BranchGroup:
-    """Attention of one sequence's branches."""
-
-    def __init__(self, part: SequenceBranches, model: LoadedModel) -> None:
-        self.token_count = part.count
-        """Branches."""
-        self._part = part
-        self._model = model
-        self._masks: dict[tuple[int | None, int], Tensor] = {}
-        self._length = part.written + part.count
-        tables, device = part.sequence.tables, model.device
-        # From the beginning of a page, whose first numbers a window may hide.
-        self._firsts = [
-            part.first_key(table.window) // table.page_tokens * table.page_tokens for table in tables
-        ]
-        self._readers = [
-            PageReader.of_tables([table], first, self._length, device)
-            for table, first in zip(tables, self._firsts, strict=True)
-        ]
-
-    def attend(
-        self,
-        geometry: LayerGeometry,
-        layer: LayerCache,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scoring: Scoring,
-    ) -> Tensor:
-        count, heads, first = self.token_count, query.shape[1], self._firsts[layer.group]
-        length = self._length - first
-        reader = self._readers[layer.group]
-        repeats = heads // geometry.kv_heads
-        output = grouped_attention(
-            query.reshape(1, geometry.kv_heads, repeats * count, -1),
-            reader.read(layer.keys)[:, :, :length],
-            reader.read(layer.values)[:, :, :length],
-            for_rows(scoring, self._mask(geometry.window, repeats, first), geometry.kv_heads, count),
-        )
-        return output.view(1, heads, count, -1).transpose(1, 2)
-
-    def _mask(self, window: int | None, repeats: int, first: int) -> Tensor:
-        """Zero where a branch sees a key and minus infinity elsewhere, [1, 1, repeats * branches, length - first]."""
-        found = self._masks.get((window, repeats))
-        if found is None:
-            found = self._masks[window, repeats] = self._made_mask(window, repeats, first)
-        return found
-
-    def _made_mask(self, window: int | None, repeats: int, first: int) -> Tensor:
-        step, device = self._part.step, self._model.device
-        count, width = self.token_count, len(step.trunk_lengths)
-        trunk_lengths = torch.tensor(step.trunk_lengths[:count], device=device)[:, None]
-        slots = torch.arange(first, self._length, device=device)[None]
-        behind = slots - self._part.sequence.length
-        own = (behind >= 0) & (behind % width == torch.arange(count, device=device)[:, None])
-        # Position of each slot's token in the branch that sees it.
-        positions = torch.where(own, trunk_lengths + behind // width, slots)
-        hidden = ~(own | (slots < trunk_lengths))
-        if window is not None:
-            hidden |= positions <= trunk_lengths + step.depth - window
-        return _additive(hidden[None, None], self._model.dtype, repeats)
-
-
-def grouped(segments: Iterable[Segment], dtype: torch.dtype, device: torch.device) -> list[Group]:
-    """The groups of a step, whose tokens are packed in their order."""
-    groups: list[Group] = []
+def grouped(parts: Iterable[Segment | SequenceBranches], model: LoadedModel) -> list[Group]:
+    """The groups of a step, whose tokens are packed in their order. Branches have one for each sequence."""
+    groups: list[Group] = [Group(part, model) for part in parts if isinstance(part, SequenceBranches)]
+    segments = [part for part in parts if isinstance(part, Segment)]
+    joined: list[SegmentGroup] = []
     for segment in sorted(segments, key=lambda segment: (segment.token_count, segment.end)):
-        if not groups or not groups[-1].take(segment):
-            groups.append(Group(segment, dtype, device))
-    return groups
+        if not joined or not joined[-1].take(segment):
+            joined.append(SegmentGroup(segment, model))
+    return groups + joined
 
 
-class GroupedAttention(Packing):
-    """A packing whose attention is called once for each group of sequences in each layer.
+class StepLayout(Packing):
+    """One step: which tokens it runs, where their keys and values go, and what each attends to.
 
-    Everything that layers share (masks, indices) is made once, in the groups.
+    Attention is called once for each group of sequences in each layer; what layers share (masks, indices) is made once.
     """
 
-    def share(self, groups: SequenceOf[Group | BranchGroup], arena: KvArena, model: LoadedModel) -> None:
-        """Make what all layers share."""
-        self._groups = groups
+    def __init__(
+        self, parts: SequenceOf[Segment | SequenceBranches], arena: KvArena, model: LoadedModel
+    ) -> None:
+        self._groups = grouped(parts, model)
+        super().__init__([part for group in self._groups for part in group.parts])
         self._arena = arena
         self._model = model
         self._writers = [
@@ -261,22 +221,11 @@ class GroupedAttention(Packing):
         self._writers[layer.group].write(layer, key, value)
         if len(self._groups) == 1:
             return self._groups[0].attend(geometry, layer, query, key, value, scoring)
-        outputs, first = [], 0
-        for group in self._groups:
-            own = slice(first, first + group.token_count)
-            first = own.stop
-            parts = query[:, :, own], key[:, :, own], value[:, :, own]
-            outputs.append(group.attend(geometry, layer, *parts, scoring))
-        return torch.cat(outputs, dim=1)
-
-
-class StepLayout(GroupedAttention):
-    """One step: which tokens it runs, where their keys and values go, and what each attends to."""
-
-    def __init__(self, segments: Iterable[Segment], arena: KvArena, model: LoadedModel) -> None:
-        groups = grouped(segments, model.dtype, model.device)
-        super().__init__([segment for group in groups for segment in group.segments])
-        self.share(groups, arena, model)
+        sizes = [len(group.parts) * group.width for group in self._groups]
+        parts = zip(
+            self._groups, *(torch.split(states, sizes, 2) for states in (query, key, value)), strict=True
+        )
+        return torch.cat([group.attend(geometry, layer, *own, scoring) for group, *own in parts], dim=1)
 
     def attend_blocks(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, is_in_block: Tensor
@@ -320,14 +269,6 @@ class StepLayout(GroupedAttention):
         return torch.cat(outputs) if outputs else query[:0, :, : value.shape[-1]]
 
 
-class BranchLayout(BranchPacking, GroupedAttention):
-    """One step of branches, one sequence after the other."""
-
-    def __init__(self, parts: SequenceOf[SequenceBranches], arena: KvArena, model: LoadedModel) -> None:
-        super().__init__(parts)
-        self.share([BranchGroup(part, model) for part in parts], arena, model)
-
-
 def clear_room(arena: KvArena, part: SequenceBranches) -> None:
     """Zero what the branches will see of others' leftovers: a mask hides numbers, but not NaN."""
     sequence, step = part.sequence, part.step
@@ -343,8 +284,7 @@ class SerialBackend(StepBackend):
     def __init__(self, model: LoadedModel, arena: KvArena) -> None:
         self._module = model.module
         self._device = model.device
-        self._layers = [_ArenaLayer(layer) for layer in arena.layers]
-        self._cache = Cache(layers=list(self._layers))
+        self._arena = arena
 
     def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Tensor:
         logits = []
@@ -356,14 +296,13 @@ class SerialBackend(StepBackend):
         return torch.cat(logits)
 
     def _run(self, segment: Segment, rows: list[int]) -> Tensor:
-        writer = PageWriter.of_spans(Packing([segment]).spans(0), self._device)
+        writer = PageWriter.of_spans([segment.span(0)], self._device)
         reader = PageReader.of_tables([segment.sequence.table], 0, segment.end, self._device)
-        for layer in self._layers:
-            layer.point_to(segment, writer, reader)
+        cache = Cache(layers=[_ArenaLayer(layer, segment, writer, reader) for layer in self._arena.layers])
         positions = torch.arange(segment.start, segment.end, device=self._device)[None]
         token_ids = torch.tensor([segment.token_ids()], device=self._device)
         arguments = forward_arguments(self._module, input_ids=token_ids, position_ids=positions)
-        output = self._module(**arguments, past_key_values=self._cache, use_cache=True)
+        output = self._module(**arguments, past_key_values=cache, use_cache=True)
         logits: Tensor = output.logits[0]
         return logits[rows]
 
@@ -371,34 +310,24 @@ class SerialBackend(StepBackend):
 class _ArenaLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its base's hook for subclasses is untyped
     """One layer of one sequence, as transformers sees a cache."""
 
-    def __init__(self, storage: LayerCache) -> None:
+    def __init__(self, storage: LayerCache, segment: Segment, writer: PageWriter, reader: PageReader) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._storage = storage
-        self._segment: Segment | None = None
-        self._writer: PageWriter | None = None
-        self._reader: PageReader | None = None
-
-    def point_to(self, segment: Segment, writer: PageWriter, reader: PageReader) -> None:
-        """Makes the layer the segment's sequence, as long as its KV is computed."""
-        self._segment, self._writer, self._reader = segment, writer, reader
+        self._storage, self._segment, self._writer, self._reader = storage, segment, writer, reader
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Stores [1, kv_heads, tokens, dim] and returns a copy of all keys and values of the sequence."""
-        assert self._segment is not None
-        assert self._writer is not None
-        assert self._reader is not None
         self._writer.write(self._storage, key_states, value_states)
         end = self._segment.end
         keys, values = self._reader.read(self._storage.keys), self._reader.read(self._storage.values)
         return keys[:, :, :end], values[:, :, :end]
 
     def get_seq_length(self) -> int:
-        return 0 if self._segment is None else self._segment.start
+        return self._segment.start
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
+        return self._segment.start + query_length, 0
 
 
 class EagerBackend(StepBackend):
@@ -419,7 +348,7 @@ class EagerBackend(StepBackend):
         model = self._model
         for part in parts:
             clear_room(self._arena, part)
-        layout = BranchLayout(parts, self._arena, model)
+        layout = StepLayout(parts, self._arena, model)
         return run_modules(model.module, layout, range(layout.token_count), model.device)
 
 

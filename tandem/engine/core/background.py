@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.core.jobs import StepRecord
-from tandem.engine.core.watchdog import StepWatchdog
+from tandem.engine.core.timing import StepWatchdog
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.steps import BranchStep, Machinery, SequenceBranches
 from tandem.errors import InvalidRequestError, TandemError
@@ -332,7 +332,7 @@ class BackgroundWork:
         taken: list[_Begun] = []
         tokens = 0
         for sequence, begun in [*self._begun.items()]:
-            tokens += begun.part.count
+            tokens += begun.part.token_count
             if taken and tokens > _MAX_STEP_TOKENS:
                 break
             taken.append(self._begun.pop(sequence))
@@ -362,12 +362,12 @@ class BackgroundWork:
 
     def _advance(self, begun: SequenceOf[_Begun], began: float) -> None:
         parts = [each.part for each in begun]
-        tokens = sum(part.count for part in parts)
+        tokens = sum(part.token_count for part in parts)
         self._watchdog.begin(tokens)
         logits = self._runner.run_branches(parts)
         first = 0
         for each, part in zip(begun, parts, strict=True):
-            own, first = logits[first : first + part.count], first + part.count
+            own, first = logits[first : first + part.token_count], first + part.token_count
             self._kept.add(part, own, each.lead)
             self._follow(each.job, partial(each.job.advance, own), each.lead)  # behind the others
         record = self._count(len(begun), tokens, tokens, began)

@@ -27,6 +27,7 @@ from tandem.engine.core.jobs import (
     Failed,
     Head,
     Job,
+    Leads,
     News,
     PayloadT,
     Prepare,
@@ -35,9 +36,8 @@ from tandem.engine.core.jobs import (
     finite_head,
     non_finite,
 )
-from tandem.engine.core.leads import Leads
 from tandem.engine.core.scheduler import PageScheduler, RejoinWindow, next_segments
-from tandem.engine.core.watchdog import StepWatchdog
+from tandem.engine.core.timing import StepTimes, StepWatchdog
 from tandem.engine.interface import KvUsage, RowRequest
 from tandem.engine.kv_cache.arena import PageTable
 from tandem.engine.kv_cache.sequence import Segment, Sequence
@@ -45,42 +45,17 @@ from tandem.engine.settings import EngineSettings
 from tandem.engine.steps import SMALL_STEP_TOKENS, Machinery, ModelRunner
 from tandem.errors import CapacityError, InvalidRequestError, ServiceUnavailableError, TandemError
 from tandem.fair_places import FairPlaces
-from tandem.types import Delta, ModelInfo, StepProfile, Verification
+from tandem.types import Delta, ModelInfo, Verification
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_SECONDS = 30.0
-"""For the step in progress; steps of healthy engines take less (`tandem.engine.core.watchdog`)."""
+"""For the step in progress; steps of healthy engines take less (`tandem.engine.core.timing`)."""
 _WARM_UP_SECONDS = 5.0
 """All sizes of a model of 200 million parameters on two cores; a larger one gets its small steps, whatever the time."""
 _PROFILED_SEQUENCES = (1, 2, 4, 8, 16, 32)
 _PROFILED_TOKENS = (1, 3, 5, 9)
 """The target alone, and proposals of 2, 4 and 8 tokens."""
-
-
-class StepTimes:
-    """Durations of steps with rows for all tokens: measured once the engine is warm, then by the steps it makes."""
-
-    def __init__(self) -> None:
-        self.profile = StepProfile()
-        """The durations as last published."""
-        self._seconds: dict[tuple[int, int], float] = {}
-
-    def measured(self, seconds: dict[tuple[int, int], float]) -> None:
-        """Publish these, by number of sequences and tokens of each."""
-        self._seconds = dict(seconds)
-        self.profile = StepProfile(seconds, int(time.time()))
-
-    def add(self, record: StepRecord) -> None:
-        """Count a step. Once a size takes another time than published by a quarter, all are published anew."""
-        size = record.sequence_count, record.token_count // max(record.sequence_count, 1)
-        known = self._seconds.get(size)
-        if known is None or size[0] * size[1] != record.token_count or record.row_count < record.token_count:
-            return
-        # A pause of the machine counts as twice the time; two dozen steps make the mean.
-        now = self._seconds[size] = known + (min(record.seconds, 2.0 * known) - known) / 24.0
-        if not 0.8 < now / self.profile.seconds[size] < 1.25:
-            self.measured(self._seconds)
 
 
 class Worker(Generic[PayloadT, ResultT]):

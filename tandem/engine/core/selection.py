@@ -16,8 +16,7 @@ from tandem.engine.interface import RowRequest
 from tandem.engine.kv_cache.arena import KvArena, arena_pages
 from tandem.engine.kv_cache.paged_cache import PagedCache
 from tandem.engine.models.loading import LoadedModel, fix_rotary_frequencies
-from tandem.engine.rows import verifications
-from tandem.engine.sampler import TORCH_SAMPLER, Sampler
+from tandem.engine.rows import TORCH_SAMPLER, Sampler, verifications
 from tandem.engine.settings import EngineSettings
 from tandem.engine.steps import Machinery, StepBackend
 from tandem.types import ModelInfo, Verification

@@ -10,7 +10,7 @@ from itertools import count
 from typing import Protocol
 
 from tandem.engine.interface import KvUsage
-from tandem.engine.kv_cache.arena import PageTable
+from tandem.engine.kv_cache.arena import PageTable, Span
 from tandem.errors import InvalidRequestError
 from tandem.types import Delta, common_length
 
@@ -37,7 +37,7 @@ class Sequence:
         self.table = self.tables[0]
         """The first of them, which holds pages for all tokens if any does."""
         self.chains: list[int] = []
-        """Chains of its first blocks, which others know; see `tandem.engine.kv_cache.prefixes`."""
+        """Chains of its first blocks, which others know; see `tandem.engine.kv_cache.paged_cache`."""
         self.spare_tokens = spare_tokens
         """Tokens behind its end for which room is wanted, if there is any: for branches."""
         self.max_length = max_length
@@ -179,6 +179,12 @@ class Segment:
 
     def token_ids(self) -> list[int]:
         return self.sequence.token_ids[self.start : self.end]
+
+    def positions(self) -> range:
+        return range(self.start, self.end)
+
+    def span(self, group: int) -> Span:
+        return self.sequence.tables[group], self.start, self.end
 
 
 class SequenceCache(Protocol):

@@ -22,7 +22,7 @@ from draft_service.proposers.standalone import StandaloneProposer, StandaloneSeq
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.selection import Backends
 from tandem.engine.models.loading import LoadedModel
-from tandem.engine.sampler import TORCH_SAMPLER
+from tandem.engine.rows import TORCH_SAMPLER
 from tandem.engine.settings import EngineSettings
 from tandem.errors import InvalidRequestError
 from tandem.types import (

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from tandem.engine.interface import RowRequest
-from tandem.engine.rows import verifications
-from tandem.engine.sampler import TORCH_SAMPLER, Sampler
+from tandem.engine.rows import TORCH_SAMPLER, Sampler, verifications
 from tandem.types import Verification
 
 

@@ -32,7 +32,7 @@ from models.demo.recipe.measure import (
 )
 from models.demo.recipe.training import Lessons, divergence, endless, lessons_of, train_until_over
 from tandem.engine.models import loading
-from tandem.engine.models.heads.eagle3 import Eagle3Head, load_eagle3, read_eagle3_config
+from tandem.engine.models.heads.eagle import Eagle3Head, load_eagle3, read_eagle3_config
 
 SEED = 11
 """The seed of the checked-in head."""
@@ -72,7 +72,8 @@ def new_head(target_folder: Path, folder: Path, target_ids: Sequence[int] | None
 
 @torch.no_grad()
 def _adopt_last_layer(head: Eagle3Head, target: Any) -> None:
-    own, last, size = head.midlayer, target.model.layers[-1], head.state_size
+    own: Any = head.midlayer
+    last, size = target.model.layers[-1], head.state_size
     head.embed_tokens.weight = target.get_input_embeddings().weight
     head.lm_head.weight.copy_(target.get_output_embeddings().weight[head.target_ids])
     head.norm.weight.copy_(target.model.norm.weight)

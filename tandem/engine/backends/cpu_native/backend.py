@@ -30,8 +30,8 @@ from tandem.engine.hidden_states import HeadModel
 from tandem.engine.kv_cache.arena import KvArena
 from tandem.engine.kv_cache.sequence import Segment
 from tandem.engine.models.loading import LoadedModel
-from tandem.engine.sampler import Sampler
-from tandem.engine.steps import BranchPacking, SequenceBranches, StepBackend, run_modules
+from tandem.engine.rows import Sampler
+from tandem.engine.steps import Packing, SequenceBranches, StepBackend, run_modules
 from tandem.errors import ConfigurationError
 from tandem.types import SamplingParams
 
@@ -81,13 +81,13 @@ class CpuNativeBackend(EagerBackend):
         """See `StepBackend`; by the model's modules where there is no plan of the size."""
         for part in parts:
             clear_room(self._arena, part)
-        packing = BranchPacking(parts)
+        packing = Packing(parts)
         logits = None if self.plans is None else self.plans.replay(packing, range(packing.token_count))
         return super().run_branches(parts) if logits is None else logits
 
 
 class KernelSampler(Sampler):
-    """See `tandem.engine.sampler.Sampler`; for logits on the CPU."""
+    """See `tandem.engine.rows.Sampler`; for logits on the CPU."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels

@@ -20,7 +20,7 @@ from tandem.engine.backends.cpu_native.library.kernels import (
 from tandem.engine.kv_cache.arena import KvArena, LayerCache, LayerGeometry
 from tandem.engine.kv_cache.sequence import Segment
 from tandem.engine.models.attention import Scoring
-from tandem.engine.steps import BranchPacking, Packing
+from tandem.engine.steps import Packing, SequenceBranches
 
 _INTO_RESIDUAL = frozenset(("o_proj", "down_proj"))
 """Names that most of transformers' decoders give the layers that add to the residual stream."""
@@ -185,23 +185,14 @@ def places(packing: Packing, group: int = 0) -> list[int]:
 
     The numbers name the sequences' page tables by address: they are of use while these live.
     """
-    if isinstance(packing, BranchPacking):
-        numbers = [-len(packing.parts)]
-        for part in packing.parts:
-            sequence, lengths = part.sequence, part.step.trunk_lengths
-            numbers += (
-                sequence.tables[group].address,
-                part.written,
-                part.count,
-                sequence.length,
-                len(lengths),
-            )
-            numbers += lengths[: part.count]
-        return numbers
-    segments = packing.segments
-    numbers = [len(segments)]
-    for segment in segments:
-        numbers += (segment.sequence.tables[group].address, segment.start, segment.token_count)
+    are_branches = isinstance(packing.parts[0], SequenceBranches)
+    numbers = [-len(packing.parts) if are_branches else len(packing.parts)]
+    for part in packing.parts:
+        table, start, end = part.span(group)
+        numbers += (table.address, start, end - start)
+        if isinstance(part, SequenceBranches):
+            lengths = part.step.trunk_lengths
+            numbers += (part.sequence.length, len(lengths), *lengths[: part.token_count])
     return numbers
 
 
@@ -231,7 +222,6 @@ class NativeLayout(Packing):
     def __init__(self, segments: SequenceOf[Segment], attention: NativeAttention) -> None:
         super().__init__(segments)
         self._attention = attention
-        self._token_count = self.token_count
         self._places = torch.tensor([places(self, group) for group in range(attention.group_count)])
 
     def attend(
@@ -243,7 +233,7 @@ class NativeLayout(Packing):
         query, key, value = (
             states if states.stride(3) == 1 else states.contiguous() for states in (query, key, value)
         )
-        output = query.new_empty((1, self._token_count, query.shape[1], value.shape[3]))
+        output = query.new_empty((1, self.token_count, query.shape[1], value.shape[3]))
         _sinks = point(call, query, key, value, output, scoring)  # alive until the call has run
         call.segments = self._places[self._attention.group_of(layer_index)].data_ptr()
         self._attention.kernels.run(KernelCall(Routine.ATTEND, call))

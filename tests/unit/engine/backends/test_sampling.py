@@ -7,7 +7,7 @@ import torch
 
 from tandem.engine.backends.cpu_native.backend import KernelSampler
 from tandem.engine.backends.cpu_native.library.kernels import Kernels
-from tandem.engine.sampler import TORCH_SAMPLER, Sampler
+from tandem.engine.rows import TORCH_SAMPLER, Sampler
 from tandem.sampling.noise import sample
 from tandem.sampling.warping import warp
 from tandem.types import SamplingParams

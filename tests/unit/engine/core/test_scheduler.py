@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from tandem.engine.core.engine import RowEngine
-from tandem.engine.core.jobs import Job, StepRecord
-from tandem.engine.core.leads import Leads
+from tandem.engine.core.jobs import Job, Leads, StepRecord
 from tandem.engine.core.scheduler import PageScheduler, RejoinWindow, next_segments
 from tandem.engine.interface import RowRequest
 from tandem.engine.kv_cache.arena import PageTable

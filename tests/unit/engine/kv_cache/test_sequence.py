@@ -9,8 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.engine.kv_cache.arena import LayerCache, PageTable, accelerator_allowance, memory_allowance
-from tandem.engine.kv_cache.pages import PageReader, PageWriter
+from tandem.engine.kv_cache.arena import (
+    LayerCache,
+    PageReader,
+    PageTable,
+    PageWriter,
+    accelerator_allowance,
+    memory_allowance,
+)
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.errors import InvalidRequestError
 from tandem.types import Delta

@@ -16,8 +16,7 @@ from torch import Tensor, zeros
 from bound_service.loading import head_loader
 from tandem.config.names import checkpoint_method
 from tandem.engine.models.heads.dflash import load_dflash, read_dflash_config
-from tandem.engine.models.heads.eagle import EagleHead
-from tandem.engine.models.heads.eagle3 import Eagle3Head, load_eagle3, read_eagle3_config
+from tandem.engine.models.heads.eagle import Eagle3Head, EagleHead, load_eagle3, read_eagle3_config
 from tandem.engine.models.heads.interface import DraftHead
 from tandem.engine.models.heads.mtp import load_mtp, read_mtp_config
 from tandem.engine.models.loading import LoadedModel, load_model

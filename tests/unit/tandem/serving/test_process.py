@@ -13,14 +13,13 @@ from pathlib import Path
 import pytest
 
 from tandem.logs import configure
-from tandem.serving.process import YOUNG_OBJECTS
+from tandem.serving.server import YOUNG_OBJECTS
 from tests.end_to_end.processes import TANDEM, clean_environment, is_alive, until
 
 SECONDS = 60.0
 SERVICE = """
 import asyncio, gc, weakref
-from tandem.serving.process import main
-from tandem.serving.server import Service
+from tandem.serving.server import Service, main
 from tandem.settings import ServerSettings
 
 class Node:

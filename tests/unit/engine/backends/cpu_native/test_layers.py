@@ -15,7 +15,7 @@ from tandem.engine.backends.cpu_native.library.kernels import KernelCall, Kernel
 from tandem.engine.kv_cache.arena import PAGE_TOKENS, KvArena, LayerGeometry, PageTable, pages_for
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.models.attention import Scoring
-from tandem.engine.steps import BranchPacking, BranchStep, Packing, SequenceBranches
+from tandem.engine.steps import BranchStep, Packing, SequenceBranches
 
 _CPU = torch.device("cpu")
 _PAGE_TOKENS = PAGE_TOKENS
@@ -167,7 +167,7 @@ class Case:
         works = zip(sequences, (self.works[index] for index in indices), strict=True)
         pairs = [(sequence, work.count, work.step) for sequence, work in works]
         if branches := [SequenceBranches(sequence, step) for sequence, _, step in pairs if step is not None]:
-            return BranchPacking(branches)
+            return Packing(branches)
         return Packing([Segment(sequence, count) for sequence, count, _ in pairs])
 
     def _attend(self, attention: NativeAttention, packing: Packing, tokens: list[int]) -> Tensor:

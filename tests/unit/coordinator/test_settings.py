@@ -24,14 +24,9 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0; it must be between 1 and 128"),
     ({"num_speculative_tokens": 129}, "num_speculative_tokens is 129; it must be between 1 and 128"),
     ({"typical_delta": -0.1}, "typical_delta is -0.1; it must be at least 0"),
-    (
-        {"suffix_decoding_max_spec_factor": INF},
-        "suffix_decoding_max_spec_factor is inf; it must be a finite number",
-    ),
-    (
-        {"suffix_decoding_min_token_prob": float("nan")},
-        "suffix_decoding_min_token_prob is nan; it must be between 0 and 1",
-    ),
+    ({"suffix_decoding_max_spec_factor": INF}, "suffix_decoding_max_spec_factor is inf; it must be a finite number"),
+    ({"suffix_decoding_min_token_prob": float("nan")},
+        "suffix_decoding_min_token_prob is nan; it must be between 0 and 1"),
     ({"max_model_len": 0}, "max_length is 0; it must be at least 1"),
     ({"device_memory_utilization": 0}, "device_memory_utilization is 0; it must be above 0 and at most 1"),
     (
@@ -49,29 +44,22 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         "draft_model_path is llama and speculative_method is ngram, which has no model; leave out draft_model_path, "
         "or set speculative_method to standalone",
     ),
-    (
-        {"draft_devices": "gpu:0,1"},
-        "draft_devices is 'gpu:0,1'; it must be cpu, cuda, cuda:N, gpu or gpu:N",
-    ),
-    (
-        {"prompt_lookup_min": 4, "prompt_lookup_max": 2},
-        "prompt_lookup_min is 4; it must be at most prompt_lookup_max (2)",
-    ),
+    ({"draft_devices": "gpu:0,1"}, "draft_devices is 'gpu:0,1'; it must be cpu, cuda, cuda:N, gpu or gpu:N"),
+    ({"prompt_lookup_min": 4, "prompt_lookup_max": 2},
+        "prompt_lookup_min is 4; it must be at most prompt_lookup_max (2)"),
     (
         {"max_num_steps": 8},
         "max_num_steps is 8; it must be 1: each step of the target verifies a proposal, and its result decides on the "
         "next",
     ),
-    (
-        {"enable_echo": True},
-        "enable_echo is true; it must be false: the prompt is not streamed back; put it before the completion",
-    ),
+    ({"enable_echo": True},
+        "enable_echo is true; it must be false: the prompt is not streamed back; put it before the completion"),
     (
         {"use_relaxed_acceptance_for_thinking": True, "rejection_sampling_strategy": "strict"},
         "use_relaxed_acceptance_for_thinking is on and the rule is strict; it needs a rule that compares probabilities "
         "token by token: residual, typical-acceptance, logit-comparison",
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "sentence"), BROKEN)

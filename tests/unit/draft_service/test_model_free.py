@@ -363,21 +363,14 @@ def draft_settings(*arguments: str) -> DraftSettings:
     ("arguments", "sentence"),
     [
         ([], "--model is missing; give it, or set TANDEM_DRAFT_MODEL"),
-        (
-            ["--method", "eagle3", "--model", "head"],
-            "speculative_method is eagle3, which reads the target's hidden states and runs in its process",
-        ),
-        (
-            ["--model", str(DEMO_EAGLE3)],
-            "speculative_method is eagle3, which reads the target's hidden states",
-        ),
+        (["--method", "eagle3", "--model", "head"],
+            "speculative_method is eagle3, which reads the target's hidden states and runs in its process"),
+        (["--model", str(DEMO_EAGLE3)], "speculative_method is eagle3, which reads the target's hidden states"),
         (["--method", "ngram", "--prompt-lookup-min", "0"], "prompt_lookup_min is 0; it must be at least 1"),
-        (
-            ["--method", "suffix", "--suffix-decoding-min-token-prob", "2"],
-            "suffix_decoding_min_token_prob is 2; it must be between 0 and 1",
-        ),
+        (["--method", "suffix", "--suffix-decoding-min-token-prob", "2"],
+            "suffix_decoding_min_token_prob is 2; it must be between 0 and 1"),
     ],
-)
+)  # fmt: skip
 def test_invalid_options_are_refused_before_anything_is_loaded(
     arguments: Sequence[str], sentence: str
 ) -> None:

@@ -109,20 +109,14 @@ def test_the_demo_target_has_heads(method: str) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (
-            UpOptions(target=str(DEMO_TARGET), method="eagle3"),
-            "--method is eagle3; name the folder of such a head with --draft",
-        ),
-        (
-            UpOptions(method="lookahead"),
-            "--method is lookahead; it must be one of standalone, ngram, suffix, eagle, eagle3, medusa, mtp, dflash",
-        ),
-        (
-            UpOptions(method="ngram_gpu"),
-            "--method is ngram_gpu; it is not available in this version: prompt lookup needs no GPU here; use ngram",
-        ),
+        (UpOptions(target=str(DEMO_TARGET), method="eagle3"),
+            "--method is eagle3; name the folder of such a head with --draft"),
+        (UpOptions(method="lookahead"),
+            "--method is lookahead; it must be one of standalone, ngram, suffix, eagle, eagle3, medusa, mtp, dflash"),
+        (UpOptions(method="ngram_gpu"),
+            "--method is ngram_gpu; it is not available in this version: prompt lookup needs no GPU here; use ngram"),
     ],
-)
+)  # fmt: skip
 def test_a_method_that_cannot_be_started_is_refused(options: UpOptions, sentence: str) -> None:
     with pytest.raises(ConfigurationError) as error:
         service_arguments(options)
@@ -251,20 +245,14 @@ def test_http_takes_another_port_where_its_own_is_taken(monkeypatch: pytest.Monk
         (("--draft-devices", "0"), "--draft-device is '0': it must be cpu, cuda, cuda:N, gpu or gpu:N"),
         (("--dtype", "int8"), "--dtype is 'int8'; it must be one of auto, float32, bfloat16, float16"),
         (("--target", "no/such/folder"), "--target is no/such/folder; there is no such folder"),
-        (
-            ("--model", "demo", "--target", "x"),
-            "--model is demo and --target is x, which both name the target",
-        ),
+        (("--model", "demo", "--target", "x"), "--model is demo and --target is x, which both name the target"),
         (("--model", "smollm3"), "--model is smollm3; there is no such folder"),
         (("--draft", "nagram"), "a Hugging Face id, or ngram, suffix, none"),
-        (
-            ("--draft", "setup.py", "--target", "pyproject.toml"),
-            "--target is pyproject.toml; a file is there",
-        ),
+        (("--draft", "setup.py", "--target", "pyproject.toml"), "--target is pyproject.toml; a file is there"),
         (("--chat-template", "no-such.jinja"), "--chat-template is no-such.jinja; there is no such file"),
         (("--config-file", "no-such.toml"), "no-such.toml"),
     ],
-)
+)  # fmt: skip
 def test_conflicting_options_are_refused_before_anything_starts(
     words: tuple[str, ...], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,17 +39,12 @@ def commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
             "address is 'https://host:50051/'; it must be host:port without https://, for instance 'host:50051', and "
             "--tls where the coordinator has a certificate",
         ),
-        (
-            ("admin", "status", "--address", "http://127.0.0.1:8000"),
-            "without http://, for instance '127.0.0.1:8000'",
-        ),
+        (("admin", "status", "--address", "http://127.0.0.1:8000"), "without http://, for instance '127.0.0.1:8000'"),
         (("generate", "x", "-n", "0"), "-n"),
         (("serve", "draft"), "--method ngram and --method suffix need none"),
         (("serve", "target"), "--model is missing"),
-        (
-            ("serve", "target", "--model", "x", "--tensor-parallel-size", "2"),
-            "tensor_parallel_size is 2, which the engine tandem does not have",
-        ),
+        (("serve", "target", "--model", "x", "--tensor-parallel-size", "2"),
+            "tensor_parallel_size is 2, which the engine tandem does not have"),
         (("serve", "target", "--model", "x", "--device", "tpu"), "device is 'tpu'"),
         (("serve", "target", "--model", "x", "--dtype", "int8"), "dtype is int8; it must be"),
         (("admin", "status", "--timeout", "0"), "--timeout is 0; it must be above 0"),
@@ -57,7 +52,7 @@ def commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
         (("admin", "status", "--tls-ca-file", "no/such/file"), "no/such/file"),
         (("admin", "config", "set", "relaxed_topk"), "relaxed_topk has no value"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_call_is_answered_with_one_sentence(
     commands: Commands, words: tuple[str, ...], sentence: str
 ) -> None:

@@ -180,20 +180,12 @@ async def test_a_message_may_have_no_content(make: Make, source: str, text: str)
 @pytest.mark.parametrize(
     ("source", "message", "sentence"),
     [
-        (
-            "{{ raise_exception('only users') }}",
-            {"role": "user", "content": "x"},
-            "it refuses: only users",
-        ),
+        ("{{ raise_exception('only users') }}", {"role": "user", "content": "x"}, "it refuses: only users"),
         ("{{ messages[0].content + 1 }}", {"role": "user", "content": "x"}, "it fails: "),
         ("{{ 1 / 0 }}", {"role": "user", "content": "x"}, "it fails: "),
-        (
-            "x",
-            {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
-            "messages.0.content is of type",
-        ),
+        ("x", {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages.0.content is of type"),
     ],
-)
+)  # fmt: skip
 async def test_messages_that_a_template_rejects_are_refused(
     source: str, message: dict[str, Any], sentence: str, make: Make
 ) -> None:

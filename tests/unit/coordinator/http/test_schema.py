@@ -161,36 +161,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": 21, "prompt": "x"}, "logprobs is 21"),
     ({"logprobs": True, "top_logprobs": 21}, "logprobs is 21"),
     ({"top_logprobs": 2}, "top_logprobs is 2 and logprobs is not true"),
-    (
-        {"response_format": {"type": "xml"}},
-        'response_format.type is "xml"; it must be text, json_object or json_schema',
-    ),
-    (
-        {"response_format": {"type": "json_schema"}},
-        'response_format.json_schema is null; it must be an object with "sch',
-    ),
-    (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}},
-        "response_format.json_schema.schema is [1]; it must be a JSON schema",
-    ),
+    ({"response_format": {"type": "xml"}},
+        'response_format.type is "xml"; it must be text, json_object or json_schema'),
+    ({"response_format": {"type": "json_schema"}},
+        'response_format.json_schema is null; it must be an object with "sch'),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}},
+        "response_format.json_schema.schema is [1]; it must be a JSON schema"),
     ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex is 5; it must be a text"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice is []; it must be a list of texts"),
-    (
-        {"structured_outputs": {"json_object": False}},
-        "structured_outputs.json_object is false; it must be true",
-    ),
-    (
-        {"structured_outputs": {"regex": "a", "json": {}}},
-        "structured_outputs has regex, json; it must have one of",
-    ),
-    (
-        {"structured_outputs": {"structural_tag": "a"}},
-        "structured_outputs has structural_tag; it must have one of",
-    ),
-    (
-        {"guided_regex": "a", "response_format": {"type": "json_object"}},
-        "the completion's form is given 2 times",
-    ),
+    ({"structured_outputs": {"json_object": False}}, "structured_outputs.json_object is false; it must be true"),
+    ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs has regex, json; it must have one of"),
+    ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs has structural_tag; it must have one of"),
+    ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "the completion's form is given 2 times"),
     ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos is true and structured output is asked for"),
     ({"best_of": 3}, "best_of is 3; it must be n, 1"),
     ({"echo": True}, "echo is true and a draft proposes"),
@@ -198,17 +180,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [TOOL, TOOL]}, "tools.1 is named f as another is"),
     ({"tools": [TOOL], "tool_choice": "any"}, 'tool_choice is "any"; it must be none, auto, required, or'),
     ({"tool_choice": "required"}, "tool_choice is required; tools must hold it"),
-    (
-        {"tools": [TOOL], "tool_choice": {"function": {"name": "g"}}},
-        "tool_choice is the function g; tools must hold it",
-    ),
-    (
-        {"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
-        "tool_choice demands a call and the text has a form",
-    ),
+    ({"tools": [TOOL], "tool_choice": {"function": {"name": "g"}}},
+        "tool_choice is the function g; tools must hold it"),
+    ({"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
+        "tool_choice demands a call and the text has a form"),
     ({"functions": [{"name": "f"}]}, "functions is set; it must be empty, or function_call none"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "one of them must be false"),
-]
+]  # fmt: skip
 ASKING: dict[str, Any] = {
     "length_penalty": 0.5,
     "function_call": {"name": "f"},

@@ -24,12 +24,7 @@ from tests.unit.tandem.test_grammar import tokens_of
 
 ODD = '{"a": "x}\\"{</tool_call>", "b": [1, {"c": 2}]}'
 TEXTS: list[tuple[Any, str, str, list[tuple[str, str]]]] = [
-    (
-        "hermes",
-        f'Sure.\n<tool_call>\n{{"name": "get", "arguments": {ODD}}}\n</tool_call>',
-        "Sure.\n",
-        [("get", ODD)],
-    ),
+    ("hermes", f'Sure.\n<tool_call>\n{{"name": "get", "arguments": {ODD}}}\n</tool_call>', "Sure.\n", [("get", ODD)]),
     (
         "hermes",
         '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n'
@@ -39,22 +34,13 @@ TEXTS: list[tuple[Any, str, str, list[tuple[str, str]]]] = [
     ),
     ("hermes", "a < b and <tool", "a < b and <tool", []),
     ("llama3", '{"name": "get", "parameters": {"a": 1}}', "", [("get", '{"a": 1}')]),
-    (
-        "llama3",
-        '<|python_tag|>{"name": "g", "parameters": {"a": 1}}; {"name": "h"}',
-        "",
-        [("g", '{"a": 1}'), ("h", "{}")],
-    ),
+    ("llama3", '<|python_tag|>{"name": "g", "parameters": {"a": 1}}; {"name": "h"}', "",
+        [("g", '{"a": 1}'), ("h", "{}")]),
     ("llama3", '{"no": 1} and more', '{"no": 1} and more', []),
     ("llama3", '{"unfinished', '{"unfinished', []),
     ("llama3", "It is {so}.", "It is {so}.", []),
     ("mistral", '[TOOL_CALLS] [{"name": "a", "arguments": {"q": "ü"}}]', "", [("a", '{"q": "ü"}')]),
-    (
-        "mistral",
-        ' [{"name": "a", "arguments": {}}, {"name": "b", "arguments": {}}]',
-        "",
-        [("a", "{}"), ("b", "{}")],
-    ),
+    ("mistral", ' [{"name": "a", "arguments": {}}, {"name": "b", "arguments": {}}]', "", [("a", "{}"), ("b", "{}")]),
     ("mistral", "[1] says", "[1] says", []),
     (
         "harmony",
@@ -70,15 +56,11 @@ TEXTS: list[tuple[Any, str, str, list[tuple[str, str]]]] = [
         "First: ",
         [("f", "{}")],
     ),
-    (
-        "harmony",
-        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b <|c",
-        "b <|c",
-        [],
-    ),
+    ("harmony", "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b <|c", "b <|c",
+        []),
     ("harmony", "no message", "no message", []),
     ("demanded", '[{"name": "a", "arguments": {"q": {}}}]', "", [("a", '{"q": {}}')]),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("form", "text", "content", "calls"), TEXTS)

@@ -26,21 +26,12 @@ from tandem.wire.target import answers_to_proto
 from tests.unit.coordinator.model_infos import DRAFT, NGRAM, TARGET, deployment
 
 MODELS: list[tuple[str, Deployment, str]] = [
-    (
-        "drafting-method",
-        deployment({"method": "ngram"}),
-        "speculative_method is ngram; the draft service drafts by standalone: they must be the same",
-    ),
-    (
-        "drafting-method",
-        deployment({"method": "draft_model"}, draft=NGRAM),
-        "speculative_method is standalone; the draft service drafts by ngram: they must be the same",
-    ),
-    (
-        "drafting-method",
-        deployment({"method": "suffix"}, draft=None),
-        "speculative_method is suffix; it needs a draft service: name it with draft_address",
-    ),
+    ("drafting-method", deployment({"method": "ngram"}),
+        "speculative_method is ngram; the draft service drafts by standalone: they must be the same"),
+    ("drafting-method", deployment({"method": "draft_model"}, draft=NGRAM),
+        "speculative_method is standalone; the draft service drafts by ngram: they must be the same"),
+    ("drafting-method", deployment({"method": "suffix"}, draft=None),
+        "speculative_method is suffix; it needs a draft service: name it with draft_address"),
     (
         "vocabulary-size",
         deployment(draft=replace(DRAFT, vocabulary_size=101)),
@@ -75,11 +66,8 @@ MODELS: list[tuple[str, Deployment, str]] = [
         "max_length is 48 for the coordinator and 64 for the target big; they must share one: start all with "
         "--max-length 48, or leave it out here",
     ),
-    (
-        "tensor-parallel-size",
-        deployment({"draft_tensor_parallel_size": 2}),
-        "draft_tensor_parallel_size is 2; it must be 1: 1 or the target's",
-    ),
+    ("tensor-parallel-size", deployment({"draft_tensor_parallel_size": 2}),
+        "draft_tensor_parallel_size is 2; it must be 1: 1 or the target's"),
     (
         "tensor-parallel-size",
         deployment(
@@ -92,7 +80,7 @@ MODELS: list[tuple[str, Deployment, str]] = [
         deployment({"draft_tensor_parallel_size": 4}, target=replace(TARGET, tensor_parallel_size=4)),
         "draft_tensor_parallel_size is 4; it must be what the draft small was started with, 1",
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("rule", "subject", "sentence"), MODELS)

@@ -138,21 +138,13 @@ async def test_no_place_is_lost_in_any_order_of_departures(seed: int) -> None:
     ("request_", "sentence"),
     [
         (GenerationRequest("é" * 11), "the prompt has 22 bytes; it must be at most 20"),
-        (
-            GenerationRequest("a", stop=("a", "b", "c")),
-            "the number of stop strings is 3; it must be at most 2",
-        ),
+        (GenerationRequest("a", stop=("a", "b", "c")), "the number of stop strings is 3; it must be at most 2"),
         (GenerationRequest("a", stop=("abcde",)), "a stop string has 5 characters; it must be at most 4"),
-        (
-            GenerationRequest((1,) * 8),
-            "the prompt has 8 tokens; it must have at most 7, one less than max_length (8)",
-        ),
-        (
-            GenerationRequest("a", num_speculative_tokens=33),
-            "num_speculative_tokens is 33; it must be at most 32",
-        ),
+        (GenerationRequest((1,) * 8),
+            "the prompt has 8 tokens; it must have at most 7, one less than max_length (8)"),
+        (GenerationRequest("a", num_speculative_tokens=33), "num_speculative_tokens is 33; it must be at most 32"),
     ],
-)
+)  # fmt: skip
 def test_a_request_above_the_bounds_is_refused(request_: GenerationRequest, sentence: str) -> None:
     bounds = RequestBounds(max_prompt_bytes=20, max_stop_strings=2, max_stop_length=4)
     with pytest.raises(InvalidRequestError) as refusal:

@@ -38,17 +38,11 @@ WITH_DRAFT_MODEL = (
 ANY_OBJECT = Grammar(GrammarKind.JSON_OBJECT)
 REQUESTS: list[tuple[str, TokenizedRequest, str]] = [
     ("prompt-not-empty", request(()), "the prompt is empty; it must hold at least one token"),
-    (
-        "prompt-fits",
-        request((1,) * 64),
-        "the prompt has 64 tokens; it must have at most 63, one less than max_length (64)",
-    ),
+    ("prompt-fits", request((1,) * 64),
+        "the prompt has 64 tokens; it must have at most 63, one less than max_length (64)"),
     ("known-token-ids", request((1, 100)), "the prompt holds token id 100; ids must be in 0..99"),
-    (
-        "known-delivered-ids",
-        request(delivered_token_ids=(100,)),
-        "delivered_token_ids holds token id 100; ids must be in 0..99",
-    ),
+    ("known-delivered-ids", request(delivered_token_ids=(100,)),
+        "delivered_token_ids holds token id 100; ids must be in 0..99"),
     ("max-tokens", request(max_tokens=0), "max_tokens is 0; it must be at least 1"),
     ("max-tokens", request(max_tokens=-1, echo=True), "max_tokens is -1; it must be at least 0"),
     (
@@ -63,34 +57,19 @@ REQUESTS: list[tuple[str, TokenizedRequest, str]] = [
         "echo is true and logprobs are asked for; structured output, logit_bias, min_tokens and penalties must be left "
         "out: they are for completions, and change no prompt's probabilities",
     ),
-    (
-        "temperature",
-        request(temperature=INF),
-        "temperature is inf; it must be 0 (greedy) or a finite number of at least 0.0001",
-    ),
+    ("temperature", request(temperature=INF),
+        "temperature is inf; it must be 0 (greedy) or a finite number of at least 0.0001"),
     ("top-k", request(top_k=-1), "top_k is -1; it must be between 0 and 2147483647 (0 keeps all)"),
     ("top-p", request(top_p=0.0), "top_p is 0.0; it must be more than 0 and at most 1"),
     ("min-p", request(min_p=1.5), "min_p is 1.5; it must be between 0 and 1"),
-    (
-        "repetition-penalty",
-        request(repetition_penalty=0.0, draft=None),
-        "repetition_penalty is 0.0; it must be between 0.01 and 100 (1 is off)",
-    ),
-    (
-        "frequency-penalty",
-        request(frequency_penalty=2.5, draft=NGRAM),
-        "frequency_penalty is 2.5; it must be between -2 and 2 (0 is off)",
-    ),
-    (
-        "presence-penalty",
-        request(presence_penalty=-3.0, draft=NGRAM),
-        "presence_penalty is -3.0; it must be between -2 and 2 (0 is off)",
-    ),
-    (
-        "num-speculative-tokens",
-        request(num_speculative_tokens=0),
-        "num_speculative_tokens is 0; it must be at least 1",
-    ),
+    ("repetition-penalty", request(repetition_penalty=0.0, draft=None),
+        "repetition_penalty is 0.0; it must be between 0.01 and 100 (1 is off)"),
+    ("frequency-penalty", request(frequency_penalty=2.5, draft=NGRAM),
+        "frequency_penalty is 2.5; it must be between -2 and 2 (0 is off)"),
+    ("presence-penalty", request(presence_penalty=-3.0, draft=NGRAM),
+        "presence_penalty is -3.0; it must be between -2 and 2 (0 is off)"),
+    ("num-speculative-tokens", request(num_speculative_tokens=0),
+        "num_speculative_tokens is 0; it must be at least 1"),
     ("seed", request(seed=2**63), f"seed is {2**63}; it must be a signed 64-bit integer"),
     ("logprobs", request(logprobs=21), "logprobs is 21; it must be between 0 and 20"),
     (
@@ -100,48 +79,21 @@ REQUESTS: list[tuple[str, TokenizedRequest, str]] = [
         "every token",
     ),
     ("stop-strings", request(stop=("",)), "a stop string is empty; each must have a character"),
-    (
-        "stop-token-ids",
-        request(stop_token_ids=(1, 100)),
-        "stop_token_ids is for token id 100; ids must be in 0..99",
-    ),
+    ("stop-token-ids", request(stop_token_ids=(1, 100)), "stop_token_ids is for token id 100; ids must be in 0..99"),
     ("logit-bias", request(logit_bias={-1: 1.0}), "logit_bias is for token id -1; ids must be in 0..99"),
-    (
-        "logit-bias",
-        request(logit_bias={5: 100.5}),
-        "logit_bias is 100.5 for token id 5; it must be between -100 and 100",
-    ),
-    (
-        "logit-bias",
-        request(logit_bias={5: NAN}),
-        "logit_bias is nan for token id 5; it must be between -100 and 100",
-    ),
+    ("logit-bias", request(logit_bias={5: 100.5}),
+        "logit_bias is 100.5 for token id 5; it must be between -100 and 100"),
+    ("logit-bias", request(logit_bias={5: NAN}), "logit_bias is nan for token id 5; it must be between -100 and 100"),
     ("min-tokens", request(min_tokens=-1), "min_tokens is -1; it must be at least 0"),
-    (
-        "min-tokens-fit",
-        request(min_tokens=5, max_tokens=4),
-        "min_tokens is 5; it must be at most max_tokens, 4",
-    ),
-    (
-        "min-tokens-fit",
-        request(min_tokens=63, max_tokens=70),
-        "min_tokens is 63; it must be at most the room that max_length (64) leaves after the prompt, 62",
-    ),
-    (
-        "min-tokens-fit",
-        request(min_tokens=1, stop_token_ids=tuple(range(100))),
-        "min_tokens is 1; it must be 0, since every token ends the completion",
-    ),
-    (
-        "max-tokens-fit",
-        request(max_tokens=63, max_tokens_must_fit=True),
-        "max_tokens is 63; it must be at most 62: max_length is 64, and the prompt has 2 tokens",
-    ),
-    (
-        "penalties-without-draft-model",
-        request(repetition_penalty=1.3),
-        f"repetition_penalty is 1.3; with a separate draft model it must be 1: {WITH_DRAFT_MODEL}",
-    ),
+    ("min-tokens-fit", request(min_tokens=5, max_tokens=4), "min_tokens is 5; it must be at most max_tokens, 4"),
+    ("min-tokens-fit", request(min_tokens=63, max_tokens=70),
+        "min_tokens is 63; it must be at most the room that max_length (64) leaves after the prompt, 62"),
+    ("min-tokens-fit", request(min_tokens=1, stop_token_ids=tuple(range(100))),
+        "min_tokens is 1; it must be 0, since every token ends the completion"),
+    ("max-tokens-fit", request(max_tokens=63, max_tokens_must_fit=True),
+        "max_tokens is 63; it must be at most 62: max_length is 64, and the prompt has 2 tokens"),
+    ("penalties-without-draft-model", request(repetition_penalty=1.3),
+        f"repetition_penalty is 1.3; with a separate draft model it must be 1: {WITH_DRAFT_MODEL}"),
     (
         "penalties-without-draft-model",
         request(frequency_penalty=0.5, presence_penalty=-1.0),
@@ -166,7 +118,7 @@ REQUESTS: list[tuple[str, TokenizedRequest, str]] = [
         "the rule is logit-comparison and the draft service drafts by ngram, which has no logits; name another "
         "rejection_sampling_strategy, or turn speculation off for this request",
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("rule", "subject", "sentence"), REQUESTS)

@@ -151,60 +151,26 @@ def test_late_outcomes_are_tolerated_however_far_the_draft_is_behind() -> None:
 
 
 WRONG: dict[str, tuple[tuple[DraftedOutcomes, ...], str]] = {
-    "a round to come": (
-        (replace(FIRST, base_length=BASE + 1),),
-        "none were asked for there",
-    ),
-    "a depth left out": (
-        (SECOND,),
-        "depth 0 must follow",
-    ),
-    "a depth below 0": (
-        (replace(FIRST, depth=-1),),
-        "pushed depth -1",
-    ),
+    "a round to come": ((replace(FIRST, base_length=BASE + 1),), "none were asked for there"),
+    "a depth left out": ((SECOND,), "depth 0 must follow"),
+    "a depth below 0": ((replace(FIRST, depth=-1),), "pushed depth -1"),
     "a depth twice": ((FIRST, FIRST), "pushed depth 0 of its outcomes; depth 1"),
-    "more outcomes than granted": (
-        (DraftedOutcomes(BASE, 0, (1,) * 5, (0,) * 5, (1, 2, 3, 4, 5)),),
-        "pushed 5 tokens at depth 0; it must be 1 to 4",
-    ),
-    "no outcome": (
-        (DraftedOutcomes(BASE, 0, ()),),
-        "pushed 0 tokens",
-    ),
-    "more tokens than outcomes": (
-        (FIRST, replace(SECOND, token_ids=(1, 2, 3, 4))),
-        "pushed 4 tokens at depth 1; it must be 1 to 3",
-    ),
-    "no names": (
-        (DraftedOutcomes(BASE, 0, (1,)),),
-        "named 0 outcomes with 1 tokens",
-    ),
-    "names that come late": (
-        (FIRST, replace(SECOND, accepted_counts=(0, 1), next_token_ids=(1, 2))),
-        "named its outcomes twice",
-    ),
-    "an outcome twice": (
-        (DraftedOutcomes(BASE, 0, (1, 2), (0, 0), (5, 5)),),
-        "drafted twice for one outcome",
-    ),
-    "more accepted than proposed": (
-        (DraftedOutcomes(BASE, 0, (1,), (4,), (5,)),),
-        "drafted for 4 accepted tokens; there are 0 to 3",
-    ),
-    "fewer than none accepted": (
-        (DraftedOutcomes(BASE, 0, (1,), (-1,), (5,)),),
-        "drafted for -1 accepted tokens",
-    ),
-    "an unknown token": (
-        (DraftedOutcomes(BASE, 0, (VOCABULARY_SIZE,), (0,), (5,)),),
-        "drafted token id 12 ahead; ids must be in 0..11",
-    ),
-    "an unknown next token": (
-        (DraftedOutcomes(BASE, 0, (1,), (0,), (-1,)),),
-        "drafted token id -1 ahead",
-    ),
-}
+    "more outcomes than granted": ((DraftedOutcomes(BASE, 0, (1,) * 5, (0,) * 5, (1, 2, 3, 4, 5)),),
+        "pushed 5 tokens at depth 0; it must be 1 to 4"),
+    "no outcome": ((DraftedOutcomes(BASE, 0, ()),), "pushed 0 tokens"),
+    "more tokens than outcomes": ((FIRST, replace(SECOND, token_ids=(1, 2, 3, 4))),
+        "pushed 4 tokens at depth 1; it must be 1 to 3"),
+    "no names": ((DraftedOutcomes(BASE, 0, (1,)),), "named 0 outcomes with 1 tokens"),
+    "names that come late": ((FIRST, replace(SECOND, accepted_counts=(0, 1), next_token_ids=(1, 2))),
+        "named its outcomes twice"),
+    "an outcome twice": ((DraftedOutcomes(BASE, 0, (1, 2), (0, 0), (5, 5)),), "drafted twice for one outcome"),
+    "more accepted than proposed": ((DraftedOutcomes(BASE, 0, (1,), (4,), (5,)),),
+        "drafted for 4 accepted tokens; there are 0 to 3"),
+    "fewer than none accepted": ((DraftedOutcomes(BASE, 0, (1,), (-1,), (5,)),), "drafted for -1 accepted tokens"),
+    "an unknown token": ((DraftedOutcomes(BASE, 0, (VOCABULARY_SIZE,), (0,), (5,)),),
+        "drafted token id 12 ahead; ids must be in 0..11"),
+    "an unknown next token": ((DraftedOutcomes(BASE, 0, (1,), (0,), (-1,)),), "drafted token id -1 ahead"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", WRONG)

@@ -121,31 +121,20 @@ BAD: list[tuple[TargetRow, str]] = [
     (replace(SUPPORT, outside_mass=-0.5), "lowest probability is -0.5"),
     (replace(SUPPORT, outside_mass=math.nan), "their sum is nan;"),
     (replace(SUPPORT, probs=np.zeros(2), outside_token_id=-1), "their sum is 0;"),
-    (
-        replace(SUPPORT, statistics=replace(STATISTICS, argmax_token_id=SIZE)),
-        "it sent token id 10; ids must be in 0..9",
-    ),
-    (
-        replace(SUPPORT, statistics=replace(STATISTICS, entropy=math.nan)),
-        "a row's entropy is nan; it must be a finite number",
-    ),
-    (
-        replace(SUPPORT, statistics=replace(STATISTICS, max_prob=math.inf)),
-        "a row's highest probability is inf; it must be a finite number",
-    ),
-    (
-        replace(SUPPORT, statistics=replace(STATISTICS, logits=np.array([1.0, math.nan], np.float32))),
-        "a row's highest logit in its support is nan; it must be a number below infinity",
-    ),
-    (
-        dense(size=SIZE + 1),
-        "a dense row holds 11 logits; it must hold 10, one for each token of the vocabulary",
-    ),
+    (replace(SUPPORT, statistics=replace(STATISTICS, argmax_token_id=SIZE)),
+        "it sent token id 10; ids must be in 0..9"),
+    (replace(SUPPORT, statistics=replace(STATISTICS, entropy=math.nan)),
+        "a row's entropy is nan; it must be a finite number"),
+    (replace(SUPPORT, statistics=replace(STATISTICS, max_prob=math.inf)),
+        "a row's highest probability is inf; it must be a finite number"),
+    (replace(SUPPORT, statistics=replace(STATISTICS, logits=np.array([1.0, math.nan], np.float32))),
+        "a row's highest logit in its support is nan; it must be a number below infinity"),
+    (dense(size=SIZE + 1), "a dense row holds 11 logits; it must hold 10, one for each token of the vocabulary"),
     (dense(size=0), "a dense row holds 0 logits; it must hold 10"),
     (dense(1.0, math.nan), "a dense row's highest logit is nan; it must be a finite number"),
     (dense(math.inf), "a dense row's highest logit is inf; it must be a finite number"),
     (dense(*[-math.inf] * SIZE), "a dense row's highest logit is -inf; it must be a finite number"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("row", GOOD)

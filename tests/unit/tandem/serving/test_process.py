@@ -64,20 +64,10 @@ def test_objects_from_startup_are_not_collected_again() -> None:
 
 
 COMMANDS = {
-    "service": (
-        sys.executable,
-        "-P",
-        "-m",
-        "coordinator",
-        "--port",
-        "0",
-        "--target-address",
-        "127.0.0.1:1",
-        "--log-level",
-        "error",
-    ),
+    "service": (sys.executable, "-P", "-m", "coordinator", "--port", "0", "--target-address", "127.0.0.1:1",
+        "--log-level", "error"),
     "command": (TANDEM, "config", "show", "--json"),
-}
+}  # fmt: skip
 WAYS = {
     "closed": (">&-", "stdout is closed; it must be open, for example on /dev/null"),
     "full": (">/dev/full", "stdout cannot be written: no space left on device"),

@@ -14,12 +14,6 @@ from tests.commands import Commands
 CONTEXTS = Contexts(Path("file"), "here", {"here": {"address": "a:1"}, "there": {"address": "b:2"}})
 
 
-@pytest.fixture
-def commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Commands:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    return Commands(monkeypatch, capsys)
-
-
 def test_contexts_are_created_used_and_deleted(commands: Commands, tmp_path: Path) -> None:
     assert commands.succeed("context", "list", "-o", "json") == "[]\n"
     commands.succeed("context", "set", "here", "--address", "127.0.0.1:1")

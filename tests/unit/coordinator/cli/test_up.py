@@ -34,6 +34,10 @@ def value(words: list[str] | None, option: str) -> str | None:
 @pytest.mark.parametrize(
     ("options", "model", "method"),
     [
+        # a method is named, or the engine has no heads
+        (UpOptions(model="smollm2", draft="suffix"), None, "suffix"),
+        (UpOptions(model="smollm2", method="suffix"), None, "suffix"),
+        (UpOptions(model="smollm2", engine="vllm"), None, "suffix"),
         (UpOptions(), str(DEMO_DRAFT), None),
         (UpOptions(target=str(DEMO_TARGET)), None, "suffix"),
         (UpOptions(model="demo"), str(DEMO_DRAFT), None),
@@ -47,7 +51,10 @@ def value(words: list[str] | None, option: str) -> str | None:
 def test_the_named_draft_is_started(options: UpOptions, model: str | None, method: str | None) -> None:
     arguments = service_arguments(options)
     assert (value(arguments.draft, "--model"), value(arguments.draft, "--method")) == (model, method)
-    assert value(arguments.target, "--model") == str(DEMO_TARGET)
+    assert value(arguments.target, "--model") == (
+        "smollm2" if options.model == "smollm2" else str(DEMO_TARGET)
+    )
+    assert value(arguments.target, "--draft-model") is None
 
 
 @pytest.mark.parametrize("method", [None, "eagle3"])
@@ -99,55 +106,35 @@ def test_the_default_is_a_model_that_chats_where_its_packages_are_there(
     assert service_arguments(options).model == "demo"
 
 
-@pytest.mark.parametrize("method", ["eagle3", "medusa"])
-def test_the_demo_target_has_heads(method: str) -> None:
-    arguments = service_arguments(UpOptions(method=method))
-    assert arguments.draft is None
-    assert value(arguments.target, "--draft-model") == str(DEMO_TARGET.parent / method)
-
-
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("method", "sentence"),
     [
-        (UpOptions(target=str(DEMO_TARGET), method="eagle3"),
-            "--method is eagle3; name the folder of such a head with --draft"),
-        (UpOptions(method="lookahead"),
-            "--method is lookahead; it must be one of standalone, ngram, suffix, eagle, eagle3, medusa, mtp, dflash"),
-        (UpOptions(method="ngram_gpu"),
-            "--method is ngram_gpu; it is not available in this version: prompt lookup needs no GPU here; use ngram"),
+        ("eagle3", "name the folder of such a head with --draft"),
+        ("lookahead", "it must be one of standalone, ngram, suffix, eagle, eagle3, medusa, mtp, dflash"),
+        ("ngram_gpu", "it is not available in this version: prompt lookup needs no GPU here; use ngram"),
     ],
-)  # fmt: skip
-def test_a_method_that_cannot_be_started_is_refused(options: UpOptions, sentence: str) -> None:
+)
+def test_a_method_that_cannot_be_started_is_refused(method: str, sentence: str) -> None:
     with pytest.raises(ConfigurationError) as error:
-        service_arguments(options)
-    assert str(error.value) == sentence
+        service_arguments(UpOptions(target=str(DEMO_TARGET), method=method))
+    assert str(error.value) == f"--method is {method}; {sentence}"
 
 
 @pytest.mark.parametrize(
-    "options",
-    [UpOptions(model="smollm2"), UpOptions(target="smollm2"), UpOptions(model="smollm2", method="eagle3")],
-)
-def test_smollm2_drafts_with_its_head(options: UpOptions) -> None:
-    arguments = service_arguments(options)
-    assert arguments.draft is None
-    assert value(arguments.target, "--model") == "smollm2"
-    assert value(arguments.target, "--draft-model") == str(SMOLLM2_EAGLE3)
-
-
-@pytest.mark.parametrize(
-    "options",
+    ("options", "target", "head"),
     [
-        UpOptions(model="smollm2", draft="suffix"),
-        UpOptions(model="smollm2", method="suffix"),
-        UpOptions(model="smollm2", engine="vllm"),
+        (UpOptions(method="eagle3"), DEMO_TARGET, DEMO_TARGET.parent / "eagle3"),
+        (UpOptions(method="medusa"), DEMO_TARGET, DEMO_TARGET.parent / "medusa"),
+        (UpOptions(model="smollm2"), "smollm2", SMOLLM2_EAGLE3),
+        (UpOptions(target="smollm2"), "smollm2", SMOLLM2_EAGLE3),
+        (UpOptions(model="smollm2", method="eagle3"), "smollm2", SMOLLM2_EAGLE3),
     ],
 )
-def test_smollm2_drafts_by_another_method_where_one_is_named_or_the_engine_has_no_heads(
-    options: UpOptions,
-) -> None:
+def test_the_bundled_heads_belong_to_their_targets(options: UpOptions, target: object, head: Path) -> None:
     arguments = service_arguments(options)
-    assert value(arguments.target, "--draft-model") is None
-    assert value(arguments.draft, "--method") == "suffix"
+    assert arguments.draft is None
+    assert value(arguments.target, "--model") == str(target)
+    assert value(arguments.target, "--draft-model") == str(head)
 
 
 def test_the_fastest_lossless_rule_is_used_unless_one_is_named(
@@ -170,10 +157,6 @@ def test_smollm2_without_its_head_drafts_without_a_model(
 ) -> None:
     monkeypatch.setattr(bundled, "_SMOLLM2_FOLDERS", (tmp_path,))
     assert value(service_arguments(UpOptions(model="smollm2")).draft, "--method") == "suffix"
-    with pytest.raises(
-        ConfigurationError, match=r"^--method is eagle3; name the folder of such a head with --draft"
-    ):
-        service_arguments(UpOptions(model="smollm2", method="eagle3"))
 
 
 def test_a_model_may_take_longer_to_load_than_a_lone_coordinator_waits(
@@ -251,12 +234,14 @@ def test_http_takes_another_port_where_its_own_is_taken(monkeypatch: pytest.Monk
         (("--draft", "setup.py", "--target", "pyproject.toml"), "--target is pyproject.toml; a file is there"),
         (("--chat-template", "no-such.jinja"), "--chat-template is no-such.jinja; there is no such file"),
         (("--config-file", "no-such.toml"), "no-such.toml"),
+        (("--target-memory-utilization", "1.5"), "is 1.5; it must be above 0 and at most 1"),
+        (("--device", "cuda", "--target-memory-utilization", "0.9"), "1.15 of cuda together; it must be at most 1"),
     ],
 )  # fmt: skip
 def test_conflicting_options_are_refused_before_anything_starts(
-    words: tuple[str, ...], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...], sentence: str, commands: Commands
 ) -> None:
-    assert sentence in Commands(monkeypatch, capsys).fail(2, "up", *words)
+    assert sentence in commands.fail(2, "up", *words)
 
 
 def test_mtp_is_hosted_by_the_target_alone() -> None:
@@ -264,26 +249,22 @@ def test_mtp_is_hosted_by_the_target_alone() -> None:
     assert arguments.draft is None
     assert arguments.target[arguments.target.index("--method") + 1] == "mtp"
     assert package_of("target", arguments.target) == "bound_service"
-    assert package_of("target", ["--method=extract_hidden_states"]) == "target_service"
     with pytest.raises(
         ConfigurationError, match="--method is mtp, whose weights lie in the target's own checkpoint"
     ):
         service_arguments(UpOptions(target=str(DEMO_TARGET), method="mtp", draft="somewhere"))
 
 
-def on(
-    device: str = "cpu",
-    target_device: str | None = None,
-    draft_device: str | None = None,
-    target_memory_utilization: float | None = None,
-    draft_memory_utilization: float | None = None,
-) -> dict[str, Any]:
-    return locals()
+DEVICES = ("device", "target_device", "draft_device", "target_memory_utilization", "draft_memory_utilization")
 
 
-def placed(devices: dict[str, Any], **options: Any) -> tuple[TargetSettings, DraftSettings]:
+def on(*values: object) -> dict[str, Any]:
+    return dict(zip(DEVICES, ("cpu", *(None,) * 4), strict=True)) | dict(zip(DEVICES, values, strict=False))
+
+
+def placed(devices: dict[str, Any]) -> tuple[TargetSettings, DraftSettings]:
     """The settings that the services make of their command lines and the environment."""
-    arguments = service_arguments(UpOptions(**devices, **options))
+    arguments = service_arguments(UpOptions(**devices))
     assert arguments.draft is not None
     return (
         load_settings(TargetSettings, arguments.target, "test"),
@@ -297,8 +278,8 @@ def placed(devices: dict[str, Any], **options: Any) -> tuple[TargetSettings, Dra
         (on(), "cpu", "cpu"),
         (on("gpu:1"), "cuda:1", "cuda:1"),
         (on("cpu", "cuda:0", "cuda:1"), "cuda:0", "cuda:1"),
-        (on("cuda:2", draft_device="cpu"), "cuda:2", "cpu"),
-        (on("cpu", target_device="gpu"), "cuda", "cpu"),
+        (on("cuda:2", None, "cpu"), "cuda:2", "cpu"),
+        (on("cpu", "gpu"), "cuda", "cpu"),
     ],
 )
 def test_each_model_runs_on_its_device(options: dict[str, Any], target: str, draft: str) -> None:
@@ -311,7 +292,7 @@ def test_each_model_runs_on_its_device(options: dict[str, Any], target: str, dra
     [
         (on("cuda"), (0.65, 0.25)),
         (on("cpu", "cuda", "gpu:0"), (0.65, 0.25)),
-        (on("cuda", draft_memory_utilization=0.1), (0.65, 0.1)),
+        (on("cuda", None, None, None, 0.1), (0.65, 0.1)),
         (on("cpu", "cuda:0", "cuda:1"), (None, None)),
         (on("cpu", "cuda:0", "cuda:1", 0.8, 0.7), (0.8, 0.7)),
         (on("cpu"), (None, None)),
@@ -338,26 +319,6 @@ def test_the_environment_is_stronger_than_the_default_share(
     monkeypatch.setenv(variable, "0.4")
     target, draft = placed(on("cuda:1"))
     assert (target.device_memory_utilization, draft.device_memory_utilization) == shares
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (
-            ("--target-memory-utilization", "1.5"),
-            "--target-memory-utilization is 1.5; it must be above 0 and at most 1",
-        ),
-        (
-            ("--device", "cuda", "--target-memory-utilization", "0.9"),
-            "--target-memory-utilization is 0.9 and --draft-memory-utilization is 0.25, 1.15 of cuda together; it must "
-            "be at most 1",
-        ),
-    ],
-)
-def test_shares_that_no_device_has_are_refused_before_anything_starts(
-    words: tuple[str, ...], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert sentence in Commands(monkeypatch, capsys).fail(2, "up", *words)
 
 
 def test_variables_that_are_overridden_are_named() -> None:

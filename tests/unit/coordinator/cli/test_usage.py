@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -12,12 +11,6 @@ from typer.testing import CliRunner
 from coordinator.cli.main import SHORT_FORMS, VERBS, app
 from tandem import __version__
 from tests.commands import Commands
-
-
-@pytest.fixture
-def commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Commands:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    return Commands(monkeypatch, capsys)
 
 
 @pytest.mark.parametrize(

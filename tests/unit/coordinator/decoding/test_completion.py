@@ -42,28 +42,19 @@ from tandem.types import (
 from tests.paths import DEMO_TARGET
 
 TOKENIZER = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))
-EOS = 0
+EOS, STOP_ID = 0, 40
 
 
 def ids_of(text: str) -> tuple[int, ...]:
     return tuple(TOKENIZER.encode(text).ids)
 
 
-def completion(
-    prompt: tuple[int, ...] = (5, 6),
-    *,
-    max_length: int = 100,
-    max_tokens: int = 50,
-    stop: tuple[str, ...] = (),
-) -> Completion:
-    return Completion(
-        prompt,
-        Limits(max_length, max_tokens, {EOS}),
-        Detokenizer(TOKENIZER),
-        StopStrings(stop),
-        request_id="r",
-        seed=3,
-    )
+def completion(max_length: int = 100, max_tokens: int = 50, **limits: Any) -> Completion:
+    """The completion of a prompt of two tokens, with a token that ends it beside the end of the sequence."""
+    stop_strings = StopStrings(limits.pop("stop", ()), included=limits.pop("included", False))
+    ends = {"eos_token_ids": {EOS}, "stop_token_ids": {STOP_ID}}
+    made = Limits(max_length, max_tokens, **(ends | limits))
+    return Completion((5, 6), made, Detokenizer(TOKENIZER), stop_strings, request_id="r", seed=3)
 
 
 def extend(target: Completion, proposed: tuple[int, ...], accepted: int, next_token: int = 7) -> Chunk:
@@ -126,65 +117,50 @@ def test_a_limit_inside_the_accepted_run_ends_the_completion(max_length: int, ma
     assert chunk.summary.finish_reason is FinishReason.LENGTH
 
 
-def test_an_end_of_sequence_at_the_limit_is_a_stop() -> None:
-    chunk = extend(completion(max_tokens=1), (EOS,), 1)
-    assert chunk.summary is not None
-    assert chunk.summary.finish_reason is FinishReason.STOP
-
-
-STOP_ID = 40
-
-
-def ending(**limits: Any) -> Completion:
-    """Return a completion with a stop token id and further options."""
-    stop_strings = StopStrings(limits.pop("stop", ()), included=limits.pop("included", False))
-    made = Limits(100, 50, **({"eos_token_ids": {EOS}, "stop_token_ids": {STOP_ID}} | limits))
-    return Completion((5, 6), made, Detokenizer(TOKENIZER), stop_strings, request_id="r", seed=0)
-
-
 def summary_of(chunk: Chunk) -> Summary:
     assert chunk.summary is not None
     return chunk.summary
 
 
 def test_a_stop_token_ends_the_completion_before_its_text() -> None:
-    chunk = extend(ending(), (10, STOP_ID, 12), 3)
+    chunk = extend(completion(), (10, STOP_ID, 12), 3)
     assert chunk.token_ids == (10, STOP_ID)
     assert chunk.text == TOKENIZER.decode([10])
     assert (summary_of(chunk).finish_reason, summary_of(chunk).stop_reason) == (FinishReason.STOP, STOP_ID)
 
 
 def test_the_stop_token_can_be_included() -> None:
-    chunk = extend(ending(included=True), (10, STOP_ID), 2)
+    chunk = extend(completion(included=True), (10, STOP_ID), 2)
     assert chunk.text == TOKENIZER.decode([10, STOP_ID])
 
 
 def test_ignoring_the_end_of_sequence_leaves_the_stop_tokens() -> None:
-    chunk = extend(ending(eos_token_ids=()), (EOS, STOP_ID), 2)
+    chunk = extend(completion(eos_token_ids=()), (EOS, STOP_ID), 2)
     assert chunk.token_ids == (EOS, STOP_ID)
     assert summary_of(chunk).stop_reason == STOP_ID
 
 
 def test_an_end_of_sequence_has_no_stop_reason() -> None:
-    assert summary_of(extend(ending(), (EOS,), 1)).stop_reason is None
-    assert summary_of(extend(ending(stop_token_ids={EOS}), (EOS,), 1)).stop_reason is None
+    assert summary_of(extend(completion(max_tokens=1), (EOS,), 1)).finish_reason is FinishReason.STOP
+    assert summary_of(extend(completion(), (EOS,), 1)).stop_reason is None
+    assert summary_of(extend(completion(stop_token_ids={EOS}), (EOS,), 1)).stop_reason is None
 
 
 def test_the_stop_string_can_be_included() -> None:
     token_ids = ids_of("ab") + ids_of("cd") + ids_of("zz")
-    chunk = extend(ending(stop=("cd",), included=True), token_ids, len(token_ids))
+    chunk = extend(completion(stop=("cd",), included=True), token_ids, len(token_ids))
     assert chunk.text == "abcd"
     assert summary_of(chunk).stop_reason == "cd"
 
 
 def test_only_a_limit_ends_a_completion_before_min_tokens() -> None:
-    target = ending(min_tokens=3, stop=("cd",))
+    target = completion(min_tokens=3, stop=("cd",))
     (c,), (d,) = ids_of("c"), ids_of("d")
     chunk = extend(target, (c, d, STOP_ID), 3, next_token=EOS)
     assert chunk.token_ids == (c, d, STOP_ID, EOS)
     assert chunk.text.startswith("cd"), "the stop string began too early to count"
     assert summary_of(chunk).completion_tokens == 4
-    assert summary_of(extend(ending(min_tokens=1), (STOP_ID, STOP_ID, 10), 3)).completion_tokens == 2
+    assert summary_of(extend(completion(min_tokens=1), (STOP_ID, STOP_ID, 10), 3)).completion_tokens == 2
 
 
 def test_held_back_text_is_emitted_when_a_limit_ends_the_completion() -> None:

@@ -61,6 +61,17 @@ async def listening(app: ASGIApp, stalled_reader_seconds: float = 60.0) -> Async
             await server.close()
 
 
+@asynccontextmanager
+async def connected(
+    app: ASGIApp, stalled_reader_seconds: float = 60.0
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A server, and a connection to it."""
+    async with listening(app, stalled_reader_seconds) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        yield reader, writer
+        writer.close()
+
+
 async def test_a_stalled_reader_is_disconnected() -> None:
     app = Endless()
     async with listening(app, stalled_reader_seconds=0.3) as port:
@@ -91,8 +102,7 @@ async def test_little_is_made_for_a_client_that_does_not_read() -> None:
 
 async def test_a_slow_reader_is_not_disconnected() -> None:
     app = Endless()
-    async with listening(app, stalled_reader_seconds=0.3) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with connected(app, stalled_reader_seconds=0.3) as (reader, writer):
         writer.write(GET)
         for _ in range(10):
             await reader.readexactly(1 << 20)
@@ -104,12 +114,10 @@ async def test_a_slow_reader_is_not_disconnected() -> None:
 
 async def test_a_connection_without_a_complete_request_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "_HEADER_SECONDS", 0.1)
-    async with listening(Endless()) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with connected(Endless()) as (reader, writer):
         writer.write(b"GET / HTTP/1.1\r\nhost:")
         async with asyncio.timeout(SECONDS):
             assert await reader.read() == b""
-        writer.close()
 
 
 async def brief(scope: Scope, receive: Receive, send: Send) -> None:
@@ -138,19 +146,16 @@ async def test_an_incomplete_second_request_is_not_waited_for(
     first: bytes, rest: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module, "_HEADER_SECONDS", 0.1)
-    async with listening(brief) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with connected(brief) as (reader, writer):
         await answered(reader, writer, first)
         writer.write(rest)
         async with asyncio.timeout(SECONDS):
             assert await reader.read() == b""
-        writer.close()
 
 
 async def test_slow_headers_do_not_extend_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "_HEADER_SECONDS", 0.2)
-    async with listening(brief) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with connected(brief) as (reader, writer):
         await answered(reader, writer)
         async with asyncio.timeout(SECONDS):
             ended = asyncio.ensure_future(reader.read())
@@ -159,30 +164,25 @@ async def test_slow_headers_do_not_extend_the_timeout(monkeypatch: pytest.Monkey
                 await asyncio.sleep(0.05)
             with suppress(ConnectionError):  # bytes that arrived too late for the server to read
                 assert await ended == b""
-        writer.close()
 
 
 async def test_an_idle_connection_has_its_own_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "_HEADER_SECONDS", 0.1)
     monkeypatch.setattr(server_module, "_KEEP_ALIVE_SECONDS", 1)
-    async with listening(brief) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with connected(brief) as (reader, writer):
         for _ in range(2):
             await answered(reader, writer)
             await asyncio.sleep(0.3)
         async with asyncio.timeout(SECONDS):
             assert await reader.read() == b""
-        writer.close()
 
 
 async def test_the_server_shuts_down_during_answers() -> None:
     app = Endless()
-    async with listening(app) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with connected(app) as (reader, writer):
         writer.write(GET)
         await reader.readexactly(1 << 16)
     assert not app.running
-    writer.close()
 
 
 async def test_connections_above_the_limit_are_refused() -> None:

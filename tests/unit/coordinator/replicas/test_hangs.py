@@ -24,6 +24,16 @@ class Clock:
         return self.now
 
 
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def steps(clock: Clock) -> UnansweredSteps:
+    return UnansweredSteps(learnt(clock), clock)
+
+
 def learnt(clock: Clock, step_seconds: float = 0.1, prompt_token_seconds: float = 0.01) -> VerificationTimes:
     times = VerificationTimes()
     times.add(5, step_seconds, clock.now)
@@ -48,17 +58,16 @@ def test_before_the_first_answers_the_bound_is_minutes() -> None:
     assert times.bound_seconds(600) == UNLEARNT_SECONDS + 600 * UNLEARNT_SECONDS_PER_TOKEN
 
 
-def test_the_bound_follows_the_slowest_answers() -> None:
-    clock = Clock()
+def test_the_bound_follows_the_slowest_answers(clock: Clock) -> None:
     assert learnt(clock).bound_seconds(0) == MIN_SECONDS, "a fast machine may still have a hiccup"
     assert learnt(clock, step_seconds=5.0).bound_seconds(0) == pytest.approx(MARGIN * 5.0)
     assert learnt(clock).bound_seconds(500) == pytest.approx(MIN_SECONDS + MARGIN * 0.01 * 500)
     assert VerificationTimes(3.0).bound_seconds(10_000) == 3.0
 
 
-def test_a_target_that_answers_nothing_is_hung_for_all_sequences() -> None:
-    clock = Clock()
-    steps = UnansweredSteps(learnt(clock), clock)
+def test_a_target_that_answers_nothing_is_hung_for_all_sequences(
+    clock: Clock, steps: UnansweredSteps
+) -> None:
     old = steps.begin(5, is_first=False)
     clock.now += MIN_SECONDS
     young = steps.begin(5, is_first=False)
@@ -70,9 +79,7 @@ def test_a_target_that_answers_nothing_is_hung_for_all_sequences() -> None:
     assert not steps.overdue()
 
 
-def test_a_target_that_answers_others_is_hung_for_one_step_only() -> None:
-    clock = Clock()
-    steps = UnansweredSteps(learnt(clock), clock)
+def test_a_target_that_answers_others_is_hung_for_one_step_only(clock: Clock, steps: UnansweredSteps) -> None:
     late = steps.begin(5, is_first=False)
     for _ in range(6):
         clock.now += MIN_SECONDS
@@ -85,8 +92,7 @@ def test_a_target_that_answers_others_is_hung_for_one_step_only() -> None:
     assert list(steps.overdue()) == [late]
 
 
-def test_a_fixed_bound_holds_for_each_step() -> None:
-    clock = Clock()
+def test_a_fixed_bound_holds_for_each_step(clock: Clock) -> None:
     steps = UnansweredSteps(VerificationTimes(fixed_seconds=3.0), clock)
     late = steps.begin(5, is_first=False)
     clock.now += 2.9
@@ -96,8 +102,7 @@ def test_a_fixed_bound_holds_for_each_step() -> None:
     assert list(steps.overdue()) == [late]
 
 
-def test_a_wait_for_pages_does_not_raise_the_bound() -> None:
-    clock = Clock()
+def test_a_wait_for_pages_does_not_raise_the_bound(clock: Clock) -> None:
     times = learnt(clock)
     steps = UnansweredSteps(times, clock)
     waiting = steps.begin(5, is_first=False)
@@ -109,9 +114,9 @@ def test_a_wait_for_pages_does_not_raise_the_bound() -> None:
     assert times.bound_seconds(0) <= bound
 
 
-def test_the_first_step_may_wait_for_room_while_others_are_answered() -> None:
-    clock = Clock()
-    steps = UnansweredSteps(learnt(clock), clock)
+def test_the_first_step_may_wait_for_room_while_others_are_answered(
+    clock: Clock, steps: UnansweredSteps
+) -> None:
     steps.begin(20, is_first=True)
     for _ in range(100):
         clock.now += MIN_SECONDS - 0.1
@@ -119,9 +124,9 @@ def test_the_first_step_may_wait_for_room_while_others_are_answered() -> None:
         assert not steps.overdue()
 
 
-def test_the_first_answer_may_wait_for_the_prompts_of_all_sequences() -> None:
-    clock = Clock()
-    steps = UnansweredSteps(learnt(clock), clock)
+def test_the_first_answer_may_wait_for_the_prompts_of_all_sequences(
+    clock: Clock, steps: UnansweredSteps
+) -> None:
     for _ in range(10):
         steps.begin(1000, is_first=True)
     clock.now += MIN_SECONDS + MARGIN * 0.01 * 10_000 - 0.1
@@ -142,9 +147,7 @@ async def waited(steps: UnansweredSteps) -> str:
     return "answered"
 
 
-async def test_a_wait_is_given_up_once() -> None:
-    clock = Clock()
-    steps = UnansweredSteps(learnt(clock), clock)
+async def test_a_wait_is_given_up_once(clock: Clock, steps: UnansweredSteps) -> None:
     waiting = asyncio.create_task(waited(steps))
     await asyncio.sleep(0)
     clock.now += MIN_SECONDS + 1.0
@@ -155,9 +158,9 @@ async def test_a_wait_is_given_up_once() -> None:
 
 
 @pytest.mark.parametrize("is_silent", [False, True])
-async def test_a_wait_that_its_own_request_cancels_is_not_given_up(*, is_silent: bool) -> None:
-    clock = Clock()
-    steps = UnansweredSteps(learnt(clock), clock)
+async def test_a_wait_that_its_own_request_cancels_is_not_given_up(
+    *, is_silent: bool, clock: Clock, steps: UnansweredSteps
+) -> None:
     waiting = asyncio.create_task(waited(steps))
     await asyncio.sleep(0)
     if is_silent:

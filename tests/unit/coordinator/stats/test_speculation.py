@@ -179,29 +179,16 @@ async def test_a_line_for_each_interval_with_activity(caplog: pytest.LogCaptureF
 async def test_each_pair_has_its_line_before_the_one_for_all(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     log = StatsLog(interval_seconds=30.0)
+    count(log, None, "t:1", (0, 0))  # rounds before the first draft have no line
     count(log, "d:2", "t:1", (2, 0))
     count(log, "d:1", "t:1", (2, 2))
     log.close()
     assert caplog.messages == [
         "Draft Tokens: 0/2 (0.00%) accepted, Acceptance Len: 0.00 / 2 toks, Per-Pos: [0%, 0%] |",
         "Draft Tokens: 2/2 (100.00%) accepted, Acceptance Len: 2.00 / 2 toks, Per-Pos: [100%, 100%] |",
-        "Draft Tokens: 2/4 (50.00%) accepted, Acceptance Len: 1.00 / 2 toks, Per-Pos: [50%, 50%] |",
+        "Draft Tokens: 2/4 (50.00%) accepted, Acceptance Len: 0.67 / 2 toks, Per-Pos: [50%, 50%] |",
     ]
     assert [vars(record).get("draft") for record in caplog.records] == ["d:2", "d:1", None]
-
-
-async def test_rounds_before_the_first_draft_have_no_line(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.INFO)
-    log = StatsLog()
-    count(log, None, "t:1", (0, 0))
-    count(log, "d:1", "t:1", (2, 2))
-    log.close()
-    assert caplog.messages == [
-        "Draft Tokens: 2/2 (100.00%) accepted, Acceptance Len: 1.00 / 2 toks, Per-Pos: [100%, 100%] |"
-    ]
-    assert [vars(record)["draft"] for record in caplog.records] == ["d:1"]
 
 
 def stats_of(*ranks: int | None, saved: float = 0.25) -> SpeculationStats:

@@ -88,9 +88,6 @@ async def test_another_model_than_the_reference_is_named() -> None:
 
 
 async def test_a_reference_without_log_probabilities_is_asked_and_compared_by_its_text() -> None:
-    def unreported(body: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in body.items() if name != "logprobs"}
-
     result = await audited(Changed(), 6_000, Changed(unreported))
     assert result.findings == []
     assert [test.name for test in result.reference] == list(NAMES)
@@ -145,37 +142,21 @@ def test_two_samples(fault: str, differing: set[str]) -> None:
     assert {test.name for test in results if (test.adjusted_p or 0.0) < 0.02} == differing
 
 
-def _warm(body: dict[str, Any]) -> dict[str, Any]:
-    return body | ({"temperature": 1.0} if body["temperature"] == 0 else {})
+def unreported(body: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in body.items() if name != "logprobs"}
 
 
-def _one_noise(body: dict[str, Any]) -> dict[str, Any]:
-    return body | {"seed": 3}
+FAULTS: dict[str, Change] = {
+    "greedy takes the most probable token": lambda b: b | ({"temperature": 1.0} if b["temperature"] == 0 else {}),
+    "4 requests at once: noise of their own": lambda b: b | {"seed": 3},
+    "stop strings": lambda b: b | {"stop": None},
+    "greedy, streamed and whole": lambda b: b | ({"temperature": 1.0} if b.get("stream") else {}),
+}  # fmt: skip
 
 
-def _no_stops(body: dict[str, Any]) -> dict[str, Any]:
-    return body | {"stop": None}
-
-
-def _streams_otherwise(body: dict[str, Any]) -> dict[str, Any]:
-    return body | ({"temperature": 1.0} if body.get("stream") else {})
-
-
-def _one_choice(body: dict[str, Any]) -> dict[str, Any]:
-    return body | {"n": 1}
-
-
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        (_warm, "greedy takes the most probable token"),
-        (_one_noise, "4 requests at once: noise of their own"),
-        (_no_stops, "stop strings"),
-        (_streams_otherwise, "greedy, streamed and whole"),
-    ],
-)
-async def test_other_faults_of_a_server_are_found(change: Change, name: str) -> None:
-    result = await audited(Changed(change), 3_500)
+@pytest.mark.parametrize("name", FAULTS)
+async def test_other_faults_of_a_server_are_found(name: str) -> None:
+    result = await audited(Changed(FAULTS[name]), 3_500)
     (check,) = [each for each in result.checks if each.name == name]
     assert check.verdict is Verdict.FINDING, check
 
@@ -208,15 +189,12 @@ async def test_stop_strings_that_stay_in_the_text_are_noted(past: int, verdict: 
 
 
 async def test_a_server_that_knows_no_n_is_not_accused() -> None:
-    result = await audited(Changed(_one_choice), 3_500)
+    result = await audited(Changed(lambda body: body | {"n": 1}), 3_500)
     (check,) = [each for each in result.checks if each.name == "n = 4: noise of their own"]
     assert (check.verdict, check.detail) == (Verdict.NOTE, "1 of 4 choices came")
 
 
 async def test_without_log_probabilities_nothing_is_claimed() -> None:
-    def unreported(body: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in body.items() if name != "logprobs"}
-
     result = await audited(Changed(unreported), 5_000)
     assert result.tests == {}
     assert result.findings == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import grpc
@@ -34,6 +34,25 @@ def raw(channel: grpc.aio.Channel, path: str, kind: str = "unary_stream") -> Any
     return getattr(channel, kind)(path)
 
 
+@asynccontextmanager
+async def connected(
+    service: Scripted, capsys: pytest.CaptureFixture[str], **options: object
+) -> AsyncIterator[tuple[str, grpc.aio.Channel]]:
+    """The address of a server with these options, and a channel whose reader buffers little."""
+    async with (
+        running(service, capsys, **options) as address,
+        grpc.aio.insecure_channel(address, options=SMALL_WINDOW) as channel,
+    ):
+        yield address, channel
+
+
+@pytest.fixture
+async def target_channel() -> AsyncIterator[grpc.aio.Channel]:
+    """A channel to a servicer without a model, and without an interceptor that says so."""
+    async with serving(TargetServicer()) as (address, _), grpc.aio.insecure_channel(address) as channel:
+        yield channel
+
+
 async def test_invalid_bytes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     async with running(service := Scripted(), capsys) as address:
         async with grpc.aio.insecure_channel(address) as channel:
@@ -53,28 +72,19 @@ async def test_invalid_bytes_are_refused(capsys: pytest.CaptureFixture[str]) -> 
     ],
 )
 async def test_invalid_bytes_are_refused_by_every_kind_of_method(
-    method: str, kind: str, request_: object
+    method: str, kind: str, request_: object, target_channel: grpc.aio.Channel
 ) -> None:
-    async with (
-        serving(TargetServicer()) as (address, _),
-        grpc.aio.insecure_channel(address) as channel,
-    ):
-        path = f"/tandem.v1.TargetService/{method}"
-        code = await raw(channel, path, kind)(request_).code()
-        assert code is grpc.StatusCode.INVALID_ARGUMENT
+    path = f"/tandem.v1.TargetService/{method}"
+    code = await raw(target_channel, path, kind)(request_).code()
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_an_internal_error_has_an_id_and_its_traceback_stays_in_the_log(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, target_channel: grpc.aio.Channel
 ) -> None:
-    """The servicer has no model; without a readiness interceptor its method fails."""
-    async with (
-        serving(TargetServicer()) as (address, _),
-        grpc.aio.insecure_channel(address) as channel,
-    ):
-        with caplog.at_level(logging.ERROR):
-            call = raw(channel, "/tandem.v1.TargetService/GetModelInfo", "unary_unary")(b"")
-            assert await call.code() is grpc.StatusCode.INTERNAL
+    with caplog.at_level(logging.ERROR):
+        call = raw(target_channel, "/tandem.v1.TargetService/GetModelInfo", "unary_unary")(b"")
+        assert await call.code() is grpc.StatusCode.INTERNAL
     details = await call.details() or ""
     error_id = details.removeprefix("internal error ").partition(";")[0]
     assert "verifier" not in details
@@ -94,15 +104,10 @@ class Endless:
             self.taken += 1
 
 
-async def test_a_stalled_reader_is_bounded_and_then_ended(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+async def test_a_stalled_reader_is_bounded_and_then_ended(capsys: pytest.CaptureFixture[str]) -> None:
     pieces = Endless()
     service = Scripted(pieces)
-    async with (
-        running(service, capsys, stalled_reader_timeout_seconds=STALLED_SECONDS) as address,
-        grpc.aio.insecure_channel(address, options=SMALL_WINDOW) as channel,
-    ):
+    async with connected(service, capsys, stalled_reader_timeout_seconds=STALLED_SECONDS) as (_, channel):
         call = raw(channel, GENERATE)(b"")
         assert isinstance(await call.read(), bytes)
         await until(lambda: service.ended == 1, 20 * STALLED_SECONDS, lambda: str(pieces.taken))
@@ -115,9 +120,9 @@ async def test_a_stalled_reader_is_bounded_and_then_ended(
 
 
 async def test_a_slow_reader_is_not_ended(capsys: pytest.CaptureFixture[str]) -> None:
-    async with (
-        running(Scripted(Endless()), capsys, stalled_reader_timeout_seconds=STALLED_SECONDS) as address,
-        grpc.aio.insecure_channel(address, options=SMALL_WINDOW) as channel,
+    async with connected(Scripted(Endless()), capsys, stalled_reader_timeout_seconds=STALLED_SECONDS) as (
+        _,
+        channel,
     ):
         call = raw(channel, GENERATE)(b"")
         for _ in range(30):
@@ -154,9 +159,9 @@ async def test_health_watchers_are_bounded_and_block_no_other_call(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(interceptors, "MAX_WATCHERS", 3)
-    async with (
-        running(Scripted(), capsys, auth_token=TOKEN, max_concurrent_streams=5) as address,
-        grpc.aio.insecure_channel(address) as channel,
+    async with connected(Scripted(), capsys, auth_token=TOKEN, max_concurrent_streams=5) as (
+        address,
+        channel,
     ):
         watchers = [watch(channel) for _ in range(3)]
         assert [await is_told(watcher) for watcher in watchers] == [True] * 3
@@ -186,10 +191,7 @@ async def test_a_health_call_without_a_message_is_ended(
 
 
 async def test_a_missing_token_is_refused_before_the_message(capsys: pytest.CaptureFixture[str]) -> None:
-    async with (
-        running(Scripted(), capsys, auth_token=TOKEN) as address,
-        grpc.aio.insecure_channel(address) as channel,
-    ):
+    async with connected(Scripted(), capsys, auth_token=TOKEN) as (_, channel):
         call = silent(channel, GENERATE)
         assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
         assert "has no token" in (await call.details() or "")
@@ -211,10 +213,7 @@ async def test_a_refusal_arrives_while_the_client_still_sends(
 
 async def test_messages_without_a_token_are_bounded(capsys: pytest.CaptureFixture[str]) -> None:
     long = health_pb2.HealthCheckRequest(service="").SerializeToString() + b"\x0a\x00" * 4_000
-    async with (
-        running(Scripted(), capsys, auth_token=TOKEN) as address,
-        grpc.aio.insecure_channel(address) as channel,
-    ):
+    async with connected(Scripted(), capsys, auth_token=TOKEN) as (address, channel):
         for path in (CHECK, WATCH):
             method: Any = channel.unary_stream(path)
             call = method(long, timeout=SECONDS)

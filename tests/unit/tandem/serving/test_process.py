@@ -122,26 +122,17 @@ def command(parent: str) -> list[str]:
     return [sys.executable, "-P", "-m", "tandem.serving.supervised", parent, "idle", "--option", "1"]
 
 
-def test_it_is_the_package_with_its_arguments(package: dict[str, str]) -> None:
-    with subprocess.Popen(
-        command(str(os.getpid())), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=package
-    ) as process:
-        assert process.stdout is not None
-        pid, _, rest = process.stdout.readline().partition(" ")
-        assert int(pid) == process.pid
-        assert "idle/__main__.py', '--option', '1'] False" in rest
-        assert process.poll() is None
-        process.kill()
-
-
-def test_the_process_ends_with_its_stdin(package: dict[str, str]) -> None:
+def test_it_is_the_package_with_its_arguments_and_ends_with_its_stdin(package: dict[str, str]) -> None:
     """Its parent lives on, so nothing else ends it."""
     with subprocess.Popen(
         command(str(os.getpid())), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=package
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdout.readline()
+        pid, _, rest = process.stdout.readline().partition(" ")
+        assert int(pid) == process.pid
+        assert "idle/__main__.py', '--option', '1'] False" in rest
+        assert process.poll() is None
         process.stdin.close()
         assert process.wait(SECONDS) < 0
 

@@ -14,7 +14,6 @@ from tokenizers import Tokenizer
 
 from coordinator.decoding.completion import Completion, Detokenizer, Limits, StopStrings
 from coordinator.stats.rounds import RoundTally
-from coordinator.stats.speculation import add, since
 from coordinator.telemetry.metrics import RequestMetrics, state_metrics
 from coordinator.telemetry.observed import ObservedRequest, Streams, bytes_of
 from coordinator.telemetry.observer import State
@@ -118,14 +117,6 @@ async def test_a_large_fleet_is_counted_completely_and_listed_partly() -> None:
     assert registry.get_sample_value("tandem_spec_decode_acceptance_rate", {"model_name": "m"}) is None
     at = labels | {"address": "10.0.0.7:1"}
     assert registry.get_sample_value("tandem_replica_accepted_tokens_total", at) == 1
-
-
-def test_what_came_since_and_what_was_before_make_the_whole() -> None:
-    before, whole = speculation_stats_of((2, 1), (2, 2)), speculation_stats_of((2, 1), (2, 2), (4, 3), (0, 0))
-    fresh = since(whole, before)
-    assert fresh == speculation_stats_of((4, 3), (0, 0))
-    add(before, fresh)
-    assert before == whole
 
 
 @pytest.fixture

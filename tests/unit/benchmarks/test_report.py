@@ -101,10 +101,8 @@ def test_goals_are_medians_of_ratios_within_a_round() -> None:
     reached = {line[0].strip(): (line[2].strip(), line[3].strip()) for line in lines}
 
     assert reached == {
-        "speculative at batch 1 by one-process at batch 1, temperature 0": (
-            "1.00",
-            "met",
-        ),  # of 1.0, 0.5, 1.2
+        # of 1.0, 0.5 and 1.2
+        "speculative at batch 1 by one-process at batch 1, temperature 0": ("1.00", "met"),
         "speculative at batch 1 by assisted or assisted-defaults at batch 1, temperature 0": (
             "1.00",
             "not met",
@@ -121,12 +119,7 @@ def test_tables_hold_every_cell_and_who_was_absent() -> None:
 
     for one in CELLS:
         assert f"{one.speed.median:.1f}" in text
-    for words in (
-        "Batch 16, temperature 0",
-        "not met",
-        "vLLM: name a Python",
-        "75.0%",
-    ):
+    for words in ("Batch 16, temperature 0", "not met", "vLLM: name a Python", "75.0%"):
         assert words in text
     assert "| 0 | 20 B | 14 ms |\n| 0.7 |  | 200 ms |" in markdown(report(CELLS)), "a figure has its unit"
 

@@ -46,18 +46,10 @@ def status(
     state: SpeculationState | None = None,
 ) -> Status:
     return Status(
-        __version__,
-        state_of(replicas),
-        NOW,
-        60.0,
-        "big",
-        Load(0, 0),
-        Throughput(0.0, 0.0),
-        stats or figures(800, 640, 512, 410),
-        SpeculationSettings(True, 4, rule),
-        replicas,
+        __version__, state_of(replicas), NOW, 60.0, "big", Load(0, 0), Throughput(0.0, 0.0),
+        stats or figures(800, 640, 512, 410), SpeculationSettings(True, 4, rule), replicas,
         state or SpeculationState(True, 4),
-    )
+    )  # fmt: skip
 
 
 def found(subject: Status, check: str, settings: CoordinatorSettings = SETTINGS) -> list[Finding]:
@@ -123,23 +115,21 @@ def test_the_finding_describes_the_rule() -> None:
     assert "not distributed" in found(status(TARGET, DRAFT, rule="typical-acceptance"), "rule")[0].detail
 
 
-def test_few_proposed_tokens_give_no_verdict_on_acceptance() -> None:
-    finding = acceptance(status(TARGET, DRAFT, stats=figures(0, 0, of=20)))
-    assert finding.severity is Severity.OK
-    assert "too few to judge" in finding.detail
-
-
-def test_a_draft_without_gain_is_reported() -> None:
-    finding = acceptance(status(TARGET, DRAFT, stats=figures(20, 1, 0, 0)))
-    assert finding.severity is Severity.WARNING
-    assert "tandem admin config set speculation false" in finding.advice
-
-
-def test_a_better_number_of_tokens_is_suggested() -> None:
-    # The first token is nearly free and nearly always right; the other three are paid for and thrown away.
-    finding = acceptance(status(TARGET, replace(DRAFT, step_seconds=0.020), stats=figures(900, 90, 9, 1)))
-    assert finding.severity is Severity.WARNING
-    assert finding.advice.endswith("tandem admin config set num_speculative_tokens 1")
+@pytest.mark.parametrize(
+    ("stats", "step_seconds", "severity", "words"),
+    [
+        (figures(0, 0, of=20), 0.004, Severity.OK, "too few to judge"),
+        (figures(20, 1, 0, 0), 0.004, Severity.WARNING, "tandem admin config set speculation false"),
+        # The first token is nearly free and nearly always right; the other three are paid for and thrown away.
+        (figures(900, 90, 9, 1), 0.020, Severity.WARNING, "tandem admin config set num_speculative_tokens 1"),
+    ],
+)
+def test_acceptance_is_judged_by_what_drafting_gains(
+    stats: SpeculationStats, step_seconds: float, severity: Severity, words: str
+) -> None:
+    finding = acceptance(status(TARGET, replace(DRAFT, step_seconds=step_seconds), stats=stats))
+    assert finding.severity is severity
+    assert words in finding.detail + finding.advice
 
 
 @given(st.lists(st.floats(0.0, 1.0), max_size=8), st.floats(0.001, 2.0))

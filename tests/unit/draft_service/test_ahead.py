@@ -24,7 +24,7 @@ from tandem.engine.core.selection import Backends
 from tandem.engine.models.loading import LoadedModel
 from tandem.engine.rows import TORCH_SAMPLER
 from tandem.engine.settings import EngineSettings
-from tandem.errors import InvalidRequestError
+from tandem.errors import InvalidRequestError, TandemError
 from tandem.types import (
     MAX_AHEAD_TOKENS,
     AheadBudget,
@@ -83,13 +83,22 @@ class Round:
         return [column.distributions[rank] for column in self.columns if rank < len(column.distributions)]
 
 
+def queue_of(sequence: DraftedSequence) -> asyncio.Queue[DraftedOutcomes | TandemError]:
+    assert sequence.pushed is not None
+    return sequence.pushed
+
+
+async def outcomes_of(sequence: DraftedSequence) -> DraftedOutcomes:
+    """The next ones that are pushed."""
+    found = await queue_of(sequence).get()
+    assert isinstance(found, DraftedOutcomes)
+    return found
+
+
 async def pushed(sequence: DraftedSequence, depths: int = K) -> Round:
-    queue = sequence.pushed
-    assert queue is not None
     columns = []
     for depth in range(depths):
-        column = await queue.get()
-        assert isinstance(column, DraftedOutcomes)
+        column = await outcomes_of(sequence)
         assert column.depth == depth
         columns.append(column)
     return Round(tuple(columns))
@@ -167,13 +176,10 @@ async def test_a_request_ends_the_drafting_of_the_previous_round(make_model: Mak
             delta = Delta(0, tuple(tokens))
             proposal = await proposed(sequence, ProposeStep(delta, K, long))
             tokens += [*proposal.token_ids, 7]
-            assert sequence.pushed is not None
-            column = await sequence.pushed.get()
-            assert isinstance(column, DraftedOutcomes)
+            column = await outcomes_of(sequence)
             assert (column.base_length, column.depth) == (delta.length, 0)
         await sequence.propose(ProposeStep(Delta(0, tuple(tokens)), K))
-        assert sequence.pushed is not None
-        assert sequence.pushed.empty()
+        assert queue_of(sequence).empty()
 
 
 @pytest.mark.parametrize(("room", "depths"), [(K + 2, 2), (K + 1, 1), (K, 0)])
@@ -186,9 +192,8 @@ async def test_continuations_end_at_the_models_last_position(
     async with proposing(make_model("gpt2")) as proposer, proposer.sequence(GREEDY) as sequence:
         first = await proposed(sequence, ProposeStep(Delta(0, prompt), K, budget))
         drafted = await pushed(sequence, depths)
-        assert sequence.pushed is not None
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(sequence.pushed.get(), 0.2)
+            await asyncio.wait_for(queue_of(sequence).get(), 0.2)
         if not depths:
             return
         assert K in {accepted for accepted, _ in drafted.outcomes}
@@ -200,21 +205,11 @@ async def test_continuations_end_at_the_models_last_position(
                 assert drafted.tokens(rank) == fresh.token_ids
 
 
-async def test_the_longest_proposal_is_answered_without_drafting_ahead(make_model: MakeModel) -> None:
-    options = replace(GREEDY, max_length=len(PROMPT) + 3)
-    async with proposing(make_model("llama")) as proposer, proposer.sequence(options) as sequence:
-        for _ in range(2):
-            assert len(await proposed(sequence, ProposeStep(Delta(0, PROMPT), K, BUDGET))) == K
-        assert sequence.pushed is not None
-        assert sequence.pushed.empty()
-
-
 async def test_a_step_without_an_answer_that_does_not_fit_ends_the_sequence(make_model: MakeModel) -> None:
     options = replace(GREEDY, max_length=len(PROMPT) + 1)
     async with proposing(make_model("llama")) as proposer, proposer.sequence(options) as sequence:
         assert await sequence.propose(ProposeStep(Delta(0, (*PROMPT, 1, 2)), 0, BUDGET, 2)) is None
-        assert sequence.pushed is not None
-        error = await sequence.pushed.get()
+        error = await queue_of(sequence).get()
         assert isinstance(error, InvalidRequestError)
         assert "would have 7 tokens, but its limit is 6" in str(error)
 
@@ -224,8 +219,9 @@ async def test_a_step_without_an_answer_that_does_not_fit_ends_the_sequence(make
     [
         replace(GREEDY, ahead=None),
         replace(GREEDY, with_token_logits=True),
+        replace(GREEDY, max_length=len(PROMPT) + 3),
     ],
-    ids=["not opened for it", "token logits"],
+    ids=["not opened for it", "token logits", "the longest proposal"],
 )
 async def test_no_outcomes_are_drafted_if_they_cannot_be_predicted(
     make_model: MakeModel, options: DraftOptions
@@ -264,11 +260,10 @@ async def test_a_rounds_messages_are_bounded(
 async def test_of_what_nobody_reads_one_round_is_kept(make_model: MakeModel) -> None:
     """However many rounds are granted, as by a coordinator that reads nothing."""
     async with proposing(make_model("llama")) as proposer, proposer.sequence(GREEDY) as sequence:
-        assert sequence.pushed is not None
         for _ in range(12):
             await proposed(sequence, ProposeStep(Delta(0, PROMPT), K, BUDGET))
-            await until(lambda: sequence.pushed is not None and not sequence.pushed.empty(), SECONDS)
-            assert sequence.pushed.qsize() <= K
+            await until(lambda: not queue_of(sequence).empty(), SECONDS)
+            assert queue_of(sequence).qsize() <= K
 
 
 async def test_nothing_is_drafted_ahead_of_what_is_longer_than_a_proposal_may_be(
@@ -277,7 +272,6 @@ async def test_nothing_is_drafted_ahead_of_what_is_longer_than_a_proposal_may_be
     """Reading it would take a row of logits for each of its tokens, whatever a coordinator says that it proposed."""
     long = tuple(i % VOCABULARY_SIZE for i in range(MAX_AHEAD_TOKENS + 2))
     async with proposing(make_model("llama")) as proposer, proposer.sequence(GREEDY) as sequence:
-        assert sequence.pushed is not None
         for proposed_count, are_drafted in ((MAX_AHEAD_TOKENS + 1, False), (MAX_AHEAD_TOKENS, True)):
             assert await sequence.propose(ProposeStep(Delta(0, long), 0, BUDGET, proposed_count)) is None
             assert isinstance(sequence, StandaloneSequence)
@@ -289,12 +283,11 @@ async def test_a_released_sequence_is_not_drafted_for(make_model: MakeModel) -> 
     async with proposing(make_model("llama")) as proposer:
         async with proposer.sequence(replace(GREEDY, ahead=AheadBudget(16, 64))) as sequence:
             await proposed(sequence, ProposeStep(Delta(0, PROMPT), K, AheadBudget(16, 64)))
-            assert sequence.pushed is not None
-            await sequence.pushed.get()
+            await queue_of(sequence).get()
         async with proposer.sequence(GREEDY) as other:
             assert len(await proposed(other, ProposeStep(Delta(0, PROMPT), K))) == K
         await until(lambda: not proposer.kv_usage().sequence_count, SECONDS)
-        assert sequence.pushed.qsize() < 63, "the budget allows more"
+        assert queue_of(sequence).qsize() < 63, "the budget allows more"
 
 
 @pytest.mark.parametrize(
@@ -353,7 +346,6 @@ async def test_verifications_that_end_before_the_draft_has_read_the_last_one(
             chance = random.Random(seed)
             prompt, count = (seed, *PROMPT), K
             async with proposer.sequence(options) as sequence:
-                assert sequence.pushed is not None
                 first = await proposed(sequence, ProposeStep(Delta(0, prompt), K, BUDGET))
                 tokens = [*prompt, *first.token_ids]
                 sent = len(prompt)
@@ -361,8 +353,7 @@ async def test_verifications_that_end_before_the_draft_has_read_the_last_one(
                     kept = len(tokens) - count + chance.randint(0, count)
                     following = [chance.randrange(VOCABULARY_SIZE)]
                     if chance.random() < 0.7:
-                        outcomes = await sequence.pushed.get()
-                        assert isinstance(outcomes, DraftedOutcomes)
+                        outcomes = await outcomes_of(sequence)
                         if outcomes.depth == 0:
                             kept = outcomes.base_length + outcomes.accepted_counts[0]
                             following = [outcomes.next_token_ids[0], outcomes.token_ids[0]]
@@ -394,13 +385,6 @@ def test_a_confident_draft_ranks_the_whole_proposal_first_and_an_unsure_one_a_re
 def test_without_a_proposal_only_next_tokens_are_ranked() -> None:
     alone = Ranking([[5, 6]], [[0.0, -1.0]], ())
     assert OutcomeHistory().likeliest((), alone, 4) == [(0, 5), (0, 6)]
-
-
-def test_a_rejected_token_does_not_follow_its_own_rejection() -> None:
-    found = OutcomeHistory().likeliest(PROPOSED, ranking(0.5, 0.5), 99)
-    assert (0, 1) not in found
-    assert (1, 2) not in found
-    assert set(found) == {(0, 11), (0, 12), (1, 21), (1, 22), (2, 31), (2, 32), (2, 33)}
 
 
 def test_a_token_without_any_probability_is_not_drafted_for() -> None:
@@ -450,11 +434,7 @@ def rankings(draw: st.DrawFn) -> tuple[tuple[int, ...], Ranking]:
     return proposed, Ranking(ids, scores, [draw(shares) for _ in proposed])
 
 
-@given(
-    rankings(),
-    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), max_size=12),
-    st.integers(0, 20),
-)
+@given(rankings(), st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), max_size=12), st.integers(0, 20))
 def test_the_first_of_many_are_those_of_few_distinct_and_possible(
     case: tuple[tuple[int, ...], Ranking], came: list[tuple[int, int]], count: int
 ) -> None:

@@ -125,22 +125,13 @@ def test_the_draft_goes_on_with_its_own_id() -> None:
 
 
 def test_sequences_of_several_targets_share_a_step() -> None:
+    def jobs() -> list[Job[Drafting]]:
+        kinds = ((SAMPLED, RowKind.SUPPORT), (GREEDY, RowKind.TOKEN))
+        return [make(*kind) for kind in kinds for make in (shared_job, job)]
+
     logits = logits_of(4)
-    jobs = [
-        shared_job(SAMPLED, RowKind.SUPPORT),
-        job(SAMPLED, RowKind.SUPPORT),
-        shared_job(GREEDY, RowKind.TOKEN),
-        job(GREEDY, RowKind.TOKEN),
-    ]
-    together = proposals(jobs, logits)
-    again = [
-        shared_job(SAMPLED, RowKind.SUPPORT),
-        job(SAMPLED, RowKind.SUPPORT),
-        shared_job(GREEDY, RowKind.TOKEN),
-        job(GREEDY, RowKind.TOKEN),
-    ]
-    alone = [proposals([each], logits[i : i + 1])[0] for i, each in enumerate(again)]
-    assert [each.token_ids for each in together] == [each.token_ids for each in alone]
+    alone = [proposals([each], logits[i : i + 1])[0] for i, each in enumerate(jobs())]
+    assert [each.token_ids for each in proposals(jobs(), logits)] == [each.token_ids for each in alone]
 
 
 # ---- sequences
@@ -199,15 +190,22 @@ def options(kind: str, mapping: VocabularyMapping = VocabularyMapping.SLEM) -> D
     return DraftOptions("r", GREEDY, tokenizer_hash=info(kind).tokenizer_hash, vocabulary_mapping=mapping)
 
 
+async def scripted(
+    vocabularies: Vocabularies, text: str = TEXT, kind: str = "small", room: int = 1000
+) -> tuple[MappedSequence, Scripted, Vocabulary]:
+    """A sequence for a target of this kind, the draft that writes the text, and the target's vocabulary."""
+    await vocabularies.add(sent(kind))
+    mapped = vocabularies.mapped(options(kind))
+    drafted = Scripted(mapped.vocabulary.draft, text, room)
+    return MappedSequence(drafted, mapped), drafted, mapped.vocabulary.target
+
+
 @pytest.mark.parametrize("kind", ["small", "llama3", "gemma", "llama2"])
 async def test_a_draft_that_writes_what_the_target_says_is_accepted_whole(
     vocabularies: Vocabularies, kind: str
 ) -> None:
-    await vocabularies.add(sent(kind))
-    mapped = vocabularies.mapped(options(kind))
+    sequence, _, _ = await scripted(vocabularies, kind=kind)
     tokens = tokenizer_of(kind).encode(TEXT).ids
-    drafted = Scripted(mapped.vocabulary.draft, TEXT)
-    sequence = MappedSequence(drafted, mapped)
     known, accepted, rounds, proposed = 0, 12, 0, 0
     while accepted < len(tokens):
         proposal = await sequence.propose(ProposeStep(Delta(known, tokens[known:accepted]), 4))
@@ -227,24 +225,17 @@ async def test_a_draft_that_writes_what_the_target_says_is_accepted_whole(
 
 
 async def test_a_rollback_reaches_the_draft(vocabularies: Vocabularies) -> None:
-    await vocabularies.add(sent("llama3"))
-    mapped = vocabularies.mapped(options("llama3"))
-    tokens = mapped.vocabulary.target.encode(TEXT)
-    begin = mapped.vocabulary.target.encode(TEXT[:17])
-    drafted = Scripted(mapped.vocabulary.draft, TEXT[:17] + " something else")
-    sequence = MappedSequence(drafted, mapped)
-    await sequence.propose(ProposeStep(Delta(0, mapped.vocabulary.target.encode(drafted.text)), 1))
+    sequence, drafted, target = await scripted(vocabularies, TEXT[:17] + " something else", "llama3")
+    tokens, begin = target.encode(TEXT), target.encode(TEXT[:17])
+    await sequence.propose(ProposeStep(Delta(0, target.encode(drafted.text)), 1))
     drafted.text = TEXT
     await sequence.propose(ProposeStep(Delta(len(begin), tokens[len(begin) :]), 0))
-    assert drafted.token_ids == mapped.vocabulary.draft.encode(TEXT)
+    assert drafted.token_ids == tokenizer_of("gpt2").encode(TEXT).ids
 
 
 async def test_nothing_is_proposed_within_a_character(vocabularies: Vocabularies) -> None:
-    await vocabularies.add(sent("small"))
-    mapped = vocabularies.mapped(options("small"))
-    tokens = mapped.vocabulary.target.encode("a👩 b")
-    drafted = Scripted(mapped.vocabulary.draft, "a👩 b")
-    sequence = MappedSequence(drafted, mapped)
+    sequence, _, target = await scripted(vocabularies, "a👩 b")
+    tokens = target.encode("a👩 b")
     for length in range(1, 6):
         proposal = await sequence.propose(ProposeStep(Delta(length - 1, tokens[length - 1 : length]), 4))
         assert proposal is not None
@@ -252,12 +243,8 @@ async def test_nothing_is_proposed_within_a_character(vocabularies: Vocabularies
 
 
 async def test_nothing_is_proposed_behind_what_the_draft_can_read(vocabularies: Vocabularies) -> None:
-    await vocabularies.add(sent("small"))
-    mapped = vocabularies.mapped(options("small"))
-    tokens = mapped.vocabulary.target.encode(TEXT)
-    drafted = Scripted(mapped.vocabulary.draft, TEXT, room=20)
-    sequence = MappedSequence(drafted, mapped)
-    longest = 0
+    sequence, drafted, target = await scripted(vocabularies, room=20)
+    tokens, longest = target.encode(TEXT), 0
     for length in range(1, len(tokens)):
         proposal = await sequence.propose(ProposeStep(Delta(length - 1, tokens[length - 1 : length]), 4))
         assert proposal is not None
@@ -492,20 +479,15 @@ async def test_a_tokenizer_that_is_none_is_refused(
 
 
 async def test_a_gap_is_refused(vocabularies: Vocabularies) -> None:
-    await vocabularies.add(sent("small"))
-    mapped = vocabularies.mapped(options("small"))
+    sequence, _, _ = await scripted(vocabularies, "")
     with pytest.raises(InvalidRequestError, match="starts at token 2"):
-        await MappedSequence(Scripted(mapped.vocabulary.draft, ""), mapped).propose(
-            ProposeStep(Delta(2, (1,)), 1)
-        )
+        await sequence.propose(ProposeStep(Delta(2, (1,)), 1))
 
 
 async def test_an_answered_proposal_is_no_part_of_the_sequence(vocabularies: Vocabularies) -> None:
     """Also where outcomes of its verification are drafted ahead: what was kept of it has to be sent."""
-    await vocabularies.add(sent("small"))
-    mapped = vocabularies.mapped(options("small"))
-    tokens = mapped.vocabulary.target.encode(TEXT)
-    sequence = MappedSequence(Scripted(mapped.vocabulary.draft, TEXT), mapped)
+    sequence, _, target = await scripted(vocabularies)
+    tokens = target.encode(TEXT)
     answer = await sequence.propose(ProposeStep(Delta(0, tuple(tokens[:5])), 4, BUDGET))
     assert answer is not None
     assert len(answer) > 1

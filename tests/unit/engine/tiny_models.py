@@ -21,43 +21,25 @@ MAX_LENGTH = 192
 WINDOW = 16
 
 _SHAPE = {
-    "vocab_size": VOCABULARY_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": MAX_LENGTH,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "initializer_range": 0.3,
-}
+    "vocab_size": VOCABULARY_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": MAX_LENGTH, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": 0, "initializer_range": 0.3,
+}  # fmt: skip
 _GROUPED = _SHAPE | {"num_key_value_heads": 2}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
 def _gpt2() -> Any:
     return hf.GPT2Config(
-        vocab_size=VOCABULARY_SIZE,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        n_positions=MAX_LENGTH,
-        initializer_range=0.3,
-    )
+        vocab_size=VOCABULARY_SIZE, n_embd=32, n_layer=2, n_head=4, n_positions=MAX_LENGTH, initializer_range=0.3,
+    )  # fmt: skip
 
 
 def _opt() -> Any:
     return hf.OPTConfig(
-        vocab_size=VOCABULARY_SIZE,
-        hidden_size=32,
-        ffn_dim=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=MAX_LENGTH,
-        word_embed_proj_dim=32,
-        init_std=0.3,
-    )
+        vocab_size=VOCABULARY_SIZE, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=MAX_LENGTH, word_embed_proj_dim=32, init_std=0.3,
+    )  # fmt: skip
 
 
 def _falcon(**options: Any) -> Any:

@@ -89,19 +89,9 @@ DECISIONS = (
     ),
 )
 STATUS = Status(
-    "0.1.0",
-    CoordinatorState.DEGRADED,
-    NOW,
-    8054.0,
-    "Llama-3.1-70B",
-    Load(24, 3),
-    Throughput(1412.34, 1388.01),
-    FIGURES,
-    SpeculationSettings(True, 4, "residual"),
-    REPLICAS,
-    SPECULATION_OFF,
-    DECISIONS,
-)
+    "0.1.0", CoordinatorState.DEGRADED, NOW, 8054.0, "Llama-3.1-70B", Load(24, 3), Throughput(1412.34, 1388.01),
+    FIGURES, SpeculationSettings(True, 4, "residual"), REPLICAS, SPECULATION_OFF, DECISIONS,
+)  # fmt: skip
 STATS = Stats(
     NOW,
     8054.0,
@@ -118,17 +108,8 @@ BEFORE = replace(
     STATS, speculation=replace(FIGURES, rounds=10000, drafted=40000, accepted=24400, positions=[])
 )
 REQUEST = RequestReport(
-    "3f9c" * 8,
-    12.5,
-    4096,
-    371,
-    "typical-acceptance",
-    4,
-    "10.244.123.241:50052",
-    None,
-    FIGURES,
-    SPECULATION_ON,
-)
+    "3f9c" * 8, 12.5, 4096, 371, "typical-acceptance", 4, "10.244.123.241:50052", None, FIGURES, SPECULATION_ON,
+)  # fmt: skip
 FINDINGS = (
     Finding("address", "10.0.0.5:50051", Severity.OK, "it accepts connections, within 1.3 ms"),
     Finding(

@@ -107,22 +107,9 @@ def test_every_remedy_helps_and_the_most_helpful_comes_first() -> None:
 def test_a_clusters_plan_uses_its_predicted_rounds(alone: float) -> None:
     """0: a target that leads begins the next round before it is asked."""
     decision = SpeculationDecision(
-        "t",
-        "d",
-        "residual",
-        "0.85-1.15",
-        4,
-        2,
-        2,
-        1.2,
-        0.0,
-        0.0,
-        (0.010, 0.013, 0.015),
-        (0.8, 0.6),
-        0.001,
-        0.002,
+        "t", "d", "residual", "0.85-1.15", 4, 2, 2, 1.2, 0.0, 0.0, (0.010, 0.013, 0.015), (0.8, 0.6), 0.001, 0.002,
         alone_message_seconds=alone,
-    )
+    )  # fmt: skip
     found = plan(measured_times(decision), 4, 2)
     assert [row.round_seconds for row in found.rows] == pytest.approx([0.010, 0.013, 0.015])
     assert found.rows[2].speedup == pytest.approx((1 + 0.8 + 0.48) * 0.010 / 0.015)

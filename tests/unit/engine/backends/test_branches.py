@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.steps import BranchStep
 from tandem.types import Delta
 from tests.service.clients import until
-from tests.unit.engine.backends.branch_jobs import LEAVES_AFTER, TOKENS, Branches, poison
+from tests.unit.engine.backends.branch_jobs import TOKENS, Branches, poison, run_together
 from tests.unit.engine.conftest import TinyModel
 from tests.unit.engine.greedy import RowsHead, plain_logits, rows, running
 
@@ -47,23 +47,11 @@ async def test_sequences_share_steps_and_each_branch_is_what_it_would_be_alone(
             Branches(sequence, Delta(5, trunk[5:]), enough=3 - (number == 2))
             for number, (sequence, trunk) in enumerate(zip(sequences, trunks, strict=True))
         ]
-        with engine._worker._wakeup:  # submitted together, so that one step can hold all
-            for job in jobs:
-                engine.put_back(job)
-        async with asyncio.timeout(20):
-            await asyncio.gather(*(job.done.wait() for job in jobs))
+        await run_together(engine, *jobs)
     for job, trunk in zip(jobs, trunks, strict=True):
-        assert job.error is None
-        assert job.trunk is not None
-        assert torch.allclose(job.trunk, plain_logits(model.reference, trunk)[-3:], atol=1e-3)
+        job.check_trunk(model.reference, trunk)
         assert len(job.logits) == job.enough
-        for depth, logits in enumerate(job.logits):
-            for branch, row in enumerate(logits):
-                path = trunk[: LEAVES_AFTER[branch]] + [TOKENS[d][branch] for d in range(depth + 1)]
-                assert torch.allclose(row, plain_logits(model.reference, path)[-1], atol=1e-3), (
-                    depth,
-                    branch,
-                )
+        job.check_branches(model.reference, trunk)
     assert [record.sequence_count for record in records[:4]] == [3, 3, 3, 2], "trunks, then three depths"
     assert [record.token_count for record in records[1:4]] == [15, 12, 8]
 
@@ -108,9 +96,7 @@ async def test_a_trunk_that_does_not_fit_is_an_error_of_that_job(llama: TinyMode
         sequence = await engine.open(16)
         await rows(engine, sequence, Delta(0, _TRUNK), 1)
         job = Branches(sequence, Delta(12, [1]))
-        engine.put_back(job)
-        async with asyncio.timeout(20):
-            await job.done.wait()
+        await run_together(engine, job)
         assert "starts at token 12" in str(job.error)
         assert len(await rows(engine, sequence, Delta(8, [7]), 1)) == 1
 
@@ -155,26 +141,10 @@ class Drafted:
 
     async def run(self, job: Branches) -> Branches:
         self.records.clear()
-        self.engine.put_back(job)
-        async with asyncio.timeout(20):
-            await job.done.wait()
+        await run_together(self.engine, job)
         assert job.error is None
         await until(lambda: job.steps == job.enough, 20.0)  # the last step is recorded
         return job
-
-    def check_trunk(self, job: Branches, tokens: Sequence[int]) -> None:
-        assert job.trunk is not None
-        expected = plain_logits(self.model.reference, tokens)[-job.row_count :]
-        assert torch.allclose(job.trunk, expected, atol=1e-3)
-
-    def check_branches(self, job: Branches, trunk: Sequence[int]) -> None:
-        for depth, logits in enumerate(job.logits):
-            for branch, row in enumerate(logits):
-                path = [*trunk[: job.leaves_after[branch]], *(TOKENS[d][branch] for d in range(depth + 1))]
-                assert torch.allclose(row, plain_logits(self.model.reference, path)[-1], atol=1e-3), (
-                    depth,
-                    branch,
-                )
 
 
 @asynccontextmanager
@@ -204,20 +174,20 @@ async def test_a_branch_becomes_the_trunk_and_what_it_has_more_leads_the_next(
                 own.sequence, Delta(8, _PATH[:2]), 2, leaves_after=(11, 9, 10, 8, 10), max_lead=4, enough=2
             )
         )
-        own.check_trunk(second, trunk)
+        second.check_trunk(own.model.reference, trunk)
         assert second.lead is not None
         assert second.lead.token_ids == _PATH[2:]
-        own.check_branches(second, [*trunk, *_PATH[2:]])
+        second.check_branches(own.model.reference, [*trunk, *_PATH[2:]])
         assert [record.token_count for record in own.records] == [5, 4], "no step read the trunk"
         # Once more: the first branch, whose path begins with the lead, leads again.
         path = [*_PATH[2:], TOKENS[0][0]]
         third = await own.run(
             Branches(own.sequence, Delta(10, path), 2, leaves_after=(13, 9, 10, 11, 12), max_lead=1)
         )
-        own.check_trunk(third, [*trunk, *path])
+        third.check_trunk(own.model.reference, [*trunk, *path])
         assert third.lead is not None
         assert third.lead.token_ids == [TOKENS[1][0]]
-        own.check_branches(third, [*trunk, *path, TOKENS[1][0]])
+        third.check_branches(own.model.reference, [*trunk, *path, TOKENS[1][0]])
         assert own.records[0].token_count == 5
         # A job of the sequence counts from its own tokens, whatever leads.
         more = await rows(own.engine, own.sequence, Delta(12, [7, 8]), 2)
@@ -235,14 +205,9 @@ async def test_a_branch_that_begins_before_the_wanted_rows_gives_only_those(
         await rows(own.engine, other, Delta(0, _TRUNK[:5]), 1)
         beside = Branches(other, Delta(5, _TRUNK[5:]), 3)
         job = Branches(own.sequence, Delta(8, [*_PATH, 7]), row_count, leaves_after=(8, 9, 10, 11, 11))
-        with own.engine._worker._wakeup:  # so that both are taken at once
-            own.engine.put_back(job)
-            own.engine.put_back(beside)
-        async with asyncio.timeout(20):
-            await job.done.wait()
-            await beside.done.wait()
-        own.check_trunk(job, [*_TRUNK, *_PATH, 7])
-        own.check_trunk(beside, _TRUNK)
+        await run_together(own.engine, job, beside)
+        job.check_trunk(own.model.reference, [*_TRUNK, *_PATH, 7])
+        beside.check_trunk(own.model.reference, _TRUNK)
 
 
 async def test_a_lead_that_did_not_come_true_is_read_by_nobody(llama: TinyModel) -> None:
@@ -250,7 +215,7 @@ async def test_a_lead_that_did_not_come_true_is_read_by_nobody(llama: TinyModel)
         first = Branches(own.sequence, Delta(8, _PATH[:2]), 2, leaves_after=(10, 9, 10, 8, 10), max_lead=4)
         await own.run(first)
         assert first.lead is not None
-        own.check_branches(first, [*_TRUNK, *_PATH[:2]])
+        first.check_branches(own.model.reference, [*_TRUNK, *_PATH[:2]])
 
 
 async def test_another_job_of_the_sequence_forgets_its_branches(llama: TinyModel) -> None:
@@ -259,7 +224,7 @@ async def test_another_job_of_the_sequence_forgets_its_branches(llama: TinyModel
         second = await own.run(
             Branches(own.sequence, Delta(8, _PATH), 3, leaves_after=(8, 9, 10, 11, 11), max_lead=4)
         )
-        own.check_trunk(second, [*_TRUNK, *_PATH])
+        second.check_trunk(own.model.reference, [*_TRUNK, *_PATH])
         assert own.records[0].token_count == 3
 
 
@@ -270,7 +235,7 @@ async def test_branches_whose_pages_went_to_others_are_computed_again(llama: Tin
         second = await own.run(
             Branches(own.sequence, Delta(8, _PATH), 3, leaves_after=(8, 9, 10, 11, 11), max_lead=4)
         )
-        own.check_trunk(second, [*_TRUNK, *_PATH])
+        second.check_trunk(own.model.reference, [*_TRUNK, *_PATH])
 
 
 def poison_behind(own: Drafted) -> None:
@@ -290,9 +255,7 @@ async def test_a_branch_that_cannot_be_taken_over_is_an_error_of_that_job(
         job = Branches(own.sequence, Delta(8, _PATH[:2]), 2, max_lead=4)
         with monkeypatch.context() as patched:
             patched.setattr(own.engine._cache, "take_over", out_of_memory)
-            own.engine.put_back(job)
-            async with asyncio.timeout(20):
-                await job.done.wait()
+            await run_together(own.engine, job)
         assert str(job.error) == "the model's step failed"
         more = await rows(own.engine, own.sequence, Delta(8, [7, 8]), 2)
         assert torch.allclose(more, plain_logits(llama.reference, [*_TRUNK, 7, 8])[-2:], atol=1e-3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +14,7 @@ from tandem.engine.core.selection import choose_backends
 from tandem.engine.kv_cache.arena import group_layers
 from tandem.engine.models.loading import load_model
 from tandem.types import Delta
-from tests.unit.engine.backends.branch_jobs import TOKENS, Branches, poison
+from tests.unit.engine.backends.branch_jobs import Branches, poison, run_together
 from tests.unit.engine.conftest import TinyModel
 from tests.unit.engine.greedy import (
     GreedyHead,
@@ -111,15 +110,8 @@ async def test_branches_see_what_their_windows_reach(
         assert sequence.tables[-1].first > 0
         lengths = [497, 498, 498, 500, 499]
         job = Branches(sequence, Delta(497, text[497:]), leaves_after=lengths)
-        engine.put_back(job)
-        async with asyncio.timeout(60):
-            await job.done.wait()
-        assert job.error is None
-        for depth, logits in enumerate(job.logits):
-            for branch, row in enumerate(logits):
-                path = text[: lengths[branch]] + [TOKENS[d][branch] for d in range(depth + 1)]
-                expected = plain_logits(model.reference, path)[-1]
-                assert torch.allclose(row, expected, atol=1e-3), (depth, branch)
+        await run_together(engine, job)
+        job.check_branches(model.reference, text)
         engine.release(sequence)
 
 

@@ -219,13 +219,8 @@ def test_a_runner_that_takes_no_distributions_is_refused_at_start(monkeypatch: p
 def params(**given: object) -> SimpleNamespace:
     """vLLM's sampling parameters."""
     usual = {
-        "temperature": 1.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "min_p": 0.0,
-        "seed": 5,
-        "structured_outputs": None,
-    }
+        "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 5, "structured_outputs": None,
+    }  # fmt: skip
     return SimpleNamespace(**{**usual, **given})
 
 

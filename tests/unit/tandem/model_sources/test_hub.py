@@ -57,51 +57,48 @@ def serving(repositories: Mapping[str, Repository]) -> Iterator[Hub]:
         thread.join()
 
 
+class _RefusedError(Exception):
+    """A status, and the X-Error-Code."""
+
+
 class _Handler(BaseHTTPRequestHandler):
     repositories: Mapping[str, Repository]
     fetched: list[str]
-
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def do_GET(self) -> None:
-        self._answer()
 
     def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002
         """Say nothing."""
 
     def _answer(self) -> None:
         parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
-        match parts:
-            case ["api", "models", owner, name, "revision", revision]:
-                files = self._files(f"{owner}/{name}", revision)
-                if files is not None:
+        try:
+            match parts:
+                case ["api", "models", owner, name, "revision", revision]:
+                    self._files(f"{owner}/{name}", revision)
                     self._send_json({"id": f"{owner}/{name}", "sha": _commit(revision), "siblings": []})
-            case ["api", "models", owner, name, "tree", revision]:
-                files = self._files(f"{owner}/{name}", revision)
-                if files is not None:
+                case ["api", "models", owner, name, "tree", revision]:
+                    files = self._files(f"{owner}/{name}", revision)
                     self._send_json([_entry(path, content) for path, content in files.items()])
-            case [owner, name, "resolve", revision, *path]:
-                files = self._files(f"{owner}/{name}", revision)
-                if files is not None:
+                case [owner, name, "resolve", revision, *path]:
+                    files = self._files(f"{owner}/{name}", revision)
                     self._send_file("/".join(path), files["/".join(path)], revision)
-            case _:
-                self._refuse(404, "RepoNotFound")
+                case _:
+                    raise _RefusedError(404, "RepoNotFound")
+        except _RefusedError as refusal:
+            self._refuse(*refusal.args)
 
-    def _files(self, model_id: str, revision: str) -> Mapping[str, bytes] | None:
-        """The files of a revision; None after a refusal was sent."""
+    def _files(self, model_id: str, revision: str) -> Mapping[str, bytes]:
+        """The files of a revision."""
         repository = self.repositories.get(model_id)
         if repository is None:
-            self._refuse(404, "RepoNotFound")
-            return None
+            raise _RefusedError(404, "RepoNotFound")
         if repository.refusal is not None:
-            self._refuse(403, repository.refusal)
-            return None
+            raise _RefusedError(403, repository.refusal)
         for name, files in repository.revisions.items():
             if revision in (name, _commit(name)):
                 return files
-        self._refuse(404, "RevisionNotFound")
-        return None
+        raise _RefusedError(404, "RevisionNotFound")
+
+    do_HEAD = do_GET = _answer  # noqa: N815
 
     def _refuse(self, status: int, code: str) -> None:
         self.send_response(status)

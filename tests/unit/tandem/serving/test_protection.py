@@ -90,11 +90,7 @@ def test_each_method_requires_its_token(method: str, scope: Scope) -> None:
 
 @pytest.mark.parametrize(
     ("options", "admin_needs_token"),
-    [
-        ({}, False),
-        ({"auth_token": CLIENT}, True),
-        ({"host": "0.0.0.0", "insecure": True}, True),
-    ],
+    [({}, False), ({"auth_token": CLIENT}, True), ({"host": "0.0.0.0", "insecure": True}, True)],
 )
 def test_admin_calls_need_a_token_unless_this_machine_is_alone(
     options: dict[str, object], admin_needs_token: bool
@@ -206,7 +202,6 @@ def test_tokens_are_never_shown() -> None:
     assert settings.service_credentials.token == CLIENT
 
 
-TOKEN = "the-token-of-clients"
 UNAVAILABLE, UNAUTHENTICATED = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -226,21 +221,21 @@ def tls_options(files: Files) -> dict[str, object]:
 
 
 async def test_tls_and_a_token(files: Files, strangers: Files, capsys: pytest.CaptureFixture[str]) -> None:
-    right = Credentials(ca_file=files.ca, token=TOKEN)
+    right = Credentials(ca_file=files.ca, token=CLIENT)
     refused = {
         "no token": (replace(right, token=""), UNAUTHENTICATED, "has no token"),
-        "wrong token": (replace(right, token=TOKEN + "x"), UNAUTHENTICATED, "is not known"),
+        "wrong token": (replace(right, token=CLIENT + "x"), UNAUTHENTICATED, "is not known"),
         "another authority": (replace(right, ca_file=strangers.ca), UNAVAILABLE, ""),
         "another name": (replace(right, server_name="example.org"), UNAVAILABLE, ""),
-        "plain text": (Credentials(token=TOKEN), UNAVAILABLE, ""),
+        "plain text": (Credentials(token=CLIENT), UNAVAILABLE, ""),
     }
-    async with running(Scripted(), capsys, **tls_options(files), auth_token=TOKEN) as address:
+    async with running(Scripted(), capsys, **tls_options(files), auth_token=CLIENT) as address:
         assert await texts_from(address, right) == ["hello"]
         for case, (credentials, code, words) in refused.items():
             error = await refusal(address, credentials)
             assert error.code() is code, case
             assert words in (error.details() or ""), case
-            assert TOKEN not in (error.details() or ""), case
+            assert CLIENT not in (error.details() or ""), case
         assert await texts_from(address, right) == ["hello"]
 
 
@@ -255,9 +250,9 @@ async def test_mutual_tls(files: Files, strangers: Files, capsys: pytest.Capture
 
 
 async def test_health_is_open_and_reflection_is_not(capsys: pytest.CaptureFixture[str]) -> None:
-    async with running(Scripted(), capsys, auth_token=TOKEN) as address:
+    async with running(Scripted(), capsys, auth_token=CLIENT) as address:
         assert await health_of(address) == "SERVING"
-        for credentials, code in ((PLAIN, UNAUTHENTICATED), (Credentials(token=TOKEN), None)):
+        for credentials, code in ((PLAIN, UNAUTHENTICATED), (Credentials(token=CLIENT), None)):
             async with open_channel(address, credentials=credentials) as channel:
                 # The published stubs know only the synchronous channel.
                 stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]
@@ -276,9 +271,9 @@ async def test_a_renewed_certificate_is_served_without_a_restart(
     served = issued(tmp_path / "served")
     first = replace(served, ca=tmp_path / "first-ca.pem")
     first.ca.write_bytes(served.ca.read_bytes())
-    async with running(Scripted(), capsys, **tls_options(served), auth_token=TOKEN) as address:
-        before = Credentials(ca_file=first.ca, token=TOKEN)
-        after = Credentials(ca_file=served.ca, token=TOKEN)
+    async with running(Scripted(), capsys, **tls_options(served), auth_token=CLIENT) as address:
+        before = Credentials(ca_file=first.ca, token=CLIENT)
+        after = Credentials(ca_file=served.ca, token=CLIENT)
         async with open_channel(address, credentials=before) as connected:
             assert await texts_on(connected) == ["hello"]
             # The key alone, as in the middle of a renewal: the pair makes no sense, so the old one stays.
@@ -311,36 +306,36 @@ async def test_certificate_and_key_of_two_renewals_are_never_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     served, next_ = issued(tmp_path / "served"), issued(tmp_path / "next")
-    before = Credentials(ca_file=tmp_path / "before.pem", token=TOKEN)
+    before = Credentials(ca_file=tmp_path / "before.pem", token=CLIENT)
     (tmp_path / "before.pem").write_bytes(served.ca.read_bytes())
-    async with running(Scripted(), capsys, **tls_options(served), auth_token=TOKEN) as address:
+    async with running(Scripted(), capsys, **tls_options(served), auth_token=CLIENT) as address:
         served.cert.touch()
         renew_once_half_is_read(monkeypatch, served, next_)
         assert await texts_from(address, before) == ["hello"], (
             "the old pair holds while the new one is half read"
         )
-        assert await texts_from(address, Credentials(ca_file=served.ca, token=TOKEN)) == ["hello"]
+        assert await texts_from(address, Credentials(ca_file=served.ca, token=CLIENT)) == ["hello"]
 
 
 async def test_renewed_tokens_apply_from_the_next_call_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     served, shown = tmp_path / "served", tmp_path / "shown"
-    served.write_text(f"{TOKEN}\n", encoding="utf-8")
-    shown.write_text(TOKEN, encoding="utf-8")
+    served.write_text(f"{CLIENT}\n", encoding="utf-8")
+    shown.write_text(CLIENT, encoding="utf-8")
     new = "a-token-that-is-new"
     async with (
         running(Scripted(), capsys, auth_token_file=served) as address,
         open_channel(address, credentials=Credentials(token_file=shown)) as channel,
     ):
         assert await texts_on(channel) == ["hello"]
-        served.write_text(f"{TOKEN}\n{new}\n", encoding="utf-8")
+        served.write_text(f"{CLIENT}\n{new}\n", encoding="utf-8")
         assert await texts_on(channel) == ["hello"], "both hold while they are exchanged"
         shown.write_text(new, encoding="utf-8")
         assert await texts_on(channel) == ["hello"]
         served.write_text(f"{new}\n", encoding="utf-8")
         assert await texts_on(channel) == ["hello"]
-        assert (await refusal(address, Credentials(token=TOKEN))).code() is UNAUTHENTICATED
+        assert (await refusal(address, Credentials(token=CLIENT))).code() is UNAUTHENTICATED
         served.write_text("", encoding="utf-8")
         assert await texts_on(channel) == ["hello"], "an empty file is a mistake, not an open door"
         assert (await refusal(address)).code() is UNAUTHENTICATED
@@ -366,8 +361,7 @@ DAY = timedelta(days=1)
 
 def issue(folder: Path, ends: datetime) -> dict[str, object]:
     """Options for a server whose certificate ends then."""
-    files = issued(folder, trustme.CA(), not_after=ends)
-    return {"tls_cert_file": files.cert, "tls_key_file": files.key}
+    return tls_options(issued(folder, trustme.CA(), not_after=ends))
 
 
 def words(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -95,17 +95,10 @@ async def test_hits_are_counted_by_rank() -> None:
 async def test_a_large_fleet_is_counted_completely_and_listed_partly() -> None:
     def replica(index: int) -> ReplicaSnapshot:
         return ReplicaSnapshot(
-            role=Role.DRAFT,
-            address=f"10.0.0.{index}:1",
-            state=ReplicaState.READY,
-            reason="",
-            since_seconds=1.0,
-            open_sequences=0,
-            round_trip_seconds=None,
-            step_seconds=None,
-            figures=speculation_stats_of((2, 1)),
+            role=Role.DRAFT, address=f"10.0.0.{index}:1", state=ReplicaState.READY, reason="", since_seconds=1.0,
+            open_sequences=0, round_trip_seconds=None, step_seconds=None, figures=speculation_stats_of((2, 1)),
             model=None,
-        )
+        )  # fmt: skip
 
     replicas = [replica(index) for index in range(500)]
     registry = registry_of(lambda: state(replicas=replicas))

@@ -239,16 +239,9 @@ def test_chunks_survive(finish_reason: FinishReason) -> None:
     state = SpeculationState(False, 0, "why", (DecidingFigure("with the draft", 95.25, "tokens/s"),))
     summary = Summary(finish_reason, 4, 9, stats, "id", -5, state)
     chunk = Chunk(
-        "héllo",
-        (1, 2),
-        (True, False),
-        (2, 3),
-        summary,
-        4,
-        (TokenLogprobs(-0.5, (1, 7), (-0.5, -1.25)), TokenLogprobs(-2.0)),
-        drafted_ahead=True,
-        draft_probs=(0.5, 0.25),
-        target_probs=(0.75, 1.0),
-    )
+        "héllo", (1, 2), (True, False), (2, 3), summary, 4,
+        (TokenLogprobs(-0.5, (1, 7), (-0.5, -1.25)), TokenLogprobs(-2.0)), drafted_ahead=True,
+        draft_probs=(0.5, 0.25), target_probs=(0.75, 1.0),
+    )  # fmt: skip
     assert generation.chunk_from_proto(generation.chunk_to_proto(chunk)) == chunk
     assert generation.chunk_from_proto(generation.chunk_to_proto(Chunk("", (), (), ()))).summary is None

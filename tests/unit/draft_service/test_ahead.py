@@ -24,7 +24,7 @@ from tandem.engine.core.selection import Backends
 from tandem.engine.models.loading import LoadedModel
 from tandem.engine.rows import TORCH_SAMPLER
 from tandem.engine.settings import EngineSettings
-from tandem.errors import InvalidRequestError, TandemError
+from tandem.errors import InvalidRequestError
 from tandem.types import (
     MAX_AHEAD_TOKENS,
     AheadBudget,
@@ -83,7 +83,7 @@ class Round:
         return [column.distributions[rank] for column in self.columns if rank < len(column.distributions)]
 
 
-def queue_of(sequence: DraftedSequence) -> asyncio.Queue[DraftedOutcomes | TandemError]:
+def queue_of(sequence: DraftedSequence) -> asyncio.Queue[DraftedOutcomes | Exception]:
     assert sequence.pushed is not None
     return sequence.pushed
 

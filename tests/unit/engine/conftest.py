@@ -40,6 +40,16 @@ class TinyModel:
         return replace(self.backends, native=replace(native, trace=self.trace))
 
 
+def saved_model(folder: Path, config: Any) -> TinyModel:
+    """A model of this configuration, written to the folder."""
+    reference = save_checkpoint(folder, config)
+    backends = choose_backends(load_model(folder, dtype="float32"))
+    if backends.native is None:
+        return TinyModel(folder, reference, backends)
+    untraced = replace(backends, native=replace(backends.native, trace=None))
+    return TinyModel(folder, reference, untraced, backends.native.trace)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _quiet_and_single_threaded() -> Iterator[None]:
     threads = torch.get_num_threads()
@@ -56,12 +66,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny
 
     def make(family: str) -> TinyModel:
         if family not in made:
-            folder = tmp_path_factory.mktemp(family)
-            reference = save_checkpoint(folder, CONFIGS[family]())
-            backends = choose_backends(load_model(folder, dtype="float32"))
-            trace = None if backends.native is None else backends.native.trace
-            native = None if backends.native is None else replace(backends.native, trace=None)
-            made[family] = TinyModel(folder, reference, replace(backends, native=native), trace)
+            made[family] = saved_model(tmp_path_factory.mktemp(family), CONFIGS[family]())
         return made[family]
 
     return make

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
-from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -14,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.rejection import Noise, Round
-from coordinator.rejection.rounds import Race
 from tandem.engine.rows import masked
 from tandem.grammar import GrammarState
 from tandem.types import (
@@ -30,23 +27,13 @@ from tandem.types import (
     SupportRow,
     Verification,
 )
-from tests.unit.coordinator.rejection.builders import (
-    SAMPLED,
-    Accept,
-    GivenNoise,
-    block,
-    law,
-    residual,
-    uniforms,
-)
+from tests.unit.coordinator.rejection.builders import SAMPLED, Accept, block, residual, uniforms
 from tests.unit.coordinator.rejection.enumeration import (
-    SAMPLING,
     Distribution,
     Model,
     Setting,
     Tokens,
     mean_accepted,
-    measure,
     output_distribution,
     target_distribution,
     total_variation,
@@ -146,11 +133,6 @@ def test_block_accepts_at_least_as_much(pair: str) -> None:
         assert at_once > token_by_token + 0.01
 
 
-def test_block_equals_residual_for_one_token() -> None:
-    setting = Setting(TARGET, DRAFT, token_count=1)
-    assert mean_accepted(block, setting) == pytest.approx(mean_accepted(residual, setting), abs=1e-12)
-
-
 def test_the_sum_over_branches_detects_a_small_mistake() -> None:
     """A rule that accepts one token in 10**9 too many must fail."""
 
@@ -168,74 +150,6 @@ def test_the_sum_over_branches_detects_a_small_mistake() -> None:
     target, draft = PAIRS["both positive"]
     actual = output_distribution(accept, Setting(target, draft, 1), length=1)
     assert total_variation(actual, target_distribution(target, 1)) > 10 * TOLERANCE
-
-
-TARGET_PROBS = np.array([0.7, 0.3])
-DRAFT_PROBS = np.array([0.4, 0.6])
-IDS = np.array([0, 1])
-NO_IDS = np.array([], dtype=np.int64)
-
-
-def _two_tokens(accept: Accept, proposed: Tokens, uniforms: Sequence[float]) -> tuple[int, int]:
-    """Return the first two tokens if the noise at a position is the same in every round.
-
-    Args:
-        accept: The rule.
-        proposed: Tokens that the draft proposes at positions 0, 1 and 2 in every round.
-        uniforms: Acceptance uniforms of positions 0, 1 and 2, then recovery uniforms of positions 0 and 1.
-    """
-    first = _round(accept, 0, proposed[:2], Inverting(uniforms[:2], [*uniforms[3:], 0.5]))
-    if len(first) > 1:
-        return first[0], first[1]
-    second = _round(accept, 1, proposed[1:], Inverting(uniforms[1:3], [uniforms[4], 0.5, 0.5]))
-    return first[0], second[0]
-
-
-class Inverting(GivenNoise):
-    """Chooses the token after i accepted ones by inversion, with the uniform at i."""
-
-    def __init__(self, accept: Sequence[float], recover: Sequence[float]) -> None:
-        super().__init__(accept)
-        self._recover = recover
-
-    def sample(self, races: Sequence[Race]) -> list[int]:
-        return [self._inverted(race) for race in races]
-
-    def _inverted(self, race: Race) -> int:
-        left = self._recover[race.accepted_count]
-        probs = law(race)
-        for token, prob in probs.items():
-            left -= prob
-            if left < 0.0:
-                return token
-        return token
-
-
-def _round(accept: Accept, base_length: int, proposed: Tokens, uniforms: Inverting) -> Tokens:
-    count = len(proposed)
-    proposal = Proposal(base_length, proposed, (SparseDistribution(IDS, DRAFT_PROBS),) * count)
-    row, last = SupportRow(IDS, TARGET_PROBS, 0.0, -1), SupportRow(NO_IDS, NO_IDS.astype(float), 1.0, 0)
-    acceptance = accept(proposal, Verification(base_length, (row,) * count + (last,)), SAMPLING, uniforms)
-    return (*proposed[: acceptance.accepted_count], acceptance.next_token_id)
-
-
-def _bias(accept: Accept) -> float:
-    """Return the total variation distance of the first two tokens from the target's."""
-    actual: defaultdict[Tokens, float] = defaultdict(float)
-    for proposed in itertools.product((0, 1), repeat=3):
-        mass = float(np.prod(DRAFT_PROBS[list(proposed)]))
-        outcomes = measure(lambda point, proposed=proposed: _two_tokens(accept, proposed, point), 5)  # type: ignore[misc]
-        for tokens, share in outcomes.items():
-            actual[tokens] += mass * share
-    return total_variation(actual, target_distribution(lambda tokens: TARGET_PROBS.tolist(), 2))
-
-
-def test_block_verification_needs_fresh_noise() -> None:
-    assert _bias(block) == pytest.approx(0.045, abs=1e-9)
-
-
-def test_token_by_token_rejection_stays_exact_with_reused_noise() -> None:
-    assert _bias(residual) == pytest.approx(0.0, abs=1e-12)
 
 
 PERIOD = (("a", "b"), ("b", "c"), ("a", "c"))

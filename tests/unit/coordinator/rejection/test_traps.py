@@ -67,16 +67,6 @@ def test_a_proposal_may_end_with_an_unlikely_token(accept: Accept) -> None:
     assert total_variation(actual, expected) < 1e-12
 
 
-@pytest.mark.parametrize("accept", RULES)
-def test_a_proposal_must_not_end_before_an_unlikely_token(accept: Accept) -> None:
-    """Otherwise the length of a proposal depends on a token that the draft drew and did not send."""
-    setting = Setting(
-        lambda tokens: TARGET_PROBS, lambda tokens: DRAFT_PROBS, token_count=2, sent_count=_first_unsure
-    )
-    actual, expected = output_distribution(accept, setting, 2), target_distribution(setting.target, 2)
-    assert total_variation(actual, expected) > 0.1
-
-
 # Trap: the noise of the proposal is reused for acceptance, or that of acceptance for recovery.
 
 

@@ -396,18 +396,6 @@ async def test_no_more_than_max_sequences_are_open(llama: TinyModel) -> None:
         await settle(engine)
 
 
-async def test_a_request_that_is_cancelled_while_room_is_granted_holds_none(llama: TinyModel) -> None:
-    async with running(llama.backends, RowsHead(), max_sequences=1) as engine:
-        await engine.open(8)
-        waiting = asyncio.create_task(engine.open(8))
-        await asyncio.sleep(0)
-        engine._places.leave("")  # grants the room; the waiter has not run yet
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        await settle(engine)
-
-
 @pytest.mark.parametrize("max_length", [0, -1, 193])
 async def test_unserved_lengths_are_refused(llama: TinyModel, max_length: int) -> None:
     async with running(llama.backends, RowsHead()) as engine:
@@ -459,19 +447,6 @@ def step(watchdog: StepWatchdog, clock: Clock, tokens: int, seconds: float) -> N
     watchdog.begin(tokens)
     clock.now += seconds
     watchdog.end()
-
-
-def test_a_step_that_does_not_end_is_overdue_until_it_ends(clock: Clock) -> None:
-    watchdog = StepWatchdog(clock=clock)
-    clock.now += 1000.0
-    assert watchdog.overdue_seconds == 0.0, "nothing runs"
-    watchdog.begin(4)
-    clock.now += LEAST_SECONDS
-    assert watchdog.overdue_seconds == 0.0
-    clock.now += 1.0
-    assert watchdog.overdue_seconds == LEAST_SECONDS + 1.0
-    watchdog.end()
-    assert watchdog.overdue_seconds == 0.0
 
 
 def test_a_large_step_of_a_slow_model_has_time(clock: Clock) -> None:

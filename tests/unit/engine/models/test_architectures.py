@@ -70,12 +70,8 @@ async def test_greedy_text_survives_rejected_proposals_and_repeated_messages(mod
         delta = Delta(0, prompt)
         for token_id in expected:
             proposal = [token_id, 3, 4, 5]  # the first is right, the others are what a bad draft would say
-            verified = await rows(
-                engine, sequence, Delta(delta.base_length, [*delta.token_ids, *proposal]), 5
-            )
-            repeated = await rows(
-                engine, sequence, Delta(delta.base_length, [*delta.token_ids, *proposal]), 5
-            )
+            sent = Delta(delta.base_length, [*delta.token_ids, *proposal])
+            verified, repeated = [await rows(engine, sequence, sent, 5) for _ in range(2)]
             assert torch.allclose(verified, repeated, atol=1e-4)
             assert int(verified[0].argmax()) == token_id
             token_ids.append(token_id)
@@ -130,24 +126,15 @@ _LONG = [5 + step % 80 for step in range(60)]
 
 
 def _config() -> Any:
+    rope = {
+        "rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0],
+        "original_max_position_embeddings": _ORIGINAL,
+    }  # fmt: skip
     return hf.Phi3Config(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=128,
-        original_max_position_embeddings=_ORIGINAL,
-        initializer_range=0.3,
-        pad_token_id=0,
-        rope_parameters={
-            "rope_type": "longrope",
-            "rope_theta": 100.0,
-            "short_factor": [1.0] * 4,
-            "long_factor": [2.0, 3.0, 4.0, 5.0],
-            "original_max_position_embeddings": _ORIGINAL,
-        },
-    )
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=128, original_max_position_embeddings=_ORIGINAL, initializer_range=0.3,
+        pad_token_id=0, rope_parameters=rope,
+    )  # fmt: skip
 
 
 async def test_a_long_stranger_does_not_change_a_short_text(tmp_path: Path) -> None:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from tandem.engine.core.selection import choose_backends
 from tandem.engine.kv_cache.arena import group_layers
-from tandem.engine.models.loading import load_model
 from tandem.types import Delta
 from tests.unit.engine.backends.branch_jobs import Branches, poison, run_together
-from tests.unit.engine.conftest import TinyModel
+from tests.unit.engine.conftest import TinyModel, saved_model
 from tests.unit.engine.greedy import (
     GreedyHead,
     RowsHead,
@@ -27,23 +23,13 @@ from tests.unit.engine.greedy import (
     running,
     settle,
 )
-from tests.unit.engine.tiny_models import CONFIGS, VOCABULARY_SIZE, WINDOW, save_checkpoint
+from tests.unit.engine.tiny_models import CONFIGS, VOCABULARY_SIZE, WINDOW
 
 _LENGTH = 640
 _PAGE_TOKENS = 64
 _MAX_PAGES = 5
 """Of a sequence in a group with a window: the window, what a rollback reaches and a chunk of 64 tokens."""
 _TOKEN_COUNT = 5
-
-
-def _long(family: str, folder: Path) -> TinyModel:
-    config = CONFIGS[family]()
-    config.max_position_embeddings = _LENGTH
-    reference = save_checkpoint(folder, config)
-    backends = choose_backends(load_model(folder, dtype="float32"))
-    trace = None if backends.native is None else backends.native.trace
-    native = None if backends.native is None else replace(backends.native, trace=None)
-    return TinyModel(folder, reference, replace(backends, native=native), trace)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +39,9 @@ def long_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny
 
     def make(family: str) -> TinyModel:
         if family not in made:
-            made[family] = _long(family, tmp_path_factory.mktemp(family))
+            config = CONFIGS[family]()
+            config.max_position_embeddings = _LENGTH
+            made[family] = saved_model(tmp_path_factory.mktemp(family), config)
         return made[family]
 
     return make

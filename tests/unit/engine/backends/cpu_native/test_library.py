@@ -177,16 +177,20 @@ def test_unusable_kernels_of_an_installation_are_logged_once(
     assert "another interface: interface version" in vars(record)["reason"]
 
 
-def test_warnings_of_the_compiler_are_logged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    compiler = tmp_path / "warning-c++"
+def _use_compiler(monkeypatch: pytest.MonkeyPatch, folder: Path, says: str) -> None:
+    """A compiler that makes an empty file, and says what a line of the shell does."""
+    compiler = folder / "own-c++"
     compiler.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && exit 0\nfor last; do :; done\n: >"$last"\n'
-        '[ "$1" = -shared ] || echo "kernels.cpp:7: warning: unused" >&2\n'
+        f'#!/bin/sh\n[ "$1" = --version ] && exit 0\n{says}\nfor last; do :; done\n: >"$last"\n'
     )
     compiler.chmod(0o700)
     monkeypatch.setenv("CXX", str(compiler))
+
+
+def test_warnings_of_the_compiler_are_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _use_compiler(monkeypatch, tmp_path, '[ "$1" = -shared ] || echo "kernels.cpp:7: warning: unused" >&2')
     with caplog.at_level(logging.WARNING):
         assert built_kernels(tmp_path / "cache").is_file()
     (record,) = caplog.records
@@ -195,12 +199,7 @@ def test_warnings_of_the_compiler_are_logged(
 
 def test_compiled_kernels_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = tmp_path / "calls"
-    compiler = tmp_path / "counting-c++"
-    compiler.write_text(
-        f'#!/bin/sh\necho "$@" >>{calls}\n[ "$1" = --version ] && exit 0\nfor last; do :; done\n: >"$last"\n'
-    )
-    compiler.chmod(0o700)
-    monkeypatch.setenv("CXX", str(compiler))
+    _use_compiler(monkeypatch, tmp_path, f'echo "$@" >>{calls}')
     first = built_kernels(tmp_path / "cache")
     compiled = calls.read_text().count("kernels.cpp")
     assert built_kernels(tmp_path / "cache") == first
@@ -208,9 +207,8 @@ def test_compiled_kernels_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert stat.S_IMODE((tmp_path / "cache").stat().st_mode) == 0o700
 
 
+@needs_compiler
 def test_a_folder_that_others_can_write_to_is_not_trusted(tmp_path: Path) -> None:
-    if not CAN_COMPILE:
-        pytest.skip("there is no C++ compiler")
     tmp_path.chmod(0o777)
     with pytest.raises(BuildError, match="others can write to"):
         built_kernels(tmp_path)

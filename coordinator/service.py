@@ -20,8 +20,7 @@ from coordinator.requests.runner import RequestRunner
 from coordinator.servicer import GenerationServicer
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.settings.live import LiveConfig
-from coordinator.telemetry.observer import State
-from coordinator.telemetry.setup import CoordinatorTelemetry
+from coordinator.telemetry.observer import Observer, State, observer_for
 from tandem.admin import Status
 from tandem.errors import ServiceUnavailableError
 from tandem.grammar import Grammars
@@ -48,21 +47,19 @@ class CoordinatorService(Service):
     def __init__(
         self,
         settings: CoordinatorSettings,
-        telemetry: CoordinatorTelemetry | None = None,
+        observer: Observer | None = None,
         http_socket: socket.socket | None = None,
     ) -> None:
         """Set everything up; nothing is connected yet.
 
         Args:
-            telemetry: In place of what the settings ask for.
+            observer: In place of the one that the settings ask for.
             http_socket: A socket that listens for HTTP already; None: bind one.
         """
         self._settings = settings
         self.live_config = LiveConfig(settings)
-        self.telemetry = telemetry or CoordinatorTelemetry.of(
-            settings, is_read=settings.http_port is not None
-        )
-        self.completions = RequestRunner(self.live_config, self.telemetry.observer)
+        self.observer = observer or observer_for(settings, is_read=settings.http_port is not None)
+        self.completions = RequestRunner(self.live_config, self.observer)
         self.interceptors = (AdmissionInterceptor(self.completions), LargeRequests())
         self.replicas = ReplicaRegistry(settings, settings.service_credentials)
         self.administration = Administration(self.completions, self.live_config, self.replicas)
@@ -103,7 +100,7 @@ class CoordinatorService(Service):
 
     async def metrics(self) -> tuple[bytes, str] | None:
         """The metrics that HTTP shows."""
-        return self.telemetry.prometheus_text()
+        return self.observer.prometheus_text()
 
     @property
     def http_url(self) -> str | None:
@@ -128,7 +125,7 @@ class CoordinatorService(Service):
             IncompatibleModelsError: draft and target break a rule.
             ConfigurationError: the Prometheus port cannot be bound, or the chat template is none.
         """
-        self.telemetry.start()
+        self.observer.start()
         if self.answers_while_starting:
             self._start_http()
         await self.replicas.start(self._wait_for)
@@ -141,7 +138,7 @@ class CoordinatorService(Service):
         self._grammars = CheckedGrammars(tokens)
         models = Models(target_info, None, encoder, self._grammars)
         completions.connect(self.replicas, models)
-        self.telemetry.ready(target_info.name, self._state)
+        self.observer.ready(target_info.name, self._state)
         # Without HTTP the process of the template starts with the first chat.
         await self.chats.meet(files, is_checked=self._http is not None)
         ready = [shot for shot in self.replicas.snapshots() if shot.state is ReplicaState.READY]
@@ -188,7 +185,7 @@ class CoordinatorService(Service):
         if self._http is not None:
             await self._http.close()
         self.completions.stats.close()
-        await self.telemetry.close()
+        await self.observer.close()
         await self.replicas.close()
 
     async def _tokenizer_files(self) -> dict[str, bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, Counter, Metric
@@ -22,7 +23,7 @@ from coordinator.stats.speculation import (
 from coordinator.telemetry.observer import State
 from tandem.replica import ReplicaState, Role
 from tandem.rpc.channels import MessageWaits
-from tandem.telemetry.metrics import LATENCY_SECONDS, STEP_SECONDS, TOKENS, Histogram, Samples, Series, family
+from tandem.telemetry.metrics import LATENCY_SECONDS, STEP_SECONDS, TOKENS, Histogram, Series, family
 from tandem.types import PositionStats, SpeculationStats
 
 OUTCOMES = (
@@ -36,7 +37,7 @@ OUTCOMES = (
     "aborted",
     "error",
 )
-"""Outcomes of a request."""
+"""Of a request."""
 FALLBACKS = ("draft_lost", "draft_late", "draft_paused")
 """Events after which the target continues alone."""
 FAILOVERS = ("target_lost", "target_resumed", "draft_resumed")
@@ -57,39 +58,29 @@ _MAX_POSITIONS = 32
 class RequestMetrics:
     """Metrics that requests add to. All series exist from the start: a rate needs a first value."""
 
-    def __init__(
-        self,
-        registry: CollectorRegistry,
-        model_name: str,
-        *,
-        measures_waits: bool = False,
-    ) -> None:
+    def __init__(self, registry: CollectorRegistry, model_name: str, *, measures_waits: bool = False) -> None:
         """Register all of them, with the target's name as a label; `measures_waits` adds `MessageWaits`."""
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"tandem_{name}", text, ("model_name", *labels), registry=registry)
-
-        def histogram(
-            name: str, text: str, bounds: Sequence[float] = LATENCY_SECONDS, *labels: str
-        ) -> Histogram:
-            return Histogram(f"tandem_{name}", text, ("model_name", *labels), bounds, registry)
-
-        def by(counted: Counter, values: tuple[str, ...]) -> dict[str, Counter]:
+        def counters(name: str, text: str, label: str, values: Sequence[str]) -> dict[str, Counter]:
+            counted = Counter(f"tandem_{name}", text, ("model_name", label), registry=registry)
             return {value: counted.labels(model_name, value) for value in values}
 
         def times(name: str, text: str, bounds: Sequence[float] = LATENCY_SECONDS) -> Series:
-            return histogram(name, text, bounds).labels(model_name)
+            return Histogram(f"tandem_{name}", text, ("model_name",), bounds, registry).labels(model_name)
 
-        self.requests = by(counter("requests", "Requests that ended, by outcome.", "outcome"), OUTCOMES)
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that began.").labels(
-            model_name
-        )
-        fallbacks = counter("fallbacks", "Times that the target went on alone.", "kind")
-        failovers = counter("failovers", "Times that a sequence changed its replica.", "kind")
-        self.events = by(fallbacks, FALLBACKS) | by(failovers, FAILOVERS)
+        def parts(name: str, text: str, label: str, values: Sequence[str]) -> dict[str, Series]:
+            timed = Histogram(f"tandem_{name}", text, ("model_name", label), STEP_SECONDS, registry)
+            return {value: timed.labels(model_name, value) for value in values}
+
+        self.requests = counters("requests", "Requests that ended, by outcome.", "outcome", OUTCOMES)
+        text = "Prompt tokens of requests that began."
+        prompts = Counter("tandem_prompt_tokens", text, ("model_name",), registry=registry)
+        self.prompt_tokens = prompts.labels(model_name)
+        fallbacks = counters("fallbacks", "Times that the target went on alone.", "kind", FALLBACKS)
+        failovers = counters("failovers", "Times that a sequence changed its replica.", "kind", FAILOVERS)
+        self.events = fallbacks | failovers
         text = "Time of a round by phase, the first round left out."
-        phases = histogram("round_phase_seconds", text, STEP_SECONDS, "phase")
-        self._phases = {phase: phases.labels(model_name, phase) for phase in PHASES}
+        self._phases = parts("round_phase_seconds", text, "phase", PHASES)
         self._inter_token = times("inter_token_latency_seconds", "Between two chunks of a request.")
         self.prefill = times("prefill_seconds", "First round of a request.")
         self.first_token = times("time_to_first_token_seconds", "From arrival to the first token.")
@@ -104,11 +95,9 @@ class RequestMetrics:
         self.event_loop_wait: Series | None = None
         if measures_waits:
             text = "Time that a round waits in the coordinator, by place; with measure_waits."
-            waits = histogram("round_wait_seconds", text, STEP_SECONDS, "place")
-            self.event_loop_wait, answer, question = (
-                waits.labels(model_name, place) for place in WAIT_PLACES
-            )
-            self.message_waits = MessageWaits(answer.observe, question.observe)
+            waits = parts("round_wait_seconds", text, "place", WAIT_PLACES)
+            self.event_loop_wait = waits["event_loop"]
+            self.message_waits = MessageWaits(waits["answer"].observe, waits["question"].observe)
 
     def round(self, timed: RoundTimes) -> None:
         """Time a round that is not a request's first."""
@@ -119,140 +108,124 @@ class RequestMetrics:
 
 # ---- the coordinator's state at scrape time
 
+_Make = Callable[..., Metric]
+"""`family` for the model: takes a name, a text, values by labels, and the labels' names."""
+
 
 def state_metrics(state: State, wire_bytes: Mapping[tuple[str, str], int]) -> Iterator[Metric]:
     """Load, bytes by peer and direction, speculation, decisions and replicas."""
-    model = (state.model_name,)
-    yield _gauge("num_requests_running", "Requests that have a place.", [(model, state.running)])
-    yield _gauge("num_requests_waiting", "Requests that wait for a place.", [(model, state.queued)])
-    yield _counter("generation_tokens", "Tokens generated.", [(model, state.generated_tokens)])
+    model = {"model_name": state.model_name}
+    gauge: _Make = partial(family, GaugeMetricFamily, model)
+    counter: _Make = partial(family, CounterMetricFamily, model)
+    yield gauge("num_requests_running", "Requests that have a place.", {(): state.running})
+    yield gauge("num_requests_waiting", "Requests that wait for a place.", {(): state.queued})
+    yield counter("generation_tokens", "Tokens generated.", {(): state.generated_tokens})
     text = "Serialized messages between coordinator and services."
-    wire = [((*model, *at), count) for at, count in wire_bytes.items()]
-    yield _counter("wire_bytes", text, wire, "peer", "direction")
-    yield from _speculation(state)
+    yield counter("wire_bytes", text, wire_bytes, "peer", "direction")
+    yield from _speculation(state, counter)
     if state.recent.drafted:
-        yield from _recent(state.model_name, state.recent)
-    yield from _decisions(state)
-    counts = collections.Counter((shot.role, shot.state) for shot in state.replicas)
-    roles = [((*model, role.value, each.value), counts[role, each]) for role in Role for each in ReplicaState]
-    yield _gauge("replicas", "Replicas by state.", roles, "role", "state")
-    yield from _replicas(state)
+        yield from _recent(state.recent, gauge)
+    yield from _decisions(state, gauge, counter)
+    yield from _replicas(state, gauge, counter)
 
 
-_Family = Callable[..., Metric]
-
-
-def _gauge(name: str, text: str, samples: Samples, *labels: str) -> Metric:
-    return family(GaugeMetricFamily, name, text, ("model_name", *labels), samples)
-
-
-def _counter(name: str, text: str, samples: Samples, *labels: str) -> Metric:
-    return family(CounterMetricFamily, name, text, ("model_name", *labels), samples)
-
-
-def _speculation(state: State) -> Iterator[Metric]:
+def _speculation(state: State, counter: _Make) -> Iterator[Metric]:
     """Counts since the start. Rules and usual positions have series from the start on: a rate needs a first value."""
-    model, total = state.model_name, summed(state.by_rule.values())
     rules = {strategy.name: SpeculationStats() for strategy in STRATEGIES} | dict(state.by_rule)
-    of_rules: tuple[tuple[str, str, Callable[[SpeculationStats], int]], ...] = (
-        ("rounds", "Verifications, with or without a proposal.", lambda stats: stats.rounds),
+    for name, text, count in (
+        ("rounds", "Verifications, with or without a proposal.", attrgetter("rounds")),
         ("drafts", "Verifications that had a proposal.", proposals),
-        ("draft_tokens", "Tokens proposed.", lambda stats: stats.drafted),
-        ("accepted_tokens", "Tokens proposed and accepted.", lambda stats: stats.accepted),
-    )
-    for name, text, count in of_rules:
-        counts = [((model, rule), count(stats)) for rule, stats in rules.items()]
-        yield _counter(f"spec_decode_num_{name}", text, counts, "rule")
+        ("draft_tokens", "Tokens proposed.", attrgetter("drafted")),
+        ("accepted_tokens", "Tokens proposed and accepted.", attrgetter("accepted")),
+    ):
+        counts = {(rule,): count(stats) for rule, stats in rules.items()}
+        yield counter(f"spec_decode_num_{name}", text, counts, "rule")
+    total = summed(state.by_rule.values())
     positions = [*total.positions[:_MAX_POSITIONS]]
     usual = min(state.num_speculative_tokens, _MAX_POSITIONS)
     positions += [PositionStats() for _ in range(usual - len(positions))]
     # From 1, as everything else here counts positions; vLLM's metric of that name counts from 0.
-    named = [(str(number), [position]) for number, position in enumerate(positions, start=1)]
+    places = {(str(number),): [position] for number, position in enumerate(positions, start=1)}
     if beyond := total.positions[_MAX_POSITIONS:]:
-        named.append((f"{_MAX_POSITIONS + 1}+", beyond))
-    of_positions: tuple[tuple[str, str, Callable[[PositionStats], int]], ...] = (
-        ("draft", "Tokens proposed at a position.", lambda position: position.drafted),
-        ("accepted", "Tokens accepted at a position.", lambda position: position.accepted),
-        ("reached", "Tokens proposed at a position, all before them accepted.", lambda at: at.reached),
-    )
-    for name, text, of in of_positions:
-        counts = [((model, place), sum(map(of, several))) for place, several in named]
-        yield _counter(f"spec_decode_num_{name}_tokens_per_pos", text, counts, "position")
+        places[f"{_MAX_POSITIONS + 1}+",] = beyond
+    for name, text, field in (
+        ("draft", "Tokens proposed at a position.", "drafted"),
+        ("accepted", "Tokens accepted at a position.", "accepted"),
+        ("reached", "Tokens proposed at a position, all before them accepted.", "reached"),
+    ):
+        counts = {place: sum(map(attrgetter(field), several)) for place, several in places.items()}
+        yield counter(f"spec_decode_num_{name}_tokens_per_pos", text, counts, "position")
     text = "Rounds that a target had begun before it was asked."
-    yield _counter("led_rounds", text, [((model,), total.lead.rounds)])
+    yield counter("led_rounds", text, {(): total.lead.rounds})
     text = "Rounds that targets began before they were asked, and that were not wanted."
-    yield _counter("wasted_rounds", text, [((model,), total.lead.wasted)])
+    yield counter("wasted_rounds", text, {(): total.lead.wasted})
     ahead = total.ahead
     text = "Rounds whose proposal was to be drafted ahead."
-    yield _counter("draft_ahead_awaited_rounds", text, [((model,), ahead.awaited)])
+    yield counter("draft_ahead_awaited_rounds", text, {(): ahead.awaited})
     text = "Usual time to wait for a proposal, added up over the hits."
-    yield _counter("draft_ahead_saved_seconds", text, [((model,), ahead.saved_seconds)])
-    by_rank = dict(enumerate(ahead.hits_by_rank, start=1))
-    ranks = [((model, str(rank)), by_rank.get(rank, 0)) for rank in range(1, MAX_RANKS + 1)]
-    ranks.append(((model, f"{MAX_RANKS + 1}+"), ahead.hits - sum(ahead.hits_by_rank)))
+    yield counter("draft_ahead_saved_seconds", text, {(): ahead.saved_seconds})
+    ranks = {(str(rank),): 0 for rank in range(1, MAX_RANKS + 1)}
+    ranks |= {(str(rank),): hits for rank, hits in enumerate(ahead.hits_by_rank, start=1)}
+    ranks[f"{MAX_RANKS + 1}+",] = ahead.hits - sum(ahead.hits_by_rank)
     text = "Of these, those that found it, by place of the outcome from 1 on."
-    yield _counter("draft_ahead_hits", text, ranks, "rank")
+    yield counter("draft_ahead_hits", text, ranks, "rank")
 
 
-def _recent(model: str, recent: SpeculationStats) -> Iterator[Metric]:
+def _recent(recent: SpeculationStats, gauge: _Make) -> Iterator[Metric]:
     text = "Share of the proposed tokens that were accepted, last minute."
-    yield _gauge("spec_decode_acceptance_rate", text, [((model,), acceptance_rate(recent))])
+    yield gauge("spec_decode_acceptance_rate", text, {(): acceptance_rate(recent)})
     text = "Accepted tokens by verification, last minute (MAX)."
-    yield _gauge("spec_decode_avg_acceptance_length", text, [((model,), acceptance_length(recent))])
+    yield gauge("spec_decode_avg_acceptance_length", text, {(): acceptance_length(recent)})
+    text = "Acceptance rate at a position, last minute."
     for name, rates in (
-        ("acceptance_rate_per_position", cumulative_rates(recent)),
-        ("conditional_acceptance_rate_per_position", conditional_rates(recent)),
+        ("acceptance_rate", cumulative_rates(recent)),
+        ("conditional_acceptance_rate", conditional_rates(recent)),
     ):
-        samples = [((model, str(position)), rate) for position, rate in enumerate(rates, start=1)]
-        yield _gauge(
-            f"spec_decode_{name}", "Acceptance rate at a position, last minute.", samples, "position"
-        )
+        by_position = {(str(position),): rate for position, rate in enumerate(rates, start=1)}
+        yield gauge(f"spec_decode_{name}_per_position", text, by_position, "position")
 
 
-def _decisions(state: State) -> Iterator[Metric]:
+def _decisions(state: State, gauge: _Make, counter: _Make) -> Iterator[Metric]:
+    # Here and with replicas the number of series stays bounded.
     names = ("target", "rule", "temperatures", "sequences", "ahead")
-    decided = []
-    # The number of series stays bounded
+    decided = {}
     for each in state.decisions[:256]:
         ahead = "on" if each.ahead_outcomes else "off"
-        labels = (each.target, each.rule, each.temperatures, str(each.load), ahead)
-        decided.append(((state.model_name, *labels), each))
-    lengths = [(labels, each.num_speculative_tokens) for labels, each in decided]
-    yield _gauge(
-        "spec_decode_proposal_length", "Tokens proposed at a load (K); 0: target alone.", lengths, *names
-    )
+        decided[each.target, each.rule, each.temperatures, str(each.load), ahead] = each
+    text = "Tokens proposed at a load (K); 0: target alone."
+    lengths = {at: each.num_speculative_tokens for at, each in decided.items()}
+    yield gauge("spec_decode_proposal_length", text, lengths, *names)
     text = "Predicted tokens per second with the best K above 0, over those of the target alone."
-    gains = [(labels, each.gain) for labels, each in decided if each.gain]
-    yield _gauge("spec_decode_predicted_gain", text, gains, *names)
-    predicted = [(labels, each.predicted_seconds) for labels, each in decided]
-    yield _counter("round_predicted_seconds", "Predicted time of rounds.", predicted, *names)
-    measured = [(labels, each.measured_seconds) for labels, each in decided]
-    yield _counter("round_measured_seconds", "Measured time of the same rounds.", measured, *names)
+    gains = {at: each.gain for at, each in decided.items() if each.gain}
+    yield gauge("spec_decode_predicted_gain", text, gains, *names)
+    predicted = {at: each.predicted_seconds for at, each in decided.items()}
+    yield counter("round_predicted_seconds", "Predicted time of rounds.", predicted, *names)
+    measured = {at: each.measured_seconds for at, each in decided.items()}
+    yield counter("round_measured_seconds", "Measured time of the same rounds.", measured, *names)
 
 
-def _replicas(state: State) -> Iterator[Metric]:
-    # The number of series stays bounded; the counts include all replicas
+def _replicas(state: State, gauge: _Make, counter: _Make) -> Iterator[Metric]:
+    counted = collections.Counter((shot.role.value, shot.state.value) for shot in state.replicas)
+    every = {
+        (role.value, each.value): counted[role.value, each.value] for role in Role for each in ReplicaState
+    }
+    yield gauge("replicas", "Replicas by state.", every, "role", "state")
     shots = [
-        ((state.model_name, shot.role.value, shot.address), shot)
+        ((shot.role.value, shot.address), shot)
         for role in Role
         for shot in [each for each in state.replicas if each.role is role][:128]
     ]
-    values: tuple[tuple[_Family, str, str, str], ...] = (
-        (_gauge, "open_sequences", "Sequences on the replica.", "open_sequences"),
-        (_gauge, "round_trip_seconds", "Time to answer a health check.", "round_trip_seconds"),
-        (_gauge, "step_seconds", "Time to answer a step.", "step_seconds"),
-        (_counter, "draft_tokens", "Tokens proposed, on the replica.", "figures.drafted"),
-        (_counter, "accepted_tokens", "Of these, those that were accepted.", "figures.accepted"),
-        (
-            _counter,
-            "draft_ahead_awaited_rounds",
-            "Rounds whose proposal was to be drafted ahead, on the replica.",
-            "figures.ahead.awaited",
-        ),
-        (_counter, "draft_ahead_hits", "Of these, those that found it.", "figures.ahead.hits"),
-    )
-    ready = [(at, shot.state is ReplicaState.READY) for at, shot in shots]
-    yield _gauge("replica_ready", "Whether new sequences go to the replica.", ready, "role", "address")
-    for kind, name, text, path in values:
-        found = [(at, value) for at, shot in shots if (value := attrgetter(path)(shot)) is not None]
-        yield kind(f"replica_{name}", text, found, "role", "address")
+    ready = {at: shot.state is ReplicaState.READY for at, shot in shots}
+    yield gauge("replica_ready", "Whether new sequences go to the replica.", ready, "role", "address")
+    awaited = "Rounds whose proposal was to be drafted ahead, on the replica."
+    for kind, name, text, path in (
+        (gauge, "open_sequences", "Sequences on the replica.", "open_sequences"),
+        (gauge, "round_trip_seconds", "Time to answer a health check.", "round_trip_seconds"),
+        (gauge, "step_seconds", "Time to answer a step.", "step_seconds"),
+        (counter, "draft_tokens", "Tokens proposed, on the replica.", "figures.drafted"),
+        (counter, "accepted_tokens", "Of these, those that were accepted.", "figures.accepted"),
+        (counter, "draft_ahead_awaited_rounds", awaited, "figures.ahead.awaited"),
+        (counter, "draft_ahead_hits", "Of these, those that found it.", "figures.ahead.hits"),
+    ):
+        values = {at: attrgetter(path)(shot) for at, shot in shots}
+        yield kind(f"replica_{name}", text, values, "role", "address")

@@ -7,15 +7,16 @@ https://opentelemetry.io/docs/specs/semconv/gen-ai/
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
 
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Tracer
-from prometheus_client import CollectorRegistry
 
 from coordinator.decoding.completion import Completion
+from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.stats.rounds import RoundResult
 from coordinator.stats.speculation import (
     acceptance_length,
@@ -24,8 +25,8 @@ from coordinator.stats.speculation import (
     cumulative_rates,
     tokens_per_pass,
 )
-from coordinator.telemetry.metrics import DIRECTIONS, PEERS, PHASES, RequestMetrics
-from coordinator.telemetry.observer import EventValue, Observer, RequestObserver, StreamObserver
+from coordinator.telemetry.metrics import DIRECTIONS, PEERS, PHASES, RequestMetrics, state_metrics
+from coordinator.telemetry.observer import EventValue, Observer, RequestObserver, State, StreamObserver
 from tandem.errors import (
     AbortedError,
     CapacityError,
@@ -34,6 +35,8 @@ from tandem.errors import (
     ServiceUnavailableError,
 )
 from tandem.rpc.channels import Traffic
+from tandem.telemetry.metrics import AtScrape
+from tandem.telemetry.process import Telemetry
 from tandem.telemetry.spans import context_of, mark_error, rpc_span, traceparent_of, under
 from tandem.types import SpeculationStats
 
@@ -69,32 +72,48 @@ _DETAILS = {
 class ObservedRequests(Observer):
     """Observes all requests."""
 
-    def __init__(self, registry: CollectorRegistry, tracer: Tracer | None, trace_rounds: float) -> None:
-        self._registry = registry
-        self._tracer = tracer
-        self._trace_rounds = trace_rounds
+    def __init__(self, telemetry: Telemetry, settings: CoordinatorSettings) -> None:
+        self._telemetry = telemetry
+        self._settings = settings
         self._metrics: RequestMetrics | None = None
-        self.streams = Streams()
+        self._streams = Streams()
+        self._probe: EventLoopProbe | None = None
 
-    def serve(self, model_name: str, measures_waits: bool = False) -> RequestMetrics:
-        """Count requests for this model from now on; its metrics."""
-        self._metrics = RequestMetrics(self._registry, model_name, measures_waits=measures_waits)
-        return self._metrics
+    def start(self) -> None:
+        self._telemetry.start()
+
+    def ready(self, model_name: str, state: Callable[[], State]) -> None:
+        registry, waits = self._telemetry.registry, self._settings.measure_waits
+        self._metrics = RequestMetrics(registry, model_name, measures_waits=waits)
+        if self._metrics.event_loop_wait is not None:
+            self._probe = EventLoopProbe(self._metrics.event_loop_wait.observe)
+            self._probe.start()
+        registry.register(
+            AtScrape(lambda: (state(), self._streams.bytes()), lambda read: state_metrics(*read))
+        )
+
+    def prometheus_text(self) -> tuple[bytes, str]:
+        return self._telemetry.prometheus_text()
+
+    async def close(self) -> None:
+        if self._probe is not None:
+            await self._probe.close()
+        await self._telemetry.close()
 
     def begin(self, request_id: str, traceparent: str = "") -> RequestObserver:
         """Observe a request; one that comes before there is a model is refused, and not counted."""
         if self._metrics is None:
             return RequestObserver()
         span: Span = INVALID_SPAN
-        if self._tracer is not None:
+        if (tracer := self._telemetry.tracer) is not None:
             attributes = {
                 "gen_ai.operation.name": _OPERATION,
                 "gen_ai.provider.name": "tandem",
                 "gen_ai.response.id": request_id,
                 "tandem.request_id": request_id,
             }
-            span = self._tracer.start_span(_OPERATION, context_of(traceparent), SpanKind.SERVER, attributes)
-        return ObservedRequest(self._metrics, self.streams, self._tracer, span, self._trace_rounds)
+            span = tracer.start_span(_OPERATION, context_of(traceparent), SpanKind.SERVER, attributes)
+        return ObservedRequest(self._metrics, self._streams, tracer, span, self._settings.trace_rounds)
 
 
 class ObservedRequest(RequestObserver):
@@ -351,3 +370,48 @@ def _described(stats: SpeculationStats) -> dict[str, EventValue | list[float] | 
     if (lead := stats.lead).rounds:
         described |= {"tandem.lead.rounds": lead.rounds, "tandem.lead.wasted": lead.wasted}
     return described
+
+
+class EventLoopProbe:
+    """Measures how long the event loop takes to get to what has come: a thread wakes it at regular intervals.
+
+    gRPC hands over an answer the same way: its own thread wakes the loop, whose next turn wakes the task that reads. So
+    a probe waits as long as an answer that comes at the same moment. A loop that is held up for long is probed all the
+    while, so that a long wait counts as often as it deserves.
+    """
+
+    def __init__(self, observe: Callable[[float], None], interval_seconds: float = 0.005) -> None:
+        """Begin with `start`.
+
+        Args:
+            observe: Receives each wait in seconds, on the event loop.
+            interval_seconds: Time between two probes. A probe costs some 20 us.
+        """
+        self._observe = observe
+        self._interval_seconds = interval_seconds
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to probe the running loop."""
+        loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(
+            target=self._probe, args=(loop,), name="event loop probe", daemon=True
+        )
+        self._thread.start()
+
+    async def close(self) -> None:
+        """Stop."""
+        self._ended.set()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+
+    def _probe(self, loop: asyncio.AbstractEventLoop) -> None:
+        while not self._ended.wait(self._interval_seconds):
+            try:
+                loop.call_soon_threadsafe(self._woken, loop, time.perf_counter())
+            except RuntimeError:  # the loop was closed
+                return
+
+    def _woken(self, loop: asyncio.AbstractEventLoop, began: float) -> None:
+        loop.call_soon(lambda: self._observe(time.perf_counter() - began))

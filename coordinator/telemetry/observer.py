@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from coordinator.decoding.completion import Completion
+from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.stats.rounds import RoundResult
 from tandem.replica import ReplicaSnapshot
 from tandem.rpc.channels import Traffic
 from tandem.speculation_state import SpeculationDecision
+from tandem.telemetry.settings import telemetry_for
 from tandem.types import SpeculationStats
 
 EventValue = str | int | float | bool
@@ -75,11 +77,41 @@ class State:
 
 
 class Observer:
-    """Observes all requests."""
+    """Observes all requests, and the process."""
+
+    def start(self) -> None:
+        """Begin to serve and send what is observed.
+
+        Raises:
+            ConfigurationError: the Prometheus port cannot be bound.
+        """
+
+    def ready(self, model_name: str, state: Callable[[], State]) -> None:
+        """The services are connected: name the target model from now on, and report the coordinator's state."""
 
     def begin(self, request_id: str, traceparent: str = "") -> RequestObserver:
         """A request arrived, in the client's trace context if it sent one."""
         return RequestObserver()
+
+    def prometheus_text(self) -> tuple[bytes, str] | None:
+        """All metrics in Prometheus's text form, and its content type; None when none are collected.
+
+        On the event loop, or on any other thread while the loop turns.
+        """
+        return None
+
+    async def close(self) -> None:
+        """Send the rest, as far as that is quick."""
+
+
+def observer_for(settings: CoordinatorSettings, is_read: bool = False) -> Observer:
+    """The observer that the settings ask for; `is_read`: something besides the Prometheus port reads its metrics."""
+    telemetry = telemetry_for(settings, "coordinator", is_read)
+    if telemetry is None:
+        return Observer()
+    from coordinator.telemetry.observed import ObservedRequests
+
+    return ObservedRequests(telemetry, settings)
 
 
 NO_OBSERVER = StreamObserver()

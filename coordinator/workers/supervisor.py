@@ -1,4 +1,7 @@
-"""Parent of several coordinator processes on one port: starts them, restarts them, and drains them."""
+"""Parent of several coordinator processes on one port: starts, restarts and drains them, and answers for all.
+
+Requests never pass it: the system gives each connection to a worker.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +10,64 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, astuple, replace
+from itertools import chain
+from statistics import fmean
 from tempfile import TemporaryDirectory
+from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, Metric
+from prometheus_client import Metric, generate_latest
+from prometheus_client.core import GaugeMetricFamily
 
-from coordinator.admin.servicer import AdminServicer
+from coordinator.admin.administration import Administrator
+from coordinator.admin.servicer import AdminServicer, caller
 from coordinator.http.server import listening_socket
 from coordinator.settings.coordinator import CoordinatorSettings
-from coordinator.workers.hub import Hub
-from coordinator.workers.link import WorkerSetup, forwarded_caller, private_server, socket_address
-from tandem.errors import ConfigurationError
+from coordinator.settings.live import LiveConfig
+from coordinator.stats.speculation import summed
+from coordinator.workers.worker import CALLER_KEY, Peer, WorkerSetup, private_server, socket_address
+from tandem.admin import (
+    ConfigOption,
+    CoordinatorState,
+    Load,
+    Outcomes,
+    RequestReport,
+    Stats,
+    Status,
+    Throughput,
+)
+from tandem.errors import ServiceUnavailableError, TandemError
+from tandem.replica import ReplicaSnapshot, ReplicaState, Role, replica_at
 from tandem.serving.children import Child
+from tandem.serving.interceptors import metadata_of
 from tandem.serving.server import announce, bound_socket, check_free, stop_signals
 from tandem.telemetry.metrics import end_server, serve_metrics
 from tandem.telemetry.names import registry_of
 
 logger = logging.getLogger(__name__)
 
-_FIRST_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS = 0.25, 30.0
-"""Waits before a worker that ended is started again, each twice the one before."""
+_JOINED: Mapping[str, Callable[[Sequence[float]], float]] = {
+    "tandem_spec_decode_acceptance_rate": fmean,
+    "tandem_spec_decode_avg_acceptance_length": fmean,
+    "tandem_spec_decode_acceptance_rate_per_position": fmean,
+    "tandem_spec_decode_conditional_acceptance_rate_per_position": fmean,
+    "tandem_spec_decode_predicted_gain": fmean,
+    "tandem_replica_round_trip_seconds": fmean,
+    "tandem_replica_step_seconds": fmean,
+    "tandem_spec_decode_proposal_length": max,
+    # Every worker sees every replica, and counts it.
+    "tandem_replicas": max,
+    "tandem_replica_ready": min,
+    "tandem_build_info": max,
+    "process_start_time_seconds": min,
+}
+"""Gauges that are not added. Counters, histograms and all other gauges are."""
+
+AnswerT = TypeVar("AnswerT")
+NumbersT = TypeVar("NumbersT", Load, Outcomes, Throughput)
 
 
 class Supervisor:
@@ -39,49 +78,46 @@ class Supervisor:
         self._settings = settings
         self._arguments = arguments
         self._hub = Hub(settings)
-        self._workers: dict[int, Child] = {}
-        """The latest process of each worker."""
-        self._ready: set[int] = set()
-        """Workers of which a process took requests."""
-        self._address = ""
-        """Where requests are taken, as the first worker told."""
+        self._processes: dict[int, Child] = {}
+        """The latest of each worker."""
+        self._starting = set(range(settings.workers))
+        """Workers of which no process has taken requests yet."""
+        self._has_begun = asyncio.Event()
+        """Set once any worker takes requests."""
 
     async def run(self) -> int:
-        """Run until a signal, then drain all workers.
-
-        Returns:
-            The exit code: 0, or that of a worker that could not start.
+        """Run until a signal, then drain all workers; the exit code is 0, or that of a worker that could not start.
 
         Raises:
             ConfigurationError: an address cannot be bound.
         """
-        settings, hub = self._settings, self._hub
-        with TemporaryDirectory(prefix="tandem-") as self._folder, held_ports(settings) as (port, http):
-            self._port, self._http = port, http
-            admin = AdminServicer(hub, forwarded_caller)
-            private = await private_server(socket_address(self._folder), admin, hub.metrics_text)
-            shown = serve_metrics(settings, self._registry())
+        settings, hub, loop = self._settings, self._hub, asyncio.get_running_loop()
+        host, http_port = settings.http_host, settings.http_port
+        check_free(settings.host, settings.port)
+        with (
+            TemporaryDirectory(prefix="tandem-") as folder,
+            # Taken before any worker takes it, and kept from others: bound and not listening, it gets no connection
+            bound_socket(settings.host, settings.port, "--host and --port", socket.SO_REUSEPORT) as held,
+            nullcontext() if http_port is None else listening_socket(host, http_port) as http,
+        ):
+            inherited = None if http is None else http.fileno()
+            self._setup = WorkerSetup(0, held.getsockname()[1], folder, inherited)
+            # The caller of a forwarded call is as the worker named it
+            admin = AdminServicer(
+                hub, lambda call: metadata_of(call.invocation_metadata(), CALLER_KEY) or caller(call)
+            )
+            private = await private_server(socket_address(folder), admin, hub.metrics_text)
+            # Read on a thread of the metrics server, with Prometheus's own patience
+            registry = registry_of(lambda: asyncio.run_coroutine_threadsafe(hub.metrics(), loop).result(10.0))
+            shown = serve_metrics(settings, registry)
             try:
                 with stop_signals(before_end=self._kill) as stopping:
                     return await self._supervise(stopping)
             finally:
                 await end_server(shown)
                 await private.stop(0)
-                await hub.close()
-
-    def _registry(self) -> CollectorRegistry:
-        loop = asyncio.get_running_loop()
-
-        def read() -> list[Metric]:
-            # Called on a thread of the metrics server.
-            # Prometheus's own patience
-            return asyncio.run_coroutine_threadsafe(self._hub.metrics(), loop).result(10.0)
-
-        return registry_of(read)
 
     async def _supervise(self, stopping: asyncio.Event) -> int:
-        self._has_begun = asyncio.Event()
-        """Set once any worker takes requests."""
         stop = asyncio.ensure_future(stopping.wait())
         counting = asyncio.ensure_future(self._hub.keep_counts())
         keepers = [asyncio.create_task(self._keep(index)) for index in range(self._settings.workers)]
@@ -98,86 +134,240 @@ class Supervisor:
         """Run one process of a worker after the other; the exit code of one that ended before any took requests."""
         if index:
             await self._has_begun.wait()  # what is wrong is said once
-        backoff = _FIRST_BACKOFF_SECONDS
+        backoff = 0.125
         while True:
             began = time.monotonic()
             code = await self._run_worker(index)
-            if not self._address:
+            if not self._has_begun.is_set():
                 return code if code > 0 else 1
             # One that was stable is started again without a long wait
-            if time.monotonic() - began > 30.0:
-                backoff = _FIRST_BACKOFF_SECONDS
+            backoff = 0.25 if time.monotonic() - began > 30.0 else min(2 * backoff, 30.0)
             logger.warning(
                 "worker ended; it is started again",
                 extra={"worker": index, "exit_code": code, "seconds": backoff},
             )
             await asyncio.sleep(backoff)
-            backoff = min(2 * backoff, _MAX_BACKOFF_SECONDS)
 
     async def _run_worker(self, index: int) -> int:
         """Run a process of a worker to its end, or drain it when the task is cancelled; its exit code."""
-        http = None if self._http is None else self._http.fileno()
-        setup = WorkerSetup(
-            index,
-            self._port,
-            self._folder,
-            http,
-            listens_late=bool(self._address),
+        setup = replace(
+            self._setup,
+            index=index,
+            listens_late=self._has_begun.is_set(),
             changes=self._hub.live_config.changes,
             drained=sorted(self._hub.drained),
         )
-        # Ten seconds after its drain should have ended it is killed
-        worker = self._workers[index] = await Child.start(
+        process = self._processes[index] = await Child.start(
             f"worker {index}",
             f"{__package__}.worker",
             [json.dumps(asdict(setup)), *self._arguments],
+            # Ten seconds after its drain should have ended it is killed
             self._settings.drain_timeout_seconds + 10.0,
-            pass_fds=() if http is None else (http,),
+            pass_fds=() if setup.http_socket is None else (setup.http_socket,),
         )
         try:
-            await self._follow(setup, worker)
-            return await worker.process.wait()
+            async for line in process.lines():
+                self._heard(setup, line)
+            return await process.process.wait()
         finally:
-            await worker.stop()
+            await process.stop()
             await self._hub.left(index)
 
-    async def _follow(self, setup: WorkerSetup, worker: Child) -> None:
-        async for line in worker.lines():
-            what, found, rest = line.removeprefix("tandem coordinator: ").partition(" on ")
-            if found and what == "ready":
-                self._hub.joined(setup.index, setup.address)
-                self._address = self._address or rest
-                self._has_begun.set()
-                is_new = setup.index not in self._ready
-                self._ready.add(setup.index)
-                if is_new and len(self._ready) == self._settings.workers:
-                    announce(f"tandem coordinator: ready on {self._address}")
-            elif found and not self._address:
-                # Whoever started this process knows these lines from a coordinator of one process.
-                announce(f"tandem coordinator: {what} on {rest}")
+    def _heard(self, setup: WorkerSetup, line: str) -> None:
+        """Tell what a worker says as a coordinator of one process would, each line once."""
+        what, found, rest = line.removeprefix("tandem coordinator: ").partition(" on ")
+        if found and what == "ready":
+            self._hub.joined(setup.index, socket_address(setup.folder, setup.index))
+            self._has_begun.set()
+            if self._starting == {setup.index}:
+                announce(f"tandem coordinator: ready on {rest}")
+            self._starting.discard(setup.index)
+        elif found and not self._has_begun.is_set():
+            announce(f"tandem coordinator: {what} on {rest}")
 
     def _kill(self) -> None:
-        for worker in self._workers.values():
-            worker.kill()
+        for process in self._processes.values():
+            process.kill()
 
 
-@contextmanager
-def held_ports(settings: CoordinatorSettings) -> Iterator[tuple[int, socket.socket | None]]:
-    """The port for gRPC and the socket for HTTP, taken before any worker takes them, and kept from others.
+class Hub(Administrator):
+    """Shows and steers all workers of a coordinator."""
 
-    Raises:
-        ConfigurationError: an address cannot be bound, or ports cannot be shared here.
-    """
-    if not hasattr(socket, "SO_REUSEPORT"):
-        raise ConfigurationError("workers share a port by SO_REUSEPORT, which this system does not have")
-    check_free(settings.host, settings.port)
-    # Bound and not listening: it gets no connection.
-    with bound_socket(settings.host, settings.port, "--host and --port", socket.SO_REUSEPORT) as held:
-        http = (
-            None if settings.http_port is None else listening_socket(settings.http_host, settings.http_port)
+    def __init__(self, settings: CoordinatorSettings) -> None:
+        super().__init__(LiveConfig(settings))
+        self._workers: dict[int, Peer] = {}
+        self._past: list[Stats] = []
+        self._past_metrics: list[Metric] = []
+        """Counts of workers that have ended."""
+        self.drained: set[str] = set()
+        """Replicas that an operator drained, for workers that start later."""
+
+    def joined(self, index: int, address: str) -> None:
+        """A worker takes requests from now on, and answers at this address."""
+        # Half of the time that `tandem admin` waits for all of them
+        self._workers[index] = Peer(address, timeout_seconds=5.0)
+
+    async def left(self, index: int) -> None:
+        """A worker has ended, if it had joined. What it counted stays in the sums."""
+        if (worker := self._workers.pop(index, None)) is None:
+            return
+        if worker.last_stats is not None:
+            self._past = [merged_stats([worker.last_stats, *self._past])]
+        counts = [each for each in worker.last_metrics if each.type in ("counter", "histogram", "summary")]
+        self._past_metrics = merged_metrics([self._past_metrics, counts])
+        await worker.close()
+
+    async def keep_counts(self) -> None:
+        """Read all counts now and then, until it is cancelled."""
+        while True:
+            # Of a worker that dies, only what it counted since the last reading is lost
+            await asyncio.sleep(5.0)
+            with suppress(TandemError):
+                await asyncio.gather(self.stats(), self.metrics())
+
+    async def status(self) -> Status:
+        statuses, stats = await asyncio.gather(self._each(Peer.status), self.stats())
+        return merged_status(statuses, stats)
+
+    async def replicas(self) -> list[ReplicaSnapshot]:
+        return merged_replicas(await self._each(Peer.replicas))
+
+    async def drain(self, address: str, *, allow_last_target: bool, by: str) -> ReplicaSnapshot:
+        await self._each(lambda worker: worker.drain(address, allow_last_target=allow_last_target))
+        self.drained.add(address)
+        return replica_at(await self.replicas(), address)
+
+    async def resume(self, address: str, *, by: str) -> ReplicaSnapshot:
+        await self._each(lambda worker: worker.resume(address))
+        self.drained.discard(address)
+        return replica_at(await self.replicas(), address)
+
+    async def requests(self) -> list[RequestReport]:
+        found = chain.from_iterable(await self._each(Peer.requests))
+        return sorted(found, key=lambda each: -each.age_seconds)
+
+    async def abort(self, request_id: str, *, reason: str, by: str) -> RequestReport:
+        whole_id = (await self.request(request_id)).request_id
+        return (await self._each(lambda worker: worker.abort(whole_id, reason)))[0]
+
+    async def stats(self) -> Stats:
+        stats = merged_stats(await self._each(Peer.stats), self._past)
+        return replace(stats, uptime_seconds=self._uptime)
+
+    async def update_config(
+        self, values: Mapping[str, str], reset: Collection[str], *, by: str
+    ) -> list[ConfigOption]:
+        """Change options for new requests, on all workers and on those that start later."""
+        options = await super().update_config(values, reset, by=by)
+        await self._each(lambda worker: worker.update_config(values, reset))
+        return options
+
+    async def metrics(self) -> list[Metric]:
+        """The metrics of all workers, those of workers that have ended included."""
+        read = await asyncio.gather(*map(Peer.metrics, self._workers.values()))
+        count = GaugeMetricFamily(
+            "tandem_coordinator_workers", "Worker processes that take requests.", len(read)
         )
-        try:
-            yield held.getsockname()[1], http
-        finally:
-            if http is not None:
-                http.close()
+        return merged_metrics([*read, self._past_metrics, [count]])
+
+    async def metrics_text(self) -> bytes:
+        """The same in Prometheus's text form."""
+        found = await self.metrics()
+        return generate_latest(registry_of(lambda: found))
+
+    async def _each(self, ask: Callable[[Peer], Awaitable[AnswerT]]) -> Sequence[AnswerT]:
+        """The answers of all workers that give one, at least one."""
+        refusals: list[TandemError] = [ServiceUnavailableError("no worker takes requests at the moment")]
+
+        async def answers(worker: Peer) -> list[AnswerT]:
+            try:
+                return [await ask(worker)]
+            except TandemError as error:
+                # The address means nothing outside.
+                refusals.append(type(error)(str(error).removeprefix(f"coordinator {worker.address}: ")))
+                return []
+
+        found = [*chain.from_iterable(await asyncio.gather(*map(answers, self._workers.values())))]
+        if not found:
+            raise refusals[-1]
+        return found
+
+
+def merged_status(statuses: Sequence[Status], stats: Stats) -> Status:
+    """The status of all workers; `stats` are their merged statistics."""
+    state, *others = {status.state for status in statuses}
+    if others:
+        completes = any(each.completes for each in (state, *others))
+        state = CoordinatorState.DEGRADED if completes else CoordinatorState.UNAVAILABLE
+    common = ("uptime_seconds", "load", "throughput", "speculation", "speculation_state", "decisions")
+    return replace(
+        statuses[0],
+        state=state,
+        replicas=tuple(merged_replicas(status.replicas for status in statuses)),
+        **{name: getattr(stats, name) for name in common},
+    )
+
+
+def merged_stats(running: Sequence[Stats], past: Sequence[Stats] = ()) -> Stats:
+    """The statistics of workers, at least one of which runs; of the past ones counts are added, load is not."""
+    counted = [*running, *past]
+    rules = sorted({rule for stats in counted for rule in stats.by_rule})
+    # For each load the decision of the worker that has measured it for longest.
+    decisions = sorted(
+        chain.from_iterable(s.decisions for s in running), key=lambda each: each.measured_seconds
+    )
+    best = {(each.target, each.rule, each.temperatures, each.load, each.draft): each for each in decisions}
+    return replace(
+        running[0],
+        load=_sum(stats.load for stats in running),
+        throughput=_sum(stats.throughput for stats in running),
+        outcomes=_sum(stats.outcomes for stats in counted),
+        completion_tokens=sum(stats.completion_tokens for stats in counted),
+        speculation=summed(stats.speculation for stats in counted),
+        by_rule={
+            rule: summed(stats.by_rule[rule] for stats in counted if rule in stats.by_rule) for rule in rules
+        },
+        # That of a worker where a draft proposes, if there is one.
+        speculation_state=max((stats.speculation_state for stats in running), key=lambda state: state.is_on),
+        decisions=tuple(best[name] for name in sorted(best)),
+    )
+
+
+def merged_replicas(lists: Iterable[Iterable[ReplicaSnapshot]]) -> list[ReplicaSnapshot]:
+    """Every replica once: targets first, then drafts, each by address."""
+    by_name = defaultdict(list)
+    for shot in chain.from_iterable(lists):
+        by_name[shot.role is Role.DRAFT, shot.address].append(shot)
+    return [_merged_replica(by_name[name]) for name in sorted(by_name)]
+
+
+def _merged_replica(shots: Sequence[ReplicaSnapshot]) -> ReplicaSnapshot:
+    worst = max(shots, key=lambda shot: [*ReplicaState].index(shot.state))
+    round_trips = [shot.round_trip_seconds for shot in shots if shot.round_trip_seconds is not None]
+    steps = [shot.step_seconds for shot in shots if shot.step_seconds is not None]
+    return replace(
+        worst,
+        open_sequences=sum(shot.open_sequences for shot in shots),
+        round_trip_seconds=fmean(round_trips) if round_trips else None,
+        step_seconds=fmean(steps) if steps else None,
+        figures=summed(shot.figures for shot in shots),
+        model=next((shot.model for shot in shots if shot.model is not None), None),
+    )
+
+
+def merged_metrics(processes: Iterable[Iterable[Metric]]) -> list[Metric]:
+    """The metrics of several processes as those of one: series with the same labels are added, but see `_JOINED`."""
+    merged: dict[str, Metric] = {}
+    values = defaultdict(list)
+    for metric in chain.from_iterable(processes):
+        merged.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+        for sample in metric.samples:
+            values[metric.name, sample.name, tuple(sorted(sample.labels.items()))].append(sample.value)
+    for (name, sample_name, labels), each in values.items():
+        merged[name].add_sample(sample_name, dict(labels), _JOINED.get(name, sum)(each))
+    return [*merged.values()]
+
+
+def _sum(items: Iterable[NumbersT]) -> NumbersT:
+    first, *others = items
+    return type(first)(*map(sum, zip(*map(astuple, (first, *others)), strict=True)))

@@ -439,16 +439,18 @@ def main(
         fill_closed()
         settings = load_settings(settings_class, arguments, program)
         configure(settings.log_level, settings.log_format)
-        uvloop.run(_serve_to_the_end(settings, make_service(settings)))
+        uvloop.run(serve_to_the_end(settings, make_service(settings)))
 
 
-async def _serve_to_the_end(settings: ServerSettings, service: Service) -> None:
-    """Serve, and end the process at once: everything is closed by then.
+async def serve_to_the_end(
+    settings: ServerSettings, service: Service, *, shares_port: bool = False, listens_late: bool = False
+) -> None:
+    """Serve, and end the process at once: everything is closed by then. See `serve`.
 
     The event loop's and the interpreter's own ends wait for tasks and threads: a model may still be being read on
     another thread, in code that does not survive them.
     """
-    await serve(settings, service, before_ready=set_start_aside)
+    await serve(settings, service, set_start_aside, shares_port=shares_port, listens_late=listens_late)
     end_now(0)
 
 

@@ -7,9 +7,9 @@ import concurrent.futures
 import logging
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Metric, start_http_server
@@ -88,21 +88,24 @@ class Histogram(Collector):
         yield family
 
 
-Samples = Iterable[tuple[Sequence[str], float]]
-"""Values by their labels."""
-
-
 def family(
     kind: type[GaugeMetricFamily | CounterMetricFamily],
+    common: Mapping[str, str],
     name: str,
     text: str,
-    label_names: Sequence[str],
-    samples: Samples,
+    values: Mapping[Any, float | None],
+    *label_names: str,
 ) -> Metric:
-    """One of our metrics with its values of this moment."""
-    made = kind(f"tandem_{name}", text, labels=label_names)
-    for labels, value in samples:
-        made.add_metric(labels, value)
+    """One of our metrics with its values of this moment.
+
+    Args:
+        common: Labels that all values have.
+        values: By tuples of their other labels, which `label_names` names; those that are None are left out.
+    """
+    made = kind(f"tandem_{name}", text, labels=(*common, *label_names))
+    for labels, value in values.items():
+        if value is not None:
+            made.add_metric((*common.values(), *labels), value)
     return made
 
 

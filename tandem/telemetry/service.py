@@ -24,13 +24,8 @@ if TYPE_CHECKING:
 _LABELS = ("role", "model_name")
 
 OUTCOMES = (
-    "finished",
-    "cancelled",
-    "invalid_argument",
-    "resource_exhausted",
-    "deadline_exceeded",
-    "unavailable",
-    "internal",
+    *("finished", "cancelled"),
+    *("invalid_argument", "resource_exhausted", "deadline_exceeded", "unavailable", "internal"),
 )
 """Outcomes of a stream, in gRPC's words where it is an error."""
 
@@ -194,6 +189,7 @@ class EngineMetrics:
 
 
 def _kv_metrics(labels: tuple[str, str], usage: KvUsage) -> Iterator[Metric]:
+    common = dict(zip(_LABELS, labels, strict=True))
     share = usage.reserved_tokens / max(1, usage.total_tokens)
     for name, text, value in (
         ("kv_cache_capacity_tokens", "Room of the KV cache.", usage.total_tokens),
@@ -204,10 +200,10 @@ def _kv_metrics(labels: tuple[str, str], usage: KvUsage) -> Iterator[Metric]:
         ("num_sequences_running", "Open sequences.", usage.sequence_count),
         ("num_sequences_waiting", "Sequences that wait because too many are open.", usage.waiting_count),
     ):
-        yield family(GaugeMetricFamily, name, text, _LABELS, [(labels, value)])
+        yield family(GaugeMetricFamily, common, name, text, {(): value})
     for name, text, count in (
         ("num_preemptions", "Sequences that gave their pages to an older one.", usage.preemption_count),
         ("engine_led_steps", "Steps of sequences that went on before they were asked.", usage.led_step_count),
         ("engine_wasted_steps", "Those of them that nobody asked for in the end.", usage.wasted_step_count),
     ):
-        yield family(CounterMetricFamily, name, text, _LABELS, [(labels, count)])
+        yield family(CounterMetricFamily, common, name, text, {(): count})

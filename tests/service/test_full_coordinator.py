@@ -14,7 +14,6 @@ from coordinator.requests.arrival import GENERATE
 from coordinator.service import CoordinatorService
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.telemetry.observer import Observer, RequestObserver
-from coordinator.telemetry.setup import CoordinatorTelemetry
 from tandem.client import Client
 from tandem.errors import CapacityError
 from tandem.rpc.credentials import Credentials
@@ -65,9 +64,7 @@ async def full() -> AsyncIterator[Full]:
         settings = CoordinatorSettings(
             target_address=target_address, max_concurrent_requests=1, max_queued_requests=0
         )
-        telemetry = CoordinatorTelemetry(settings, None)
-        telemetry.observer = counter
-        service = CoordinatorService(settings, telemetry)
+        service = CoordinatorService(settings, counter)
         await service.start()
         stack.push_async_callback(service.close)
         address, _ = await stack.enter_async_context(

@@ -22,7 +22,7 @@ from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.speculation.ahead import DraftAhead
 from coordinator.speculation.controller import RequestSpeculation
 from coordinator.telemetry.metrics import WAIT_PLACES
-from coordinator.telemetry.setup import CoordinatorTelemetry
+from coordinator.telemetry.observed import ObservedRequests
 from draft_service.servicer import DraftServicer
 from tandem.telemetry.process import Telemetry
 from tandem.telemetry.service import ObservedService
@@ -159,7 +159,7 @@ async def observed_cluster(
             measure_waits=measure_waits,
         )
         telemetry = Telemetry(settings, "coordinator", exports)
-        service = CoordinatorService(settings, CoordinatorTelemetry(settings, telemetry))
+        service = CoordinatorService(settings, ObservedRequests(telemetry, settings))
         await service.start()
         stack.push_async_callback(service.close)
         address, _ = await stack.enter_async_context(serving(service.register))

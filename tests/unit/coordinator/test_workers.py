@@ -14,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.admin.administration import found_request
 from coordinator.settings.coordinator import CoordinatorSettings
-from coordinator.workers.hub import merged_metrics, merged_replicas, merged_stats, merged_status
-from coordinator.workers.link import WorkerSetup, settings_of_worker, share
+from coordinator.workers.supervisor import merged_metrics, merged_replicas, merged_stats, merged_status
+from coordinator.workers.worker import WorkerSetup, share
 from tandem.admin import (
     CoordinatorState,
     Load,
@@ -52,7 +52,7 @@ def test_a_worker_has_its_share_and_the_shared_port() -> None:
         http_max_held_body_bytes=2 << 20,
         stream_interval=4,
     )
-    found = [settings_of_worker(settings, WorkerSetup(index, 50051, "/f")) for index in range(3)]
+    found = [WorkerSetup(index, 50051, "/f").settings(settings) for index in range(3)]
     assert [each.max_concurrent_requests for each in found] == [4, 3, 3]
     assert [each.max_queued_requests for each in found] == [1, 1, 0]
     assert {each.max_streams_per_peer for each in found} == {2}
@@ -109,7 +109,7 @@ def test_counts_loads_and_rates_are_added() -> None:
 
 
 def test_counts_of_an_ended_worker_stay_and_its_load_goes() -> None:
-    both = merged_stats([STATS], STATS)
+    both = merged_stats([STATS], [STATS])
     assert (both.completion_tokens, both.outcomes.completed) == (200, 8)
     assert both.load == STATS.load
     assert merged_status([STATUS], both).speculation.rounds == 6

@@ -20,7 +20,7 @@ from opentelemetry.sdk.resources import Resource
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client import Histogram as UsualHistogram
 
-from coordinator.telemetry.setup import EventLoopProbe
+from coordinator.telemetry.observed import EventLoopProbe
 from tandem.errors import ConfigurationError
 from tandem.telemetry.metrics import AtScrape, Histogram
 from tandem.telemetry.names import registry_as_vllm, text_as_vllm

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -22,10 +21,6 @@ from tandem.types import Chunk, FinishReason, SpeculationStats, Summary, TokenLo
 
 PART_BYTES = 32 << 10
 """Large answers are sent in parts of this size: rendering and sending one holds the event loop for less than 1 ms."""
-
-_IDS = ("token_ids", "drafted", "text_lengths", "proposed", "drafted_ahead")
-_PROBS = ("draft_probs", "target_probs")
-_COMPLETION_LOGPROBS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 _REPLACEMENT = "\ufffd"
 _SENTENCEPIECE_SPACE = "\u2581"
@@ -124,6 +119,8 @@ class Answer(ABC):
     whole_object: str
     piece_object: str
     prefix: str
+    beside_logprobs: Mapping[str, None] = {}
+    """Further fields of an object of log probabilities."""
     prompt_tokens: Sequence[int] = ()
     """Tokens of each completion's prompt, where each piece is to have the usage so far."""
 
@@ -217,7 +214,7 @@ class Answer(ABC):
     ) -> dict[str, Any]:
         """A completion, or a piece of it, without its text."""
         return {
-            "logprobs": self._form(logprobs) if logprobs else None,
+            "logprobs": {**logprobs, **self.beside_logprobs} if logprobs else None,
             "index": index,
             "finish_reason": None if summary is None else summary.finish_reason.value,
             "stop_reason": None if summary is None else summary.stop_reason,
@@ -229,20 +226,23 @@ class Answer(ABC):
         """The fields that `return_token_ids` adds."""
         if not self._with_ids:
             return {}
-        said = (chunk.token_ids, chunk.drafted, chunk.text_lengths, (chunk.proposed,), (chunk.drafted_ahead,))
-        ids: dict[str, list[Any]] = dict(zip(_IDS, map(list, said), strict=True))
-        for name, probs in zip(_PROBS, (chunk.draft_probs, chunk.target_probs), strict=True):
-            if probs:
-                ids[name] = [None if math.isnan(each) else each for each in probs]
-        return ids
+        probs = {"draft_probs": chunk.draft_probs, "target_probs": chunk.target_probs}
+        return {
+            "token_ids": [*chunk.token_ids],
+            "drafted": [*chunk.drafted],
+            "text_lengths": [*chunk.text_lengths],
+            "proposed": [chunk.proposed],
+            "drafted_ahead": [chunk.drafted_ahead],
+            **{
+                name: [None if isnan(each) else each for each in given]
+                for name, given in probs.items()
+                if given
+            },
+        }
 
     @abstractmethod
     def _logprobs(self, choice: Choice, chunk: Chunk) -> dict[str, list[Any]]:
         """The chunk's log probabilities as lists, of which those of all chunks follow each other."""
-
-    @abstractmethod
-    def _form(self, logprobs: dict[str, Any]) -> dict[str, Any]:
-        """These lists as the endpoint shows them."""
 
     @abstractmethod
     def _text(self, text: str, *, is_piece: bool, is_first: bool = False) -> dict[str, Any]:
@@ -260,20 +260,16 @@ class CompletionAnswer(Answer):
         if not positions:
             return {}
         before = choice.characters - len(chunk.text)
-        columns = (
-            [token_text(self._tokenizer, token_id) for token_id in chunk.token_ids],
-            [None if isnan(each.logprob) else _number(each.logprob) for each in positions],
-            [None if isnan(each.logprob) else self._top(each) for each in positions],
-            [*accumulate(chunk.text_lengths[:-1], initial=before)],
-        )
-        return dict(zip(_COMPLETION_LOGPROBS, columns, strict=True))
+        return {
+            "tokens": [token_text(self._tokenizer, token_id) for token_id in chunk.token_ids],
+            "token_logprobs": [None if isnan(each.logprob) else _number(each.logprob) for each in positions],
+            "top_logprobs": [None if isnan(each.logprob) else self._top(each) for each in positions],
+            "text_offset": [*accumulate(chunk.text_lengths[:-1], initial=before)],
+        }
 
     def _top(self, position: TokenLogprobs) -> dict[str, float]:
         pairs = zip(position.top_token_ids, position.top_logprobs, strict=True)
         return {token_text(self._tokenizer, token_id): _number(logprob) for token_id, logprob in pairs}
-
-    def _form(self, logprobs: dict[str, Any]) -> dict[str, Any]:
-        return logprobs
 
     def _text(self, text: str, *, is_piece: bool, is_first: bool = False) -> dict[str, Any]:
         return {"text": text}
@@ -284,6 +280,7 @@ class ChatAnswer(Answer):
 
     whole_object, piece_object = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl"
+    beside_logprobs: Mapping[str, None] = {"refusal": None}
     _readers: Sequence[CallReader | HarmonyReader] = ()
     """For each completion, what reads its calls of tools; empty where there are no tools."""
 
@@ -335,9 +332,6 @@ class ChatAnswer(Answer):
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         text = token_text(self._tokenizer, token_id)
         return {"token": text, "logprob": _number(logprob), "bytes": list(text.encode("utf-8", "replace"))}
-
-    def _form(self, logprobs: dict[str, Any]) -> dict[str, Any]:
-        return {**logprobs, "refusal": None}
 
     def _text(self, text: str, *, is_piece: bool, is_first: bool = False) -> dict[str, Any]:
         if is_piece:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -62,17 +62,11 @@ class HeldBytes:
 
 
 class Share:
-    """The bytes that one connection holds, given back at the end of its block."""
+    """The bytes that one connection holds, until it is closed."""
 
     def __init__(self, of: HeldBytes) -> None:
         self._of = of
         self._bytes = self._counted = 0
-
-    def __enter__(self) -> Share:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.clear()
 
     def add(self, count: int) -> None:
         """Count more bytes.
@@ -85,12 +79,12 @@ class Share:
         counted = max(self._bytes - _FREE_BYTES, 0)
         of, more = self._of, counted - self._counted
         if more > 0 and of.held + more > of.max_bytes:
-            self.clear()
+            self.close()
             raise CapacityError(of.advice.format(max_bytes=of.max_bytes), RETRY_SECONDS)
         of.held += more
         self._counted = counted
 
-    def clear(self) -> None:
+    def close(self) -> None:
         """Give all of them back."""
         self._of.held -= self._counted
         self._bytes = self._counted = 0
@@ -170,7 +164,7 @@ class BodyReader:
             raise HttpError(415, f"content-type is {content_type or 'not set'}; it must be application/json")
         max_values = max(_MIN_VALUES, max_length + _OTHER_VALUES) + max_logit_biases
         shape = JsonShape(max_values, _MAX_CONTAINERS + max_logit_biases)
-        with Share(self._held) as share:
+        with closing(Share(self._held)) as share:
             content = await self._content(request, shape, share)
             is_large = len(content) > LARGE_BYTES or shape.is_costly
             try:
@@ -205,7 +199,7 @@ class BodyReader:
                     except TandemError as error:
                         refusal = error
                         parts.clear()
-                        share.clear()
+                        share.close()
         except TimeoutError:
             raise HttpError(408, f"the body did not come within {BODY_SECONDS:g} s") from None
         except ClientDisconnect:

@@ -26,9 +26,6 @@ TEMPLATE_FILE = "chat_template.jinja"
 
 MAX_SOURCE_BYTES = 1 << 20
 """Maximum size of a template. Published ones have up to some 30 KiB."""
-_NAMED_TOKENS = ("extra_special_tokens", "model_specific_special_tokens")
-"""Where a config has special tokens by names of its own."""
-_WORKER = f"{__package__}.chat_worker"
 
 Message = Mapping[str, Any]
 
@@ -126,7 +123,9 @@ class ChatTemplate:
                 f"the chat template of {origin} has {len(source)} characters; it must have at most "
                 f"{MAX_SOURCE_BYTES} bytes"
             )
-        self._process = BoundedProcess(_WORKER, "chats wait for their prompts", {"source": source})
+        self._process = BoundedProcess(
+            f"{__package__}.chat_worker", "chats wait for their prompts", {"source": source}
+        )
 
     async def check(self) -> None:
         """Compile it.
@@ -235,10 +234,13 @@ def read_chat_template(files: Mapping[str, bytes], override: str | None = None) 
     special_tokens = _special_tokens(config)
     if override is not None:
         return ChatTemplate(override, special_tokens, "chat_template")
-    if TEMPLATE_FILE in files:
-        return ChatTemplate(_text(files, TEMPLATE_FILE), special_tokens, TEMPLATE_FILE, ModelFolderError)
-    source = _default_of(config.get("chat_template"))
-    return None if source is None else ChatTemplate(source, special_tokens, CONFIG_FILE, ModelFolderError)
+    if (source := files.get(TEMPLATE_FILE)) is not None:
+        try:
+            return ChatTemplate(source.decode("utf-8"), special_tokens, TEMPLATE_FILE, ModelFolderError)
+        except UnicodeDecodeError as error:
+            raise ModelFolderError(f"the model's {TEMPLATE_FILE} is no UTF-8 text: {error}") from None
+    default = _default_of(config.get("chat_template"))
+    return None if default is None else ChatTemplate(default, special_tokens, CONFIG_FILE, ModelFolderError)
 
 
 def _read(path: Path) -> str:
@@ -248,27 +250,14 @@ def _read(path: Path) -> str:
         raise ConfigurationError(f"--chat-template {path} cannot be read as UTF-8 text: {error}") from None
 
 
-def _text(files: Mapping[str, bytes], name: str) -> str:
-    try:
-        return files[name].decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ModelFolderError(f"the model's {name} is no UTF-8 text: {error}") from None
-
-
 def _config(files: Mapping[str, bytes]) -> dict[str, Any]:
-    if CONFIG_FILE not in files:
-        return {}
     try:
-        config = json.loads(_text(files, CONFIG_FILE))
-    except RecursionError:
-        raise ModelFolderError(f"the model's {CONFIG_FILE} is nested too deeply to be read") from None
-    except ValueError as error:
-        raise ModelFolderError(
-            f"the model's {CONFIG_FILE} should be JSON, but does not parse: {error}"
-        ) from None
+        config = json.loads(files.get(CONFIG_FILE, b"{}"))
+    except (ValueError, RecursionError) as error:
+        raise ModelFolderError(f"the model's {CONFIG_FILE} is no JSON: {error}") from None
     if not isinstance(config, dict):
         raise ModelFolderError(
-            f"the model's {CONFIG_FILE} should hold a JSON object, but holds a {type(config).__name__}"
+            f"the model's {CONFIG_FILE} holds a {type(config).__name__}, and no JSON object"
         )
     return config
 
@@ -276,14 +265,14 @@ def _config(files: Mapping[str, bytes]) -> dict[str, Any]:
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """`bos_token` and the like, as transformers gives them to templates; those of its own names too."""
     named = {name: token for name, token in config.items() if name.endswith("_token")}
-    for key in _NAMED_TOKENS:
+    for key in ("extra_special_tokens", "model_specific_special_tokens"):
         if isinstance(tokens := config.get(key), dict):
             named |= tokens
     # Some files keep more about a token than its text.
-    texts = {
-        name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()
-    }
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
+    texts = (
+        (name, token.get("content") if isinstance(token, dict) else token) for name, token in named.items()
+    )
+    return {name: text for name, text in texts if isinstance(text, str)}
 
 
 def _default_of(template: object) -> str | None:

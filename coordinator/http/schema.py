@@ -8,18 +8,17 @@ in silence. docs/http.md and `/openapi.json` are made from these classes. A new 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from coordinator.http.errors import SHOWN_CHARACTERS
-from coordinator.http.structured import grammar_of
 from coordinator.http.tools import demanded, functions_of
 from coordinator.settings.coordinator import MAX_CHAT_MESSAGES
 from tandem.errors import InvalidRequestError
-from tandem.types import Grammar
+from tandem.types import Grammar, GrammarKind
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for `/v1/completions`; a chat continues while there is room."""
@@ -241,8 +240,16 @@ class Sampled(AboutCaller):
         Raises:
             InvalidRequestError: the fields about it contradict each other, or one is not as it should be.
         """
-        guided = {name: getattr(self, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
-        return grammar_of(self.response_format, self.structured_outputs, guided)
+        forms = [*_of_format(self.response_format), *_of_outputs(self.structured_outputs)]
+        guided = ((form, f"guided_{form}") for form in ("json", "regex", "choice", "grammar"))
+        forms += [(form, name, value) for form, name in guided if (value := getattr(self, name)) is not None]
+        grammars = [_grammar(*form) for form in forms]
+        if len(grammars) > 1:
+            raise InvalidRequestError(
+                f"the completion's form is given {len(grammars)} times; response_format or structured_outputs must say "
+                "it once"
+            )
+        return grammars[0] if grammars else None
 
     def refusals(self) -> Iterator[str]:
         yield from super().refusals()
@@ -476,3 +483,67 @@ class ResponsesBody(AboutCaller):
             yield "tools is set; it must be empty, or tool_choice none: tools are called in chat completions"
         if any(value is not None for value in (self.reasoning or {}).values()):
             yield "reasoning is set; it must be left out: the answer is not split into reasoning and text"
+
+
+# ---- the form that a body asks of its completion
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+_FORMS: Mapping[str, tuple[GrammarKind, Callable[[Any], bool], str]] = {
+    "json": (GrammarKind.JSON_SCHEMA, lambda value: isinstance(value, str | dict | bool), "a JSON schema"),
+    "regex": (GrammarKind.REGEX, _is_text, "a text"),
+    "choice": (
+        GrammarKind.CHOICE,
+        lambda value: isinstance(value, list) and bool(value) and all(map(_is_text, value)),
+        "a list of texts",
+    ),
+    "grammar": (GrammarKind.GRAMMAR, _is_text, "a text"),
+    "json_object": (GrammarKind.JSON_OBJECT, lambda value: value is True, "true"),
+}
+"""By vLLM's names: the kind of grammar, which values make one, and those values in words."""
+
+_Form = tuple[str, str, Any]
+"""A form by vLLM's name, the field that asks for it, and its value."""
+
+
+def _grammar(form: str, name: str, value: Any) -> Grammar:
+    kind, makes_one, wanted = _FORMS[form]
+    if not makes_one(value):
+        raise _wrong(name, value, wanted)
+    if kind is GrammarKind.JSON_OBJECT:
+        return Grammar(kind)
+    return Grammar(kind, value if isinstance(value, str) else json_text(value))
+
+
+def _of_format(value: Mapping[str, Any] | None) -> Iterator[_Form]:
+    """OpenAI's `response_format`."""
+    kind = "text" if value is None else value.get("type")
+    if kind == "json_object":
+        yield kind, "response_format", True
+    elif kind == "json_schema":
+        described = (value or {}).get(kind)
+        if not isinstance(described, dict) or "schema" not in described:
+            raise _wrong("response_format.json_schema", described, 'an object with "schema"')
+        yield "json", "response_format.json_schema.schema", described["schema"]
+    elif kind != "text":
+        raise _wrong("response_format.type", kind, "text, json_object or json_schema")
+
+
+def _of_outputs(value: Mapping[str, Any] | None) -> Iterator[_Form]:
+    """vLLM's `structured_outputs`."""
+    given = {name: own for name, own in (value or {}).items() if own is not None}
+    if len(given) > 1 or not given.keys() <= _FORMS.keys():
+        raise InvalidRequestError(
+            f"structured_outputs has {', '.join(map(str, given))[:SHOWN_CHARACTERS]}; it must have one of "
+            f"{', '.join(_FORMS)}"
+        )
+    for name, own in given.items():
+        yield name, f"structured_outputs.{name}", own
+
+
+def _wrong(name: str, value: Any, wanted: str) -> InvalidRequestError:
+    shown = json.dumps(value, ensure_ascii=False, default=str)[:SHOWN_CHARACTERS]
+    return InvalidRequestError(f"{name} is {shown}; it must be {wanted}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing, closing, suppress
 from typing import Any
 
 from starlette.responses import Response
@@ -142,7 +142,7 @@ class WholeAnswer(Response):
             CapacityError: too many bytes of such answers are held.
             TandemError: the completion failed.
         """
-        with Share(self._answers) as share, suppress(CancelledByEventError):
+        with closing(Share(self._answers)) as share, suppress(CancelledByEventError):
             pieces = list(flattened(await unless(_disconnect(receive), self._gather(share))))
             self.headers["content-length"] = str(sum(map(len, pieces)))
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

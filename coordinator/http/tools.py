@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -31,7 +31,6 @@ _MARKS: Mapping[Parser, tuple[str, ...]] = {
 }
 """Markers that a template of each form writes."""
 _ARGUMENTS = ("arguments", "parameters")
-_HERMES_END = "</tool_call>"
 
 
 def parser_of(template: str) -> Parser:
@@ -204,6 +203,15 @@ class HarmonyReader:
             self._part = "reasoning" if "<|channel|>analysis" in self._head else "text"
 
 
+_STARTS = {
+    "mistral": ("[TOOL_CALLS]", "[{"),
+    "llama3": ("<|python_tag|>", "{"),
+    "demanded": ("[",),
+}
+"""What begins a text that is calls as a whole."""
+_HERMES_START, _HERMES_END = "<tool_call>", "</tool_call>"
+
+
 class CallReader:
     """Divides the text of one completion into text and calls, as it is written."""
 
@@ -212,114 +220,111 @@ class CallReader:
 
     def __init__(self, parser: Literal["hermes", "llama3", "mistral", "demanded"]) -> None:
         self.calls: list[Call] = []
-        self._starts = {
-            "hermes": ("<tool_call>",),
-            "mistral": ("[TOOL_CALLS]", "[{"),
-            "llama3": ("<|python_tag|>", "{"),
-            "demanded": ("[",),
-        }[parser]
-        self._only_first = parser != "hermes"
-        """Calls are the whole text: whatever begins with anything else is text to its end."""
-        self._waiting = ""
-        """Text that may be the beginning of a mark."""
-        self._is_text = False
-        """True once the text is known to hold no call."""
-        self._object: _ObjectReader | None = None
-        """The calls' objects are read; between two of them, and around, everything is passed over."""
-        self._in_calls = False
+        self._content = ""
+        self._deltas: list[dict[str, Any]] = []
+        self._held = ""
+        """What may be text or not: the beginning of a mark, or an object that has no name so far."""
+        self._call: Call | None = None
+        self._key: str | None = None
+        """Of the object that is read: its call, once it has a name, and the member whose value is read."""
+        self._parser = self._hermes() if parser == "hermes" else self._whole(_STARTS[parser])
+        next(self._parser)
 
     def read(self, text: str) -> tuple[str, list[dict[str, Any]]]:
         """More of the text: the part that is text, and deltas of calls as OpenAI's streams have them."""
-        content: list[str] = []
-        deltas: list[dict[str, Any]] = []
-        self._waiting += text
-        while self._waiting:
-            rest = self._in(content, deltas) if self._in_calls else self._out(content)
-            if rest is None:
-                break
-            self._waiting = rest
-        return "".join(content), deltas
+        self._content, self._deltas = "", []
+        for character in text:
+            self._parser.send(character)
+        return self._content, self._deltas
 
     def finish(self) -> str:
         """The end: text that was held back."""
-        text, self._waiting = self._waiting, ""
-        if self._object is not None and self._object.call is None:
-            text = self._object.raw + text  # it was no call after all
-        elif self._in_calls:
-            text = ""
+        text, self._held = self._held, ""
         return text
 
-    def _out(self, content: list[str]) -> str | None:
-        """Outside calls: what is left to read; None for as long as it may be the beginning of a mark."""
-        text = self._waiting
-        if self._is_text:
-            content.append(text)
-            return ""
-        if self._only_first:
-            begun = text.lstrip()
-            for start in self._starts:
-                if begun.startswith(start):
-                    self._in_calls = True
-                    return begun[len(start) - (start[-1] == "{") :]
-            if any(start.startswith(begun) for start in self._starts):
-                return None
-            self._is_text = True
-            return text
-        (start,) = self._starts
-        if self.calls:  # calls stand on lines of their own
-            text = self._waiting = text.lstrip()
-        found = text.find(start)
-        if found >= 0:
-            self._in_calls = True
-            content.append(text[:found])
-            return text[found + len(start) :]
-        held = next(
-            (n for n in range(min(len(text), len(start) - 1), 0, -1) if start.startswith(text[-n:])), 0
-        )
-        content.append(text[: len(text) - held])
-        self._waiting = text[len(text) - held :]
-        return None
+    # These generators take a character at each yield.
 
-    def _in(self, content: list[str], deltas: list[dict[str, Any]]) -> str | None:
-        """Among calls: as `_out`."""
-        if self._object is None:
-            return self._between()
-        for place, character in enumerate(self._waiting):
-            self._read_object(self._object, character, deltas)
-            if self._object.is_over:
-                rest = self._waiting[place + 1 :]
-                if self._object.call is None:  # an object without a name is no call
-                    content.append(self._object.raw)
-                    self._in_calls, self._is_text = False, self._only_first
-                self._object = None
-                return rest
-        self._waiting = ""
-        return None
+    def _hermes(self) -> Generator[None, str, None]:
+        """Text with calls between marks. Around objects, everything between the marks is passed over."""
+        follows_call = False
+        while True:
+            while self._held != _HERMES_START:
+                character = yield
+                self._held += character
+                if follows_call:  # calls stand on lines of their own
+                    self._held = self._held.lstrip()
+                while not _HERMES_START.startswith(self._held):
+                    self._content, self._held = self._content + self._held[0], self._held[1:]
+                    follows_call = False
+            self._held = passed = ""
+            while not passed.endswith(_HERMES_END):
+                character = yield
+                passed += character
+                if character == "{":
+                    if not (yield from self._object()):
+                        break
+                    passed = ""
+            follows_call = not self._held
+            self._content, self._held = self._content + self._held, ""
 
-    def _between(self) -> str | None:
-        """Before, between and behind objects."""
-        text, end = self._waiting, self._waiting.find(_HERMES_END)
-        begin = text.find("{")
-        if not self._only_first and end >= 0 and not 0 <= begin < end:
-            self._in_calls = False
-            return text[end + len(_HERMES_END) :]
-        if begin < 0:
-            self._waiting = text[-len(_HERMES_END) :]
-            return None
-        self._object = _ObjectReader()
-        return text[begin:]
+    def _whole(self, starts: Sequence[str]) -> Generator[None, str, None]:
+        """Calls are the whole text, whatever stands between them; what begins with anything else is text to its end."""
+        begun = ""
+        while begun not in starts and any(start.startswith(begun) for start in starts):
+            character = yield
+            self._held += character
+            begun = self._held.lstrip()
+        is_call, is_object = begun in starts, begun.endswith("{")
+        while is_call:
+            self._held = ""
+            while not is_object:
+                is_object = (yield) == "{"
+            is_call = yield from self._object()
+            is_object = False
+        self._content, self._held = self._content + self._held, ""
+        while True:
+            character = yield
+            self._content += character
 
-    def _read_object(self, reader: _ObjectReader, character: str, deltas: list[dict[str, Any]]) -> None:
-        was_call, fragment = reader.call is not None, reader.read(character)
-        if reader.call is None:
-            return
-        if not was_call:
-            self.calls.append(reader.call)
-            deltas.append(_begun(len(self.calls) - 1, reader.call))
-        if reader.is_over and not reader.call.arguments:
-            fragment = "{}"
-        if fragment:
-            _add(deltas, len(self.calls) - 1, reader.call, fragment)
+    def _object(self) -> Generator[None, str, bool]:
+        """Read an object from behind its brace, and pass its arguments on; false if it has no name and is no call."""
+        self._held, self._call, self._key = "{", None, None
+        depth, string = 1, ""
+        while depth:
+            character = yield
+            depth += (character in "{[") - (character in "}]")
+            if depth == 0 or (depth == 1 and character == ","):
+                self._key = None
+            self._take(character)
+            if character == '"':
+                string = yield from self._string()
+                if depth == 1 and self._key == "name" and self._call is None:
+                    self._call, self._held = Call(json.loads(f'"{string}"', strict=False)), ""
+                    self.calls.append(self._call)
+                    self._deltas.append(_begun(len(self.calls) - 1, self._call))
+            elif depth == 1 and character == ":" and self._key is None:
+                self._key = json.loads(f'"{string}"', strict=False)
+        if self._call is not None and not self._call.arguments:
+            _add(self._deltas, len(self.calls) - 1, self._call, "{}")
+        return self._call is not None
+
+    def _string(self) -> Generator[None, str, str]:
+        """Read a string from behind its quote."""
+        string, is_escaped = "", False
+        while True:
+            character = yield
+            self._take(character)
+            if character == '"' and not is_escaped:
+                return string
+            is_escaped = character == "\\" and not is_escaped
+            string += character
+
+    def _take(self, character: str) -> None:
+        """Give a character of an object to what it belongs to."""
+        if self._call is None:
+            self._held += character
+        elif self._key in _ARGUMENTS and (self._call.arguments or not character.isspace()):
+            _add(self._deltas, len(self.calls) - 1, self._call, character)
 
 
 def _begun(index: int, call: Call) -> dict[str, Any]:
@@ -333,60 +338,6 @@ def _add(deltas: list[dict[str, Any]], index: int, call: Call, fragment: str) ->
         deltas[-1]["function"]["arguments"] += fragment
     else:
         deltas.append({"index": index, "function": {"arguments": fragment}})
-
-
-class _ObjectReader:
-    """Reads the object of a call character by character: its name, then its arguments, which are passed on."""
-
-    def __init__(self) -> None:
-        self.raw = ""
-        """All of it, for as long as it is not known to be a call."""
-        self.call: Call | None = None
-        self.is_over = False
-        self._depth = 0
-        self._is_string = self._is_escaped = False
-        self._key: str | None = None
-        """The member whose value is read, at the first depth."""
-        self._string = ""
-        self._passes_on = False
-
-    def read(self, character: str) -> str:
-        """The part of the arguments that this character is."""
-        if self.call is None:
-            self.raw += character
-        was_inside = self._passes_on
-        if self._is_string:
-            self._read_string(character)
-        elif character == '"':
-            self._is_string, self._string = True, ""
-        elif character in "{[":
-            self._depth += 1
-        elif character in "}]":
-            self._depth -= 1
-            if self._depth == 0:
-                self.is_over, self._passes_on = True, False
-                return ""
-        elif self._depth == 1 and character == ":" and self._key is None:
-            self._key = json.loads(f'"{self._string}"', strict=False)
-            self._passes_on = self.call is not None and self._key in _ARGUMENTS
-            return ""
-        elif self._depth == 1 and character == ",":
-            self._key, self._passes_on = None, False
-            return ""
-        is_space = character.isspace() and not self._is_string and not (self.call and self.call.arguments)
-        return character if (was_inside or self._passes_on) and not is_space else ""
-
-    def _read_string(self, character: str) -> None:
-        if self._is_escaped:
-            self._is_escaped = False
-        elif character == "\\":
-            self._is_escaped = True
-        elif character == '"':
-            self._is_string = False
-            if self._depth == 1 and self._key == "name" and self.call is None:
-                self.call = Call(json.loads(f'"{self._string}"', strict=False))
-            return
-        self._string += character
 
 
 def reader_of(form: Parser | Literal["demanded"]) -> CallReader | HarmonyReader:

@@ -1,4 +1,4 @@
-"""`tandem admin doctor`: finds problems from here and from the coordinator, and says what to do."""
+"""`tandem admin doctor`: finds problems from here and from the coordinator; and `tandem doctor draft`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from datetime import datetime
+from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from coordinator.cli.app import Exit, exit_code
+from coordinator.cli.command import OutputForm, OutputOptions, command, option
 from coordinator.cli.connection import Connection
 from coordinator.cli.views import milliseconds
 from tandem import __version__
@@ -21,6 +26,8 @@ from tandem.admin_client import DEFAULT_TIMEOUT_SECONDS, AdminClient
 from tandem.errors import PermissionDeniedError, ServiceUnavailableError, TandemError, UnauthenticatedError
 from tandem.plural import plural
 from tandem.rpc.addresses import is_local
+from tandem.rpc.channels import DEFAULT_MESSAGE_LIMIT_BYTES, open_channel
+from tandem.rpc.credentials import Credentials
 
 SKEW_SECONDS = 1.0
 """Clocks that differ by more make logs and traces of two machines hard to read together."""
@@ -157,3 +164,54 @@ def doctor_view(findings: Sequence[Finding]) -> RenderableType:
         f"{plural(counts[Severity.WARNING], 'warning')}, {plural(counts[Severity.PROBLEM], 'problem')}"
     )
     return Group(table, "", words)
+
+
+# ---- tandem doctor draft
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceOptions:
+    """How to reach a service. No context is asked: these belong to coordinators, and so do their tokens."""
+
+    tls: bool = option("Connect by TLS.", "--tls", default=False)
+    tls_ca_file: Path | None = option("PEM file of the authorities to trust; implies --tls.")
+    tls_cert_file: Path | None = option("PEM file of your own certificate, for mutual TLS.")
+    tls_key_file: Path | None = option("PEM file of its key.")
+    tls_server_name: str = option("Name in the service's certificate, where not the address's.", default="")
+    token_file: Path | None = option("File whose first line is the service's token.")
+    timeout: float = option("Seconds that an answer may take.", default=10.0, min=0.1)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command to its group."""
+    command(
+        app,
+        "tandem doctor draft 10.0.0.7:50052",
+        "tandem doctor draft 127.0.0.1:50052 --json",
+        name="doctor draft",
+    )(doctor_draft)
+
+
+async def doctor_draft(
+    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="host:port of the draft service.")],
+    service: ServiceOptions,
+    output: OutputOptions,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as --output json.")] = False,
+) -> None:
+    """Play the protocol of draft services against one, ours or another's (docs/protocol.md).
+
+    A line for each check: order, idempotence, rollback, what is stale, malformed or torn, and drafting ahead within its
+    budgets. It opens a few short sequences; run it against a service that is idle, since batches of several sequences
+    may change a model's ties. Exits 0 when all checks pass, 1 when one fails, 4 when the service cannot be reached.
+    """
+    from coordinator.transport.conformance import conformance  # only where it is asked for
+
+    credentials = Credentials.of(asdict(service))
+    async with open_channel(address, DEFAULT_MESSAGE_LIMIT_BYTES, credentials) as channel:
+        findings = await conformance(channel, service.timeout)
+    conforms = all(finding.severity is not Severity.PROBLEM for finding in findings)
+    if as_json:
+        output = OutputOptions(OutputForm.JSON)
+    output.show({"conforms": conforms, "findings": findings}, lambda: doctor_view(findings))
+    if not conforms:
+        raise typer.Exit(Exit.FAILED)

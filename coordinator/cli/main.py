@@ -25,7 +25,7 @@ VERBS = {
     "audit": ("audit", "Check whether a server's speculative decoding is lossless."),
     "bench": ("serve", "Compare ways of decoding here, or send a load."),
     "config": ("config", "Show or check the configuration."),
-    "doctor draft": ("conformance", "Play the protocol of draft services against one."),
+    "doctor draft": ("doctor", "Play the protocol of draft services against one."),
     "admin": ("admin", "Inspect and control a running coordinator."),
     "context": ("connection", "Save connections to coordinators under names."),
 }

@@ -8,8 +8,8 @@ import math
 import os
 import statistics
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from tempfile import TemporaryFile
 from typing import Any
@@ -333,12 +333,12 @@ async def show_plan(
         measured = dict.fromkeys(_sizes(steps.batch), steps.times())
     else:
         measured = {}
-    plans = {f"batch {size}": plan(times, size, steps.max_tokens) for size, times in measured.items()}
+    plans = [plan(times, size, steps.max_tokens, f"batch {size}") for size, times in measured.items()]
     plans = plans or await _measured_plans(connection, click)
-    output.show(_described(plans), lambda: plan_view(plans))
+    output.show(plans, lambda: plan_view(plans))
 
 
-async def _measured_plans(connection: ConnectionOptions, click: typer.Context) -> dict[str, BatchPlan]:
+async def _measured_plans(connection: ConnectionOptions, click: typer.Context) -> list[BatchPlan]:
     async with admin_client(connect(connection, click)) as client:
         decisions = (await client.stats()).decisions
     known = [decision for decision in decisions if len(decision.round_seconds) > 1]
@@ -347,24 +347,25 @@ async def _measured_plans(connection: ConnectionOptions, click: typer.Context) -
             "the coordinator has measured no rounds yet; run requests, name a pair with --target and --draft, or give "
             "--verify-ms, --draft-step-ms and --acceptance"
         )
-    return {
-        f"{decision.rule}, temperature {decision.temperatures}, batch {decision.load}": plan(
-            measured_times(decision), decision.load, len(decision.round_seconds) - 1
+    return [
+        plan(
+            measured_times(decision),
+            decision.load,
+            len(decision.round_seconds) - 1,
+            f"{decision.rule}, temperature {decision.temperatures}, batch {decision.load}",
         )
         for decision in known
-    }
+    ]
 
 
 def _rates(text: str) -> tuple[float, ...]:
-    try:
-        rates = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        rates = ()
-    if not rates or not all(0.0 <= rate <= 1.0 for rate in rates):
-        raise ConfigurationError(
-            f"--acceptance is {text}; it must be rates between 0 and 1 with commas between them"
-        )
-    return rates
+    with suppress(ValueError):
+        rates = tuple(map(float, text.split(",")))
+        if all(0.0 <= rate <= 1.0 for rate in rates):
+            return rates
+    raise ConfigurationError(
+        f"--acceptance is {text}; it must be rates between 0 and 1 with commas between them"
+    )
 
 
 def _counts(text: str) -> list[int]:
@@ -417,34 +418,18 @@ def fleet_view(fleet: Fleet, found: FleetPlan) -> RenderableType:
     )
 
 
-def _described(plans: dict[str, BatchPlan]) -> list[dict[str, Any]]:
-    return [
-        {
-            "of": name,
-            "batch": found.batch,
-            "best_tokens": found.best_tokens,
-            "best_speedup": round(found.best_speedup, 4),
-            "break_even_acceptance": found.break_even_acceptance,
-            "remedies": [{"remedy": remedy, "speedup": round(gain, 4)} for remedy, gain in found.remedies],
-            "mapping": found.mapping,
-            "lengths": found.rows,
-        }
-        for name, found in plans.items()
-    ]
-
-
-def plan_view(plans: dict[str, BatchPlan]) -> RenderableType:
+def plan_view(plans: Sequence[BatchPlan]) -> RenderableType:
     """A table for each batch, and what follows from it."""
     parts: list[RenderableType] = []
-    for name, found in plans.items():
-        parts += [_table(name, found), *_words(found), ""]
+    for found in plans:
+        parts += [_table(found), *_words(found), ""]
     return Group(*parts[:-1])
 
 
-def _table(name: str, found: BatchPlan) -> Table:
+def _table(found: BatchPlan) -> Table:
     table = plain_table(">K", ">TOKENS/PASS", ">ROUND", ">SPEED-UP", ">WITHOUT THE WIRE", "")
-    table.title, table.title_justify, table.title_style = name, "left", "bold"
-    for row in found.rows:
+    table.title, table.title_justify, table.title_style = found.of, "left", "bold"
+    for row in found.lengths:
         table.add_row(
             str(row.tokens),
             f"{row.tokens_per_pass:.2f}",
@@ -456,15 +441,15 @@ def _table(name: str, found: BatchPlan) -> Table:
     return table
 
 
-def _words(found: BatchPlan) -> list[str]:
-    best = (
-        f"{found.best_speedup:.2f}x with K = {found.best_tokens}" if found.best_tokens else "the target alone"
-    )
-    break_even = found.break_even_acceptance
-    if break_even is None:
-        pays = "drafting would not pay even if every token were accepted"
-    else:
+def _words(found: BatchPlan) -> Iterator[str]:
+    best, break_even = "the target alone", found.break_even_acceptance
+    if found.best_tokens:
+        best = f"{found.best_speedup:.2f}x with K = {found.best_tokens}"
+    pays = "drafting would not pay even if every token were accepted"
+    if break_even is not None:
         pays = f"drafting pays when more than {percent(break_even)} of the tokens are accepted"
-    help_words = ", ".join(f"{remedy} ({gain:.2f}x)" for remedy, gain in found.remedies)
-    mapped = [f"vocabulary mapping: {found.mapping}"] if found.mapping else []
-    return [f"best: {best}; {pays}", f"what would help, best first: {help_words}", *mapped]
+    yield f"best: {best}; {pays}"
+    helps = ", ".join(f"{each.remedy} ({each.speedup:.2f}x)" for each in found.remedies)
+    yield f"what would help, best first: {helps}"
+    if found.mapping:
+        yield f"vocabulary mapping: {found.mapping}"

@@ -118,23 +118,34 @@ class PlanRow:
 
 
 @dataclass(frozen=True, slots=True)
+class Remedy:
+    """An improvement."""
+
+    remedy: str
+    speedup: float
+    """Tokens per second with it, over those of today's target alone."""
+
+
+@dataclass(frozen=True, slots=True)
 class BatchPlan:
     """Advice for one number of requests."""
 
+    of: str
+    """What it is about."""
     batch: int
-    rows: tuple[PlanRow, ...]
     best_tokens: int
     """0: the target alone."""
     best_speedup: float
     break_even_acceptance: float | None
     """Lowest acceptance rate, the same at every position, at which any length pays; None where none does."""
-    remedies: tuple[tuple[str, float], ...]
-    """Improvements, the most helpful first, each with its speed-up."""
-    mapping: str = ""
+    remedies: tuple[Remedy, ...]
+    """The most helpful first."""
+    mapping: str
     """See `StepTimes.mapping`."""
+    lengths: tuple[PlanRow, ...]
 
 
-def plan(times: StepTimes, batch: int, max_tokens: int = MAX_TOKENS) -> BatchPlan:
+def plan(times: StepTimes, batch: int, max_tokens: int = MAX_TOKENS, of: str = "") -> BatchPlan:
     """The table for one number of requests at once."""
     rows = tuple(
         PlanRow(
@@ -148,7 +159,7 @@ def plan(times: StepTimes, batch: int, max_tokens: int = MAX_TOKENS) -> BatchPla
     )
     best = max(rows, key=lambda row: row.speedup)
     pays_from, helps = break_even(times, batch, max_tokens), remedies(times, batch, max_tokens)
-    return BatchPlan(batch, rows, best.tokens, best.speedup, pays_from, helps, times.mapping)
+    return BatchPlan(of, batch, best.tokens, best.speedup, pays_from, helps, times.mapping, rows)
 
 
 def best_speedup(times: StepTimes, batch: int, max_tokens: int) -> float:
@@ -171,24 +182,23 @@ def break_even(times: StepTimes, batch: int, max_tokens: int) -> float | None:
     return high
 
 
-def remedies(times: StepTimes, batch: int, max_tokens: int) -> tuple[tuple[str, float], ...]:
-    """Improvements, the most helpful first, each with its tokens per second over those of today's target alone."""
+def remedies(times: StepTimes, batch: int, max_tokens: int) -> tuple[Remedy, ...]:
+    """Improvements, the most helpful first."""
     better = tuple(1.0 - (1.0 - rate) / HELP for rate in times.acceptance_rates)
+    trip = times.round_trip_seconds / HELP
     changed = {
         f"a draft {HELP:g} times as fast": replace(times, draft_step_seconds=times.draft_step_seconds / HELP),
-        f"round trips {HELP:g} times as short": replace(
-            times, round_trip_seconds=times.round_trip_seconds / HELP
-        ),
+        f"round trips {HELP:g} times as short": replace(times, round_trip_seconds=trip),
         f"a draft with {1 - 1 / HELP:.0%} fewer rejections": replace(times, acceptance_rates=better),
     }
     today = times.round_seconds(batch, 0)
     found = [
-        (name, best_speedup(other, batch, max_tokens) * today / other.round_seconds(batch, 0))
+        Remedy(name, best_speedup(other, batch, max_tokens) * today / other.round_seconds(batch, 0))
         for name, other in changed.items()
     ]
     ahead = max(times.ahead_speedup(batch, tokens) for tokens in range(1, max_tokens + 1))
-    found.append((f"drafting ahead with {HIT_RATE:.0%} hits", max(1.0, ahead)))
-    return tuple(sorted(found, key=lambda remedy: -remedy[1]))
+    found.append(Remedy(f"drafting ahead with {HIT_RATE:.0%} hits", max(1.0, ahead)))
+    return tuple(sorted(found, key=lambda remedy: -remedy.speedup))
 
 
 # ---- how many clients targets serve when their drafts are elsewhere, and how many drafts they need

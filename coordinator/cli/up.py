@@ -9,10 +9,10 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -47,7 +47,7 @@ from tandem.model_sources.bundled import (
 from tandem.model_sources.hub import is_model_id
 from tandem.serving.children import Child
 from tandem.serving.protection import MIN_TOKEN_LENGTH
-from tandem.serving.server import announce, stop_signals
+from tandem.serving.server import CancelledByEventError, announce, stop_signals, unless
 from tandem.standard_streams import exit_with, write_error
 
 SMOLLM2_METHOD = "eagle3"
@@ -200,13 +200,14 @@ class ServiceArguments:
 
 
 class _Draft(NamedTuple):
-    """A way to draft."""
+    """A way to draft: a service's, the target's own, or neither."""
 
-    kind: Literal["none", "head", "own", "file", "method", "model"]
-    """Not at all; with a head, or the target's own layers, in the target's process; as the config file says; without a
-    model; with one."""
-    value: str = ""
-    """The head's folder, the method or the model."""
+    service: Mapping[str, str] | None = None
+    """Options of a draft service; without any, the config file's."""
+    has_model: bool = False
+    """True if that service has a model."""
+    beside: Mapping[str, str] = {}
+    """Options of a target that drafts itself: with a head, or with its own layers."""
 
 
 def service_arguments(options: UpOptions) -> ServiceArguments:
@@ -225,22 +226,18 @@ def service_arguments(options: UpOptions) -> ServiceArguments:
     options = _with_model(options, shared)
     target = _target(options)
     draft = _draft(options, shared)
-    is_method_free = shared.get("speculative_method") in MODEL_FREE_METHODS
-    has_draft_model = draft.kind == "model" or (draft.kind == "file" and not is_method_free)
     devices = _devices(options, shared)
-    shares = _shares(options, shared, devices["target"] if has_draft_model and _share_one(devices) else "")
+    shares = _shares(options, shared, devices["target"] if draft.has_model and _share_one(devices) else "")
     require_engine()
     base = as_words(log_level=options.log_level)
     # Draft and target take turns, but the waiting threads of one would still spin on the other's cores.
     threads = options.threads or max(1, len(os.sched_getaffinity(0)) // 2)
     max_length = shared.get("max_length") if options.max_length is None else options.max_length
     model = as_words(engine=options.engine, dtype=options.dtype, threads=threads, max_length=max_length)
-    beside = {"head": {"draft_model": draft.value}, "own": {"method": draft.value}}.get(draft.kind, {})
     drafting: list[str] | None = None
-    if draft.kind in ("file", "method", "model"):
-        drafting = [*_LOOPBACK, "--port", "0", *as_words(config_file=options.config_file)]
-        drafting += as_words(**{draft.kind: draft.value} if draft.value else {})
-        if has_draft_model:
+    if draft.service is not None:
+        drafting = [*_LOOPBACK, "--port", "0", *as_words(config_file=options.config_file, **draft.service)]
+        if draft.has_model:
             # `draft_devices` is stronger than `device`, and may be set in the config file or the environment.
             name = "device" if options.draft_device is None else "draft_devices"
             drafting += [*as_words(**{name: devices["draft"]}), *model]
@@ -250,7 +247,7 @@ def service_arguments(options: UpOptions) -> ServiceArguments:
         # This command serves this machine alone, whatever the environment says.
         target=[
             *(*_LOOPBACK, "--port", "0", "--model", target, *as_words(device=devices["target"]), *model),
-            *as_words(device_memory_utilization=shares["target"], **beside),
+            *as_words(device_memory_utilization=shares["target"], **draft.beside),
             *base,
         ],
         draft=drafting,
@@ -333,44 +330,44 @@ def _draft(options: UpOptions, shared: Mapping[str, Any]) -> _Draft:
                 f"--method is {method}, whose weights lie in the target's own checkpoint, and --draft is "
                 f"{options.draft}; leave out --draft"
             )
-        return _Draft("own", str(method))
+        return _Draft(beside={"method": str(method)})
     if checkpoint is None:
         return _unnamed_draft(options, method, shared)
     if (method or checkpoint_method(Path(checkpoint).expanduser())) in BOUND_METHODS:
-        return _Draft("head", _checked("--draft", str(Path(checkpoint).expanduser())))
+        return _Draft(beside={"draft_model": _checked("--draft", str(Path(checkpoint).expanduser()))})
     if checkpoint == NO_DRAFT:
-        return _Draft("none")
+        return _Draft()
     if checkpoint in MODEL_FREE_METHODS:
-        return _Draft("method", checkpoint)
-    return _Draft("model", _checked("--draft", checkpoint))
+        return _Draft({"method": checkpoint})
+    return _Draft({"model": _checked("--draft", checkpoint)}, has_model=True)
 
 
 def _unnamed_draft(options: UpOptions, method: str | None, shared: Mapping[str, Any]) -> _Draft:
     is_in_file = "speculative_method" in shared or "draft_model_path" in shared
     is_bound = method in BOUND_METHODS
     if is_bound and options.is_demo:
-        return _Draft("head", str(demo_pair().head(str(method))))
+        return _Draft(beside={"draft_model": str(demo_pair().head(str(method)))})
     is_smollm2 = options.served == SMOLLM2 and not Path(SMOLLM2).is_dir()
     # vLLM shows a head nothing of its target
     is_free = method is None and not is_in_file and options.engine != "vllm"
     may_bring_head = is_smollm2 and (is_bound or is_free)
     if may_bring_head and (head := smollm2_head(method or SMOLLM2_METHOD)):
-        return _Draft("head", str(head))
+        return _Draft(beside={"draft_model": str(head)})
     if is_bound:
         raise ConfigurationError(f"--method is {method}; name the folder of such a head with --draft")
     if is_in_file:
-        return _Draft("file")
+        return _Draft({}, has_model=shared.get("speculative_method") not in MODEL_FREE_METHODS)
     if method in MODEL_FREE_METHODS:
-        return _Draft("method", str(method))
+        return _Draft({"method": str(method)})
     if options.is_demo:
-        return _Draft("model", str(demo_pair().draft))
-    return _Draft("method", DRAFT_OF_A_TARGET_ALONE)
+        return _Draft({"model": str(demo_pair().draft)}, has_model=True)
+    return _Draft({"method": DRAFT_OF_A_TARGET_ALONE})
 
 
 def _rule(draft: _Draft, shared: Mapping[str, Any]) -> str | None:
     """auto, the fastest lossless rule, unless one is named. A coordinator's own default is MAX's: lossy with a head."""
     is_named = any(name in shared for name in ("rejection_sampling_strategy", "synthetic_acceptance_rate"))
-    return None if draft.kind == "none" or is_named else AUTO
+    return None if draft == _Draft() or is_named else AUTO
 
 
 def _devices(options: UpOptions, shared: Mapping[str, Any]) -> dict[str, str]:
@@ -508,40 +505,39 @@ class _Cluster:
         Raises:
             ServiceUnavailableError: a child ended.
         """
-        with stop_signals(before_end=self._kill) as stopping:
-            work = asyncio.create_task(self._serve())
-            stop = asyncio.create_task(stopping.wait())
-            await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
-            stop.cancel()
-            self._progress.end()
-            if work.done():
-                work.result()
-            announce(
-                "tandem up: stopping when running requests have ended; press Ctrl-C again to end them at once"
-            )
-            work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
+        with stop_signals(before_end=self._kill) as stopping, suppress(CancelledByEventError):
+            await unless(self._stopped(stopping), self._serve())
+
+    async def _stopped(self, stopping: asyncio.Event) -> None:
+        await stopping.wait()
+        self._progress.end()
+        announce(
+            "tandem up: stopping when running requests have ended; press Ctrl-C again to end them at once"
+        )
 
     def _kill(self) -> None:
         for child in self._children:
             child.kill()
 
-    async def _ready(self, coordinator: Child) -> list[str]:
-        """The lines to end the start with, once the coordinator answers: its address, the page, the next command."""
-        # In the order of its output.
-        url = await coordinator.line("http on ") if self._arguments.has_http else None
-        address = await coordinator.line("ready on ")
-        self._progress.end()
-        page = [] if url is None else [f"page on {url}/ (OpenAI's API under {url}/v1)"]
-        command = next_command(address, self._arguments.model)
-        return [f"ready on {address}", *page, f"next, in another terminal: {command}"]
+    async def _tell_when_ready(self, coordinator: Child) -> None:
+        """End the start with its address, the page and the next command."""
+        with suppress(ServiceUnavailableError):  # its end is told otherwise
+            # In the order of its output.
+            url = await coordinator.line("http on ") if self._arguments.has_http else None
+            address = await coordinator.line("ready on ")
+            self._progress.end()
+            announce(f"tandem up: ready on {address}")
+            if url is not None:
+                announce(f"tandem up: page on {url}/ (OpenAI's API under {url}/v1)")
+            command = next_command(address, self._arguments.model)
+            announce(f"tandem up: next, in another terminal: {command}")
 
     async def _serve(self) -> None:
         # The stack ends the coordinator first: it drains while the models still answer it.
         async with AsyncExitStack() as stack:
-            models = {"target": self._arguments.target}
-            if self._arguments.draft is not None:
-                models["draft"] = self._arguments.draft
+            stack.callback(self._progress.end)
+            services = {"target": self._arguments.target, "draft": self._arguments.draft}
+            models = {name: arguments for name, arguments in services.items() if arguments is not None}
             self._progress.begin([*models])
             started = {name: await self._child(stack, name, arguments) for name, arguments in models.items()}
             addresses = [
@@ -553,22 +549,14 @@ class _Cluster:
                 follow = asyncio.create_task(self._follow(name, child))
                 stack.callback(follow.cancel)
             coordinator = await self._child(stack, "coordinator", [*self._arguments.coordinator, *addresses])
-            ends = [asyncio.create_task(child.process.wait()) for child in self._children]
-            ready = asyncio.create_task(self._ready(coordinator))
+            ends = {asyncio.create_task(child.process.wait()): child for child in self._children}
+            ready = asyncio.create_task(self._tell_when_ready(coordinator))
             stack.callback(ready.cancel)  # first, or it would see the coordinator's end
             await asyncio.wait({*ends, ready}, return_when=asyncio.FIRST_COMPLETED)
-            if ready.done() and ready.exception() is None:
-                for line in ready.result():
-                    announce(f"tandem up: {line}")
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            ready.cancel()
-            ended = next(
-                child
-                for child, end in zip(self._children, ends, strict=True)
-                if end.done() or child is coordinator
-            )
-            for end in ends:
-                end.cancel()
+            if ready.done():
+                ready.result()  # raises where stdout cannot be written
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            ended = next(child for end, child in ends.items() if end.done())
             raise ServiceUnavailableError(f"{await ended.obituary()}; the other services were stopped")
 
     async def _follow(self, name: str, child: Child) -> None:

@@ -255,7 +255,7 @@ async def test_a_plan_measures_every_length_and_the_acceptance(address: str) -> 
         assert min(times.draft_step_seconds, times.round_trip_seconds) > 0.0
         assert len(times.acceptance_rates) == 4
         assert 0.3 < times.acceptance_rates[0] < 1.0
-        assert [row.tokens for row in plan(times, batch, 4).rows] == [0, 1, 2, 3, 4]
+        assert [row.tokens for row in plan(times, batch, 4).lengths] == [0, 1, 2, 3, 4]
 
 
 def test_a_pair_that_cannot_start_is_reported_in_one_sentence(tmp_path: Path) -> None:

@@ -223,9 +223,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-async def test_proposals_are_those_of_the_reference(
-    name: str, target: tuple[Any, Path], tmp_path: Path
-) -> None:
+async def test_proposals_are_the_references(name: str, target: tuple[Any, Path], tmp_path: Path) -> None:
     model, folder = target
     save, reference = VARIANTS[name]
     head = save(tmp_path / "eagle-head", model)
@@ -283,9 +281,7 @@ async def test_a_head_catches_up_behind_what_was_repeated(target: tuple[Any, Pat
 
 @pytest.mark.parametrize("compile_mode", ["off", "auto"])
 @pytest.mark.parametrize("method", METHODS)
-async def test_accepted_positions_read_the_targets_states(
-    method: str, compile_mode: str, tmp_path: Path
-) -> None:
+async def test_accepted_positions_read_target_states(method: str, compile_mode: str, tmp_path: Path) -> None:
     model = small_target(vocab_size=6)
     save, reference, _ = METHODS[method]
     head = save(tmp_path / "eagle-head", model, **({"draft_vocabulary": 6} if method == "eagle3" else {}))
@@ -312,9 +308,7 @@ async def test_proposals_of_the_targets_own_layers(family: str, tmp_path: Path) 
     ("family", "compile_mode"), [("deepseek_v3", "off"), ("deepseek_v3", "auto"), ("qwen3_next", "off"),
                                  ("qwen3_next", "auto"), ("qwen3", "auto")]
 )  # fmt: skip
-async def test_accepted_positions_of_the_targets_own_layers(
-    family: str, compile_mode: str, tmp_path: Path
-) -> None:
+async def test_accepted_positions_of_own_layers(family: str, compile_mode: str, tmp_path: Path) -> None:
     model, reference = with_layers(family, tmp_path / "target", vocabulary=6)
     assert await check(model, tmp_path / "target", None, reference, FEW, 24, compile=compile_mode) > 5
 

@@ -183,9 +183,7 @@ async def test_a_request_ends_the_drafting_of_the_previous_round(make_model: Mak
 
 
 @pytest.mark.parametrize(("room", "depths"), [(K + 2, 2), (K + 1, 1), (K, 0)])
-async def test_continuations_end_at_the_models_last_position(
-    make_model: MakeModel, room: int, depths: int
-) -> None:
+async def test_continuations_end_at_the_last_position(make_model: MakeModel, room: int, depths: int) -> None:
     """The model has learned positions; without a position left, no continuation begins."""
     prompt = tuple(i % VOCABULARY_SIZE for i in range(MAX_LENGTH - room))
     budget = AheadBudget(64, K)
@@ -223,9 +221,7 @@ async def test_a_step_without_an_answer_that_does_not_fit_ends_the_sequence(make
     ],
     ids=["not opened for it", "token logits", "the longest proposal"],
 )
-async def test_no_outcomes_are_drafted_if_they_cannot_be_predicted(
-    make_model: MakeModel, options: DraftOptions
-) -> None:
+async def test_unpredictable_outcomes_are_not_drafted(make_model: MakeModel, options: DraftOptions) -> None:
     async with proposing(make_model("llama")) as proposer, proposer.sequence(options) as sequence:
         for _ in range(3):
             assert len(await proposed(sequence, ProposeStep(Delta(0, PROMPT), K, BUDGET))) == K
@@ -266,9 +262,7 @@ async def test_of_what_nobody_reads_one_round_is_kept(make_model: MakeModel) -> 
             assert queue_of(sequence).qsize() <= K
 
 
-async def test_nothing_is_drafted_ahead_of_what_is_longer_than_a_proposal_may_be(
-    make_model: MakeModel,
-) -> None:
+async def test_nothing_is_drafted_ahead_of_more_than_a_proposal_may_have(make_model: MakeModel) -> None:
     """Reading it would take a row of logits for each of its tokens, whatever a coordinator says that it proposed."""
     long = tuple(i % VOCABULARY_SIZE for i in range(MAX_AHEAD_TOKENS + 2))
     async with proposing(make_model("llama")) as proposer, proposer.sequence(GREEDY) as sequence:

@@ -201,9 +201,7 @@ async def scripted(
 
 
 @pytest.mark.parametrize("kind", ["small", "llama3", "gemma", "llama2"])
-async def test_a_draft_that_writes_what_the_target_says_is_accepted_whole(
-    vocabularies: Vocabularies, kind: str
-) -> None:
+async def test_a_draft_that_writes_the_targets_text_is_right(vocabularies: Vocabularies, kind: str) -> None:
     sequence, _, _ = await scripted(vocabularies, kind=kind)
     tokens = tokenizer_of(kind).encode(TEXT).ids
     known, accepted, rounds, proposed = 0, 12, 0, 0
@@ -471,9 +469,7 @@ async def test_the_tokenizers_of_the_last_targets_are_kept(vocabularies: Vocabul
         ),
     ],
 )
-async def test_a_tokenizer_that_is_none_is_refused(
-    vocabularies: Vocabularies, content: bytes, reason: str
-) -> None:
+async def test_a_wrong_tokenizer_is_refused(vocabularies: Vocabularies, content: bytes, reason: str) -> None:
     with pytest.raises(ConfigurationError, match=reason):
         await vocabularies.add(replace(sent("small"), content=content))
 

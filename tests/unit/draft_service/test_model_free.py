@@ -371,9 +371,7 @@ def draft_settings(*arguments: str) -> DraftSettings:
             "suffix_decoding_min_token_prob is 2; it must be between 0 and 1"),
     ],
 )  # fmt: skip
-def test_invalid_options_are_refused_before_anything_is_loaded(
-    arguments: Sequence[str], sentence: str
-) -> None:
+def test_invalid_options_are_refused_before_loading(arguments: Sequence[str], sentence: str) -> None:
     with pytest.raises(ConfigurationError) as refusal:
         DraftService(draft_settings(*arguments))
     assert sentence in str(refusal.value)

@@ -95,9 +95,7 @@ def test_proposals_hold_to_a_grammar(is_elsewhere: bool) -> None:
 
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), SamplingParams(seed=3)])
 @pytest.mark.parametrize("kind", [RowKind.TOKEN, RowKind.SUPPORT])
-def test_a_proposal_ends_where_the_draft_knows_no_allowed_token(
-    sampling: SamplingParams, kind: RowKind
-) -> None:
+def test_a_proposal_ends_where_no_known_token_is_allowed(sampling: SamplingParams, kind: RowKind) -> None:
     known = torch.full((1, VOCABULARY_SIZE), -torch.inf)
     known[0, TEXTS.index("c")] = 1.0
     for logits, is_failed in ((known, False), (torch.full_like(known, torch.nan), True)):

@@ -40,6 +40,10 @@ class TinyModel:
         return replace(self.backends, native=replace(native, trace=self.trace))
 
 
+MakeModel = Callable[[str], TinyModel]
+"""Makes the model of a family, once."""
+
+
 def saved_model(folder: Path, config: Any) -> TinyModel:
     """A model of this configuration, written to the folder."""
     reference = save_checkpoint(folder, config)
@@ -60,7 +64,7 @@ def _quiet_and_single_threaded() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
     """Makes a model of a family, once in a session."""
     made: dict[str, TinyModel] = {}
 
@@ -81,11 +85,11 @@ def kernels() -> Kernels:
 
 
 @pytest.fixture(scope="session")
-def llama(tiny_model: Callable[[str], TinyModel]) -> TinyModel:
+def llama(tiny_model: MakeModel) -> TinyModel:
     return tiny_model("llama")
 
 
 @pytest.fixture(scope="session")
-def mistral(tiny_model: Callable[[str], TinyModel]) -> TinyModel:
+def mistral(tiny_model: MakeModel) -> TinyModel:
     """Its window is shorter than most texts here."""
     return tiny_model("mistral")

@@ -136,9 +136,7 @@ def test_min_tokens_counts_at_each_position(min_tokens: int) -> None:
 @pytest.mark.parametrize(
     ("penalty", "wanted"), [(1.0, WANTED), (1.3, WANTED), (50.0, None)], ids=["adjusted", "both", "penalized"]
 )
-def test_every_kind_of_row_reflects_the_changed_logits(
-    penalty: float, wanted: LogitAdjustments | None
-) -> None:
+def test_every_kind_of_row_has_the_changed_logits(penalty: float, wanted: LogitAdjustments | None) -> None:
     """In the order of transformers and of vLLM: adjustments before penalties."""
     logits = logits_of()
     greedy = SamplingParams(temperature=0.0, repetition_penalty=penalty)

@@ -40,9 +40,7 @@ def test_what_differs_is_named(vllm: ModuleType) -> None:
     assert not list(differing({"vllm:Executor.collective_rpc": ("method", "args")}))
 
 
-def test_another_vllm_is_refused_with_what_it_lacks(
-    vllm: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_vllm_is_refused_by_what_it_lacks(vllm: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_contract, "USED", {"vllm:Executor.run": ()})
     with pytest.raises(ConfigurationError) as raised:
         check_engine()

@@ -104,9 +104,7 @@ def test_an_empty_variable_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert coordinator().num_speculative_tokens == 2
 
 
-def test_services_read_their_own_options_from_a_shared_source(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_services_read_their_options_from_one_source(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_CONFIG_FILE", str(file))
     monkeypatch.setenv("TANDEM_MAX_LENGTH", "96")
     monkeypatch.setenv("TANDEM_MODEL", "small")

@@ -74,9 +74,7 @@ def test_a_method_that_is_named_is_not_inferred() -> None:
     ("given", "expected"),
     [((None, None), (5, 5)), ((3, None), (3, 3)), ((None, 2), (2, 2)), ((2, 4), (2, 4))],
 )
-def test_one_end_of_the_lookup_sets_the_other(
-    given: tuple[int | None, ...], expected: tuple[int, int]
-) -> None:
+def test_one_end_of_a_lookup_sets_the_other(given: tuple[int | None, ...], expected: tuple[int, int]) -> None:
     config = SpeculativeConfig(prompt_lookup_min=given[0], prompt_lookup_max=given[1])
     assert (config.prompt_lookup_min, config.prompt_lookup_max) == expected
 

@@ -108,9 +108,7 @@ async def test_a_refusal_reaches_all_that_wait_and_leaves_the_places_in_order() 
         st.tuples(st.sampled_from(("comes", "leaves", "cancelled")), st.integers(0, 10**6)), max_size=60
     ),
 )
-async def test_places_are_neither_lost_nor_withheld_nor_given_twice(
-    count: int, moves: list[tuple[str, int]]
-) -> None:
+async def test_no_place_is_lost_withheld_or_given_twice(count: int, moves: list[tuple[str, int]]) -> None:
     extra = extra_places(count)
     places = FairPlaces(count, extra)
     guests = Guests(places)

@@ -226,9 +226,7 @@ def test_what_json_forces_is_spelled_as_the_tokenizer_does(demo: Grammars) -> No
         (kind("grammar", "root ::= " + "(" * 5000), "recursion"),
     ],
 )
-async def test_what_cannot_be_compiled_is_refused_in_a_line(
-    demo: Grammars, grammar: Grammar, reason: str
-) -> None:
+async def test_a_refusal_to_compile_is_a_line(demo: Grammars, grammar: Grammar, reason: str) -> None:
     with pytest.raises(InvalidRequestError, match=reason) as refusal:
         await demo.open(grammar)
     assert "\n" not in str(refusal.value)

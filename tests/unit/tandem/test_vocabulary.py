@@ -135,9 +135,7 @@ def test_a_transcript_depends_on_the_text_alone(draft: str, target: str, data: s
 @pytest.mark.parametrize(("draft", "target"), PAIRS)
 @given(text=TEXTS, cut=st.integers(0, 100))
 @settings(max_examples=20, deadline=None)
-def test_a_transcript_has_the_text_without_a_part_of_a_character(
-    draft: str, target: str, text: str, cut: int
-) -> None:
+def test_a_transcript_has_no_part_of_a_character(draft: str, target: str, text: str, cut: int) -> None:
     shared = mapping(draft, target)
     tokens = tokenizer_of(target).encode(text).ids[: cut or None]
     transcript = Transcript(shared)
@@ -182,9 +180,7 @@ def test_special_tokens_keep_their_meaning() -> None:
 @pytest.mark.parametrize(("draft", "target"), PAIRS)
 @given(text=TEXTS)
 @settings(max_examples=20, deadline=None)
-def test_what_the_draft_writes_is_the_same_text_in_the_target_s_tokens(
-    draft: str, target: str, text: str
-) -> None:
+def test_the_draft_s_text_is_the_same_in_the_target_s_tokens(draft: str, target: str, text: str) -> None:
     shared = mapping(draft, target)
     written = [i for i in shared.draft.encode(text) if i not in shared.draft.special_ids.values()]
     read = text_of(shared.draft, written).decode(errors="ignore")

@@ -91,9 +91,7 @@ REFUSED_EXTRACTIONS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "sentence"), REFUSED_EXTRACTIONS)
-def test_extraction_is_refused_where_its_options_do_not_go_together(
-    options: dict[str, Any], sentence: str
-) -> None:
+def test_extraction_is_refused_where_options_do_not_fit(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigurationError) as error:
         TargetService(TargetSettings(model=DEMO_TARGET, **options))
     assert str(error.value) == sentence

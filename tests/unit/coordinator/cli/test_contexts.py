@@ -41,9 +41,7 @@ def test_an_unknown_context_is_refused(commands: Commands) -> None:
     assert "nothing was given" in commands.fail(2, "context", "set", "new")
 
 
-def test_values_from_the_environment_are_not_stored(
-    commands: Commands, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_of_the_environment_are_not_kept(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_CLIENT_TOKEN", "a-secret-of-mine")
     commands.succeed("context", "set", "here", "--address", "127.0.0.1:1")
     assert read_contexts().get("here") == {"address": "127.0.0.1:1"}
@@ -70,9 +68,7 @@ def test_options_override_the_environment_which_overrides_the_context() -> None:
         merged({"context": "x"}, {"context"}, CONTEXTS)
 
 
-def test_the_current_context_is_where_commands_go(
-    commands: Commands, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_go_to_the_current_context(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     commands.succeed("context", "set", "here", "--address", "127.0.0.1:1")
     assert "coordinator 127.0.0.1:1: " in commands.fail(4, "admin", "status")
     assert "coordinator 127.0.0.1:1: " in commands.fail(4, "generate", "prompt")

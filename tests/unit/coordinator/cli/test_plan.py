@@ -140,7 +140,7 @@ def test_a_saturated_fleet_never_beats_the_law(k: int, draft: float, row: float,
 
 @settings(deadline=None)
 @given(clients=st.integers(4, 200), drafts=st.integers(1, 8), trip=st.floats(0.0, 0.01))
-def test_more_clients_are_never_quicker_and_more_drafts_never_slower(
+def test_more_clients_are_never_quicker_nor_more_drafts_slower(
     clients: int, drafts: int, trip: float
 ) -> None:
     fleet = replace(SATURATED, times=replace(SATURATED.times, round_trip_seconds=trip), draft_per_8_rows=0.5)

@@ -68,9 +68,7 @@ def test_a_drafting_head_is_hosted_by_the_target(tmp_path: Path, method: str | N
     assert package_of("target", service_arguments(UpOptions()).target) == "target_service"
 
 
-def test_a_target_drafts_with_its_own_layers_where_the_shared_method_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_target_drafts_by_its_layers_where_the_method_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_SPECULATIVE_METHOD", "mtp")
     assert package_of("target", ["--model", "x"]) == "bound_service"
     assert package_of("target", ["--method", "extract_hidden_states"]) == "target_service"
@@ -137,7 +135,7 @@ def test_the_bundled_heads_belong_to_their_targets(options: UpOptions, target: o
     assert value(arguments.target, "--draft-model") == str(head)
 
 
-def test_the_fastest_lossless_rule_is_used_unless_one_is_named(
+def test_the_fastest_rule_is_used_unless_one_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     option = "--rejection-sampling-strategy"
@@ -152,16 +150,12 @@ def test_the_fastest_lossless_rule_is_used_unless_one_is_named(
     assert value(service_arguments(UpOptions(model="smollm2")).coordinator, option) is None
 
 
-def test_smollm2_without_its_head_drafts_without_a_model(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_smollm2_without_its_head_needs_no_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(bundled, "_SMOLLM2_FOLDERS", (tmp_path,))
     assert value(service_arguments(UpOptions(model="smollm2")).draft, "--method") == "suffix"
 
 
-def test_a_model_may_take_longer_to_load_than_a_lone_coordinator_waits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_model_may_load_for_longer_than_a_lone_coordinator_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     default = CoordinatorSettings(target_address="127.0.0.1:1").start_timeout_seconds
     option = "--start-timeout-seconds"
     assert float(value(service_arguments(UpOptions()).coordinator, option) or 0) > 10 * default
@@ -339,9 +333,7 @@ def test_variables_that_are_overridden_are_named() -> None:
     ]
 
 
-def test_a_service_without_the_packages_of_the_engine_says_which_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_service_without_its_engine_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     sentence = r"needs torch; install the extra: pip install 'tandem-speculative\[engine\]'"
     target = TargetSettings(model=DEMO_TARGET)

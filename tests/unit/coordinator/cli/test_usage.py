@@ -46,9 +46,7 @@ from tests.commands import Commands
         (("admin", "config", "set", "relaxed_topk"), "relaxed_topk has no value"),
     ],
 )  # fmt: skip
-def test_a_wrong_call_is_answered_with_one_sentence(
-    commands: Commands, words: tuple[str, ...], sentence: str
-) -> None:
+def test_a_wrong_call_has_one_sentence(commands: Commands, words: tuple[str, ...], sentence: str) -> None:
     assert sentence.lower() in commands.fail(2, *words).lower()
 
 
@@ -56,9 +54,7 @@ def test_logs_says_where_the_logs_are(commands: Commands) -> None:
     assert "each service writes its log to standard error" in commands.fail(2, "logs", "-f")
 
 
-def test_a_service_can_be_set_up_by_its_environment_alone(
-    commands: Commands, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_service_can_be_set_up_by_variables(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_TARGET_MODEL", "no/such/folder")
     assert "no/such/folder" in commands.run("serve", "target").err
 

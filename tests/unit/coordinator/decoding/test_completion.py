@@ -239,9 +239,7 @@ tokens = st.lists(st.sampled_from([1, START, END]), max_size=6)
 
 
 @given(st.lists(st.tuples(tokens, tokens), max_size=6))
-def test_spans_of_a_streamed_completion_equal_those_of_the_whole(
-    rounds: list[tuple[list[int], list[int]]],
-) -> None:
+def test_spans_of_a_stream_equal_those_of_the_whole(rounds: list[tuple[list[int], list[int]]]) -> None:
     spans = ThinkSpans(START, END)
     committed: list[int] = []
     for added, proposed in rounds:

@@ -127,9 +127,7 @@ NAMED = {"type": "function", "function": {"name": "add"}}
         (NAMED, True, [f"[{ADD}]"], [f"[{NOW}]", f"[{ADD}, {ADD}]"]),
     ],
 )
-def test_what_is_demanded_is_bound(
-    choice: Any, parallel: bool, accepted: list[str], refused: list[str]
-) -> None:
+def test_demands_are_bound(choice: Any, parallel: bool, accepted: list[str], refused: list[str]) -> None:
     grammar = demanded(choice, functions_of(TOOLS), parallel=parallel)
     assert grammar is not None
     state = Grammars((DEMO_TARGET / "tokenizer.json").read_text, 2048, [0]).compiled(grammar)

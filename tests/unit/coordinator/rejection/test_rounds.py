@@ -69,9 +69,7 @@ def make_round(generator: np.random.Generator, count: int, size: int, likeness: 
         max_size=12,
     ),
 )
-def test_the_acceptances_are_those_one_by_one(
-    rule: str, seed: int, shapes: list[tuple[int, int, float]]
-) -> None:
+def test_acceptances_are_those_one_by_one(rule: str, seed: int, shapes: list[tuple[int, int, float]]) -> None:
     generator = np.random.default_rng(seed)
     rounds = [make_round(generator, *shape) for shape in shapes]
     assert [*map(shown, decide_each(RULES[rule], rounds))] == one_by_one(RULES[rule], rounds)

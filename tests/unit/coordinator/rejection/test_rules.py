@@ -153,9 +153,7 @@ def test_block_recovers_from_the_weighted_residual() -> None:
 @pytest.mark.parametrize("accept", [residual, block])
 @pytest.mark.parametrize("broken", [float("nan"), 0.0, -1.0])
 @pytest.mark.parametrize("uniform", [1e-12, 0.5, 1 - 1e-12])
-def test_a_token_without_a_draft_probability_is_rejected(
-    accept: Accept, broken: float, uniform: float
-) -> None:
+def test_a_token_without_draft_probability_is_rejected(accept: Accept, broken: float, uniform: float) -> None:
     given = sampled((1, {1: broken, 2: 0.5}), (2, HALF))
     rows = verification(support_row({1: 0.3, 2: 0.7}), support_row(HALF), bonus_row(7))
     acceptance = accept(given, rows, SAMPLED, uniforms(uniform, uniform))
@@ -174,9 +172,7 @@ def test_nan_draft_probabilities_recover_from_the_target(accept: Accept) -> None
 
 @pytest.mark.parametrize("accept", [residual, block])
 @pytest.mark.parametrize("broken", [float("nan"), -1.0])
-def test_an_invalid_draft_never_yields_a_token_without_target_probability(
-    accept: Accept, broken: float
-) -> None:
+def test_an_invalid_draft_yields_no_token_without_target_probability(accept: Accept, broken: float) -> None:
     given = sampled((1, {1: broken, 2: 0.5, 3: 0.5}))
     rows = verification(support_row({1: 0.0, 2: 0.3, 3: 0.7}), bonus_row(7))
     noise = uniforms(0.5)
@@ -206,9 +202,7 @@ ALL_RULES: list[Accept] = [greedy, strict, residual, block, typical(), logit_com
         (Proposal(0, (1, 2), sampled((1, HALF)).distributions), token_rows(1, 2, 3), "1 distributions"),
     ],
 )
-def test_rows_that_do_not_fit_are_refused(
-    accept: Accept, given: Proposal, rows: Verification, message: str
-) -> None:
+def test_unfit_rows_are_refused(accept: Accept, given: Proposal, rows: Verification, message: str) -> None:
     with pytest.raises(RowError, match=message):
         accept(given, rows, GREEDY, uniforms(*[0.5] * len(given)))
 

@@ -154,9 +154,7 @@ def _target_alone(sampling: SamplingParams) -> Tokens:
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("count", [0, 1, 2, 5])
 @pytest.mark.parametrize("row_kind", [RowKind.TOKEN, RowKind.DENSE])
-def test_strict_gives_the_output_of_the_target_alone(
-    sampling: SamplingParams, count: int, row_kind: RowKind
-) -> None:
+def test_strict_gives_the_targets_own_output(sampling: SamplingParams, count: int, row_kind: RowKind) -> None:
     rule = resolve(SpeculativeConfig(rejection_sampling_strategy="strict"), sampling)
     expected = _target_alone(sampling)
     for draft in (DRAFT, OTHER_DRAFT, TARGET):

@@ -65,9 +65,7 @@ def test_the_bound_follows_the_slowest_answers(clock: Clock) -> None:
     assert VerificationTimes(3.0).bound_seconds(10_000) == 3.0
 
 
-def test_a_target_that_answers_nothing_is_hung_for_all_sequences(
-    clock: Clock, steps: UnansweredSteps
-) -> None:
+def test_a_target_that_answers_nothing_is_hung_for_all(clock: Clock, steps: UnansweredSteps) -> None:
     old = steps.begin(5, is_first=False)
     clock.now += MIN_SECONDS
     young = steps.begin(5, is_first=False)
@@ -114,9 +112,7 @@ def test_a_wait_for_pages_does_not_raise_the_bound(clock: Clock) -> None:
     assert times.bound_seconds(0) <= bound
 
 
-def test_the_first_step_may_wait_for_room_while_others_are_answered(
-    clock: Clock, steps: UnansweredSteps
-) -> None:
+def test_the_first_step_may_wait_while_others_are_answered(clock: Clock, steps: UnansweredSteps) -> None:
     steps.begin(20, is_first=True)
     for _ in range(100):
         clock.now += MIN_SECONDS - 0.1
@@ -124,9 +120,7 @@ def test_the_first_step_may_wait_for_room_while_others_are_answered(
         assert not steps.overdue()
 
 
-def test_the_first_answer_may_wait_for_the_prompts_of_all_sequences(
-    clock: Clock, steps: UnansweredSteps
-) -> None:
+def test_the_first_answer_may_wait_for_the_prompts_of_all(clock: Clock, steps: UnansweredSteps) -> None:
     for _ in range(10):
         steps.begin(1000, is_first=True)
     clock.now += MIN_SECONDS + MARGIN * 0.01 * 10_000 - 0.1

@@ -196,9 +196,7 @@ def test_more_depths_than_granted_are_refused() -> None:
         ((support(4), support(5, VOCABULARY_SIZE), support(6)), "the probability of an unknown token"),
     ],
 )
-def test_supports_that_no_rule_could_use_are_refused(
-    supports: tuple[SparseDistribution, ...], sentence: str
-) -> None:
+def test_supports_of_no_use_are_refused(supports: tuple[SparseDistribution, ...], sentence: str) -> None:
     with pytest.raises(ProtocolError, match=sentence):
         pending(kind=RowKind.SUPPORT).add(replace(FIRST, distributions=supports))
 

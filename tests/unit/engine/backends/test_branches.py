@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from tandem.engine.steps import BranchStep
 from tandem.types import Delta
 from tests.service.clients import until
 from tests.unit.engine.backends.branch_jobs import TOKENS, Branches, poison, run_together
-from tests.unit.engine.conftest import TinyModel
+from tests.unit.engine.conftest import MakeModel, TinyModel
 from tests.unit.engine.greedy import RowsHead, plain_logits, rows, running
 
 _TRUNK = [5, 17, 80, 3, 44, 9, 21, 60]
@@ -27,7 +27,7 @@ _TRUNK = [5, 17, 80, 3, 44, 9, 21, 60]
 @pytest.mark.parametrize("with_kernels", [False, True])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
 async def test_sequences_share_steps_and_each_branch_is_what_it_would_be_alone(
-    tiny_model: Callable[[str], TinyModel], family: str, with_kernels: bool
+    tiny_model: MakeModel, family: str, with_kernels: bool
 ) -> None:
     model = tiny_model(family)
     records: list[StepRecord] = []
@@ -165,7 +165,7 @@ async def drafted(model: TinyModel, *, with_kernels: bool = False) -> AsyncItera
 @pytest.mark.parametrize("with_kernels", [False, True])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
 async def test_a_branch_becomes_the_trunk_and_what_it_has_more_leads_the_next(
-    tiny_model: Callable[[str], TinyModel], family: str, with_kernels: bool
+    tiny_model: MakeModel, family: str, with_kernels: bool
 ) -> None:
     async with drafted(tiny_model(family), with_kernels=with_kernels) as own:
         trunk = [*_TRUNK, *_PATH[:2]]
@@ -196,7 +196,7 @@ async def test_a_branch_becomes_the_trunk_and_what_it_has_more_leads_the_next(
 
 
 @pytest.mark.parametrize("row_count", [1, 2, 3, 4])
-async def test_a_branch_that_begins_before_the_wanted_rows_gives_only_those(
+async def test_a_branch_that_begins_early_gives_the_wanted_rows_only(
     llama: TinyModel, row_count: int
 ) -> None:
     """A hit came on top of a hit whose trunk nobody had read yet. Another job's trunk shares the step."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,12 @@ from tandem.engine.models.loading import load_model
 from tandem.engine.steps import Packing
 from tandem.errors import ConfigurationError
 from tests.paths import DEMO_TARGET
-from tests.unit.engine.conftest import TinyModel
+from tests.unit.engine.conftest import MakeModel, TinyModel
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gemma2", "bloom"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_torch_passes_its_own_trial(family: str, dtype: str, tiny_model: Callable[[str], TinyModel]) -> None:
+def test_torch_passes_its_own_trial(family: str, dtype: str, tiny_model: MakeModel) -> None:
     reference = Reference(load_model(tiny_model(family).folder, dtype=dtype))
     assert reference.error_of(eager_backend) == pytest.approx(1.0, abs=1e-3)
 
@@ -71,9 +71,7 @@ def test_no_single_sequence_decides_a_trial_unless_it_is_far_off(
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gemma2", "bloom"])
-def test_kernels_of_bfloat16_are_as_exact_as_torch(
-    family: str, tiny_model: Callable[[str], TinyModel]
-) -> None:
+def test_kernels_of_bfloat16_are_as_exact_as_torch(family: str, tiny_model: MakeModel) -> None:
     backends = choose_backends(load_model(tiny_model(family).folder, dtype="bfloat16"))
     if backends.native is None:
         pytest.skip("there is no C++ compiler")
@@ -173,9 +171,7 @@ def test_a_tokens_log_probability_is_as_exact_as_torchs() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_logits_and_the_residual_stream_are_not_rounded(
-    family: str, tiny_model: Callable[[str], TinyModel]
-) -> None:
+def test_logits_and_the_residual_stream_are_not_rounded(family: str, tiny_model: MakeModel) -> None:
     module: Any = _with_kernels(tiny_model(family).folder).model.module
     head = module.get_output_embeddings()
     values = torch.randn(3, head.in_features).bfloat16()
@@ -194,7 +190,7 @@ def test_logits_and_the_residual_stream_are_not_rounded(
 
 
 def test_a_model_that_cannot_have_a_wide_residual_stream_keeps_its_own(
-    tiny_model: Callable[[str], TinyModel], caplog: pytest.LogCaptureFixture
+    tiny_model: MakeModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Experts are multiplied by torch, which takes equal types only."""
     with caplog.at_level(logging.INFO):

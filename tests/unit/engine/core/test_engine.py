@@ -173,9 +173,7 @@ async def _one_by_one(engine: Engine[Any, Any], count: int, max_length: int = 60
     return sequence
 
 
-async def test_a_step_waits_for_the_sequences_of_the_last_one(
-    llama: TinyModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_step_waits_for_those_of_the_last(llama: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     # Without a timeout, only a returning sequence ends a wait, however slow the machine is.
     monkeypatch.setattr("tandem.engine.core.scheduler._PATIENCE", 1e6)
     records: list[StepRecord] = []
@@ -356,9 +354,7 @@ def _kv_bytes(model: TinyModel, tokens: int) -> int:
 
 
 @pytest.mark.parametrize("prefix_reuse", [True, False])
-async def test_the_youngest_gives_its_pages_up_and_computes_again(
-    llama: TinyModel, prefix_reuse: bool
-) -> None:
+async def test_the_youngest_gives_up_its_pages_and_begins_again(llama: TinyModel, prefix_reuse: bool) -> None:
     prompts = [[(13 * number + step) % 90 + 3 for step in range(60)] for number in range(5)]
     expected = [plain_greedy(llama.reference, prompt, 80) for prompt in prompts]
     limits: dict[str, Any] = {"max_length": 140, "kv_cache_bytes": _kv_bytes(llama, 6 * _PAGE_TOKENS)}
@@ -410,16 +406,14 @@ async def test_unserved_lengths_are_refused(llama: TinyModel, max_length: int) -
         ({"kv_cache_bytes": 1000}, "may take 1000 bytes, but one sequence of max_length 192 needs 49152"),
     ],
 )
-async def test_unsatisfiable_settings_are_refused(
+async def test_impossible_settings_are_refused(
     llama: TinyModel, settings: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=sentence):
         Engine(Backends(llama.loaded), RowsHead(), EngineSettings(**settings))
 
 
-async def test_a_warm_engine_knows_what_its_steps_take(
-    llama: TinyModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_warm_engine_knows_its_step_times(llama: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """By sequences and tokens; sizes for which there is no room are missing."""
     monkeypatch.setattr("tandem.engine.core.engine._WARM_UP_SECONDS", 1e6)
     async with running(llama.backends, GreedyHead(), max_sequences=4) as engine:

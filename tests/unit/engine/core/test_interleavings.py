@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from tandem.engine.core.jobs import Job
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.engine.settings import EngineSettings
 from tandem.types import Delta
-from tests.unit.engine.conftest import TinyModel
+from tests.unit.engine.conftest import MakeModel, TinyModel
 from tests.unit.engine.greedy import RowsHead, plain_logits, settle
 
 T = TypeVar("T")
@@ -186,9 +186,7 @@ class Interleavings(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "falcon"])
-def test_random_interleavings(
-    family: str, tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_random_interleavings(family: str, tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "IDLE_SECONDS", 0.02)  # clients sit on their pages as long as they like
     machine = type("Machine", (Interleavings,), {"model": tiny_model(family)})
     case = machine.TestCase  # type: ignore[attr-defined]

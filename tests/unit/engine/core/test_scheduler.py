@@ -292,9 +292,7 @@ async def test_a_lead_delays_no_other_sequence(llama: TinyModel) -> None:
         await engine.close()
 
 
-async def test_masks_are_computed_beside_the_forward_pass(
-    llama: TinyModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_masks_are_computed_beside_the_pass(llama: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     are_begun = threading.Event()
 
     class Only7:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.settings import EngineSettings
 from tandem.errors import ConfigurationError, InvalidRequestError
 from tandem.types import Delta
-from tests.unit.engine.conftest import TinyModel
+from tests.unit.engine.conftest import MakeModel, TinyModel
 from tests.unit.engine.greedy import (
     Generation,
     GreedyHead,
@@ -53,9 +53,7 @@ class _Counting:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss", "deepseek_v3", "falcon"])
-async def test_a_reused_prefix_is_not_computed_again(
-    family: str, tiny_model: Callable[[str], TinyModel]
-) -> None:
+async def test_a_reused_prefix_is_not_computed_again(family: str, tiny_model: MakeModel) -> None:
     model, count, costs = tiny_model(family), _Counting(), []
     async with running(model.loaded, GreedyHead(), on_step=count) as engine:
         for prompt in ([*_PREFIX, 50], [*_PREFIX, 51], [*_PREFIX[:60], 52], [*_PREFIX, 50]):

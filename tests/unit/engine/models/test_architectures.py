@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from tandem.engine.kv_cache.arena import bytes_of_page, group_layers
 from tandem.engine.models.loading import load_model
 from tandem.types import Delta
-from tests.unit.engine.conftest import TinyModel
+from tests.unit.engine.conftest import MakeModel, TinyModel
 from tests.unit.engine.greedy import (
     GreedyHead,
     RowsHead,
@@ -42,7 +41,7 @@ def _prompts(count: int) -> list[list[int]]:
 
 
 @pytest.fixture(params=sorted(CONFIGS))
-def model(request: pytest.FixtureRequest, tiny_model: Callable[[str], TinyModel]) -> TinyModel:
+def model(request: pytest.FixtureRequest, tiny_model: MakeModel) -> TinyModel:
     return tiny_model(request.param)
 
 
@@ -108,13 +107,11 @@ async def test_greedy_text_survives_preemption_and_shared_prefixes(model: TinyMo
     assert [together[index] for index in checked] == expected
 
 
-def test_sequences_share_a_forward_pass_wherever_attention_can_be_replaced(
-    tiny_model: Callable[[str], TinyModel],
-) -> None:
+def test_sequences_share_a_forward_pass_wherever_attention_can_be_replaced(tiny_model: MakeModel) -> None:
     assert {family for family in CONFIGS if not tiny_model(family).loaded.is_packed} == _UNPACKED
 
 
-def test_windows_are_found_in_the_model_itself(tiny_model: Callable[[str], TinyModel]) -> None:
+def test_windows_are_found_in_the_model_itself(tiny_model: MakeModel) -> None:
     windows = {
         family: {layer.window for layer in tiny_model(family).loaded.layers} - {None} for family in CONFIGS
     }
@@ -151,7 +148,7 @@ async def test_a_long_stranger_does_not_change_a_short_text(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("max_length", "length"), [(_ORIGINAL, 20), (128, 60)])
-async def test_the_frequencies_are_those_of_the_longest_sequence(
+async def test_frequencies_are_those_of_the_longest_text(
     tmp_path: Path, max_length: int, length: int
 ) -> None:
     reference = save_checkpoint(tmp_path, _config())

@@ -257,9 +257,7 @@ def test_layers_of_dflash_may_be_configured_as_llamas(tmp_path: Path, target: Lo
     assert all(map(torch.equal, found.state_dict().values(), plain.state_dict().values()))
 
 
-def test_newer_configs_of_dflash_have_the_block_size_among_the_options(
-    tmp_path: Path, target: LoadedModel
-) -> None:
+def test_newer_configs_of_dflash_have_the_block_size_elsewhere(tmp_path: Path, target: LoadedModel) -> None:
     folder = save_dflash(tmp_path / "head", target.module)
     changed_config(folder, lambda config: config["dflash_config"].update(block_size=config.pop("block_size")))
     assert read_dflash_config(folder).block_size == 5

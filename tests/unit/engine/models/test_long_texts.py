@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import torch
 from tandem.engine.kv_cache.arena import group_layers
 from tandem.types import Delta
 from tests.unit.engine.backends.branch_jobs import Branches, poison, run_together
-from tests.unit.engine.conftest import TinyModel, saved_model
+from tests.unit.engine.conftest import MakeModel, TinyModel, saved_model
 from tests.unit.engine.greedy import (
     GreedyHead,
     RowsHead,
@@ -33,7 +32,7 @@ _TOKEN_COUNT = 5
 
 
 @pytest.fixture(scope="module")
-def long_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
     """Makes a model of long texts, once."""
     made: dict[str, TinyModel] = {}
 
@@ -59,9 +58,7 @@ def _page_bytes(model: TinyModel) -> int:
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3", "gpt_oss", "qwen2"])
-async def test_long_texts_are_those_of_transformers(
-    family: str, long_model: Callable[[str], TinyModel]
-) -> None:
+async def test_long_texts_are_those_of_transformers(family: str, long_model: MakeModel) -> None:
     model = long_model(family)
     prompts = _prompts(400, 500, *[80 + 11 * number for number in range(14)])
     expected = [plain_greedy(model.reference, prompt, _TOKEN_COUNT) for prompt in prompts[:2]]
@@ -85,7 +82,7 @@ async def test_long_texts_are_those_of_transformers(
     ("family", "with_kernels"), [("mistral", True), ("gemma2", True), ("gemma2", False), ("gpt_oss", False)]
 )
 async def test_branches_see_what_their_windows_reach(
-    family: str, with_kernels: bool, long_model: Callable[[str], TinyModel]
+    family: str, with_kernels: bool, long_model: MakeModel
 ) -> None:
     model = long_model(family)
     (text,) = _prompts(500)
@@ -104,9 +101,7 @@ async def test_branches_see_what_their_windows_reach(
 
 
 @pytest.mark.parametrize("family", ["mistral", "gpt_oss"])
-async def test_rollbacks_within_and_beyond_what_is_kept(
-    family: str, long_model: Callable[[str], TinyModel]
-) -> None:
+async def test_rollbacks_within_and_beyond_what_is_kept(family: str, long_model: MakeModel) -> None:
     """A proposal that is rejected costs nothing; what goes further back is computed again."""
     model = long_model(family)
     (text,) = _prompts(500)

@@ -82,9 +82,7 @@ def test_drafts_are_asked_with_the_rows_of_the_batch(speculator: Callable[..., A
     assert list(b.tokens_from(0)) == [6, 7]
 
 
-def test_vllm_finds_the_drafts_distributions_by_the_place_of_the_request(
-    speculator: Callable[..., Any],
-) -> None:
+def test_vllm_finds_distributions_by_the_place_of_the_request(speculator: Callable[..., Any]) -> None:
     ours = speculator()
     drawn = SparseDistribution(np.array([4, 6]), np.array([0.75, 0.25]))
     for _ in range(2):  # nothing stays of an earlier step

@@ -91,9 +91,7 @@ def test_wrong_options_are_one_sentence_at_start(
 @pytest.mark.parametrize(
     ("tensor", "pipeline", "asking"), [(1, 1, [0]), (2, 1, [0]), (4, 2, [0, 4]), (1, 3, [0, 1, 2])]
 )
-def test_the_first_process_of_each_tensor_parallel_group_asks(
-    tensor: int, pipeline: int, asking: list[int]
-) -> None:
+def test_the_first_process_of_each_parallel_group_asks(tensor: int, pipeline: int, asking: list[int]) -> None:
     """vLLM makes a proposer in the last pipeline stage alone."""
     ranks = [SimpleNamespace(rank=rank, tensor_parallel_size=tensor) for rank in range(tensor * pipeline)]
     assert [parallel.rank for parallel in ranks if asks(parallel)] == asking

@@ -198,9 +198,7 @@ async def test_a_missing_token_is_refused_before_the_message(capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("size", [0, 1 << 10, 3 << 20])
-async def test_a_refusal_arrives_while_the_client_still_sends(
-    size: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_refusal_arrives_before_all_is_sent(size: int, capsys: pytest.CaptureFixture[str]) -> None:
     async with running(Scripted(), capsys, auth_token=TOKEN) as address:
         for _ in range(10):
             async with grpc.aio.insecure_channel(address) as channel:

@@ -134,9 +134,7 @@ TLS = {"tls_cert_file": "cert.pem", "tls_key_file": "key.pem"}
     ],
 )
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "example.org"])
-def test_a_server_that_others_reach_is_protected(
-    host: str, options: dict[str, object], missing: str | None
-) -> None:
+def test_a_reachable_server_is_protected(host: str, options: dict[str, object], missing: str | None) -> None:
     if missing is None:
         ServerSettings.model_validate({"host": host} | options)
     else:
@@ -317,7 +315,7 @@ async def test_certificate_and_key_of_two_renewals_are_never_served(
         assert await texts_from(address, Credentials(ca_file=served.ca, token=CLIENT)) == ["hello"]
 
 
-async def test_renewed_tokens_apply_from_the_next_call_on(
+async def test_renewed_tokens_apply_to_the_next_call(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     served, shown = tmp_path / "served", tmp_path / "shown"
@@ -387,9 +385,7 @@ async def test_a_server_warns_at_startup(
         assert words(caplog) == expected
 
 
-def test_the_warning_is_repeated_daily_and_at_expiry(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_warning_comes_daily_and_at_expiry(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = issued(tmp_path, trustme.CA(), not_after=NOW + 1.5 * DAY).cert
     seen, now = [], NOW
     while now < NOW + 4 * DAY:

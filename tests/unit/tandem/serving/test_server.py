@@ -279,9 +279,7 @@ def address(servicer: health.HealthServicer) -> Iterator[str]:
         server.stop(None).wait()
 
 
-def test_the_exit_code_distinguishes_serving_from_not_serving(
-    servicer: health.HealthServicer, address: str
-) -> None:
+def test_the_exit_code_tells_serving_from_not_serving(servicer: health.HealthServicer, address: str) -> None:
     servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
     assert check(address) == Health.NOT_SERVING
     servicer.set("", health_pb2.HealthCheckResponse.SERVING)
@@ -317,9 +315,7 @@ def test_a_server_with_mutual_tls_is_asked_with_the_certificate_that_the_environ
         server.stop(None).wait()
 
 
-def test_the_command_exits_with_that_code_and_prints_it_in_words(
-    servicer: health.HealthServicer, address: str
-) -> None:
+def test_the_command_exits_with_that_code_and_words(servicer: health.HealthServicer, address: str) -> None:
     servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
     command = [sys.executable, "-P", "-m", "tandem.serving.healthcheck"]
     done = subprocess.run([*command, address], capture_output=True, text=True, check=False)

@@ -88,9 +88,7 @@ def test_without_telemetry_its_libraries_are_not_even_imported() -> None:
 
 
 @pytest.mark.parametrize("accepts", [False, True], ids=["nobody listens", "it never answers"])
-async def test_an_unreachable_collector_costs_a_log_line(
-    caplog: pytest.LogCaptureFixture, accepts: bool
-) -> None:
+async def test_an_absent_collector_costs_a_log_line(caplog: pytest.LogCaptureFixture, accepts: bool) -> None:
     """Spans and metrics are dropped, and the exit is delayed by at most two seconds."""
     caplog.set_level(logging.WARNING)
     with socket.socket() as collector:

@@ -140,7 +140,7 @@ def support(ids: list[int], probs: list[float]) -> SparseDistribution:
         (support([], []), "sums to 0"),
     ],
 )
-def test_an_impossible_distribution_concerns_its_sequence_alone(
+def test_a_wrong_distribution_concerns_its_sequence_alone(
     distribution: SparseDistribution, words: str
 ) -> None:
     good, bad = Proposal(3, (1,), (support([1], [1.0]),)), Proposal(3, (1,), (distribution,))

@@ -66,9 +66,7 @@ def test_sampling_survives_in_double_precision(sampling: SamplingParams) -> None
         ),
     ],
 )
-def test_sampling_out_of_range_is_refused_with_every_reason(
-    sampling: SamplingParams, names: set[str]
-) -> None:
+def test_sampling_out_of_range_is_refused_for_all_reasons(sampling: SamplingParams, names: set[str]) -> None:
     with pytest.raises(InvalidRequestError) as refusal:
         common.sampling_from_proto(common.sampling_to_proto(sampling))
     assert {sentence.partition(" is ")[0] for sentence in str(refusal.value).split("; ")[::2]} == names

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from tandem.engine.core.selection import choose_backends
 from tandem.engine.kv_cache.sequence import Segment
 from tandem.engine.models.loading import load_model
 from tandem.errors import ConfigurationError
-from tests.unit.engine.conftest import TinyModel
+from tests.unit.engine.conftest import MakeModel, TinyModel
 from tests.unit.engine.greedy import GreedyHead, greedy, plain_greedy, running
 
 _CPU = torch.device("cpu")
@@ -99,7 +98,7 @@ def test_nan_and_infinity_are_preserved(kernels: Kernels) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 @pytest.mark.parametrize("prompt_tokens", [WIDEST_SEGMENT, WIDEST_SEGMENT + 1])
 async def test_a_prompt_is_read_alike_by_the_kernel_and_by_torch(
-    family: str, prompt_tokens: int, tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
+    family: str, prompt_tokens: int, tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model(family)
     widths: list[int] = []
@@ -119,10 +118,7 @@ async def test_a_prompt_is_read_alike_by_the_kernel_and_by_torch(
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 async def test_without_a_compiler_torch_computes(
-    family: str,
-    tiny_model: Callable[[str], TinyModel],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    family: str, tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tiny_model(family)
     monkeypatch.setenv("CXX", "/nonexistent/c++")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,7 @@ from tandem.engine.backends.cpu_native.plans import (
 from tandem.engine.kv_cache.arena import PAGE_TOKENS, KvArena, PageTable
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.steps import Packing
-from tests.unit.engine.conftest import TinyModel
+from tests.unit.engine.conftest import MakeModel, TinyModel
 from tests.unit.engine.greedy import GreedyHead, greedy, greedy_together, plain_greedy, running
 from tests.unit.engine.tiny_models import CONFIGS, VOCABULARY_SIZE
 
@@ -103,7 +103,7 @@ def _both_ways(runner: Runner, segments: list[Segment], rows: list[int]) -> tupl
         for family in sorted(set(CONFIGS) - _SERIAL)
     ],
 )
-def test_a_plan_computes_the_same_as_the_modules(family: str, tiny_model: Callable[[str], TinyModel]) -> None:
+def test_a_plan_computes_the_same_as_the_modules(family: str, tiny_model: MakeModel) -> None:
     model = tiny_model(family)
     runner = Runner(model)
     if family in _EXPERTS:  # which of them are asked depends on the tokens
@@ -141,9 +141,7 @@ def test_padding_does_not_change_results(llama_runner: Runner) -> None:
                for layer, before in zip(llama_runner.arena.layers, spared, strict=True))  # fmt: skip
 
 
-def test_long_prompts_go_in_parts_that_a_plan_holds(
-    llama: TinyModel, tiny_model: Callable[[str], TinyModel]
-) -> None:
+def test_long_prompts_go_in_parts_that_a_plan_holds(llama: TinyModel, tiny_model: MakeModel) -> None:
     runner = Runner(llama)
     assert runner.backend.prompt_tokens(512) == 512, (
         "it is not known yet that a plan computes the wanted rows only"
@@ -235,7 +233,7 @@ def test_only_padding_excuses_the_error_of_another_order_of_additions(
 
 @pytest.mark.parametrize("family", sorted(_USUAL))
 async def test_texts_are_the_same_with_plans_and_without(
-    family: str, tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
+    family: str, tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model(family)
     played = 0

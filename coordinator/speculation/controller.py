@@ -49,9 +49,6 @@ simulations 1 loses 1 % of the first 100 rounds, and 1.5 3 %."""
 TURN_SHARE = 0.005
 """Share of the tokens that is lost by rounds that try what was not chosen: the target alone, drafting, or drafting
 ahead."""
-FIRST_TURN_SHARE = 0.025
-"""The same until the first such turn: what was not tried is a prediction. With 0.08 the first 100 rounds of simulations
-lose 2 %."""
 TURN_ROUNDS = 4
 """Rounds of one request in such a turn: the target alone is asked for the first, and settles after the second; a draft
 reads in the first what was committed since the last turn. As many pass between two decisions, but fewer at first."""
@@ -122,7 +119,6 @@ class Choice:
         """Turns of the kind when it began, and tokens that it has lost so far."""
         self._last_turn = self._turn_pause = self._turn_end = self._turn_rounds = 0
         """Rounds: the first of the last turn, those from it to the next, the last of this one, those that it needs."""
-        self._turn_share = FIRST_TURN_SHARE
         self._tried: dict[Way, int] = {}
         """Round of the last turn of each way of working."""
 
@@ -189,8 +185,6 @@ class Choice:
         self._turn_number = self.gains.turns
         self._turn_rounds = TURN_ROUNDS * len(self.requests)
         self._turn_end = self._rounds + (WINDOW if turn.tokens else TURN_ROUNDS) * len(self.requests)
-        if self.gains.acceptance.count >= WINDOW:  # before, bad luck with the first proposals is likely
-            self._turn_share = TURN_SHARE
         self._plan_turn()
 
     def _plan_turn(self) -> None:
@@ -198,7 +192,7 @@ class Choice:
         turn, made = self._next_turn(), self.expected[self.plan.tokens]
         lost = self._seconds[turn.outcomes][turn.tokens] * self._speed(self.plan) - self.expected[turn.tokens]
         lost = max(lost, (HYSTERESIS - 1.0) * made) * TURN_ROUNDS * len(self.requests)
-        self._turn_pause = int(max(lost, self._lost) / made / self._turn_share)
+        self._turn_pause = int(max(lost, self._lost) / made / TURN_SHARE)
         if turn.tokens and not self.gains.acceptance.count:
             self._turn_pause = 0  # a draft that nobody has ever seen propose is asked at once
 
@@ -207,8 +201,6 @@ class Choice:
         costs, load = self.costs, self.load
         if not costs.is_known:
             return
-        self._renew_in = self._pause * len(self.requests)
-        self._pause = min(2 * self._pause, TURN_ROUNDS)
         is_first = not self.expected
         self.rates = self.gains.acceptance.rates(self.max_tokens)
         self.expected = expected_tokens(self.rates)
@@ -229,6 +221,8 @@ class Choice:
         for each in self._seconds.values():
             each[0] = shortest
         self._choose(is_first)
+        self._renew_in = self._pause * len(self.requests)
+        self._pause = min(2 * self._pause, TURN_ROUNDS)
 
     def ahead_seconds(self, proposed: int, outcomes: int) -> float:
         """Predicted seconds in which rounds that draft ahead make as much as a proposal of so many tokens does."""
@@ -265,7 +259,8 @@ class Choice:
         drafting = [plan for plan in self._best.values() if plan.tokens]
         self.compared = self.plan if self.plan.tokens else max(drafting, key=hope)
         if is_first or self.plan.way is not was:
-            self._last_turn, self._turn_share = self._rounds, FIRST_TURN_SHARE
+            self._last_turn = self._rounds
+            self._pause = 1  # what was only predicted is soon measured
         self._plan_turn()
 
     def hope(self, deviations: float) -> float:
@@ -387,7 +382,7 @@ class RequestSpeculation:
             if (load == 1 or self._alike_rounds > 2) and self._granted and len(choice.expected) > proposed:
                 predicted = choice.ahead_seconds(proposed, self._granted)
                 choice.costs.add_rest(way, load, cost.seconds - predicted)
-        elif not self._granted:
+        elif proposed or not self._granted:
             choice.costs.add(load, cost, is_settled=self._alike_rounds > 1)
         choice.spend(result, cost.seconds)
         if cost.is_uniform(load) and not cost.was_late:

@@ -15,10 +15,12 @@ from collections.abc import Sequence
 from enum import Enum, auto
 from functools import lru_cache
 
-from coordinator.speculation.gains import DOUBT, WINDOW
+from coordinator.speculation.gains import WINDOW
 from coordinator.stats.rounds import RoundCost
 from tandem.types import StepProfile
 
+PROFILE_STEPS = 2.0
+"""Steps that a point of a profile weighs as much as: what services do to each other shows only when they serve."""
 SURPRISE = 2.0
 """Factor beyond a prediction that counts as no more, because a pause of the machine is no cost."""
 _USUAL_SHAPE = {(sequences, tokens): 1.0 for sequences in (1, 32) for tokens in (1, 9)}
@@ -65,7 +67,7 @@ class StepCosts:
         self._seconds = [[known[size, tokens] for tokens in self._tokens] for size in self._sequences]
         # Without a profile its level is not known, and each step tells something of it.
         self._common = common if measured else 1.0
-        self._counts = [[DOUBT if measured else 0.0] * len(self._tokens) for _ in self._sequences]
+        self._counts = [[PROFILE_STEPS if measured else 0.0] * len(self._tokens) for _ in self._sequences]
         """Steps that each size rests on."""
         self._factor = 1.0
         self._place = lru_cache(4096)(self._place_of)

@@ -11,7 +11,7 @@ from typing import Any
 from bound_service.service import head_method
 from draft_service.proposers.heads import BoundProposer
 from tandem.config.names import DFLASH, EAGLE, EAGLE3, MEDUSA, MTP
-from tandem.engine.core.selection import Backends, choose_backends
+from tandem.engine.core.selection import choose_backends
 from tandem.engine.hidden_states import BoundSequences, HiddenStateTap, PairedStates, as_model
 from tandem.engine.kv_cache.arena import memory_allowance
 from tandem.engine.models.heads.dflash import load_dflash, read_dflash_config
@@ -84,7 +84,12 @@ def load_pair(
     name = f"{target.info.name} ({MTP})" if head_folder is None else head_folder.name
     # The head's cache first: on a GPU the target's then takes what is left of the process's share.
     states = PairedStates(tap, head.state_size, target.dtype, target.device)
-    backends = _head_backends(as_model(head, states, target, name, head.architecture), head, settings)
+    backends = choose_backends(
+        as_model(head, states, target, name, head.architecture),
+        # Blocks have an attention of their own
+        compile_mode="off" if isinstance(head, BlockHead) else settings.compile,
+        compile_cache=settings.compile_cache,
+    )
     proposer = BoundProposer(
         backends, states, bound, limits, method, head, on_failure, repeats=settings.draft_repeats
     )
@@ -92,15 +97,6 @@ def load_pair(
     verifier = make_verifier(model, settings, on_step, on_failure, tap, bound)
     proposer.open_grammar = verifier.open_grammar
     return BoundPair(verifier, proposer)
-
-
-def _head_backends(model: LoadedModel, head: DraftHead, settings: TargetSettings) -> Backends:
-    """Choose CPU kernels where the head has the engine's attention; blocks have one of their own."""
-    return choose_backends(
-        model,
-        compile_mode="off" if isinstance(head, BlockHead) else settings.compile,
-        compile_cache=settings.compile_cache,
-    )
 
 
 def _shared(

@@ -9,7 +9,6 @@ import grpc.aio
 from draft_service.servicer import DraftServicer
 from tandem.config.names import BOUND_METHODS, MTP, OWN_METHODS, canonical_method, checkpoint_method
 from tandem.errors import ConfigurationError
-from tandem.model_sources.bundled import require_engine
 from tandem.serving.model_service import ModelService, ServedModel
 from tandem.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from target_service.servicer import TargetServicer
@@ -87,13 +86,9 @@ class BoundService(ModelService):
         draft_pb2_grpc.add_DraftServiceServicer_to_server(self._draft, server)
 
     def load(self) -> list[ServedModel]:
-        require_engine()
-        from tandem.model_sources.find import checked_folder
-
-        folder = checked_folder(self._settings, self._settings.model)
+        settings = self.with_folder(self._settings, self._settings.model)
         from bound_service.loading import load_pair
 
-        settings = self._settings.model_copy(update={"model": folder})
         pair = load_pair(settings, self._head_folder, self._observer.on_step, on_failure=self.fail)
         self._target.verifier, self._draft.proposer = pair.verifier, pair.proposer
         return [pair.verifier, pair.proposer]

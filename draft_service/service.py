@@ -16,9 +16,7 @@ from draft_service.servicer import DraftServicer
 from draft_service.settings import DraftSettings
 from tandem.config.names import BOUND_METHODS, checkpoint_method
 from tandem.errors import ConfigurationError
-from tandem.model_sources.bundled import require_engine
 from tandem.serving.model_service import ModelService, ServedModel
-from tandem.telemetry.streams import OnStep
 from tandem.v1 import draft_pb2, draft_pb2_grpc
 
 
@@ -35,7 +33,7 @@ class DraftService(ModelService):
             ConfigurationError: an option of that method is wrong or missing.
         """
         super().__init__(settings)
-        self._load_proposer = _loader(settings, self._observer.on_step, self.fail_from_thread)
+        self._load_proposer = self._loader(settings)
         self._servicer = DraftServicer(self._observer)
         self.streams = [self._servicer.streams]
 
@@ -55,38 +53,26 @@ class DraftService(ModelService):
         proposer = self._servicer.proposer = self._load_proposer()
         return [proposer]
 
+    def _loader(self, settings: DraftSettings) -> Callable[[], Proposer]:
+        """Return the loader of the drafting method. Bad options are refused before anything is loaded."""
+        limits = SequenceLimits(settings.max_length, settings.max_sequences)
+        folder = settings.model  # which may name its method, as that of a head does
+        named = checkpoint_method(folder) if folder is not None and folder.is_dir() else ""
+        match settings.speculative_method or named or settings.method:
+            case "ngram":
+                return partial(ngram_proposer, settings, limits)
+            case "suffix":
+                return partial(suffix_proposer, settings, limits)
+            case method if method in BOUND_METHODS:
+                raise ConfigurationError(
+                    f"speculative_method is {method}, which reads the target's hidden states and runs in its process: "
+                    "start the target with --draft-model or --method mtp, and no draft service"
+                )
+            case _:
+                return partial(self._standalone, settings, settings.checkpoint)
 
-def _loader(
-    settings: DraftSettings, on_step: OnStep, on_failure: Callable[[], None]
-) -> Callable[[], Proposer]:
-    """Return the loader of the drafting method. Bad options are refused before anything is loaded."""
-    limits = SequenceLimits(settings.max_length, settings.max_sequences)
-    match settings.speculative_method or _method_of(settings.model) or settings.method:
-        case "ngram":
-            return partial(ngram_proposer, settings, limits)
-        case "suffix":
-            return partial(suffix_proposer, settings, limits)
-        case method if method in BOUND_METHODS:
-            raise ConfigurationError(
-                f"speculative_method is {method}, which reads the target's hidden states and runs in its process: "
-                "start the target with --draft-model or --method mtp, and no draft service"
-            )
-        case _:
-            return partial(_load_standalone, settings, settings.checkpoint, on_step, on_failure)
+    def _standalone(self, settings: DraftSettings, checkpoint: Path) -> Proposer:
+        settings = self.with_folder(settings, checkpoint)
+        from draft_service.proposers.standalone import load_standalone
 
-
-def _method_of(model: Path | None) -> str:
-    """The method that a folder of a draft names, such as that of a head; empty where there is none."""
-    return checkpoint_method(model) if model is not None and model.is_dir() else ""
-
-
-def _load_standalone(
-    settings: DraftSettings, checkpoint: Path, on_step: OnStep, on_failure: Callable[[], None]
-) -> Proposer:
-    require_engine()
-    from tandem.model_sources.find import checked_folder
-
-    folder = checked_folder(settings, checkpoint)
-    from draft_service.proposers.standalone import load_standalone
-
-    return load_standalone(settings.model_copy(update={"model": folder}), on_step, on_failure)
+        return load_standalone(settings, self._observer.on_step, self.fail_from_thread)

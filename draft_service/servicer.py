@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing
 from typing import TypeAlias
 
 from draft_service.load import LoadTracker
@@ -21,10 +20,6 @@ from tandem.wire.common import coverage_to_proto, model_info_to_proto
 
 DraftedFor: TypeAlias = ServedSequence[DraftOptions, ProposeStep, wire.Answer]
 """A sequence that a coordinator opened."""
-
-_Translation: TypeAlias = Translation[
-    DraftOptions, ProposeStep, wire.Answer, draft_pb2.ProposeRequest, draft_pb2.ProposeResponse
-]
 
 
 class DraftServicer(DraftServiceServicer):
@@ -43,21 +38,17 @@ class DraftServicer(DraftServiceServicer):
         proposer: Proposer | None = getattr(self, "proposer", None)
         return proposer is not None and proposer.is_full
 
-    async def Propose(
+    def Propose(
         self, request_iterator: AsyncIterator[draft_pb2.ProposeRequest], context: Context
     ) -> AsyncIterator[draft_pb2.ProposeResponse]:
         """The sequences of a coordinator."""
-        translation: _Translation = Translation(
+        translation: Translation[DraftOptions, ProposeStep, wire.Answer] = Translation(
             DraftOptions,
             wire.requests_from_proto,
             lambda answers: wire.answers_to_proto(answers, self.load.now),
             wire.answer_size,
         )
-        messages = self.streams.serve(request_iterator, self.serve_sequence, translation)
-        # An async generator itself, as gRPC wants it where no interceptor is between.
-        async with aclosing(messages):
-            async for message in messages:
-                yield message
+        return self.streams.serve(request_iterator, self.serve_sequence, translation)
 
     async def serve_sequence(self, sequence: DraftedFor) -> None:
         """One of them, until it ends."""

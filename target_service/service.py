@@ -5,7 +5,6 @@ from __future__ import annotations
 import grpc.aio
 
 from tandem.errors import ConfigurationError
-from tandem.model_sources.bundled import require_engine
 from tandem.serving.model_service import ModelService, ServedModel
 from tandem.v1 import target_pb2, target_pb2_grpc
 from target_service.servicer import TargetServicer
@@ -39,13 +38,9 @@ class TargetService(ModelService):
         target_pb2_grpc.add_TargetServiceServicer_to_server(self._servicer, server)
 
     def load(self) -> list[ServedModel]:
-        require_engine()
-        from tandem.model_sources.find import checked_folder
-
-        folder = checked_folder(self._settings, self._settings.model)
+        settings = self.with_folder(self._settings, self._settings.model)
         from target_service.verifier import load_verifier
 
-        settings = self._settings.model_copy(update={"model": folder})
         verifier = self._servicer.verifier = load_verifier(
             settings, self._observer.on_step, self.fail_from_thread
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import aclosing
 from typing import TYPE_CHECKING, TypeAlias
 
 from tandem.errors import TandemError
@@ -23,9 +22,7 @@ if TYPE_CHECKING:
 VerifiedFor: TypeAlias = ServedSequence[TargetOptions, VerifyStep, Verification]
 """A sequence that a coordinator opened."""
 
-_TRANSLATION: Translation[
-    TargetOptions, VerifyStep, Verification, target_pb2.VerifyRequest, target_pb2.VerifyResponse
-] = Translation(
+_TRANSLATION: Translation[TargetOptions, VerifyStep, Verification] = Translation(
     TargetOptions, wire.requests_from_proto, wire.answers_to_proto, wire.answer_size, DraftedOutcomes
 )
 
@@ -40,15 +37,11 @@ class TargetServicer(TargetServiceServicer):
         self._observer = observer
         self.streams = SequenceStreams()
 
-    async def Verify(
+    def Verify(
         self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: Context
     ) -> AsyncIterator[target_pb2.VerifyResponse]:
         """The sequences of a coordinator."""
-        messages = self.streams.serve(request_iterator, self.serve_sequence, _TRANSLATION)
-        # An async generator itself, as gRPC wants it where no interceptor is between.
-        async with aclosing(messages):
-            async for message in messages:
-                yield message
+        return self.streams.serve(request_iterator, self.serve_sequence, _TRANSLATION)
 
     async def serve_sequence(self, sequence: VerifiedFor) -> None:
         """One of them, until it ends."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -14,10 +13,10 @@ from typing import Any, TypeAlias
 from tandem.engine.core.engine import RowEngine
 from tandem.engine.core.selection import choose_backends
 from tandem.engine.hidden_states import BoundSequences, HiddenStateTap
-from tandem.engine.interface import EngineOwner, RowRequest, SequenceEngine
+from tandem.engine.interface import EngineOwner, RowRequest, SequenceEngine, non_finite_logits_logged
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.engine.settings import EngineSettings
-from tandem.errors import InvalidRequestError, NonFiniteLogitsError, TandemError
+from tandem.errors import InvalidRequestError, TandemError
 from tandem.grammar import Grammars, GrammarState
 from tandem.outcome_table import OutcomeTable
 from tandem.telemetry.streams import OnStep
@@ -33,8 +32,6 @@ from tandem.types import (
 )
 from target_service.hidden_state_files import HiddenStateFiles, hidden_state_files
 from target_service.settings import TargetSettings
-
-logger = logging.getLogger(__name__)
 
 OnLed: TypeAlias = Callable[[Verification | TandemError], None] | None
 """Takes the answers to steps that nobody has asked for, in order; an error ends the sequence."""
@@ -72,10 +69,7 @@ def load_target(settings: TargetSettings) -> LoadedModel:
         ConfigurationError: it cannot be loaded as the settings ask.
     """
     return load_model(
-        settings.model,
-        device=settings.device,
-        dtype=settings.compute_dtype,
-        threads=settings.threads,
+        settings.model, device=settings.device, dtype=settings.compute_dtype, threads=settings.threads
     )
 
 
@@ -283,13 +277,8 @@ class VerifiedSequence:
             partial(self._led, lead),
             self._outcomes,
         )
-        try:
+        with non_finite_logits_logged(options.request_id):
             answer = await self.engine.run(self.cached, lead.latest)
-        except NonFiniteLogitsError as error:
-            logger.error(  # noqa: TRY400 - the traceback would say nothing
-                "logits are not finite", extra={"request_id": options.request_id, "reason": str(error)}
-            )
-            raise
         lead.answered(answer)
         return answer
 

@@ -21,8 +21,8 @@ from coordinator.http.errors import error_response
 from coordinator.settings.coordinator import CoordinatorSettings, origins
 from tandem.errors import ServiceUnavailableError
 from tandem.rpc.credentials import ReloadedFile
+from tandem.serving.protection import server_context
 from tandem.serving.server import GOODBYE_SECONDS, bound_socket
-from tandem.serving.tls import server_context
 
 _HEADER_SECONDS = BODY_SECONDS
 """Time of a client from connecting, or from the first byte after an answer, to the end of a request's headers."""

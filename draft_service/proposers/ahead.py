@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ from tandem.types import (
     ProposeStep,
     RowKind,
     StepCost,
+    common_length,
 )
 
 Pushed = asyncio.Queue[DraftedOutcomes | Exception]
@@ -93,7 +95,6 @@ class AheadDrafter:
         self.engine.put_back(self._round)
 
     def _push(self, of_round: int, drafted: DraftedOutcomes | TandemError) -> None:
-        """Hand over to the event loop what the engine's thread has drafted."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._take, of_round, drafted)
 
@@ -106,10 +107,7 @@ class AheadDrafter:
         if last.ranking is None or not following:
             return
         proposed = last.proposed
-        accepted = next(
-            (i for i, (token, own) in enumerate(zip(following, proposed, strict=False)) if token != own),
-            min(len(following), len(proposed)),
-        )
+        accepted = common_length(following, proposed)
         if accepted < len(following):
             self.history.came(proposed, last.ranking, accepted, following[accepted])
 
@@ -232,7 +230,6 @@ class BranchDrafting:
         return inputs
 
     def _before(self, accepted: int, token_id: int) -> list[int]:
-        """The completion's tokens of an outcome."""
         return [*self.completion[: len(self.completion) - len(self.proposed) + accepted], token_id]
 
     def _led(self, lead: Lead) -> int | None:
@@ -308,7 +305,6 @@ class BranchDrafting:
         )
 
     def _named(self, depth: int, token_ids: Sequence[int]) -> DraftedOutcomes:
-        """A depth of the outcomes, with their names at the first."""
         named = self._outcomes[: len(token_ids)] if depth == 0 else []
         return DraftedOutcomes(
             base_length=self.base_length,
@@ -409,8 +405,6 @@ def _ranking(
     if beliefs is None:
         rows = zip(places, ids, values, strict=True)
         beliefs = [_share(proposed[place], *row) for place, *row in rows if place < len(proposed)]
-    if len(places) == len(proposed) + 1:
-        return Ranking(ids, values, beliefs)
     # Nothing is known at the other places, whose proposed tokens the draft has drawn.
     known = {place: (ids[i], values[i]) for i, place in enumerate(places)}
     sure = dict(zip(places, beliefs, strict=False))
@@ -451,9 +445,7 @@ class _Calibration:
     """Frequency with which beliefs of each strength came true."""
 
     def __init__(self, prior_scale: float) -> None:
-        lower = (0.0, *_EDGES)
-        upper = (*_EDGES, 1.0)
-        self._rates = [prior_scale * (low + high) / 2 for low, high in zip(lower, upper, strict=True)]
+        self._rates = [prior_scale * (low + high) / 2 for low, high in pairwise((0.0, *_EDGES, 1.0))]
         self._priors = tuple(self._rates)
         self._hits = [0.0] * len(self._rates)
         self._counts = [0.0] * len(self._rates)

@@ -155,7 +155,6 @@ def propose_where_logits_are(ready: Sequence[Job[Drafting]], logits: Any) -> lis
 
 
 def _with_tokens(ready: Sequence[Job[Drafting]]) -> list[Drafting]:
-    """The jobs' proposals, each with the completion's tokens where a grammar needs them."""
     for job in ready:
         drafting = job.payload
         if drafting.grammar is not None and drafting.before is None:
@@ -179,10 +178,15 @@ def extended(
     Args:
         logits: [len(draftings), vocabulary_size].
     """
-    vocabularies = {id(drafting.shared): drafting.shared for drafting in draftings}
+    vocabularies: dict[int, list[int]] = {}
+    for i, drafting in enumerate(draftings):
+        vocabularies.setdefault(id(drafting.shared), []).append(i)
     if len(vocabularies) > 1:
-        return _extended_apart(draftings, logits, sampler)
-    (shared,) = vocabularies.values()
+        found: dict[int, Outcome] = {}
+        for own in vocabularies.values():
+            found.update(zip(own, extended([draftings[i] for i in own], logits[own], sampler), strict=True))
+        return [found[i] for i in range(len(draftings))]
+    shared = draftings[0].shared
     unmasked = logits
     logits = _allowed(draftings, logits if shared is None else shared.restricted(logits), shared)
     if all(drafting.options.sampling.is_greedy for drafting in draftings):
@@ -193,17 +197,6 @@ def extended(
         _with_token(drafting, column, logits[i], unmasked[i])
         for i, (drafting, column) in enumerate(zip(draftings, columns, strict=True))
     ]
-
-
-def _extended_apart(draftings: Sequence[Drafting], logits: Tensor, sampler: Sampler) -> list[Outcome]:
-    """`extended`, for each vocabulary by itself."""
-    rows: dict[int, list[int]] = {}
-    for i, drafting in enumerate(draftings):
-        rows.setdefault(id(drafting.shared), []).append(i)
-    found: dict[int, Outcome] = {}
-    for own in rows.values():
-        found.update(zip(own, extended([draftings[i] for i in own], logits[own], sampler), strict=True))
-    return [found[i] for i in range(len(draftings))]
 
 
 def _allowed(draftings: Sequence[Drafting], logits: Tensor, shared: SharedTokens | None) -> Tensor:

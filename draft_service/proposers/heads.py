@@ -170,7 +170,6 @@ class BoundSequence:
         return most
 
     def _pairs_of(self, length: int) -> int:
-        """Pairs within the first so many tokens."""
         return max(length - 1, 0)
 
     async def _drafted(self, target: CachedSequence, token_count: int) -> Proposal:

@@ -224,20 +224,17 @@ class MappedTrunk:
         self, columns: Sequence[Sequence[int]], scores: Sequence[Sequence[float]]
     ) -> tuple[list[list[int]], list[list[float]]]:
         """The target's tokens for columns of rows, with their scores, the best first."""
+        vocabulary = self._vocabulary
         found: list[dict[int, float]] = []
         for own, values in zip(columns, scores, strict=True):
             row: dict[int, float] = {}
             for column, score in zip(own, values, strict=True):
-                token_id = self._target_id(column)
+                is_own = self.tokens is None
+                token_id = vocabulary.first_id(column) if is_own else int(vocabulary.target_ids[column])
                 if token_id is not None:
                     row.setdefault(token_id, score)
             found.append(row)
         return [[*row] for row in found], [[*row.values()] for row in found]
-
-    def _target_id(self, column: int) -> int | None:
-        if self.tokens is None:
-            return self._vocabulary.first_id(column)
-        return int(self._vocabulary.target_ids[column])
 
     def begin(self, accepted: int, token_id: int) -> int | None:
         """The draft's token with which the branch of an outcome begins; None if it cannot be one token alone."""
@@ -338,7 +335,6 @@ class MappedSequence:
         return Proposal(base_length, written, cost=proposal.cost)
 
     def _draft_ahead(self, step: ProposeStep, delta: Delta) -> None:
-        """Draft ahead of the verification of the last tokens, which a delta of the target's tokens ends with."""
         if self.ahead is None or not self._transcript.token_ids:
             return
         proposed = self._token_ids[self._transcript.length :]

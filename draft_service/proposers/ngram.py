@@ -22,11 +22,7 @@ _NONE = -1
 
 def ngram_proposer(options: DraftingOptions, limits: SequenceLimits) -> ModelFreeProposer:
     """Draft by prompt lookup."""
-    return ModelFreeProposer(
-        "ngram",
-        lambda tokens: NgramIndex(tokens, options),
-        limits,
-    )
+    return ModelFreeProposer("ngram", lambda tokens: NgramIndex(tokens, options), limits)
 
 
 class NgramIndex:

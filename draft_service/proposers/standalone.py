@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -19,23 +18,20 @@ from draft_service.proposers.drafting import (
     propose_where_logits_are,
     with_defaults,
 )
-from draft_service.proposers.mapped import Mapped, MappedSequence, Vocabularies
+from draft_service.proposers.mapped import MappedSequence, Vocabularies
 from draft_service.settings import DraftSettings
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Job
 from tandem.engine.core.selection import choose_backends
-from tandem.engine.interface import EngineOwner
+from tandem.engine.interface import EngineOwner, non_finite_logits_logged
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.models.checkpoint import TOKENIZER_FILE
 from tandem.engine.models.loading import load_model
 from tandem.engine.rows import TORCH_SAMPLER, Sampler
 from tandem.engine.settings import EngineSettings
-from tandem.errors import NonFiniteLogitsError
 from tandem.grammar import Grammars, GrammarState
 from tandem.telemetry.streams import OnStep
 from tandem.types import Delta, DraftOptions, ModelInfo, Proposal, ProposeStep, RowKind
-
-logger = logging.getLogger(__name__)
 
 
 def load_standalone(
@@ -54,11 +50,7 @@ def load_standalone(
         dtype=settings.compute_dtype,
         threads=settings.threads,
     )
-    backends = choose_backends(
-        model,
-        compile_mode=settings.compile,
-        compile_cache=settings.compile_cache,
-    )
+    backends = choose_backends(model, compile_mode=settings.compile, compile_cache=settings.compile_cache)
     tokenizer = settings.checkpoint / TOKENIZER_FILE
     engine = Engine(
         backends,
@@ -153,8 +145,12 @@ class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
             InvalidRequestError: it may become longer than the model can read, or has a grammar that cannot be used.
             ServiceUnavailableError: the vocabulary of its target is not known any more.
         """
-        mapped = self._mapped(options)
-        if mapped is not None:
+        mapped = None
+        if (
+            options.tokenizer_hash not in ("", self._engine.info.tokenizer_hash)
+            and self.vocabularies is not None
+        ):
+            mapped = self.vocabularies.mapped(options)  # its tokens become the draft's
             options = mapped.draft_options
         grammar, grammars = None, self._grammars if mapped is None else mapped.grammars
         if options.grammar is not None and grammars is not None:
@@ -180,12 +176,6 @@ class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
                 yield MappedSequence(drafted, mapped, ahead, grammar)
         finally:
             self._engine.release(cached)
-
-    def _mapped(self, options: DraftOptions) -> Mapped | None:
-        """How the sequence's tokens become the draft's; None where they are."""
-        if options.tokenizer_hash in ("", self._engine.info.tokenizer_hash) or self.vocabularies is None:
-            return None
-        return self.vocabularies.mapped(options)
 
 
 @dataclass(slots=True, eq=False)
@@ -258,10 +248,5 @@ class StandaloneSequence:
             await self.engine.submit(Job(self.cached, delta, 0, drafting))
             return Proposal(base_length)
         job = Job(self.cached, delta, 1, drafting)
-        try:
+        with non_finite_logits_logged(self.options.request_id):
             return replace(await self.engine.submit(job), cost=job.cost)
-        except NonFiniteLogitsError as error:
-            logger.error(  # noqa: TRY400 - the traceback would say nothing
-                "logits are not finite", extra={"request_id": self.options.request_id, "reason": str(error)}
-            )
-            raise

@@ -37,11 +37,7 @@ def suffix_proposer(options: DraftingOptions, limits: SequenceLimits) -> ModelFr
     responses = ResponseCache(
         options.suffix_decoding_max_tree_depth, options.suffix_decoding_max_cached_requests
     )
-    return ModelFreeProposer(
-        "suffix",
-        lambda tokens: SuffixIndex(tokens, responses, options),
-        limits,
-    )
+    return ModelFreeProposer("suffix", lambda tokens: SuffixIndex(tokens, responses, options), limits)
 
 
 class ResponseCache:
@@ -186,30 +182,6 @@ class SuffixNode:
     repeats: dict[int, None] | None = None
     """A leaf's windows in their order, when it has several."""
 
-    def most_frequent_child(self) -> SuffixNode | None:
-        """Continuation of most windows; the most recent among equals."""
-        if self.children is None:
-            return None
-        going_on = [child for token_id, child in self.children.items() if token_id != END]
-        return max(going_on, key=_frequency, default=None)
-
-    def continued_count(self) -> int:
-        assert self.children is not None
-        return sum(child.count for token_id, child in self.children.items() if token_id != END)
-
-    def add_repeat(self, window: int) -> None:
-        if self.repeats is None:
-            self.repeats = {self.latest: None}
-        self.repeats[window] = None
-
-    def drop_repeat(self, window: int) -> None:
-        assert self.repeats is not None
-        del self.repeats[window]
-        self.count -= 1
-        self.latest = next(reversed(self.repeats))
-        if self.count == 1:
-            self.repeats = None
-
 
 class SuffixTree:
     """Windows of the texts in `texts`, to which the owner may append.
@@ -230,9 +202,10 @@ class SuffixTree:
         path, matched = self._descend(tokens)
         last = path[-1]
         if matched == len(tokens):
-            if not self._is_complete(tokens):
+            if len(tokens) < self.max_depth and tokens[-1] != END:
                 return False
-            last.add_repeat(window)
+            last.repeats = last.repeats or {last.latest: None}
+            last.repeats[window] = None
         else:
             if matched < last.depth:
                 last = path[-1] = self._split(path[-2], last, tokens, matched)
@@ -250,10 +223,14 @@ class SuffixTree:
         while (children := path[-1].children) is not None:
             path.append(children[tokens[path[-1].depth]])
         leaf = path.pop()
-        if leaf.count > 1:
-            leaf.drop_repeat(window)
-        else:
+        if leaf.repeats is None:
             self._prune(path, tokens)
+        else:
+            del leaf.repeats[window]
+            leaf.count -= 1
+            leaf.latest = next(reversed(leaf.repeats))
+            if leaf.count == 1:
+                leaf.repeats = None
         # From the leaf up, as a node learns its most recent window from its children.
         for node in reversed(path[1:]):
             node.count -= 1
@@ -280,10 +257,12 @@ class SuffixTree:
                     return Continuation(token_ids, score)
                 token_ids.append(token_id)
                 score += prob
-            child = node.most_frequent_child()
-            if len(token_ids) == limit or child is None:
+            going_on = [child for token_id, child in (node.children or {}).items() if token_id != END]
+            if len(token_ids) == limit or not going_on:
                 return Continuation(token_ids, score)
-            prob *= child.count / node.continued_count()
+            # The continuation of most windows; the most recent among equals
+            child = max(going_on, key=lambda child: (child.count, child.latest))
+            prob *= child.count / sum(each.count for each in going_on)
             if prob < min_prob:
                 return Continuation(token_ids, score)
             node, depth = child, node.depth
@@ -291,9 +270,6 @@ class SuffixTree:
     def _tokens(self, window: int) -> array[int]:
         position = window & _POSITION_MASK
         return self.texts[window >> _POSITION_BITS][position : position + self.max_depth]
-
-    def _is_complete(self, tokens: array[int]) -> bool:
-        return len(tokens) == self.max_depth or tokens[-1] == END
 
     def _label(self, node: SuffixNode, start: int, end: int) -> array[int]:
         """Tokens `start` to `end` of the path to a node, as far as its latest text has them."""
@@ -336,7 +312,3 @@ class SuffixTree:
         grandparent = path[-1]
         assert grandparent.children is not None
         grandparent.children[tokens[grandparent.depth]] = only
-
-
-def _frequency(node: SuffixNode) -> tuple[int, int]:
-    return node.count, node.latest

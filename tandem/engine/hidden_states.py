@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,14 @@ from torch import Tensor, nn
 from tandem.engine.kv_cache.arena import KvArena, LayerCache, LayerGeometry, PageWriter
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.models.attention import STEP_ARGUMENT, Scoring
-from tandem.engine.models.heads.interface import FINAL_STATE, BlockHead, DraftHead, StateReader, text_config
+from tandem.engine.models.heads.interface import (
+    FINAL_STATE,
+    BlockHead,
+    DraftHead,
+    PassStates,
+    StateReader,
+    text_config,
+)
 from tandem.engine.models.loading import LoadedModel
 from tandem.engine.steps import Packing
 from tandem.errors import ConfigurationError
@@ -66,26 +74,21 @@ class HiddenStateTap:
         module: Any = self._target.module
         layers = _decoder_layers(module)
         for layer_id in self._head.layer_ids:
-            if layer_id == FINAL_STATE:
-                # The part that ends in the last norm
-                module.get_decoder().register_forward_hook(self._output_hook(layer_id))
-            elif layer_id < len(layers):
-                layers[layer_id].register_forward_pre_hook(self._input_hook(layer_id), with_kwargs=True)
+            if layer_id in (FINAL_STATE, len(layers)):
+                # The decoder ends in the last norm
+                place = module.get_decoder() if layer_id == FINAL_STATE else layers[-1]
+                place.register_forward_hook(partial(self._keep_output, layer_id))
             else:
-                layers[-1].register_forward_hook(self._output_hook(layer_id))
+                layers[layer_id].register_forward_pre_hook(
+                    partial(self._keep_input, layer_id), with_kwargs=True
+                )
         module.register_forward_hook(self._store, with_kwargs=True)
 
-    def _input_hook(self, layer_id: int) -> Any:
-        def keep(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            self._states[layer_id] = arguments[0] if arguments else keywords["hidden_states"]
+    def _keep_input(self, layer_id: int, _: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
+        self._states[layer_id] = arguments[0] if arguments else keywords["hidden_states"]
 
-        return keep
-
-    def _output_hook(self, layer_id: int) -> Any:
-        def keep(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
-            self._states[layer_id] = output if isinstance(output, Tensor) else output[0]
-
-        return keep
+    def _keep_output(self, layer_id: int, _: nn.Module, __: Any, output: Any) -> None:
+        self._states[layer_id] = output if isinstance(output, Tensor) else output[0]
 
     def _store(self, _: nn.Module, __: tuple[Any, ...], keywords: dict[str, Any], ___: Any) -> None:
         step: Any = keywords.get(STEP_ARGUMENT)
@@ -115,21 +118,17 @@ class HiddenStateTap:
             [positions, state_size] for each part; None where the states are not there.
         """
         found: list[Tensor | None] = [None] * len(parts)
-        wanted = list(range(len(parts)))
         for _ in range(3):  # again where the target's engine has meanwhile replaced a page by an equal one
-            slots = {index: _slots(*parts[index]) for index in wanted}
-            present = {index: each for index, each in slots.items() if each is not None}
+            slots = {i: _slots(*part) for i, part in enumerate(parts) if found[i] is None}
+            present = {i: each for i, each in slots.items() if each is not None}
             if not present:
                 break
             joined = self._gathered(np.concatenate([*present.values()]))
             pieces = torch.split(joined, [len(each) for each in present.values()])
-            for (index, before), piece in zip(present.items(), pieces, strict=True):
-                after = _slots(*parts[index])
+            for (i, before), piece in zip(present.items(), pieces, strict=True):
+                after = _slots(*parts[i])
                 if after is not None and np.array_equal(before, after):
-                    found[index] = piece
-            wanted = [index for index in present if found[index] is None]
-            if not wanted:
-                break
+                    found[i] = piece
         return found
 
     def _gathered(self, slots: np.ndarray) -> Tensor:
@@ -274,11 +273,6 @@ class LayerStates(StateReader):
         self.state_size = len(self.layer_ids) * text_config(model).hidden_size
 
 
-@dataclass(frozen=True, slots=True)
-class _Output:
-    logits: Tensor
-
-
 class HeadModel(nn.Module):
     """Calls a head as the engine calls a causal language model of transformers."""
 
@@ -294,21 +288,18 @@ class HeadModel(nn.Module):
         logits_to_keep: Tensor | int,
         tandem_step: Packing,
         **_: Any,
-    ) -> _Output:
+    ) -> SimpleNamespace:
         """See `tandem.engine.steps.run_modules`. An integer keeps all rows."""
         segments = tandem_step.segments
         hidden, fed_back = self.advanced(input_ids, position_ids, self.states.of_step(segments), tandem_step)
         rows = hidden if isinstance(logits_to_keep, int) else hidden[logits_to_keep]
-        return _Output(self.finished(segments, self.head.own_logits(rows), fed_back)[None])
+        logits = self.finished(segments, self.head.own_logits(rows), fed_back)
+        return SimpleNamespace(logits=logits[None])
 
-    def advanced(
-        self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Packing
-    ) -> tuple[Tensor, Tensor]:
+    def advanced(self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Packing) -> PassStates:
         return self.head.advanced(token_ids, positions, states, step)
 
-    def computed(
-        self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any
-    ) -> tuple[Tensor, Tensor]:
+    def computed(self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any) -> PassStates:
         """Computes a pass and nothing else, so that it can be traced.
 
         Args:
@@ -336,9 +327,7 @@ class BlockModel(HeadModel):
 
     head: BlockHead
 
-    def advanced(
-        self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Packing
-    ) -> tuple[Tensor, Tensor]:
+    def advanced(self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Packing) -> PassStates:
         is_in_block = self.states.is_past_known(step.segments)
         return self.head.of_blocks(token_ids, positions, states, is_in_block, step), states
 

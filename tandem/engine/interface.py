@@ -6,13 +6,15 @@ them (`tandem.engine.rows`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from tandem.errors import InvalidRequestError, TandemError
+from tandem.errors import InvalidRequestError, NonFiniteLogitsError, TandemError
 from tandem.grammar import GrammarState, MaskArray
 from tandem.outcome_table import OutcomeTable
 from tandem.sampling.noise import recovery_keys, target_keys
@@ -26,6 +28,8 @@ from tandem.types import (
     Verification,
     VerifyStep,
 )
+
+logger = logging.getLogger(__name__)
 
 SequenceT = TypeVar("SequenceT")
 """A sequence in an engine's cache, as the engine knows it; to a service it is opaque."""
@@ -59,11 +63,6 @@ class RowRequest:
     """All of the sequence's tokens, the proposal's at the end. The engine fills them in where penalties need them."""
     masks: MaskArray | None = None
     """The grammar's masks of the rows, which the engine fills in; None where nothing is constrained."""
-
-    @property
-    def takes_logits_as_they_are(self) -> bool:
-        """True if the rows are those of the model's own logits, as far as a grammar allows them."""
-        return self.adjustments is None and not self.sampling.penalizes
 
     @property
     def base_length(self) -> int:
@@ -150,11 +149,6 @@ class RowRequest:
         return self.step.row_kind is RowKind.SUPPORT and self.step.row_count > 1
 
     @property
-    def needs_only_argmax(self) -> bool:
-        """True if only the highest logit of each row is needed."""
-        return self.step.row_kind is RowKind.TOKEN and self.sampling.is_greedy
-
-    @property
     def supports(self) -> list[IntArray]:
         """The support of each row; an empty one for rows past the proposal."""
         supports = self.step.supports
@@ -180,11 +174,11 @@ class KvUsage:
     """Tokens of open sequences whose keys and values are computed. Shared ones count for each sequence."""
     retained_tokens: int
     """Room in pages that no sequence holds and whose content may be reused; taken whenever it is needed."""
-    sequence_count: int
-    waiting_count: int
-    """Requests that wait because too many sequences are open."""
     preemption_count: int
     """Number of times that a sequence had to give its pages to an older one."""
+    sequence_count: int = 0
+    waiting_count: int = 0
+    """Requests that wait because too many sequences are open."""
     led_step_count: int = 0
     """Steps of sequences that went on by themselves."""
     wasted_step_count: int = 0
@@ -250,6 +244,18 @@ class SequenceEngine(RunningModel, Protocol[SequenceT]):
 
     def release(self, sequence: SequenceT) -> None:
         """Give the sequence's memory back. Steps of it that are in flight are dropped."""
+
+
+@contextmanager
+def non_finite_logits_logged(request_id: str) -> Iterator[None]:
+    """Log a NonFiniteLogitsError of the block, which ends a request by no fault of its client."""
+    try:
+        yield
+    except NonFiniteLogitsError as error:
+        logger.error(  # noqa: TRY400 - the traceback would say nothing
+            "logits are not finite", extra={"request_id": request_id, "reason": str(error)}
+        )
+        raise
 
 
 EngineT = TypeVar("EngineT", bound=RunningModel)

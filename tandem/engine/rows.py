@@ -476,16 +476,16 @@ def verifications(
 def _kind_of(request: RowRequest) -> type[RowsOfKind]:
     if request.step.row_kind is RowKind.DENSE:
         return RowsOfKind
-    if request.needs_only_argmax:
-        return GreedyTokens
-    return DrawnTokens if request.step.row_kind is RowKind.TOKEN else SupportRows
+    if request.step.row_kind is RowKind.SUPPORT:
+        return SupportRows
+    return GreedyTokens if request.sampling.is_greedy else DrawnTokens
 
 
 def processed(indices: Sequence[int] | None, requests: Sequence[RowRequest], logits: Tensor) -> Tensor:
     """The logits of some of a step's requests, adjusted and penalized where a request asks for it; all where `indices`
     is None, without a copy when all are taken as they are."""
     if indices is None:
-        if all(request.takes_logits_as_they_are for request in requests):
+        if not any(request.adjustments or request.sampling.penalizes for request in requests):
             return logits
         indices = range(len(requests))
     blocks = torch.split(logits, [request.step.row_count for request in requests])
@@ -493,7 +493,7 @@ def processed(indices: Sequence[int] | None, requests: Sequence[RowRequest], log
 
 
 def _processed(request: RowRequest, block: Tensor) -> Tensor:
-    """Apply the request's adjustments, then penalties, in the order of vLLM and transformers."""
+    # In the order of vLLM and transformers
     if request.adjustments is not None:
         block = adjusted(block, request.adjustments, request.prompt_length, request.base_length)
     if request.sampling.penalizes:

@@ -52,8 +52,6 @@ class BlockRequest:
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """Blocks of a sequence in the cache."""
-
     request: BlockRequest
     capacity: int = 0
     """Tokens that have a place or had one."""
@@ -103,7 +101,7 @@ class BlockCache:
         branches = {branch for each in list(self._branches.values()) for branch in each}
         return [sequence for sequence in list(self._held) if sequence not in branches]
 
-    def usage(self, waiting_count: int = 0, sequence_count: int = 0) -> KvUsage:
+    def usage(self) -> KvUsage:
         shape = self.shape
         held = shape.page_count - self.manager.block_pool.get_num_free_blocks()
         kept = len(self.manager.block_pool.cached_block_hash_to_block) - sum(
@@ -118,8 +116,6 @@ class BlockCache:
             reserved_tokens=tokens(held),
             used_tokens=sum(sequence.computed_length for sequence in self.holders),
             retained_tokens=tokens(min(kept, shape.page_count - held)),
-            sequence_count=sequence_count,
-            waiting_count=waiting_count,
             preemption_count=self._preemption_count,
         )
 

@@ -89,7 +89,6 @@ def load_vllm(
 def _options(
     settings: ModelServerSettings, folder: Path, limits: EngineSettings, proposal_length: int
 ) -> dict[str, Any]:
-    """Options for vLLM's `EngineArgs`."""
     most = limits.prefill_chunk_tokens + _SHORT_STEP_TOKENS * limits.max_sequences + _MAX_ROWS
     is_cpu = settings.compute_device == "cpu"
     given = {
@@ -239,7 +238,6 @@ def _are_finite(_: None, logits: Tensor) -> bool:
 
 
 def _picklable(request: RowRequest) -> RowRequest:
-    """A request without what belongs to the event loop."""
     return request if request.on_led is None else replace(request, on_led=None, outcomes=OutcomeTable())
 
 

@@ -22,13 +22,7 @@ from tandem.engine.models.checkpoint import open_checkpoint
 from tandem.engine_vllm.adapter import prepare_process
 from tandem.errors import ModelFolderError
 from tandem.model_sources import hub
-from tandem.model_sources.bundled import (
-    SMOLLM2,
-    SMOLLM2_COMMANDS,
-    require_engine,
-    smollm2_folder,
-    smollm2_missing,
-)
+from tandem.model_sources.bundled import SMOLLM2, SMOLLM2_COMMANDS, smollm2_folder, smollm2_missing
 
 if TYPE_CHECKING:
     from tandem.settings import ModelServerSettings
@@ -66,12 +60,9 @@ def checked_folder(settings: ModelServerSettings, reference: str | Path) -> Path
     threads read the environment only then.
 
     Raises:
-        ConfigurationError: the packages of the engine are not installed.
         ModelFolderError: there is no such model, or its folder holds no checkpoint that can be served.
         ServiceUnavailableError: see `find_model`.
     """
-    if not settings.uses_vllm:
-        require_engine()
     folder = find_model(reference, settings.revision)
     open_checkpoint(folder)
     if settings.uses_vllm:

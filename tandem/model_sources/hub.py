@@ -62,10 +62,7 @@ def fetch(model_id: str, revision: str | None = None) -> Path:
     logger.info("fetching model", extra={"model": model_id, "revision": revision or "main"})
     try:
         folder = huggingface_hub.snapshot_download(
-            model_id,
-            revision=revision,
-            allow_patterns=list(_FILES),
-            ignore_patterns=list(_OTHER_EXPORTS),
+            model_id, revision=revision, allow_patterns=list(_FILES), ignore_patterns=list(_OTHER_EXPORTS)
         )
     except Exception as error:  # the HTTP library's own errors differ between versions of huggingface_hub
         raise _explained(error, model_id, revision) from error

@@ -39,7 +39,7 @@ from tandem.wire.status import Ending
 
 
 class SlowReaderWatchdog:
-    """The readers of a server's streams.
+    """Ends streams whose reader takes nothing.
 
     One timer checks all of them now and then: an `asyncio.timeout` around each message took a twelfth of a
     coordinator's time with 16 requests.
@@ -48,66 +48,44 @@ class SlowReaderWatchdog:
     def __init__(self, patience_seconds: float | None) -> None:
         """Allow one message `patience_seconds` to wait for its reader, or up to an eighth longer; None: forever."""
         self._patience = patience_seconds
-        self._readers: set[_Reader] = set()
+        self._waits_since: dict[asyncio.Task[object], float] = {}
+        self._stalled: set[asyncio.Task[object]] = set()
         self._next_look: asyncio.TimerHandle | None = None
 
-    @contextmanager
-    def reading(self) -> Iterator[_Reader]:
-        """Follow the reader of the running task's stream for as long as the block lasts."""
-        task = asyncio.current_task()
-        assert task is not None
-        reader = _Reader(task, self._patience)
-        self._readers.add(reader)
-        if self._next_look is None and self._patience is not None:
-            self._look_later(self._patience)
-        try:
-            yield reader
-        finally:
-            self._readers.discard(reader)
-
-    def _look_later(self, patience: float) -> None:
-        loop = asyncio.get_running_loop()
-        self._next_look = loop.call_later(patience / 8, self._look, loop, patience)
-
-    def _look(self, loop: asyncio.AbstractEventLoop, patience: float) -> None:
-        self._next_look = None
-        for reader in self._readers:
-            reader.end_if_waited_since(loop.time() - patience)
-        if self._readers:
-            self._look_later(patience)
-
-
-class _Reader:
-    def __init__(self, task: asyncio.Task[object], patience: float | None) -> None:
-        self._task = task
-        self._patience = patience
-        self._time = task.get_loop().time
-        self._waits_since: float | None = None
-        self._has_stalled = False
-
     async def take(self, write: Awaitable[None]) -> None:
-        """Wait until the reader has taken a message.
+        """Wait until the reader of the running task's stream has taken a message.
 
         Raises:
             DeadlineError: it took nothing for too long.
         """
-        self._waits_since = self._time()
+        task, patience = asyncio.current_task(), self._patience
+        if task is None or patience is None:
+            await write
+            return
+        loop = task.get_loop()
+        self._waits_since[task] = loop.time()
+        if self._next_look is None:
+            self._next_look = loop.call_later(patience / 8, self._look, loop, patience)
         try:
             await write
         except asyncio.CancelledError:
-            if not self._has_stalled:
+            if task not in self._stalled:
                 raise
-            self._task.uncancel()
+            task.uncancel()
             raise DeadlineError(
-                f"the stream was not read for {self._patience:g} s; it was ended, read faster or ask for less"
+                f"the stream was not read for {patience:g} s; it was ended, read faster or ask for less"
             ) from None
-        self._waits_since = None
+        finally:
+            del self._waits_since[task]
+            self._stalled.discard(task)
 
-    def end_if_waited_since(self, moment: float) -> None:
-        """Give up on a message that has waited since then or longer."""
-        if self._waits_since is not None and self._waits_since <= moment and not self._has_stalled:
-            self._has_stalled = True
-            self._task.cancel()
+    def _look(self, loop: asyncio.AbstractEventLoop, patience: float) -> None:
+        for task, since in self._waits_since.items():
+            if since <= loop.time() - patience and task not in self._stalled:
+                self._stalled.add(task)
+                task.cancel()
+        is_needed = bool(self._waits_since)
+        self._next_look = loop.call_later(patience / 8, self._look, loop, patience) if is_needed else None
 
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -315,7 +293,6 @@ def _small(read: Any, content: bytes) -> Any:
 
 
 async def _only(requests: AsyncIterator[Any]) -> Any:
-    """The message of a call with a single request."""
     try:
         async with asyncio.timeout(_MESSAGE_SECONDS):
             return await anext(requests)
@@ -391,7 +368,7 @@ class ErrorBoundary(Interceptor):
     def before(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
         inner, read = behaviour_of(handler), handler.request_deserializer or bytes
         # Messages are read within the boundary: of bytes that are none, gRPC would make a Python error, or UNKNOWN.
-        requests_of = partial(_Requests if handler.request_streaming else _message, read)
+        requests_of = partial(_Messages if handler.request_streaming else _message, read)
         counted = nullcontext if details.method.startswith(_NOT_COUNTED) else self._calls.running
         behaviour = self._streaming if handler.response_streaming else self._single
         return remade(handler, behaviour(inner, requests_of, counted), bytes)
@@ -412,11 +389,10 @@ class ErrorBoundary(Interceptor):
                     await called
                     return
                 async with aclosing(called) as responses:
-                    with self._readers.reading() as reader:
-                        async for response in responses:
-                            # Returns once the flow control of HTTP/2 has let the message go, so a stream never queues
-                            # more than one.
-                            await reader.take(context.write(response))
+                    async for response in responses:
+                        # Returns once the flow control of HTTP/2 has let the message go, so a stream never queues more
+                        # than one.
+                        await self._readers.take(context.write(response))
 
         return answer
 
@@ -428,14 +404,14 @@ def _message(read: Callable[[bytes], Any], content: bytes) -> Any:
         raise unreadable() from None
 
 
-class _Requests:
+class _Messages:
     """The messages of a stream, each read when it is asked for."""
 
     def __init__(self, read: Callable[[bytes], Any], contents: AsyncIterator[bytes]) -> None:
         self._read = read
         self._contents = contents
 
-    def __aiter__(self) -> _Requests:
+    def __aiter__(self) -> _Messages:
         return self
 
     async def __anext__(self) -> Any:

@@ -6,8 +6,10 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from tandem.model_sources.bundled import require_engine
 from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls
 from tandem.serving.server import Service, announce, in_daemon_thread
 from tandem.serving.streams import SequenceStreams
@@ -17,6 +19,9 @@ from tandem.types import ModelInfo
 
 if TYPE_CHECKING:
     from tandem.engine.interface import KvUsage
+
+
+SettingsT = TypeVar("SettingsT", bound=ModelServerSettings)
 
 
 class ServedModel(Protocol):
@@ -60,6 +65,18 @@ class ModelService(Service):
         Raises:
             ConfigurationError: they cannot run as the settings ask.
         """
+
+    def with_folder(self, settings: SettingsT, reference: str | Path) -> SettingsT:
+        """The settings with the checked folder of the model that a reference names, which may be fetched first.
+
+        Raises:
+            ConfigurationError: there is no such model, or the packages that run one are missing.
+        """
+        require_engine()
+        # Imported here, since it needs these packages
+        from tandem.model_sources.find import checked_folder
+
+        return settings.model_copy(update={"model": checked_folder(settings, reference)})
 
     def open_other_endpoints(self, readiness: ReadinessInterceptor, calls: RunningCalls) -> None:
         """Let the sequences of shared streams pass the same limits as calls."""

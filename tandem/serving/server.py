@@ -32,8 +32,7 @@ from tandem.serving.interceptors import (
     ReadinessInterceptor,
     RunningCalls,
 )
-from tandem.serving.protection import token_source
-from tandem.serving.tls import server_credentials, watch_expiry
+from tandem.serving.protection import server_credentials, token_source, watch_expiry
 from tandem.settings import ServerSettings, load_settings
 from tandem.standard_streams import exit_with, fill_closed, write_out
 

@@ -21,8 +21,6 @@ from tandem.wire.status import Ending
 OptionsT = TypeVar("OptionsT")
 StepT = TypeVar("StepT")
 AnswerT = TypeVar("AnswerT")
-RequestsT = TypeVar("RequestsT")
-AnswersT = TypeVar("AnswersT")
 
 
 class ServedSequence(Generic[OptionsT, StepT, AnswerT]):
@@ -113,16 +111,14 @@ class ServedSequence(Generic[OptionsT, StepT, AnswerT]):
 
 
 @dataclass(frozen=True, slots=True)
-class Translation(Generic[OptionsT, StepT, AnswerT, RequestsT, AnswersT]):
+class Translation(Generic[OptionsT, StepT, AnswerT]):
     """Conversions of a service's messages."""
 
     options: type[OptionsT]
     """Options with which sequences are opened."""
-    read: Callable[
-        [RequestsT], Iterable[tuple[int, OptionsT | StepT | Finish | Cancel | InvalidRequestError | Any]]
-    ]
+    read: Callable[[Any], Iterable[tuple[int, Any]]]
     """Reads the requests of a message, by number of their sequence; raises ProtocolError where its parts do not fit."""
-    write: Callable[[Iterable[tuple[int, AnswerT | Ending]]], AnswersT]
+    write: Callable[[Iterable[tuple[int, AnswerT | Ending]]], Any]
     """Makes a message of answers."""
     size: Callable[[AnswerT | Ending], int]
     """About how many bytes an answer adds to a message."""
@@ -144,10 +140,10 @@ class SequenceStreams:
 
     async def serve(
         self,
-        requests: AsyncIterator[RequestsT],
+        requests: AsyncIterator[Any],
         serve_sequence: Callable[[ServedSequence[OptionsT, StepT, AnswerT]], Awaitable[None]],
-        translation: Translation[OptionsT, StepT, AnswerT, RequestsT, AnswersT],
-    ) -> AsyncGenerator[AnswersT]:
+        translation: Translation[OptionsT, StepT, AnswerT],
+    ) -> AsyncGenerator[Any]:
         """Serve the sequences of a stream; yield messages, as few as possible.
 
         Raises:
@@ -165,7 +161,6 @@ class SequenceStreams:
             await stream.close()
 
     def _admitted(self) -> RunningCalls:
-        """Count a new sequence."""
         if because := self._readiness.closed_because:
             raise ServiceUnavailableError(because)
         if len(self._calls) >= self._max_calls:
@@ -176,12 +171,12 @@ class SequenceStreams:
 Running: TypeAlias = tuple["asyncio.Task[None]", ServedSequence[OptionsT, StepT, AnswerT]]
 
 
-class _Stream(Generic[OptionsT, StepT, AnswerT, RequestsT, AnswersT]):
+class _Stream(Generic[OptionsT, StepT, AnswerT]):
     def __init__(
         self,
         admitted: Callable[[], RunningCalls],
         serve_sequence: Callable[[ServedSequence[OptionsT, StepT, AnswerT]], Awaitable[None]],
-        translation: Translation[OptionsT, StepT, AnswerT, RequestsT, AnswersT],
+        translation: Translation[OptionsT, StepT, AnswerT],
     ) -> None:
         self._admitted = admitted
         self._serve_sequence = serve_sequence
@@ -198,7 +193,7 @@ class _Stream(Generic[OptionsT, StepT, AnswerT, RequestsT, AnswersT]):
         self._less = asyncio.Event()
         self._is_read = False
 
-    async def read(self, requests: AsyncIterator[RequestsT]) -> None:
+    async def read(self, requests: AsyncIterator[Any]) -> None:
         """Distribute received messages until the stream ends.
 
         Raises:

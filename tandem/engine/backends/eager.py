@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.cache_utils import Cache, DynamicLayer
 
-from tandem.engine.kv_cache.arena import KvArena, LayerCache, LayerGeometry, PageReader, PageWriter
+from tandem.engine.kv_cache.arena import KvArena, LayerCache, PageReader, PageWriter
 from tandem.engine.kv_cache.sequence import Segment
 from tandem.engine.models.attention import Scoring, for_rows, forward_arguments, grouped_attention
 from tandem.engine.models.loading import LoadedModel
@@ -54,34 +54,26 @@ class Group:
         self._spans: dict[tuple[int | None, int, bool], _Seen] = {}
 
     def attend(
-        self,
-        geometry: LayerGeometry,
-        layer: LayerCache,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scoring: Scoring,
+        self, layer: LayerCache, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> Tensor:
         """Attention of the group's queries, whose keys and values are stored; see `AttentionStep.attend`.
 
         `query`, `key` and `value` are the group's part, [1, heads, group_tokens, dim].
         """
-        batch, width, heads = len(self.parts), self.width, query.shape[1]
-        repeats = heads // geometry.kv_heads
+        batch, width, heads, kv_heads = len(self.parts), self.width, query.shape[1], layer.keys.shape[2]
+        repeats, window = heads // kv_heads, layer.window
         is_explicit = bool(scoring.softcap or scoring.sinks is not None)
-        span_key = geometry.window, repeats, is_explicit  # layers that are alike share what they see
+        span_key = window, repeats, is_explicit  # layers that are alike share what they see
         span = self._spans.get(span_key)
         if span is None:
-            span = self._spans[span_key] = self._seen(geometry.window, repeats, is_explicit)
+            span = self._spans[span_key] = self._seen(window, repeats, is_explicit)
         if span.has_past:
             reader = self._reader(layer.group, span.first - span.skipped)
-            key, value = (
-                self._read(storage, reader, span, geometry.window) for storage in (layer.keys, layer.values)
-            )
+            key, value = (self._read(storage, reader, span, window) for storage in (layer.keys, layer.values))
         block = query if batch == 1 else query.view(heads, batch, width, -1).transpose(0, 1)
         if not span.is_causal and repeats > 1:
-            block = block.reshape(batch, geometry.kv_heads, repeats * width, -1)
-        scoring = for_rows(scoring, span.mask, geometry.kv_heads, width)
+            block = block.reshape(batch, kv_heads, repeats * width, -1)
+        scoring = for_rows(scoring, span.mask, kv_heads, width)
         output = grouped_attention(block, key, value, scoring, is_causal=span.is_causal)
         if width == 1:
             return output.reshape(1, batch, heads, -1)
@@ -89,7 +81,6 @@ class Group:
         return output.reshape(1, batch * width, heads, -1) if batch > 1 else output
 
     def _read(self, storage: Tensor, reader: PageReader, span: _Seen, window: int | None) -> Tensor:
-        """Keys or values that the group sees."""
         return reader.read(storage)[:, :, span.skipped : span.skipped + self.longest - span.first]
 
     def _reader(self, table_group: int, start: int) -> PageReader:
@@ -217,15 +208,15 @@ class StepLayout(Packing):
     ) -> Tensor:
         """See `AttentionStep.attend`. What is seen of the past is known from the layer; there is no mask."""
         layer_index: int = module.layer_idx  # type: ignore[assignment]
-        geometry, layer = self._model.layers[layer_index], self._arena.layers[layer_index]
+        layer = self._arena.layers[layer_index]
         self._writers[layer.group].write(layer, key, value)
         if len(self._groups) == 1:
-            return self._groups[0].attend(geometry, layer, query, key, value, scoring)
+            return self._groups[0].attend(layer, query, key, value, scoring)
         sizes = [len(group.parts) * group.width for group in self._groups]
         parts = zip(
             self._groups, *(torch.split(states, sizes, 2) for states in (query, key, value)), strict=True
         )
-        return torch.cat([group.attend(geometry, layer, *own, scoring) for group, *own in parts], dim=1)
+        return torch.cat([group.attend(layer, *own, scoring) for group, *own in parts], dim=1)
 
     def attend_blocks(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, is_in_block: Tensor

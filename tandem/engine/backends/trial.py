@@ -57,17 +57,16 @@ class _Wide(TorchFunctionMode):
             if self._dtype is not torch.float64:
                 raise
             # Some of torch's functions, such as the product of a mixture's experts, do not take float64.
-            args, kwargs = tree_map(_narrowed, (args, kwargs))
+            args, kwargs = tree_map(
+                lambda value: value.float() if getattr(value, "dtype", None) is torch.float64 else value,
+                (args, kwargs),
+            )
             return tree_map(self._widened, func(*args, **kwargs))
 
     def _widened(self, value: Any) -> Any:
         if isinstance(value, Tensor) and value.dtype in _FLOATS and value.dtype is not self._dtype:
             return value.to(self._dtype)
         return self._dtype if isinstance(value, torch.dtype) and value in _FLOATS else value
-
-
-def _narrowed(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype is torch.float64 else value
 
 
 @contextmanager
@@ -130,7 +129,9 @@ class Reference:
     def __init__(self, model: LoadedModel) -> None:
         """Runs the trial steps twice: in the model's dtype, and in a wider one for the spread."""
         self._model = model
-        self._lengths = _that_fit(model.info.max_length)
+        most = model.info.max_length  # of a model of short sequences, to which the lengths are cut
+        counts = (min(count, most) for _, count in _LENGTHS)
+        self._lengths = [(min(past, most - n), n) for (past, _), n in zip(_LENGTHS, counts, strict=True)]
         wide = _WIDER[model.dtype]
         self._exact = self._logits(wide, eager_backend)
         own = self._logits(model.dtype, eager_backend)
@@ -140,11 +141,8 @@ class Reference:
         """Root mean square of torch's own rounding errors in a logit."""
         self._spreads = [max(error, smallest) for error in self._errors(own)]
         """The spread of each sequence of the trial."""
-
-    @property
-    def limit(self) -> float:
+        self.limit = MAX_ERROR[model.dtype]
         """The largest error that is trusted, in spreads."""
-        return MAX_ERROR[self._model.dtype]
 
     def error_of(self, make_backend: Callable[[LoadedModel, KvArena], StepBackend]) -> float:
         """The error of a backend's logits in the trial steps, in spreads; not a number where any result is none.
@@ -193,20 +191,9 @@ class Reference:
                 return backend.run(segments, rows).clone()
 
 
-def _that_fit(max_length: int) -> tuple[Lengths, ...]:
-    """The trial's lengths, in a model of short sequences cut to what it serves."""
-    counts = (min(count, max_length) for _, count in _LENGTHS)
-    return tuple(
-        (min(past, max_length - count), count) for (past, _), count in zip(_LENGTHS, counts, strict=True)
-    )
-
-
 @contextmanager
 def trial_segments(
-    arena: KvArena,
-    vocabulary_size: int,
-    lengths: SequenceOf[Lengths],
-    stored_dtype: torch.dtype,
+    arena: KvArena, vocabulary_size: int, lengths: SequenceOf[Lengths], stored_dtype: torch.dtype
 ) -> Iterator[list[Segment]]:
     """Sequences of any tokens with any past; afterwards the arena is empty again.
 

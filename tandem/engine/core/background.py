@@ -8,6 +8,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -48,18 +49,12 @@ class Continuation:
 
 @dataclass(slots=True)
 class _Branches:
-    """The branches of one sequence, depth by depth."""
-
     trunk_length: int
     """Tokens before the branches, the lead included."""
     trunk_lengths: SequenceOf[int]
     lead: Lead | None
     token_ids: list[SequenceOf[int]] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
-
-    @property
-    def byte_count(self) -> int:
-        return sum(each.nbytes for each in self.logits)
 
     def first_position(self, branch: int) -> int:
         """The position at which a branch leaves the tokens that were certain."""
@@ -90,10 +85,7 @@ class KeptBranches:
     """The branches of sequences that have computed nothing since."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        """
-        Args:
-            max_bytes: Logits to keep at most. Branches beyond it are computed again.
-        """
+        """Keep `max_bytes` of logits at most. Branches beyond it are computed again."""
         self._max_bytes = max_bytes
         self._branches: dict[Sequence, _Branches] = {}
 
@@ -108,7 +100,8 @@ class KeptBranches:
         kept = self._branches.get(sequence)
         if kept is None:
             return
-        if logits.nbytes + sum(each.byte_count for each in self._branches.values()) > self._max_bytes:
+        others = sum(each.nbytes for branches in self._branches.values() for each in branches.logits)
+        if logits.nbytes + others > self._max_bytes:
             del self._branches[sequence]
             return
         kept.token_ids.append(step.token_ids)
@@ -200,10 +193,6 @@ class _Trunk:
     lead: Lead | None = None
 
     @property
-    def unread(self) -> Segment:
-        return Segment(self.job.sequence, self.job.sequence.pending_count)
-
-    @property
     def row_count(self) -> int:
         return self.job.row_count - sum(len(logits) for logits in self.known)
 
@@ -224,10 +213,7 @@ class BackgroundWork:
     """The jobs in the background, at most one for each sequence. They share steps."""
 
     def __init__(
-        self,
-        machinery: Machinery,
-        on_step: Callable[[StepRecord], None],
-        watchdog: StepWatchdog,
+        self, machinery: Machinery, on_step: Callable[[StepRecord], None], watchdog: StepWatchdog
     ) -> None:
         self._cache = machinery.cache  # gives pages as far as nobody else holds them
         self._runner = machinery.runner
@@ -339,20 +325,16 @@ class BackgroundWork:
         return taken
 
     def _read(self, trunks: SequenceOf[_Trunk], began: float) -> None:
-        rows: list[int] = []
-        segments = [trunk.unread for trunk in trunks]
-        tokens = 0
-        for trunk, segment in zip(trunks, segments, strict=True):
-            tokens += segment.token_count
-            rows += range(tokens - trunk.row_count, tokens)
-        self._watchdog.begin(tokens)
-        logits = self._runner.run(segments, rows)
-        first = 0
-        for trunk, segment in zip(trunks, segments, strict=True):
-            own, first = logits[first : first + trunk.row_count], first + trunk.row_count
+        segments = [Segment(trunk.job.sequence, trunk.job.sequence.pending_count) for trunk in trunks]
+        ends = list(accumulate(segment.token_count for segment in segments))
+        counts = [trunk.row_count for trunk in trunks]
+        rows = [row for end, count in zip(ends, counts, strict=True) for row in range(end - count, end)]
+        self._watchdog.begin(ends[-1])
+        parts = _parts(self._runner.run(segments, rows), counts)
+        for trunk, segment, own in zip(trunks, segments, parts, strict=True):
             segment.sequence.advance(segment.token_count)
             self._begin(trunk, own)
-        self._count(len(trunks), tokens, len(rows), began)
+        self._count(len(trunks), ends[-1], len(rows), began)
 
     def _begin(self, trunk: _Trunk, *logits: Tensor) -> None:
         """Let a job choose its branches, by the logits that were known and those of what was read now."""
@@ -362,12 +344,11 @@ class BackgroundWork:
 
     def _advance(self, begun: SequenceOf[_Begun], began: float) -> None:
         parts = [each.part for each in begun]
-        tokens = sum(part.token_count for part in parts)
+        counts = [part.token_count for part in parts]
+        tokens = sum(counts)
         self._watchdog.begin(tokens)
-        logits = self._runner.run_branches(parts)
-        first = 0
-        for each, part in zip(begun, parts, strict=True):
-            own, first = logits[first : first + part.token_count], first + part.token_count
+        logits = _parts(self._runner.run_branches(parts), counts)
+        for each, part, own in zip(begun, parts, logits, strict=True):
             self._kept.add(part, own, each.lead)
             self._follow(each.job, partial(each.job.advance, own), each.lead)  # behind the others
         record = self._count(len(begun), tokens, tokens, began)
@@ -405,3 +386,8 @@ class BackgroundWork:
         self._on_step(record)
         # Once more: the observer takes part in how long a step takes.
         return replace(record, seconds=time.perf_counter() - began)
+
+
+def _parts(logits: Tensor, counts: SequenceOf[int]) -> list[Tensor]:
+    """The rows of each part, by slices alone: they may be of logits that another process keeps."""
+    return [logits[end - count : end] for end, count in zip(accumulate(counts), counts, strict=True)]

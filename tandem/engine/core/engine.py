@@ -84,11 +84,10 @@ class Worker(Generic[PayloadT, ResultT]):
         self._watchdog = watchdog
         self._thread = threading.Thread(target=self._work, name="tandem-engine", daemon=True)
         self._wakeup = threading.Condition()
-        # Guarded by the condition: submissions from other threads.
-        self._submitted: deque[Job[PayloadT]] = deque()
-        self._granted: deque[tuple[Sequence, int, int]] = deque()
-        self._put_back: deque[BackgroundJob] = deque()
-        self._released: deque[Sequence] = deque()
+        # Guarded by the condition: what other threads want.
+        self._submitted: list[Job[PayloadT]] = []
+        self._asked: list[Callable[[], None]] = []
+        """Grants, background work and releases, in their order."""
         self._is_stopping = True
         """No jobs are taken: before `start`, after `stop`, and once the thread has failed."""
         self._rejoin = RejoinWindow(self._wakeup)
@@ -98,6 +97,8 @@ class Worker(Generic[PayloadT, ResultT]):
         """At most one job for each sequence, in the order in which they started."""
         self._ended: list[tuple[Job[PayloadT], object]] = []
         """Jobs that have ended since the last delivery, each with its result or exception."""
+        self._freed: list[Sequence] = []
+        """Sequences that were released since."""
         self._background = BackgroundWork(machinery, on_step, watchdog)
         self.leads = Leads()
         """Jobs that follow others by themselves."""
@@ -149,7 +150,7 @@ class Worker(Generic[PayloadT, ResultT]):
     def grant(self, sequence: Sequence, asked: int, count: int) -> None:
         """Lets a sequence go on by itself. See `Leads.grant`."""
         with self._wakeup:
-            self._granted.append((sequence, asked, count))
+            self._asked.append(partial(self._grant, sequence, asked, count))
             self._rejoin.came_back(sequence)
 
     def put_back(self, job: BackgroundJob) -> None:
@@ -161,13 +162,13 @@ class Worker(Generic[PayloadT, ResultT]):
         with self._wakeup:
             if self._is_stopping:
                 raise _not_running()
-            self._put_back.append(job)
+            self._asked.append(partial(self._background.add, job))
             self._wakeup.notify()
 
     def release(self, sequence: Sequence) -> None:
         """Submits a sequence for release, with `is_released` set."""
         with self._wakeup:
-            self._released.append(sequence)
+            self._asked.append(partial(self._free, sequence))
             self._rejoin.came_back(sequence)
 
     # ---- on the thread: taking work
@@ -205,30 +206,23 @@ class Worker(Generic[PayloadT, ResultT]):
         """Waits until there is something to run; false when the thread is to end."""
         while True:
             with self._wakeup:
-                while not (self._has_work or self._has_news or self._is_stopping):
+                while not (self._has_work or self._submitted or self._asked or self._is_stopping):
                     woken = self._wakeup.wait(self._pages.retry_seconds if self._waits_for_pages else None)
                     if not woken:
                         break  # other sequences have been idle for longer
                 self._waits_for_pages = False
                 if self._queued or self._submitted or self._running:
                     self._rejoin.wait(has_running=bool(self._running), is_stopping=lambda: self._is_stopping)
-                # Before the jobs: a job that came later ends the background work of its sequence.
-                while self._put_back:
-                    self._background.add(self._put_back.popleft())
                 self._queued.extend(self._submitted)
                 self._submitted.clear()
-                granted = list(self._granted)
-                self._granted.clear()
-                released = list(self._released)
-                self._released.clear()
+                asked, self._asked = self._asked, []
                 if self._is_stopping:
                     return False
-            # Before the end of their leads, which counts what was asked for
-            for sequence, asked, count in granted:
-                self._start_job(self.leads.grant(sequence, asked, 0 if sequence.is_released else count))
+            # Before the jobs: a job that came later ends the background work of its sequence.
+            for act in asked:
+                act()
             for job in [job for job in self._running.values() if job.is_abandoned]:
                 self._settle(job, _released_error())
-            self._free(released)
             self._start_queued()
             self._deliver_if_idle()
             if self._running or not self._background.is_empty:
@@ -241,20 +235,16 @@ class Worker(Generic[PayloadT, ResultT]):
             return False
         return bool(self._running or self._queued) or not self._background.is_empty
 
-    @property
-    def _has_news(self) -> bool:
-        return bool(self._submitted or self._granted or self._put_back or self._released)
+    def _grant(self, sequence: Sequence, asked: int, count: int) -> None:
+        self._start_job(self.leads.grant(sequence, asked, 0 if sequence.is_released else count))
 
-    def _free(self, sequences: SequenceOf[Sequence]) -> None:
-        for sequence in sequences:
-            self.leads.end(sequence)
-            self._background.drop(sequence)
-            self._cache.release(sequence)
-        if sequences:
-            self._tell(News(freed=sequences))
+    def _free(self, sequence: Sequence) -> None:
+        self.leads.end(sequence)
+        self._background.drop(sequence)
+        self._cache.release(sequence)
+        self._freed.append(sequence)
 
     def _start_queued(self) -> None:
-        """Applies the deltas of jobs whose sequence is idle, or goes on by itself."""
         waiting: deque[Job[PayloadT]] = deque()
         for job in self._queued:
             if job.is_abandoned:
@@ -303,9 +293,9 @@ class Worker(Generic[PayloadT, ResultT]):
 
     def _deliver(self) -> None:
         """Delivers all results of a step at once: waking the event loop costs more than a result."""
-        if self._ended:
-            self._tell(News(results=self._ended))
-            self._ended = []
+        if self._ended or self._freed:
+            self._tell(News(self._ended, self._freed))
+            self._ended, self._freed = [], []
 
     # ---- on the thread: a step
 
@@ -391,10 +381,11 @@ class Worker(Generic[PayloadT, ResultT]):
                 self._settle(job, error)
 
     def _fail(self, jobs: SequenceOf[Job[PayloadT]], error: Exception) -> None:
-        told = TandemError("The model's step failed; the service's log says why.")
+        if not isinstance(error, TandemError):
+            error = TandemError("The model's step failed; the service's log says why.")
         for job in jobs:
             if self._running.get(job.sequence) is job:
-                self._settle(job, error if isinstance(error, TandemError) else told)
+                self._settle(job, error)
 
 
 def _not_running() -> ServiceUnavailableError:
@@ -492,7 +483,8 @@ class Engine(Generic[PayloadT, ResultT]):
                 await self.submit(Job(sequence, Delta(0, (0,)), 0, None))  # type: ignore[arg-type]
             warm_tokens = await self._run_warm_up(steps, sequences)
             with self._worker.using_head(partial(finite_head, self.model)):
-                await self._check_logits(sequences[0])
+                # By enough tokens for attention to more than the token itself
+                await self._step(sequences[:1], (min(4, sequences[0].max_length),), 1, with_rows=True)
                 warm = [step for step in profiled if sum(step) <= warm_tokens]
                 self._step_times.measured(await self._profile(warm, sequences))
         finally:
@@ -500,7 +492,6 @@ class Engine(Generic[PayloadT, ResultT]):
                 self.release(sequence)
 
     def _served(self, steps: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """Those of the steps, each given by the tokens of its sequences, for which this engine has room at once."""
         return [step for step in steps if len(step) <= self._most_together and max(step) <= self.max_length]
 
     async def _run_warm_up(
@@ -554,12 +545,6 @@ class Engine(Generic[PayloadT, ResultT]):
         self._worker.submit(*jobs)  # together, so that they share a step
         await asyncio.gather(*(job.future for job in jobs if job.future is not None))
         return jobs
-
-    async def _check_logits(self, sequence: Sequence) -> None:
-        """Refuses a model that computes what are no numbers, by several tokens with rows for all of them."""
-        count = min(4, sequence.max_length)  # enough for attention to more than the token itself
-        token_ids = tuple(index % self.model.info.vocabulary_size for index in range(count))
-        await self.submit(Job(sequence, Delta(0, token_ids), min(count, self._max_rows), None))  # type: ignore[arg-type]
 
     async def open(self, max_length: int, spare_tokens: int = 0, client: str = "") -> Sequence:
         """A new, empty sequence of up to `max_length` tokens; waits while `max_sequences` are open. A free place goes
@@ -650,14 +635,14 @@ class Engine(Generic[PayloadT, ResultT]):
 
     @property
     def usage(self) -> KvUsage:
-        usage = self._cache.usage(self._places.waiting, self._places.held)
         leads = self._worker.leads
-        return replace(usage, led_step_count=leads.begun_count, wasted_step_count=leads.wasted_count)
-
-    def _ended(self) -> None:
-        self._refuse_waiting()
-        if not self._is_closing and self._on_failure is not None:
-            self._on_failure()
+        return replace(
+            self._cache.usage(),
+            sequence_count=self._places.held,
+            waiting_count=self._places.waiting,
+            led_step_count=leads.begun_count,
+            wasted_step_count=leads.wasted_count,
+        )
 
     def _refuse_waiting(self) -> None:
         self._places.refuse_waiting(ServiceUnavailableError("The engine is shutting down."))
@@ -668,15 +653,7 @@ class Engine(Generic[PayloadT, ResultT]):
             self._loop.call_soon_threadsafe(self._learn, news)
 
     def _learn(self, news: News) -> None:
-        self._resolve(news.results)
-        for sequence in news.freed:
-            if (client := self._open.pop(sequence, None)) is not None:
-                self._places.leave(client)
-        if news.has_ended:
-            self._ended()
-
-    def _resolve(self, results: SequenceOf[tuple[Job[Any], object]]) -> None:
-        for job, result in results:
+        for job, result in news.results:
             if job.on_result is not None and self._loop is not None:
                 # Later, like the tasks that futures wake: the answers of a sequence keep their order.
                 self._loop.call_soon(job.on_result, job, result)
@@ -686,6 +663,13 @@ class Engine(Generic[PayloadT, ResultT]):
                 job.future.set_exception(result)
             else:
                 job.future.set_result(result)
+        for sequence in news.freed:
+            if (client := self._open.pop(sequence, None)) is not None:
+                self._places.leave(client)
+        if news.has_ended:
+            self._refuse_waiting()
+            if not self._is_closing and self._on_failure is not None:
+                self._on_failure()
 
 
 # ---- targets
@@ -733,7 +717,6 @@ class RowEngine(Engine[RowRequest, Verification]):
 def _constrained(
     jobs: SequenceOf[Job[RowRequest]],
 ) -> dict[Job[RowRequest], RowRequest | InvalidRequestError]:
-    """The requests with their masks; errors of those that have none."""
     found: dict[Job[RowRequest], RowRequest | InvalidRequestError] = {}
     for job in jobs:
         try:
@@ -761,7 +744,6 @@ def row_head(
 
 
 def _go_on(job: Job[RowRequest], answer: Verification) -> tuple[Verification, Job[RowRequest] | None]:
-    """The answer, and the job with which the sequence goes on by itself."""
     led_token_id = -1 if job.on_result is None else job.delta.token_ids[0]
     counted = Verification(answer.base_length, answer.rows, job.cost, led_token_id)
     told, request = job.payload.go_on(counted, job.sequence.token_ids)

@@ -47,13 +47,9 @@ class Job(Generic[PayloadT]):
     """The caller no longer waits for the result."""
 
     def count_step(self, seconds: float, sequences: int, tokens: int) -> None:
-        if self.cost is None:
-            self.cost = StepCost(seconds, sequences, tokens)
-        else:
-            so_far = self.cost
-            self.cost = StepCost(
-                so_far.seconds + seconds, max(so_far.sequences, sequences), so_far.tokens + tokens
-            )
+        so_far = self.cost or StepCost(0.0, 0, 0)
+        most = max(so_far.sequences, sequences)
+        self.cost = StepCost(so_far.seconds + seconds, most, so_far.tokens + tokens)
 
     @property
     def is_abandoned(self) -> bool:

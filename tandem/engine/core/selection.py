@@ -66,8 +66,7 @@ class Backends:
         """Runs steps over an arena, which must be empty."""
         if self.tap is not None:
             self.tap.attach(arena)
-        native = None if self.native is None else self.native.backend(arena)
-        return native or eager_backend(self.model, arena)
+        return eager_backend(self.model, arena) if self.native is None else self.native.backend(arena)
 
 
 def choose_backends(

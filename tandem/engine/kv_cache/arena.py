@@ -39,14 +39,6 @@ def first_kept_page(length: int, window: int | None, page_tokens: int) -> int:
     return first_seen_page(length - ROLLBACK_TOKENS, window, page_tokens)
 
 
-def most_kept_pages(length: int, step_tokens: int, window: int | None, page_tokens: int) -> int:
-    """The most pages that a sequence has on its way to `length` tokens, in steps of up to `step_tokens`."""
-    if window is None:
-        return pages_for(length, page_tokens)
-    kept = window - 1 + ROLLBACK_TOKENS + step_tokens  # wherever in its page the first one lies
-    return min(pages_for(length, page_tokens), pages_for(kept - 1, page_tokens) + 1)
-
-
 class PageTable:
     """The pages of one sequence in one group of layers, first positions first.
 
@@ -270,7 +262,14 @@ def kept_pages(windows: Iterable[int | None], start: int, end: int, page_tokens:
 
 def most_pages(windows: Iterable[int | None], length: int, step_tokens: int, page_tokens: int) -> int:
     """The most pages that a sequence has on its way to a length, in steps of up to `step_tokens`."""
-    return sum(most_kept_pages(length, step_tokens, window, page_tokens) for window in windows)
+
+    def most(window: int | None) -> int:
+        if window is None:
+            return pages_for(length, page_tokens)
+        kept = window - 1 + ROLLBACK_TOKENS + step_tokens  # wherever in its page the first one lies
+        return min(pages_for(length, page_tokens), pages_for(kept - 1, page_tokens) + 1)
+
+    return sum(map(most, windows))
 
 
 logger = logging.getLogger(__name__)
@@ -302,8 +301,14 @@ def memory_allowance(utilization: float | None, device: torch.device) -> int:
         return allowed
     share = 0.3 if utilization is None else utilization  # everything else on the machine needs memory, too
     page = os.sysconf("SC_PAGE_SIZE")
-    total = min(os.sysconf("SC_PHYS_PAGES") * page, _cgroup_memory_limit())
-    return int(total * share) - _resident_bytes()
+    total = os.sysconf("SC_PHYS_PAGES") * page
+    # The memory limit of the container, which the machine's own figure does not show
+    for path in _CGROUP_MEMORY_LIMITS:
+        if path.is_file() and (text := path.read_text().strip()).isdigit():
+            total = min(total, int(text))
+    statm = Path("/proc/self/statm")
+    resident = int(statm.read_text().split()[1]) * page if statm.is_file() else 0
+    return int(total * share) - resident
 
 
 def accelerator_allowance(total: int, free: int, own: int, share: float) -> int:
@@ -317,19 +322,6 @@ def accelerator_allowance(total: int, free: int, own: int, share: float) -> int:
     """
     # A margin, because other processes' use changes from moment to moment
     return min(int(total * share) - own, free - (256 << 20))
-
-
-def _cgroup_memory_limit() -> int:
-    """Memory limit of the container, which the machine's own figure does not show."""
-    for path in _CGROUP_MEMORY_LIMITS:
-        if path.is_file() and (text := path.read_text().strip()).isdigit():
-            return int(text)
-    return 1 << 62
-
-
-def _resident_bytes() -> int:
-    statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.is_file() else 0
 
 
 PAGE_TOKENS = 64
@@ -346,6 +338,8 @@ class LayerCache:
     """[pages, page_tokens, kv_heads, value_dim], likewise."""
     group: int = 0
     """Index of the page table that a sequence has for this layer."""
+    window: int | None = None
+    """See `LayerGeometry`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,26 +368,27 @@ class KvArena:
         groups = group_layers(layers)
         self.windows = tuple(group.window for group in groups)
         """Window of each group of layers; None for those that keep all tokens, which come first."""
+
+        def states(heads: int, dim: int) -> Tensor:
+            storage = torch.empty(page_count, heads, PAGE_TOKENS, dim, dtype=dtype, device=device)
+            return storage.transpose(1, 2)
+
+        shapes = [layers[index] for index in max((group.layers for group in groups), key=len)]
         self.storages = tuple(
-            self._layer(layers[index], dtype, device)
-            for index in max((group.layers for group in groups), key=len)
+            LayerCache(states(shape.kv_heads, shape.key_dim), states(shape.kv_heads, shape.value_dim))
+            for shape in shapes
         )
         """The tensors that the layers share."""
         by_index = {
-            index: replace(storage, group=number)
+            index: replace(storage, group=number, window=layers[index].window)
             for number, group in enumerate(groups)
             for index, storage in zip(group.layers, self.storages, strict=False)
         }
         self.layers = tuple(by_index[index] for index in range(len(layers)))
 
-    @property
-    def group_count(self) -> int:
+        self.group_count = len(groups)
         """Page tables that a sequence has."""
-        return len(self.windows)
-
-    @property
-    def shape(self) -> CacheShape:
-        return CacheShape(self.page_tokens, self.page_count, self.group_count, self.windows)
+        self.shape = CacheShape(self.page_tokens, page_count, self.group_count, self.windows)
 
     def zero(self, tables: Iterable[PageTable], start: int, end: int) -> None:
         """Clears a sequence's positions from `start` up to `end` in every layer."""
@@ -425,15 +420,6 @@ class KvArena:
             for storage in self.storages:
                 for numbers in (storage.keys, storage.values):
                     numbers[to_pages, to_places] = numbers[from_pages, from_places]
-
-    def _layer(self, layer: LayerGeometry, dtype: torch.dtype, device: torch.device) -> LayerCache:
-        keys, values = (
-            torch.empty(
-                self.page_count, layer.kv_heads, PAGE_TOKENS, dim, dtype=dtype, device=device
-            ).transpose(1, 2)
-            for dim in (layer.key_dim, layer.value_dim)
-        )
-        return LayerCache(keys, values)
 
 
 def arena_pages(

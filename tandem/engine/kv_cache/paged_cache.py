@@ -124,7 +124,7 @@ class PrefixIndex:
 
 
 class PagedCache:
-    """See `SequenceCache`. The pages of an arena, and who holds them."""
+    """See `SequenceCache`."""
 
     def __init__(self, arena: KvArena, *, reuses_prefixes: bool = True) -> None:
         self._arena = arena
@@ -146,7 +146,7 @@ class PagedCache:
     def holders(self) -> list[Sequence]:
         return list(self._holders)
 
-    def usage(self, waiting_count: int = 0, sequence_count: int = 0) -> KvUsage:
+    def usage(self) -> KvUsage:
         pool, groups = self._pool, self._arena.group_count
         held = pool.page_count - pool.available_count
         return KvUsage(
@@ -154,8 +154,6 @@ class PagedCache:
             reserved_tokens=held * self._page_tokens // groups,
             used_tokens=sum(sequence.computed_length for sequence in self.holders),
             retained_tokens=pool.kept_count * self._page_tokens // groups,
-            sequence_count=sequence_count,
-            waiting_count=waiting_count,
             preemption_count=self.preemption_count,
         )
 
@@ -197,19 +195,14 @@ class PagedCache:
         blocks.
         """
         watermark = self._pool.page_count // 100 if self._begun else 0
-        lacking = self._lacking_count(sequence)
-        return self._pool.available_count >= lacking + watermark or not self._has_older(sequence)
-
-    def _lacking_count(self, sequence: Sequence) -> int:
-        """Pages that it has yet to get to keep all of its tokens that a window does not pass over."""
         size, length = self._page_tokens, sequence.length
-        return sum(
+        # For all of its tokens that a window does not pass over
+        lacking = sum(
             pages_for(length, size) - max(len(table), first_kept_page(length, table.window, size))
             for table in sequence.tables
         )
-
-    def _has_older(self, sequence: Sequence) -> bool:
-        return any(other.serial < sequence.serial for other in self._begun)
+        has_older = any(other.serial < sequence.serial for other in self._begun)
+        return self._pool.available_count >= lacking + watermark or not has_older
 
     def _extend(self, sequence: Sequence, end: int) -> bool:
         self._holders[sequence] = None
@@ -428,7 +421,6 @@ class PagedCache:
                 self._pool.let_go(own, keep=False)
 
     def _publish_beginning(self, sequence: Sequence) -> None:
-        """Makes the last block known, which is not full."""
         index, size = len(sequence.chains), self._page_tokens
         token_ids = sequence.token_ids[index * size : min((index + 1) * size, sequence.computed_length)]
         if not MIN_COPIED_TOKENS <= len(token_ids) < size:
@@ -439,7 +431,6 @@ class PagedCache:
             self._prefixes.enter([table[index] for table in sequence.tables], parent, token_ids)
 
     def _disown(self, sequence: Sequence) -> None:
-        """Makes everything unknown that the sequence has computed."""
         pages = [page for table in sequence.tables for page in table.held_pages]
         for block in self._known_blocks(sequence, 0, sequence.computed_length):
             pages += block.pages  # its windows may have passed over some

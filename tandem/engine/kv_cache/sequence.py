@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass
 from itertools import count
@@ -141,9 +140,9 @@ class Sequence:
             )
         if delta.length > self.max_length:
             raise self._too_long(delta.length)
-        unknown = _first_unknown(delta.token_ids, self.vocabulary_size)
-        if unknown is not None:
-            raise self._unknown(unknown)
+        for token_id in delta.token_ids:
+            if not 0 <= token_id < self.vocabulary_size:
+                raise self._unknown(token_id)
 
     def _too_long(self, length: int) -> InvalidRequestError:
         return InvalidRequestError(
@@ -154,10 +153,6 @@ class Sequence:
         return InvalidRequestError(
             f"Token id {token_id} is not in the vocabulary, whose ids are 0 to {self.vocabulary_size - 1}."
         )
-
-
-def _first_unknown(token_ids: Iterable[int], vocabulary_size: int) -> int | None:
-    return next((token_id for token_id in token_ids if not 0 <= token_id < vocabulary_size), None)
 
 
 @dataclass(slots=True)
@@ -194,7 +189,7 @@ class SequenceCache(Protocol):
     def holders(self) -> list[Sequence]:
         """Sequences that hold pages."""
 
-    def usage(self, waiting_count: int = 0, sequence_count: int = 0) -> KvUsage:
+    def usage(self) -> KvUsage:
         """Use of the cache. May be called from any thread: the figures are then of about the same moment."""
 
     def check_rows(self, sequence: Sequence, row_count: int) -> None:

@@ -131,12 +131,7 @@ def for_rows(scoring: Scoring, mask: Tensor | None, kv_heads: int, width: int) -
 
 
 def grouped_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scoring: Scoring,
-    *,
-    is_causal: bool = False,
+    query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring, *, is_causal: bool = False
 ) -> Tensor:
     """Attention of equally wide blocks of queries, each to its own keys.
 
@@ -199,8 +194,6 @@ def probe(module: Any, device: torch.device) -> tuple[tuple[LayerGeometry, ...],
 
 
 class _Observer:
-    """A step that only looks: which layers call attention, and with what."""
-
     def __init__(self) -> None:
         self.layers: dict[int, LayerGeometry] = {}
 

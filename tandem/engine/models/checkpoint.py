@@ -49,7 +49,6 @@ def read_object(path: Path, why: str, max_bytes: int = MAX_CONFIG_BYTES) -> dict
 
 
 def _constant(name: str) -> float:
-    """Parse infinity, which some configs have for a limit, and refuse NaN."""
     if name == "NaN":
         raise ValueError("it holds NaN")
     return float(name)
@@ -214,7 +213,6 @@ def _most_tensors(config: Mapping[str, Any]) -> int:
 
 
 def _sections(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The config, and that of the language model in it if there is one."""
     nested = config.get("text_config")
     return [config, nested] if isinstance(nested, dict) else [config]
 
@@ -235,24 +233,17 @@ def check_numbers(path: Path, config: Mapping[str, Any], tensor_count: int) -> N
 
 
 def _wrong(section: Mapping[str, Any], tensor_count: int) -> Iterator[str]:
-    for name, value in section.items():
-        if name in _LAYERS:
-            maximum = min(_MAX_PARTS, max(tensor_count, 1))
-            yield from _outside(name, value, maximum, f", the checkpoint having {tensor_count} tensors")
-        elif name in _EXPERTS:
-            yield from _outside(name, value, _MAX_PARTS, minimum=0)
-        elif name in _SIZES:
-            yield from _outside(name, value, (1 << 31) - 1)
-
-
-def _outside(name: str, value: object, maximum: int, why: str = "", minimum: int = 1) -> Iterator[str]:
-    """Reason why the value is no such number. Some configs have one per layer, and null where it is derived."""
-    for number in _listed(value):
-        if number is None:
-            continue
-        if isinstance(number, bool) or not isinstance(number, int) or not minimum <= number <= maximum:
-            yield f"{name} is {str(number)[:40]!r} and must be a whole number from {minimum} to {maximum}{why}"
-            return
+    bounds = dict.fromkeys(_SIZES, (1, (1 << 31) - 1, ""))
+    bounds |= dict.fromkeys(_EXPERTS, (0, _MAX_PARTS, ""))
+    why = f", the checkpoint having {tensor_count} tensors"
+    bounds |= dict.fromkeys(_LAYERS, (1, min(_MAX_PARTS, max(tensor_count, 1)), why))
+    for name in filter(bounds.__contains__, section):
+        minimum, maximum, why = bounds[name]
+        # Some configs have one per layer, and null where it is derived
+        numbers = [number for number in _listed(section[name]) if number is not None]
+        wrong = [each for each in numbers if type(each) is not int or not minimum <= each <= maximum]
+        if wrong:
+            yield f"{name} is {str(wrong[0])[:40]!r} and must be a whole number from {minimum} to {maximum}{why}"
 
 
 logger = logging.getLogger(__name__)
@@ -422,9 +413,7 @@ def _refuse_unusable(folder: Path, architecture: str, config: Mapping[str, Any])
 
 def _ids(path: Path, value: object) -> tuple[int, ...]:
     values = _listed(value)
-    if len(values) > _MAX_END_IDS or not all(
-        isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in values
-    ):
+    if len(values) > _MAX_END_IDS or not all(type(item) is int and item >= 0 for item in values):
         raise ModelFolderError(
             f"the file {path} has eos_token_id {shortened(value)}; it should be an id or a list of up to "
             f"{_MAX_END_IDS} ids"

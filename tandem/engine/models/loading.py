@@ -77,16 +77,26 @@ def load_model(
     # Before the weights, which may take minutes, so that a broken tokenizer is refused at once.
     vocabulary_hash = tokenizer_hash(checkpoint.folder)
     module = _load_module(checkpoint, torch_device, torch_dtype)
-    layers, is_packed = _probed(module, checkpoint, torch_device)
+    try:
+        layers, is_packed = probe(module, torch_device)
+    except Exception as error:
+        fault = f"run: {first_line(error)}"
+        if isinstance(error, UnsupportedAttentionError):
+            fault = f"served: {error}, and only layers that keep keys and values by position are supported"
+        raise ModelFolderError(
+            f"the model in {checkpoint.folder} ({checkpoint.architecture}) cannot be {fault}"
+        ) from error
     check_finite(module, checkpoint)
+    # Ids that the model can say, which may be more than the tokenizer knows
+    vocabulary_size = int(module.get_output_embeddings().weight.shape[0])
     info = ModelInfo(
         name=name or model_name(checkpoint.folder),
         architecture=checkpoint.architecture,
-        vocabulary_size=_vocabulary_size(module),
+        vocabulary_size=vocabulary_size,
         tokenizer_hash=vocabulary_hash,
         max_length=_max_length(module.config),
         dtype=dtype,
-        eos_token_ids=end_ids_within(checkpoint, _vocabulary_size(module)),
+        eos_token_ids=end_ids_within(checkpoint, vocabulary_size),
         service_version=tandem.__version__,
         parameter_count=sum(parameter.numel() for parameter in module.parameters()),
     )
@@ -123,11 +133,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _load_module(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Any:
-    """Loads the weights, all of them and nothing else.
-
-    Returns:
-        The transformers model, in evaluation mode. `Any`, because its attributes depend on the architecture.
-    """
+    """The transformers model with all of its weights, in evaluation mode."""
     config = _load_config(checkpoint)
     _refuse_recurrent(checkpoint, config)
     empty = empty_model(checkpoint, config)
@@ -152,22 +158,6 @@ def _load_module(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtyp
     _check_loaded(checkpoint, report, module)
     # The weights are there already; buffers that are computed from the config are not.
     return module.to(device).eval().requires_grad_(False)
-
-
-def _probed(
-    module: Any, checkpoint: Checkpoint, device: torch.device
-) -> tuple[tuple[LayerGeometry, ...], bool]:
-    try:
-        return probe(module, device)
-    except UnsupportedAttentionError as error:
-        raise ModelFolderError(
-            f"the model in {checkpoint.folder} ({checkpoint.architecture}) cannot be served: {error}, and only layers "
-            "that keep keys and values by position are supported"
-        ) from error
-    except Exception as error:
-        raise ModelFolderError(
-            f"the model in {checkpoint.folder} ({checkpoint.architecture}) cannot be run: {first_line(error)}"
-        ) from error
 
 
 def _load_config(checkpoint: Checkpoint) -> Any:
@@ -213,32 +203,19 @@ def _check_loaded(checkpoint: Checkpoint, report: dict[str, Any], module: nn.Mod
     A tensor that is left over may belong to a part that is not served, such as a vision tower or an MTP layer. One that
     belongs to a module of the model, such as the scale of a quantized weight, would change what the model says.
     """
-    mismatched = sorted(str(entry[0]) for entry in report.get("mismatched_keys", ()))
-    if mismatched:
-        raise ModelFolderError(
-            f"the weights in {checkpoint.folder} do not fit {checkpoint.architecture}: not of the shape that "
-            f"config.json says: {first_of(mismatched)}"
-        )
-    missing = sorted(report.get("missing_keys", ()))
-    if missing:
-        raise ModelFolderError(
-            f"the weights in {checkpoint.folder} do not fit {checkpoint.architecture}: missing: {first_of(missing)}"
-        )
     unused = sorted(report.get("unexpected_keys", ()))
     modules = {name for name, _ in module.named_modules() if name}
-    needed = [name for name in unused if name.rpartition(".")[0] in modules]
-    if needed:
-        raise ModelFolderError(
-            f"the weights in {checkpoint.folder} do not fit {checkpoint.architecture}: they hold tensors that it has "
-            f"no use for: {first_of(needed)}; quantized weights need their quantization_config in config.json"
-        )
+    wrong = {
+        "not of the shape that config.json says: {}": [str(key) for key, *_ in report.get("mismatched_keys", ())],
+        "missing: {}": report.get("missing_keys", ()),
+        "they hold tensors that it has no use for: {}; quantized weights need their quantization_config in config.json":
+            [name for name in unused if name.rpartition(".")[0] in modules],
+    }  # fmt: skip
+    for fault, names in wrong.items():
+        if names:
+            raise _misfit(checkpoint, fault.format(first_of(sorted(names))))
     if unused:
         logger.info("tensors of other parts are not loaded", extra={"tensors": first_of(unused)})
-
-
-def _vocabulary_size(module: Any) -> int:
-    """Rows of the output head: ids that the model can say, which may be more than the tokenizer knows."""
-    return int(module.get_output_embeddings().weight.shape[0])
 
 
 def _max_length(config: Any) -> int:
@@ -269,11 +246,17 @@ def empty_model(checkpoint: Checkpoint, config: Any) -> Any:
     count = sum(parameter.numel() for parameter in module.parameters())
     # Up to that, loading reports missing tensors by name
     if count > 2 * checkpoint.weights.value_count:
-        raise ModelFolderError(
-            f"the weights in {checkpoint.folder} do not fit {checkpoint.architecture}: {CONFIG_FILE} describes a model "
-            f"of {count} parameters, and the files hold {checkpoint.weights.value_count}"
+        held = checkpoint.weights.value_count
+        raise _misfit(
+            checkpoint, f"{CONFIG_FILE} describes a model of {count} parameters, and the files hold {held}"
         )
     return module
+
+
+def _misfit(checkpoint: Checkpoint, fault: str) -> ModelFolderError:
+    return ModelFolderError(
+        f"the weights in {checkpoint.folder} do not fit {checkpoint.architecture}: {fault}"
+    )
 
 
 def end_ids_within(checkpoint: Checkpoint, vocabulary_size: int) -> tuple[int, ...]:
@@ -316,13 +299,10 @@ def _extremes(named: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[float, flo
     tensors = {name: tensor for name, tensor in named if tensor.is_floating_point() and tensor.numel()}
     if not tensors:
         return {}
-    both = [torch.stack(torch.aminmax(_comparable(tensor))).float() for tensor in tensors.values()]
+    # torch cannot order numbers of 8 bits
+    ordered = (each if each.element_size() > 1 else each.float() for each in tensors.values())
+    both = [torch.stack(torch.aminmax(each)).float() for each in ordered]
     return {name: (low, high) for name, (low, high) in zip(tensors, torch.stack(both).tolist(), strict=True)}
-
-
-def _comparable(tensor: Tensor) -> Tensor:
-    """A tensor that torch can order, which it cannot do with numbers of 8 bits."""
-    return tensor if tensor.element_size() > 1 else tensor.float()
 
 
 def first_line(error: Exception) -> str:

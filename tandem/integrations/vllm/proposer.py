@@ -629,7 +629,6 @@ class TandemProposer:
         return [list(proposal.token_ids) for proposal in proposals]
 
     def _rows(self, sampled: Sequence[int], lengths: Any, token_ids: Any) -> list[BatchRow]:
-        """The rows of vLLM's batch."""
         if not (
             isinstance(lengths, np.ndarray) and isinstance(token_ids, np.ndarray) and token_ids.ndim == 2
         ):

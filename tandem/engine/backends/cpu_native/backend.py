@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import cache, partial
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 from tandem.engine.backends.cpu_native.layers import (
     WIDEST_SEGMENT,
@@ -23,7 +23,7 @@ from tandem.engine.backends.cpu_native.layers import (
 )
 from tandem.engine.backends.cpu_native.library.build import BuildError, built_kernels, bundled_kernels
 from tandem.engine.backends.cpu_native.library.kernels import DTYPES, Kernels
-from tandem.engine.backends.cpu_native.plans import MakeTrace, PlannedSteps, TraceError, traced
+from tandem.engine.backends.cpu_native.plans import ExecutionPlan, MakeTrace, TraceError, traced
 from tandem.engine.backends.eager import EagerBackend, clear_room, eager_backend
 from tandem.engine.backends.trial import DistrustedError, Reference, trusted
 from tandem.engine.hidden_states import HeadModel
@@ -39,51 +39,114 @@ logger = logging.getLogger(__name__)
 
 
 class CpuNativeBackend(EagerBackend):
-    """Steps by a model's modules whose linear layers are packed, with one attention call for each layer; from execution
-    plans where the model's pass can be compiled to them."""
+    """Steps by a model's modules whose linear layers are packed, with one attention call for each layer."""
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        arena: KvArena,
-        kernels: Kernels,
-        reference: Reference,
-        trace: MakeTrace | None,
-    ) -> None:
+    def __init__(self, model: LoadedModel, arena: KvArena, kernels: Kernels) -> None:
         super().__init__(model, arena)
-        self.attention = NativeAttention(kernels, arena, model.layers)
-        self.plans: PlannedSteps | None = None
-        """None where the pass is not the same list of operations for all tokens."""
-        if trace is None:
-            return
-        head = model.module if isinstance(model.module, HeadModel) else None
-        try:
-            self.plans = PlannedSteps(trace(), self.attention, reference, self.run_modules, head)
-            self.warm_up_steps = self.plans.warm_up_steps
-        except TraceError as error:
-            logger.info("steps run by the model's modules", extra={"reason": str(error)})
-
-    def prompt_tokens(self, limit: int) -> int:
-        return limit if self.plans is None else self.plans.prompt_tokens(limit)
+        self.attention = NativeAttention(kernels, arena)
 
     def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Tensor:
         """See `StepBackend`; with torch's attention where a segment is so wide that it is faster."""
         if any(segment.token_count > WIDEST_SEGMENT for segment in segments):
             return super().run(segments, rows)
-        return self.run_modules(segments, rows) if self.plans is None else self.plans.run(segments, rows)
+        return self.run_modules(segments, rows)
 
     def run_modules(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Tensor:
-        """A step without a plan."""
         layout = NativeLayout(segments, self.attention)
         return run_modules(self._model.module, layout, rows, self._model.device)
 
+
+TOKEN_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 128, 160, 192, 224,
+                256)  # fmt: skip
+"""Sizes of plans. Fewer tokens are padded, which costs little where reading the weights is what takes the time."""
+_FEW_TOKENS = 32
+"""Tokens of each sequence but the first in a warm-up step: sizes above the widest segment are that and a multiple."""
+
+
+class PlannedBackend(CpuNativeBackend):
+    """Steps from execution plans, each compiled when its size is first wanted, some ten milliseconds."""
+
+    def __init__(
+        self, model: LoadedModel, arena: KvArena, kernels: Kernels, graph: GraphModule, reference: Reference
+    ) -> None:
+        super().__init__(model, arena, kernels)
+        self._graph = graph
+        self.reference = reference
+        """Measures a plan's error."""
+        self._head = model.module if isinstance(model.module, HeadModel) else None
+        self._plans: dict[int, ExecutionPlan] = {}
+        self._is_trusted = True
+        # One of each size. A plan that is compiled later delays everybody: by 0.15 s for 9 million parameters on a busy
+        # processor. A drafting head reads no prompt beside other sequences.
+        alone = [(size,) for size in TOKEN_COUNTS if size <= WIDEST_SEGMENT]
+        rest = [
+            size - WIDEST_SEGMENT for size in TOKEN_COUNTS if size > WIDEST_SEGMENT and self._head is None
+        ]
+        wider = [(WIDEST_SEGMENT, *(_FEW_TOKENS,) * (size // _FEW_TOKENS)) for size in rest]
+        self.warm_up_steps = [*alone, *wider]
+
+    def prompt_tokens(self, limit: int) -> int:
+        """See `StepBackend`. A prompt that plans hold comes faster in parts than in one step by the modules."""
+        is_faster = self._is_trusted and self._computes_wanted_rows_only
+        return min(limit, WIDEST_SEGMENT) if is_faster else limit
+
+    def run_modules(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Tensor:
+        """By the modules only where no plan is right or faster."""
+        packing = Packing(segments)
+        count = packing.token_count
+        # Without a head, a plan computes the logits of all its tokens: beyond this many, of which few are
+        # wanted, the modules are faster.
+        is_better_plain = count > 8 and 2 * len(rows) < count and not self._computes_wanted_rows_only
+        if not self._is_trusted or count > TOKEN_COUNTS[-1] or is_better_plain:
+            return super().run_modules(segments, rows)
+        size = next(size for size in TOKEN_COUNTS if size >= count)
+        if size in self._plans:
+            return self._replayed(self._plans[size], packing, rows)
+        return self._try_out(size, packing, rows)
+
     def run_branches(self, parts: SequenceOf[SequenceBranches]) -> Tensor:
         """See `StepBackend`; by the model's modules where there is no plan of the size."""
+        packing = Packing(parts)
+        plan = self._plans.get(next((size for size in TOKEN_COUNTS if size >= packing.token_count), 0))
+        if plan is None:
+            return super().run_branches(parts)
         for part in parts:
             clear_room(self._arena, part)
-        packing = Packing(parts)
-        logits = None if self.plans is None else self.plans.replay(packing, range(packing.token_count))
-        return super().run_branches(parts) if logits is None else logits
+        return plan.replay(packing, range(packing.token_count))
+
+    def _replayed(self, plan: ExecutionPlan, packing: Packing, rows: SequenceOf[int]) -> Tensor:
+        if self._head is None:
+            return plan.replay(packing, rows)
+        states = self._head.states.of_step(packing.segments)
+        own_logits = plan.replay(packing, rows, states)
+        return self._head.finished(packing.segments, own_logits, plan.fed_back(packing.token_count))
+
+    @property
+    def _computes_wanted_rows_only(self) -> bool:
+        return any(plan.computes_wanted_rows_only for plan in self._plans.values())
+
+    def _try_out(self, size: int, packing: Packing, rows: SequenceOf[int]) -> Tensor:
+        """Compiles a plan and does this step both ways; the modules' logits are the ones that count."""
+        # The last token has looked at all others. Logits of all, of a large vocabulary, take longer than the step.
+        compared = sorted({0, packing.token_count - 1, *rows})
+        expected = super().run_modules(packing.segments, compared)
+        states = None if self._head is None else self._head.states.any_states(size)
+        try:
+            # Half a spread where the step fills its plan, which makes the calls of the modules. Where tokens are
+            # padded, torch may choose a kernel that adds up in another order, so the error may be that of any
+            # kernel: in float32, 129 tokens in the plan of 160 differ from the modules by 0.2 to 0.52 spreads.
+            self._plans[size] = trusted(
+                lambda: ExecutionPlan(self._graph, self.attention, size, states),
+                lambda plan: self.reference.in_spreads(self._replayed(plan, packing, compared), expected),
+                0.5 if size == packing.token_count else self.reference.limit,
+            )
+        except DistrustedError as error:
+            logger.warning("steps run by the model's modules", extra={"reason": str(error)})
+            self._is_trusted = False
+            self._plans.clear()
+            # Once more: keys and values must be the modules' own
+            return super().run_modules(packing.segments, rows)
+        return expected[[compared.index(row) for row in rows]]
 
 
 class KernelSampler(Sampler):
@@ -93,12 +156,12 @@ class KernelSampler(Sampler):
         self._kernels = kernels
 
     def probabilities(
-        self, logits: Tensor, sampling: Sequence[SamplingParams], columns: Tensor | None = None
+        self, logits: Tensor, sampling: SequenceOf[SamplingParams], columns: Tensor | None = None
     ) -> Tensor:
         """See `Sampler`. The kernels apply temperatures; torch truncates."""
         # The rows of a request have one object.
         distinct = {id(params): params for params in sampling}.values()
-        if logits.dtype not in DTYPES or not all(map(_has_only_a_temperature, distinct)):
+        if logits.dtype not in DTYPES or any(params.is_greedy or params.truncates for params in distinct):
             return super().probabilities(logits, sampling, columns)
         return self._kernels.probabilities(logits, [params.temperature for params in sampling])
 
@@ -122,10 +185,6 @@ class KernelSampler(Sampler):
         return self._kernels.topk(logits, count)
 
 
-def _has_only_a_temperature(params: SamplingParams) -> bool:
-    return not params.is_greedy and not params.truncates
-
-
 @dataclass(frozen=True, slots=True)
 class NativeModel:
     """A model whose linear layers are packed for the kernels."""
@@ -136,11 +195,15 @@ class NativeModel:
     trace: MakeTrace | None
     """None compiles no execution plans."""
 
-    def backend(self, arena: KvArena) -> StepBackend | None:
-        """The backend of an arena; None for a model whose attention cannot be packed."""
+    def backend(self, arena: KvArena) -> StepBackend:
         if not self.model.is_packed:
-            return None
-        return CpuNativeBackend(self.model, arena, self.kernels, self.reference, self.trace)
+            return eager_backend(self.model, arena)
+        if self.trace is not None:
+            try:
+                return PlannedBackend(self.model, arena, self.kernels, self.trace(), self.reference)
+            except TraceError as error:
+                logger.info("steps run by the model's modules", extra={"reason": str(error)})
+        return CpuNativeBackend(self.model, arena, self.kernels)
 
 
 def load_native(model: LoadedModel, mode: str = "auto", folder: Path | None = None) -> NativeModel | None:
@@ -214,27 +277,19 @@ def _packed(model: LoadedModel, kernels: Kernels) -> NativeModel:
     reference = trusted(lambda: Reference(model), lambda _: 0.0, 0.0)
 
     def steps(model: LoadedModel, arena: KvArena) -> StepBackend:
-        packs = model.is_packed
-        return (
-            CpuNativeBackend(model, arena, kernels, reference, None) if packs else eager_backend(model, arena)
-        )
+        return NativeModel(model, kernels, reference, None).backend(arena)
 
-    def pack(wide_residual: bool) -> None:
+    for wide_residual in (True, False) if model.dtype is torch.bfloat16 else (False,):
         try:
             trusted(
-                lambda: pack_linears(model.module, kernels, wide_residual=wide_residual),
+                lambda: pack_linears(model.module, kernels, wide_residual=wide_residual),  # noqa: B023 - called at once
                 lambda _: reference.error_of(steps),
                 reference.limit,
             )
-        except DistrustedError:
+            break
+        except DistrustedError as error:
             unpack_linears(model.module)
-            raise
-
-    try:
-        pack(wide_residual=model.dtype is torch.bfloat16)
-    except DistrustedError as error:
-        if model.dtype is not torch.bfloat16:
-            raise
-        logger.info("the residual stream stays bfloat16", extra={"reason": str(error)})
-        pack(wide_residual=False)
+            if not wide_residual:
+                raise
+            logger.info("the residual stream stays bfloat16", extra={"reason": str(error)})
     return NativeModel(model, kernels, reference, cache(partial(traced, model.module)))

@@ -17,7 +17,7 @@ from tandem.engine.backends.cpu_native.library.kernels import (
     Routine,
     kind_of,
 )
-from tandem.engine.kv_cache.arena import KvArena, LayerCache, LayerGeometry
+from tandem.engine.kv_cache.arena import KvArena
 from tandem.engine.kv_cache.sequence import Segment
 from tandem.engine.models.attention import Scoring
 from tandem.engine.steps import Packing, SequenceBranches
@@ -69,19 +69,15 @@ def pack_linears(module: nn.Module, kernels: Kernels, *, wide_residual: bool = F
         Number of packed layers.
     """
     count = 0
-    head = _head(module)
+    head = cast(Any, module).get_output_embeddings() if isinstance(module, PreTrainedModel) else None
     for name, layer in module.named_modules():
         # Subclasses do more than multiply.
-        if type(layer) is nn.Linear and layer.weight.dtype in DTYPES and not _is_hooked(layer):
+        is_hooked = layer._forward_hooks or layer._forward_pre_hooks
+        if type(layer) is nn.Linear and layer.weight.dtype in DTYPES and not is_hooked:
             is_wide = layer is head or (wide_residual and name.rpartition(".")[2] in _INTO_RESIDUAL)
             _pack_layer(layer, kernels, torch.float32 if is_wide else layer.weight.dtype)
             count += 1
     return count
-
-
-def _head(module: nn.Module) -> object:
-    """The layer that computes a model's logits; None for a module without one."""
-    return cast(Any, module).get_output_embeddings() if isinstance(module, PreTrainedModel) else None
 
 
 def _pack_layer(layer: Any, kernels: Kernels, output_dtype: torch.dtype) -> None:
@@ -96,21 +92,13 @@ def _pack_layer(layer: Any, kernels: Kernels, output_dtype: torch.dtype) -> None
 
 def unpack_linears(module: nn.Module) -> None:
     """Gives every packed layer its own matrix back, so that torch computes it again."""
-    for layer in module.modules():
-        if isinstance(layer, PackedLinear):
-            _unpack_layer(layer)
-
-
-def _unpack_layer(layer: Any) -> None:
-    weight = layer.weight
-    layer.__class__ = nn.Linear
-    for name in ("_kernels", "_dtype", "_output_dtype", "_packed", "_float_bias"):
-        delattr(layer, name)
-    layer.weight = nn.Parameter(weight, requires_grad=False)
-
-
-def _is_hooked(layer: nn.Module) -> bool:
-    return bool(layer._forward_hooks or layer._forward_pre_hooks)
+    layers: list[Any] = [layer for layer in module.modules() if isinstance(layer, PackedLinear)]
+    for layer in layers:
+        weight = layer.weight
+        layer.__class__ = nn.Linear
+        for name in ("_kernels", "_dtype", "_output_dtype", "_packed", "_float_bias"):
+            delattr(layer, name)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
 
 
 def packed(weight: Tensor, block: int) -> Tensor:
@@ -150,34 +138,32 @@ WIDEST_SEGMENT = 128
 class NativeAttention:
     """Geometry of an engine's layers, as attention needs it."""
 
-    def __init__(self, kernels: Kernels, arena: KvArena, geometry: tuple[LayerGeometry, ...]) -> None:
+    def __init__(self, kernels: Kernels, arena: KvArena) -> None:
         self.kernels = kernels
-        self._layers = list(zip(arena.layers, geometry, strict=True))
+        self._layers = arena.layers
         self.group_count = arena.group_count
         """Page tables of a sequence."""
-        self.calls = [_layer_call(layer, shape) for layer, shape in self._layers]
+        self.calls = [self.new_call(index) for index in range(len(self._layers))]
         """The part of a call that is the same at each step, by layer."""
 
     def new_call(self, layer_index: int) -> AttentionCall:
         """A call of a layer that shares nothing with `calls`."""
-        return _layer_call(*self._layers[layer_index])
+        layer = self._layers[layer_index]
+        _, page_tokens, kv_heads, key_dim = layer.keys.shape
+        return AttentionCall(
+            keys=layer.keys.data_ptr(),
+            values=layer.values.data_ptr(),
+            page_tokens=page_tokens,
+            kv_heads=kv_heads,
+            key_dim=key_dim,
+            value_dim=layer.values.shape[3],
+            window=layer.window or 0,
+            kind=kind_of(layer.keys.dtype),
+        )
 
     def group_of(self, layer_index: int) -> int:
         """Index of the page table for a layer's keys and values."""
-        return self._layers[layer_index][0].group
-
-
-def _layer_call(layer: LayerCache, shape: LayerGeometry) -> AttentionCall:
-    return AttentionCall(
-        keys=layer.keys.data_ptr(),
-        values=layer.values.data_ptr(),
-        page_tokens=layer.keys.shape[1],
-        kv_heads=shape.kv_heads,
-        key_dim=shape.key_dim,
-        value_dim=shape.value_dim,
-        window=shape.window or 0,
-        kind=kind_of(layer.keys.dtype),
-    )
+        return self._layers[layer_index].group
 
 
 def places(packing: Packing, group: int = 0) -> list[int]:

@@ -1,13 +1,16 @@
-"""Execution plans: a model's pass as a list of calls, learnt by running it once on shapes alone."""
+"""Execution plans: a model's pass as a list of calls, learnt by running it once on shapes alone.
+
+A call writes its results to a given place. Small operations are calls of a kernel where it gives the bits of torch's.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from operator import getitem
@@ -19,25 +22,22 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import has_side_effect
 
-from tandem.engine.backends.cpu_native.layers import (
-    WIDEST_SEGMENT,
-    NativeAttention,
-    PackedLinear,
-    places,
-    point,
+from tandem.engine.backends.cpu_native.layers import NativeAttention, PackedLinear, places, point
+from tandem.engine.backends.cpu_native.library.kernels import (
+    DIMENSIONS,
+    DTYPES,
+    INT64_KIND,
+    GatherCall,
+    KernelCall,
+    MeanCall,
+    Operand,
+    Operation,
+    PointwiseCall,
+    Routine,
+    kind_of,
+    linear_call,
 )
-from tandem.engine.backends.cpu_native.library.kernels import KernelCall, Routine, linear_call
-from tandem.engine.backends.cpu_native.operations import (
-    TorchCall,
-    UnknownOperationError,
-    copied,
-    kernel_calls,
-    same,
-    torch_call,
-)
-from tandem.engine.backends.trial import DistrustedError, Reference, trusted
 from tandem.engine.hidden_states import HeadModel
-from tandem.engine.kv_cache.sequence import Segment
 from tandem.engine.models.attention import STEP_ARGUMENT, Scoring
 from tandem.engine.steps import Packing
 
@@ -183,6 +183,213 @@ def _stand_ins(module: nn.Module) -> Iterator[None]:
             layer._kernels = own
 
 
+_aten: Any = torch.ops.aten
+
+_POINTWISE = {
+    _aten._to_copy.default: Operation.COPY,
+    _aten.clone.default: Operation.COPY,
+    _aten.neg.default: Operation.NEGATE,
+    _aten.rsqrt.default: Operation.RECIPROCAL_ROOT,
+    _aten.silu.default: Operation.SILU,
+    _aten.add.Tensor: Operation.ADD,
+    _aten.mul.Tensor: Operation.MULTIPLY,
+}
+
+
+class UnknownOperationError(Exception):
+    """The kernels cannot compute this operation; the text says why. Never leaves this package."""
+
+
+def kernel_calls(
+    target: Any, arguments: tuple[Any, ...], named: dict[str, Any], output: Tensor
+) -> list[KernelCall]:
+    """The calls that write an operation's result to `output`; a concatenation has one for each part.
+
+    The tensors must outlive the calls. The named arguments of a copy say what `output` is already.
+
+    Raises:
+        UnknownOperationError: torch has to compute it.
+    """
+    operation, maker = _POINTWISE.get(target), _MAKERS.get(target)
+    is_copy = operation is Operation.COPY
+    if (operation is None and maker is None) or (named and not is_copy):
+        raise UnknownOperationError(f"{target} with {', '.join(named) or 'any arguments'}")
+    if maker is not None:
+        return maker(output, *arguments)
+    assert operation is not None
+    if len(arguments) == 1 and not is_copy and arguments[0].dtype != output.dtype:
+        raise UnknownOperationError(f"{operation.name} from {arguments[0].dtype} to {output.dtype}")
+    return [_pointwise(operation, output, *arguments)]
+
+
+def _power(output: Tensor, value: Tensor, exponent: float) -> list[KernelCall]:
+    if exponent != 2:
+        raise UnknownOperationError(f"to the power of {exponent}")
+    return [_pointwise(Operation.SQUARE, output, value)]
+
+
+def _concatenation(output: Tensor, parts: SequenceOf[Tensor], dim: int = 0) -> list[KernelCall]:
+    places = torch.split(output, [part.shape[dim] for part in parts], dim)
+    return [_pointwise(Operation.COPY, place, part) for place, part in zip(places, parts, strict=True)]
+
+
+def _mean(output: Tensor, value: Tensor, dims: list[int], _keepdim: bool = False) -> list[KernelCall]:
+    are_plain = value.is_contiguous() and output.is_contiguous()
+    is_last = [dim % value.dim() for dim in dims] == [value.dim() - 1]
+    if not (is_last and are_plain and output.dtype == value.dtype == torch.float32):
+        raise UnknownOperationError("a mean of what does not lie side by side")
+    width = value.shape[-1]
+    if width < 8:  # torch sums eight numbers side by side
+        raise UnknownOperationError("a mean of so few that torch takes them in another order")
+    call = MeanCall(value.data_ptr(), output.data_ptr(), value.numel() // width, width)
+    return [KernelCall(Routine.MEAN, call)]
+
+
+def _embedding(output: Tensor, table: Tensor, ids: Tensor, *_: object) -> list[KernelCall]:
+    if ids.dtype != torch.int64 or not all(each.is_contiguous() for each in (table, ids, output)):
+        raise UnknownOperationError("a look-up in what does not lie side by side")
+    call = GatherCall(
+        table.data_ptr(), ids.data_ptr(), output.data_ptr(), ids.numel(), table.shape[0],
+        table.shape[1] * table.element_size(),
+    )  # fmt: skip
+    return [KernelCall(Routine.GATHER, call)]
+
+
+_MAKERS: dict[Any, Callable[..., list[KernelCall]]] = {
+    _aten.pow.Tensor_Scalar: _power,
+    _aten.cat.default: _concatenation,
+    _aten.mean.dim: _mean,
+    _aten.embedding.default: _embedding,
+}
+
+
+def _pointwise(
+    operation: Operation, output: Tensor, first: Tensor, second: Tensor | float | None = None
+) -> KernelCall:
+    tensors = [output, first, *([second] if isinstance(second, Tensor) else [])]
+    if any(tensor.dim() == 0 and tensor.dtype != output.dtype for tensor in tensors):
+        raise UnknownOperationError("a single number that torch rounds first")
+    sizes, strides = _dimensions(output.shape, [_expanded(tensor, output.shape) for tensor in tensors])
+    if len(strides) == 3 and strides[1][-1] == 0:  # sums and products are the same the other way round
+        tensors[1:], strides[1:] = tensors[:0:-1], strides[:0:-1]
+    if strides[0][-1] != 1 or strides[1][-1] != 1 or strides[-1][-1] not in {0, 1}:
+        raise UnknownOperationError(f"{operation.name} of numbers that do not lie side by side")
+    call = PointwiseCall(operation, (ctypes.c_int64 * DIMENSIONS)(*sizes))
+    for place, tensor, steps in zip(("output", "first", "second"), tensors, strides, strict=False):
+        setattr(call, place, _operand(operation, tensor, steps))
+    if second is not None and not isinstance(second, Tensor):
+        if float(torch.tensor(second, dtype=output.dtype)) != torch.tensor(second, dtype=torch.float32):
+            raise UnknownOperationError(f"{second}, which torch rounds for some numbers and not for others")
+        call.number = second
+        address = ctypes.addressof(call) + PointwiseCall.number.offset
+        call.second = Operand(address, kind_of(torch.float32))
+    return KernelCall(Routine.POINTWISE, call)
+
+
+def _operand(operation: Operation, tensor: Tensor, strides: list[int]) -> Operand:
+    if tensor.dtype in DTYPES:
+        kind = kind_of(tensor.dtype)
+    elif tensor.dtype == torch.int64 and operation is Operation.COPY:
+        kind = INT64_KIND
+    else:
+        raise UnknownOperationError(f"{operation.name} of {tensor.dtype}")
+    return Operand(tensor.data_ptr(), kind, (ctypes.c_int64 * DIMENSIONS)(*strides))
+
+
+def _expanded(tensor: Tensor, shape: torch.Size) -> list[int]:
+    try:
+        return list(tensor.expand(shape).stride())
+    except RuntimeError as error:
+        raise UnknownOperationError(str(error)) from None
+
+
+def _dimensions(
+    shape: torch.Size, strides: list[tuple[int, ...] | list[int]]
+) -> tuple[list[int], list[list[int]]]:
+    """Merge adjacent dimensions where possible, and pad in front up to `DIMENSIONS`."""
+    sizes: list[int] = []
+    kept: list[list[int]] = [[] for _ in strides]
+    for dim in range(len(shape) - 1, -1, -1):
+        if shape[dim] == 1:
+            continue
+        steps = [each[dim] for each in strides]
+        if sizes and all(step == so_far[0] * sizes[0] for step, so_far in zip(steps, kept, strict=True)):
+            sizes[0] *= shape[dim]
+            continue
+        sizes.insert(0, shape[dim])
+        for step, so_far in zip(steps, kept, strict=True):
+            so_far.insert(0, step)
+    if not sizes:  # a single number
+        sizes, kept = [1], [[1] for _ in strides]
+    if len(sizes) > DIMENSIONS:
+        raise UnknownOperationError(f"{len(sizes)} dimensions")
+    missing = DIMENSIONS - len(sizes)
+    return [1] * missing + sizes, [[0] * missing + each for each in kept]
+
+
+TorchCall = Callable[[], object]
+
+_COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default}
+
+
+def torch_call(
+    target: Any, arguments: tuple[Any, ...], named: dict[str, Any], output: Tensor, expected: Tensor
+) -> TorchCall:
+    """The cheapest call by which an operation of torch writes its result to `output`, with the bits of `expected`.
+
+    It has run once when this returns.
+    """
+    for call in _candidates(target, arguments, named, output):
+        output.zero_()
+        try:
+            call()
+        except (TypeError, RuntimeError):
+            continue
+        if same(output, expected):
+            return call
+    copy = copied(target, arguments, named, (output,))
+    copy()
+    return copy
+
+
+def _candidates(
+    target: Any, arguments: tuple[Any, ...], named: dict[str, Any], output: Tensor
+) -> list[TorchCall]:
+    """Ways to have the operation write to `output`, the cheapest to call first."""
+    if target in _COPIES:
+        return [partial(output.copy_, arguments[0])]
+    name = target._schema.name.partition("::")[2]
+    found: list[TorchCall] = [
+        partial(function, *arguments, **named, out=output)
+        for function in (getattr(place, name, None) for place in (torch, torch._C._nn))
+        if function is not None
+    ]
+    packet = getattr(torch.ops.aten, name)
+    found += [partial(getattr(packet, overload), *arguments, **named, out=output)
+              for overload in packet.overloads() if "out" in overload]  # fmt: skip
+    return found
+
+
+def copied(
+    target: Any, arguments: tuple[Any, ...], named: dict[str, Any], outputs: SequenceOf[Tensor]
+) -> TorchCall:
+    """A call for any operation: computes elsewhere, and copies to the outputs."""
+
+    def call() -> None:
+        results = target(*arguments, **named)
+        for output, result in zip(
+            outputs, (results,) if isinstance(results, Tensor) else results, strict=True
+        ):
+            output.copy_(result)
+
+    return call
+
+
+def same(results: Tensor, expected: Tensor) -> bool:
+    """True if all numbers are equal; those that are none are equal to each other."""
+    return results.shape == expected.shape and torch.equal(results.nan_to_num(), expected.nan_to_num())
+
+
 Call = KernelCall | TorchCall
 
 _new_storage: Callable[[int], torch.UntypedStorage] = torch.UntypedStorage  # untyped in torch
@@ -264,7 +471,6 @@ class PlanCompiler:
     # ---- first pass
 
     def _survey(self) -> None:
-        """Runs all nodes on memory of their own."""
         self._values: dict[Node, Any] = {}
         self._root: dict[Node, Node] = {}
         self._last_use: dict[Node, int] = {}
@@ -283,8 +489,7 @@ class PlanCompiler:
     def _evaluate(self, node: Node) -> Any:
         match node.op:
             case "placeholder":
-                index = [other for other in self._nodes if other.op == "placeholder"].index(node)
-                return self._inputs[index]
+                return self._inputs[self._nodes.index(node)]  # they come first
             case "get_attr":
                 return getattr(self._graph, str(node.target))
             case "output":
@@ -293,10 +498,7 @@ class PlanCompiler:
         return node.target(*arguments, **named)  # type: ignore[operator]
 
     def _arguments(self, node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        def value(part: Node) -> Any:
-            return self._values[part]
-
-        return torch.fx.map_arg((node.args, node.kwargs), value)
+        return torch.fx.map_arg((node.args, node.kwargs), self._values.__getitem__)
 
     # ---- second pass
 
@@ -316,24 +518,28 @@ class PlanCompiler:
                     self._pool[storage.nbytes()].append(storage)
 
     def _bind_node(self, node: Node, like: Any) -> None:
-        """Gives the node's value a place, and notes what computes it."""
         if isinstance(like, Tensor) and self._root[node] is node:
-            self._storages[node] = _storage_like(like, self._pool)
-            self._values[node] = _on(self._storages[node], like)
-            self.calls += self._writing(node, self._values[node])
+            size = like.untyped_storage().nbytes()
+            storage = self._storages[node] = (
+                self._pool[size].pop() if self._pool[size] else _new_storage(size)
+            )
+            output = torch.empty(0, dtype=like.dtype)
+            output.set_(storage, like.storage_offset(), like.shape, like.stride())
+            self._values[node] = output
+            self.calls += self._writing(node, output)
             return
         self._values[node] = self._evaluate(node)
         arguments, named = self._arguments(node)
         if isinstance(like, tuple | list):
-            if not all(_memory(part) in self._known for part in self._values[node]):
+            known = {_memory(value) for value in self.kept if isinstance(value, Tensor)}
+            if not all(_memory(part) in known for part in self._values[node]):
                 self.calls.append(copied(node.target, arguments, named, self._values[node]))
-        elif isinstance(like, Tensor) and node.target is not getitem and _is_mutable(node.target):
+        elif (
+            isinstance(like, Tensor)
+            and node.target is not getitem
+            and cast(Any, node.target)._schema.is_mutable
+        ):
             self.calls.append(partial(cast(Any, node.target), *arguments, **named))
-
-    @property
-    def _known(self) -> set[int]:
-        values = (value for value in self.kept if isinstance(value, Tensor))
-        return {_memory(value) for value in values}
 
     def _released(self) -> dict[int, list[Node]]:
         """Nodes whose memory is free once a node has run. That of the results never is."""
@@ -409,21 +615,6 @@ def _memory(value: Tensor) -> int:
     return value.untyped_storage().data_ptr()
 
 
-def _storage_like(value: Tensor, pool: dict[int, list[torch.UntypedStorage]]) -> torch.UntypedStorage:
-    size = value.untyped_storage().nbytes()
-    return pool[size].pop() if pool[size] else _new_storage(size)
-
-
-def _on(storage: torch.UntypedStorage, value: Tensor) -> Tensor:
-    return torch.empty(0, dtype=value.dtype).set_(
-        storage, value.storage_offset(), value.shape, value.stride()
-    )
-
-
-def _is_mutable(target: Any) -> bool:
-    return bool(target._schema.is_mutable)
-
-
 _ONE_THREADS_NUMBERS = 32_768
 """Results up to which torch itself computes most operations in one thread. Some it does not: for the cosines of 160
 numbers it wakes a second one, which takes 105 us where they take 3. docs/measurements.md has more."""
@@ -433,11 +624,7 @@ class ExecutionPlan:
     """The pass over `token_count` tokens."""
 
     def __init__(
-        self,
-        graph: GraphModule,
-        attention: NativeAttention,
-        token_count: int,
-        states: Tensor | None = None,
+        self, graph: GraphModule, attention: NativeAttention, token_count: int, states: Tensor | None = None
     ) -> None:
         """Lays out memory and binds the calls. The arena is not touched.
 
@@ -453,17 +640,14 @@ class ExecutionPlan:
         self._token_ids, self._positions = inputs.numpy()
         self._places = where.numpy()
         self._head = compiled.head
+        self.computes_wanted_rows_only = self._head is not None
+        """True if logits of further tokens are free."""
         self._logits = compiled.outputs[0][0]
         self._fed_back = compiled.outputs[1:]
         self._calls = compiled.joined_calls()
         self._kept = compiled.kept
         """The kernels know memory by address only."""
         self._needs_threads = compiled.most_numbers > _ONE_THREADS_NUMBERS
-
-    @property
-    def computes_wanted_rows_only(self) -> bool:
-        """True if logits of further tokens are free."""
-        return self._head is not None
 
     def fed_back(self, token_count: int) -> Tensor:
         """States that a drafting head's last pass feeds back, [token_count, state_size]; the next pass changes them."""
@@ -485,121 +669,15 @@ class ExecutionPlan:
             own[: len(where)] = where
         if self._head is not None:
             self._head.choose(rows)
-        if self._needs_threads:
-            self._replay()
-        else:
-            self._replay_in_one_thread()
-        return self._logits[: len(rows)].clone() if self._head is not None else self._logits[rows]
-
-    def _replay_in_one_thread(self) -> None:
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # our kernels keep to the number that they were bound with
+        if not self._needs_threads:
+            torch.set_num_threads(1)  # our kernels keep to the number that they were bound with
         try:
             self._replay()
         finally:
             torch.set_num_threads(threads)
+        return self._logits[: len(rows)].clone() if self._head is not None else self._logits[rows]
 
     def _replay(self) -> None:
         for call in self._calls:
             call()
-
-
-logger = logging.getLogger(__name__)
-
-RunModules = Callable[[SequenceOf[Segment], SequenceOf[int]], Tensor]
-"""Runs a step by the model's own modules with the kernels in them: the wanted rows of the logits."""
-
-TOKEN_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 128, 160, 192, 224,
-                256)  # fmt: skip
-"""Sizes of plans. Fewer tokens are padded, which costs little where reading the weights is what takes the time."""
-
-
-_FEW_TOKENS = 32
-"""Tokens of each sequence but the first in a warm-up step: sizes above the widest segment are that and a multiple."""
-
-
-@dataclass(slots=True, eq=False)
-class PlannedSteps:
-    """Compiles the plan of a size when it is first wanted, some ten milliseconds."""
-
-    graph: GraphModule
-    attention: NativeAttention
-    reference: Reference
-    """Measures a plan's error."""
-    run_modules: RunModules
-    """Computes what a plan is compared with."""
-    head: HeadModel | None = None
-    _plans: dict[int, ExecutionPlan] = field(default_factory=dict, init=False)
-    _is_trusted: bool = field(default=True, init=False)
-
-    @property
-    def warm_up_steps(self) -> SequenceOf[tuple[int, ...]]:
-        """One of each size; see `StepBackend`. A plan that is compiled later delays everybody: by 0.15 s for 9 million
-        parameters on a busy processor. A drafting head reads no prompt beside other sequences."""
-        alone = [(size,) for size in TOKEN_COUNTS if size <= WIDEST_SEGMENT]
-        wider = [size - WIDEST_SEGMENT for size in TOKEN_COUNTS if size > WIDEST_SEGMENT]
-        if self.head is not None:
-            return alone
-        return alone + [(WIDEST_SEGMENT, *(_FEW_TOKENS,) * (rest // _FEW_TOKENS)) for rest in wider]
-
-    def prompt_tokens(self, limit: int) -> int:
-        """See `StepBackend`. A prompt that plans hold comes faster in parts than in one step by the modules."""
-        is_faster = self._is_trusted and self._computes_wanted_rows_only
-        return min(limit, WIDEST_SEGMENT) if is_faster else limit
-
-    def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Tensor:
-        """See `StepBackend.run`; by the modules where no plan is right or faster."""
-        packing = Packing(segments)
-        count = packing.token_count
-        # Without a head, a plan computes the logits of all its tokens: beyond this many, of which few are
-        # wanted, the modules are faster.
-        is_better_plain = count > 8 and 2 * len(rows) < count and not self._computes_wanted_rows_only
-        if not self._is_trusted or count > TOKEN_COUNTS[-1] or is_better_plain:
-            return self.run_modules(segments, rows)
-        size = next(size for size in TOKEN_COUNTS if size >= count)
-        if size in self._plans:
-            return self._replayed(self._plans[size], packing, rows)
-        return self._try_out(size, packing, rows)
-
-    def replay(self, packing: Packing, rows: SequenceOf[int]) -> Tensor | None:
-        """Runs a step of any packing from a plan that is trusted already; None where there is none of its size."""
-        size = next((size for size in TOKEN_COUNTS if size >= packing.token_count), 0)
-        plan = self._plans.get(size)
-        return None if plan is None else plan.replay(packing, rows)
-
-    def _replayed(self, plan: ExecutionPlan, packing: Packing, rows: SequenceOf[int]) -> Tensor:
-        if self.head is None:
-            return plan.replay(packing, rows)
-        states = self.head.states.of_step(packing.segments)
-        own_logits = plan.replay(packing, rows, states)
-        return self.head.finished(packing.segments, own_logits, plan.fed_back(packing.token_count))
-
-    def _compiled(self, size: int) -> ExecutionPlan:
-        states = None if self.head is None else self.head.states.any_states(size)
-        return ExecutionPlan(self.graph, self.attention, size, states)
-
-    @property
-    def _computes_wanted_rows_only(self) -> bool:
-        return any(plan.computes_wanted_rows_only for plan in self._plans.values())
-
-    def _try_out(self, size: int, packing: Packing, rows: SequenceOf[int]) -> Tensor:
-        """Compiles a plan and does this step both ways; the modules' logits are the ones that count."""
-        # The last token has looked at all others. Logits of all, of a large vocabulary, take longer than the step.
-        compared = sorted({0, packing.token_count - 1, *rows})
-        expected = self.run_modules(packing.segments, compared)
-        try:
-            # Half a spread where the step fills its plan, which makes the calls of the modules. Where tokens are
-            # padded, torch may choose a kernel that adds up in another order, so the error may be that of any
-            # kernel: in float32, 129 tokens in the plan of 160 differ from the modules by 0.2 to 0.52 spreads.
-            self._plans[size] = trusted(
-                lambda: self._compiled(size),
-                lambda plan: self.reference.in_spreads(self._replayed(plan, packing, compared), expected),
-                0.5 if size == packing.token_count else self.reference.limit,
-            )
-        except DistrustedError as error:
-            logger.warning("steps run by the model's modules", extra={"reason": str(error)})
-            self._is_trusted = False
-            self._plans.clear()
-            # Once more: keys and values must be the modules' own
-            return self.run_modules(packing.segments, rows)
-        return expected[[compared.index(row) for row in rows]]

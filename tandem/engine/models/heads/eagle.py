@@ -31,6 +31,7 @@ from tandem.engine.models.heads.interface import (
     HeadTensors,
     LlamaHead,
     LlamaHeadConfig,
+    PassStates,
     check_layer_ids,
     check_target,
     llama_layer,
@@ -117,9 +118,7 @@ class EagleHead(LlamaHead):
         # Not a submodule: it belongs to the target, which may replace its weights by packed ones.
         self._output = (module.get_output_embeddings(),)
 
-    def advanced(
-        self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any
-    ) -> tuple[Tensor, Tensor]:
+    def advanced(self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any) -> PassStates:
         """See `DraftHead`. The layer's result stands for the target's next state."""
         embedded = self.embedding_layernorm(self.embed_tokens(token_ids))
         joined = torch.cat((embedded, states[None]), dim=-1)
@@ -261,9 +260,7 @@ class Eagle3Head(LlamaHead):
         combined: Tensor = self.fc(joined if self.input_norm is None else self.input_norm(joined))
         return combined
 
-    def advanced(
-        self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any
-    ) -> tuple[Tensor, Tensor]:
+    def advanced(self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any) -> PassStates:
         layer: Any = self.midlayer
         normed = layer.hidden_norm(states[None])
         inputs = torch.cat((layer.input_layernorm(self.embed_tokens(token_ids)), normed), dim=-1)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,10 @@ from tandem.engine.models.attention import ATTENTION_NAME, STEP_ARGUMENT
 from tandem.engine.models.checkpoint import CONFIG_FILE, find_weights, read_object
 from tandem.engine.models.loading import LoadedModel, StoredTensor, stored_tensors
 from tandem.errors import ModelFolderError
+
+PassStates: TypeAlias = tuple[Tensor, Tensor]
+"""The input of a head's output layer, and the states that the next step of a proposal reads; [tokens, state_size]
+both."""
 
 FINAL_STATE = -1
 """Stands in `layer_ids` for the state behind the target's last norm, which its output layer reads."""
@@ -65,9 +69,7 @@ class DraftHead(nn.Module, StateReader):
         super().__init__()
         self.register_buffer("target_ids", None, persistent=False)
 
-    def advanced(
-        self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any
-    ) -> tuple[Tensor, Tensor]:
+    def advanced(self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any) -> PassStates:
         """One pass over pairs of several sequences.
 
         Args:
@@ -76,8 +78,6 @@ class DraftHead(nn.Module, StateReader):
             states: [tokens, state_size]
             step: the pass, as attention layers see it (`tandem.engine.models.attention.AttentionStep`).
 
-        Returns:
-            The input of `own_logits`, and the states that the next step of a proposal reads; [tokens, state_size] both.
         """
         raise NotImplementedError
 
@@ -160,7 +160,6 @@ class HeadFile:
         return value
 
     def optional_number(self, key: str) -> int | None:
-        """A number of at least 1, or None where it is absent."""
         return None if self.content.get(key) is None else self.number(key)
 
     def flag(self, key: str, *, default: bool = False) -> bool:
@@ -310,10 +309,13 @@ class HeadTensors:
         """
         self._folder = folder
         stored = stored_tensors(find_weights(folder).files, torch.device("cpu"))
-        self._stored: dict[str, tuple[str, StoredTensor]] = {
-            _renamed(name, renamed): (name, tensor) for name, tensor in stored.items()
-        }
+        self._stored: dict[str, tuple[str, StoredTensor]] = {}
         """Each with its name in the file."""
+        for written, tensor in stored.items():
+            name = written
+            while (prefix := next(filter(name.startswith, renamed), None)) is not None:
+                name = renamed[prefix] + name.removeprefix(prefix)
+            self._stored[name] = written, tensor
 
     def __contains__(self, name: str) -> bool:
         return name in self._stored
@@ -374,15 +376,8 @@ class HeadTensors:
 
 def with_prefix_of(names: Mapping[str, str], name: str) -> str:
     """The name with its beginning replaced, if it is one of those that have another."""
-    beginning = next((each for each in names if name.startswith(each)), "")
+    beginning = next(filter(name.startswith, names), "")
     return names.get(beginning, "") + name.removeprefix(beginning)
-
-
-def _renamed(name: str, renamed: Mapping[str, str]) -> str:
-    for prefix, known in renamed.items():
-        if name.startswith(prefix):
-            return _renamed(known + name.removeprefix(prefix), renamed)
-    return name
 
 
 def text_config(target: LoadedModel) -> Any:

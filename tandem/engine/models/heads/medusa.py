@@ -24,6 +24,7 @@ from tandem.engine.models.heads.interface import (
     DraftHead,
     HeadFile,
     HeadTensors,
+    PassStates,
     check_target,
     placed,
     text_config,
@@ -107,10 +108,7 @@ class MedusaHeads(DraftHead):
         outputs = 1 if config.shares_output_layer else config.heads
         self.lm_heads = nn.ModuleList(nn.Linear(size, own_size, bias=False) for _ in range(outputs))
 
-    def advanced(
-        self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any
-    ) -> tuple[Tensor, Tensor]:
-        """See `DraftHead`. The heads read nothing but the last state."""
+    def advanced(self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any) -> PassStates:
         return states, states
 
     def own_logits(self, hidden: Tensor) -> Tensor:

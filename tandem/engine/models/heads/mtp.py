@@ -29,6 +29,7 @@ from tandem.engine.models.heads.interface import (
     DraftHead,
     HeadFile,
     HeadTensors,
+    PassStates,
     placed,
     shared_layers,
     text_config,
@@ -119,9 +120,7 @@ class MtpHead(DraftHead):
         self.embed_tokens, self.lm_head = shared_layers(target)
         self.rotary_emb: nn.Module = module.get_decoder().rotary_emb
 
-    def advanced(
-        self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any
-    ) -> tuple[Tensor, Tensor]:
+    def advanced(self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any) -> PassStates:
         embedded = self.embed_tokens(token_ids)
         output: Tensor = self.layer(
             embedded,

@@ -17,8 +17,17 @@ from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.errors import ConfigurationError, PermissionDeniedError, UnauthenticatedError
 from tandem.rpc.channels import open_channel
 from tandem.rpc.credentials import PLAIN, Credentials
-from tandem.serving.protection import Scope, Tokens, authorize, parse_tokens, scope_of, token_source
-from tandem.serving.tls import WARNING_TIME, server_credentials, warn_of_expiry
+from tandem.serving.protection import (
+    WARNING_TIME,
+    Scope,
+    Tokens,
+    authorize,
+    parse_tokens,
+    scope_of,
+    server_credentials,
+    token_source,
+    warn_of_expiry,
+)
 from tandem.settings import ServerSettings
 from tests.certificates import Files, issued
 from tests.unit.tandem.serving.served import Scripted, health_of, refusal, running, texts_from, texts_on
@@ -363,7 +372,7 @@ def issue(folder: Path, ends: datetime) -> dict[str, object]:
 
 
 def words(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.message for record in caplog.records if record.name == "tandem.serving.tls"]
+    return [record.message for record in caplog.records if record.name == "tandem.serving.protection"]
 
 
 @pytest.mark.parametrize(

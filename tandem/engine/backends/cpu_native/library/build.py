@@ -52,7 +52,8 @@ def built_kernels(folder: Path | None = None, target: str | None = None) -> Path
         BuildError: there is no compiler, or it fails.
     """
     compiler = _compiler()
-    folder = folder or _default_folder()
+    if folder is None:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "tandem", "kernels")
     _make_private(folder)
     flags = (*_FLAGS, *(_NATIVE if target is None else TARGETS[target]))
     processor = _processor() if target is None else ""
@@ -69,11 +70,6 @@ def _compiler() -> str:
         if path := shutil.which(candidate):
             return path
     raise BuildError(f"no C++ compiler: {named or ', '.join(_COMPILERS)} not found")
-
-
-def _default_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base, "tandem", "kernels")
 
 
 def _make_private(folder: Path) -> None:
@@ -124,12 +120,7 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     try:
         # A quiet core takes 8 seconds; a share of a busy one takes longer
         done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=300.0,
-            check=False,
-            stdin=subprocess.DEVNULL,
+            command, capture_output=True, text=True, timeout=300.0, check=False, stdin=subprocess.DEVNULL
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{command[0]} did not run: {error}") from None

@@ -93,26 +93,13 @@ class GatherCall(ctypes.Structure):
     )  # fmt: skip
 
 
-class Routine(IntEnum):
-    """`enum Routine` of kernels.cpp."""
+Routine = IntEnum("Routine", ("LINEAR", "ATTEND", "POINTWISE", "MEAN", "GATHER"), start=0)
+"""`enum Routine` of kernels.cpp."""
 
-    LINEAR = 0
-    ATTEND = 1
-    POINTWISE = 2
-    MEAN = 3
-    GATHER = 4
-
-
-class Operation(IntEnum):
-    """`enum Operation` of pointwise.h."""
-
-    COPY = 0
-    NEGATE = 1
-    SQUARE = 2
-    RECIPROCAL_ROOT = 3
-    SILU = 4
-    ADD = 5
-    MULTIPLY = 6
+Operation = IntEnum(
+    "Operation", ("COPY", "NEGATE", "SQUARE", "RECIPROCAL_ROOT", "SILU", "ADD", "MULTIPLY"), start=0
+)
+"""`enum Operation` of pointwise.h."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,17 +177,11 @@ class Kernels:
         loaded.tandem_block.restype = _INTEGER
         self.block: int = loaded.tandem_block()
         """Outputs of a linear layer that are packed side by side."""
-        integer, pointer = _INTEGER, _POINTER
-        self._replay = _function(loaded.tandem_replay, integer, pointer, integer)
-        self._probabilities = _function(
-            loaded.tandem_probabilities, None, pointer, integer, integer, integer, pointer, pointer, integer
-        )
-        self._sample = _function(
-            loaded.tandem_sample, None, pointer, integer, integer, pointer, pointer, pointer, integer
-        )
-        self._topk = _function(
-            loaded.tandem_topk, None, pointer, integer, integer, integer, integer, pointer, pointer, integer
-        )
+        i, p = _INTEGER, _POINTER
+        self._replay = _function(loaded.tandem_replay, i, p, i)
+        self._probabilities = _function(loaded.tandem_probabilities, None, p, i, i, i, p, p, i)
+        self._sample = _function(loaded.tandem_sample, None, p, i, i, p, p, p, i)
+        self._topk = _function(loaded.tandem_topk, None, p, i, i, i, i, p, p, i)
 
     def linear(
         self,
@@ -269,7 +250,6 @@ class Kernels:
 
 
 def _function(function: Any, result: Any, *arguments: Any) -> Any:
-    """A function of the library with the types that ctypes converts to."""
     function.restype, function.argtypes = result, arguments
     return function
 

@@ -160,7 +160,7 @@ class Case:
                     layer.keys[page] = layer.values[page] = float("nan")
             sequences.append(work.sequence(table))
         tokens = [token for index in indices for token in range(*self.part(index).indices(self.token_count))]
-        attention = NativeAttention(kernels, arena, (geometry,))
+        attention = NativeAttention(kernels, arena)
         return self._attend(attention, self._packing(indices, sequences), tokens), arena
 
     def _packing(self, indices: SequenceOf[int], sequences: list[Sequence]) -> Packing:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tandem.engine.backends.cpu_native.library.kernels import Kernels
-from tandem.engine.backends.cpu_native.operations import UnknownOperationError, kernel_calls
+from tandem.engine.backends.cpu_native.plans import UnknownOperationError, kernel_calls
 
 aten: Any = torch.ops.aten
 

@@ -20,15 +20,15 @@ class Query:
     legend: str
 
 
-def panels(dashboard: Path = DASHBOARD, *, with_rows: bool = False) -> list[dict[str, Any]]:
-    """All panels, and the titles of the rows if they are wanted, which have no queries."""
+def panels(dashboard: Path = DASHBOARD) -> list[dict[str, Any]]:
+    """All panels without the titles of rows, which have no queries."""
     found = json.loads(dashboard.read_text(encoding="utf-8"))["panels"]
-    return [panel for panel in found if with_rows or panel["type"] != "row"]
+    return [panel for panel in found if panel["type"] != "row"]
 
 
-def filled(expression: str, window: str = "1m") -> str:
-    """The query for all models, over a window of this length."""
-    return expression.replace("$__rate_interval", window).replace("$model", ".*")
+def filled(expression: str) -> str:
+    """The query for all models, over a minute."""
+    return expression.replace("$__rate_interval", "1m").replace("$model", ".*")
 
 
 def queries(dashboard: Path = DASHBOARD) -> list[Query]:

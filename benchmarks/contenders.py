@@ -22,8 +22,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from benchmarks.common import CACHE_FOLDER, LISTED, Contender, Positive, free_port, service
-from benchmarks.load.clients import Connection, LoadRequest, http_connection, served_model
-from benchmarks.load.figures import Served
+from benchmarks.load.generator import Connection, LoadRequest, Served, http_connection, served_model
 from benchmarks.pace import Pace
 from benchmarks.pairs import Pair, open_pair
 from benchmarks.peers import Answer, Outcome, Workload, peer

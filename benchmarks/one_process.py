@@ -21,8 +21,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.contenders import requests_of
 from benchmarks.pace import Pace
-from benchmarks.peers import Answer, Outcome, Run, Workload, serve
-from benchmarks.timing import PHASES
+from benchmarks.peers import PHASES, Answer, Outcome, Run, Workload, serve
 from coordinator.decoding.completion import Completion
 from coordinator.decoding.loop import generate
 from coordinator.decoding.rounds import RoundRecorder, RoundTimings

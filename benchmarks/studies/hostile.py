@@ -17,7 +17,7 @@ import socket
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from functools import partial
 from itertools import pairwise
 
@@ -56,17 +56,16 @@ async def _services() -> AsyncIterator[tuple[str, int]]:
 # ---- the measurements
 
 
-async def _inputs(address: str, port: int, seconds: float) -> list[str]:
-    lines = []
+async def _inputs(address: str, port: int, seconds: float) -> AsyncIterator[str]:
     async with Client(address) as client, _http(port) as http:
-        for name in ("alone", f"beside {CLIENTS} clients"):
-            async with AsyncExitStack() as stack:
-                if name != "alone":
-                    await stack.enter_async_context(_attack("inputs", address, port))
+        for name, attack in (
+            ("alone", nullcontext()),
+            (f"beside {CLIENTS} clients", _attack("inputs", address, port)),
+        ):
+            async with attack:
                 until = time.perf_counter() + seconds
                 health, gaps = await asyncio.gather(_health(http, until), _gaps(client, until))
-            lines.append(f"{name}: /health {_described(health)}; between chunks {_described(gaps)}")
-    return lines
+            yield f"{name}: /health {_described(health)}; between chunks {_described(gaps)}"
 
 
 async def _health(http: httpx2.AsyncClient, until: float) -> list[float]:
@@ -90,17 +89,17 @@ async def _gaps(client: Client, until: float) -> list[float]:
     return found
 
 
-async def _readers(kind: str, address: str, port: int) -> list[str]:
+async def _readers(kind: str, address: str, port: int) -> AsyncIterator[str]:
     async with _http(port) as http:
-        alone = await _good_requests(http)
+
+        async def described() -> str:
+            return _described([await _good_request(http, number) for number in range(30)])
+
+        yield f"{kind}, alone: a request of 16 tokens {await described()}"
         async with _attack(kind, address, port):
             came = await _until_stalled(http)
-            beside = await _good_requests(http)
-    return [
-        f"{kind}, alone: a request of 16 tokens {_described(alone)}",
-        f"{kind}, while they arrive: {1e3 * came[0]:.1f} ms at first, then {_described(came)}",
-        f"{kind}, beside {READERS} readers: {_described(beside)}",
-    ]
+            yield f"{kind}, while they arrive: {1e3 * came[0]:.1f} ms at first, then {_described(came)}"
+            yield f"{kind}, beside {READERS} readers: {await described()}"
 
 
 async def _until_stalled(http: httpx2.AsyncClient) -> list[float]:
@@ -115,10 +114,6 @@ async def _until_stalled(http: httpx2.AsyncClient) -> list[float]:
             return found
         if time.perf_counter() > deadline:
             raise TimeoutError(f"{held} readers still hold places after {SETTLED_SECONDS:g} s")
-
-
-async def _good_requests(http: httpx2.AsyncClient) -> list[float]:
-    return [await _good_request(http, number) for number in range(30)]
 
 
 async def _good_request(http: httpx2.AsyncClient, number: int) -> float:
@@ -227,11 +222,10 @@ async def main(options: argparse.Namespace) -> None:
     """Measure each kind with services of its own, and print a line for each figure."""
     for kind in options.kind or _ATTACKS:
         async with _services() as (address, port):
-            if kind == "inputs":
-                lines = await _inputs(address, port, options.seconds)
-            else:
-                lines = await _readers(kind, address, port)
-        write_out("\n".join(lines) + "\n")
+            is_inputs = kind == "inputs"
+            lines = _inputs(address, port, options.seconds) if is_inputs else _readers(kind, address, port)
+            async for line in lines:
+                write_out(f"{line}\n")
 
 
 if __name__ == "__main__":

@@ -15,21 +15,24 @@ from typing import Any
 import pytest
 
 from benchmarks.common import read_options
-from benchmarks.load.clients import base_of, http_connection, served_model
 from benchmarks.load.fakes import Script
-from benchmarks.load.figures import (
+from benchmarks.load.generator import (
     SHAREGPT_OUTPUTS,
     SHAREGPT_PROMPTS,
     Arrival,
+    LoadSettings,
     Served,
     arrivals,
+    base_of,
     bound_of,
     figures,
     histogram_quantile,
+    http_connection,
     quantiles,
+    send,
+    served_model,
     waits_of,
 )
-from benchmarks.load.generator import LoadSettings, send
 from tandem.errors import ConfigurationError, NotFoundError, ServiceUnavailableError
 
 COUNT = 4000

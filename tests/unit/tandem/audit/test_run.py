@@ -13,7 +13,7 @@ import httpx2
 import numpy as np
 import pytest
 
-from benchmarks.faulty_server import RIGHT, Language, Sampler, application
+from benchmarks.faulty_server import RIGHT, Language, Sampler
 from coordinator.cli.audit import KEY
 from tandem.audit.checks import Verdict, variation
 from tandem.audit.client import Budget, Completion, connected, speculation_counts
@@ -29,6 +29,7 @@ from tandem.errors import (
     UnauthenticatedError,
 )
 from tests.commands import Commands
+from tests.unit.tandem.audit.synthetic_server import application
 
 LANGUAGE = Language.random()
 URL = "http://synthetic/v1"

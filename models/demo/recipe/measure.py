@@ -93,17 +93,6 @@ def are_accepted(
     return torch.rand(own.shape, generator=generator) < (own - wanted).exp()
 
 
-def overlap(wanted: Tensor, own: Tensor, temperature: float) -> Tensor:
-    """The probability that a token drawn from `own` is accepted: logits [..., vocabulary] each, the result [...].
-
-    1 - TV(target, draft) (Leviathan et al. 2023, corollary 3.6); at temperature 0 whether both choose the same token.
-    """
-    if temperature == 0.0:
-        return torch.eq(wanted.argmax(-1), own.argmax(-1)).float()
-    probabilities = ((each / temperature).softmax(-1) for each in (wanted, own))
-    return torch.minimum(*probabilities).sum(-1)
-
-
 def held_out_ids(folder: Path) -> list[list[int]]:
     """Token ids of the held-out prompts, by the tokenizer of a folder."""
     texts = json.loads((DEMO_FOLDER / "heldout_prompts.json").read_text(encoding="utf-8"))
@@ -130,30 +119,29 @@ def held_out_loss(model: LlamaForCausalLM, stream: Tensor, length: int = 512) ->
     return total / (count * length)
 
 
+DRAFTED_PER_ROUND = 4
+SEED = 7
+
+
 def measure_acceptance(
-    target: LlamaForCausalLM,
-    draft: LlamaForCausalLM,
-    prompts: Sequence[Sequence[int]],
-    temperature: float,
-    drafted_per_round: int = 4,
-    seed: int = 7,
+    target: LlamaForCausalLM, draft: LlamaForCausalLM, prompts: Sequence[Sequence[int]], temperature: float
 ) -> Rounds:
     """The acceptance of exact speculative decoding: greedy at temperature 0, else residual sampling."""
     # The last round may begin at the last token and still drafts, and has judged, all of its tokens.
-    count = NEW_TOKENS + drafted_per_round
-    written = continue_text(target, prompts, count, temperature, seed)
+    count = NEW_TOKENS + DRAFTED_PER_ROUND
+    written = continue_text(target, prompts, count, temperature, SEED)
     chosen = written.tokens[:, -count:]
     with torch.no_grad():
         states = read_states(draft, written.tokens[:, :-1], written.mask[:, :-1])
         own, wanted = draft.lm_head(states[:, -count:]), target.lm_head(written.hidden[:, -count:])
-    coins = torch.Generator().manual_seed(seed + 1)
+    coins = torch.Generator().manual_seed(SEED + 1)
     flags = are_accepted(own.float(), wanted.float(), chosen, temperature, coins)
     texts = []
     for tokens, accepted in zip(chosen.tolist(), flags.tolist(), strict=True):
         length = tokens.index(END_OF_TEXT_ID) + 1 if END_OF_TEXT_ID in tokens else len(tokens)
-        ends = (min(place + drafted_per_round, length) for place in range(min(length, NEW_TOKENS)))
+        ends = (min(place + DRAFTED_PER_ROUND, length) for place in range(min(length, NEW_TOKENS)))
         texts.append([accepted[place:end] for place, end in enumerate(ends)])
-    return rounds_of(texts, drafted_per_round)
+    return rounds_of(texts, DRAFTED_PER_ROUND)
 
 
 def parser_of(about: str | None, head: str = "") -> argparse.ArgumentParser:

@@ -9,7 +9,6 @@ import json
 import logging
 import random
 from collections.abc import Iterable, Sequence
-from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -20,7 +19,6 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from models.demo.recipe.architecture import (
     END_OF_TEXT_ID,
     MAX_LENGTH,
-    continue_text,
     load_model,
     packed,
     save_folder,
@@ -30,13 +28,12 @@ from models.demo.recipe.corpus import (
     END_OF_TEXT,
     SPLIT_PATTERN,
     SourceFile,
-    functions,
     load_tokenizer,
     read_corpus,
     with_chat,
 )
 from models.demo.recipe.measure import DEMO_FOLDER, held_out_loss, parser_of
-from models.demo.recipe.training import PROMPT_LENGTHS, TEMPERATURES, TimeBox, pretrain
+from models.demo.recipe.training import own_texts, pretrain
 
 VOCABULARY_SIZE = 2560
 SPACE = "▁"
@@ -105,21 +102,6 @@ def moved(
     return model
 
 
-def written_by(target: LlamaForCausalLM, folder: Path, minutes: float, seed: int = 0) -> list[SourceFile]:
-    """Texts that the target writes after the beginnings of training functions, as long as the time allows."""
-    tokenizer = load_tokenizer(folder)
-    ids = tokenizer([each.source for each in functions(read_corpus())], verbose=False)["input_ids"]
-    chooser, box, texts = random.Random(seed), TimeBox(minutes), list[SourceFile]()
-    for count, (length, temperature) in enumerate(zip(cycle(PROMPT_LENGTHS), cycle(TEMPERATURES))):
-        if count and box.fraction >= 1.0:
-            break
-        prompts = chooser.sample([tokens[:length] for tokens in ids if len(tokens) >= length], 96)
-        written = continue_text(target, prompts, 224, temperature, seed + count)
-        texts += [SourceFile(f"written/{count}", text) for text in tokenizer.batch_decode(written.tokens)]
-    logger.info("the target wrote %d texts", len(texts))
-    return texts
-
-
 def main() -> None:
     """Move the draft to a tokenizer of another kind, and train it on the corpus and on the target's own text."""
     parser = parser_of(main.__doc__)
@@ -136,7 +118,10 @@ def main() -> None:
     draft = DEMO_FOLDER / "draft"
     model = moved(load_model(draft), load_tokenizer(draft), tokenizer)
     target = DEMO_FOLDER / "target"
-    written = written_by(load_model(target), target, options.minutes_writing)
+    texts = own_texts(load_model(target), target, options.minutes_writing, 1, 96, 0)
+    old = load_tokenizer(target)
+    written = [SourceFile("", text) for _, each in texts for text in old.batch_decode(each.tokens)]
+    logger.info("the target wrote %d texts", len(written))
     held_out = packed(read_corpus(held_out=True), tokenizer)
     figures = {"held_out_loss_before": held_out_loss(model, held_out)}
     # The target's own text counts double, since that is what a draft has to foresee.

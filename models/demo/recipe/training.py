@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Self
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 
-from models.demo.recipe.architecture import Windows, continue_text, packed, read_states
+from models.demo.recipe.architecture import Continuation, Windows, continue_text, packed, read_states
 from models.demo.recipe.corpus import functions, load_tokenizer, read_corpus
 
 SAVE_MINUTES, REPORT_MINUTES = 3.0, 0.5
@@ -164,29 +165,38 @@ def endless(groups: Sequence[Lessons], rows: int, generator: torch.Generator) ->
                 yield batch
 
 
+def own_texts(
+    target: LlamaForCausalLM, folder: Path, minutes: float, least: int, rows: int, seed: int
+) -> Iterator[tuple[int, Continuation]]:
+    """What the target writes after the first tokens of training functions: their number, and as many texts as `rows`.
+
+    It ends when the time is up, but not before there are `least` of them.
+    """
+    sources = [function.source for function in functions(read_corpus())]
+    ids = load_tokenizer(folder)(sources, verbose=False)["input_ids"]
+    chooser, box = random.Random(seed), TimeBox(minutes)
+    for count, (length, temperature) in enumerate(zip(cycle(PROMPT_LENGTHS), cycle(TEMPERATURES))):
+        if count >= least and box.fraction >= 1.0:
+            return
+        beginnings = [tokens[:length] for tokens in ids if len(tokens) >= length]
+        prompts = chooser.sample(beginnings, min(rows, len(beginnings)))
+        yield length, continue_text(target, prompts, 224, temperature, seed + count)
+
+
 @torch.no_grad()
 def lessons_of(
     target: LlamaForCausalLM, folder: Path, reading: float, writing: float, seed: int
 ) -> list[Lessons]:
     """All lessons: windows of the corpus that the target reads for some minutes, then the target's own text for others,
     begun by the first tokens of functions; a group for each length."""
-    tokenizer, corpus = load_tokenizer(folder), read_corpus()
-    windows, box = Windows(packed(corpus, tokenizer), seed), TimeBox(reading)
+    windows = Windows(packed(read_corpus(), load_tokenizer(folder)), seed)
+    box = TimeBox(reading)
     groups: dict[int, list[Lessons]] = {length: [] for length in (0, *PROMPT_LENGTHS)}
     while not groups[0] or box.fraction < 1.0:
         tokens = windows.next_batch(16, 256)[:, :-1]
         groups[0].append(Lessons(tokens, read_states(target, tokens, torch.ones_like(tokens)).half()))
-    sources = [function.source for function in functions(corpus)]
-    ids = tokenizer(sources, verbose=False)["input_ids"]
-    chooser, box, count = random.Random(seed), TimeBox(writing), 0
-    while count < len(PROMPT_LENGTHS) or box.fraction < 1.0:
-        length = PROMPT_LENGTHS[count % len(PROMPT_LENGTHS)]
-        temperature = TEMPERATURES[count % len(TEMPERATURES)]
-        beginnings = [tokens[:length] for tokens in ids if len(tokens) >= length]
-        prompts = chooser.sample(beginnings, min(160, len(beginnings)))
-        written = continue_text(target, prompts, 224, temperature, seed + count)
+    for length, written in own_texts(target, folder, writing, len(PROMPT_LENGTHS), 160, seed):
         groups[length].append(Lessons(written.tokens[:, :-1], written.hidden.half()))
-        count += 1
     lessons = [
         Lessons(torch.cat([part.tokens for part in parts]), torch.cat([part.hidden for part in parts]))
         for parts in groups.values()

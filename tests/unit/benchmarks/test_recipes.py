@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models.demo.recipe.measure import Rounds, overlap, rounds_of
+from models.demo.recipe.measure import Rounds, rounds_of
 from models.smollm2.recipe.answers import (
     ANSWER_MARK,
     END_OF_ANSWER,
@@ -18,17 +18,6 @@ from models.smollm2.recipe.answers import (
     training_questions,
 )
 from models.smollm2.recipe.train import foreseen
-
-WANTED = torch.tensor([[0.5, 0.25, 0.25], [0.2, 0.3, 0.5]]).log()
-OWN = torch.tensor([[0.25, 0.5, 0.25], [0.1, 0.1, 0.8]]).log()
-
-
-def test_greedily_the_most_likely_token_decides() -> None:
-    assert overlap(WANTED, OWN, 0.0).tolist() == [0.0, 1.0]
-
-
-def test_sampled_tokens_are_accepted_as_often_as_the_distributions_overlap() -> None:
-    torch.testing.assert_close(overlap(WANTED, OWN, 1.0), torch.tensor([0.75, 0.7]))
 
 
 def test_rounds_are_counted_on_the_targets_own_text() -> None:

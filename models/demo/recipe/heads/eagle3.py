@@ -1,8 +1,7 @@
 """Trains an EAGLE-3 head for the demo target: it foresees what the target writes from the target's hidden states.
 
 The head learns as it will be used, on states of its own behind the first (the paper's training-time test, Li et al.
-2025, arXiv 2503.01840, section 3.1). Run as `python -m models.demo.recipe.heads.eagle3`, with `--measure` for the
-shipped head beside the standalone draft.
+2025, arXiv 2503.01840, section 3.1). Run as `python -m models.demo.recipe.heads.eagle3`.
 """
 
 from __future__ import annotations
@@ -20,19 +19,16 @@ from transformers import LlamaForCausalLM
 
 from models.demo.recipe.architecture import continue_text, load_model, write_json
 from models.demo.recipe.measure import (
-    DEMO_FOLDER,
     NEW_TOKENS,
     PROMPT_TOKENS,
     are_accepted,
-    measure_acceptance,
-    overlap,
     parser_of,
     rounds_of,
     short_prompts,
 )
 from models.demo.recipe.training import Lessons, divergence, endless, lessons_of, train_until_over
 from tandem.engine.models import loading
-from tandem.engine.models.heads.eagle import Eagle3Head, load_eagle3, read_eagle3_config
+from tandem.engine.models.heads.eagle import Eagle3Head, read_eagle3_config
 
 SEED = 11
 """The seed of the checked-in head."""
@@ -181,53 +177,31 @@ def train(head: Eagle3Head, target: LlamaForCausalLM, lessons: Sequence[Lessons]
 
 
 @torch.no_grad()
-def measured(
-    head: Eagle3Head, target: LlamaForCausalLM, folder: Path, draft: LlamaForCausalLM | None = None
-) -> dict[str, Any]:
-    """Acceptance behind the held-out prompts. The log also has that of each token of a proposal where those before it
-    are the text's own, and the same for a standalone draft."""
+def measured(head: Eagle3Head, target: LlamaForCausalLM, folder: Path) -> dict[str, Any]:
+    """Acceptance behind the held-out prompts."""
     prompts = short_prompts(folder)
     figures: dict[str, Any] = {}
     for temperature in (0.0, 0.8):
         texts = continue_text(target, prompts, NEW_TOKENS + STEPS, temperature, SEED).tokens
         written, coins = with_states(target, texts, head.layer_ids), torch.Generator().manual_seed(SEED)
-        flags, shares = [], []
+        flags = []
         for k, hidden in unrolled_states(head, written):
             own = head.logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
             wanted, chosen = target_logits(target, written, k), texts[:, k + 2 : k + 2 + own.shape[1]]
             flags.append(are_accepted(own, wanted, chosen, temperature, coins))
-            shares.append(overlap(wanted, own, temperature)[:, PROMPT_TOKENS:].mean().item())
         accepted = torch.stack(flags, dim=-1)[:, PROMPT_TOKENS - 2 :].tolist()
-        found = {"head": (rounds_of(accepted, STEPS), shares)}
-        figures |= found["head"][0].figures(temperature)
-        if draft is not None:
-            own = draft(input_ids=texts, use_cache=False).logits
-            wanted = target.lm_head(written.hidden.float())
-            share = overlap(wanted, own, temperature)[:, PROMPT_TOKENS:].mean().item()
-            counts = measure_acceptance(target, draft, prompts, temperature, STEPS, SEED)
-            found["draft"] = (counts, [share] * STEPS)  # it reads the text alone
-        for name, (rounds, each) in found.items():
-            words = "temperature %.1f, %s: acceptance rate %.3f, %.2f tokens per round, by position %s"
-            logger.info(
-                words, temperature, name, rounds.rate, rounds.length, [round(share, 3) for share in each]
-            )
+        figures |= rounds_of(accepted, STEPS).figures(temperature)
+    logger.info("%s", figures)
     return figures
 
 
 def main() -> None:
     """Train an EAGLE-3 head for the demo target, and measure it on the held-out prompts."""
     parser = parser_of(main.__doc__, "eagle3")
-    parser.add_argument("--draft", type=Path, default=DEMO_FOLDER / "draft", help="measured beside the head")
-    parser.add_argument("--measure", action="store_true", help="measure the head that is there")
     parser.add_argument("--minutes-writing", type=float, default=7.0)
     parser.add_argument("--minutes-head", type=float, default=24.0)
     options = parser.parse_args()
     target = load_model(options.target)
-    if options.measure:
-        loaded = loading.load_model(options.target, dtype="float32")
-        head = load_eagle3(read_eagle3_config(options.output), loaded)
-        measured(head, target, options.target, load_model(options.draft))
-        return
     head = new_head(options.target, options.output)
     read = lessons_of(target, options.target, options.minutes_reading, options.minutes_writing, SEED)
     lessons = [with_states(target, each.tokens, head.layer_ids) for each in read]

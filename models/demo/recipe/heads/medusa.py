@@ -126,9 +126,8 @@ def measured(heads: MedusaHeads, target: LlamaForCausalLM, folder: Path) -> dict
             both = head_logits(heads, hidden), target_logits(target, hidden)
             own, wanted = (logits[:, : chosen.shape[1]] for logits in both)
             accepted += are_accepted(own, wanted, chosen, temperature, coins)[:, PROMPT_TOKENS - 2 :].tolist()
-        found = rounds_of(accepted, HEADS).figures(temperature)
-        logger.info("temperature %.1f: %s", temperature, found)
-        figures |= found
+        figures |= rounds_of(accepted, HEADS).figures(temperature)
+    logger.info("%s", figures)
     return figures
 
 

@@ -25,11 +25,8 @@ from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.telemetry.observer import observer_for
 from tandem.admin import Stats, Status
 from tandem.admin_client import AdminClient
-from tandem.logs import configure
 from tandem.serving.interceptors import Context, ErrorBoundary, RunningCalls
-from tandem.serving.server import exit_codes, serve_to_the_end
-from tandem.settings import load_settings
-from tandem.standard_streams import fill_closed
+from tandem.serving.server import exit_codes, serve_to_the_end, settings_of_process
 
 CALLER_KEY = "tandem-caller-bin"
 """Metadata that names the caller of a forwarded call."""
@@ -214,9 +211,7 @@ def run(arguments: list[str]) -> None:
     """Serve as the worker that the first argument describes, until a signal ends it."""
     setup = WorkerSetup(**json.loads(arguments[0]))
     with exit_codes():
-        fill_closed()
-        settings = load_settings(CoordinatorSettings, arguments[1:], "tandem serve coordinator")
-        configure(settings.log_level, settings.log_format)
+        settings = settings_of_process(CoordinatorSettings, arguments[1:], "tandem serve coordinator")
         service = WorkerService(settings, setup)
         own = setup.settings(settings)
         uvloop.run(serve_to_the_end(own, service, shares_port=True, listens_late=setup.listens_late))

@@ -435,10 +435,20 @@ def main(
     model folder that cannot be served, a model that computes no numbers, an engine that failed.
     """
     with exit_codes():
-        fill_closed()
-        settings = load_settings(settings_class, arguments, program)
-        configure(settings.log_level, settings.log_format)
+        settings = settings_of_process(settings_class, arguments, program)
         uvloop.run(serve_to_the_end(settings, make_service(settings)))
+
+
+def settings_of_process(settings_class: type[SettingsT], arguments: Sequence[str], program: str) -> SettingsT:
+    """The settings of this process, with whose log it begins.
+
+    Raises:
+        ConfigurationError: an option is wrong.
+    """
+    fill_closed()
+    settings = load_settings(settings_class, arguments, program)
+    configure(settings.log_level, settings.log_format)
+    return settings
 
 
 async def serve_to_the_end(

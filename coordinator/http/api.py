@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from coordinator.http.answers import Answer, ChatAnswer, CompletionAnswer
-from coordinator.http.bodies import ALONE_HEADER, BodyReader, HeldBytes, Share, fit, ignored_header
+from coordinator.http.bodies import ALONE_HEADER, BodyReader, HeldBytes, fit, ignored_header
 from coordinator.http.chat import Chats
 from coordinator.http.errors import ModelNotFoundError
 from coordinator.http.responses import ResponseObject, chat_of, failure, response_events
@@ -59,7 +60,7 @@ class Api:
         self._calls = calls
         self._model_name = options.served_model_name
         self._reader = BodyReader(options)
-        self._answers = HeldBytes(
+        self._held = HeldBytes(
             options.http_max_held_answer_bytes,
             "large answers that are not streamed hold {max_bytes} bytes, which is the maximum; set stream, ask for "
             "fewer completions, tokens or logprobs, or try again",
@@ -99,7 +100,8 @@ class Api:
         headers |= ignored_header(request.state.ignored_fields, body.passed_over)
         if body.stream:
             return EventStream(response_events(described, answer, chunks), self._calls, headers, failure)
-        return self._whole(answer, chunks, lambda: described.ended(answer), headers)
+        ended = partial(described.ended, answer)
+        return WholeAnswer(answer, chunks, ended, self._calls, self._held, headers)
 
     async def tokenize(self, request: Request) -> Response:
         """`POST /tokenize`."""
@@ -157,7 +159,7 @@ class Api:
         headers |= ignored_header(request.state.ignored_fields, body.passed_over)
         if body.stream:
             return EventStream(_events(answer, chunks, body.stream_options), self._calls, headers)
-        return self._whole(answer, chunks, answer.whole, headers)
+        return WholeAnswer(answer, chunks, answer.whole, self._calls, self._held, headers)
 
     async def _begin(
         self, request: Request, body: Sampled, form: type[Answer]
@@ -197,23 +199,6 @@ class Api:
         )
         penalties = keep_out(requests[0], self._completions.bounds, models)
         return answer, chunks, {ALONE_HEADER: ", ".join(penalties)} if penalties else {}
-
-    def _whole(
-        self,
-        answer: Answer,
-        chunks: AsyncGenerator[tuple[int, Chunk]],
-        make_body: Callable[[], dict[str, Any]],
-        headers: Mapping[str, str],
-    ) -> Response:
-        """Collect all chunks, unless the client leaves first, and build the answer."""
-
-        async def gather(share: Share) -> dict[str, Any]:
-            async with self._calls.running(), aclosing(chunks):
-                async for index, chunk in chunks:
-                    share.add(answer.keep(index, chunk))
-            return make_body()
-
-        return WholeAnswer(gather, self._answers, headers)
 
 
 async def _events(

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from itertools import count
 from typing import Any
 
 from coordinator.http.answers import Answer
@@ -132,37 +133,31 @@ async def response_events(
     described: ResponseObject, answer: Answer, chunks: AsyncGenerator[tuple[int, Chunk]]
 ) -> AsyncGenerator[bytes]:
     """The events of a response, numbered in order."""
-    number = 0
-    async with aclosing(_unnumbered(described, answer, chunks)) as events:
-        async for event in events:
-            yield _event({**event, "sequence_number": number})
-            number += 1
+    numbers = count()
 
+    def event(kind: str, **content: Any) -> bytes:
+        return _event({"type": f"response.{kind}", **content, "sequence_number": next(numbers)})
 
-def _event(content: dict[str, Any]) -> bytes:
-    return f"event: {content['type']}\n".encode() + data_line(content)
-
-
-async def _unnumbered(
-    described: ResponseObject, answer: Answer, chunks: AsyncGenerator[tuple[int, Chunk]]
-) -> AsyncGenerator[dict[str, Any]]:
-    place = {"item_id": described.item_id, "output_index": 0, "content_index": 0}
+    place: dict[str, Any] = {"item_id": described.item_id, "output_index": 0, "content_index": 0}
     has_begun = False
     async with aclosing(chunks):
         async for index, chunk in chunks:
             answer.add(index, chunk)
             if not has_begun:
                 has_begun = True
-                for kind in ("response.created", "response.in_progress"):
-                    yield {"type": kind, "response": described.begun()}
-                item = described.item("in_progress")
-                yield {"type": "response.output_item.added", "output_index": 0, "item": item}
-                yield {"type": "response.content_part.added", **place, "part": text_part("")}
+                yield event("created", response=described.begun())
+                yield event("in_progress", response=described.begun())
+                yield event("output_item.added", output_index=0, item=described.item("in_progress"))
+                yield event("content_part.added", **place, part=text_part(""))
             if chunk.text:
-                yield {"type": "response.output_text.delta", **place, "delta": chunk.text, "logprobs": []}
+                yield event("output_text.delta", **place, delta=chunk.text, logprobs=[])
     response = described.ended(answer)
     text = answer.choices[0].text
-    yield {"type": "response.output_text.done", **place, "text": text, "logprobs": []}
-    yield {"type": "response.content_part.done", **place, "part": text_part(text)}
-    yield {"type": "response.output_item.done", "output_index": 0, "item": response["output"][0]}
-    yield {"type": f"response.{response['status']}", "response": response}
+    yield event("output_text.done", **place, text=text, logprobs=[])
+    yield event("content_part.done", **place, part=text_part(text))
+    yield event("output_item.done", output_index=0, item=response["output"][0])
+    yield event(response["status"], response=response)
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return f"event: {content['type']}\n".encode() + data_line(content)

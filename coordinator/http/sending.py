@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, closing, suppress
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from coordinator.http.answers import flattened, parts, rendered
+from coordinator.http.answers import Answer, flattened, parts, rendered
 from coordinator.http.bodies import HeldBytes, Share
 from coordinator.http.errors import error_object, error_response, unexpected
 from tandem.errors import TandemError
@@ -126,14 +126,23 @@ class WholeAnswer(Response):
 
     def __init__(
         self,
-        gather: Callable[[Share], Coroutine[None, None, dict[str, Any]]],
-        answers: HeldBytes,
+        answer: Answer,
+        chunks: AsyncGenerator[tuple[int, Chunk]],
+        make_body: Callable[[], dict[str, Any]],
+        calls: RunningCalls,
+        held: HeldBytes,
         headers: Mapping[str, str],
     ) -> None:
-        """An answer that `gather` makes, counting its bytes among those of all `answers` that are not streamed."""
+        """The answer that `make_body` describes once it has all chunks; `held`: bytes of all such answers."""
         super().__init__(media_type="application/json", headers=headers)
-        self._gather = gather
-        self._answers = answers
+        self._answer, self._chunks, self._make_body = answer, chunks, make_body
+        self._calls, self._held = calls, held
+
+    async def _gather(self, share: Share) -> dict[str, Any]:
+        async with self._calls.running(), aclosing(self._chunks) as chunks:
+            async for index, chunk in chunks:
+                share.add(self._answer.keep(index, chunk))
+        return self._make_body()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, unless the client leaves first.
@@ -142,7 +151,7 @@ class WholeAnswer(Response):
             CapacityError: too many bytes of such answers are held.
             TandemError: the completion failed.
         """
-        with closing(Share(self._answers)) as share, suppress(CancelledByEventError):
+        with closing(Share(self._held)) as share, suppress(CancelledByEventError):
             pieces = list(flattened(await unless(_disconnect(receive), self._gather(share))))
             self.headers["content-length"] = str(sum(map(len, pieces)))
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

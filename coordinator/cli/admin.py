@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import sys
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, fields
 from functools import partial
@@ -46,12 +46,14 @@ from tandem.replica import ReplicaState, Role, is_last_target, replica_at
 _WAIT_SECONDS = 60.0
 """`health --wait` asks for so long unless --timeout says otherwise."""
 
+verbs = new_app("")
 admin = new_app(
     "Inspect and control a running coordinator.\n\n"
     "Every command takes --output table, json or yaml, and the options of the connection: on the command line, in the "
     "environment (TANDEM_CLIENT_ADDRESS and so on) or from a context (tandem context --help).\n\n"
     "\b\nExit codes:\n  0  done\n  1  failed\n  2  wrong usage\n  3  unhealthy\n  4  not reachable\n  5  refused"
 )
+verbs.add_typer(admin, name="admin")
 replicas = new_app("List, show, drain and resume replicas.")
 requests = new_app("List, show and abort running requests.")
 config = new_app("Show and change the live configuration.")
@@ -67,10 +69,6 @@ class Answer(NamedTuple):
     exit_code: int = 0
 
 
-Looks = AsyncGenerator[tuple[object, RenderableType]]
-"""Results for programs, with their views for people."""
-
-
 @dataclass(frozen=True, slots=True)
 class WatchOptions:
     """Looks at a coordinator that go on."""
@@ -79,7 +77,7 @@ class WatchOptions:
     interval: float = option("With --watch: seconds between two looks.", default=1.0)
     count: int | None = option("With --watch: end after so many looks.", min=1)
 
-    async def show(self, looks: Looks, output: OutputOptions) -> None:
+    async def show(self, looks: AsyncIterator[Answer], output: OutputOptions) -> None:
         """Show each look: a terminal updates its table, elsewhere they follow each other."""
         live = Live(console=Console(highlight=False), auto_refresh=False, vertical_overflow="crop")
         is_screen = output.output is OutputForm.TABLE and sys.stdout.isatty()
@@ -87,36 +85,32 @@ class WatchOptions:
         if is_screen:
             live.start()
         try:
-            async with aclosing(looks):
-                async for found, view in looks:
-                    if is_screen:
-                        live.update(view, refresh=True)
-                    else:
-                        output.show(found, lambda view=view: view, is_one_of_many=True)  # type: ignore[misc]
-                    shown += 1
-                    if shown == self.count:
-                        break
+            async for look in looks:
+                if is_screen:
+                    live.update(look.view(look.result), refresh=True)
+                else:
+                    output.show(look.result, partial(look.view, look.result), is_one_of_many=True)
+                shown += 1
+                if shown == self.count:
+                    break
         finally:
             live.stop()
 
 
 def verb(
-    app: typer.Typer,
-    *examples: str,
-    name: str | None = None,
-    can_watch: bool = False,
-    looks: Callable[[AdminClient, float], Looks] | None = None,
+    app: typer.Typer, *examples: str, name: str | None = None, can_watch: bool = False
 ) -> Callable[[Any], Any]:
     """Add a function to an app as a command that asks a coordinator and prints an `Answer`.
 
     Its first parameter is the client, its second may be `where: Connection`; the others are the command's own. One that
-    `can_watch` has --watch: it asks again and again, or shows what `looks` yields with a client and an interval.
+    `can_watch` has --watch: it asks again and again. One with a parameter `interval` yields answers itself.
     """
 
-    def add(function: Callable[..., Awaitable[Answer]]) -> Callable[..., Awaitable[Answer]]:
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
         parameters = dict(inspect.signature(function, eval_str=True).parameters)
         parameters.pop("client")
         needs_where = parameters.pop("where", None) is not None
+        yields = parameters.pop("interval", None) is not None
 
         async def run(
             click: typer.Context,
@@ -128,13 +122,16 @@ def verb(
             where = connect(connection, click)
             if needs_where:
                 own["where"] = where
-            async with admin_client(where) as client:
+            ask, interval = partial(function, **own), watching.interval
+            async with (
+                admin_client(where) as client,
+                aclosing(ask(client, interval) if yields else _repeated(ask, client, interval)) as looks,
+            ):
                 if watching.watch:
-                    again = looks or partial(_looks, partial(function, **own))
-                    await watching.show(again(client, watching.interval), output)
+                    await watching.show(looks, output)
                     return
-                answer = await function(client, **own)
-            output.show(answer.result, lambda: answer.view(answer.result))
+                answer: Answer = await anext(looks)
+            output.show(answer.result, partial(answer.view, answer.result))
             if answer.exit_code:
                 raise typer.Exit(answer.exit_code)
 
@@ -149,12 +146,11 @@ def verb(
     return add
 
 
-async def _looks(
+async def _repeated(
     ask: Callable[[AdminClient], Awaitable[Answer]], client: AdminClient, interval: float
-) -> Looks:
+) -> AsyncGenerator[Answer]:
     while True:
-        answer = await ask(client)
-        yield answer.result, answer.view(answer.result)
+        yield await ask(client)
         await asyncio.sleep(interval)
 
 
@@ -301,23 +297,14 @@ async def abort(
     return Answer(await client.abort(request_id, reason), lambda ended: requests_view([ended]))
 
 
-async def _stats_looks(client: AdminClient, interval: float) -> Looks:
-    before: Stats | None = None
-    async with aclosing(client.watch_stats(interval)) as answers:
-        async for found in answers:
-            yield found, stats_view(found, before)
-            before = found
-
-
 @verb(
     admin,
     "tandem admin stats",
     "tandem admin stats --watch --interval 2",
     "tandem admin stats --watch --count 10 -o json",
     can_watch=True,
-    looks=_stats_looks,
 )
-async def stats(client: AdminClient) -> Answer:
+async def stats(client: AdminClient, interval: float) -> AsyncGenerator[Answer]:
     """Show what speculation did; --watch repeats it.
 
     The statistics begin with the coordinator's start. --watch updates them until Ctrl-C, and shows acceptance at each
@@ -326,7 +313,11 @@ async def stats(client: AdminClient) -> Answer:
     ACC. LENGTH is MAX's: accepted tokens per verification. MEAN LENGTH is vLLM's mean acceptance length: it counts only
     verifications with a proposal, and the target's own token.
     """
-    return Answer(await client.stats(), stats_view)
+    before: Stats | None = None
+    async with aclosing(client.watch_stats(interval)) as answers:
+        async for found in answers:
+            yield Answer(found, partial(stats_view, before=before))
+            before = found
 
 
 admin.add_typer(config, name="config")
@@ -479,8 +470,3 @@ async def doctor(client: AdminClient, where: Connection) -> Answer:
     findings, exit_code = await examine(where, client)
     report = {"healthy": exit_code == 0, "findings": findings}
     return Answer(report, lambda _: doctor_view(findings), exit_code)
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the group to the program."""
-    app.add_typer(admin, name="admin")

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from coordinator.cli.app import Exit
+from coordinator.cli.app import Exit, new_app
 from coordinator.cli.command import command, option, plain_table, print_parts
 from tandem.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from tandem.audit.run import Audit
+
+verbs = new_app("")
 
 KEY, REFERENCE_KEY = "TANDEM_AUDIT_KEY", "TANDEM_AUDIT_REFERENCE_KEY"
 
@@ -48,17 +50,13 @@ class AuditArguments:
     quiet: bool = option("Show no progress.", "--quiet", "-q", default=False)
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the command to the program."""
-    command(
-        app,
-        "tandem audit http://127.0.0.1:8000/v1 --minutes 2",
-        "tandem audit http://127.0.0.1:8000/v1 --html audit.html --json > audit.json",
-        "tandem audit http://new:8000/v1 --reference http://old:8000/v1",
-        """tandem audit http://127.0.0.1:8000/v1 --body '{"rejection_sampling_strategy": "block"}'""",
-    )(audit)
-
-
+@command(
+    verbs,
+    "tandem audit http://127.0.0.1:8000/v1 --minutes 2",
+    "tandem audit http://127.0.0.1:8000/v1 --html audit.html --json > audit.json",
+    "tandem audit http://new:8000/v1 --reference http://old:8000/v1",
+    """tandem audit http://127.0.0.1:8000/v1 --body '{"rejection_sampling_strategy": "block"}'""",
+)
 async def audit(arguments: AuditArguments) -> None:
     """Check whether an OpenAI-compatible server's speculative decoding is lossless.
 

@@ -19,7 +19,9 @@ from tandem.config.layers import Origin, merged, origins, read_layers
 from tandem.config.options import sentences
 from tandem.errors import ConfigurationError
 
+verbs = new_app("")
 config = new_app("Show or check the configuration.")
+verbs.add_typer(config, name="config")
 
 
 @command(
@@ -93,8 +95,3 @@ def _refuse(broken: list[str]) -> NoReturn:
     for sentence in broken:
         sys.stderr.write(f"error: {sentence}\n")
     raise typer.Exit(Exit.USAGE)
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the group to the program."""
-    app.add_typer(config, name="config")

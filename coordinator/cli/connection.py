@@ -184,11 +184,13 @@ def _address(value: str) -> str:
     return value
 
 
+verbs = new_app("")
 context = new_app(
     "Save connections to coordinators under names.\n\n"
     "Contexts are saved in ~/.config/tandem/config.yaml ($XDG_CONFIG_HOME). Options of a command and the environment "
     "override the current context; a context named with --context overrides the environment."
 )
+verbs.add_typer(context, name="context")
 
 Name = Annotated[str, typer.Argument(help="The context's name.")]
 
@@ -259,8 +261,3 @@ def _table(entries: list[dict[str, Any]]) -> Table:
             entry.get("token_file", ""),
         )
     return table
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the group to the program."""
-    app.add_typer(context, name="context")

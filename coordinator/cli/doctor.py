@@ -16,7 +16,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.cli.app import Exit, exit_code
+from coordinator.cli.app import Exit, exit_code, new_app
 from coordinator.cli.command import OutputForm, OutputOptions, command, option
 from coordinator.cli.connection import Connection
 from coordinator.cli.views import milliseconds
@@ -28,6 +28,8 @@ from tandem.plural import plural
 from tandem.rpc.addresses import is_local
 from tandem.rpc.channels import DEFAULT_MESSAGE_LIMIT_BYTES, open_channel
 from tandem.rpc.credentials import Credentials
+
+verbs = new_app("")
 
 SKEW_SECONDS = 1.0
 """Clocks that differ by more make logs and traces of two machines hard to read together."""
@@ -182,16 +184,12 @@ class ServiceOptions:
     timeout: float = option("Seconds that an answer may take.", default=10.0, min=0.1)
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the command to its group."""
-    command(
-        app,
-        "tandem doctor draft 10.0.0.7:50052",
-        "tandem doctor draft 127.0.0.1:50052 --json",
-        name="doctor draft",
-    )(doctor_draft)
-
-
+@command(
+    verbs,
+    "tandem doctor draft 10.0.0.7:50052",
+    "tandem doctor draft 127.0.0.1:50052 --json",
+    name="doctor draft",
+)
 async def doctor_draft(
     address: Annotated[str, typer.Argument(metavar="ADDRESS", help="host:port of the draft service.")],
     service: ServiceOptions,

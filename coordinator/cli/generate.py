@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from coordinator.cli.app import new_app
 from coordinator.cli.command import command, option, plain_table, print_parts
 from coordinator.cli.connection import ConnectionOptions, connect
 from coordinator.cli.views import percent
@@ -37,6 +38,8 @@ from tandem.types import (
     Summary,
     TokenLogprobs,
 )
+
+verbs = new_app("")
 
 ACCEPTED_STYLE = "green"
 """Colour of the tokens that the draft proposed and the target accepted."""
@@ -60,8 +63,8 @@ class Record:
     total_seconds: float = 0.0
     summary: Summary | None = None
 
-    def add(self, chunk: Chunk) -> None:
-        """Record a chunk and its time of arrival."""
+    def add(self, chunk: Chunk, console: Console | None = None) -> None:
+        """Record a chunk and its time of arrival, and show it on a console."""
         self.total_seconds = time.perf_counter() - self.started
         if not self.token_ids:
             self.first_token_seconds = self.total_seconds
@@ -78,6 +81,9 @@ class Record:
             }
         )
         self.summary = chunk.summary
+        if console is not None:
+            console.print(styled(chunk), end="")
+            console.file.flush()
 
     def as_dict(self) -> dict[str, object]:
         """The result of `--json`."""
@@ -123,10 +129,7 @@ async def received(chunks: AsyncIterator[Chunk], console: Console | None) -> Rec
     """A finished completion, which a console shows as it streams."""
     record = Record()
     async for chunk in chunks:
-        record.add(chunk)
-        if console is not None:
-            console.print(styled(chunk), end="")
-            console.file.flush()
+        record.add(chunk, console)
     if console is not None:
         console.print()
     return record
@@ -254,18 +257,13 @@ class ResultOptions:
     quiet: bool = option("Do not print the closing line on stderr.", "--quiet", "-q", default=False)
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the command to the program."""
-    command(
-        app,
-        "tandem generate 'def main():' --max-tokens 64",
-        "tandem generate 'def main():' --temperature 0 --json",
-        "tandem generate --chat 'Name three colours.'",
-        "tandem generate --prompt-file prompt.txt --address 10.0.0.5:50051 --token-file token",
-    )(generate)
-    command(app, "tandem chat", "tandem chat --system 'Answer in one sentence.' --temperature 0")(chat)
-
-
+@command(
+    verbs,
+    "tandem generate 'def main():' --max-tokens 64",
+    "tandem generate 'def main():' --temperature 0 --json",
+    "tandem generate --chat 'Name three colours.'",
+    "tandem generate --prompt-file prompt.txt --address 10.0.0.5:50051 --token-file token",
+)
 async def generate(
     prompt: PromptOptions,
     options: RequestOptions,
@@ -315,6 +313,7 @@ class ChatOptions:
     )
 
 
+@command(verbs, "tandem chat", "tandem chat --system 'Answer in one sentence.' --temperature 0")
 def chat(
     chat_options: ChatOptions, options: RequestOptions, connection: ConnectionOptions, click: typer.Context
 ) -> None:
@@ -324,19 +323,16 @@ def chat(
     """
     where = connect(connection, click)
     console = Console(highlight=False, soft_wrap=True)
-    system = [] if chat_options.system is None else [ChatMessage("system", chat_options.system)]
-    messages = system
+    messages = [] if chat_options.system is None else [ChatMessage("system", chat_options.system)]
     with SyncClient(where.address, where.credentials) as client:
         for line in _lines():
-            messages = [*messages, ChatMessage("user", line)]
+            messages.append(ChatMessage("user", line))
             record = Record()
             try:
                 prompt = client.chat_prompt(messages, timeout_seconds=where.timeout_seconds)
                 request = options.request(prompt)
                 for chunk in client.generate(request, timeout_seconds=where.timeout_seconds):
-                    record.add(chunk)
-                    console.print(styled(chunk), end="")
-                    console.file.flush()
+                    record.add(chunk, console)
             except KeyboardInterrupt:
                 pass  # the conversation goes on from what there is
             console.print()

@@ -66,8 +66,7 @@ class _Verbs(TyperGroup):
             return self.get_command(ctx, "admin").commands[cmd_name]
         if cmd_name not in VERBS:
             return None
-        verbs = new_app("")
-        import_module(f"{__package__}.{VERBS[cmd_name][0]}").add_to(verbs)
+        verbs: typer.Typer = import_module(f"{__package__}.{VERBS[cmd_name][0]}").verbs
         return typer.main.get_group(verbs).commands[cmd_name]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -128,7 +127,7 @@ def main() -> None:
 
 def _refuse(error: typer.TyperException) -> NoReturn:
     """End with one sentence, but with the whole help where no command was named at all."""
-    message = error.format_message()
+    message = error.format_message().replace("Value error, ", "")
     if not message.startswith("Usage: "):
         message = f"error: {message[:1].lower()}{message[1:].rstrip('.')}"
     sys.stderr.write(message + "\n")

@@ -20,6 +20,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from coordinator.cli.admin import admin_client
+from coordinator.cli.app import new_app
 from coordinator.cli.command import OutputOptions, command, option, plain_table
 from coordinator.cli.connection import ConnectionOptions, connect
 from coordinator.cli.doctor import round_trips
@@ -45,6 +46,8 @@ from tandem.plural import plural
 from tandem.serving.children import Child
 from tandem.speculation_state import SpeculationDecision
 from tandem.types import GenerationRequest
+
+verbs = new_app("")
 
 _LENGTHS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Proposal lengths that are measured, up to the longest asked for; those between are interpolated."""
@@ -286,19 +289,15 @@ async def _services(words: Sequence[str]) -> AsyncIterator[str]:
             await asyncio.shield(child.stop())
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the command to its group."""
-    command(
-        app,
-        "tandem plan --address 10.0.0.5:50051",
-        "tandem plan --target models/my-target --draft models/my-draft --batch 1,8",
-        "tandem plan --verify-ms 6.5 --draft-step-ms 1.2 --acceptance 0.8 --round-trip-ms 0.5 --batch 1,8,32",
-        "tandem plan --verify-ms 22 --draft-step-ms 1.5 --acceptance 0.9,0.8,0.7 -o json",
-        "tandem plan --fleet 4,2,64 --verify-ms 22 --draft-step-ms 1.5 --acceptance 0.8 --per-8-rows 0.5",
-        name="plan",
-    )(show_plan)
-
-
+@command(
+    verbs,
+    "tandem plan --address 10.0.0.5:50051",
+    "tandem plan --target models/my-target --draft models/my-draft --batch 1,8",
+    "tandem plan --verify-ms 6.5 --draft-step-ms 1.2 --acceptance 0.8 --round-trip-ms 0.5 --batch 1,8,32",
+    "tandem plan --verify-ms 22 --draft-step-ms 1.5 --acceptance 0.9,0.8,0.7 -o json",
+    "tandem plan --fleet 4,2,64 --verify-ms 22 --draft-step-ms 1.5 --acceptance 0.8 --per-8-rows 0.5",
+    name="plan",
+)
 async def show_plan(
     click: typer.Context,
     steps: StepOptions,

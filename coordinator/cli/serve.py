@@ -11,6 +11,7 @@ from itertools import zip_longest
 
 import typer
 
+from coordinator.cli.app import new_app
 from tandem.config.names import OWN_METHODS, canonical_method
 from tandem.errors import ConfigurationError
 
@@ -27,15 +28,13 @@ SERVICES = {
 BOUND_PACKAGE = f"{_ROOT}bound_service"
 """Package of a target with a draft beside it."""
 
+verbs = new_app("")
+
 _HANDED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+"""Arguments are passed on unchanged: settings list their options once."""
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the commands to the program. They pass their arguments on unchanged: settings list their options once."""
-    app.command(context_settings=_HANDED_ON)(serve)
-    app.command(context_settings=_HANDED_ON)(bench)
-
-
+@verbs.command(context_settings=_HANDED_ON)
 def serve(context: typer.Context) -> None:
     """Start one service: draft, target or coordinator. `tandem serve SERVICE --help` lists its options."""
     service, *arguments = context.args or [""]
@@ -93,6 +92,7 @@ def sends_load(arguments: Sequence[str]) -> bool:
     return any(word.partition("=")[0] in _OF_LOADS for word in arguments)
 
 
+@verbs.command(context_settings=_HANDED_ON)
 def bench(context: typer.Context) -> None:
     """Compare ways of decoding on this machine; --clients, --rate or --http send a load. `--help` lists options."""
     is_load = sends_load(context.args)

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-import typer
 from rich.console import Console
 
+from coordinator.cli.app import new_app
 from coordinator.cli.command import command, option
 from coordinator.cli.serve import package_of
 from coordinator.settings.coordinator import DEFAULT_PORT, ConfigSettings
@@ -50,14 +50,14 @@ from tandem.serving.protection import MIN_TOKEN_LENGTH
 from tandem.serving.server import CancelledByEventError, announce, stop_signals, unless
 from tandem.standard_streams import exit_with, write_error
 
+verbs = new_app("")
+
 SMOLLM2_METHOD = "eagle3"
 """Drafting method for smollm2 where none is named: Tandem comes with such a head for it."""
 NO_DRAFT = "none"
 """In place of a draft: the target works alone."""
 DRAFT_OF_A_TARGET_ALONE = "suffix"
 """Drafting method for a target without a named draft: it needs no model."""
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-ENGINES = ("auto", "tandem", "vllm")
 SHARES = {"target": 0.65, "draft": 0.25}
 """Default shares where both models are on one accelerator. The rest is for CUDA itself and for steps."""
 HTTP_PORT = 8000
@@ -117,15 +117,19 @@ class UpOptions:
         "Share of its device's memory that the draft takes. "
         f"[default: the service's, or {SHARES['draft']:g} beside the target on one GPU]"
     )
-    engine: str | None = option(
-        f"What runs the models: {', '.join(ENGINES)}. [default: each service's, auto]"
+    engine: Literal["auto", "tandem", "vllm"] | None = option(
+        "What runs the models. [default: each service's, auto]"
     )
-    dtype: str | None = option(f"{', '.join(DTYPES)}. [default: each service's]")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = option(
+        "Type of the weights. [default: each service's]"
+    )
     threads: int | None = option("CPU threads of each model. [default: half of the cores]")
     max_length: int | None = option(
         "Maximum tokens of a sequence. [default: the models']", "--max-length", "--max-model-len"
     )
-    chat_template: Path | None = option("Jinja file for chats. [default: the model's own]")
+    chat_template: Path | None = option(
+        "Jinja file for chats. [default: the model's own]", exists=True, dir_okay=False
+    )
     served_model_name: str | None = option(
         "Name of the model in OpenAI's API. [default: that of the target's folder]"
     )
@@ -159,11 +163,7 @@ class UpOptions:
         return self.model == DEMO
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the command to the program."""
-    command(app)(up)
-
-
+@command(verbs)
 def up(options: UpOptions) -> None:
     """Start a draft service, a target service and a coordinator here; stop them all with Ctrl-C.
 
@@ -216,11 +216,6 @@ def service_arguments(options: UpOptions) -> ServiceArguments:
     Raises:
         ConfigurationError: an option is invalid for every service; raised before any is started.
     """
-    for name, value, known in (("dtype", options.dtype, DTYPES), ("engine", options.engine, ENGINES)):
-        if value is not None and value not in known:
-            raise ConfigurationError(f"--{name} is {value!r}; it must be one of {', '.join(known)}")
-    if options.chat_template is not None and not options.chat_template.is_file():
-        raise ConfigurationError(f"--chat-template is {options.chat_template}; there is no such file")
     file = as_words(config_file=options.config_file)
     shared: Mapping[str, Any] = merged(read_layers(ConfigSettings, file, os.environ, "tandem up"))
     options = _with_model(options, shared)

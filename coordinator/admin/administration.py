@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from coordinator.admin.diagnosis import diagnose
 from coordinator.rejection import named_strategy
@@ -33,7 +33,6 @@ from tandem.admin import (
 from tandem.config.names import AUTO
 from tandem.errors import InvalidRequestError, NotFoundError
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role, is_last_target, replica_at
-from tandem.speculation_state import SpeculationState
 
 logger = logging.getLogger(__name__)
 
@@ -158,11 +157,7 @@ class Administration(Administrator):
         return Status(
             version=__version__,
             state=state_of(replicas),
-            time=datetime.now(UTC),
-            uptime_seconds=self._uptime,
             model=next((replica.model.name for replica in replicas if replica.model is not None), ""),
-            load=self._load,
-            throughput=self._throughput,
             speculation=self._completions.stats.snapshot()[0],
             settings=SpeculationSettings(
                 is_on=settings.speculation and has_draft,
@@ -170,8 +165,7 @@ class Administration(Administrator):
                 rule=AUTO if names_auto(settings) else named_strategy(options).name,
             ),
             replicas=tuple(replicas),
-            speculation_state=self._speculation_state(replicas),
-            decisions=tuple(self._completions.speculation.decisions()),
+            **self._common(replicas),
         )
 
     async def replicas(self) -> list[ReplicaSnapshot]:
@@ -207,35 +201,30 @@ class Administration(Administrator):
     async def stats(self) -> Stats:
         total, by_rule = self._completions.stats.snapshot()
         return Stats(
-            time=datetime.now(UTC),
-            uptime_seconds=self._uptime,
-            load=self._load,
-            throughput=self._throughput,
             outcomes=self._completions.requests.outcomes,
             completion_tokens=self._completions.requests.tokens.total,
             speculation=total,
             by_rule=by_rule,
-            speculation_state=self._speculation_state(await self.replicas()),
-            decisions=tuple(self._completions.speculation.decisions()),
+            **self._common(await self.replicas()),
         )
 
-    @property
-    def _load(self) -> Load:
-        return Load(len(self._completions.requests.list()), self._completions.admission.queued)
-
-    @property
-    def _throughput(self) -> Throughput:
-        tokens = self._completions.requests.tokens
-        return Throughput(tokens.rate(10), tokens.rate(60))
-
-    def _speculation_state(self, replicas: Sequence[ReplicaSnapshot]) -> SpeculationState:
-        settings = self.live_config.current
-        return of_coordinator(
-            replicas,
-            is_enabled=settings.speculation,
-            num_speculative_tokens=settings.num_speculative_tokens,
-            latest=self._completions.speculation_state,
-        )
+    def _common(self, replicas: Sequence[ReplicaSnapshot]) -> dict[str, Any]:
+        """The fields that a status and statistics have in common."""
+        completions, settings = self._completions, self.live_config.current
+        tokens = completions.requests.tokens
+        return {
+            "time": datetime.now(UTC),
+            "uptime_seconds": self._uptime,
+            "load": Load(len(completions.requests.list()), completions.admission.queued),
+            "throughput": Throughput(tokens.rate(10), tokens.rate(60)),
+            "speculation_state": of_coordinator(
+                replicas,
+                is_enabled=settings.speculation,
+                num_speculative_tokens=settings.num_speculative_tokens,
+                latest=completions.speculation_state,
+            ),
+            "decisions": tuple(completions.speculation.decisions()),
+        }
 
 
 RequestT = TypeVar("RequestT", ActiveRequest, RequestReport)

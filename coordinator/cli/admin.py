@@ -80,7 +80,7 @@ class WatchOptions:
     async def show(self, looks: AsyncIterator[Answer], output: OutputOptions) -> None:
         """Show each look: a terminal updates its table, elsewhere they follow each other."""
         live = Live(console=Console(highlight=False), auto_refresh=False, vertical_overflow="crop")
-        is_screen = output.output is OutputForm.TABLE and sys.stdout.isatty()
+        is_screen = output.form is OutputForm.TABLE and sys.stdout.isatty()
         shown = 0
         if is_screen:
             live.start()

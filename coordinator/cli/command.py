@@ -47,15 +47,21 @@ class OutputOptions:
     output: OutputForm = option(
         "Form of the result.", "--output", "-o", default=OutputForm.TABLE, envvar="TANDEM_CLIENT_OUTPUT"
     )
+    as_json: bool = option("The same as --output json.", "--json", default=False)
+
+    @property
+    def form(self) -> OutputForm:
+        """The form that either option asks for."""
+        return OutputForm.JSON if self.as_json else self.output
 
     def show(
         self, result: object, table: Callable[[], RenderableType], *, is_one_of_many: bool = False
     ) -> None:
         """Print a result. One of many is a line of JSON, a document of YAML, or a table and an empty line."""
-        if self.output is OutputForm.JSON:
+        if self.form is OutputForm.JSON:
             indent = None if is_one_of_many else 2
             sys.stdout.write(json.dumps(plain(result), indent=indent, ensure_ascii=False) + "\n")
-        elif self.output is OutputForm.YAML:
+        elif self.form is OutputForm.YAML:
             text = yaml.safe_dump(plain(result), sort_keys=False, allow_unicode=True)
             sys.stdout.write("---\n" * is_one_of_many + text)
         else:

@@ -11,7 +11,7 @@ import typer
 from pydantic import ValidationError
 
 from coordinator.cli.app import Exit, new_app
-from coordinator.cli.command import OutputForm, OutputOptions, command
+from coordinator.cli.command import OutputOptions, command
 from coordinator.cli.views import options_view
 from coordinator.settings.coordinator import ConfigSettings
 from tandem.admin import ConfigOption
@@ -31,11 +31,7 @@ verbs.add_typer(config, name="config")
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     options_metavar="[NAME]... [OPTIONS]",
 )
-def show(
-    context: typer.Context,
-    output: OutputOptions,
-    as_json: Annotated[bool, typer.Option("--json", help="The same as --output json.")] = False,
-) -> None:
+def show(context: typer.Context, output: OutputOptions) -> None:
     """Print the coordinator's options, their values and where the values come from.
 
     Without a NAME, prints all options. Accepts the options of `tandem serve coordinator` (see its --help) as well, and
@@ -49,7 +45,6 @@ def show(
     if unknown := [name for name in names if name not in values]:
         raise ConfigurationError(f"there is no option {', '.join(unknown)}")
     origins_of = {name: found.get(name, Origin.DEFAULT) for name in names or values}
-    output = OutputOptions(OutputForm.JSON) if as_json else output
     output.show(
         {name: {"value": values[name], "from": str(origin)} for name, origin in origins_of.items()},
         lambda: options_view(

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.cli.app import Exit, exit_code, new_app
-from coordinator.cli.command import OutputForm, OutputOptions, command, option
+from coordinator.cli.command import OutputOptions, command, option
 from coordinator.cli.connection import Connection
 from coordinator.cli.views import milliseconds
 from tandem import __version__
@@ -194,7 +194,6 @@ async def doctor_draft(
     address: Annotated[str, typer.Argument(metavar="ADDRESS", help="host:port of the draft service.")],
     service: ServiceOptions,
     output: OutputOptions,
-    as_json: Annotated[bool, typer.Option("--json", help="The same as --output json.")] = False,
 ) -> None:
     """Play the protocol of draft services against one, ours or another's (docs/protocol.md).
 
@@ -208,8 +207,6 @@ async def doctor_draft(
     async with open_channel(address, DEFAULT_MESSAGE_LIMIT_BYTES, credentials) as channel:
         findings = await conformance(channel, service.timeout)
     conforms = all(finding.severity is not Severity.PROBLEM for finding in findings)
-    if as_json:
-        output = OutputOptions(OutputForm.JSON)
     output.show({"conforms": conforms, "findings": findings}, lambda: doctor_view(findings))
     if not conforms:
         raise typer.Exit(Exit.FAILED)

@@ -24,7 +24,7 @@ from coordinator.stats.speculation import describe
 from tandem import __version__
 from tandem.admin import Status
 from tandem.errors import ServiceUnavailableError
-from tandem.replica import ReplicaSnapshot, Role
+from tandem.replica import ReplicaSnapshot
 from tandem.rpc.addresses import is_loopback
 from tandem.serving import protection
 from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls
@@ -235,10 +235,7 @@ def _status_object(status: Status) -> dict[str, Any]:
             **describe(status.speculation),
             "state": status.speculation_state.as_dict(),
         },
-        "replicas": [
-            _replica(replica)
-            for replica in sorted(status.replicas, key=lambda one: (one.role is not Role.TARGET, one.address))
-        ],
+        "replicas": [*map(_replica, status.replicas)],
     }
 
 

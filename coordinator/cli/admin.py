@@ -314,10 +314,11 @@ async def stats(client: AdminClient, interval: float) -> AsyncGenerator[Answer]:
     verifications with a proposal, and the target's own token.
     """
     before: Stats | None = None
-    async with aclosing(client.watch_stats(interval)) as answers:
-        async for found in answers:
-            yield Answer(found, partial(stats_view, before=before))
-            before = found
+    while True:
+        found = await client.stats()
+        yield Answer(found, partial(stats_view, before=before))
+        before = found
+        await asyncio.sleep(interval)
 
 
 admin.add_typer(config, name="config")

@@ -26,7 +26,6 @@ from coordinator.speculation.ahead import (
 )
 from coordinator.speculation.costs import CostModel, StepCosts, Way, load_class
 from coordinator.speculation.gains import (
-    DOUBT,
     FIRST_RATE,
     MEMORY,
     WINDOW,
@@ -490,10 +489,8 @@ class SpeculationController:
         key = target, draft, leads
         if key not in self._costs:
             of_target, of_draft = self._service(target), self._service(draft)
-            # The draft of a shared machine slows down verifications of proposals, and not the steps of the target
-            # alone, so a target's steps of one size tell of the others as little as one step in a point's first doubt.
             self._costs[key] = CostModel(
-                self._steps.setdefault(target, StepCosts(of_target.profile, 1.0 / DOUBT)),
+                self._steps.setdefault(target, StepCosts(of_target.profile)),
                 self._steps.setdefault(draft, StepCosts(of_draft.profile)),
                 of_target.round_trip_seconds,
                 of_draft.round_trip_seconds,

@@ -46,12 +46,8 @@ class Way(Enum):
 class StepCosts:
     """Seconds of a service's step, by the sequences and tokens in it."""
 
-    def __init__(self, profile: StepProfile | None = None, common: float = 1.0) -> None:
-        """
-        Args:
-            profile: What the service measured, if it did.
-            common: Share of a step's surprise that moves the steps of all other sizes.
-        """
+    def __init__(self, profile: StepProfile | None = None) -> None:
+        """Begin with what the service measured, if it did."""
         measured = profile.seconds if profile else {}
         self.is_known = bool(measured)
         """True if it has a profile, or a step was measured."""
@@ -65,8 +61,6 @@ class StepCosts:
             if all((sequences, tokens) in known for tokens in self._tokens)
         )
         self._seconds = [[known[size, tokens] for tokens in self._tokens] for size in self._sequences]
-        # Without a profile its level is not known, and each step tells something of it.
-        self._common = common if measured else 1.0
         self._counts = [[PROFILE_STEPS if measured else 0.0] * len(self._tokens) for _ in self._sequences]
         """Steps that each size rests on."""
         self._factor = 1.0
@@ -102,7 +96,10 @@ class StepCosts:
         if count > WINDOW:
             ratio = max(ratio, 1.0 / SURPRISE)
         surprise = min(ratio, SURPRISE) - 1.0
-        self._factor *= 1.0 + share * self._common * surprise
+        # What slows a step of one token each slows all steps. Verifications of proposals tell of themselves alone: the
+        # draft of a shared machine slows them down, and not the target that works without it.
+        if tokens <= sequences:
+            self._factor *= 1.0 + share * surprise
         self._seconds[row][column] *= 1.0 + share * surprise
 
     def _nearest(self, sequences: int, tokens: int) -> tuple[int, int]:

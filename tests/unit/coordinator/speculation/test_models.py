@@ -44,12 +44,17 @@ def test_pauses_of_the_machine_hardly_move_a_profile() -> None:
     assert paused.seconds(1, 5) < 0.014 * 1.25
 
 
-def test_a_general_slowdown_applies_to_sizes_that_no_step_had() -> None:
+def test_what_slows_the_target_alone_slows_all_sizes_and_a_slow_proposal_only_its_own() -> None:
+    costs = StepCosts(PROFILE)
+    for _ in range(200):
+        costs.add(1, 1, 2 * PROFILE.seconds[1, 1], 1.0)
+    assert costs.seconds(1, 1) == pytest.approx(2 * PROFILE.seconds[1, 1], rel=0.05)
+    assert 1.3 < costs.seconds(8, 8) / StepCosts(PROFILE).seconds(8, 8) < 2.1
     costs = StepCosts(PROFILE)
     for _ in range(200):
         costs.add(1, 5, 0.028, 1.0)
     assert costs.seconds(1, 5) == pytest.approx(0.028, rel=0.05)
-    assert 1.3 < costs.seconds(8, 8) / 0.02 < 2.1
+    assert costs.seconds(8, 8) == StepCosts(PROFILE).seconds(8, 8)
 
 
 def test_without_a_profile_the_first_steps_give_the_level() -> None:

@@ -106,10 +106,9 @@ class AheadDrafter:
         following = committed[last.base_length :]
         if last.ranking is None or not following:
             return
-        proposed = last.proposed
-        accepted = common_length(following, proposed)
+        accepted = common_length(following, last.proposed)
         if accepted < len(following):
-            self.history.came(proposed, last.ranking, accepted, following[accepted])
+            self.history.came(last.proposed, last.ranking, accepted, following[accepted])
 
 
 MAX_ROUND_BYTES = 160_000

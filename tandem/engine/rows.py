@@ -460,7 +460,10 @@ def verifications(
     # One copy in and one out for all kinds.
     inputs = [kind.inputs(logits.device) for kind in kinds]
     given = iter(to_device([array for arrays in inputs for array in arrays], logits.device))
-    blocks = [processed(indices if len(kinds) > 1 else None, requests, logits) for indices in groups.values()]
+    blocks = [logits]
+    if len(kinds) > 1 or any(request.adjustments or request.sampling.penalizes for request in requests):
+        parts = torch.split(logits, [request.step.row_count for request in requests])
+        blocks = [torch.cat([_processed(requests[i], parts[i]) for i in own]) for own in groups.values()]
     launched = [
         kind.launch(block, list(islice(given, len(arrays))), sampler)
         for kind, block, arrays in zip(kinds, blocks, inputs, strict=True)
@@ -479,17 +482,6 @@ def _kind_of(request: RowRequest) -> type[RowsOfKind]:
     if request.step.row_kind is RowKind.SUPPORT:
         return SupportRows
     return GreedyTokens if request.sampling.is_greedy else DrawnTokens
-
-
-def processed(indices: Sequence[int] | None, requests: Sequence[RowRequest], logits: Tensor) -> Tensor:
-    """The logits of some of a step's requests, adjusted and penalized where a request asks for it; all where `indices`
-    is None, without a copy when all are taken as they are."""
-    if indices is None:
-        if not any(request.adjustments or request.sampling.penalizes for request in requests):
-            return logits
-        indices = range(len(requests))
-    blocks = torch.split(logits, [request.step.row_count for request in requests])
-    return torch.cat([_processed(requests[i], blocks[i]) for i in indices])
 
 
 def _processed(request: RowRequest, block: Tensor) -> Tensor:

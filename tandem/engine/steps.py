@@ -69,12 +69,6 @@ class SequenceBranches:
     def span(self, group: int) -> Span:
         return self.sequence.tables[group], self.written, self.written + self.token_count
 
-    def first_key(self, window: int | None) -> int:
-        """The first of the sequence's keys that any branch sees. Their own lie behind the trunk in any case."""
-        if window is None:
-            return 0
-        return max(0, min(min(self.positions()) - window + 1, self.sequence.length))
-
 
 class Packing:
     """The tokens of a step in one row, part after part."""

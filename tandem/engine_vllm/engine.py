@@ -211,8 +211,11 @@ class VllmModel:
         return Machinery(cache.shape, cache, steps, max_rows)
 
     def verify(self, requests: SequenceOf[RowRequest], logits: RemoteLogits) -> list[Verification | None]:
-        if not self._core.has_one_process:
-            requests = [_picklable(request) for request in requests]
+        if not self._core.has_one_process:  # what belongs to the event loop cannot be pickled
+            requests = [
+                each if each.on_led is None else replace(each, on_led=None, outcomes=OutcomeTable())
+                for each in requests
+            ]
         return logits.apply(verifications, requests)
 
     def are_finite(self, logits: RemoteLogits) -> bool:
@@ -235,10 +238,6 @@ def _some(bounds: tuple[int, int], logits: Tensor) -> Tensor:
 
 def _are_finite(_: None, logits: Tensor) -> bool:
     return bool(logits.amax(dim=-1).isfinite().all())
-
-
-def _picklable(request: RowRequest) -> RowRequest:
-    return request if request.on_led is None else replace(request, on_led=None, outcomes=OutcomeTable())
 
 
 class VllmSteps(StepBackend):

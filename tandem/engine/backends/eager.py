@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from tandem.engine.kv_cache.arena import KvArena, LayerCache, PageReader, PageWriter
 from tandem.engine.kv_cache.sequence import Segment
-from tandem.engine.models.attention import Scoring, for_rows, forward_arguments, grouped_attention
+from tandem.engine.models.attention import Scoring, forward_arguments, grouped_attention
 from tandem.engine.models.loading import LoadedModel
 from tandem.engine.steps import Packing, SequenceBranches, StepBackend, run_modules
 
@@ -73,7 +73,10 @@ class Group:
         block = query if batch == 1 else query.view(heads, batch, width, -1).transpose(0, 1)
         if not span.is_causal and repeats > 1:
             block = block.reshape(batch, kv_heads, repeats * width, -1)
-        scoring = for_rows(scoring, span.mask, kv_heads, width)
+        sinks = scoring.sinks
+        if sinks is not None:  # of each row: the queries that share a head of keys
+            sinks = sinks.view(kv_heads, -1).repeat_interleave(width, dim=1)
+        scoring = scoring._replace(sinks=sinks, mask=span.mask)
         output = grouped_attention(block, key, value, scoring, is_causal=span.is_causal)
         if width == 1:
             return output.reshape(1, batch, heads, -1)
@@ -94,7 +97,9 @@ class Group:
     def _seen(self, window: int | None, repeats: int, is_explicit: bool) -> _Seen:
         (part,) = self.parts
         assert isinstance(part, SequenceBranches)
-        first, step, device = part.first_key(window), part.step, self._model.device
+        step, device, first = part.step, self._model.device, 0
+        if window is not None:  # their own keys lie behind the trunk in any case
+            first = max(0, min(min(part.positions()) - window + 1, part.sequence.length))
         count, branches = self.width, len(step.trunk_lengths)
         trunk_lengths = torch.tensor(step.trunk_lengths[:count], device=device)[:, None]
         slots = torch.arange(first, self.longest, device=device)[None]

@@ -31,8 +31,9 @@ _FLOATS = frozenset((torch.bfloat16, torch.float16, torch.float32, torch.float64
 _CASTS = frozenset((Tensor.float, Tensor.half, Tensor.bfloat16))
 
 
-class _Wide(TorchFunctionMode):
-    """Widens what every function of torch is called with; a layer's weights are widened while it computes."""
+class ComputingIn(TorchFunctionMode):
+    """All of torch's functions compute in a wider `dtype`: what they are called with is widened, a layer's weights
+    while it computes. What they write to in place must have that dtype already."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -67,13 +68,6 @@ class _Wide(TorchFunctionMode):
         if isinstance(value, Tensor) and value.dtype in _FLOATS and value.dtype is not self._dtype:
             return value.to(self._dtype)
         return self._dtype if isinstance(value, torch.dtype) and value in _FLOATS else value
-
-
-@contextmanager
-def computing_in(dtype: torch.dtype) -> Iterator[None]:
-    """All of torch's functions compute in `dtype`. What they write to in place must have that dtype already."""
-    with _Wide(dtype):
-        yield
 
 
 T = TypeVar("T")
@@ -187,7 +181,7 @@ class Reference:
             backend = make_backend(model, arena)
             if dtype is self._model.dtype:
                 return backend.run(segments, rows).clone()
-            with computing_in(dtype):
+            with ComputingIn(dtype):
                 return backend.run(segments, rows).clone()
 
 

@@ -298,7 +298,12 @@ class PagedCache:
         sequence.restart()
 
     def distrust(self, sequence: Sequence) -> None:
-        self._disown(sequence)
+        pages = [page for table in sequence.tables for page in table.held_pages]
+        for block in self._known_blocks(sequence, 0, sequence.computed_length):
+            pages += block.pages  # its windows may have passed over some
+        for page in pages:
+            self._prefixes.forget(page)
+            self._pool.discard(page)
         self._let_go(sequence)
         sequence.restart()
 
@@ -429,11 +434,3 @@ class PagedCache:
         best = self._prefixes.longest_beginning(parent, token_ids)
         if best is None or best[1] < len(token_ids):
             self._prefixes.enter([table[index] for table in sequence.tables], parent, token_ids)
-
-    def _disown(self, sequence: Sequence) -> None:
-        pages = [page for table in sequence.tables for page in table.held_pages]
-        for block in self._known_blocks(sequence, 0, sequence.computed_length):
-            pages += block.pages  # its windows may have passed over some
-        for page in pages:
-            self._prefixes.forget(page)
-            self._pool.discard(page)

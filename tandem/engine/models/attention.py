@@ -123,13 +123,6 @@ def window_of(mask: Tensor | None) -> int | None:
     return None if int(mask) == _SEES_EVERYTHING else int(mask)
 
 
-def for_rows(scoring: Scoring, mask: Tensor | None, kv_heads: int, width: int) -> Scoring:
-    """A layer's scoring for `grouped_attention` of queries that share a head of keys, `width` tokens of each."""
-    sinks = scoring.sinks
-    repeated = None if sinks is None else sinks.view(kv_heads, -1).repeat_interleave(width, dim=1)
-    return scoring._replace(sinks=repeated, mask=mask)
-
-
 def grouped_attention(
     query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring, *, is_causal: bool = False
 ) -> Tensor:

@@ -18,7 +18,7 @@ from tandem.engine.backends.cpu_native import layers
 from tandem.engine.backends.cpu_native.layers import NativeLayout, PackedLinear
 from tandem.engine.backends.cpu_native.library.kernels import Kernels
 from tandem.engine.backends.eager import eager_backend
-from tandem.engine.backends.trial import DistrustedError, Reference, computing_in, trusted
+from tandem.engine.backends.trial import ComputingIn, DistrustedError, Reference, trusted
 from tandem.engine.core.selection import Backends, choose_backends
 from tandem.engine.kv_cache.arena import PageTable
 from tandem.engine.models.loading import load_model
@@ -145,7 +145,7 @@ def test_wide_arithmetic_leaves_the_weights_as_they_are() -> None:
     values = torch.randn(3, 64).bfloat16()
     with torch.no_grad():
         expected = nn.functional.linear(values.float(), layer.weight.float(), layer.bias.float())
-        with computing_in(torch.float32):
+        with ComputingIn(torch.float32):
             results = layer(values)
     assert results.dtype == torch.float32
     assert torch.equal(results, expected)

@@ -9,48 +9,48 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from coordinator.http.schema import ChatBody, CompletionBody, DetokenizeBody, ResponsesBody, TokenizeBody
+from coordinator.http.schema import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    ResponsesBody,
+    TokenizeBody,
+)
 from tandem import __version__
 
 PAGE = Path(__file__).with_name("page")
 """Folder of the pages' files."""
 
-_BODIES = {
-    "/v1/completions": (CompletionBody, "Complete a prompt, or several"),
-    "/v1/chat/completions": (ChatBody, "Answer a chat"),
-    "/v1/responses": (ResponsesBody, "OpenAI's Responses API, for plain text"),
-    "/tokenize": (TokenizeBody, "The token ids of a prompt or a chat"),
-    "/detokenize": (DetokenizeBody, "The text of token ids"),
-}
-_GETS = {
-    "/v1/models": "The model that is served",
-    "/health": "200, or 503 while it starts or drains; needs no token",
-    "/ping": "The same under the name that SageMaker asks for",
-    "/load": "How many requests run and wait",
-    "/version": "The version",
-    "/metrics": "All metrics in Prometheus's text form",
-    "/tandem/status": "Replicas, load, statistics",
-}
+_ENDPOINTS: tuple[tuple[str, str, str, type[Body] | None], ...] = (
+    ("POST", "/v1/completions", "Complete a prompt, or several", CompletionBody),
+    ("POST", "/v1/chat/completions", "Answer a chat", ChatBody),
+    ("POST", "/v1/responses", "OpenAI's Responses API, for plain text", ResponsesBody),
+    ("POST", "/tokenize", "The token ids of a prompt or a chat", TokenizeBody),
+    ("POST", "/detokenize", "The text of token ids", DetokenizeBody),
+    ("GET", "/v1/models", "The model that is served", None),
+    ("GET", "/health", "200, or 503 while it starts or drains; needs no token", None),
+    ("GET", "/ping", "The same under the name that SageMaker asks for", None),
+    ("GET", "/load", "How many requests run and wait", None),
+    ("GET", "/version", "The version", None),
+    ("GET", "/metrics", "All metrics in Prometheus's text form", None),
+    ("GET", "/tandem/status", "Replicas, load, statistics", None),
+)
 
 
 @cache
 def description() -> dict[str, Any]:
     """The API in OpenAPI's form."""
-    models: Any = [(model, "validation") for model, _ in _BODIES.values()]
+    models: Any = [(body, "validation") for *_, body in _ENDPOINTS if body is not None]
     _, definitions = models_json_schema(models, ref_template="#/components/schemas/{model}")
-    answered = {"200": {"description": "the answer"}}
     paths: dict[str, Any] = {}
-    for path, (model, summary) in _BODIES.items():
-        content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
-        paths[path] = {
-            "post": {
-                "summary": summary,
-                "requestBody": {"required": True, "content": content},
-                "responses": answered | {"400": {"description": "a rule is broken"}},
-            }
-        }
-    for path, summary in _GETS.items():
-        paths[path] = {"get": {"summary": summary, "responses": answered}}
+    for method, path, summary, body in _ENDPOINTS:
+        described: dict[str, Any] = {"summary": summary, "responses": {"200": {"description": "the answer"}}}
+        if body is not None:
+            content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}}
+            described["requestBody"] = {"required": True, "content": content}
+            described["responses"]["400"] = {"description": "a rule is broken"}
+        paths[path] = {method.lower(): described}
     return {
         "openapi": "3.1.0",
         "info": {
@@ -84,7 +84,6 @@ def page() -> str:
     import jinja2  # only for whoever reads the page
 
     template = jinja2.Template((PAGE / "docs.html").read_text(encoding="utf-8"), autoescape=True)
-    paths = [("POST", path, summary) for path, (_, summary) in _BODIES.items()]
-    paths += [("GET", path, summary) for path, summary in _GETS.items()]
+    paths = [endpoint[:3] for endpoint in _ENDPOINTS]
     rendered: str = template.render(version=__version__, paths=paths, fields=list(field_rows()))
     return rendered

@@ -30,27 +30,17 @@ class JsonList:
     """A list that is kept as the bytes of its JSON: rendered piece by piece, it never holds the event loop for long."""
 
     def __init__(self) -> None:
-        self._text = bytearray()
-
-    def __len__(self) -> int:
-        """Number of its bytes, brackets included."""
-        return len(self._text) + 2
+        self.text = bytearray()
+        """Its items, with commas between them."""
 
     def extend(self, items: Iterable[object]) -> int:
         """Append items; the number of bytes that they take."""
-        before = len(self._text)
+        before = len(self.text)
         for item in items:
-            if self._text:
-                self._text += b","
-            self._text += rendered(item)
-        return len(self._text) - before
-
-    def parts(self) -> Iterator[bytes]:
-        """Its JSON, in parts of at most `PART_BYTES`."""
-        yield b"["
-        for start in range(0, len(self._text), PART_BYTES):
-            yield bytes(self._text[start : start + PART_BYTES])
-        yield b"]"
+            if self.text:
+                self.text += b","
+            self.text += rendered(item)
+        return len(self.text) - before
 
 
 def rendered(value: object) -> bytes:
@@ -59,10 +49,10 @@ def rendered(value: object) -> bytes:
     return text.encode("utf-8", "replace")
 
 
-def flattened(value: object) -> Iterator[bytes | JsonList]:
+def flattened(value: object) -> Iterator[bytes | bytearray]:
     """The JSON of a value that holds lists of rendered items, in order."""
     if isinstance(value, JsonList):
-        yield value
+        yield from (b"[", value.text, b"]")
     elif isinstance(value, dict):
         yield b"{"
         for number, (name, item) in enumerate(value.items()):
@@ -80,12 +70,12 @@ def flattened(value: object) -> Iterator[bytes | JsonList]:
         yield rendered(value)
 
 
-def parts(pieces: Iterable[bytes | JsonList]) -> Iterator[bytes]:
-    """Join pieces to parts of about `PART_BYTES`."""
+def parts(pieces: Iterable[bytes | bytearray]) -> Iterator[bytes]:
+    """The same bytes in parts of about `PART_BYTES`."""
     waiting = bytearray()
     for piece in pieces:
-        for part in piece.parts() if isinstance(piece, JsonList) else (piece,):
-            waiting += part
+        for start in range(0, len(piece), PART_BYTES):
+            waiting += piece[start : start + PART_BYTES]
             if len(waiting) >= PART_BYTES:
                 yield bytes(waiting)
                 waiting.clear()

@@ -51,6 +51,7 @@ from tandem.types import (
 from tandem.vocabulary import Vocabulary
 from tests.paths import DEMO_TARGET
 from tests.service.other_tokenizer import renumbered
+from tests.unit.draft_service.test_ahead import proposed
 from tests.unit.draft_service.test_standalone import SAMPLED, job, logits_of, proposals
 from tests.unit.tandem.tiny_tokenizers import END, content_of, tokenizer_of
 
@@ -204,10 +205,9 @@ async def scripted(
 async def test_a_draft_that_writes_the_targets_text_is_right(vocabularies: Vocabularies, kind: str) -> None:
     sequence, _, _ = await scripted(vocabularies, kind=kind)
     tokens = tokenizer_of(kind).encode(TEXT).ids
-    known, accepted, rounds, proposed = 0, 12, 0, 0
+    known, accepted, rounds, proposed_count = 0, 12, 0, 0
     while accepted < len(tokens):
-        proposal = await sequence.propose(ProposeStep(Delta(known, tokens[known:accepted]), 4))
-        assert proposal is not None
+        proposal = await proposed(sequence, ProposeStep(Delta(known, tokens[known:accepted]), 4))
         assert proposal.base_length == accepted
         assert len(proposal) <= 4
         following = tokens[accepted:]
@@ -217,9 +217,9 @@ async def test_a_draft_that_writes_the_targets_text_is_right(vocabularies: Vocab
         )
         # Only the last token of a proposal may be cut short, where the draft's last token ends within it.
         assert right >= len(proposal) - 1
-        rounds, proposed = rounds + 1, proposed + len(proposal)
+        rounds, proposed_count = rounds + 1, proposed_count + len(proposal)
         known, accepted = accepted, accepted + right + 1
-    assert proposed > rounds, "the draft proposed next to nothing"
+    assert proposed_count > rounds, "the draft proposed next to nothing"
 
 
 async def test_a_rollback_reaches_the_draft(vocabularies: Vocabularies) -> None:
@@ -235,8 +235,7 @@ async def test_nothing_is_proposed_within_a_character(vocabularies: Vocabularies
     sequence, _, target = await scripted(vocabularies, "a👩 b")
     tokens = target.encode("a👩 b")
     for length in range(1, 6):
-        proposal = await sequence.propose(ProposeStep(Delta(length - 1, tokens[length - 1 : length]), 4))
-        assert proposal is not None
+        proposal = await proposed(sequence, ProposeStep(Delta(length - 1, tokens[length - 1 : length]), 4))
         assert bool(len(proposal)) is (length in (1, 5))
 
 
@@ -244,8 +243,7 @@ async def test_nothing_is_proposed_behind_what_the_draft_can_read(vocabularies: 
     sequence, drafted, target = await scripted(vocabularies, room=20)
     tokens, longest = target.encode(TEXT), 0
     for length in range(1, len(tokens)):
-        proposal = await sequence.propose(ProposeStep(Delta(length - 1, tokens[length - 1 : length]), 4))
-        assert proposal is not None
+        proposal = await proposed(sequence, ProposeStep(Delta(length - 1, tokens[length - 1 : length]), 4))
         assert not len(proposal) or len(drafted.token_ids) <= 20
         longest = max(longest, len(drafted.token_ids))
     assert longest == 20
@@ -371,18 +369,17 @@ async def assert_ahead_is_what_would_be_proposed(proposer: StandaloneProposer, o
     """After an answer, a hit and a miss."""
     target = Vocabulary(Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json")))
     async with proposer.sequence(options) as sequence:
-        tokens, proposed, hits = target.encode(CODE), list[int](), 0
+        tokens, drafted, hits = target.encode(CODE), list[int](), 0
         step = ProposeStep(Delta(0, tuple(tokens)), K, BUDGET)
         for number in range(6):
             answer = await sequence.propose(step)
-            proposed = proposed if answer is None else [*answer.token_ids]
+            drafted = drafted if answer is None else [*answer.token_ids]
             writes_text = options.vocabulary_mapping is VocabularyMapping.SLEM
             found = await drafted_for(sequence, is_whole=not writes_text)
             async with proposer.sequence(replace(options, ahead=None)) as plain:
                 for (accepted, token_id), proposal in found.items():
-                    before = (*tokens, *proposed[:accepted], token_id)
-                    fresh = await plain.propose(ProposeStep(Delta(0, before), K))
-                    assert fresh is not None
+                    before = (*tokens, *drafted[:accepted], token_id)
+                    fresh = await proposed(plain, ProposeStep(Delta(0, before), K))
                     # A text may have become fewer of the target's tokens than that.
                     expected = fresh.token_ids[: len(proposal)] if writes_text else fresh.token_ids
                     assert proposal.token_ids == expected
@@ -395,8 +392,8 @@ async def assert_ahead_is_what_would_be_proposed(proposer: StandaloneProposer, o
                 accepted, token_id, continuation = 0, target.encode(" x")[0], list[int]()
             else:
                 continuation, hits = [*found[accepted, token_id].token_ids], hits + 1
-            base, new = len(tokens), [*proposed[:accepted], token_id, *continuation]
-            tokens, proposed = [*tokens, *proposed[:accepted], token_id], continuation
+            base, new = len(tokens), [*drafted[:accepted], token_id, *continuation]
+            tokens, drafted = [*tokens, *drafted[:accepted], token_id], continuation
             if continuation:
                 step = ProposeStep(Delta(base, tuple(new)), 0, BUDGET, len(continuation))
             else:
@@ -425,8 +422,7 @@ async def test_proposals_hold_to_the_target_s_grammar(demo_draft: Path, how: str
         proposer.sequence(options) as sequence,
     ):
         tokens = [*prompt, *target.encode("1")]
-        answer = await sequence.propose(ProposeStep(Delta(0, tuple(tokens)), K, BUDGET))
-        assert answer is not None
+        answer = await proposed(sequence, ProposeStep(Delta(0, tuple(tokens)), K, BUDGET))
         written = [[*answer.token_ids]]
         if own.vocabulary_mapping is VocabularyMapping.TLI:
             assert len(answer) == K
@@ -484,8 +480,7 @@ async def test_an_answered_proposal_is_no_part_of_the_sequence(vocabularies: Voc
     """Also where outcomes of its verification are drafted ahead: what was kept of it has to be sent."""
     sequence, _, target = await scripted(vocabularies)
     tokens = target.encode(TEXT)
-    answer = await sequence.propose(ProposeStep(Delta(0, tuple(tokens[:5])), 4, BUDGET))
-    assert answer is not None
+    answer = await proposed(sequence, ProposeStep(Delta(0, tuple(tokens[:5])), 4, BUDGET))
     assert len(answer) > 1
     with pytest.raises(InvalidRequestError, match="starts at token 6, but the sequence has 5"):
         await sequence.propose(ProposeStep(Delta(6, tuple(tokens[6:7])), 4, BUDGET))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from coordinator.transport.draft_client import PendingOutcomes
 from tandem.errors import ProtocolError
-from tandem.types import AheadBudget, DraftedOutcomes, RowKind, SparseDistribution
+from tandem.types import AheadBudget, DraftedOutcomes, Proposal, RowKind, SparseDistribution
 
 VOCABULARY_SIZE = 12
 PREFIX = (7, 8, 9)
@@ -39,14 +39,16 @@ def pending(
     return made
 
 
+def found_in(outcomes: PendingOutcomes, *tokens: int) -> Proposal:
+    """The proposal after the base and these tokens."""
+    proposal = outcomes.find((*PREFIX, *tokens))
+    assert proposal is not None
+    return proposal
+
+
 def test_the_actual_outcome_is_found_with_its_rank_and_all_its_tokens() -> None:
     outcomes = pending(FIRST, SECOND)
-    whole = outcomes.find((*PREFIX, *PROPOSED, 10))
-    none = outcomes.find((*PREFIX, 11))
-    one = outcomes.find((*PREFIX, 1, 1))
-    assert whole is not None
-    assert none is not None
-    assert one is not None
+    whole, none, one = (found_in(outcomes, *tokens) for tokens in ((*PROPOSED, 10), (11,), (1, 1)))
     assert (whole.base_length, whole.token_ids, whole.outcome_rank) == (BASE + 4, (4, 7), 0)
     assert (none.base_length, none.token_ids, none.outcome_rank) == (BASE + 1, (5, 8), 1)
     assert (one.token_ids, one.outcome_rank) == ((6,), 2), "its branch ended after one token"
@@ -57,9 +59,7 @@ def test_a_continuation_that_has_ended_has_the_tokens_before() -> None:
     """One text of a draft with another tokenizer may be fewer tokens than the others'."""
     came = (*PREFIX, *PROPOSED, 10)
     outcomes = pending(FIRST, replace(SECOND, token_ids=(-1, 8)))
-    found, other = outcomes.find(came), outcomes.find((*PREFIX, 11))
-    assert found is not None
-    assert other is not None
+    found, other = found_in(outcomes, *PROPOSED, 10), found_in(outcomes, 11)
     assert (found.token_ids, other.token_ids) == ((4,), (5, 8))
     assert outcomes.unfinished(came, 0.0) is None
     with pytest.raises(ProtocolError, match="went on with a continuation that it had ended"):
@@ -70,15 +70,11 @@ def test_a_continuation_that_has_ended_has_the_tokens_before() -> None:
 def test_the_first_outcome_has_what_the_draft_is_ahead_with() -> None:
     came = (*PREFIX, *PROPOSED, 10)
     outcomes = pending(replace(FIRST, lead_token_ids=(7,)))
-    found, other = outcomes.find(came), outcomes.find((*PREFIX, 11))
-    assert found is not None
-    assert other is not None
+    found, other = found_in(outcomes, *PROPOSED, 10), found_in(outcomes, 11)
     assert (found.token_ids, other.token_ids) == ((4, 7), (5,))
     assert (outcomes.ready_count(came), outcomes.ready_count((*PREFIX, 11))) == (2, 1)
     outcomes.add(replace(SECOND, lead_token_ids=(9,)))
-    found, other = outcomes.find(came), outcomes.find((*PREFIX, 11))
-    assert found is not None
-    assert other is not None
+    found, other = found_in(outcomes, *PROPOSED, 10), found_in(outcomes, 11)
     assert (found.token_ids, other.token_ids) == ((4, 7, 9), (5, 8))
     assert outcomes.unfinished(came, 0.0) is None, "it is complete"
     outcomes.expect(BASE + 4, (4, 7, 9), BUDGET)
@@ -124,8 +120,7 @@ def test_distributions_come_with_their_tokens() -> None:
     supports = (support(4, 5), support(5), support(2, 6))
     first = replace(FIRST, distributions=supports)
     second = replace(SECOND, distributions=(support(7), support(8, 9, 1)))
-    found = pending(first, second, kind=RowKind.SUPPORT).find((*PREFIX, 11))
-    assert found is not None
+    found = found_in(pending(first, second, kind=RowKind.SUPPORT), 11)
     assert found.distributions == (supports[1], second.distributions[1])
 
 

@@ -82,8 +82,12 @@ class Faults:
     """From this step on, columns of messages are cut."""
     full: bool = False
     """True if there is no room for a new sequence."""
+    refused: int = 0
+    """Sequences for which there was none."""
     code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
     steps: int = 0
+    answers: int = 0
+    """With those of steps that the target takes by itself."""
     proposals: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     """What was to be verified, each behind its base length."""
     opened: int = 0
@@ -107,6 +111,7 @@ class FaultyTarget(TargetServicer):
     async def serve_sequence(self, sequence: VerifiedFor) -> None:
         faults = self.faults
         if faults.full:
+            faults.refused += 1
             raise refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
 
         def on_step(step: VerifyStep) -> None:
@@ -118,6 +123,7 @@ class FaultyTarget(TargetServicer):
                 raise refusal(faults.code, "gone")
 
         def on_answer(answer: Verification) -> Verification:
+            faults.answers += 1
             if faults.steps in faults.leaving:
                 raise LeaveError
             if faults.steps in faults.after:

@@ -96,9 +96,15 @@ class Served:
     """Servicers of the draft or the target, or a function that registers others, on a port of their own."""
 
     def __init__(
-        self, *servicers: object, interceptors: Sequence[Any] = (), auth_token: str | None = None
+        self,
+        *servicers: object,
+        interceptors: Sequence[Any] = (),
+        auth_token: str | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
     ) -> None:
-        self.port = 0
+        self.host = host
+        self.port = port
         self.health = Health()
         self.server: grpc.aio.Server
         self._servicers = servicers
@@ -111,7 +117,7 @@ class Served:
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self.host}:{self.port}"
 
     async def start(self, status: int = SERVING) -> None:
         """Start on any port, or again on the same one."""

@@ -143,17 +143,6 @@ async def cluster(model: LoadedModel, request: pytest.FixtureRequest) -> AsyncIt
         yield made
 
 
-async def test_cancelling_while_waiting_for_room_leaves_nothing_behind(cluster: Cluster) -> None:
-    async with Client(cluster.address) as client:
-        tasks = [asyncio.create_task(complete(client, LONG)) for _ in range(MAX_SEQUENCES + 1)]
-        await until(lambda: cluster.target.usage.waiting_count > 0, 10.0)
-        for task in tasks:
-            task.cancel()
-        ends = await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(isinstance(end, asyncio.CancelledError) for end in ends)
-        await cluster.assert_idle_soon()
-
-
 async def test_a_killed_client_process_leaves_nothing_behind(cluster: Cluster) -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", CLIENT, cluster.address, stdout=asyncio.subprocess.PIPE, cwd=ROOT
@@ -246,19 +235,19 @@ async def test_cancelled_requests_leave_nothing_behind(
     logger.info("%d cancels, %d at once, %.1f MiB more", count, at_once, grown)
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 20])
-async def test_computation_stops_within_a_round(cluster: Cluster, tokens: int) -> None:
+async def test_computation_stops_within_a_round(cluster: Cluster) -> None:
     cluster.step_seconds = 0.03
     async with Client(cluster.address) as client:
-        chunks = client.generate(LONG)
-        received = 0
-        while received < tokens:
-            received += len((await anext(chunks)).token_ids)
-        before = cluster.steps
-        await chunks.aclose()
-        await asyncio.sleep(20 * cluster.step_seconds)
-        assert cluster.steps - before <= STEPS_OF_A_ROUND
-        await cluster.assert_idle_soon()
+        for tokens in (1, 20):
+            chunks = client.generate(LONG)
+            received = 0
+            while received < tokens:
+                received += len((await anext(chunks)).token_ids)
+            before = cluster.steps
+            await chunks.aclose()
+            await asyncio.sleep(20 * cluster.step_seconds)
+            assert cluster.steps - before <= STEPS_OF_A_ROUND
+            await cluster.assert_idle_soon()
 
 
 REQUEST = GenerationRequest((10,), max_tokens=40, temperature=0.0, num_speculative_tokens=2, seed=1)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import NamedTuple, TypeVar
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 
@@ -125,17 +126,6 @@ async def test_a_change_applies_to_new_requests_only() -> None:
     assert max(draft.fake.requested) == 6
 
 
-async def test_speculation_can_be_turned_off_and_on() -> None:
-    async with cluster() as (admin, client, *_):
-        await admin.update_config({"speculation": "false"})
-        off = await complete(client, REQUEST)
-        assert not (await admin.status()).settings.is_on
-        await admin.update_config({"speculation": "on"})
-        on = await complete(client, REQUEST)
-    assert (off.stats.drafted, off.token_ids) == (0, on.token_ids)
-    assert on.stats.drafted > 0
-
-
 async def test_a_change_that_breaks_a_rule_is_refused_with_its_sentence() -> None:
     async with cluster() as (admin, *_):
         with pytest.raises(InvalidRequestError, match="num_speculative_tokens is 0"):
@@ -241,30 +231,42 @@ async def test_without_gain_speculation_is_off_with_the_two_deciding_rates() -> 
         assert 0 < with_draft.value < alone.value
 
 
-async def test_without_a_draft_speculation_is_off() -> None:
-    assert await states(FakeTarget()) == [speculation_report.off(speculation_report.NO_DRAFT)] * 3
+ON = SpeculationState(True, 2)
 
 
-async def test_a_request_for_the_target_alone_does_not_affect_the_next_one() -> None:
-    alone = GenerationRequest((10,), max_tokens=8, temperature=0.0, speculation=False)
-    assert await states(FakeTarget(), FakeDraft(), request=alone) == [
-        speculation_report.off(speculation_report.NOT_ASKED),
-        *[SpeculationState(True, 2)] * 2,
-    ]
+@pytest.mark.parametrize(
+    ("fakes", "options", "summary", "status"),
+    [
+        ((FakeTarget,), {}, *[speculation_report.off(speculation_report.NO_DRAFT)] * 2),
+        (
+            (FakeTarget, FakeDraft),
+            {"speculation": False},
+            speculation_report.off(speculation_report.NOT_ASKED),
+            ON,
+        ),
+        (
+            (FakeTarget, FakeDraft),
+            {"max_tokens": 1},
+            replace(ON, reason=speculation_report.TOO_SHORT),
+            ON,
+        ),
+    ],
+    ids=["no draft", "the target alone is asked for", "too short"],
+)
+async def test_the_state_of_a_completion_and_of_the_coordinator(
+    fakes: Sequence[type[Fake]], options: dict[str, Any], summary: SpeculationState, status: SpeculationState
+) -> None:
+    found = await states(*(fake() for fake in fakes), request=replace(FORTY_TOKENS, **options))
+    assert found == [summary, status, status]
 
 
-async def test_a_completion_of_one_token_uses_no_draft() -> None:
-    short = GenerationRequest((10,), max_tokens=1, temperature=0.0)
-    summary, status, _ = await states(FakeTarget(), FakeDraft(), request=short)
-    assert summary == SpeculationState(True, 2, speculation_report.TOO_SHORT)
-    assert status == SpeculationState(True, 2)
-
-
-async def test_an_administrator_can_switch_speculation_off() -> None:
-    async with fleet(FakeTarget(), FakeDraft()) as (client, *_):
-        async with AdminClient(client.address) as admin:
-            await admin.update_config({"speculation": "false"})
+async def test_an_administrator_can_switch_speculation_off_and_on() -> None:
+    async with fleet(FakeTarget(), FakeDraft()) as (client, *_), AdminClient(client.address) as admin:
+        await admin.update_config({"speculation": "false"})
         assert await told(client, FORTY_TOKENS) == [speculation_report.off(speculation_report.DISABLED)] * 3
+        assert not (await admin.status()).settings.is_on
+        await admin.update_config({"speculation": "on"})
+        assert (await client.complete(FORTY_TOKENS)).speculation.drafted > 0
 
 
 async def test_an_unreachable_draft_is_the_reason() -> None:

@@ -196,12 +196,28 @@ def texts(completed: Sequence[Completed]) -> list[tuple[int, ...]]:
     return [each.token_ids for each in completed]
 
 
-async def test_greedy_and_seeded_texts_are_the_targets(pair: Pair) -> None:
+async def test_the_draft_is_found_and_greedy_and_seeded_texts_are_the_targets(pair: Pair) -> None:
     """One request, then sixteen at once, then the same prompts again, whose pages are reused."""
     alone = [replace(request, speculation=False) for request in SEEDED]
-    (first, second, third, seeded, together, without), _ = await completed(
-        pair, MANY[:1], MANY, MANY, SEEDED[:1], SEEDED, alone
-    )
+    batches = MANY[:1], MANY, MANY, SEEDED[:1], SEEDED, alone
+    hosted: Host
+    async with asyncio.timeout(SECONDS), pair.host() as hosted, over(hosted) as (address, service):
+        by_role = {each.role: each for each in service.replicas.snapshots()}
+        assert by_role[Role.DRAFT].address == by_role[Role.TARGET].address == hosted.address
+        model = by_role[Role.DRAFT].model
+        assert model is not None
+        assert model.drafting_method == pair.method
+        first, second, third, seeded, together, without = [
+            await complete_all(address, batch) for batch in batches
+        ]
+        async with Client(address) as client, AdminClient(address) as admin:
+            await complete(client, replace(GREEDY, temperature=1.0, seed=1))
+            penalized = await complete(client, replace(GREEDY, frequency_penalty=1.0))
+            assert (penalized.stats.drafted == 0) == (pair.draft is not None)
+            rules = set((await admin.stats()).by_rule)
+    # MAX has no Medusa and no DFlash, and vLLM's rule for them is lossless.
+    usual = "residual" if pair.method in ("medusa", "dflash") else "typical-acceptance"
+    assert rules == {"greedy", "strict", usual}
     expected = [by_transformers(pair.model, prompt) for prompt in PROMPTS]
     assert texts([*first, *second, *third]) == [expected[0], *expected, *expected]
     assert accepted(second) > len(MANY), "the draft was right now and then"
@@ -265,24 +281,6 @@ async def test_a_lost_target_takes_its_draft_along_and_the_text_stays(pair: Pair
         drafts = {each.address: each for each in service.replicas.snapshots() if each.role is Role.DRAFT}
     assert texts(found) == [by_transformers(pair.model, prompt) for prompt in PROMPTS]
     assert drafts[second.address].figures.accepted > 0
-
-
-async def test_the_coordinator_finds_the_draft_and_takes_the_rule_of_its_method(pair: Pair) -> None:
-    hosted: Host
-    async with asyncio.timeout(SECONDS), pair.host() as hosted, over(hosted) as (address, service):
-        by_role = {each.role: each for each in service.replicas.snapshots()}
-        assert by_role[Role.DRAFT].address == by_role[Role.TARGET].address == hosted.address
-        model = by_role[Role.DRAFT].model
-        assert model is not None
-        assert model.drafting_method == pair.method
-        async with Client(address) as client:
-            await complete(client, replace(GREEDY, temperature=1.0, seed=1))
-            penalized = await complete(client, replace(GREEDY, frequency_penalty=1.0))
-            assert (penalized.stats.drafted == 0) == (pair.draft is not None)
-        async with AdminClient(address) as admin:
-            rules = list((await admin.stats()).by_rule)
-    # MAX has no Medusa and no DFlash, and vLLM's rule for them is lossless.
-    assert rules == ["greedy", "residual" if pair.method in ("medusa", "dflash") else "typical-acceptance"]
 
 
 @pytest.fixture(scope="module")

@@ -18,14 +18,8 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha import reflection
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from tandem.client import NO_RETRIES, Client, Completed, Options, Retries
-from tandem.errors import (
-    CapacityError,
-    DeadlineError,
-    InvalidRequestError,
-    ServiceUnavailableError,
-    UnauthenticatedError,
-)
+from tandem.client import Client, Completed, Options, Retries
+from tandem.errors import DeadlineError, InvalidRequestError, ServiceUnavailableError, UnauthenticatedError
 from tandem.rpc.credentials import Credentials
 from tandem.serving.interceptors import Context
 from tandem.sync_client import SyncClient
@@ -255,34 +249,6 @@ async def test_a_broken_stream_goes_on_after_what_it_has_delivered(kind: str) ->
         completed = await completer(kind, address, retries=Retries(first_wait_seconds=0.01))("x")
     assert (completed.text, completed.token_ids) == ("a" * 13, (1,) * 13)
     assert servicer.delivered == [1] * 12
-
-
-@BOTH
-@pytest.mark.parametrize(
-    ("make", "retries", "error", "calls"),
-    [
-        (lambda: FlakyCoordinator(UNAVAILABLE, after=1), Retries(goes_on=False), ServiceUnavailableError, 1),
-        (
-            lambda: FlakyCoordinator(*[UNAVAILABLE] * 9),
-            Retries(first_wait_seconds=0.01),
-            ServiceUnavailableError,
-            4,
-        ),
-        (lambda: FlakyCoordinator(UNAVAILABLE), NO_RETRIES, ServiceUnavailableError, 1),
-        (lambda: FlakyCoordinator(EXHAUSTED, hint=None), Retries(), CapacityError, 1),
-        (lambda: FlakyCoordinator(EXHAUSTED, hint=60.0), Retries(), CapacityError, 1),
-        (lambda: FlakyCoordinator(grpc.StatusCode.INVALID_ARGUMENT), Retries(), InvalidRequestError, 1),
-    ],
-    ids=["may not go on", "too many", "retries off", "no hint", "too long a wait", "invalid"],
-)
-async def test_other_errors_are_raised(
-    kind: str, make: Callable[[], FlakyCoordinator], retries: Retries, error: type[Exception], calls: int
-) -> None:
-    servicer = make()
-    async with serving_flaky(servicer) as address:
-        with pytest.raises(error):
-            await completer(kind, address, retries=retries)("x")
-    assert servicer.calls == calls
 
 
 @BOTH

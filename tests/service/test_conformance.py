@@ -8,8 +8,10 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import grpc.aio
 import numpy as np
@@ -73,8 +75,18 @@ async def test_a_draft_without_a_model_conforms(new: NewProposer) -> None:
 # ---- faults
 
 
+Hook = Callable[["Faulty", Any], Any]
+
+
 class Faulty(DraftServicer):
-    """A draft that is right but for what its subclass does."""
+    """A draft that is right but for what these functions do: `proposal` and `outcomes` return what is said in place of
+    an answer, `request` and `response` change a message that has come or is to leave."""
+
+    def __init__(self, **hooks: Hook) -> None:
+        super().__init__()
+        self.hooks = hooks
+        self.opened: set[int] = set()
+        self.turn = False
 
     async def serve_sequence(self, sequence: DraftedFor) -> None:
         self.last: ProposeStep | None = None
@@ -84,36 +96,27 @@ class Faulty(DraftServicer):
             last, self.last = self.last, step
             self.rolled_back = last is not None and 0 < step.delta.base_length < last.delta.length
 
-        await super().serve_sequence(hooked(sequence, on_step, self._answer))
+        def on_answer(answer: Answer) -> Answer:
+            said: Answer = self._hooked("proposal" if isinstance(answer, Proposal) else "outcomes", answer)
+            return said
+
+        await super().serve_sequence(hooked(sequence, on_step, on_answer))
 
     async def Propose(
         self, request_iterator: AsyncIterator[ProposeRequest], context: Context
     ) -> AsyncIterator[ProposeResponse]:
         async def requests() -> AsyncIterator[ProposeRequest]:
             async for message in request_iterator:
-                self.request(message)
+                self._hooked("request", message)
                 yield message
 
         async for response in super().Propose(requests(), context):
-            self.response(response)
+            self._hooked("response", response)
             yield response
 
-    def _answer(self, answer: Answer) -> Answer:
-        return self.proposal(answer) if isinstance(answer, Proposal) else self.outcomes(answer)
-
-    def proposal(self, proposal: Proposal) -> Proposal:
-        """Answer with this."""
-        return proposal
-
-    def outcomes(self, outcomes: DraftedOutcomes) -> DraftedOutcomes:
-        """Push this."""
-        return outcomes
-
-    def request(self, message: ProposeRequest) -> None:
-        """A message arrives."""
-
-    def response(self, message: ProposeResponse) -> None:
-        """A message is sent."""
+    def _hooked(self, kind: str, of: Any) -> Any:
+        hook = self.hooks.get(kind)
+        return of if hook is None else hook(self, of)
 
 
 def shifted(proposal: Proposal) -> Proposal:
@@ -121,6 +124,50 @@ def shifted(proposal: Proposal) -> Proposal:
     return replace(
         proposal, token_ids=tuple(token_id ^ 1 for token_id in proposal.token_ids), distributions=()
     )
+
+
+def chatty(_: Faulty, proposal: Proposal) -> Proposal:
+    sure = tuple(SparseDistribution(np.array([each]), np.ones(1)) for each in proposal.token_ids)
+    return replace(proposal, distributions=sure)
+
+
+def unseeded(draft: Faulty, proposal: Proposal) -> Proposal:
+    draft.turn = not draft.turn
+    return shifted(proposal) if draft.turn else proposal
+
+
+def vague(_: Faulty, message: ProposeResponse) -> None:
+    for end in message.ends:
+        end.code = end.code and grpc.StatusCode.INTERNAL.value[0]
+
+
+def tolerant(draft: Faulty, message: ProposeRequest) -> None:
+    kept = [each for each in message.opens if each.sequence not in draft.opened]
+    del message.opens[:]
+    message.opens.extend(kept)
+    draft.opened |= {each.sequence for each in kept}
+
+
+def fragile(_: Faulty, message: ProposeRequest) -> None:
+    if message.cancelled_sequences:
+        raise InvalidRequestError("cancelled")
+
+
+def generous(_: Faulty, outcomes: DraftedOutcomes) -> DraftedOutcomes:
+    if outcomes.depth:
+        return outcomes
+    more = range(100)
+    return replace(
+        outcomes,
+        token_ids=outcomes.token_ids + (1,) * len(more),
+        accepted_counts=outcomes.accepted_counts + (0,) * len(more),
+        next_token_ids=outcomes.next_token_ids + tuple(more),
+    )
+
+
+def boundless(_: Faulty, message: ProposeRequest) -> None:
+    for each in message.opens:
+        each.ClearField("ahead")
 
 
 class Nameless(Faulty):
@@ -132,77 +179,6 @@ class Nameless(Faulty):
         return answer
 
 
-class Talkative(Faulty):
-    """Proposes a token where none is asked for."""
-
-    def proposal(self, proposal: Proposal) -> Proposal:
-        return replace(proposal, token_ids=(*proposal.token_ids, 1))
-
-
-class Misplaced(Faulty):
-    """Answers with the length after the proposal."""
-
-    def proposal(self, proposal: Proposal) -> Proposal:
-        return replace(proposal, base_length=proposal.base_length + 1)
-
-
-class Chatty(Faulty):
-    """Sends distributions unasked."""
-
-    def proposal(self, proposal: Proposal) -> Proposal:
-        sure = tuple(SparseDistribution(np.array([each]), np.ones(1)) for each in proposal.token_ids)
-        return replace(proposal, distributions=sure)
-
-
-class Unseeded(Faulty):
-    """Draws otherwise each time."""
-
-    def proposal(self, proposal: Proposal) -> Proposal:
-        self.turn = not getattr(self, "turn", False)
-        return shifted(proposal) if self.turn else proposal
-
-
-class Unlikely(Faulty):
-    """Proposes tokens to which its distributions give no probability."""
-
-    def proposal(self, proposal: Proposal) -> Proposal:
-        return replace(proposal, token_ids=(0,) * len(proposal))
-
-
-class WithoutLogits(Faulty):
-    def proposal(self, proposal: Proposal) -> Proposal:
-        return replace(proposal, token_logits=None)
-
-
-class Twice(Faulty):
-    """Answers each step twice."""
-
-    def response(self, message: ProposeResponse) -> None:
-        message.proposals.extend(list(message.proposals))
-
-
-class Forgetful(Faulty):
-    """Takes a repeated delta for more tokens."""
-
-    def proposal(self, proposal: Proposal) -> Proposal:
-        return shifted(proposal) if self.last is not None and self.last.delta.base_length else proposal
-
-
-class Stuck(Faulty):
-    """Keeps what was rolled back."""
-
-    def proposal(self, proposal: Proposal) -> Proposal:
-        return shifted(proposal) if self.rolled_back else proposal
-
-
-class Vague(Faulty):
-    """Ends sequences with a status of its own."""
-
-    def response(self, message: ProposeResponse) -> None:
-        for end in message.ends:
-            end.code = end.code and grpc.StatusCode.INTERNAL.value[0]
-
-
 class Endless(Faulty):
     """Proposes as much as it is asked for."""
 
@@ -211,53 +187,15 @@ class Endless(Faulty):
             await sequence.answer(Proposal(step.delta.length, (1,) * min(step.token_count, 5000)))
 
 
-class Tolerant(Faulty):
-    """Passes over an Open of a sequence that is open."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.opened: set[int] = set()
-
-    def request(self, message: ProposeRequest) -> None:
-        kept = [each for each in message.opens if each.sequence not in self.opened]
-        del message.opens[:]
-        message.opens.extend(kept)
-        self.opened |= {each.sequence for each in kept}
-
-
 class Careless(Faulty):
     """Ends a stream that it cannot read as if nothing were wrong."""
 
     async def Propose(
         self, request_iterator: AsyncIterator[ProposeRequest], context: Context
     ) -> AsyncIterator[ProposeResponse]:
-        try:
+        with suppress(InvalidRequestError):
             async for response in super().Propose(request_iterator, context):
                 yield response
-        except InvalidRequestError:
-            return
-
-
-class Mute(Faulty):
-    """Does not say that a sequence has ended."""
-
-    def response(self, message: ProposeResponse) -> None:
-        del message.ends[:]
-
-
-class Repeating(Faulty):
-    """Says again, with each message, that the first sequence has ended."""
-
-    def response(self, message: ProposeResponse) -> None:
-        message.ends.add(sequence=1)
-
-
-class Fragile(Faulty):
-    """Breaks the stream with a cancelled sequence."""
-
-    def request(self, message: ProposeRequest) -> None:
-        if message.cancelled_sequences:
-            raise InvalidRequestError("cancelled")
 
 
 class Clinging(Faulty):
@@ -271,63 +209,74 @@ class Clinging(Faulty):
         await asyncio.Event().wait()
 
 
-class Generous(Faulty):
-    """Pushes more than it was granted."""
-
-    def outcomes(self, outcomes: DraftedOutcomes) -> DraftedOutcomes:
-        if outcomes.depth:
-            return outcomes
-        more = range(100)
-        return replace(
-            outcomes,
-            token_ids=outcomes.token_ids + (1,) * len(more),
-            accepted_counts=outcomes.accepted_counts + (0,) * len(more),
-            next_token_ids=outcomes.next_token_ids + tuple(more),
-        )
+def with_extra_token(_: Faulty, proposal: Proposal) -> Proposal:
+    return replace(proposal, token_ids=(*proposal.token_ids, 1))
 
 
-class Stale(Faulty):
-    """Pushes outcomes of a round that has not begun."""
-
-    def outcomes(self, outcomes: DraftedOutcomes) -> DraftedOutcomes:
-        return replace(outcomes, base_length=outcomes.base_length + 1)
+def misplaced(_: Faulty, answer: Any) -> Any:
+    return replace(answer, base_length=answer.base_length + 1)
 
 
-class Boundless(Faulty):
-    """Takes any budget."""
-
-    def request(self, message: ProposeRequest) -> None:
-        for each in message.opens:
-            each.ClearField("ahead")
-
-
-FAULTS: list[tuple[str, type[Faulty]]] = [
-    ("model", Nameless),
-    ("reading", Talkative),
-    ("proposals", Misplaced),
-    ("token rows", Chatty),
-    ("distributions", Unseeded),
-    ("distributions", Unlikely),
-    ("token logits", WithoutLogits),
-    ("order", Twice),
-    ("idempotence", Forgetful),
-    ("rollback", Stuck),
-    ("malformed", Vague),
-    ("huge", Endless),
-    ("opening", Tolerant),
-    ("torn", Careless),
-    ("finish", Mute),
-    ("stale", Repeating),
-    ("cancel", Fragile),
-    ("half-closed", Clinging),
-    ("ahead", Generous),
-    ("ahead", Stale),
-    ("budgets", Boundless),
+FAULTS: list[tuple[str, str, Callable[[], Faulty]]] = [
+    ("model", "names no tokenizer", Nameless),
+    ("reading", "proposes a token where none is asked for", partial(Faulty, proposal=with_extra_token)),
+    ("proposals", "answers with the length after the proposal", partial(Faulty, proposal=misplaced)),
+    ("token rows", "sends distributions unasked", partial(Faulty, proposal=chatty)),
+    ("distributions", "draws otherwise each time", partial(Faulty, proposal=unseeded)),
+    (
+        "distributions",
+        "proposes tokens to which its distributions give no probability",
+        partial(Faulty, proposal=lambda _, each: replace(each, token_ids=(0,) * len(each))),
+    ),
+    (
+        "token logits",
+        "sends none",
+        partial(Faulty, proposal=lambda _, each: replace(each, token_logits=None)),
+    ),
+    (
+        "order",
+        "answers each step twice",
+        partial(Faulty, response=lambda _, each: each.proposals.extend(list(each.proposals))),
+    ),
+    (
+        "idempotence",
+        "takes a repeated delta for more tokens",
+        partial(
+            Faulty,
+            proposal=lambda draft, each: (
+                shifted(each) if draft.last and draft.last.delta.base_length else each
+            ),
+        ),
+    ),
+    (
+        "rollback",
+        "keeps what was rolled back",
+        partial(Faulty, proposal=lambda draft, each: shifted(each) if draft.rolled_back else each),
+    ),
+    ("malformed", "ends sequences with a status of its own", partial(Faulty, response=vague)),
+    ("huge", "proposes as much as it is asked for", Endless),
+    ("opening", "passes over an Open of a sequence that is open", partial(Faulty, request=tolerant)),
+    ("torn", "ends a stream that it cannot read as if nothing were wrong", Careless),
+    (
+        "finish",
+        "does not say that a sequence has ended",
+        partial(Faulty, response=lambda _, each: each.ClearField("ends")),
+    ),
+    (
+        "stale",
+        "says again, with each message, that the first sequence has ended",
+        partial(Faulty, response=lambda _, each: each.ends.add(sequence=1)),
+    ),
+    ("cancel", "breaks the stream with a cancelled sequence", partial(Faulty, request=fragile)),
+    ("half-closed", "keeps a stream that has ended", Clinging),
+    ("ahead", "pushes more than it was granted", partial(Faulty, outcomes=generous)),
+    ("ahead", "pushes outcomes of a round that has not begun", partial(Faulty, outcomes=misplaced)),
+    ("budgets", "takes any budget", partial(Faulty, request=boundless)),
 ]
 
 
 def test_each_check_has_a_fault() -> None:
-    assert {name for name, _ in FAULTS} | {"health", "unchanged"} == set(CHECKS)
+    assert {name for name, *_ in FAULTS} | {"health", "unchanged"} == set(CHECKS)
 
 
 async def fails(address: str, name: str) -> None:
@@ -341,8 +290,10 @@ async def fails(address: str, name: str) -> None:
     assert "UNAVAILABLE" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "fault"), FAULTS, ids=lambda each: getattr(each, "__name__", each))
-async def test_a_fault_is_found(name: str, fault: type[Faulty], model: LoadedModel) -> None:
+@pytest.mark.parametrize(
+    ("name", "fault"), [pytest.param(name, fault, id=words) for name, words, fault in FAULTS]
+)
+async def test_a_fault_is_found(name: str, fault: Callable[[], Faulty], model: LoadedModel) -> None:
     async with draft(model, fault()) as (address, _):
         await fails(address, name)
 
@@ -370,7 +321,7 @@ async def command(*words: str) -> tuple[int, str, str]:
 
 
 async def test_the_command_says_what_fails() -> None:
-    async with serving(model_free(Misplaced())) as (address, _):
+    async with serving(model_free(Faulty(proposal=misplaced))) as (address, _):
         code, out, _ = await command(address, "--json")
         report = json.loads(out)
         assert (code, report["conforms"]) == (1, False)

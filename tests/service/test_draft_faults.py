@@ -139,18 +139,15 @@ FAULTS: dict[str, Callable[[], FakeDraft]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_a_faulty_draft_leaves_the_targets_own_tokens(fault: str, temperature: float) -> None:
-    request = GenerationRequest(
-        (10,), max_tokens=30, temperature=temperature, num_speculative_tokens=2, seed=1
-    )
+async def test_a_faulty_draft_leaves_the_targets_own_tokens(fault: str) -> None:
+    request = GenerationRequest((10,), max_tokens=30, num_speculative_tokens=2, seed=1)
     draft = FAULTS[fault]()
     async with cluster(FakeTarget(), draft, draft_patience_seconds=PATIENCE_SECONDS) as client:
-        completed = await complete(client, request)
-        again = await complete(client, request)
+        for temperature in (1.0, 0.0):
+            completed = await complete(client, replace(request, temperature=temperature))
+            assert completed.token_ids == tuple(range(11, 41))
+            assert completed.finish_reason is FinishReason.LENGTH
         await until(lambda: not draft.running)
-    assert completed.token_ids == again.token_ids == tuple(range(11, 41))
-    assert completed.finish_reason is FinishReason.LENGTH
 
 
 async def test_a_late_answer_is_dropped_and_the_draft_is_used_again() -> None:

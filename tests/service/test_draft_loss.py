@@ -159,7 +159,7 @@ async def test_a_draining_draft_is_left_between_two_rounds(role: str) -> None:
     assert completed.stats.accepted == completed.stats.drafted > 0
 
 
-@pytest.mark.parametrize("rule", [None, "strict", "residual", "block"])
+@pytest.mark.parametrize("rule", [None, "residual"])
 async def test_a_useless_draft_is_paused(rule: str | None) -> None:
     draft = useless()
     async with fleet(FakeTarget(), draft, speculation_policy="adaptive") as (client, *_):

@@ -167,16 +167,18 @@ async def test_the_text_is_the_same_as_without_drafting_ahead(
         assert both.draft.pushes == 0, "without a budget the draft pushes nothing"
         assert hits(before) == 0
         assert before[0].token_ids == alone.token_ids
-        completed = before
-        for ahead in AHEAD:
-            requested = both.draft.requested
-            completed = await both.completed(ahead, *requests)
-            assert [each.token_ids for each in completed] == [each.token_ids for each in before]
-            assert drafted_tokens(completed[2:]) == drafted_tokens(before[2:])
-            assert hits(completed) > 0
-            rounds = sum(each.stats.rounds for each in completed)
-            assert both.draft.requested - requested <= rounds - hits(completed), "a hit needs no request"
-        assert all(each.stats.ahead.hits for each in completed), "each rule has hits with 16 outcomes"
+        without_hit = {*REQUESTS}
+        while without_hit:  # on a busy machine all that was drafted ahead may come too late
+            for ahead in AHEAD:
+                requested = both.draft.requested
+                completed = await both.completed(ahead, *requests)
+                assert [each.token_ids for each in completed] == [each.token_ids for each in before]
+                assert drafted_tokens(completed[2:]) == drafted_tokens(before[2:])
+                rounds = sum(each.stats.rounds for each in completed)
+                assert both.draft.requested - requested <= rounds - hits(completed), "a hit needs no request"
+            for rule, each in zip(REQUESTS, completed, strict=True):
+                if each.stats.ahead.hits:
+                    without_hit.discard(rule)
         assert not both.draft.running
 
 
@@ -189,27 +191,25 @@ async def test_under_load_no_draft_is_lost(
     async with pair(target_model, draft_model, step_seconds=0.004) as both:
         async with both.coordinated("off") as address:
             before = await complete_all(address, requests, at_once=16)
-        loads: tuple[tuple[int, Literal["fixed", "adaptive"], int], ...]
-        loads = ((4, "fixed", 4), (16, "fixed", 16), (16, "adaptive", 16))
-        for ahead, policy, at_once in loads:
-            async with both.coordinated(ahead, policy) as address:
-                completed = await complete_all(address, requests, at_once=at_once)
+        policies: tuple[Literal["fixed", "adaptive"], ...] = ("fixed", "adaptive")
+        for policy in policies:
+            async with both.coordinated(16, policy) as address:
+                completed = await complete_all(address, requests, at_once=16)
             assert [one.token_ids for one in completed] == [one.token_ids for one in before]
             assert hits(completed) > 0 or policy == "adaptive"
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-@pytest.mark.parametrize("ahead", AHEAD)
 @pytest.mark.parametrize("fault", ["breaks_at", "leaves_at"])
 async def test_losing_the_draft_during_pushes_costs_no_token(
-    fault: str, ahead: DraftAhead, target_model: LoadedModel, draft_model: LoadedModel
+    fault: str, target_model: LoadedModel, draft_model: LoadedModel
 ) -> None:
     requests = [REQUESTS["greedy"], REQUESTS["strict"]]
     requests = [replace(request, max_tokens=60) for request in requests]
     async with pair(target_model, draft_model) as both:
         before = await both.completed("off", *requests)
         getattr(both.draft, fault).update({1, 2, 5, 9, 20})
-        completed = await both.completed(ahead, *requests)
+        completed = await both.completed(16, *requests)
         assert both.draft.pushes >= 5
         assert [each.token_ids for each in completed] == [each.token_ids for each in before]
         await until(lambda: not both.draft.running)
@@ -266,14 +266,13 @@ def exact_places(model: Any, request: GenerationRequest) -> Distribution:
     return found
 
 
-@pytest.mark.parametrize("rule", ["residual", "block"])
 @pytest.mark.parametrize(
-    ("at_once", "step_seconds", "seeds", "distance"),
+    ("rule", "at_once", "step_seconds", "seeds", "distance"),
     [
-        (1, 0.004, 120, 0.45),
-        (16, 0.08, 128, 0.45),
-        pytest.param(1, 0.004, 1600, 0.15, marks=pytest.mark.soak),
-        pytest.param(16, 0.08, 1600, 0.15, marks=pytest.mark.soak),
+        ("residual", 1, 0.004, 120, 0.45),
+        ("block", 16, 0.08, 128, 0.45),
+        pytest.param("residual", 16, 0.08, 1600, 0.15, marks=pytest.mark.soak),
+        pytest.param("block", 1, 0.004, 1600, 0.15, marks=pytest.mark.soak),
     ],
 )
 async def test_the_tokens_have_the_targets_distribution(

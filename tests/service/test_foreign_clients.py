@@ -1,4 +1,4 @@
-"""Third-party clients: LangChain itself, in a process of its own, and requests as LiteLLM and lm-eval send them."""
+"""A third-party client: LangChain itself, in a process of its own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,27 +30,6 @@ print(json.dumps({
     "plain_stream": "".join(plain.stream("def f():")),
 }))
 """
-
-LITELLM_REQUESTS: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {
-        "model": "fake",
-        "messages": [{"role": "user", "content": "a"}],
-        "max_tokens": 5,
-        "temperature": 0,
-    },
-    "/v1/completions": {"model": "fake", "prompt": "def f():", "max_tokens": 5, "temperature": 0},
-}
-"""As LiteLLM 1.83.0 sends them."""
-
-LM_EVAL_REQUEST: dict[str, Any] = {
-    "prompt": "def f():",
-    "model": "fake",
-    "max_tokens": 5,
-    "temperature": 0.0,
-    "stop": ["zzz"],
-    "seed": 1234,
-}
-"""As `local-completions` of lm-eval 0.4.13 sends it."""
 
 
 async def answers(script: str, cluster: HttpCluster) -> dict[str, str]:
@@ -80,25 +58,3 @@ async def test_langchain_completes(template: Path) -> None:
         printed = await answers(LANGCHAIN, cluster)
     assert printed["chat"] == printed["chat_stream"] == after("user: a\n")
     assert printed["plain"] == printed["plain_stream"] == after("def f():")
-
-
-async def test_the_requests_of_litellm(template: Path) -> None:
-    async with http_cluster(FakeTarget(), FakeDraft(), chat_template=template) as cluster:
-        chat, plain = [
-            (await cluster.http.post(path, json=body)).json()["choices"][0]
-            for path, body in LITELLM_REQUESTS.items()
-        ]
-    assert chat["message"]["content"] == after("user: a\n")
-    assert plain["text"] == after("def f():")
-
-
-async def test_the_request_of_lm_eval() -> None:
-    async with http_cluster(FakeTarget(), FakeDraft()) as cluster:
-        answer = await cluster.http.post("/v1/completions", json=LM_EVAL_REQUEST)
-        refused = await cluster.http.post(
-            "/v1/completions", json=LM_EVAL_REQUEST | {"echo": True, "logprobs": 1}
-        )
-    assert answer.json()["choices"][0]["text"] == after("def f():")
-    assert refused.json()["error"]["message"].startswith(
-        "echo is true and a draft proposes; it must be false"
-    )

@@ -232,15 +232,3 @@ async def test_a_request_whose_body_has_not_come_is_refused_when_the_server_clos
     assert answer.startswith("HTTP/1.1 503 ")
     assert "the coordinator is shutting down; send the request again" in answer
     assert not [record for record in caplog.records if record.exc_info]
-
-
-async def test_status_and_version() -> None:
-    async with http_cluster(FakeTarget(), FakeDraft()) as cluster:
-        await cluster.http.post("/v1/completions", json={"prompt": [10], "max_tokens": 11, "temperature": 0})
-        status = (await cluster.http.get("/tandem/status")).json()
-        assert {"version"} == set((await cluster.http.get("/version")).json())
-    assert status["state"] == "ready"
-    assert [replica["role"] for replica in status["replicas"]] == ["target", "draft"]
-    assert all(replica["state"] == "ready" for replica in status["replicas"])
-    assert status["speculation"]["accepted"] > 0
-    assert status["load"] == {"running": 0, "queued": 0}

@@ -132,7 +132,9 @@ async def test_tokens() -> None:
 
 async def test_dns_rebinding_is_refused() -> None:
     async with http_cluster(FakeTarget()) as cluster:
-        refused, taken = ("evil.example", "evil.example:80", "["), ("localhost:1", "LOCALHOST", "[::1]")
+        taken = ("localhost:1", "LOCALHOST", "[::1]")
+        refused = ("evil.example", "evil.example:80", "[", "x@127.0.0.1", "127.0.0.1#.x", "127.0.0.1?x",
+                   "127.0.0.1/", "[::1]x", "127.0.0.1:80:1")  # fmt: skip
         hosts = dict.fromkeys(refused, 403) | dict.fromkeys(taken, 200)
         for host, status in hosts.items():
             assert (await cluster.http.get("/v1/models", headers={"host": host})).status_code == status

@@ -43,14 +43,6 @@ def profiled() -> FakeDraft:
     return draft
 
 
-async def test_a_draft_that_others_use_is_left_to_them() -> None:
-    busy, idle = profiled(), profiled()
-    busy.load.sequences = 5
-    async with fleet(FakeTarget(), busy, idle) as (client, *_):
-        await complete(client, REQUEST)
-    assert (busy.opened, idle.opened) == (0, 1)
-
-
 async def test_two_coordinators_spread_over_the_drafts_that_they_share() -> None:
     drafts = profiled(), profiled()
     holds = asyncio.Event()
@@ -107,13 +99,6 @@ async def test_a_full_draft_costs_no_patience() -> None:
         found = await complete(client, REQUEST)
     assert found.token_ids == tuple(range(11, 41))
     assert full.opened == 1  # it waits there for a place
-
-
-async def test_one_with_room_is_chosen() -> None:
-    full, free = Full(), FakeDraft()
-    async with fleet(FakeTarget(), full, free) as (client, *_):
-        await complete(client, REQUEST)
-    assert (full.opened, free.opened) == (0, 1)
 
 
 async def test_a_client_with_one_sequence_is_not_slowed_by_one_with_twenty(model: LoadedModel) -> None:

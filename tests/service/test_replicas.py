@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 import pytest
-from grpc_health.v1 import health, health_pb2_grpc
 
 from coordinator.replicas.registry import ReplicaRegistry
 from coordinator.settings.coordinator import CoordinatorSettings
-from tandem.errors import IncompatibleModelsError, InvalidRequestError, ServiceUnavailableError
+from tandem.errors import InvalidRequestError, ServiceUnavailableError
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.rpc.addresses import Resolver
 from tandem.rpc.channels import Keepalive
 from tandem.rpc.credentials import Credentials
 from tandem.serving.interceptors import Context
-from tandem.v1 import target_pb2_grpc
 from tests.service.clients import until
 from tests.service.fakes import NOT_SERVING, SERVING, Fake, FakeDraft, FakeTarget, Served, addresses, served
 
@@ -197,15 +194,6 @@ async def test_a_draft_that_breaks_a_rule_is_incompatible(changes: dict[str, Any
             assert reason in seen.reason
 
 
-async def test_the_first_mismatch_ends_the_start() -> None:
-    wrong = FakeDraft()
-    wrong.model_info = replace(wrong.model_info, vocabulary_size=4096)
-    async with served(FakeTarget(), wrong) as (target, draft):
-        with pytest.raises(IncompatibleModelsError, match="vocabulary of 4096 tokens"):
-            async with started(ReplicaRegistry(settings(target.address, draft.address))):
-                pass
-
-
 async def test_a_start_without_a_service_gives_the_reason() -> None:
     replicas = ReplicaRegistry(
         settings("127.0.0.1:1,nowhere.invalid:2", start_seconds=1.0), resolver=names({})
@@ -275,57 +263,49 @@ async def test_the_least_busy_replica_is_chosen_and_among_equals_the_fastest() -
         assert replicas.targets.choose({one, other}) is None
 
 
+@asynccontextmanager
+async def named(target: Served) -> AsyncIterator[tuple[ReplicaRegistry, dict[str, list[str]]]]:
+    """A registry that resolves the target's name on demand, and the hosts of each name that is known."""
+    known = {"targets": ["127.0.0.1"]}
+    given = settings(f"targets:{target.port}", resolve_seconds=3600.0)
+    async with started(ReplicaRegistry(given, resolver=names(known))) as replicas:
+        yield replicas, known
+
+
 async def test_a_name_stands_for_all_of_its_addresses() -> None:
     """Loopback has many addresses, so one port on several of them is several replicas of one name."""
-    hosts = {"targets": ["127.0.0.1"]}
-    async with served(FakeTarget()) as (first,):
-        second_server = grpc.aio.server()
-        target_pb2_grpc.add_TargetServiceServicer_to_server(FakeTarget(), second_server)
-        answering = health.aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(answering, second_server)
-        second_server.add_insecure_port(f"127.0.0.2:{first.port}")
-        await second_server.start()
-        chosen = ReplicaRegistry(
-            settings(f"targets:{first.port}", resolve_seconds=0.1), resolver=names(hosts)
-        )
-        async with started(chosen) as replicas:
-            assert [each.address for each in replicas.snapshots()] == [first.address]
-            hosts["targets"] = ["127.0.0.1", "127.0.0.2"]
-            added = f"127.0.0.2:{first.port}"
-            await until(lambda: replicas.targets.member(added) is not None)
-            await becomes(replicas, added, ReplicaState.READY)
+    async with served(FakeTarget()) as (first,), named(first) as (replicas, known):
+        second = Served(FakeTarget(), host="127.0.0.2", port=first.port)
+        await second.start()
+        added = second.address
+        assert [each.address for each in replicas.snapshots()] == [first.address]
+        known["targets"].append("127.0.0.2")
+        await replicas.targets.look()
+        await becomes(replicas, added, ReplicaState.READY)
 
-            member = replicas.targets.member(first.address)
-            assert member is not None
-            member.open_sequences = 1
-            hosts["targets"] = ["127.0.0.2"]
-            gone = await becomes(replicas, first.address, ReplicaState.DRAINING)
-            assert "no longer stands for" in gone.reason
-            await asyncio.sleep(0.5)
-            assert replicas.targets.member(first.address) is member, "a sequence is still open there"
-            member.open_sequences = 0
-            await until(lambda: replicas.targets.member(first.address) is None)
+        member = replicas.targets.member(first.address)
+        assert member is not None
+        member.open_sequences = 1
+        known["targets"].remove("127.0.0.1")
+        for _ in range(3):
+            await replicas.targets.look()
+        assert "no longer stands for" in shot(replicas, first.address).reason
+        assert shot(replicas, first.address).state is ReplicaState.DRAINING
+        assert replicas.targets.member(first.address) is member, "a sequence is still open there"
+        member.open_sequences = 0
+        await replicas.targets.look()
+        await until(lambda: replicas.targets.member(first.address) is None)
 
-            del hosts["targets"]
-            await asyncio.sleep(0.5)
-            assert shot(replicas, added).state is ReplicaState.READY, (
-                "an unreachable name server must end nothing"
-            )
-        with suppress(asyncio.CancelledError):
-            await second_server.stop(None)
-
-
-@asynccontextmanager
-async def named(target: Served) -> AsyncIterator[tuple[ReplicaRegistry, list[str]]]:
-    """A registry that resolves the target's name on demand, and the hosts of that name."""
-    hosts = ["127.0.0.1"]
-    given = settings(f"targets:{target.port}", resolve_seconds=3600.0)
-    async with started(ReplicaRegistry(given, resolver=names({"targets": hosts}))) as replicas:
-        yield replicas, hosts
+        del known["targets"]
+        for _ in range(3):
+            await replicas.targets.look()
+        assert shot(replicas, added).state is ReplicaState.READY, "an unreachable name server ends nothing"
+        await second.stop()
 
 
 async def test_an_operators_drain_survives_a_missing_dns_record() -> None:
-    async with served(FakeTarget()) as (target,), named(target) as (replicas, hosts):
+    async with served(FakeTarget()) as (target,), named(target) as (replicas, known):
+        hosts = known["targets"]
 
         async def go_and_come_back() -> None:
             hosts.clear()
@@ -349,7 +329,8 @@ async def test_an_operators_drain_survives_a_missing_dns_record() -> None:
 
 
 async def test_a_replica_missing_from_dns_once_is_kept() -> None:
-    async with served(FakeTarget()) as (target,), named(target) as (replicas, hosts):
+    async with served(FakeTarget()) as (target,), named(target) as (replicas, known):
+        hosts = known["targets"]
         member = replicas.targets.member(target.address)
         assert member is not None
         replicas.drain(Role.TARGET, target.address)

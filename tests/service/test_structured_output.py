@@ -215,7 +215,7 @@ async def test_texts_have_the_masked_targets_distribution(
         growing |= {(*tokens, int(i)): mass * float(probs[i]) for i in probs.nonzero().flatten()}
     async with cluster(model, other_model) as client:
         request = replace(REQUEST, prompt=prompt, grammar=grammar, rejection_sampling_strategy=rule)
-        texts = await asyncio.gather(*(complete(client, replace(request, seed=seed)) for seed in range(240)))
+        texts = await asyncio.gather(*(complete(client, replace(request, seed=seed)) for seed in range(120)))
     counts = Counter(each.token_ids for each in texts)
     assert set(counts) <= set(expected)
     accepted, drafted = (sum(getattr(each.stats, name) for each in texts) for name in ("accepted", "drafted"))

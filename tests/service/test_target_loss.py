@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 import grpc
-import numpy as np
 import pytest
 
 from coordinator.failover.verifier import MAX_LOSSES
@@ -25,19 +23,9 @@ from tandem.errors import (
     TandemError,
 )
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
-from tandem.types import (
-    Chunk,
-    DenseRow,
-    Float32Array,
-    GenerationRequest,
-    RowKind,
-    SupportRow,
-    TokenRow,
-    Verification,
-    VerifyStep,
-)
+from tandem.types import Chunk, DenseRow, GenerationRequest, TokenRow, Verification, VerifyStep
 from tests.service.clients import Completed, complete, until
-from tests.service.engines import Fault, Faults, pair, target
+from tests.service.engines import Faults, pair, target
 from tests.service.fakes import NOT_SERVING, FakeTarget, Fleet, coordinating, fleet, refusal
 
 BOUND_SECONDS = 30.0
@@ -96,31 +84,32 @@ def set_unknown_ids(verification: Verification) -> Verification:
     return replace(verification, rows=tuple(rows))
 
 
-LOSSES: dict[str, Callable[[int], Faults]] = {
-    "before the step is computed": lambda step: Faults(before={step}),
-    "before its answer leaves": lambda step: Faults(after={step}),
-    "by a stream that ends without an error": lambda step: Faults(leaving={step}),
-    "with an answer for another length": lambda step: Faults(garbled={step: shift_base}),
-    "with an answer of unknown tokens": lambda step: Faults(garbled={step: set_unknown_ids}),
-    "with an answer without rows": lambda step: Faults(garbled={step: drop_rows}),
+LOSSES: dict[str, Callable[[set[int]], Faults]] = {
+    "before the step is computed": lambda steps: Faults(before=steps),
+    "before its answer leaves": lambda steps: Faults(after=steps),
+    "by a stream that ends without an error": lambda steps: Faults(leaving=steps),
+    "with an answer for another length": lambda steps: Faults(garbled=dict.fromkeys(steps, shift_base)),
+    "with an answer of unknown tokens": lambda steps: Faults(garbled=dict.fromkeys(steps, set_unknown_ids)),
+    "with an answer without rows": lambda steps: Faults(garbled=dict.fromkeys(steps, drop_rows)),
 }
 
 
-@pytest.mark.parametrize("rule", REQUESTS)
 @pytest.mark.parametrize("loss", LOSSES)
 async def test_the_text_survives_a_loss_at_any_point_of_a_round(
-    loss: str, rule: str, model: LoadedModel, other_model: LoadedModel, undisturbed: dict[str, Completed]
+    loss: str, model: LoadedModel, other_model: LoadedModel, undisturbed: dict[str, Completed]
 ) -> None:
-    """The first target fails at its first or third step, and the second one at its fourth."""
+    """One of two targets fails at its first or third step, and the other one at its fourth."""
     for step in (1, 3):
-        faulty = (LOSSES[loss](step), LOSSES[loss](4))
-        async with cluster(model, other_model, *faulty) as (client, _):
-            completed = await complete(client, REQUESTS[rule])
-            assert opened(faulty) == 3, "one sequence to begin with, and one for each loss"
-        assert completed.token_ids == undisturbed[rule].token_ids
-        assert completed.text == undisturbed[rule].text
-        assert completed.drafted == undisturbed[rule].drafted
-        assert completed.stats == undisturbed[rule].stats
+        faults = LOSSES[loss]({step, step + 4})
+        async with cluster(model, other_model, faults, faults) as (client, _):
+            for rule, request in REQUESTS.items():
+                faults.steps = faults.opened = 0
+                completed = await complete(client, request)
+                assert faults.opened == 3, "one sequence to begin with, and one for each loss"
+                assert completed.token_ids == undisturbed[rule].token_ids
+                assert completed.text == undisturbed[rule].text
+                assert completed.drafted == undisturbed[rule].drafted
+                assert completed.stats == undisturbed[rule].stats
 
 
 async def test_the_only_target_is_used_again_after_a_loss(
@@ -206,8 +195,7 @@ async def test_a_started_request_waits_for_room(
     faults.garbled[2] = fill
     async with cluster(model, other_model, faults) as (client, _):
         task = asyncio.create_task(complete(client, REQUESTS["greedy"]))
-        await until(lambda: faults.steps == 3)
-        await asyncio.sleep(1.0)
+        await until(lambda: faults.refused > 1)
         assert not task.done()
         faults.full = False
         assert (await task).text == undisturbed["greedy"].text
@@ -228,81 +216,6 @@ async def test_after_losses_no_stream_stays_open_and_each_round_counts_once(
     for stats in (targets, drafts):
         assert sum(each.drafted for each in stats) == completed.stats.drafted
         assert sum(each.accepted for each in stats) == completed.stats.accepted
-
-
-def supports(change: Callable[[SupportRow], SupportRow]) -> Fault:
-    """Change every support row."""
-    return lambda verification: replace(
-        verification,
-        rows=tuple(change(row) if isinstance(row, SupportRow) else row for row in verification.rows),
-    )
-
-
-def dense(change: Callable[[Float32Array], Float32Array]) -> Fault:
-    """Change every dense row."""
-    return lambda verification: replace(
-        verification,
-        rows=tuple(DenseRow(change(row.logits)) for row in verification.rows if isinstance(row, DenseRow)),
-    )
-
-
-def with_argmax(row: SupportRow) -> SupportRow:
-    statistics = row.statistics
-    return (
-        row if statistics is None else replace(row, statistics=replace(statistics, argmax_token_id=1_000_000))
-    )
-
-
-def widened(logits: Float32Array) -> Float32Array:
-    """Double the vocabulary, with the most likely token beyond the end of the real one."""
-    wide = np.zeros(2 * logits.size, np.float32)
-    wide[-1] = 100.0
-    return wide
-
-
-set_argmax = supports(with_argmax)
-drop_statistics = supports(lambda row: replace(row, statistics=None))
-set_probabilities = supports(
-    lambda row: replace(row, probs=np.full(row.probs.size, np.nan), outside_mass=math.nan)
-)
-set_outside_probability = supports(lambda row: replace(row, outside_prob=2.0))
-shorten_supports = supports(lambda row: replace(row, probs=row.probs[1:]))
-widen = dense(widened)
-set_logits = dense(lambda logits: np.full_like(logits, np.nan))
-flatten = dense(lambda logits: logits[:1])
-SUPPORT_ROWS = replace(REQUESTS["greedy"], row_kind=RowKind.SUPPORT)
-TYPICAL = replace(REQUESTS["residual"], rejection_sampling_strategy="typical-acceptance")
-DENSE_GREEDY, DENSE_SAMPLED = (replace(REQUESTS[name], logprobs=2) for name in ("greedy", "residual"))
-INVALID_ROWS: dict[str, tuple[GenerationRequest, Fault]] = {
-    "an unknown argmax token": (SUPPORT_ROWS, set_argmax),
-    "no statistics": (TYPICAL, drop_statistics),
-    "NaN probabilities": (REQUESTS["residual"], set_probabilities),
-    "a token more likely than all tokens outside": (REQUESTS["residual"], set_outside_probability),
-    "other supports": (REQUESTS["residual"], shorten_supports),
-    "greedy rows of another vocabulary": (DENSE_GREEDY, widen),
-    "sampled rows of another vocabulary": (DENSE_SAMPLED, widen),
-    "NaN greedy logits": (DENSE_GREEDY, set_logits),
-    "NaN sampled logits": (DENSE_SAMPLED, set_logits),
-    "rows of one logit": (DENSE_GREEDY, flatten),
-}
-
-
-@pytest.mark.parametrize("kind", INVALID_ROWS)
-async def test_invalid_rows_cost_the_replica_its_place_and_the_request_nothing(
-    kind: str, model: LoadedModel, other_model: LoadedModel
-) -> None:
-    request, fault = INVALID_ROWS[kind]
-    faults = Faults(), Faults()
-    async with cluster(model, other_model, *faults) as (client, _):
-        undisturbed = await complete(client, request)
-        for each in faults:
-            each.steps, each.opened = 0, 0
-        # The first answers that hold more than the bonus row.
-        faults[0].garbled[2] = faults[1].garbled[2] = fault
-        completed = await complete(client, request)
-        assert opened(faults) == 3, "one sequence to begin with, and one for each loss"
-    assert completed.token_ids == undisturbed.token_ids
-    assert completed.drafted == undisturbed.drafted
 
 
 async def test_invalid_rows_from_the_only_target_are_an_error(

@@ -238,11 +238,6 @@ async def test_metrics_count_every_round_of_a_scripted_request() -> None:
                 counted = value(of, "wire_bytes_total", peer=peer, direction=direction)
                 assert counted == attributes[f"tandem.bytes.{peer}.{direction}"]
 
-
-async def test_services_count_their_streams_and_steps() -> None:
-    async with observed_cluster(FakeTarget(), FakeDraft(wrong_after_twelve)) as cluster:
-        await cluster.complete(REQUEST)
-        await all_ended(cluster, 8)
         for registry, role in ((cluster.draft, "draft"), (cluster.target, "target")):
             assert value(registry, "streams_total", role=role, outcome="finished") == 1
             assert value(registry, "streams_total", role=role, outcome="cancelled") == 0
@@ -310,13 +305,14 @@ SAMPLED = f"00-{TRACE}-00f067aa0ba902b7-01"
 UNSAMPLED = f"00-{TRACE}-00f067aa0ba902b7-00"
 
 
-async def test_the_request_s_span_reports_speculation(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_spans_report_speculation_steps_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     # The draft drafts nothing ahead, and whether it is asked instead is a matter of measured times.
     monkeypatch.setattr(RequestSpeculation, "tokens_after_miss", lambda _, count: count)
     async with observed_cluster(FakeTarget(), FakeDraft(wrong_after_twelve), draft_ahead=4) as cluster:
         await cluster.complete(REQUEST, SAMPLED)
         await all_ended(cluster, 8)
-        attributes = dict(only_span("text_completion fake", cluster.spans).attributes or {})
+        spans = cluster.spans
+        attributes = dict(only_span("text_completion fake", spans).attributes or {})
         sent = value(cluster.coordinator, "wire_bytes_total", peer="target", direction="sent")
     seconds = {name: attributes.pop(name) for name in [*attributes] if "seconds" in name}
     byte_counts = {name: attributes.pop(name) for name in [*attributes] if name.startswith("tandem.bytes.")}
@@ -358,13 +354,6 @@ async def test_the_request_s_span_reports_speculation(monkeypatch: pytest.Monkey
     assert all(isinstance(each, float) and 0 <= each < 5 for each in seconds.values())
     assert byte_counts["tandem.bytes.target.sent"] == sent
     assert all(isinstance(count, int) and count > 0 for count in byte_counts.values())
-
-
-async def test_stream_spans_report_their_steps_and_bytes() -> None:
-    async with observed_cluster(FakeTarget(), FakeDraft(wrong_after_twelve)) as cluster:
-        await cluster.complete(REQUEST, SAMPLED)
-        await all_ended(cluster, 8)
-        spans = cluster.spans
     client = only_span("tandem.v1.TargetService/Verify", spans, SpanKind.CLIENT).attributes or {}
     server = only_span("tandem.v1.TargetService/Verify", spans, SpanKind.SERVER).attributes or {}
     assert client["tandem.steps"] == server["tandem.steps"] == 4

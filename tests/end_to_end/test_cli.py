@@ -85,15 +85,10 @@ def test_a_prompt_may_come_from_anywhere(address: str, expected: Any, tmp_path: 
     assert [way["usage"] for way in ways] == [expected["usage"]] * 3
 
 
-def test_a_pipe_gets_the_text_alone(address: str, expected: Any) -> None:
-    result = generate(address, PROMPT, "--quiet")
-    assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout == expected["text"] + "\n"
-
-
 def test_the_closing_line_reports_the_gain_of_the_draft(address: str, expected: Any) -> None:
-    result = generate(address, PROMPT)
-    assert result.stdout == expected["text"] + "\n"
+    quiet, result = generate(address, PROMPT, "--quiet"), generate(address, PROMPT)
+    assert quiet.stdout == result.stdout == expected["text"] + "\n"
+    assert (quiet.returncode, quiet.stderr) == (0, "")
     (line,) = result.stderr.splitlines()
     speculation = expected["speculation"]
     assert re.match(r"24 tokens in \d+\.\d\d s, \d+\.\d tokens/s; ", line)
@@ -143,16 +138,9 @@ def test_log_probabilities_are_printed_for_each_token(address: str, expected: An
     assert len(shown.removeprefix(expected["text"]).splitlines()) == 2 + 1 + 24
 
 
-def test_a_terminal_shows_accepted_tokens_in_colour(address: str, expected: Any) -> None:
-    shown = on_a_terminal(TANDEM, "generate", PROMPT, "--address", address, *OPTIONS)
-    assert expected["speculation"]["accepted"] > 0, "some tokens must be accepted"
-    assert COLOURED.search(shown)
-    assert ESCAPE.sub("", shown).replace("\r\n", "\n").startswith(expected["text"])
-    plain = "".join(COLOURED.split(shown))
-    assert plain.strip(), "the target's tokens are not coloured"
-
-
-def test_tokens_that_were_drafted_ahead_are_bold(paced_pair: tuple[str, str]) -> None:
+def test_a_terminal_shows_accepted_tokens_in_colour_and_those_drafted_ahead_bold(
+    paced_pair: tuple[str, str],
+) -> None:
     with coordinator(*paced_pair, *AHEAD) as process:
         address = address_of(process)
         printed = generated(address, PROMPT)
@@ -163,6 +151,7 @@ def test_tokens_that_were_drafted_ahead_are_bold(paced_pair: tuple[str, str]) ->
     assert all(each["proposed"] for each in marked)
     assert BOLD.search(shown)
     assert GREEN.search(shown), "the first proposal was requested"
+    assert "".join(COLOURED.split(shown)).strip(), "the target's tokens are not coloured"
     assert ESCAPE.sub("", shown).replace("\r\n", "\n").startswith(printed["text"])
     assert re.search(r"; \d+\.\d% of \d+ rounds drafted ahead", shown)
 

@@ -85,7 +85,7 @@ def assert_distributed_as(counts: Counter[tuple[int, ...]], expected: Distributi
     [
         ("residual", RowKind.SUPPORT),
         pytest.param("residual", RowKind.DENSE, marks=pytest.mark.soak),
-        ("block", RowKind.SUPPORT),
+        pytest.param("block", RowKind.SUPPORT, marks=pytest.mark.soak),
     ],
 )
 async def test_the_first_tokens_have_the_targets_distribution(
@@ -118,9 +118,8 @@ async def test_biased_tokens_have_the_biased_targets_distribution(small_address:
         assert wrong_value > critical_value(freedom), "the test must detect a missing adjustment"
 
 
-@pytest.mark.parametrize(
-    ("strategy", "temperature"), [("residual", 0.7), pytest.param("block", 1.0, marks=pytest.mark.soak)]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("strategy", "temperature"), [("residual", 0.7), ("block", 1.0)])
 async def test_the_demo_pairs_first_tokens_have_the_targets_distribution(
     address: str, strategy: str, temperature: float
 ) -> None:

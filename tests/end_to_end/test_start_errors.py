@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,24 +39,11 @@ def test_a_damaged_model_is_refused(tmp_path: Path) -> None:
     assert str(folder) in sentence
 
 
-@pytest.fixture
-def used_port() -> Iterator[int]:
+def test_a_port_in_use_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        yield server.getsockname()[1]
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("target_service", "--model", str(DEMO_DRAFT)),
-        ("draft_service", "--model", str(DEMO_DRAFT)),
-        ("coordinator", "--target-address", "127.0.0.1:1"),
-    ],
-    ids=lambda command: command[0],
-)
-def test_a_port_in_use_is_reported(command: tuple[str, ...], used_port: int) -> None:
-    sentence = refusal(2, *command, "--port", str(used_port))
-    assert f"cannot listen on 127.0.0.1:{used_port}" in sentence
+        port = server.getsockname()[1]
+        sentence = refusal(2, "target_service", "--model", str(DEMO_DRAFT), "--port", str(port))
+    assert f"cannot listen on 127.0.0.1:{port}" in sentence
 
 
 def test_a_target_that_does_not_answer_ends_the_start() -> None:

@@ -155,15 +155,19 @@ async def test_the_bundled_head_changes_no_completion(
     assert accepted(completed) > 0.2 * sum(each.stats.drafted for each in completed) > 0
 
 
-@pytest.mark.parametrize("speculation", [False, True])
+@pytest.fixture(scope="module")
+def penalized(prompts: list[str]) -> list[tuple[int, ...]]:
+    return generated(prompts[:4], MAX_TOKENS, repetition_penalty=PENALTY)
+
+
 async def test_a_repetition_penalty_agrees_with_transformers(
-    model_free_address: str, prompts: list[str], speculation: bool
+    model_free_address: str, prompts: list[str], penalized: list[tuple[int, ...]]
 ) -> None:
-    prompts = prompts[:4]
-    wanted = requests(prompts, repetition_penalty=PENALTY, speculation=speculation)
-    completed = await complete_all(model_free_address, wanted)
-    assert token_ids(completed) == generated(prompts, MAX_TOKENS, repetition_penalty=PENALTY)
-    assert any(completion.stats.drafted for completion in completed) == speculation
+    for speculation in (False, True):
+        wanted = requests(prompts[:4], repetition_penalty=PENALTY, speculation=speculation)
+        completed = await complete_all(model_free_address, wanted)
+        assert token_ids(completed) == penalized
+        assert any(completion.stats.drafted for completion in completed) == speculation
 
 
 async def test_a_draft_does_not_change_completions_with_penalties(
@@ -176,24 +180,11 @@ async def test_a_draft_does_not_change_completions_with_penalties(
     assert accepted(drafted) > 0
 
 
-@pytest.mark.parametrize("speculation", [False, True])
-async def test_biases_and_min_tokens_agree_with_transformers(
-    address: str, prompts: list[str], speculation: bool
-) -> None:
+async def test_biases_and_min_tokens_agree_with_transformers(address: str, prompts: list[str]) -> None:
     model, tokenizer = load_reference(DEMO_TARGET), AutoTokenizer.from_pretrained(DEMO_TARGET)
     newline, prompts = int(tokenizer("\n").input_ids[-1]), prompts[:3]
-    plain = requests(prompts, max_tokens=40, speculation=speculation)
-    unbiased = token_ids(await complete_all(address, plain))
+    unbiased = token_ids(await complete_all(address, requests(prompts, max_tokens=40)))
     bias = dict.fromkeys((each[1] for each in unbiased), -5.0) | {newline: 2.0}
-    options = {
-        "logit_bias": bias,
-        "min_tokens": MIN_TOKENS,
-        "stop_token_ids": (newline,),
-        "ignore_eos": False,
-    }
-    completed = await complete_all(
-        address, requests(prompts, max_tokens=40, speculation=speculation, **options)
-    )
     expected = generated(
         prompts,
         40,
@@ -201,10 +192,15 @@ async def test_biases_and_min_tokens_agree_with_transformers(
         min_new_tokens=MIN_TOKENS,
         eos_token_id=[model.config.eos_token_id, newline],
     )
-    assert token_ids(completed) == expected != unbiased
+    assert expected != unbiased
     assert all(len(each) > MIN_TOKENS for each in expected)
-    assert any(completion.summary.stop_reason == newline for completion in completed)
-    assert any(completion.stats.accepted for completion in completed) == speculation
+    ends = {"min_tokens": MIN_TOKENS, "stop_token_ids": (newline,), "ignore_eos": False}
+    for speculation in (False, True):
+        wanted = requests(prompts, max_tokens=40, speculation=speculation, logit_bias=bias, **ends)
+        completed = await complete_all(address, wanted)
+        assert token_ids(completed) == expected
+        assert any(completion.summary.stop_reason == newline for completion in completed)
+        assert any(completion.stats.accepted for completion in completed) == speculation
 
 
 def seeded(prompts: list[str], temperature: float, **options: Any) -> list[GenerationRequest]:

@@ -89,9 +89,7 @@ def small_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     [
         ("strict", RowKind.TOKEN),
         ("residual", RowKind.SUPPORT),
-        ("residual", RowKind.DENSE),
         ("block", RowKind.SUPPORT),
-        ("block", RowKind.DENSE),
     ],
 )
 async def test_every_lossless_rule_has_the_targets_distribution(

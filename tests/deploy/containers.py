@@ -72,7 +72,6 @@ class Network:
         self._tell()
 
     def remove(self, address: str) -> None:
-        """Let it be found no longer."""
         self._names = {
             name: [other for other in addresses if other != address]
             for name, addresses in self._names.items()
@@ -88,7 +87,6 @@ class Network:
 
 @contextmanager
 def network(folder: Path) -> Iterator[Network]:
-    """A network that lasts as long as the block."""
     names = folder / "names.json"
     names.write_text("{}", encoding="utf-8")
     with subprocess.Popen(
@@ -191,7 +189,6 @@ def _environment(service: Mapping[str, Any]) -> dict[str, str]:
 def container(
     name: str, service: Mapping[str, Any], image: Image, net: Network, folder: Path
 ) -> Iterator[Container]:
-    """Run a service for as long as the block lasts."""
     names = [name]
     if isinstance(networks := service.get("networks"), dict):
         names += [alias for settings in networks.values() for alias in (settings or {}).get("aliases", [])]

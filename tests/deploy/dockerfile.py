@@ -50,11 +50,9 @@ class Dockerfile:
         return [] if stage is None else [*self.chain(stage.base), stage]
 
     def base_images(self) -> set[str]:
-        """Return the images that other projects make."""
         return {stage.base for stage in self.stages.values()} - self.stages.keys()
 
     def environment(self, name: str) -> dict[str, str]:
-        """Every ENV on the way to a stage."""
         values: dict[str, str] = {}
         for stage in self.chain(name):
             for arguments in stage.all("ENV"):
@@ -66,7 +64,6 @@ class Dockerfile:
         return [arguments for stage in self.chain(name) for arguments in stage.all(keyword)][-1]
 
     def entrypoint(self, name: str) -> list[str]:
-        """The words that start a container."""
         return [str(word) for word in json.loads(self.last(name, "ENTRYPOINT"))]
 
     def health_check(self, name: str) -> list[str]:

@@ -31,7 +31,6 @@ def seconds(duration: str) -> int:
 
 
 def assert_passes(tool: str, *arguments: str) -> None:
-    """Run a checker, and assert that it finds nothing."""
     done = subprocess.run(
         [str(Path(sys.executable).with_name(tool)), *arguments], capture_output=True, text=True, check=False
     )

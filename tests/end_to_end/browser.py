@@ -83,18 +83,15 @@ class Page:
         return answer["result"].get("value")
 
     def until(self, expression: str, seconds: float = CALL_SECONDS) -> None:
-        """Wait until a JavaScript expression holds."""
         deadline = time.monotonic() + seconds
         while not self.evaluate(expression):
             assert time.monotonic() < deadline, f"not within {seconds:g} s: {expression}\n{self.text()}"
             time.sleep(_POLL_SECONDS)
 
     def text(self) -> str:
-        """Return all visible text."""
         return str(self.evaluate("document.body.innerText"))
 
     def type(self, selector: str, text: str) -> None:
-        """Replace the text of an input by typing."""
         self.evaluate(f"document.querySelector({json.dumps(selector)}).select()")
         self._call("Input.insertText", {"text": text})
 
@@ -108,7 +105,6 @@ class Page:
             self._call("Input.dispatchMouseEvent", {"type": kind, "button": "left", "clickCount": 1, **place})
 
     def prefer(self, scheme: Literal["light", "dark"]) -> None:
-        """Emulate the user's colour scheme."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self._call("Emulation.setEmulatedMedia", {"features": features})
 
@@ -158,7 +154,6 @@ class Page:
 
 @contextmanager
 def chromium() -> Iterator[Page]:
-    """A page in a fresh browser profile."""
     assert CHROMIUM is not None
     command_read, command_write = os.pipe()
     answer_read, answer_write = os.pipe()

@@ -27,7 +27,6 @@ def random_draft_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def services() -> Nursery:
-    """Starts the services of models in a second each."""
     return nursery()
 
 

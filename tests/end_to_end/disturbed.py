@@ -117,7 +117,6 @@ def started(services: Iterable[Service]) -> list[Service]:
 
 
 def revived(services: Sequence[Service]) -> None:
-    """Restart the services that a test has ended."""
     for each in services:
         if not each.is_alive:
             each.start()
@@ -129,7 +128,6 @@ def revived(services: Sequence[Service]) -> None:
 async def joined(
     targets: Sequence[Service], drafts: Sequence[Service], *arguments: str
 ) -> AsyncIterator[Client]:
-    """A client of a coordinator over these services."""
     with joining(targets, drafts, *arguments) as process:
         async with Client(address_of(process)) as client:
             yield client
@@ -146,5 +144,4 @@ def joining(targets: Sequence[Service], drafts: Sequence[Service], *arguments: s
 
 
 def addresses(services: Sequence[Service]) -> str:
-    """The value of an option that names them."""
     return ",".join(each.address for each in services)

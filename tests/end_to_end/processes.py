@@ -84,7 +84,6 @@ class Process:
         return self.stdout[: self.stdout.rfind("\n") + 1]
 
     def kill(self) -> None:
-        """End it and all its descendants, whatever they are doing."""
         for pid in (*descendants(self.pid), self.pid):
             if pid != self.pid or not self.has_ended:
                 with suppress(ProcessLookupError):
@@ -134,7 +133,6 @@ class Service:
         self.process.signal(number)
 
     def kill(self) -> None:
-        """Kill the service with SIGKILL."""
         if self.is_alive:
             self.process.kill()
 
@@ -155,11 +153,9 @@ class Nursery:
         )
 
     def service(self, package: str, *arguments: str) -> Service:
-        """Create a service without starting it."""
         return Service(self, package, arguments)
 
     def model_service(self, package: str, model: Path, *arguments: str) -> Service:
-        """Create a service with a model, on one thread."""
         return self.service(package, "--model", str(model), "--threads", "1", *arguments)
 
     def paced_service(self, role: str, model: Path, pace: str) -> Service:
@@ -193,7 +189,6 @@ class Nursery:
         return Process(pid, folder, lambda: int(ended.read_text()) if ended.exists() else None)
 
     def close(self) -> None:
-        """End all services."""
         self._popen.communicate()  # the nursery ends at the end of its stdin
         self._folder.cleanup()
 
@@ -223,7 +218,6 @@ def free_port() -> int:
 def running(
     *command: str, environment: dict[str, str] | None = None, stdin: str = "", working_folder: Path = ROOT
 ) -> Iterator[Process]:
-    """Run a command during the block."""
     with TemporaryDirectory(prefix="tandem-process-") as name:
         folder = Path(name)
         (folder / "stdin").write_text(stdin, encoding="utf-8")
@@ -250,7 +244,6 @@ def running(
 
 @contextmanager
 def forked(package: str, *arguments: str, environment: dict[str, str] | None = None) -> Iterator[Process]:
-    """Run what a nursery forks during the block."""
     process = nursery().fork(package, *arguments, environment=environment)
     try:
         yield process
@@ -261,7 +254,6 @@ def forked(package: str, *arguments: str, environment: dict[str, str] | None = N
 def service(
     package: str, *arguments: str, environment: dict[str, str] | None = None
 ) -> AbstractContextManager[Process]:
-    """Run a service of the nursery during the block, by default on a free port."""
     port = () if "--port" in arguments else ("--port", "0")
     return forked(package, *arguments, *port, environment=environment)
 
@@ -285,13 +277,11 @@ def read(url: str) -> str:
 
 
 def total(text: str, name: str) -> float:
-    """Sum a metric of such a text over its labels."""
     return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
 
 
 @contextmanager
 def model_service(package: str, model: Path, *arguments: str) -> Iterator[Process]:
-    """Run a model's service on one thread."""
     with service(package, "--model", str(model), "--threads", "1", *arguments) as process:
         yield process
 
@@ -307,7 +297,6 @@ def coordinator(target: str, draft: str | None, *arguments: str) -> Iterator[Pro
 
 
 def run(*command: str, seconds: float = START_SECONDS, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """Run a command to its end."""
     with running(*command, stdin=stdin) as process:
         code = process.wait(seconds)
         return subprocess.CompletedProcess(command, code, process.stdout, process.stderr)

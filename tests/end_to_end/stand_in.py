@@ -14,7 +14,6 @@ import time
 
 
 def tandem(arguments: list[str]) -> None:
-    """Run `tandem` with these arguments over stand-ins."""
     import coordinator.cli.up
     from coordinator.cli.main import main
 

@@ -91,11 +91,9 @@ class Campaign:
 
     @property
     def strikes(self) -> int:
-        """Number of disturbances."""
         return self.done.total()
 
     def tell(self) -> None:
-        """Log the disturbances and the pauses of clients."""
         logger.info(
             "%d strikes in %.0f s, %d streams completed, %d broken; longest pause %.2f s, without a target %.2f s: %s",
             self.strikes,

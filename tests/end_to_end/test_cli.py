@@ -43,7 +43,6 @@ def generate(address: str, *arguments: str, stdin: str = "") -> subprocess.Compl
 
 
 def generated(address: str, *arguments: str, stdin: str = "") -> Any:
-    """The object that --json prints."""
     result = generate(address, *arguments, "--json", stdin=stdin)
     assert (result.returncode, result.stderr) == (0, "")
     (line,) = result.stdout.splitlines()

@@ -118,7 +118,6 @@ def damaged(draw: st.DrawFn, valid: Message) -> bytes:
 
 
 def contents(valid: Message) -> st.SearchStrategy[bytes]:
-    """Generate replacements of a valid message."""
     return st.one_of(
         st.binary(max_size=64),
         damaged(valid),

@@ -45,7 +45,6 @@ QUICK_SECONDS = 25.0
 
 
 async def generation(client: Client) -> asyncio.Task[clients.Completed]:
-    """Start a completion, and wait for its first token."""
     begun = asyncio.Event()
 
     async def complete() -> clients.Completed:

@@ -68,7 +68,6 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
     @property
     def metrics(self) -> dict[tuple[str, str], metrics_pb2.Metric]:
-        """By service and name."""
         with self._lock:
             return dict(self._metrics)
 
@@ -134,7 +133,6 @@ class Cluster:
         return address_of(self.processes["coordinator"])
 
     def scraped(self, service: str) -> str:
-        """Return the metrics that Prometheus would scrape."""
         return metrics_of(self.processes[service])
 
 

@@ -32,7 +32,6 @@ DRAWN_TOLERANCE = 0.06
 
 @pytest.fixture
 def vllm_python(request: pytest.FixtureRequest) -> str:
-    """The Python that has vLLM."""
     path: str = request.config.getoption("--vllm-python")
     if not path:
         pytest.skip("needs a Python with vLLM: make test-vllm, or --vllm-python PYTHON")
@@ -99,7 +98,6 @@ async def test_text_and_acceptance_are_those_of_vllm_itself(
 async def plugged(
     python: str, pair: Pair, address: str, log: Path, tensor_parallel_size: int = 1, **environment: str
 ) -> AsyncIterator[Peer]:
-    """A vLLM that drafts by this service."""
     setup: dict[str, Any] = {
         **setup_of(python, pair, log.parent).as_json(),
         "mode": "tandem",

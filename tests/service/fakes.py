@@ -206,7 +206,6 @@ def settings_for(target: str, draft: str | None = None, **options: Any) -> Coord
 
 
 def settings_over(services: Sequence[Served], **options: Any) -> CoordinatorSettings:
-    """The settings of a coordinator over these fakes."""
     return settings_for(addresses(services, FakeTarget), addresses(services, FakeDraft) or None, **options)
 
 
@@ -238,6 +237,5 @@ async def fleet(*fakes: Fake, **options: Any) -> AsyncIterator[Fleet]:
 async def cluster(
     target: FakeTarget, draft: FakeDraft | None = None, **options: Any
 ) -> AsyncIterator[Client]:
-    """A client of a coordinator over these fakes."""
     async with fleet(*([target] if draft is None else [target, draft]), **options) as (client, *_):
         yield client

@@ -120,7 +120,6 @@ class Faulty(DraftServicer):
 
 
 def shifted(proposal: Proposal) -> Proposal:
-    """Propose something else."""
     return replace(
         proposal, token_ids=tuple(token_id ^ 1 for token_id in proposal.token_ids), distributions=()
     )

@@ -55,13 +55,11 @@ class FaultProxy:
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def accept(self, listener: socket.socket) -> None:
-        """Serve the connection that has come."""
         task = asyncio.create_task(self._serve(listener.accept()[0]))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """End all connections."""
         await asyncio.sleep(0)  # a task that is cancelled before it begins would leave its socket open
         await _cancel(*self._tasks)
 
@@ -124,7 +122,6 @@ def _reset(writer: asyncio.StreamWriter) -> None:
 
 @asynccontextmanager
 async def fault_proxy(target: str) -> AsyncIterator[FaultProxy]:
-    """A proxy before host:port, without a fault as yet."""
     loop = asyncio.get_running_loop()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)

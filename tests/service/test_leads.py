@@ -371,14 +371,12 @@ async def alone(
 async def completions(
     model: LoadedModel, lead: int, requests: Iterable[GenerationRequest], *faults: Faults
 ) -> list[Completed]:
-    """Complete the requests one after the other."""
     async with alone(model, lead, *faults) as (client, _):
         return [await complete(client, request) for request in requests]
 
 
 @pytest.fixture(scope="module")
 def plain(model: LoadedModel) -> dict[str, Completed]:
-    """The completions without a lead."""
     found = asyncio.run(completions(model, 0, REQUESTS.values()))
     assert all(each.stats.lead.rounds == 0 for each in found)
     return dict(zip(REQUESTS, found, strict=True))

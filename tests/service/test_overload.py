@@ -33,7 +33,6 @@ LONG = 100_000
 
 
 def again(tokens: Sequence[int]) -> int:
-    """Repeat the last token."""
     return tokens[-1]
 
 

@@ -466,7 +466,6 @@ async def test_an_unreadable_message_ends_the_stream_and_its_sequences(content: 
 
 
 async def flood(*lengths: int) -> AsyncIterator[target_pb2.VerifyRequest]:
-    """A message for each step of one sequence."""
     for i, length in enumerate(lengths):
         yield asking((1, length), opens=not i)
 

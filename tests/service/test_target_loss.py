@@ -54,7 +54,6 @@ async def cluster(
 
 
 def opened(faults: Iterable[Faults]) -> int:
-    """Sequences that were opened on any of them."""
     return sum(each.opened for each in faults)
 
 

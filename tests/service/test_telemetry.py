@@ -185,7 +185,6 @@ def wrong_after_twelve(tokens: Sequence[int]) -> int:
 
 
 def only_span(name: str, spans: Sequence[ReadableSpan], kind: SpanKind | None = None) -> ReadableSpan:
-    """Return the one span of this name (and kind)."""
     (span,) = (span for span in spans if span.name == name and kind in (None, span.kind))
     return span
 
@@ -196,7 +195,6 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None
 
 
 async def all_ended(cluster: ObservedCluster, count: int) -> None:
-    """Wait until this many spans have ended."""
     await until(lambda: len(cluster.spans) >= count, 5.0, lambda: str([span.name for span in cluster.spans]))
 
 

@@ -84,7 +84,6 @@ async def plugged(
 
 
 def steps_of(proposer: TandemProposer) -> StepDrafter:
-    """The object of a proposer that asks the drafts."""
     assert proposer.drafts.steps is not None
     return proposer.drafts.steps
 
@@ -101,6 +100,5 @@ async def run(
 
 
 def disturbance(runner: Runner, seed: int) -> Callable[[], None]:
-    """Random changes of the batch."""
     chance = random.Random(seed)
     return lambda: runner.disturb(chance)

@@ -75,7 +75,6 @@ def modules(runner: type = GPUModelRunner, version: str = VERSION) -> dict[str, 
 
 
 def install(patch: pytest.MonkeyPatch, runner: type = GPUModelRunner, version: str = VERSION) -> None:
-    """Let `import vllm` find the stand-in."""
     for name, module in modules(runner, version).items():
         patch.setitem(sys.modules, name, module)
 
@@ -185,7 +184,6 @@ class Runner:
                 self.requests.append(request)
 
     def _scheduled(self) -> Any:
-        """As vLLM's scheduler tells of a step."""
         live = {request.name: request for request in (*self.requests, *self.preempted)}
         over = [name for name, request in self._begun.items() if live.get(name) is not request]
         new = [request for request in self.requests if self._begun.get(request.name) is not request]
@@ -227,7 +225,6 @@ class Runner:
         return sampled
 
     def _end(self) -> None:
-        """Requests near the length limit end."""
         for row in reversed(range(len(self.requests))):
             if len(self.requests[row].tokens) > MAX_LENGTH - 2 * (TOKEN_COUNT + 1):
                 self._take(row)

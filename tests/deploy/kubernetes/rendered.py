@@ -38,12 +38,10 @@ def render(folder: Path) -> list[Object]:
 
 
 def rendered(overlay: str) -> list[Object]:
-    """One of our overlays, rendered."""
     return render(KUBERNETES / "overlays" / overlay)
 
 
 def named(objects: Sequence[Object], kind: str, name: str) -> Any:
-    """Return the one object of this kind whose name is this one, or this one and a hash."""
     (found,) = (
         entry
         for entry in objects
@@ -71,7 +69,6 @@ class Workload:
 
     @property
     def pod(self) -> Object:
-        """The `spec` of its pods."""
         spec: Object = self.manifest["spec"]["template"]["spec"]
         return spec
 
@@ -82,7 +79,6 @@ class Workload:
 
     @property
     def labels(self) -> dict[str, str]:
-        """The labels of its pods."""
         found: dict[str, str] = self.manifest["spec"]["template"]["metadata"].get("labels", {})
         return found
 
@@ -104,7 +100,6 @@ class Manifests:
         return [entry for entry in self.objects if entry["kind"] == kind]
 
     def named(self, kind: str, name: str) -> Object | None:
-        """The object of this kind and name."""
         return next((entry for entry in self.of(kind) if entry["metadata"]["name"] == name), None)
 
     def selected(self, selector: Object) -> list[Workload]:

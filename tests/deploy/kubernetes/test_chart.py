@@ -15,7 +15,6 @@ CHART = ROOT / "deploy" / "helm" / "tandem"
 
 
 def objects(values: dict[str, Any] | None = None) -> list[Object]:
-    """The chart's objects, rendered with these values."""
     with helm.Chart.load(str(CHART)) as chart:
         texts = chart.render(values, name="tandem", namespace="tandem")
     return [entry for text in texts.values() for entry in yaml.safe_load_all(text) if entry]

@@ -46,7 +46,6 @@ class DraftServicer(DraftServiceServicer):
             DraftOptions,
             wire.requests_from_proto,
             lambda answers: wire.answers_to_proto(answers, self.load.now),
-            wire.answer_size,
         )
         return self.streams.serve(request_iterator, self.serve_sequence, translation)
 

@@ -23,7 +23,7 @@ VerifiedFor: TypeAlias = ServedSequence[TargetOptions, VerifyStep, Verification]
 """A sequence that a coordinator opened."""
 
 _TRANSLATION: Translation[TargetOptions, VerifyStep, Verification] = Translation(
-    TargetOptions, wire.requests_from_proto, wire.answers_to_proto, wire.answer_size, DraftedOutcomes
+    TargetOptions, wire.requests_from_proto, wire.answers_to_proto, DraftedOutcomes
 )
 
 

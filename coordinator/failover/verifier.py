@@ -136,44 +136,19 @@ class FailoverVerifier:
         self._place = self._left = None
 
     async def _attempt(self, completion: Completion, proposal: Proposal, trouble: _Trouble) -> Verification:
+        """The answer of one target; an error when it hangs (`coordinator.replicas.hangs`)."""
         place = self._place = self._place or self._enter(await self._member(trouble))
-        is_first = place.sequence.is_new
-        began = time.monotonic()
-        answered = self._answered if self._left is None else self._moved
-        verification = await answered(place, completion, proposal)
-        seconds = time.monotonic() - began
-        self._timings.verified(
-            seconds,
-            len(proposal),
-            is_first=is_first,
-            cost=verification.cost,
-            was_led=verification.led_token_id >= 0,
-        )
-        if not is_first:
-            place.member.step.add(seconds)
-        if self._left is not None:
-            self._left.leave()
-            self._left = None
-        return verification
-
-    async def _moved(self, place: _Place, completion: Completion, proposal: Proposal) -> Verification:
-        """The answer of a target that takes the sequence over from a draining one."""
+        sequence, unanswered = place.sequence, place.member.unanswered
+        is_first, began = sequence.is_new, time.monotonic()
+        new_tokens = (completion.length if is_first else 1) + len(proposal)
+        step = unanswered.begin(new_tokens, is_first=is_first, task=asyncio.current_task())
         try:
-            async with asyncio.timeout(_MOVE_SECONDS):
-                return await self._answered(place, completion, proposal)
+            async with asyncio.timeout(None if self._left is None else _MOVE_SECONDS):
+                verification = await sequence.verify(completion.token_ids, proposal, completion.tally.lead)
         except TimeoutError:
             raise ServiceUnavailableError(
                 f"target service: it did not take the sequence over within {_MOVE_SECONDS:g} s"
             ) from None
-
-    async def _answered(self, place: _Place, completion: Completion, proposal: Proposal) -> Verification:
-        """The target's answer; an error when the target hangs (`coordinator.replicas.hangs`)."""
-        sequence, unanswered = place.sequence, place.member.unanswered
-        known = 0 if sequence.is_new else completion.length - 1
-        new_tokens = completion.length + len(proposal) - known
-        step = unanswered.begin(new_tokens, is_first=sequence.is_new, task=asyncio.current_task())
-        try:
-            verification = await sequence.verify(completion, proposal)
         except asyncio.CancelledError:
             if not step.was_given_up():
                 raise
@@ -183,6 +158,15 @@ class FailoverVerifier:
         finally:
             unanswered.end(step)
         unanswered.answered(step)
+        seconds, was_led = time.monotonic() - began, verification.led_token_id >= 0
+        self._timings.verified(
+            seconds, len(proposal), is_first=is_first, cost=verification.cost, was_led=was_led
+        )
+        if not is_first:
+            place.member.step.add(seconds)
+        if self._left is not None:
+            self._left.leave()
+            self._left = None
         return verification
 
     async def _member(self, trouble: _Trouble) -> Member[TargetClient]:

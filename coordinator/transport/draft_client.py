@@ -608,7 +608,6 @@ class DraftClient:
                 service="draft service",
                 open=channel.stream_stream("/tandem.v1.DraftService/Propose"),
                 write=wire.requests_to_proto,
-                size=wire.request_size,
                 read=self._read,
             )
         )

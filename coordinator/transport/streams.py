@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError
 from tandem.errors import ProtocolError, TandemError
 from tandem.rpc.channels import Traffic, ending_of, failure
 from tandem.types import Cancel, Finish
-from tandem.wire.columns import take_message
+from tandem.wire.columns import Outbox
 from tandem.wire.status import Ending
 
 _MAX_SECONDS = 60.0
@@ -55,8 +55,6 @@ class Method(Generic[RequestT, AnswerT]):
     """Opens a stream."""
     write: Callable[[Iterable[tuple[int, RequestT | Finish | Cancel]]], Message]
     """Makes a message of what there is to say of sequences, by number."""
-    size: Callable[[RequestT | Finish | Cancel], int]
-    """About how many bytes a request adds to a message."""
     read: Callable[[bytes], Iterable[tuple[int, AnswerT | ProtocolError | Ending]]]
     """Reads a message of the service, as answers to sequences by number. Raises a ProtocolError or a DecodeError where
     that is impossible."""
@@ -112,7 +110,8 @@ class SequenceStream(Generic[RequestT, AnswerT]):
         if not self._is_over:
             self._asked_at = time.perf_counter()
             self._unwritten += len(requests)
-            self._stream.put(self, requests)
+            # Others may begin in the turn in which a sequence does, and go into its message.
+            self._stream.put(self, requests, may_wait=not self.was_sent)
 
     async def finish(self, token_count: int) -> None:
         """End the sequence, and wait for the service to have let go of it.
@@ -180,8 +179,7 @@ class _Stream(Generic[RequestT, AnswerT]):
         self._sequences: set[SequenceStream[RequestT, AnswerT]] = set()
         self._numbered: dict[int, SequenceStream[RequestT, AnswerT]] = {}
         self._numbers = itertools.count(1)
-        self._outbox: list[tuple[int, RequestT | Finish | Cancel, int]] = []
-        """Sequence, request, and about how many bytes it takes."""
+        self._outbox: Outbox[RequestT | Finish | Cancel] = Outbox()
         self._old_at = time.monotonic() + _MAX_SECONDS
         self._is_over = False
         self._is_writing = False
@@ -197,47 +195,45 @@ class _Stream(Generic[RequestT, AnswerT]):
         self._sequences.add(sequence)
 
     def put(
-        self, sequence: SequenceStream[RequestT, AnswerT], requests: Iterable[RequestT | Finish | Cancel]
+        self,
+        sequence: SequenceStream[RequestT, AnswerT],
+        requests: Iterable[RequestT | Finish | Cancel],
+        *,
+        may_wait: bool,
     ) -> None:
-        """Queue requests. Sequences are numbered in the order of their first requests."""
+        """Write requests, or queue them until the next turn. Sequences are numbered as their first ones come."""
         if not sequence.number:
             sequence.number = next(self._numbers)
             self._numbered[sequence.number] = sequence
         for request in requests:
-            self._outbox.append((sequence.number, request, self._method.size(request)))
-        # Others may begin in the turn in which a sequence does, and go into its message.
-        self._write_outbox(at_once=sequence.was_sent and len(self._sequences) == 1)
+            self._outbox.put(sequence.number, request)
+        if self._is_writing:
+            return
+        self._is_writing = True
+        if may_wait or len(self._sequences) > 1:
+            asyncio.get_running_loop().call_soon(_go_on, self._write())
+        else:
+            _go_on(self._write())
 
     def drop(self, sequence: SequenceStream[RequestT, AnswerT]) -> None:
         """End a sequence's share of the stream."""
         sequence.end(Ending())
-        if self._numbered.pop(sequence.number, None) is not None:
-            self._outbox.append((sequence.number, Cancel(), 0))
-            self._write_outbox(at_once=False)
+        if sequence.number in self._numbered:
+            self.put(sequence, (Cancel(),), may_wait=True)
+            del self._numbered[sequence.number]
         self._sequences.discard(sequence)
         if not self._sequences:
             self._end(Ending())
 
-    def _write_outbox(self, *, at_once: bool) -> None:
-        if self._is_writing:
-            return
-        self._is_writing = True
-        writing = self._write()
-        if at_once:
-            _go_on(writing)
-        else:
-            asyncio.get_running_loop().call_soon(_go_on, writing)
-
     async def _write(self) -> None:
         # `_read` learns why a write fails; then there is no other.
         with suppress(grpc.RpcError, asyncio.InvalidStateError, asyncio.CancelledError):
-            while self._outbox:
-                taken = take_message(self._outbox)
+            while taken := self._outbox.take():
                 began = time.perf_counter()
-                content = self._method.write([each[:2] for each in taken]).SerializeToString()
+                content = self._method.write(taken).SerializeToString()
                 await self._call.write(content)
                 share = len(content) // len(taken)
-                for number, *_ in taken:
+                for number, _ in taken:
                     if (sequence := self._numbered.get(number)) is not None:
                         sequence.was_written(began, share)
             self._is_writing = False

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 import grpc.aio
 import numpy as np
 
-from coordinator.decoding.completion import Completion
 from coordinator.rejection import MessageRounds, Round
 from coordinator.rejection.rounds import Decide
 from coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
@@ -140,7 +139,6 @@ class TargetClient:
                 service="target service",
                 open=channel.stream_stream("/tandem.v1.TargetService/Verify"),
                 write=wire.requests_to_proto,
-                size=wire.request_size,
                 read=lambda content: wire.answers_from_proto(target_pb2.VerifyResponse.FromString(content)),
             )
         )
@@ -175,12 +173,11 @@ class TargetClient:
             TandemError: it failed, or did not answer in time.
         """
         options = TargetOptions("probe", SamplingParams(temperature=0.0), max_length=2, prompt_length=1)
-        step = VerifyStep(Delta(0, (0,)), RowKind.TOKEN, 1)
         rows = RowChoice(RowKind.TOKEN, lambda _: (), vocabulary_size=1 << 31)  # whatever the token is
         sequence = self.sequence(options, rows)
         try:
             async with asyncio.timeout(_PROBE_SECONDS):
-                await sequence.ask(step, Proposal(1))
+                await sequence.verify((0,), Proposal(1))
                 await sequence.finish()
         except TimeoutError:
             raise ServiceUnavailableError(
@@ -273,7 +270,6 @@ class TargetSequence:
         self._rows = rows
         self._remote = RemoteSequence()
         self._committed: Sequence[int] = ()
-        """The completion's tokens, a list that grows with it."""
         self._asked: tuple[VerifyStep, Proposal] | None = None
         """Set while an answer is awaited."""
         self._answer: asyncio.Future[Verification] | None = None
@@ -292,16 +288,22 @@ class TargetSequence:
         """True if the service may have seen a step: then the step itself may have ended the sequence."""
         return self._stream.was_sent
 
-    async def verify(self, completion: Completion, proposal: Proposal) -> Verification:
+    async def verify(
+        self, committed: Sequence[int], proposal: Proposal, stats: LeadStats | None = None
+    ) -> Verification:
         """The target's row at each position of the proposal, and at the one after it.
+
+        Args:
+            committed: The prompt and the completion's tokens, a list that grows with it.
+            stats: Counts the rounds that the target begins by itself.
 
         Raises:
             TandemError: the service failed, refused, or sent an invalid answer. The sequence is of no further use.
         """
-        self._committed, self._stats = completion.token_ids, completion.tally.lead
+        self._committed, self._stats = committed, stats or self._stats
         kind = self._rows.kind_for(proposal)
         step = VerifyStep(
-            delta=self._remote.delta_to(completion.token_ids, proposal.token_ids),
+            delta=self._remote.delta_to(committed, proposal.token_ids),
             row_kind=kind,
             row_count=len(proposal) + 1,
             supports=self._rows.supports(proposal) if kind is RowKind.SUPPORT else (),
@@ -310,21 +312,6 @@ class TargetSequence:
             min_proposed=proposal.min_proposed,
             alone_after_miss=proposal.alone_after_miss,
         )
-        return await self.ask(step, proposal)
-
-    @property
-    def begun_proposed(self) -> int | None:
-        """How many tokens are proposed in the round that the target has begun by itself; None if it has begun none."""
-        delta = self._lead.first
-        return None if delta is None else len(delta.token_ids) - 1
-
-    def expect(self, drafted: DraftedOutcomes) -> None:
-        """Tell the target what the draft proposes after outcomes of the round in progress."""
-        if self._asked is not None and self._outcomes.add(drafted):
-            self._stream.send(drafted)
-
-    async def ask(self, step: VerifyStep, proposal: Proposal) -> Verification:
-        """The target's answer to a step that ends with the proposal. See `verify`."""
         try:
             if self._error is not None:
                 raise self._error
@@ -345,6 +332,17 @@ class TargetSequence:
         self.is_new = False
         self._stats.rounds += verification.led_token_id >= 0
         return verification
+
+    @property
+    def begun_proposed(self) -> int | None:
+        """How many tokens are proposed in the round that the target has begun by itself; None if it has begun none."""
+        delta = self._lead.first
+        return None if delta is None else len(delta.token_ids) - 1
+
+    def expect(self, drafted: DraftedOutcomes) -> None:
+        """Tell the target what the draft proposes after outcomes of the round in progress."""
+        if self._asked is not None and self._outcomes.add(drafted):
+            self._stream.send(drafted)
 
     async def finish(self) -> None:
         """End the sequence; the service lets go of it at once."""

@@ -7,7 +7,6 @@ sixteen sequences makes one message, and a single answer is sent at once.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -15,7 +14,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from tandem.errors import CapacityError, InvalidRequestError, ProtocolError, ServiceUnavailableError
 from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls, ended_by
 from tandem.types import Cancel, Finish
-from tandem.wire.columns import take_message
+from tandem.wire.columns import Outbox
 from tandem.wire.status import Ending
 
 OptionsT = TypeVar("OptionsT")
@@ -36,11 +35,8 @@ class ServedSequence(Generic[OptionsT, StepT, AnswerT]):
         self.on_note: Callable[[Any], None] = lambda _: None
         """Takes what a step in progress may need to know; an InvalidRequestError ends the sequence."""
         self._room = room
-        self._arrived: deque[StepT | Finish | Exception] = deque()
+        self._arrived: asyncio.Queue[StepT | Finish | Exception] = asyncio.Queue()
         """Requests of the coordinator; an error ends the sequence."""
-        self._news = asyncio.Event()
-        """Set when a request arrives or is taken, and at the end."""
-        self._is_over = False
         self._pushing: asyncio.Task[None] | None = None
 
     async def steps(self, pushed: asyncio.Queue[Any] | None = None) -> AsyncIterator[StepT]:
@@ -55,10 +51,8 @@ class ServedSequence(Generic[OptionsT, StepT, AnswerT]):
         if pushed is not None:
             self._pushing = asyncio.create_task(self._push(pushed))
         while True:
-            while not self._arrived:
-                await self._wait()
-            request = self._arrived.popleft()
-            self._news.set()
+            request = await self._arrived.get()
+            self._arrived.task_done()
             if isinstance(request, Finish):
                 self.kept_tokens = request.token_count
                 return
@@ -71,12 +65,10 @@ class ServedSequence(Generic[OptionsT, StepT, AnswerT]):
         self.say(answer)
         await self._room()
 
-    async def arrive(self, request: StepT | Finish | Exception) -> None:
-        """The coordinator says this of it. Waits while too much does."""
-        # A coordinator sends one, and its Finish; from a peer that sends more the stream reads no further
-        while len(self._arrived) >= 8 and not self._is_over:
-            await self._wait()
-        self.tell(request)
+    async def may_arrive(self) -> None:
+        """Wait while too many requests do. A coordinator sends one, and its Finish."""
+        if self._arrived.qsize() >= 8:
+            await self._arrived.join()
 
     def note(self, note: Any) -> None:
         """The coordinator says what a step in progress may need to know."""
@@ -86,20 +78,16 @@ class ServedSequence(Generic[OptionsT, StepT, AnswerT]):
             self.tell(error)
 
     def tell(self, request: StepT | Finish | Exception) -> None:
-        """Queue a request without waiting."""
-        self._arrived.append(request)
-        self._news.set()
+        """Queue a request, or an error that ends the sequence."""
+        self._arrived.put_nowait(request)
 
     def close(self) -> None:
         """The sequence is over."""
-        self._is_over = True
-        self._news.set()
+        while not self._arrived.empty():
+            self._arrived.get_nowait()
+            self._arrived.task_done()
         if self._pushing is not None:
             self._pushing.cancel()
-
-    async def _wait(self) -> None:
-        self._news.clear()
-        await self._news.wait()
 
     async def _push(self, pushed: asyncio.Queue[Any]) -> None:
         while True:
@@ -120,8 +108,6 @@ class Translation(Generic[OptionsT, StepT, AnswerT]):
     """Reads the requests of a message, by number of their sequence; raises ProtocolError where its parts do not fit."""
     write: Callable[[Iterable[tuple[int, AnswerT | Ending]]], Any]
     """Makes a message of answers."""
-    size: Callable[[AnswerT | Ending], int]
-    """About how many bytes an answer adds to a message."""
     notes: type | tuple[()] = ()
     """Requests that do not wait for the step in progress, and are not answered."""
 
@@ -152,9 +138,8 @@ class SequenceStreams:
         stream = _Stream(self._admitted, serve_sequence, translation)
         reading = asyncio.create_task(stream.read(requests))
         try:
-            while (taken := await stream.answers()) is not None:
-                yield translation.write([each[:2] for each in taken])
-                stream.were_sent(taken)
+            while taken := await stream.answers():
+                yield translation.write(taken)
             await reading
         finally:
             reading.cancel()
@@ -184,10 +169,7 @@ class _Stream(Generic[OptionsT, StepT, AnswerT]):
         self._running: dict[int, Running[OptionsT, StepT, AnswerT]] = {}
         self._latest = 0
         """The highest number that a sequence ever had."""
-        self._outbox: list[tuple[int, AnswerT | Ending, int]] = []
-        """Sequence, answer, and about how many bytes it takes."""
-        self._waiting_bytes = 0
-        """In the outbox, and in the message that is being written."""
+        self._outbox: Outbox[AnswerT | Ending] = Outbox()
         self._more = asyncio.Event()
         """Set when the stream's writer has something to do."""
         self._less = asyncio.Event()
@@ -206,31 +188,23 @@ class _Stream(Generic[OptionsT, StepT, AnswerT]):
             if self._running:
                 # A cancelled client can look like a clean end: the cancellation comes a little later
                 await asyncio.sleep(0.05)
-            for _, sequence in list(self._running.values()):
-                await sequence.arrive(InvalidRequestError("the stream ended without finish"))
-        except ProtocolError as error:
+            for _, sequence in self._running.values():
+                sequence.tell(InvalidRequestError("the stream ended without finish"))
+        except (ProtocolError, InvalidRequestError) as error:
             self._cancel()
             raise InvalidRequestError(str(error)) from None
-        except InvalidRequestError:
-            self._cancel()
-            raise
         finally:
             self._is_read = True
             self._more.set()
 
-    async def answers(self) -> list[tuple[int, AnswerT | Ending, int]] | None:
-        """The answers of the next message, each with its sequence and size; None once all are sent."""
-        while not self._outbox:
-            if self._is_read and not self._running:
-                return None
+    async def answers(self) -> list[tuple[int, AnswerT | Ending]]:
+        """The answers of the next message, each with its sequence's number; none once all are sent."""
+        while not (taken := self._outbox.take()) and (self._running or not self._is_read):
+            self._less.set()
             self._more.clear()
             await self._more.wait()
-        return take_message(self._outbox)
-
-    def were_sent(self, taken: Iterable[tuple[int, AnswerT | Ending, int]]) -> None:
-        """These answers wait no longer."""
-        self._waiting_bytes -= sum([size for *_, size in taken])
         self._less.set()
+        return taken
 
     async def close(self) -> None:
         """End what still runs."""
@@ -255,10 +229,11 @@ class _Stream(Generic[OptionsT, StepT, AnswerT]):
             task.cancel()
         elif isinstance(request, self._translation.notes):
             sequence.note(request)
-        elif isinstance(request, self._translation.options):
-            await sequence.arrive(InvalidRequestError("the sequence was opened twice"))
         else:
-            await sequence.arrive(request)  # type: ignore[arg-type]  # it is no OptionsT
+            if isinstance(request, self._translation.options):
+                request = InvalidRequestError("the sequence was opened twice")
+            await sequence.may_arrive()
+            sequence.tell(request)  # type: ignore[arg-type]  # it is no OptionsT
 
     def _begin(self, number: int, request: OptionsT | StepT | Finish | InvalidRequestError) -> None:
         self._latest = number
@@ -289,12 +264,10 @@ class _Stream(Generic[OptionsT, StepT, AnswerT]):
         self._more.set()
 
     def _say(self, number: int, answer: AnswerT | Ending) -> None:
-        size = self._translation.size(answer)
-        self._outbox.append((number, answer, size))
-        self._waiting_bytes += size
+        self._outbox.put(number, answer)
         self._more.set()
 
     async def _room(self) -> None:
-        while self._waiting_bytes >= (1 << 22):
+        while self._outbox.waiting_bytes >= (1 << 22):
             self._less.clear()
             await self._less.wait()

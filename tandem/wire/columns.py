@@ -5,20 +5,37 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from struct import Struct, pack, unpack
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from tandem.errors import ProtocolError
-from tandem.types import DraftedOutcomes, Float32Array, FloatArray, IntArray, Proposal, StepCost, Verification
+from tandem.types import (
+    DenseRow,
+    DraftedOutcomes,
+    DraftOptions,
+    Float32Array,
+    FloatArray,
+    Grammar,
+    IntArray,
+    Proposal,
+    ProposeStep,
+    StepCost,
+    TargetOptions,
+    TargetRow,
+    TokenRow,
+    Verification,
+    VerifyStep,
+)
 
-ItemT = TypeVar("ItemT")
+PartT = TypeVar("PartT")
 
-MAX_BYTES = 1 << 16
+_MAX_BYTES = 1 << 16
 """Size at which a message takes no further sequence: the limit on messages is meant for one sequence."""
-HEADER_BYTES = 32
+_HEADER_BYTES = 32
 """Approximate size of a sequence in a message besides its tokens and rows."""
 _ANSWER = Struct("<3if2i")
 """Sequence, base length, number of rows or tokens, and the cost: seconds, sequences, tokens."""
@@ -108,6 +125,16 @@ def bounds(sizes: Iterable[int], total: int, what: str) -> list[tuple[int, int]]
     return found
 
 
+def split(data: bytes, sizes: Iterable[int], what: str) -> list[tuple[int, ...]]:
+    """Read integers as parts of these sizes.
+
+    Raises:
+        ProtocolError: as `ints_from_bytes` and `bounds`.
+    """
+    values = ints_from_bytes(data, what)
+    return [values[start:stop] for start, stop in bounds(sizes, len(values), what)]
+
+
 def answers_to_bytes(answers: Iterable[tuple[int, Verification | Proposal | DraftedOutcomes, int]]) -> bytes:
     """The common part of answers as records; each comes with its sequence's number and its number of rows or tokens."""
     return b"".join(
@@ -142,16 +169,56 @@ def _step_cost(seconds: float, sequences: int, tokens: int) -> StepCost | None:
     return StepCost(seconds, sequences, tokens)
 
 
-def take_message(outbox: list[tuple[int, ItemT, int]]) -> list[tuple[int, ItemT, int]]:
-    """Take the first items out of the outbox, each a sequence, what is said of it, and how many bytes it takes.
+def size_of(part: object) -> int:
+    """About how many bytes a request or an answer for one sequence adds to a message."""
+    size = _HEADER_BYTES
+    match part:
+        case VerifyStep():
+            size += 4 * (len(part.delta.token_ids) + sum(map(len, part.supports)))
+        case ProposeStep():
+            size += 4 * len(part.delta.token_ids)
+        case Proposal() | DraftedOutcomes():
+            size += 12 * len(part.token_ids) + 8 * sum([len(each.token_ids) for each in part.distributions])
+        case Verification():
+            size += sum(map(_size_of_row, part.rows))
+        case DraftOptions(grammar=Grammar() as grammar) | TargetOptions(grammar=Grammar() as grammar):
+            size += len(grammar.source.encode("utf-8", "surrogatepass"))
+    return size
 
-    As many as a message takes, at least one.
-    """
-    total = count = 0
-    for _, _, size in outbox:
-        total, count = total + size, count + 1
-        if total >= MAX_BYTES:
-            break
-    taken = outbox[:count]
-    del outbox[:count]
-    return taken
+
+def _size_of_row(row: TargetRow) -> int:
+    if isinstance(row, DenseRow):
+        return 4 * row.logits.size
+    return 16 if isinstance(row, TokenRow) else 20 + 4 * row.probs.size
+
+
+class Outbox(Generic[PartT]):
+    """What is to be said of sequences, each by its number on the stream, in order."""
+
+    def __init__(self) -> None:
+        self._parts: deque[tuple[int, PartT, int]] = deque()
+        self.waiting_bytes = 0
+        """About the size of what waits, including the message that was taken last."""
+        self._taken_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def put(self, sequence: int, part: PartT) -> None:
+        """Add what is said of a sequence."""
+        size = size_of(part)
+        self._parts.append((sequence, part, size))
+        self.waiting_bytes += size
+
+    def take(self) -> list[tuple[int, PartT]]:
+        """As many of the first parts as go into a message, at least one; empty where there are none.
+
+        The message that was taken before has been sent.
+        """
+        self.waiting_bytes -= self._taken_bytes
+        self._taken_bytes, taken = 0, []
+        while self._parts and self._taken_bytes < _MAX_BYTES:
+            sequence, part, size = self._parts.popleft()
+            self._taken_bytes += size
+            taken.append((sequence, part))
+        return taken

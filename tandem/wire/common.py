@@ -56,11 +56,6 @@ _COVERAGE = Mirror(
 coverage_to_proto, coverage_from_proto = _COVERAGE.to_proto, _COVERAGE.from_proto
 
 
-def grammar_size(grammar: Grammar | None) -> int:
-    """About how many bytes it adds to a message."""
-    return 0 if grammar is None else len(grammar.source.encode("utf-8", "surrogatepass"))
-
-
 row_kind_to_proto, row_kind_from_proto = enum_codec(RowKind, types_pb2.RowKind.DESCRIPTOR, "row_kind")
 
 

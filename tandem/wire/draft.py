@@ -28,7 +28,6 @@ from tandem.types import (
 )
 from tandem.v1 import draft_pb2
 from tandem.wire.columns import (
-    HEADER_BYTES,
     answers_from_bytes,
     answers_to_bytes,
     bounds,
@@ -40,8 +39,9 @@ from tandem.wire.columns import (
     ints_to_bytes,
     parts_of,
     records_from_bytes,
+    split,
 )
-from tandem.wire.common import check_delta, grammar_size, read_requests, write_requests
+from tandem.wire.common import check_delta, read_requests, write_requests
 from tandem.wire.mirror import Mirror
 from tandem.wire.status import Ending, ending_from_proto, ending_to_proto
 
@@ -85,13 +85,6 @@ def requests_from_proto(
     return read_requests(message, _options_from_proto, _steps_from_proto)
 
 
-def request_size(request: Request) -> int:
-    """About how many bytes it adds to a message."""
-    if isinstance(request, DraftOptions):
-        return HEADER_BYTES + grammar_size(request.grammar)
-    return HEADER_BYTES + (4 * len(request.delta.token_ids) if isinstance(request, ProposeStep) else 0)
-
-
 def _options_from_proto(message: draft_pb2.ProposeOpen) -> DraftOptions:
     options = _OPTIONS.from_proto(message)
     if options.draft_top_k < 0:
@@ -123,11 +116,10 @@ def _steps_from_proto(
     message: draft_pb2.ProposeSteps,
 ) -> Iterator[tuple[int, ProposeStep | InvalidRequestError]]:
     records = records_from_bytes(_STEP, message.records, "the column of steps")
-    token_ids = ints_from_bytes(message.token_ids, "the column of token ids")
-    spans = bounds([record[2] for record in records], len(token_ids), "the column of token ids")
-    for (sequence, base_length, _, *numbers), (start, stop) in zip(records, spans, strict=True):
+    deltas = split(message.token_ids, [record[2] for record in records], "the column of token ids")
+    for (sequence, base_length, _, *numbers), token_ids in zip(records, deltas, strict=True):
         try:
-            yield sequence, _step(Delta(base_length, token_ids[start:stop]), *numbers)
+            yield sequence, _step(Delta(base_length, token_ids), *numbers)
         except InvalidRequestError as error:
             yield sequence, error
 
@@ -224,14 +216,6 @@ def answers_to_proto(
     return message
 
 
-def answer_size(answer: Answer | Ending) -> int:
-    """About how many bytes it adds to a message."""
-    if isinstance(answer, Ending):
-        return HEADER_BYTES
-    supports = sum(8 * len(each.token_ids) for each in answer.distributions)
-    return HEADER_BYTES + 4 * len(answer.token_ids) + supports
-
-
 def _proposals_to_proto(message: draft_pb2.ProposalColumns, numbered: Sequence[tuple[int, Proposal]]) -> None:
     proposals = [proposal for _, proposal in numbered]
     message.records = answers_to_bytes((number, each, len(each.token_ids)) for number, each in numbered)
@@ -291,19 +275,20 @@ def _proposals_from_proto(
     message: draft_pb2.ProposalColumns,
 ) -> Iterator[tuple[int, Proposal | ProtocolError]]:
     answers = list(answers_from_bytes(message.records))
-    token_ids = ints_from_bytes(message.token_ids, "the column of tokens")
-    total = len(token_ids)
-    logits = message.token_logits and floats_from_bytes(message.token_logits, "the column of logits", total)
+    token_ids = split(message.token_ids, [count for _, _, count, _ in answers], "the column of tokens")
+    total = sum(map(len, token_ids))
+    logits = floats_from_bytes(
+        message.token_logits, "the column of logits", total if message.token_logits else 0
+    )
     distributions = _Distributions(message.distributions, total)
-    spans = bounds([count for _, _, count, _ in answers], total, "the column of tokens")
-    for (sequence, base_length, _, cost), (start, stop) in zip(answers, spans, strict=True):
+    start = 0
+    for (sequence, base_length, count, cost), own in zip(answers, token_ids, strict=True):
+        own_logits = logits[start : start + count] if len(logits) else None
+        start += count
         try:
-            drawn_from = distributions.of(start, stop)
+            yield sequence, Proposal(base_length, own, distributions.take(count), own_logits, cost)
         except ProtocolError as error:
             yield sequence, error
-        else:
-            own = logits[start:stop] if isinstance(logits, np.ndarray) else None
-            yield sequence, Proposal(base_length, token_ids[start:stop], drawn_from, own, cost)
 
 
 def outcomes_from_proto(
@@ -316,40 +301,25 @@ def outcomes_from_proto(
     """
     answers = list(answers_from_bytes(message.records))
     depths = records_from_bytes(_DEPTH, message.depths, "the column of depths", len(answers))
-    token_ids = ints_from_bytes(message.token_ids, "the column of tokens")
-    accepted = ints_from_bytes(message.accepted_counts, "the column of accepted counts")
-    following = ints_from_bytes(message.next_token_ids, "the column of next tokens")
-    leads = ints_from_bytes(message.lead_token_ids, "the column of lead tokens")
-    if len(following) != len(accepted):
-        raise ProtocolError(f"{len(accepted)} accepted counts came with {len(following)} next tokens")
-    distributions = _Distributions(message.distributions, len(token_ids))
-    spans = zip(
-        bounds([count for _, _, count, _ in answers], len(token_ids), "the column of tokens"),
-        bounds([outcomes for _, outcomes, _ in depths], len(accepted), "the column of outcomes"),
-        bounds([count for _, _, count in depths], len(leads), "the column of lead tokens"),
+    counts, outcomes = [count for _, _, count, _ in answers], [count for _, count, _ in depths]
+    columns = zip(
+        answers,
+        depths,
+        split(message.token_ids, counts, "the column of tokens"),
+        split(message.accepted_counts, outcomes, "the column of accepted counts"),
+        split(message.next_token_ids, outcomes, "the column of next tokens"),
+        split(message.lead_token_ids, [count for _, _, count in depths], "the column of lead tokens"),
         strict=True,
     )
-    for (sequence, base_length, _, cost), (depth, _, _), (own, key, lead) in zip(
-        answers, depths, spans, strict=True
-    ):
+    distributions = _Distributions(message.distributions, sum(counts))
+    for (sequence, base_length, count, cost), (depth, _, _), token_ids, accepted, following, lead in columns:
         try:
-            drawn_from = distributions.of(*own)
+            drawn_from = distributions.take(count)
         except ProtocolError as error:
             yield sequence, error
         else:
-            yield (
-                sequence,
-                DraftedOutcomes(
-                    base_length,
-                    depth,
-                    token_ids[slice(*own)],
-                    accepted[slice(*key)],
-                    following[slice(*key)],
-                    drawn_from,
-                    leads[slice(*lead)],
-                    cost,
-                ),
-            )
+            keys = accepted, following
+            yield sequence, DraftedOutcomes(base_length, depth, token_ids, *keys, drawn_from, lead, cost)
 
 
 class _Distributions:
@@ -360,6 +330,7 @@ class _Distributions:
             ProtocolError: they do not fit together, or there are distributions, but not one for each token.
         """
         self._bounds: list[tuple[int, int]] = []
+        self._taken = 0
         if not message.ByteSize():
             return
         sizes = ints_from_bytes(message.support_sizes, "the column of support sizes")
@@ -381,16 +352,18 @@ class _Distributions:
         divisors = [each if 0.999 < each < 1.001 else 1.0 for each in self._totals]
         self._probs = probs / np.repeat(divisors, sizes)
 
-    def of(self, start: int, stop: int) -> tuple[SparseDistribution, ...]:
-        """The distributions of the tokens from `start` to before `stop`; none for deterministic proposals.
+    def take(self, count: int) -> tuple[SparseDistribution, ...]:
+        """The distributions of the next so many tokens; none for deterministic proposals.
 
         Raises:
             ProtocolError: one does not sum to one, or names a token twice.
         """
         if not self._bounds:
             return ()
-        own = self._bounds[start:stop]
-        for (first, last), total in zip(own, self._totals[start:stop], strict=True):
+        tokens = slice(self._taken, self._taken + count)
+        self._taken += count
+        own = self._bounds[tokens]
+        for (first, last), total in zip(own, self._totals[tokens], strict=True):
             lowest = 0.0 if self._lowest >= 0.0 else min(self._values[first:last], default=0.0)
             if not 0.999 < total < 1.001 or lowest < 0.0:
                 raise ProtocolError(

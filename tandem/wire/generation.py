@@ -19,7 +19,7 @@ from tandem.types import (
     TokenLogprobs,
 )
 from tandem.v1 import generation_pb2, types_pb2
-from tandem.wire.mirror import Mirror
+from tandem.wire.mirror import Mirror, travels_by
 
 _TOKEN_COUNTS = {name: f"{name}_token_count" for name in ("drafted", "reached", "accepted")}
 
@@ -94,48 +94,6 @@ def chat_prompt_from_proto(message: generation_pb2.RenderChatResponse) -> tuple[
     return tuple(message.prompt.token_ids)
 
 
-def chunk_to_proto(chunk: Chunk) -> generation_pb2.GenerateResponse:
-    """A piece of a completion as a message."""
-    message = generation_pb2.GenerateResponse(
-        text=chunk.text, proposed_token_count=chunk.proposed, drafted_ahead=chunk.drafted_ahead
-    )
-    message.token_ids.extend(chunk.token_ids)
-    message.drafted.extend(chunk.drafted)
-    message.text_lengths.extend(chunk.text_lengths)
-    message.draft_probs.extend(chunk.draft_probs)
-    message.target_probs.extend(chunk.target_probs)
-    if chunk.summary is not None:
-        message.summary.CopyFrom(_summary_to_proto(chunk.summary))
-    for position in chunk.logprobs:
-        message.logprobs.add(
-            logprob=position.logprob,
-            top_token_ids=position.top_token_ids,
-            top_logprobs=position.top_logprobs,
-        )
-    return message
-
-
-def chunk_from_proto(message: generation_pb2.GenerateResponse) -> Chunk:
-    """The piece of a completion in a message."""
-    return Chunk(
-        message.text,
-        tuple(message.token_ids),
-        tuple(message.drafted),
-        tuple(message.text_lengths),
-        _SUMMARY.from_proto(message.summary, stop_reason=_stop_reason(message.summary))
-        if message.HasField("summary")
-        else None,
-        message.proposed_token_count,
-        tuple(
-            TokenLogprobs(position.logprob, tuple(position.top_token_ids), tuple(position.top_logprobs))
-            for position in message.logprobs
-        ),
-        message.drafted_ahead,
-        tuple(message.draft_probs),
-        tuple(message.target_probs),
-    )
-
-
 def _summary_to_proto(summary: Summary) -> generation_pb2.GenerationSummary:
     message = _SUMMARY.to_proto(summary)
     if isinstance(summary.stop_reason, str):
@@ -145,11 +103,12 @@ def _summary_to_proto(summary: Summary) -> generation_pb2.GenerationSummary:
     return message
 
 
-def _stop_reason(message: generation_pb2.GenerationSummary) -> str | int | None:
-    match message.WhichOneof("stop_reason"):
-        case "stop_string":
-            return message.stop_string
-        case "stop_token_id":
-            return message.stop_token_id
-        case _:
-            return None
+def _summary_from_proto(message: generation_pb2.GenerationSummary) -> Summary:
+    field = message.WhichOneof("stop_reason")
+    return _SUMMARY.from_proto(message, stop_reason=None if field is None else getattr(message, field))
+
+
+travels_by(Summary, _summary_to_proto, _summary_from_proto)
+Mirror(TokenLogprobs, generation_pb2.TokenLogprobs)
+_CHUNK = Mirror(Chunk, generation_pb2.GenerateResponse, proposed="proposed_token_count")
+chunk_to_proto, chunk_from_proto = _CHUNK.to_proto, _CHUNK.from_proto

@@ -36,7 +36,6 @@ from tandem.types import (
 from tandem.v1 import target_pb2
 from tandem.v1.types_pb2 import Tensor
 from tandem.wire.columns import (
-    HEADER_BYTES,
     answers_from_bytes,
     answers_to_bytes,
     bounds,
@@ -47,10 +46,10 @@ from tandem.wire.columns import (
     ints_from_bytes,
     ints_to_bytes,
     records_from_bytes,
+    split,
 )
 from tandem.wire.common import (
     check_delta,
-    grammar_size,
     logits_from_tensor,
     logits_to_tensor,
     read_requests,
@@ -125,17 +124,6 @@ def _checked(drafted: DraftedOutcomes | ProtocolError) -> DraftedOutcomes | Inva
     return drafted
 
 
-def request_size(request: Request) -> int:
-    """About how many bytes it adds to a message."""
-    if isinstance(request, DraftedOutcomes):
-        return HEADER_BYTES + 12 * len(request.token_ids)
-    if isinstance(request, TargetOptions):
-        return HEADER_BYTES + grammar_size(request.grammar)
-    if not isinstance(request, VerifyStep):
-        return HEADER_BYTES
-    return HEADER_BYTES + 4 * (len(request.delta.token_ids) + sum(map(len, request.supports)))
-
-
 def _options_from_proto(message: target_pb2.VerifyOpen) -> TargetOptions:
     options = _OPTIONS.from_proto(message)
     adjustments = options.adjustments
@@ -187,14 +175,13 @@ def _steps_from_proto(
     message: target_pb2.VerifySteps,
 ) -> Iterator[tuple[int, VerifyStep | InvalidRequestError]]:
     records = records_from_bytes(_STEP, message.records, "the column of steps")
-    token_ids = ints_from_bytes(message.token_ids, "the column of token ids")
-    spans = bounds([record[2] for record in records], len(token_ids), "the column of token ids")
+    deltas = split(message.token_ids, [record[2] for record in records], "the column of token ids")
     supports = iter(_supports_from_proto(message, records))
-    for record, (start, stop) in zip(records, spans, strict=True):
+    for record, token_ids in zip(records, deltas, strict=True):
         sequence, base_length, _, kind, rows, statistics, lead, min_proposed, alone = record
         own = tuple(islice(supports, max(rows, 0))) if kind == _HAS_SUPPORTS else ()
         try:
-            delta = Delta(base_length, token_ids[start:stop])
+            delta = Delta(base_length, token_ids)
             check_delta(delta)
             if rows < 0:
                 raise InvalidRequestError(f"row_count is {rows}; it must be at least 0")
@@ -249,19 +236,6 @@ def answers_to_proto(answers: Iterable[tuple[int, Verification | Ending]]) -> ta
         else:
             _supports_to_proto(columns.support_rows, rows)
     return message
-
-
-def answer_size(answer: Verification | Ending) -> int:
-    """About how many bytes it adds to a message."""
-    if isinstance(answer, Ending):
-        return HEADER_BYTES
-    size = HEADER_BYTES
-    for row in answer.rows:
-        if isinstance(row, DenseRow):
-            size += 4 * row.logits.size
-        else:
-            size += 16 if isinstance(row, TokenRow) else 20 + 4 * row.probs.size
-    return size
 
 
 def _form(rows: Sequence[TargetRow]) -> tuple[type[TargetRow], bool]:
@@ -326,17 +300,9 @@ def answers_from_proto(message: target_pb2.VerifyResponse) -> Iterator[tuple[int
         records = list(answers_from_bytes(columns.records))
         led = _optional(columns.led_token_ids, "led tokens", len(records))
         proposed = _optional(columns.next_proposed_counts, "next proposed counts", len(records))
-        start = 0
-        for (sequence, base_length, count, cost), led_token_id, next_proposed in zip(
-            records, led, proposed, strict=True
-        ):
-            stop = start + count
-            if not start <= stop <= block.count:
-                raise ProtocolError(f"a verification has rows {start} to {stop} of {block.count}")
-            yield sequence, Answer(base_length, cost, block, start, stop, led_token_id, next_proposed)
-            start = stop
-        if start != block.count:
-            raise ProtocolError(f"{block.count} rows came, and verifications of {start} in all")
+        spans = bounds([count for _, _, count, _ in records], block.count, "the column of rows")
+        for (sequence, base_length, _, cost), span, *ahead in zip(records, spans, led, proposed, strict=True):
+            yield sequence, Answer(base_length, cost, block, *span, *ahead)
     for end in message.ends:
         yield end.sequence, ending_from_proto(end)
 

@@ -151,7 +151,6 @@ async def ends() -> AsyncIterator[Ends]:
             service="target service",
             open=channel.stream_stream("/tandem.v1.TargetService/Verify"),
             write=wire.requests_to_proto,
-            size=wire.request_size,
             read=lambda content: wire.answers_from_proto(target_pb2.VerifyResponse.FromString(content)),
         )
         stub = target_pb2_grpc.TargetServiceStub(channel)

@@ -59,11 +59,7 @@ class Service:
         def read(content: bytes) -> Iterable[tuple[int, Any]]:
             return wire.answers_from_proto(draft_pb2.ProposeResponse.FromString(content))
 
-        return Streams(
-            Method(
-                "draft service", lambda: cast("Any", self), wire.requests_to_proto, wire.request_size, read
-            )
-        )
+        return Streams(Method("draft service", lambda: cast("Any", self), wire.requests_to_proto, read))
 
 
 @dataclass

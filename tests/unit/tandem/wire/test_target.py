@@ -196,9 +196,19 @@ def test_corrupted_columns_of_a_request_are_refused_or_are_steps(data: st.DataOb
     ("owner", "name", "content", "words"),
     [
         ("", "records", b"\1", "the column of answers holds 1 bytes; it must hold a multiple of 24"),
-        ("", "records", b"", "6 rows came, and verifications of 0 in all"),
-        ("", "records", struct.pack("<3if2i", 1, 4, 7, 0.0, 0, 0), "a verification has rows 0 to 7 of 6"),
-        ("", "records", struct.pack("<3if2i", 1, 4, -1, 0.0, 0, 0), "a verification has rows 0 to -1 of 6"),
+        ("", "records", b"", "the column of rows has 6 values, and parts of 0 in all"),
+        (
+            "",
+            "records",
+            struct.pack("<3if2i", 1, 4, 7, 0.0, 0, 0),
+            "the column of rows has 6 values, and parts of 7 in all",
+        ),
+        (
+            "",
+            "records",
+            struct.pack("<3if2i", 1, 4, -1, 0.0, 0, 0),
+            "the column of rows has a part of -1 values",
+        ),
         ("support_rows", "probabilities", b"\0", "the column of probabilities holds 1 bytes"),
         ("support_rows", "probabilities", b"\0" * 4, "has 1 values, and parts of 6 in all"),
         ("support_rows", "records", struct.pack("<ifif", -1, 0, 0, 0), "has a part of -1 values"),

@@ -79,7 +79,7 @@ class Vocabulary:
         self._forget_prefix()
 
     def _read(self, pieces: dict[str, int]) -> None:
-        steps = [*_steps(self._tokenizer.decoder)]
+        steps = [*steps_of(self._tokenizer.decoder)]
         types = {step["type"] for step in steps}
         if "ByteLevel" in types:
             for piece, i in pieces.items():
@@ -105,11 +105,12 @@ class Vocabulary:
 
     def _forget_prefix(self) -> None:
         if self._tokenizer.normalizer is not None:
-            steps = [step for step in _steps(self._tokenizer.normalizer) if step["type"] != "Prepend"]
+            steps = [step for step in steps_of(self._tokenizer.normalizer) if step["type"] != "Prepend"]
             self._tokenizer.normalizer = _restored(normalizers.Sequence([]), "normalizers", steps)
         if self._tokenizer.pre_tokenizer is not None:
             steps = [
-                {**step, **_NO_PREFIX.get(step["type"], {})} for step in _steps(self._tokenizer.pre_tokenizer)
+                {**step, **_NO_PREFIX.get(step["type"], {})}
+                for step in steps_of(self._tokenizer.pre_tokenizer)
             ]
             self._tokenizer.pre_tokenizer = _restored(pre_tokenizers.Sequence([]), "pretokenizers", steps)
 
@@ -152,14 +153,9 @@ def _byte_marks() -> dict[int, int]:
 _BYTE_MARKS = _byte_marks()
 
 
-def _state(component: Any) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(component.__getstate__())
-    return found
-
-
-def _steps(component: Any) -> Iterator[dict[str, Any]]:
+def steps_of(component: Any) -> Iterator[dict[str, Any]]:
     """The steps of a part of a tokenizer as tokenizer.json describes them, those of sequences one after the other."""
-    waiting = [] if component is None else [_state(component)]
+    waiting: list[dict[str, Any]] = [] if component is None else [json.loads(component.__getstate__())]
     while waiting:
         step = waiting.pop(0)
         if step["type"] != "Sequence":

@@ -178,13 +178,13 @@ class Administration(Administrator):
             raise InvalidRequestError(
                 f"{address} is the last target that takes new sequences; without it requests wait and then fail"
             )
-        self._replicas.drain(replica.role, replica.address)
+        self._replicas.pool(replica.role).drain(replica.address)
         logger.info("replica drained", extra={"role": replica.role.value, "address": address, "by": by})
         return replica_at(await self.replicas(), address)
 
     async def resume(self, address: str, *, by: str) -> ReplicaSnapshot:
         replica = replica_at(await self.replicas(), address)
-        self._replicas.resume(replica.role, replica.address)
+        self._replicas.pool(replica.role).resume(replica.address)
         logger.info("replica resumed", extra={"role": replica.role.value, "address": address, "by": by})
         return replica_at(await self.replicas(), address)
 

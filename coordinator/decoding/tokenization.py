@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from tokenizers.models import BPE, Unigram
 from tokenizers.pre_tokenizers import ByteLevel
 
 from tandem.errors import InvalidRequestError, ProtocolError
+from tandem.vocabulary import steps_of
 
 _UNICODE_FORMS = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
 
@@ -28,8 +28,8 @@ def max_bytes_per_token(tokenizer: Tokenizer) -> int | None:
     added = tokenizer.get_added_tokens_decoder()
     if any(token.lstrip or token.rstrip for token in added.values()):
         return None
-    shrinking = _shrinking(_state(tokenizer.normalizer))
-    pre_tokenizers = list(_steps(_state(tokenizer.pre_tokenizer), "pretokenizers"))
+    shrinking = _shrinking(steps_of(tokenizer.normalizer))
+    pre_tokenizers = [*steps_of(tokenizer.pre_tokenizer)]
     if shrinking is None or not all(map(_keeps_text, pre_tokenizers)):
         return None
     is_byte_level = any(step["type"] == "ByteLevel" for step in pre_tokenizers)
@@ -59,10 +59,10 @@ def _keeps_text(step: dict[str, Any]) -> bool:
     return step["type"] in ("Split", "Punctuation") and step["behavior"] != "Removed"
 
 
-def _shrinking(normalizer: dict[str, Any] | None) -> int | None:
+def _shrinking(steps: Iterable[dict[str, Any]]) -> int | None:
     """How many bytes of a text may become one byte of the normalized text; None where any number may."""
     shrinking = 1
-    for step in _steps(normalizer, "normalizers"):
+    for step in steps:
         if step["type"] in _UNICODE_FORMS:
             # Unicode's normal forms shrink UTF-8 at most to a quarter: mathematical letters of four bytes become ASCII
             shrinking *= 4
@@ -73,22 +73,6 @@ def _shrinking(normalizer: dict[str, Any] | None) -> int | None:
         elif step["type"] != "Prepend":
             return None
     return shrinking
-
-
-def _steps(state: dict[str, Any] | None, inner: str) -> Iterator[dict[str, Any]]:
-    """The steps of a normalizer or a pre-tokenizer, those of sequences one after the other."""
-    if state is None:
-        return
-    if state["type"] != "Sequence":
-        yield state
-        return
-    for step in state[inner]:
-        yield from _steps(step, inner)
-
-
-def _state(component: Any) -> dict[str, Any] | None:
-    """A part of a tokenizer, as tokenizer.json describes it."""
-    return None if component is None else json.loads(component.__getstate__())
 
 
 def _size(text: str) -> int:

@@ -31,12 +31,9 @@ def block(rounds: Sequence[Round], noise: Noise) -> list[Acceptance]:
     weights = [_prefix_weights(rows) for rows in joint]
     masses = _ResidualMasses(joint, weights)
     counts = [_longest_kept(own, weights[number], masses, number, noise) for number, own in enumerate(rounds)]
-    rejected = [
-        (own, count, rows[count], own_weights[count])
-        for own, count, rows, own_weights in zip(rounds, counts, joint, weights, strict=True)
-        if count < len(rows)
-    ]
-    return with_next_tokens(rounds, counts, rejected, noise)
+    return with_next_tokens(
+        rounds, counts, lambda number, count: (joint[number][count], weights[number][count]), noise
+    )
 
 
 def _prefix_weights(rows: Sequence[JointRow]) -> list[float]:

@@ -9,7 +9,6 @@ from itertools import pairwise
 import numpy as np
 
 from coordinator.rejection.rounds import KEYED, Decide, MessageVerification, Noise, Round
-from coordinator.rejection.rows import draft_support
 from coordinator.rejection.rules import TokenRule, relaxed
 from coordinator.rejection.strategies import (
     GREEDY,
@@ -65,9 +64,9 @@ class AcceptanceRule:
 
     def supports(self, proposal: Proposal) -> tuple[IntArray, ...]:
         """Return the supports to request from the target, one for each proposed token."""
-        if not self.strategy.needs_draft_support:
+        if not (self.strategy.needs_draft_support and proposal.distributions):
             return tuple(np.array([token_id]) for token_id in proposal.token_ids)
-        return tuple(draft_support(proposal, index) for index in range(len(proposal)))
+        return tuple(each.token_ids for each in proposal.distributions)
 
     def accept(self, own: Round, noise: Noise = KEYED) -> Acceptance:
         """Decide which part of a proposal is kept, and which token follows it.

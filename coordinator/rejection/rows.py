@@ -10,7 +10,7 @@ vocabulary, so both kinds of row give the same tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,17 +18,10 @@ import numpy as np
 from coordinator.rejection.rounds import Noise, Race, Round, RowError
 from tandem.sampling.noise import sample, target_keys
 from tandem.sampling.warping import warp
-from tandem.types import Acceptance, DenseRow, FloatArray, IntArray, NextToken, Proposal, SupportRow, TokenRow
+from tandem.types import Acceptance, DenseRow, FloatArray, NextToken, SupportRow, TokenRow
 
 NO_DISTRIBUTION = "the target's row is not a probability distribution"
 _NO_STATISTICS = "the acceptance rule needs rows with statistics, and the target sent none"
-
-
-def draft_support(proposal: Proposal, index: int) -> IntArray:
-    """Return the ids with a draft probability at `index`, shape [S]."""
-    if not proposal.distributions:
-        return np.array([proposal.token_ids[index]], dtype=np.int64)
-    return proposal.distributions[index].token_ids
 
 
 def support_row(own: Round, index: int) -> SupportRow:
@@ -120,15 +113,6 @@ def _column(row: SupportRow, token_id: int) -> int:
     raise RowError(f"the target's row leaves out token {token_id}, which the draft proposed")
 
 
-def residual(joint: JointRow, scale: float) -> FloatArray:
-    """Return max(scale * target - draft, 0) on the support.
-
-    A draft probability that is NaN or below zero counts as 0.
-    """
-    weights: FloatArray = scale * joint.row.probs - np.fmax(joint.draft_probs, 0.0)
-    return np.maximum(weights, 0.0, out=weights)
-
-
 def race(own: Round, accepted_count: int, row: SupportRow, weights: FloatArray, scale: float = 1.0) -> Race:
     """The race of a row's tokens, with these weights on the support and scale * target outside.
 
@@ -138,45 +122,44 @@ def race(own: Round, accepted_count: int, row: SupportRow, weights: FloatArray, 
     return Race(own, accepted_count, row.token_ids, weights, row.outside_token_id, outside_weight)
 
 
-def recover(rejected: Sequence[tuple[Round, int, JointRow, float]], noise: Noise) -> list[int]:
-    """Sample a token in proportion to max(scale * target - draft, 0) for each rejected one.
-
-    If that is zero everywhere, draft and target are equal, and only the rounding of probabilities on the wire can have
-    caused a rejection: a token of the target's distribution is then correct.
-
-    Args:
-        rejected: For each: the round, how many tokens it keeps, target and draft after them, and the factor of the
-            target; 1 for token-by-token rules.
-    """
-    races = [
-        race(own, count, joint.row, residual(joint, scale), scale) for own, count, joint, scale in rejected
-    ]
-    found = noise.sample(races) if races else []
-    return [
-        token_id if token_id >= 0 else sample_row(own, count, joint.row, noise)
-        for token_id, (own, count, joint, _) in zip(found, rejected, strict=True)
-    ]
-
-
 def with_next_tokens(
     rounds: Sequence[Round],
     counts: Sequence[int],
-    rejected: Sequence[tuple[Round, int, JointRow, float]],
+    rejected: Callable[[int, int], tuple[JointRow, float]],
     noise: Noise,
 ) -> list[Acceptance]:
     """Give each round its next token: a sample of the target after a whole proposal, else a recovered one.
 
+    That is drawn in proportion to max(scale * target - draft, 0). If that is zero everywhere, draft and target are
+    equal, and only the rounding of probabilities on the wire can have caused a rejection: a token of the target's
+    distribution is then correct.
+
     Args:
         counts: For each round, how many tokens it keeps.
-        rejected: As in `recover`, for the rounds that do not keep their whole proposal, in order.
+        rejected: Target and draft at the first token that a round does not keep, and the factor of the target, which is
+            1 for token-by-token rules; by the number of the round and its count.
     """
-    recovered = iter(recover(rejected, noise))
-    return [
-        Acceptance(count, sample_target(own, count, noise), NextToken.BONUS)
-        if count == len(own.proposal.token_ids)
-        else Acceptance(count, next(recovered), NextToken.RECOVERED)
-        for own, count in zip(rounds, counts, strict=True)
-    ]
+    joints = {
+        number: rejected(number, count)
+        for number, (own, count) in enumerate(zip(rounds, counts, strict=True))
+        if count < len(own.proposal.token_ids)
+    }
+    races = []
+    for number, (joint, scale) in joints.items():
+        # A draft probability that is NaN or below zero counts as 0.
+        residual = np.maximum(scale * joint.row.probs - np.fmax(joint.draft_probs, 0.0), 0.0)
+        races.append(race(rounds[number], counts[number], joint.row, residual, scale))
+    recovered = dict(zip(joints, noise.sample(races), strict=True)) if races else {}
+    acceptances = []
+    for number, (own, count) in enumerate(zip(rounds, counts, strict=True)):
+        if number not in joints:
+            acceptances.append(Acceptance(count, sample_target(own, count, noise), NextToken.BONUS))
+            continue
+        token_id = recovered[number]
+        if token_id < 0:
+            token_id = sample_row(own, count, joints[number][0].row, noise)
+        acceptances.append(Acceptance(count, token_id, NextToken.RECOVERED))
+    return acceptances
 
 
 def sample_target(own: Round, index: int, noise: Noise) -> int:

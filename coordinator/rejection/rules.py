@@ -77,12 +77,9 @@ def _residual_passes(own: Round, index: int, noise: Noise) -> bool:
 
 
 def _residual_follow(rounds: Sequence[Round], counts: Sequence[int], noise: Noise) -> list[Acceptance]:
-    rejected = [
-        (own, count, joint_row(own, count), 1.0)
-        for own, count in zip(rounds, counts, strict=True)
-        if count < len(own.proposal.token_ids)
-    ]
-    return with_next_tokens(rounds, counts, rejected, noise)
+    return with_next_tokens(
+        rounds, counts, lambda number, count: (joint_row(rounds[number], count), 1.0), noise
+    )
 
 
 residual = TokenRule(_residual_passes, _residual_follow)

@@ -11,6 +11,8 @@ from coordinator.rejection.rounds import Decide
 from tandem.config import SpeculativeConfig, names
 from tandem.types import RowKind
 
+_TOKEN, _SUPPORT, _DENSE = RowKind.TOKEN, RowKind.SUPPORT, RowKind.DENSE
+
 
 class RuleError(ValueError):
     """The options conflict. The message is one sentence for a user."""
@@ -21,14 +23,14 @@ class Strategy:
     """One acceptance rule, and what it needs from draft and target."""
 
     name: str
-    lossless: bool
-    """True if the output has the target's distribution; for `greedy`, at temperature 0."""
-    row_kinds: tuple[RowKind, ...]
-    """The kinds of target row that the rule accepts, the cheapest first."""
-    draft_row_kind: RowKind
-    """Kind of row that the draft sends for each proposed token."""
     build: Callable[[SpeculativeConfig], Decide]
     """Builds the acceptance function from the options."""
+    lossless: bool = True
+    """True if the output has the target's distribution; for `greedy`, at temperature 0."""
+    row_kinds: tuple[RowKind, ...] = (_SUPPORT, _DENSE)
+    """The kinds of target row that the rule accepts, the cheapest first."""
+    draft_row_kind: RowKind = _TOKEN
+    """Kind of row that the draft sends for each proposed token."""
     needs_draft_support: bool = False
     """True if support rows must contain every token that the draft could have proposed, not only the proposed one."""
     needs_statistics: bool = False
@@ -43,9 +45,6 @@ class Strategy:
     """True if deciding the rounds of a message at once is faster than one by one."""
 
 
-_TOKEN, _SUPPORT, _DENSE = RowKind.TOKEN, RowKind.SUPPORT, RowKind.DENSE
-
-
 def _synthetic_schedule(options: SpeculativeConfig) -> tuple[float, ...]:
     count = options.num_speculative_tokens
     if options.synthetic_acceptance_rates is not None:
@@ -56,67 +55,47 @@ def _synthetic_schedule(options: SpeculativeConfig) -> tuple[float, ...]:
 
 
 GREEDY = Strategy(
-    name="greedy",
-    lossless=True,
+    "greedy",
+    lambda options: rules.greedy,
     row_kinds=(_TOKEN, _SUPPORT, _DENSE),
-    draft_row_kind=_TOKEN,
-    build=lambda options: rules.greedy,
     needs_statistics=True,
     reads_argmax=True,
 )
 RESIDUAL = Strategy(
-    name="residual",
-    lossless=True,
-    row_kinds=(_SUPPORT, _DENSE),
+    "residual",
+    lambda options: rules.residual,
     draft_row_kind=_SUPPORT,
-    build=lambda options: rules.residual,
     needs_draft_support=True,
     can_be_relaxed=True,
     gains_by_many=True,
 )
 BLOCK = Strategy(
-    name="block",
-    lossless=True,
-    row_kinds=(_SUPPORT, _DENSE),
-    draft_row_kind=_SUPPORT,
-    build=lambda options: block,
-    needs_draft_support=True,
-    gains_by_many=True,
+    "block", lambda options: block, draft_row_kind=_SUPPORT, needs_draft_support=True, gains_by_many=True
 )
-STRICT = Strategy(
-    name="strict",
-    lossless=True,
-    row_kinds=(_TOKEN, _DENSE),
-    draft_row_kind=_TOKEN,
-    build=lambda options: rules.strict,
-)
+STRICT = Strategy("strict", lambda options: rules.strict, row_kinds=(_TOKEN, _DENSE))
 TYPICAL_ACCEPTANCE = Strategy(
-    name="typical-acceptance",
+    "typical-acceptance",
+    lambda options: rules.typical(options.typical_epsilon, options.typical_delta),
     lossless=False,
-    row_kinds=(_SUPPORT, _DENSE),
     # Not TOKEN: a proposal drawn with the shared noise would be correlated with the target's sample that replaces
     # it.
     draft_row_kind=_SUPPORT,
-    build=lambda options: rules.typical(options.typical_epsilon, options.typical_delta),
     needs_statistics=True,
     can_be_relaxed=True,
 )
 LOGIT_COMPARISON = Strategy(
-    name="logit-comparison",
+    "logit-comparison",
+    lambda options: rules.logit_comparison,
     lossless=False,
-    row_kinds=(_SUPPORT, _DENSE),
-    draft_row_kind=_TOKEN,
-    build=lambda options: rules.logit_comparison,
     needs_statistics=True,
     needs_token_logits=True,
     can_be_relaxed=True,
 )
 SYNTHETIC = Strategy(
-    name="synthetic",
+    "synthetic",
+    lambda options: rules.synthetic(_synthetic_schedule(options)),
     lossless=False,
     row_kinds=(_TOKEN, _SUPPORT, _DENSE),
-    draft_row_kind=_TOKEN,
-    build=lambda options: rules.synthetic(_synthetic_schedule(options)),
     needs_statistics=True,
     reads_argmax=True,
 )

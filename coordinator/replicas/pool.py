@@ -404,8 +404,10 @@ class Pool(Generic[ClientT]):
         """The replica with that address, as snapshots spell it."""
         return self._members.get(address)
 
-    def drain(self, address: str, reason: str) -> None:
+    def drain(self, address: str, reason: str = "an operator drained it") -> None:
         """Send no new sequences to this address until it is resumed, even if another replica takes it over.
+
+        The sequences there move to another replica, or stay until they end.
 
         Raises:
             InvalidRequestError: there is no such replica.

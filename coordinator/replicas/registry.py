@@ -22,8 +22,6 @@ from tandem.types import Coverage, ModelInfo, TargetTokenizer
 
 logger = logging.getLogger(__name__)
 
-_BY_OPERATOR = "an operator drained it"
-
 
 class ReplicaRegistry:
     """Both pools, and what operators do with their members."""
@@ -128,23 +126,8 @@ class ReplicaRegistry:
         if draft is not None:
             draft.tally.add_result(result)
 
-    def drain(self, role: Role, address: str) -> None:
-        """Send no new sequences to a replica. Its own move to another replica, or stay until they end.
-
-        Raises:
-            InvalidRequestError: there is no such replica.
-        """
-        self._of(role).drain(address, _BY_OPERATOR)
-
-    def resume(self, role: Role, address: str) -> None:
-        """Send new sequences to a replica again.
-
-        Raises:
-            InvalidRequestError: there is no such replica.
-        """
-        self._of(role).resume(address)
-
-    def _of(self, role: Role) -> Pool[TargetClient] | Pool[DraftClient]:
+    def pool(self, role: Role) -> Pool[TargetClient] | Pool[DraftClient]:
+        """The replicas of a role."""
         return self.targets if role is Role.TARGET else self.drafts
 
     async def _watch_for_hangs(self) -> None:

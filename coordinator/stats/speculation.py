@@ -61,17 +61,15 @@ class TokenCounter:
         """Since the start."""
         self._clock = clock
         self._started = clock()
-        # Slot `second % 60` counts for that second; another second's count is found by its number and thrown away.
-        self._counts = [0] * LONGEST_SECONDS
-        self._seconds = [-1] * LONGEST_SECONDS
+        self._by_second: deque[list[int]] = deque(maxlen=LONGEST_SECONDS)
+        """Seconds in which tokens were committed, each with their count."""
 
     def add(self, count: int) -> None:
         """Count tokens now."""
         second = int(self._clock() - self._started)
-        slot = second % LONGEST_SECONDS
-        if self._seconds[slot] != second:
-            self._seconds[slot], self._counts[slot] = second, 0
-        self._counts[slot] += count
+        if not self._by_second or self._by_second[-1][0] != second:
+            self._by_second.append([second, 0])
+        self._by_second[-1][1] += count
         self.total += count
 
     def rate(self, seconds: int) -> float:
@@ -80,13 +78,9 @@ class TokenCounter:
         The current second counts in part.
         """
         now = self._clock() - self._started
-        oldest = int(now) - seconds + 1
-        counted = sum(
-            count
-            for second, count in zip(self._seconds, self._counts, strict=True)
-            if second >= max(oldest, 0)
-        )
-        elapsed = now - max(oldest, 0)
+        oldest = max(int(now) - seconds + 1, 0)
+        counted = sum(count for second, count in self._by_second if second >= oldest)
+        elapsed = now - oldest
         return counted / elapsed if elapsed > 0 else 0.0
 
 

@@ -179,7 +179,7 @@ class WorkerService(CoordinatorService):
         await super().start()
         for shot in self.replicas.snapshots():
             if shot.address in self._setup.drained:
-                self.replicas.drain(shot.role, shot.address)
+                self.replicas.pool(shot.role).drain(shot.address)
 
     def register_admin(self, server: grpc.aio.Server) -> None:
         """Let the parent answer AdminService."""

@@ -237,16 +237,16 @@ async def test_an_operator_drains_and_resumes() -> None:
     async with followed(FakeTarget(), FakeTarget()) as (replicas, (first, second)):
         for each in (first, second):
             await becomes(replicas, each.address, ReplicaState.READY)
-        replicas.drain(Role.TARGET, first.address)
+        replicas.pool(Role.TARGET).drain(first.address)
         assert shot(replicas, first.address).state is ReplicaState.DRAINING
         assert shot(replicas, first.address).reason
         member = replicas.targets.choose()
         assert member is not None
         assert member.address == second.address
-        replicas.resume(Role.TARGET, first.address)
+        replicas.pool(Role.TARGET).resume(first.address)
         assert shot(replicas, first.address).state is ReplicaState.READY
         with pytest.raises(InvalidRequestError, match="there is no draft replica"):
-            replicas.drain(Role.DRAFT, first.address)
+            replicas.pool(Role.DRAFT).drain(first.address)
 
 
 async def test_the_least_busy_replica_is_chosen_and_among_equals_the_fastest() -> None:
@@ -318,12 +318,12 @@ async def test_an_operators_drain_survives_a_missing_dns_record() -> None:
             assert member is not None
             await until(lambda: member.model is not None)
 
-        replicas.drain(Role.TARGET, target.address)
+        replicas.pool(Role.TARGET).drain(target.address)
         reason = shot(replicas, target.address).reason
         await go_and_come_back()
         assert (await becomes(replicas, target.address, ReplicaState.DRAINING)).reason == reason
         assert replicas.targets.choose() is None
-        replicas.resume(Role.TARGET, target.address)
+        replicas.pool(Role.TARGET).resume(target.address)
         await go_and_come_back()
         await becomes(replicas, target.address, ReplicaState.READY)
 
@@ -333,12 +333,12 @@ async def test_a_replica_missing_from_dns_once_is_kept() -> None:
         hosts = known["targets"]
         member = replicas.targets.member(target.address)
         assert member is not None
-        replicas.drain(Role.TARGET, target.address)
+        replicas.pool(Role.TARGET).drain(target.address)
         for _ in range(2):
             hosts.clear()
             await replicas.targets.look()
             assert replicas.targets.member(target.address) is member
-            replicas.resume(Role.TARGET, target.address)
+            replicas.pool(Role.TARGET).resume(target.address)
             assert "no longer stands for" in shot(replicas, target.address).reason
             hosts.append("127.0.0.1")
             await replicas.targets.look()

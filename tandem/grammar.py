@@ -175,7 +175,8 @@ class GrammarState:
 
     def __init__(self, matcher: LLMatcher, grammar: Grammar, known_ids: int, vocabulary_size: int) -> None:
         self._matcher = matcher
-        self._grammar = grammar
+        self.grammar = grammar
+        """As it was compiled."""
         self._known_ids = known_ids
         """Ids below this have a text; others are forbidden."""
         self._mask_bytes = 4 * -(-known_ids // 32)
@@ -251,7 +252,7 @@ class GrammarState:
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, self._mask_bytes)
         self._check()
         if self._may_think:
-            start = self._grammar.think_start_token_id or 0
+            start = self.grammar.think_start_token_id or 0
             row.view(np.uint32)[start // 32] |= np.uint32(1 << start % 32)
 
     def masks(self, before: Sequence[int], proposed: Sequence[int]) -> MaskArray:
@@ -284,16 +285,16 @@ class GrammarState:
     @property
     def _may_think(self) -> bool:
         """True before the first token of a model that may think before it answers."""
-        return self._is_first and self._grammar.think_start_token_id is not None
+        return self._is_first and self.grammar.think_start_token_id is not None
 
     def _thought(self, token_ids: list[int]) -> int:
         """Index of the first token behind the think span with which the completion begins; -1 within it."""
-        start, end = self._grammar.think_start_token_id, self._grammar.think_end_token_id
-        thinks = self._grammar.is_thinking or token_ids[:1] == [start]
+        start, end = self.grammar.think_start_token_id, self.grammar.think_end_token_id
+        thinks = self.grammar.is_thinking or token_ids[:1] == [start]
         if not thinks or end is None:
             return 0
         return token_ids.index(end) + 1 if end in token_ids else -1
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise refused(self._grammar, self._matcher.get_error())
+            raise refused(self.grammar, self._matcher.get_error())

@@ -45,14 +45,10 @@ class VerificationTimes:
 
     def __init__(self, fixed_seconds: float | None = None) -> None:
         """Begin without any measurement; with `fixed_seconds` the bound is that, and not learnt."""
-        self._fixed_seconds = fixed_seconds
+        self.fixed_seconds = fixed_seconds
+        """The bound, where it is a setting."""
         self._step = FadingMaximum()
         self._prompt_token = FadingMaximum()
-
-    @property
-    def is_fixed(self) -> bool:
-        """True if the bound is a setting."""
-        return self._fixed_seconds is not None
 
     def add(self, token_count: int, seconds: float, now: float) -> None:
         """Count a verification: its new tokens, and the seconds until its answer."""
@@ -63,8 +59,8 @@ class VerificationTimes:
 
     def bound_seconds(self, prompt_tokens: int) -> float:
         """Seconds for which a target with so many prompt tokens to read may answer nothing."""
-        if self._fixed_seconds is not None:
-            return self._fixed_seconds
+        if self.fixed_seconds is not None:
+            return self.fixed_seconds
         step = self._step.value
         steps_seconds = UNLEARNT_SECONDS if step is None else max(MIN_SECONDS, MARGIN * step)
         rate = self._prompt_token.value
@@ -125,16 +121,15 @@ class UnansweredSteps:
         now = self._clock()
         prompt_tokens = sum(step.token_count for step in self._steps if step.token_count > _PROMPT_TOKENS)
         bound = self._times.bound_seconds(prompt_tokens) + more_seconds
-        late = [step for step in self._steps if now - self._since(step) > bound + self._page_wait(step)]
+        late = [step for step in self._steps if self._is_late(step, now, bound)]
         return set(self._steps) if late and now - self._answered_at > bound else late
 
-    def _since(self, step: Step) -> float:
-        return max(step.asked_at, self._answered_at) if step.is_first else step.asked_at
-
-    def _page_wait(self, step: Step) -> float:
+    def _is_late(self, step: Step, now: float, bound: float) -> bool:
         answers_others = self._answered_at > step.asked_at
-        # Its pages may have gone to older sequences, so that it waits until some of these end
-        return 60.0 if answers_others and not self._times.is_fixed else 0.0
+        if answers_others and self._times.fixed_seconds is None:
+            # Its pages may have gone to older sequences, so that it waits until some of these end
+            bound += 60.0
+        return now - (self._answered_at if answers_others and step.is_first else step.asked_at) > bound
 
     def give_up(self, steps: Iterable[Step]) -> None:
         """End the waits for these: their tasks are cancelled, and `was_given_up` tells them why."""

@@ -56,7 +56,8 @@ class ActiveRequest:
     """Returns the state of speculation for it."""
     abort_reason: str | None = None
     """Reason given by whoever aborted it, may be empty; None while it was not aborted."""
-    _task: asyncio.Task[object] | None = None
+    task: asyncio.Task[object] | None = None
+    """Runs it."""
     is_delivering: bool = False
     """True while a chunk waits for the client, so that the services compute nothing for the request."""
 
@@ -84,25 +85,8 @@ class ActiveRequest:
         """End it. The services free it now, and its client receives the error as soon as it reads."""
         if self.abort_reason is None:
             self.abort_reason = reason
-            if self._task is not None:
-                self._task.cancel()
-
-    @contextmanager
-    def _abortable(self) -> Iterator[None]:
-        """Turn the cancellation that `abort` caused into its error, as asyncio.timeout does with its own."""
-        self._task = asyncio.current_task()
-        try:
-            yield
-        except asyncio.CancelledError:
-            if self.abort_reason is not None:
-                raise self._aborted() from None
-            raise
-
-    def _aborted(self) -> AbortedError:
-        reason = f": {self.abort_reason}" if self.abort_reason else ""
-        return AbortedError(
-            f"an administrator ended the request after {plural(self.completion_tokens, 'token')}{reason}"
-        )
+            if self.task is not None:
+                self.task.cancel()
 
 
 class ActiveRequests:
@@ -122,14 +106,20 @@ class ActiveRequests:
             AbortedError: the request was ended.
         """
         self._active[request.request_id] = request
+        request.task = asyncio.current_task()
         outcome = "failed"
         try:
-            with request._abortable():
-                yield request
+            yield request
             outcome = "completed"
-        except (asyncio.CancelledError, GeneratorExit):
+        except (asyncio.CancelledError, GeneratorExit) as error:
             outcome = "cancelled"
-            raise
+            if request.abort_reason is None or isinstance(error, GeneratorExit):
+                raise
+            # `abort` has caused the cancellation
+            reason = f": {request.abort_reason}" if request.abort_reason else ""
+            raise AbortedError(
+                f"an administrator ended the request after {plural(request.completion_tokens, 'token')}{reason}"
+            ) from None
         finally:
             self._ended[outcome if request.abort_reason is None else "aborted"] += 1
             del self._active[request.request_id]

@@ -145,14 +145,6 @@ class Admission:
             place.release()
             self._held_seconds.add(place.held_seconds)
 
-    async def _return(self, client: str) -> None:
-        """Wait for a place again, behind the client's other requests. One that has begun is never refused."""
-        self._returning += 1
-        try:
-            await self._places.take(client)
-        finally:
-            self._returning -= 1
-
     def _refuses(self, client: str) -> bool:
         return not self._places.has_room(client) and self.queued >= self._max_queued
 
@@ -184,7 +176,12 @@ class Place:
             self._admission._places.leave(self.client)
 
     async def take_again(self) -> None:
-        """Wait for a place again."""
-        if self._since is None:
-            await self._admission._return(self.client)
-            self._since = self._clock()
+        """Wait for a place again, behind the client's other requests. One that has begun is never refused."""
+        if self._since is not None:
+            return
+        self._admission._returning += 1
+        try:
+            await self._admission._places.take(self.client)
+        finally:
+            self._admission._returning -= 1
+        self._since = self._clock()

@@ -91,8 +91,8 @@ class Models:
         """Bytes beyond which any prompt has more than `max_length` tokens; None where there is no such bound."""
         return self.encoder.max_bytes(self.target.max_length)
 
-    async def planned_grammar(self, grammar: Grammar, prompt: Sequence[int]) -> PlannedGrammar:
-        """A request's grammar, compiled, and with the think span that may come before.
+    async def planned_grammar(self, grammar: Grammar, prompt: Sequence[int]) -> GrammarState:
+        """The state of a request's grammar before the first token, with the think span that may come before.
 
         Raises:
             InvalidRequestError: it cannot be compiled, or not within the limits.
@@ -102,7 +102,7 @@ class Models:
         spans = think_spans(self.tokenizer)
         if spans is not None:
             grammar = spans.before(grammar, prompt)
-        return PlannedGrammar(grammar, await self.grammars.open(grammar))
+        return await self.grammars.open(grammar)
 
     async def encode(
         self, text: str, bounds: RequestBounds, *, add_special_tokens: bool = True
@@ -114,16 +114,6 @@ class Models:
         """
         refuse(too_much_text(text, bounds, self.max_text_bytes))
         return await self.encoder.encode(text, add_special_tokens=add_special_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedGrammar:
-    """The grammar of a completion."""
-
-    grammar: Grammar
-    """As the services read it."""
-    state: GrammarState
-    """Before the first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +138,8 @@ class Plan:
     """True if its penalties keep the draft model out."""
     think_spans: ThinkSpans | None
     """Followed when acceptance is relaxed inside them."""
-    grammar: PlannedGrammar | None
-    """The grammar of the completion; None for any text."""
+    grammar: GrammarState | None
+    """The grammar of the completion, before its first token; None for any text."""
     settings: CoordinatorSettings
     """The configuration when it began."""
     models: Models
@@ -233,7 +223,7 @@ class Plan:
             StopStrings(self.request.stop, included=self.request.include_stop_str_in_output),
             request_id=self.request_id,
             seed=self.sampling.seed,
-            grammar=None if self.grammar is None else self.grammar.state,
+            grammar=self.grammar,
             max_forced=0 if self.rule.strategy.needs_token_logits else MAX_FORCED_TOKENS,
         )
         completion.go_on_after(self.request.delivered_token_ids)

@@ -78,23 +78,6 @@ def too_long(token_count: int, max_length: int) -> Iterator[str]:
         )
 
 
-def _at_most(
-    name: str,
-    requirement: str,
-    counted: str,
-    count: Callable[[GenerationRequest], int],
-    limit: Callable[[BoundedRequest], int],
-) -> Rule[BoundedRequest]:
-    """A rule for an upper bound; `counted` is the sentence's beginning, with a place for the number."""
-
-    def check(subject: BoundedRequest) -> Iterator[str]:
-        number, maximum = count(subject.request), limit(subject)
-        if number > maximum:
-            yield f"{counted.format(number)}; it must be at most {maximum}"
-
-    return Rule(name, requirement, check)
-
-
 @rule("The prompt's text has at most `max_prompt_bytes`, and no more than `max_length` tokens can hold.")
 def _max_prompt_bytes(subject: BoundedRequest) -> Iterator[str]:
     prompt = subject.request.prompt
@@ -128,49 +111,63 @@ def _structured_output(subject: BoundedRequest) -> Iterator[str]:
         )
 
 
+def _at_most(
+    bound: str, requirement: str, counted: str, count: Callable[[GenerationRequest], int]
+) -> Rule[BoundedRequest]:
+    """A rule for one of the bounds; `counted` is the sentence's beginning, with a place for the number."""
+
+    def check(subject: BoundedRequest) -> Iterator[str]:
+        number, maximum = count(subject.request), getattr(subject.bounds, bound)
+        if number > maximum:
+            yield f"{counted.format(number)}; it must be at most {maximum}"
+
+    return Rule(bound.replace("_", "-"), requirement, check)
+
+
 _COUNT_RULES: tuple[Rule[BoundedRequest], ...] = (
     _at_most(
-        "max-stop-strings",
+        "max_stop_strings",
         "There are at most `max_stop_strings`.",
         "the number of stop strings is {}",
         lambda request: len(request.stop),
-        lambda subject: subject.bounds.max_stop_strings,
     ),
     _at_most(
-        "max-stop-length",
+        "max_stop_length",
         "A stop string has at most `max_stop_length` characters.",
         "a stop string has {} characters",
         lambda request: max(map(len, request.stop), default=0),
-        lambda subject: subject.bounds.max_stop_length,
     ),
     _at_most(
-        "max-logit-biases",
+        "max_logit_biases",
         "`logit_bias` names at most `max_logit_biases` ids.",
         "logit_bias names {} token ids",
         lambda request: len(request.logit_bias),
-        lambda subject: subject.bounds.max_logit_biases,
     ),
     _at_most(
-        "max-stop-token-ids",
+        "max_stop_token_ids",
         "`stop_token_ids` are at most `max_stop_token_ids`.",
         "stop_token_ids has {} ids",
         lambda request: len(request.stop_token_ids),
-        lambda subject: subject.bounds.max_stop_token_ids,
     ),
 )
+
+
+@rule(f"`num_speculative_tokens` is at most {MAX_SPECULATIVE_TOKENS}, or what the coordinator is set to.")
+def _most_speculative_tokens(subject: BoundedRequest) -> Iterator[str]:
+    count, most = (
+        subject.request.num_speculative_tokens,
+        max(MAX_SPECULATIVE_TOKENS, subject.num_speculative_tokens),
+    )
+    if count is not None and count > most:
+        yield f"num_speculative_tokens is {count}; it must be at most {most}"
+
 
 BOUND_RULES: tuple[Rule[BoundedRequest], ...] = (
     _max_prompt_bytes,
     _max_prompt_tokens,
     *_COUNT_RULES,
     _structured_output,
-    _at_most(
-        "most-speculative-tokens",
-        f"`num_speculative_tokens` is at most {MAX_SPECULATIVE_TOKENS}, or what the coordinator is set to.",
-        "num_speculative_tokens is {}",
-        lambda request: request.num_speculative_tokens or 0,
-        lambda subject: max(MAX_SPECULATIVE_TOKENS, subject.num_speculative_tokens),
-    ),
+    _most_speculative_tokens,
 )
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import httpx2
+from prometheus_client.parser import text_string_to_metric_families
 
 from tandem.errors import (
     CapacityError,
@@ -164,9 +166,9 @@ class Server:
         """Counts of speculation in the server's /metrics since it started; None: there are none."""
         try:
             answer = await self.http.get(self._root + "/metrics")
-        except httpx2.HTTPError:
+            return speculation_counts(answer.text) if answer.status_code == 200 else None
+        except (httpx2.HTTPError, ValueError):
             return None
-        return speculation_counts(answer.text) if answer.status_code == 200 else None
 
     def _request(
         self, prompt: str | Sequence[int], max_tokens: int, temperature: float, fields: Mapping[str, Any]
@@ -311,33 +313,26 @@ class SpeculationCounts:
         return 1 + self.accepted / self.drafts if self.drafts else self.acceptance_length
 
 
-_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
-_LABEL = re.compile(r'(\w+)="([^"]*)"')
-
-
 def speculation_counts(metrics: str) -> SpeculationCounts | None:
-    """Read Prometheus's text form; None where it counts no speculation."""
-    totals: Counter[str] = Counter()
-    positions: Counter[int] = Counter()
-    rules: Counter[str] = Counter()
+    """Read Prometheus's text form; None where it counts no speculation. Raises ValueError for another form."""
+    totals: defaultdict[str, float] = defaultdict(float)
+    positions: defaultdict[int, float] = defaultdict(float)
+    rules: defaultdict[str, float] = defaultdict(float)
     length: float | None = None
-    for line in metrics.splitlines():
-        if (match := _SAMPLE.match(line)) is None:
-            continue
-        name, labels, value = match[1], dict(_LABEL.findall(match[2] or "")), float(match[3])
-        _, _, counter = name.partition("spec_decode_num_")
-        if counter == "accepted_tokens_per_pos_total" and labels.get("position", "").isdigit():
-            positions[int(labels["position"])] += value  # type: ignore[assignment]
+    for sample in chain.from_iterable(each.samples for each in text_string_to_metric_families(metrics)):
+        _, _, counter = sample.name.partition("spec_decode_num_")
+        if counter == "accepted_tokens_per_pos_total" and sample.labels.get("position", "").isdigit():
+            positions[int(sample.labels["position"])] += sample.value
         elif counter:
-            totals[counter.removesuffix("_total")] += value  # type: ignore[assignment]
-            if "rule" in labels and counter == "drafts_total":
-                rules[labels["rule"]] += value  # type: ignore[assignment]
-        elif name == "sglang:spec_accept_length":
-            length = value
+            totals[counter.removesuffix("_total")] += sample.value
+            if "rule" in sample.labels and counter == "drafts_total":
+                rules[sample.labels["rule"]] += sample.value
+        elif sample.name == "sglang:spec_accept_length":
+            length = sample.value
     if not totals and length is None:
         return None
     per_position = tuple(
-        float(positions[i]) for i in range(min(positions, default=0), max(positions, default=-1) + 1)
+        positions[i] for i in range(min(positions, default=0), max(positions, default=-1) + 1)
     )
     return SpeculationCounts(
         totals["drafts"],

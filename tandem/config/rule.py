@@ -6,6 +6,7 @@ violation is reported at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -67,14 +68,7 @@ def itself(subject: object) -> object:
 
 def at_least(option: str, minimum: float, *, of: Callable[[SubjectT], object] = itself) -> Rule[SubjectT]:
     """The rule that an option is not below a number. None keeps it."""
-    allowed = f"at least {minimum:g}"
-
-    def check(subject: SubjectT) -> Iterator[str]:
-        value = getattr(of(subject), option)
-        if value is not None and not value >= minimum:
-            yield f"{option} is {spelled(value)}; it must be {allowed}"
-
-    return Rule(_name(option), f"`{option}` is {allowed}.", check, (option,))
+    return within(option, minimum, math.inf, f"at least {minimum:g}", of=of)
 
 
 def within(

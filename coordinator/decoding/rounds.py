@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Protocol
 
 from coordinator.decoding.completion import Completion
@@ -20,6 +21,24 @@ _MAX_SECONDS = 0.8
 _NO_DRAFTING = StepCost(0.0, 1, 0)
 
 
+@dataclass(slots=True)
+class _Round:
+    """What is known so far of the round in progress."""
+
+    is_drafted: bool = False
+    """True if the draft has answered."""
+    was_late: bool = False
+    """True if it waited in vain for a proposal."""
+    awaited_outcome: bool = False
+    """True if the draft was to draft ahead of it."""
+    outcome_rank: int | None = None
+    """Place of the outcome that came among those that it drafted for; None if it was not one of them."""
+    verification: tuple[float, StepCost | None, int, bool] | None = None
+    """The target's part: seconds, cost, proposed tokens, and whether it began by itself. None during prefill."""
+    drafting: tuple[float, StepCost | None] | None = None
+    """The draft's part: seconds, cost."""
+
+
 class RoundTimings:
     """Times of one request's rounds, and of the round in progress.
 
@@ -30,20 +49,9 @@ class RoundTimings:
     def __init__(self, patience_seconds: float | None) -> None:
         self.load = 1
         """Sequences that share the target in the round in progress, for services that do not say."""
-        self.is_drafted = False
-        """True if the draft has answered in the round in progress."""
+        self.round = _Round()
         self._patience_seconds = patience_seconds
         self._reading: float | None = None
-        self._verification: tuple[float, StepCost | None, int, bool] | None = None
-        """The target's part of the round in progress: seconds, cost, proposed tokens, and whether it began by itself.
-        None during prefill."""
-        self._drafting: tuple[float, StepCost | None] | None = None
-        """The draft's part: seconds, cost."""
-        self._was_late = False
-        self.awaited_outcome = False
-        """True if the draft was to draft ahead of the round in progress."""
-        self.outcome_rank: int | None = None
-        """Place of the outcome that came among those that it drafted for; None if it was not one of them."""
         self.proposing = MovingAverage()
         self.verifying = MovingAverage()
         """Time to verify a proposal that is not empty."""
@@ -60,7 +68,7 @@ class RoundTimings:
         was_led: bool = False,
     ) -> None:
         """Count a verification of so many proposed tokens. The first one of a stream also reads all tokens."""
-        self._verification = None if is_first else (seconds, cost, proposed, was_led)
+        self.round.verification = None if is_first else (seconds, cost, proposed, was_led)
         if is_first:
             self._reading = seconds
         elif proposed:
@@ -71,40 +79,32 @@ class RoundTimings:
     def drafted(self, seconds: float, cost: StepCost | None) -> None:
         """Count the proposal of the round in progress."""
         self.proposing.add(seconds)
-        self._drafting = seconds, cost
+        self.round.drafting = seconds, cost
 
     def drafted_ahead(self, proposal: Proposal | None) -> None:
         """The proposal of the round in progress was to be drafted ahead; None: another outcome came."""
-        self.awaited_outcome = True
-        self.outcome_rank = None if proposal is None else proposal.outcome_rank
+        self.round.awaited_outcome = True
+        self.round.outcome_rank = None if proposal is None else proposal.outcome_rank
 
     @property
     def saved_seconds(self) -> float:
         """Usual time of a proposal if the one of the round in progress was drafted ahead, else 0."""
-        return 0.0 if self.outcome_rank is None else self.proposing.value or 0.0
-
-    def was_late(self) -> None:
-        """Note that the round in progress waited in vain for a proposal."""
-        self._was_late = True
+        return 0.0 if self.round.outcome_rank is None else self.proposing.value or 0.0
 
     def end_round(self, seconds: float) -> RoundCost | None:
         """The cost of the round that has ended; None when it says nothing about the next one."""
-        verification, self._verification = self._verification, None
-        drafting, self._drafting = self._drafting, None
-        was_late, self._was_late = self._was_late, False
-        self.is_drafted = False
-        was_ahead = self.outcome_rank is not None
-        self.awaited_outcome, self.outcome_rank = False, None
-        if verification is None:
+        ended, self.round = self.round, _Round()
+        if ended.verification is None:
             return None
-        verify_seconds, verify_cost, proposed, was_led = verification
-        if proposed and drafting is None and not was_ahead:
+        verify_seconds, verify_cost, proposed, was_led = ended.verification
+        was_ahead = ended.outcome_rank is not None
+        if proposed and ended.drafting is None and not was_ahead:
             return None  # an earlier round had asked for the proposal
         load = self.load
         verify = verify_cost or StepCost(verify_seconds, load, load * (proposed + 1))
         draft = _NO_DRAFTING
-        if proposed and drafting is not None:
-            draft_seconds, draft_cost = drafting
+        if proposed and ended.drafting is not None:
+            draft_seconds, draft_cost = ended.drafting
             draft = draft_cost or StepCost(draft_seconds, load, 0)
         return RoundCost(
             proposed,
@@ -114,7 +114,7 @@ class RoundTimings:
             verify.tokens,
             draft.seconds,
             draft.sequences,
-            was_late,
+            ended.was_late,
             was_ahead,
             was_led,
         )
@@ -185,19 +185,17 @@ class RoundRecorder:
         """The result of the round that ended with this chunk. Call it once for each chunk, before the next round."""
         times = RoundTimes(self._began, self._asked, self._proposed, self._verified, self._decided)
         self._draft_address = self._request.draft_address or self._draft_address
-        timings = self._timings
-        is_drafted, awaited, rank = timings.is_drafted, timings.awaited_outcome, timings.outcome_rank
-        saved_seconds = timings.saved_seconds
+        ended, saved_seconds = self._timings.round, self._timings.saved_seconds
         return RoundResult(
             chunk.proposed,
             sum(chunk.drafted),
             len(chunk.token_ids),
             times,
             self._timings.end_round(times.seconds),
-            is_drafted,
+            ended.is_drafted,
             self._draft_address,
             self._request.target_address,
-            awaited,
-            rank,
+            ended.awaited_outcome,
+            ended.outcome_rank,
             saved_seconds,
         )

@@ -248,7 +248,7 @@ class FailoverDrafter:
         )
         if proposal is None:
             if not was_late:
-                self._timings.was_late()
+                self._timings.round.was_late = True
                 self._report(
                     "draft_late", self._placement.address, {"waited_seconds": time.monotonic() - began}
                 )
@@ -284,7 +284,7 @@ class FailoverDrafter:
             self._has_lost = False
             self._report("draft_resumed", self._placement.address)
         self._placement.count_proposal()
-        self._timings.is_drafted = True
+        self._timings.round.is_drafted = True
 
     def _lost(self, member: Member[DraftClient], error: TandemError) -> None:
         self._has_lost = True

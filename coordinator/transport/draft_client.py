@@ -289,22 +289,16 @@ class PendingOutcomes:
 
     def ready_count(self, token_ids: Sequence[int]) -> int:
         """Number of tokens of the outcome that came, if it goes on in every depth that is there; 0 before the first."""
-        return self._ready_count(self._ranks.get(self._outcome(token_ids)))
-
-    def _ready_count(self, rank: int | None) -> int:
-        return len(self._columns) + (len(self._lead) if rank == 0 else 0)
-
-    def _has_ended(self, rank: int) -> bool:
-        last = self._columns[-1].token_ids
-        return rank >= len(last) or last[rank] == ENDED
+        is_first = self._ranks.get(self._outcome(token_ids)) == 0
+        return len(self._columns) + (len(self._lead) if is_first else 0)
 
     def unfinished(self, token_ids: Sequence[int], now: float) -> Unfinished | None:
         """The continuation of the outcome that came, while the draft is still at it; None otherwise."""
-        rank = self._ranks.get(self._outcome(token_ids))
-        ready = self._ready_count(rank)
+        rank, ready = self._ranks.get(self._outcome(token_ids)), self.ready_count(token_ids)
         if rank is None or self._budget is None or ready >= self._budget.token_count:
             return None
-        if self._has_ended(rank):
+        last = self._columns[-1].token_ids
+        if rank >= len(last) or last[rank] == ENDED:
             return None
         return self._times.following(ready, self._budget.token_count, now)
 
@@ -422,18 +416,14 @@ class DraftSequence:
         """To the last question, until somebody has taken it."""
         self._arrivals = Arrivals()
         self._error: TandemError | None = None
-        self._is_open = False
+        self.is_open = False
+        """True once the draft has read the sequence. Before that, the draft may be waiting for room."""
         self._late_since: float | None = None
 
     @property
     def is_idle(self) -> bool:
         """True if every step so far was answered."""
         return not self._is_asked or self._answer is not None or self._error is not None
-
-    @property
-    def is_open(self) -> bool:
-        """True once the draft has read the sequence. Before that, the draft may be waiting for room."""
-        return self._is_open
 
     @property
     def is_late(self) -> bool:
@@ -573,7 +563,7 @@ class DraftSequence:
         if was_awaited:
             self._stream.goes_on()
         answer, self._answer, self._late_since = self._answer, None, None
-        self._is_asked, self._is_open = False, True
+        self._is_asked, self.is_open = False, True
         return answer
 
     def take(self, answer: wire.Answer) -> None:

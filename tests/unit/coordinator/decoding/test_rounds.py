@@ -61,7 +61,7 @@ def test_without_reported_costs_the_measured_times_count() -> None:
 
 def test_a_round_that_waited_in_vain_is_marked() -> None:
     timings = RoundTimings(None)
-    timings.was_late()
+    timings.round.was_late = True
     timings.verified(0.1, 0, is_first=False)
     cost = timings.end_round(0.5)
     assert cost is not None
@@ -89,7 +89,7 @@ class Pair:
         if completion.has_begun:
             self.draft_address = None
             return Proposal(completion.length)
-        self.draft_address, self.timings.is_drafted = "d:1", True
+        self.draft_address, self.timings.round.is_drafted = "d:1", True
         self.timings.drafted(0.01, None)
         return Proposal(completion.length, (11, 12, 13))
 

@@ -18,12 +18,12 @@ from benchmarks.common import rotated
 from benchmarks.contenders import CONTENDERS, BenchSettings, prepared
 from benchmarks.gpu import RUNS, GpuReport, gpus, options_of
 from benchmarks.pace import Pace
-from benchmarks.pairs import PairInfo
-from benchmarks.report import Cell, Machine, Report, Spread
+from benchmarks.report import Report
 from benchmarks.studies.memory import DEPLOYMENTS, PAGE, SHARE, Model, requests_that_fit, with_tables
 from tandem.engine.core.jobs import StepRecord
 from tandem.errors import ConfigurationError, ModelFolderError, ServiceUnavailableError
 from tests.paths import DEMO_DRAFT
+from tests.unit.benchmarks.test_report import cell, report
 
 
 def test_everything_that_is_wrong_is_said_at_once() -> None:
@@ -90,27 +90,8 @@ echo "1, NVIDIA H100 80GB HBM3, 81559 MiB, 580.65, 700.00 W, 5"
 
 
 def measured(settings: BenchSettings, speed: float) -> Report:
-    once = Spread(median=0.1, low=0.1, high=0.1)
-    return Report(
-        taken_at="2026-11-25 12:00 UTC",
-        command="tandem bench",
-        machine=Machine(processor="a CPU", cores=2, device=settings.device, load_before=0.0, versions={}),
-        pair=PairInfo(name=settings.pair, target_parameters=2, draft_parameters=1),
-        settings=settings,
-        cells=tuple(
-            Cell(
-                contender=name,
-                batch=batch,
-                temperature=0.0,
-                tokens_per_second=(speed * batch,),
-                first_token_seconds=once,
-                inter_token_seconds_p50=0.1,
-                inter_token_seconds_p99=0.1,
-            )
-            for name in settings.contenders
-            for batch in settings.batch
-        ),
-    )
+    cells = [cell(name, each, 0.0, speed * each) for name in settings.contenders for each in settings.batch]
+    return report(cells, settings=settings)
 
 
 @pytest.fixture
@@ -150,9 +131,9 @@ def test_a_failed_run_is_reported_and_the_others_go_on(
     assert [settings.engine for settings in asked] == ["vllm", "tandem", "", ""]
     assert {settings.device for settings in asked} == {"cpu"}, "the user's option wins"
     assert {settings.vllm_python for settings in asked} == {Path(sys.executable)}
-    report = GpuReport.model_validate_json((tmp_path / "gpu.json").read_text())
-    assert report.runs.keys() == {"engine-vllm", "vllm", "vllm-draft"}
-    assert report.failures == {"engine-tandem": "target_service did not start: exit code 1"}
+    found = GpuReport.model_validate_json((tmp_path / "gpu.json").read_text())
+    assert found.runs.keys() == {"engine-vllm", "vllm", "vllm-draft"}
+    assert found.failures == {"engine-tandem": "target_service did not start: exit code 1"}
     page = (tmp_path / "gpu.md").read_text()
     printed = capsys.readouterr()
     assert printed.out == page

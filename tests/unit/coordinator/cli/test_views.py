@@ -50,20 +50,11 @@ def test_output_for_programs_consists_of_json_types() -> None:
     assert plain(FINDINGS)[2]["severity"] == "problem"
 
 
-@pytest.mark.parametrize(
-    ("apart", "severity"),
-    [
-        (0.0, Severity.OK),
-        (0.9, Severity.OK),
-        (-0.9, Severity.OK),
-        (3.0, Severity.WARNING),
-        (-3.0, Severity.WARNING),
-    ],
-)
-def test_clocks_are_compared_halfway_through_the_call(apart: float, severity: Severity) -> None:
+@pytest.mark.parametrize("apart", [0.0, 0.9, -0.9, 3.0, -3.0])
+def test_clocks_are_compared_halfway_through_the_call(apart: float) -> None:
     took = 0.2
     told = NOW + timedelta(seconds=took / 2 + apart)
-    assert clock(NOW, took, told).severity is severity
+    assert clock(NOW, took, told).severity is (Severity.OK if abs(apart) < 1.0 else Severity.WARNING)
 
 
 def test_other_findings_of_the_client() -> None:
@@ -74,16 +65,8 @@ def test_other_findings_of_the_client() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "words"),
-    [
-        (0, "0s"),
-        (59.9, "59s"),
-        (60, "1m 0s"),
-        (725, "12m 5s"),
-        (3600, "1h 0m"),
-        (90061, "1d 1h"),
-        (400000, "4d 15h"),
-    ],
-)
+    [(0, "0s"), (59.9, "59s"), (60, "1m 0s"), (725, "12m 5s"), (3600, "1h 0m"), (90061, "1d 1h"), (400000, "4d 15h")],
+)  # fmt: skip
 def test_a_duration_has_two_units(seconds: float, words: str) -> None:
     assert duration(seconds) == words
 

@@ -256,7 +256,7 @@ async def test_more_chats_than_may_wait_are_refused(make: Make) -> None:
 
 
 def environment_of(process_id: int) -> bytes:
-    """Return the resident memory of a process, where the system reports it."""
+    """The variables of a process, where the system reports them."""
     path = Path(f"/proc/{process_id}/environ")
     return path.read_bytes() if path.exists() else b""
 

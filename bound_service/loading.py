@@ -13,6 +13,7 @@ from draft_service.proposers.heads import BoundProposer
 from tandem.config.names import DFLASH, EAGLE, EAGLE3, MEDUSA, MTP
 from tandem.engine.core.selection import choose_backends
 from tandem.engine.hidden_states import BoundSequences, HiddenStateTap, PairedStates, as_model
+from tandem.engine.interface import EngineSettings
 from tandem.engine.kv_cache.arena import memory_allowance
 from tandem.engine.models.heads.dflash import load_dflash, read_dflash_config
 from tandem.engine.models.heads.eagle import load_eagle, load_eagle3, read_eagle3_config, read_eagle_config
@@ -20,7 +21,6 @@ from tandem.engine.models.heads.interface import BlockHead, DraftHead
 from tandem.engine.models.heads.medusa import load_medusa, read_medusa_config
 from tandem.engine.models.heads.mtp import load_mtp, read_mtp_config
 from tandem.engine.models.loading import LoadedModel
-from tandem.engine.settings import EngineSettings
 from tandem.telemetry.streams import OnStep
 from target_service.settings import TargetSettings
 from target_service.verifier import Verifier, load_target, make_verifier

@@ -13,9 +13,14 @@ from typing import Any, TypeAlias
 from tandem.engine.core.engine import RowEngine
 from tandem.engine.core.selection import choose_backends
 from tandem.engine.hidden_states import BoundSequences, HiddenStateTap
-from tandem.engine.interface import EngineOwner, RowRequest, SequenceEngine, non_finite_logits_logged
+from tandem.engine.interface import (
+    EngineOwner,
+    EngineSettings,
+    RowRequest,
+    SequenceEngine,
+    non_finite_logits_logged,
+)
 from tandem.engine.models.loading import LoadedModel, load_model
-from tandem.engine.settings import EngineSettings
 from tandem.errors import InvalidRequestError, TandemError
 from tandem.grammar import Grammars, GrammarState
 from tandem.outcome_table import OutcomeTable

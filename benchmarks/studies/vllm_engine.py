@@ -145,7 +145,7 @@ async def main(arguments: argparse.Namespace) -> None:
     """Load the model once and measure every number of sequences."""
     prepare_process(1, "cpu", 1)
     from tandem.engine.core.engine import RowEngine
-    from tandem.engine.settings import EngineSettings
+    from tandem.engine.interface import EngineSettings
     from tandem.engine_vllm.engine import load_vllm
     from target_service.settings import TargetSettings
 

@@ -26,11 +26,10 @@ from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Continue, Failed, Job
 from tandem.engine.core.selection import Backends
 from tandem.engine.hidden_states import BoundSequences, PairedStates, Pairing
-from tandem.engine.interface import EngineOwner
+from tandem.engine.interface import EngineOwner, EngineSettings
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.models.heads.interface import BlockHead, DraftHead
 from tandem.engine.rows import Sampler
-from tandem.engine.settings import EngineSettings
 from tandem.errors import ServiceUnavailableError
 from tandem.grammar import GrammarState
 from tandem.types import Delta, DraftOptions, Grammar, ModelInfo, Proposal, ProposeStep, RowKind, StepCost

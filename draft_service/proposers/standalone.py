@@ -23,12 +23,11 @@ from draft_service.settings import DraftSettings
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Job
 from tandem.engine.core.selection import choose_backends
-from tandem.engine.interface import EngineOwner, non_finite_logits_logged
+from tandem.engine.interface import EngineOwner, EngineSettings, non_finite_logits_logged
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.models.checkpoint import TOKENIZER_FILE
 from tandem.engine.models.loading import load_model
 from tandem.engine.rows import TORCH_SAMPLER, Sampler
-from tandem.engine.settings import EngineSettings
 from tandem.grammar import Grammars, GrammarState
 from tandem.telemetry.streams import OnStep
 from tandem.types import Delta, DraftOptions, ModelInfo, Proposal, ProposeStep, RowKind

@@ -12,12 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.engine.interface import RowRequest
+from tandem.engine.interface import EngineSettings, RowRequest
 from tandem.engine.kv_cache.arena import CacheShape, Span
 from tandem.engine.kv_cache.sequence import Segment, Sequence, SequenceCache
 from tandem.engine.models.attention import STEP_ARGUMENT
 from tandem.engine.rows import to_device
-from tandem.engine.settings import EngineSettings
 from tandem.types import ModelInfo, Verification
 
 SMALL_STEP_TOKENS = 8

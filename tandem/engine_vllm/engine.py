@@ -15,13 +15,12 @@ from torch import Tensor
 
 import tandem
 from tandem.config.speculative import MAX_CONFIGURED_TOKENS
-from tandem.engine.interface import RowRequest
+from tandem.engine.interface import EngineSettings, RowRequest
 from tandem.engine.kv_cache.arena import memory_allowance
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.models.checkpoint import Checkpoint, open_checkpoint, tokenizer_hash
 from tandem.engine.models.loading import end_ids_within
 from tandem.engine.rows import verifications
-from tandem.engine.settings import EngineSettings
 from tandem.engine.steps import Machinery, SequenceBranches, StepBackend
 from tandem.engine_vllm.adapter import Core, load_core, uses_v2_runner
 from tandem.engine_vllm.cache import BlockCache

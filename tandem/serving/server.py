@@ -258,16 +258,12 @@ async def _serve_until(stopping: asyncio.Event, service: Service, readiness: Rea
         with suppress(TimeoutError):
             async with asyncio.timeout(0.5):
                 await stopping.wait()
-        seconds = service.overdue_seconds
+        seconds, name = service.overdue_seconds, readiness.name
         if seconds and not is_paused:
-            logger.error(
-                "a step does not end", extra={"service": readiness.name, "seconds": round(seconds, 1)}
-            )
-            await readiness.pause(
-                f"the {readiness.name} service has been stuck in a step for {seconds:.0f} s"
-            )
+            logger.error("a step does not end", extra={"service": name, "seconds": round(seconds, 1)})
+            await readiness.pause(f"the {name} service has been stuck in a step for {seconds:.0f} s")
         elif is_paused and not seconds:
-            logger.warning("the step has ended", extra={"service": readiness.name})
+            logger.warning("the step has ended", extra={"service": name})
             await readiness.open()
         is_paused = bool(seconds)
 

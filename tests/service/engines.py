@@ -24,8 +24,8 @@ from draft_service.servicer import DraftServicer
 from tandem.client import Client
 from tandem.engine.core.engine import Engine, RowEngine
 from tandem.engine.core.selection import Backends
+from tandem.engine.interface import EngineSettings
 from tandem.engine.models.loading import LoadedModel, load_model
-from tandem.engine.settings import EngineSettings
 from tandem.grammar import Grammars
 from tandem.serving.interceptors import Context
 from tandem.types import Verification, VerifyStep

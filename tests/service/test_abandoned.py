@@ -24,8 +24,8 @@ from draft_service.servicer import DraftServicer
 from tandem.client import Client
 from tandem.engine.core.engine import Engine, RowEngine
 from tandem.engine.core.selection import Backends
+from tandem.engine.interface import EngineSettings
 from tandem.engine.models.loading import LoadedModel
-from tandem.engine.settings import EngineSettings
 from tandem.errors import AbortedError, ServiceUnavailableError, TandemError
 from tandem.types import GenerationRequest
 from target_service.servicer import TargetServicer

@@ -15,8 +15,8 @@ from draft_service.servicer import DraftedFor
 from tandem.client import Client
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.selection import Backends
+from tandem.engine.interface import EngineSettings
 from tandem.engine.models.loading import LoadedModel
-from tandem.engine.settings import EngineSettings
 from tandem.replica import ReplicaState
 from tandem.types import (
     Delta,

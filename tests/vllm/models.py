@@ -16,8 +16,7 @@ from torch import Tensor
 
 from tandem.engine.core.engine import RowEngine
 from tandem.engine.core.jobs import StepRecord
-from tandem.engine.interface import RowRequest
-from tandem.engine.settings import EngineSettings
+from tandem.engine.interface import EngineSettings, RowRequest
 from tandem.engine_vllm.engine import load_vllm
 from tandem.types import Delta, RowKind, SamplingParams, TokenRow, VerifyStep
 from target_service.settings import TargetSettings

@@ -19,8 +19,8 @@ from draft_service.proposers.standalone import StandaloneProposer, load_standalo
 from draft_service.settings import DraftSettings
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.selection import Backends
+from tandem.engine.interface import EngineSettings
 from tandem.engine.models.loading import load_model
-from tandem.engine.settings import EngineSettings
 from tandem.grammar import Grammars
 from tandem.types import Delta, DraftOptions, Grammar, GrammarKind, ProposeStep, SparseDistribution
 from tests.paths import DEMO_DRAFT, DEMO_TARGET

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -179,9 +179,7 @@ class Reference:
         ):
             rows = range(sum(segment.token_count for segment in segments))
             backend = make_backend(model, arena)
-            if dtype is self._model.dtype:
-                return backend.run(segments, rows).clone()
-            with ComputingIn(dtype):
+            with nullcontext() if dtype is self._model.dtype else ComputingIn(dtype):
                 return backend.run(segments, rows).clone()
 
 

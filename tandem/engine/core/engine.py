@@ -38,10 +38,9 @@ from tandem.engine.core.jobs import (
 )
 from tandem.engine.core.scheduler import PageScheduler, RejoinWindow, next_segments
 from tandem.engine.core.timing import StepTimes, StepWatchdog
-from tandem.engine.interface import KvUsage, RowRequest
+from tandem.engine.interface import EngineSettings, KvUsage, RowRequest
 from tandem.engine.kv_cache.arena import PageTable
 from tandem.engine.kv_cache.sequence import Segment, Sequence
-from tandem.engine.settings import EngineSettings
 from tandem.engine.steps import SMALL_STEP_TOKENS, Machinery, ModelRunner
 from tandem.errors import CapacityError, InvalidRequestError, ServiceUnavailableError, TandemError
 from tandem.fair_places import FairPlaces

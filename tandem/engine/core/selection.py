@@ -12,12 +12,11 @@ from torch import Tensor
 from tandem.engine.backends.cpu_native.backend import KernelSampler, NativeModel, load_native
 from tandem.engine.backends.eager import eager_backend
 from tandem.engine.hidden_states import HiddenStateTap
-from tandem.engine.interface import RowRequest
+from tandem.engine.interface import EngineSettings, RowRequest
 from tandem.engine.kv_cache.arena import KvArena, arena_pages
 from tandem.engine.kv_cache.paged_cache import PagedCache
 from tandem.engine.models.loading import LoadedModel, fix_rotary_frequencies
 from tandem.engine.rows import TORCH_SAMPLER, Sampler, verifications
-from tandem.engine.settings import EngineSettings
 from tandem.engine.steps import Machinery, StepBackend
 from tandem.types import ModelInfo, Verification
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tandem.config.speculative import MAX_CONFIGURED_TOKENS
-from tandem.engine.settings import EngineSettings
+from tandem.engine.interface import EngineSettings
 from tandem.errors import ConfigurationError
 
 ROLLBACK_TOKENS = MAX_CONFIGURED_TOKENS + 8

@@ -21,9 +21,9 @@ from draft_service.proposers.drafting import propose_head
 from draft_service.proposers.standalone import StandaloneProposer, StandaloneSequence
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.selection import Backends
+from tandem.engine.interface import EngineSettings
 from tandem.engine.models.loading import LoadedModel
 from tandem.engine.rows import TORCH_SAMPLER
-from tandem.engine.settings import EngineSettings
 from tandem.errors import InvalidRequestError
 from tandem.types import (
     MAX_AHEAD_TOKENS,

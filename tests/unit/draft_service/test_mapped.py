@@ -29,9 +29,9 @@ from draft_service.proposers.standalone import StandaloneProposer, StandaloneSeq
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Continue, Job
 from tandem.engine.core.selection import Backends
+from tandem.engine.interface import EngineSettings
 from tandem.engine.models.checkpoint import vocabulary_hash
 from tandem.engine.models.loading import load_model
-from tandem.engine.settings import EngineSettings
 from tandem.errors import ConfigurationError, InvalidRequestError, ServiceUnavailableError
 from tandem.types import (
     AheadBudget,

@@ -15,10 +15,10 @@ from draft_service.proposers.standalone import StandaloneProposer
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Continue, Done, Failed, Job
 from tandem.engine.core.selection import Backends
+from tandem.engine.interface import EngineSettings
 from tandem.engine.kv_cache.arena import PageTable
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.models.loading import load_model
-from tandem.engine.settings import EngineSettings
 from tandem.errors import InvalidRequestError
 from tandem.sampling.noise import sample, target_keys
 from tandem.sampling.warping import warp

@@ -15,9 +15,9 @@ from torch import Tensor
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Continue, Done, Head, Job, StepRecord
 from tandem.engine.core.selection import Backends
+from tandem.engine.interface import EngineSettings
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.engine.models.loading import LoadedModel
-from tandem.engine.settings import EngineSettings
 from tandem.types import Delta
 
 

@@ -12,8 +12,8 @@ import pytest
 from draft_service.proposers.drafting import propose_where_logits_are
 from draft_service.proposers.standalone import StandaloneProposer
 from tandem.engine.core.engine import Engine
+from tandem.engine.interface import EngineSettings
 from tandem.engine.models.checkpoint import open_checkpoint
-from tandem.engine.settings import EngineSettings
 from tandem.engine_vllm.engine import VllmModel
 from tandem.types import Delta, DraftOptions, Proposal, ProposeStep
 from tests.paths import DEMO_DRAFT

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from tandem.engine.core.engine import RowEngine
-from tandem.engine.interface import RowRequest
+from tandem.engine.interface import EngineSettings, RowRequest
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.engine.models.checkpoint import open_checkpoint
-from tandem.engine.settings import EngineSettings
 from tandem.engine_vllm.engine import VllmModel
 from tandem.engine_vllm.worker import Step
 from tandem.errors import TandemError

@@ -17,8 +17,8 @@ from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Continue, Done, Job, StepRecord
 from tandem.engine.core.selection import Backends
 from tandem.engine.core.timing import LEAST_SECONDS, MARGIN, MOST_SECONDS, StepWatchdog
+from tandem.engine.interface import EngineSettings
 from tandem.engine.kv_cache.sequence import Sequence
-from tandem.engine.settings import EngineSettings
 from tandem.errors import (
     CapacityError,
     ConfigurationError,

@@ -17,8 +17,8 @@ from torch import Tensor
 from tandem.engine.core import scheduler
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Job
+from tandem.engine.interface import EngineSettings
 from tandem.engine.kv_cache.sequence import Sequence
-from tandem.engine.settings import EngineSettings
 from tandem.types import Delta
 from tests.unit.engine.conftest import MakeModel, TinyModel
 from tests.unit.engine.greedy import RowsHead, plain_logits, settle

@@ -18,10 +18,9 @@ import torch
 from tandem.engine.core.engine import RowEngine
 from tandem.engine.core.jobs import Job, Leads, StepRecord
 from tandem.engine.core.scheduler import PageScheduler, RejoinWindow, next_segments
-from tandem.engine.interface import RowRequest
+from tandem.engine.interface import EngineSettings, RowRequest
 from tandem.engine.kv_cache.arena import PageTable
 from tandem.engine.kv_cache.sequence import Segment, Sequence
-from tandem.engine.settings import EngineSettings
 from tandem.errors import TandemError
 from tandem.grammar import MaskArray
 from tandem.types import Delta, RowKind, SamplingParams, TargetOptions, TokenRow, Verification, VerifyStep

@@ -9,6 +9,7 @@ import torch
 
 from tandem.engine.core.jobs import Job, StepRecord
 from tandem.engine.core.scheduler import PageScheduler
+from tandem.engine.interface import EngineSettings
 from tandem.engine.kv_cache.arena import (
     ROLLBACK_TOKENS,
     KvArena,
@@ -20,7 +21,6 @@ from tandem.engine.kv_cache.arena import (
 )
 from tandem.engine.kv_cache.paged_cache import PagedCache
 from tandem.engine.kv_cache.sequence import Segment, Sequence
-from tandem.engine.settings import EngineSettings
 from tandem.errors import ConfigurationError, InvalidRequestError
 from tandem.types import Delta
 from tests.unit.engine.conftest import MakeModel, TinyModel

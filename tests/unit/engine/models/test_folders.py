@@ -25,10 +25,10 @@ from tokenizers.pre_tokenizers import Split
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Failed, Job
 from tandem.engine.core.selection import choose_backends
+from tandem.engine.interface import EngineSettings
 from tandem.engine.models import loading
 from tandem.engine.models.checkpoint import eos_token_ids, open_checkpoint, tokenizer_hash
 from tandem.engine.models.loading import load_model, stored_tensors
-from tandem.engine.settings import EngineSettings
 from tandem.errors import ConfigurationError, ModelFolderError, NonFiniteLogitsError
 from tests.paths import ROOT
 from tests.unit.engine.conftest import TinyModel

@@ -19,7 +19,16 @@ from benchmarks.contenders import CONTENDERS, BenchSettings, prepared
 from benchmarks.gpu import RUNS, GpuReport, gpus, options_of
 from benchmarks.pace import Pace
 from benchmarks.report import Report
-from benchmarks.studies.memory import DEPLOYMENTS, PAGE, SHARE, Model, requests_that_fit, with_tables
+from benchmarks.studies.memory import (
+    DEEPSEEK,
+    DEPLOYMENTS,
+    H100,
+    PAGE,
+    SHARE,
+    Model,
+    requests_that_fit,
+    with_tables,
+)
 from tandem.engine.core.jobs import StepRecord
 from tandem.errors import ConfigurationError, ModelFolderError, ServiceUnavailableError
 from tests.paths import DEMO_DRAFT
@@ -80,6 +89,10 @@ def test_what_fits_leaves_a_tenth_of_each_gpu(gpus: int, gpu: tuple[str, int], m
     assert count > 0
     taken, one = model.weight_gb * 1e9 / gpus, model.bytes_of(8_192, gpus)
     assert taken + count * one <= SHARE * (gpu[1] << 20) < taken + (count + 1) * one
+
+
+def test_weights_beyond_the_gpus_fit_no_request() -> None:
+    assert requests_that_fit(DEEPSEEK, H100[1], 8, 2_048) == 0
 
 
 NVIDIA_SMI = """#!/bin/sh

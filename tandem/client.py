@@ -89,6 +89,8 @@ class Tries:
         self.timeout_seconds = timeout_seconds
         self.delivered: list[int] = []
         """Tokens received so far."""
+        self.has_ended = False
+        """True once the summary has come: what breaks after it takes nothing away."""
         self._retries = retries
         self._service = service
         self._is_echoed = False
@@ -103,6 +105,7 @@ class Tries:
     def received(self, chunk: Chunk) -> None:
         """Note a chunk. Tries are counted from the last one on."""
         self.delivered += chunk.token_ids
+        self.has_ended = chunk.summary is not None
         self._tried = 0
 
     def message(self, request: GenerationRequest) -> generation_pb2.GenerateRequest:
@@ -338,6 +341,8 @@ class Client(CoordinatorClient):
                     async for chunk in chunks:
                         yield chunk
             except TandemError as error:
+                if tries.has_ended:
+                    return
                 wait_seconds = tries.wait_seconds(error)
             else:
                 return

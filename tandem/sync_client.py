@@ -78,6 +78,8 @@ class SyncClient:
             try:
                 yield from self._try(tries.message(request), tries)
             except TandemError as error:
+                if tries.has_ended:
+                    return
                 wait_seconds = tries.wait_seconds(error)
             else:
                 return

@@ -251,6 +251,25 @@ async def test_a_broken_stream_goes_on_after_what_it_has_delivered(kind: str) ->
     assert servicer.delivered == [1] * 12
 
 
+class LostAtTheEnd(FlakyCoordinator):
+    """A coordinator that is lost after the last chunk."""
+
+    async def Generate(  # noqa: N802 - as above
+        self, request: generation_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[generation_pb2.GenerateResponse]:
+        async for response in super().Generate(request, context):
+            yield response
+        await context.abort(UNAVAILABLE, "lost")
+
+
+@BOTH
+async def test_a_stream_that_breaks_after_its_summary_is_whole(kind: str) -> None:
+    servicer = LostAtTheEnd()
+    async with serving_flaky(servicer) as address:
+        completed = await completer(kind, address)("x")
+    assert (completed.text, servicer.calls) == ("a", 1)
+
+
 @BOTH
 async def test_a_token_goes_with_every_call(kind: str) -> None:
     async with serving_flaky(FlakyCoordinator(), TOKEN) as address:

@@ -5,8 +5,13 @@ import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.end_to_end.processes import nursery
+
+# No test asserts a time, and a busy machine may pause any example.
+settings.register_profile("no deadline", settings(), deadline=None)
+settings.load_profile("no deadline")
 
 # Children inherit ignored signals, but not handlers. A shell starts background jobs with SIGINT ignored, and nohup
 # ignores SIGHUP: services that the tests start would not heed these signals either.

@@ -263,7 +263,6 @@ def check(service: Served, sent: st.SearchStrategy[list[bytes]], examples: int) 
     @settings(
         phases=[Phase.generate],
         max_examples=examples,
-        deadline=None,
         derandomize=True,
         database=None,
         suppress_health_check=health,

@@ -334,7 +334,7 @@ async def done(act: str, sequence: Asker, base_length: int) -> bool:
 
 
 @given(acts=ACTS)
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
 async def test_each_sequence_gets_its_own_answers_whatever_others_do(acts: list[tuple[int, str]]) -> None:
     async with ends() as both:
         sequences = both.sequences(6)

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from draft_service.proposers.model_free import ModelFreeSequence, SequenceLimits, TokenIndex, TokenState
@@ -180,7 +180,6 @@ def add(responses: ResponseCache, response: Sequence[int]) -> None:
         pass
 
 
-@settings(deadline=None)
 @given(scripts, all_options, st.integers(0, 6))
 def test_proposals_agree_with_counting_all_windows(
     script: list[tuple[int, list[int]]], options: DraftingOptions, token_count: int
@@ -191,7 +190,6 @@ def test_proposals_agree_with_counting_all_windows(
         assert held.propose(token_count) == proposed([], held.tokens, token_count, options)
 
 
-@settings(deadline=None)
 @given(st.lists(scripts, min_size=2, max_size=6), all_options, st.integers(0, 6))
 def test_it_learns_from_the_last_responses(
     completions: list[list[tuple[int, list[int]]]], options: DraftingOptions, token_count: int
@@ -212,7 +210,6 @@ def test_it_learns_from_the_last_responses(
 
 # A node that learnt its most recent window before its children had: found by chance, kept on purpose.
 @example([(0, [0, 0, 1, 0, 0, 0, 0]), (3, [])], 3)
-@settings(deadline=None)
 @given(scripts, st.integers(1, 8))
 def test_forgetting_everything_leaves_an_empty_tree(script: list[tuple[int, list[int]]], depth: int) -> None:
     options = DraftingOptions(suffix_decoding_max_tree_depth=depth)
@@ -275,7 +272,6 @@ def searched(tokens: Sequence[int], options: DraftingOptions, token_count: int) 
     return []
 
 
-@settings(deadline=None)
 @given(
     scripts, st.integers(1, 4), st.integers(0, 3), st.sampled_from(["latest", "earliest"]), st.integers(0, 6)
 )

@@ -60,7 +60,7 @@ def test_masks_are_those_of_enumeration() -> None:
 
 
 @given(st.lists(TOKENS, min_size=1, max_size=8))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_a_state_that_rolls_back_is_a_fresh_one(walks: list[list[int]]) -> None:
     followed = state_of(*WORDS)
     for tokens in walks:
@@ -73,7 +73,7 @@ def test_a_state_that_rolls_back_is_a_fresh_one(walks: list[list[int]]) -> None:
 
 
 @given(TOKENS, TOKENS)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_each_row_is_masked_by_the_tokens_before_it(before: list[int], proposed: list[int]) -> None:
     if not any(word.startswith(text_of(before)) for word in WORDS):
         with pytest.raises(InvalidRequestError, match="is forbidden by the structured output's grammar"):
@@ -100,7 +100,7 @@ def test_nothing_is_forced_where_there_is_a_choice() -> None:
 
 
 @given(TOKENS, TOKENS)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_tokens_that_may_follow_are_counted(before: list[int], proposed: list[int]) -> None:
     state = state_of(*WORDS)
     if not state.follow(before):

@@ -54,7 +54,7 @@ def text_of(own: Vocabulary, token_ids: list[int] | tuple[int, ...]) -> bytes:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=TEXTS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_the_texts_of_a_text_s_tokens_are_the_text(kind: str, text: str) -> None:
     own = vocabulary(kind)
     assert text_of(own, own.encode(text)) == text.encode()
@@ -95,7 +95,7 @@ def test_a_vocabulary_with_itself_shares_all() -> None:
     sizes=st.tuples(st.integers(270, 400), st.integers(330, 400)),
     texts=st.lists(TEXTS, min_size=1, max_size=4),
 )
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 def test_tokenizers_trained_on_anything(sizes: tuple[int, int], texts: list[str]) -> None:
     own, other = byte_level(sizes[0], texts), sentencepiece_bpe(sizes[1], texts)
     shared = SharedVocabulary(Vocabulary(own), Vocabulary(other))
@@ -108,7 +108,7 @@ def test_tokenizers_trained_on_anything(sizes: tuple[int, int], texts: list[str]
 
 @pytest.mark.parametrize(("draft", "target"), PAIRS)
 @given(data=st.data())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_transcript_depends_on_the_text_alone(draft: str, target: str, data: st.DataObject) -> None:
     """The draft's tokens are those of one delta, however the text was divided, and its deltas lead to them."""
     shared = mapping(draft, target)
@@ -134,7 +134,7 @@ def test_a_transcript_depends_on_the_text_alone(draft: str, target: str, data: s
 
 @pytest.mark.parametrize(("draft", "target"), PAIRS)
 @given(text=TEXTS, cut=st.integers(0, 100))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_transcript_has_no_part_of_a_character(draft: str, target: str, text: str, cut: int) -> None:
     shared = mapping(draft, target)
     tokens = tokenizer_of(target).encode(text).ids[: cut or None]
@@ -179,7 +179,7 @@ def test_special_tokens_keep_their_meaning() -> None:
 
 @pytest.mark.parametrize(("draft", "target"), PAIRS)
 @given(text=TEXTS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_the_draft_s_text_is_the_same_in_the_target_s_tokens(draft: str, target: str, text: str) -> None:
     shared = mapping(draft, target)
     written = [i for i in shared.draft.encode(text) if i not in shared.draft.special_ids.values()]

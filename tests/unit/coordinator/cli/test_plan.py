@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.cli import plan as plan_verb
@@ -123,7 +123,6 @@ SATURATED = Fleet(StepTimes(0.00325, 0.012, (0.8,), per_8_rows=8.0), targets=4, 
 WORDS = ("plan", "--verify-ms", "3.25", "--draft-step-ms", "12", "--acceptance", "0.8", "--per-8-rows", "8")
 
 
-@settings(deadline=None)
 @given(
     k=st.integers(1, 8),
     draft=st.floats(0.001, 0.02),
@@ -138,7 +137,6 @@ def test_a_saturated_fleet_never_beats_the_law(k: int, draft: float, row: float,
     )  # a target with one client has no groups
 
 
-@settings(deadline=None)
 @given(clients=st.integers(4, 200), drafts=st.integers(1, 8), trip=st.floats(0.0, 0.01))
 def test_more_clients_are_never_quicker_nor_more_drafts_slower(
     clients: int, drafts: int, trip: float

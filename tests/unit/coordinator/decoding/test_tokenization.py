@@ -79,7 +79,7 @@ texts = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.sampled_from(ALL), texts, st.integers(1, 1200))
 def test_ids_are_the_tokenizers_own_in_every_way_of_encoding(name: str, text: str, times: int) -> None:
     tokenizer, text = tokenizer_of(name), (text * times)[:40_000]
@@ -87,7 +87,7 @@ def test_ids_are_the_tokenizers_own_in_every_way_of_encoding(name: str, text: st
     assert asyncio.run(encoder.encode(text)) == tuple(tokenizer.encode(text).ids)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.sampled_from(EXACT), texts)
 def test_no_text_has_fewer_tokens_than_its_bytes_allow(name: str, text: str) -> None:
     tokenizer = tokenizer_of(name)

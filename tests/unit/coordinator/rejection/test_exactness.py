@@ -287,7 +287,7 @@ def _check(
     return kept
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=400, derandomize=True)
 @given(case=rounds(), numbers=st.lists(unit, min_size=5, max_size=5))
 def test_only_tokens_with_target_probability_are_emitted(
     case: tuple[Proposal, Verification, list[FloatArray]], numbers: list[float]
@@ -296,7 +296,7 @@ def test_only_tokens_with_target_probability_are_emitted(
     _check(block, case, numbers)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(case=rounds(), numbers=st.lists(unit, min_size=5, max_size=5), position=st.integers(0, 3))
 def test_an_invalid_draft_distribution_breaks_nothing(
     case: tuple[Proposal, Verification, list[FloatArray]], numbers: list[float], position: int

@@ -60,7 +60,7 @@ def make_round(generator: np.random.Generator, count: int, size: int, likeness: 
 
 
 @pytest.mark.parametrize("rule", RULES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     seed=st.integers(0, 2**32),
     shapes=st.lists(

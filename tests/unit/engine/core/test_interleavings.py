@@ -193,7 +193,6 @@ def test_random_interleavings(family: str, tiny_model: MakeModel, monkeypatch: p
     case.settings = settings(
         max_examples=12,
         stateful_step_count=25,
-        deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
     )
     case().runTest()

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.engine.kv_cache.arena import (
@@ -33,7 +33,6 @@ def _sequence(*token_ids: int, max_length: int = 10) -> Sequence:
 _IDS = st.lists(st.integers(0, 3), max_size=8)
 
 
-@settings(deadline=None)
 @given(before=_IDS, computed=st.integers(0, 8), base_length=st.integers(0, 8), token_ids=_IDS)
 def test_kept_tokens_are_always_a_common_prefix(
     before: list[int], computed: int, base_length: int, token_ids: list[int]

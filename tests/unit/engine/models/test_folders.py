@@ -316,7 +316,7 @@ def test_a_link_to_a_file_elsewhere_is_followed(folder: Path, tmp_path: Path) ->
     assert open_checkpoint(folder).weights.tensor_count == 21
 
 
-FUZZ = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 VALUES = st.one_of(
     st.none(),
     st.booleans(),

@@ -104,7 +104,7 @@ def test_ties_by_hand(params: SamplingParams, kept: list[int]) -> None:
         assert probs.sum() == pytest.approx(1.0, abs=TOLERANCE)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(
     logits=st.lists(st.integers(-12, 12).map(lambda value: value / 4), min_size=1, max_size=12),
     temperature=st.sampled_from([0.3, 0.7, 1.0, 2.0]),

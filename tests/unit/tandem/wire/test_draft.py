@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.errors import InvalidRequestError, ProtocolError
@@ -62,7 +62,6 @@ def outcomes(draw: st.DrawFn) -> DraftedOutcomes:
     return DraftedOutcomes(length, depth, token_ids, keys[0], keys[1], distributions, lead, cost)
 
 
-@settings(deadline=None)
 @given(st.lists(st.one_of(proposals(), outcomes()), max_size=6))
 def test_proposals_and_outcomes_survive(made: list[draft.Answer]) -> None:
     numbered = dict(enumerate(made, 1))
@@ -161,7 +160,6 @@ PROPOSAL = Proposal(7, (5, 2), SUPPORTS, np.ones(2, np.float32), StepCost(0.5, 3
 OUTCOMES = DraftedOutcomes(7, 0, (3, 4), (0, 2), (8, 9), SUPPORTS, (), StepCost(0.5, 3, 9))
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_corrupted_columns_of_an_answer_are_refused_or_an_answer(data: st.DataObject) -> None:
     answers: list[tuple[int, draft.Answer]] = [
@@ -183,7 +181,6 @@ def test_corrupted_columns_of_an_answer_are_refused_or_an_answer(data: st.DataOb
                 assert abs(each.probs.sum() - 1.0) < 1e-9
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_corrupted_columns_of_a_request_are_refused_or_steps(data: st.DataObject) -> None:
     steps = [(number, ProposeStep(Delta(4, [5, 6]), 0, BUDGET, 1)) for number in (1, 2, 3)]

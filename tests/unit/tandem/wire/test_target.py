@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.errors import InvalidRequestError, ProtocolError
@@ -75,7 +75,6 @@ def verifications(draw: st.DrawFn) -> tuple[VerifyStep, Verification]:
     return step, Verification(draw(st.integers(0, 2**30)), rows, draw(COSTS), *led)
 
 
-@settings(deadline=None)
 @given(st.lists(verifications(), max_size=6))
 def test_steps_and_verifications_survive(asked: list[tuple[VerifyStep, Verification]]) -> None:
     steps = [(number, step) for number, (step, _) in enumerate(asked, 1)]
@@ -163,7 +162,6 @@ def answers() -> target_pb2.VerifyResponse:
     return target.answers_to_proto([(number, VERIFICATION) for number in (1, 2, 3)])
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_corrupted_columns_of_an_answer_are_refused_or_have_the_requested_shape(data: st.DataObject) -> None:
     message = corrupted(data, answers())
@@ -178,7 +176,6 @@ def test_corrupted_columns_of_an_answer_are_refused_or_have_the_requested_shape(
             assert len(row.token_ids) == len(row.probs) == size
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_corrupted_columns_of_a_request_are_refused_or_are_steps(data: st.DataObject) -> None:
     message = corrupted(data, target.requests_to_proto([(number, STEP) for number in (1, 2, 3)]))

@@ -94,7 +94,7 @@ def test_a_tensor_and_a_number(kernels: Kernels, target: Any, dtype: torch.dtype
     assert _agrees(kernels, target, _numbers(3, 37, dtype=dtype), number)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     shape=st.lists(st.integers(1, 6), min_size=3, max_size=3),
     width=st.integers(2, 70),

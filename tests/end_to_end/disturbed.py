@@ -75,7 +75,8 @@ class Disturbance:
 
     @property
     def is_running(self) -> bool:
-        return not any(task.done() for task in self.tasks)
+        """True until the last stream has ended."""
+        return not all(task.done() for task in self.tasks)
 
     async def end(self) -> None:
         """Wait for the streams, which must be those of the undisturbed run."""

@@ -308,6 +308,11 @@ class Worker(Generic[PayloadT, ResultT]):
         prompt_tokens = self._runner.prompt_tokens(self._chunk_tokens)
         segments = self._pages.with_pages(next_segments(self._running.values(), prompt_tokens))
         if not segments:
+            # The budget may have gone to prompts without pages, while those who hold the pages wait for the budget.
+            waited = [job for job in self._running.values() if not self._pages.is_ahead(job.sequence)]
+            oldest = sorted(waited, key=lambda job: job.sequence.serial)[:1]
+            segments = self._pages.with_pages(next_segments(oldest, prompt_tokens))
+        if not segments:
             return False
         jobs = [self._running[segment.sequence] for segment in segments]
         token_count = sum(segment.token_count for segment in segments)

@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 _A, _IN, _ANSWER, _UNKNOWN = 1, 1, 0x8580, 0x8583
@@ -43,7 +44,8 @@ def serve(address: str, names: Path) -> None:
         sys.stdout.flush()
         while True:
             query, peer = server.recvfrom(512)
-            server.sendto(answer(query, json.loads(names.read_text(encoding="utf-8"))), peer)
+            with suppress(OSError, IndexError, struct.error):  # who asked may be gone, or no resolver
+                server.sendto(answer(query, json.loads(names.read_text(encoding="utf-8"))), peer)
 
 
 def main(address: str, names: Path) -> None:

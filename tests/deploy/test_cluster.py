@@ -110,7 +110,7 @@ def test_a_further_draft_is_found_and_used(cluster: Cluster) -> None:
     until(
         lambda: f"replica ready role=draft address={further.address}:" in coordinator.stderr,
         60.0,
-        lambda: coordinator.stderr,
+        lambda: f"{coordinator.stderr}\n{further.process.stderr}",
     )
     assert further.process.stop() == 0
     # Draining, as a rule; down if it stopped before the watch of its health, which begins when it is found, was open.

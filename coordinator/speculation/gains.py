@@ -12,7 +12,7 @@ to 0.7), and enough that drafting is begun."""
 DOUBT = 8.0
 """Weight of the prior, in proposals. In simulations 2 loses 1.5 % of the first 100 rounds by giving up too early."""
 MEMORY = 300.0
-"""Proposals that rates average over: their standard error is then 3 %, which choices that differ less do not earn."""
+"""Proposals that rates average over: their standard error is then 3 %; choices that differ by less count as alike."""
 CHANGE = 3.5
 """Standard deviations by which a window of proposals must differ for older ones to be forgotten: by chance one window
 in 2000 does."""

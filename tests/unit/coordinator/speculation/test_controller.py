@@ -72,8 +72,11 @@ def test_a_burst_is_decided_at_the_load_that_it_will_be() -> None:
     controller = SpeculationController()
     controller.introduce("target", model_of(0.01), 0.0001)
     controller.introduce("draft", model_of(0.0005, many=0.02), 0.0001)
+    running = begun(controller)
+    running.begin_round(1)
     requests = [begun(controller) for _ in range(32)]
     assert {request.begin_round(1) for request in requests} == {0}
+    assert running.begin_round(1) == K, "its load is known, and the others may be on another target"
     for request in requests:
         request.begin_round(32)
     assert controller.beginning == 0

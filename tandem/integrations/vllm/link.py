@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,15 +28,7 @@ from tandem.integrations.vllm.metrics import Counts
 from tandem.integrations.vllm.settings import VllmSettings
 from tandem.replica import ReplicaState, Role
 from tandem.rpc.addresses import split_addresses
-from tandem.types import (
-    AheadBudget,
-    Coverage,
-    DraftOptions,
-    ModelInfo,
-    Proposal,
-    SamplingParams,
-    TargetTokenizer,
-)
+from tandem.types import AheadBudget, Coverage, DraftOptions, ModelInfo, Proposal, TargetTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -131,9 +123,7 @@ async def first_draft(pool: Pool[DraftClient], seconds: float) -> str:
 class AskedRow:
     """One sequence of a step."""
 
-    key: int
-    sampling: SamplingParams
-    """How the draft is to draw."""
+    row: DraftedRow
     new_tokens: Sequence[int]
     """Tokens since its last step."""
     count: int
@@ -149,10 +139,10 @@ class Batch:
     """One step: what it asks, and the answers so far."""
 
     rows: Sequence[AskedRow]
-    until: float
+    until: float = 0.0
     """Time at which the step goes on without missing answers, by the monotonic clock."""
-    ended: Sequence[int] = ()
-    """Keys of sequences that have ended."""
+    ended: Sequence[DraftedRow] = ()
+    """Sequences that have ended."""
     budget: AheadBudget | None = None
     """Budget for drafting ahead of the step."""
     expected: Sequence[float] = ()
@@ -172,14 +162,23 @@ class Batch:
 
 
 class DraftedRow:
-    """The tokens of one sequence, and its place on a draft."""
+    """A request of vLLM's, from its first step on: its tokens, and its place on a draft."""
 
-    def __init__(
-        self, pool: Pool[DraftClient], options: DraftOptions, limits: DraftLimits, counts: Counts
-    ) -> None:
+    placement: DraftPlacement
+    """Set by the link with its first step."""
+
+    def __init__(self, options: DraftOptions, limits: DraftLimits, counts: Counts) -> None:
+        """`options` are those with which its sequence opens."""
+        # vLLM's thread has these three, the event loop all others.
+        self.told = 0
+        """Tokens that were handed over."""
+        self.has_sampled = False
+        """True from the step on that has read its prompt to the end."""
+        self.proposed = 0
+        """Tokens proposed for it in the last step that it had a row in."""
+        self._options = options
         self._limits = limits
         self._counts = counts
-        self._placement = DraftPlacement(pool, options, limits, self._lost)
         self._tokens = array("i")
         self._unread: list[int] = []
         """Tokens that came while a proposal was awaited."""
@@ -188,9 +187,9 @@ class DraftedRow:
         self.task: asyncio.Task[Proposal] | None = None
         """Proposes for a step."""
 
-    @property
-    def is_busy(self) -> bool:
-        return self.task is not None and not self.task.done()
+    def place_on(self, pool: Pool[DraftClient]) -> None:
+        """Choose among these drafts from now on."""
+        self.placement = DraftPlacement(pool, self._options, self._limits, self._lost)
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -200,23 +199,30 @@ class DraftedRow:
     def length(self) -> int:
         return len(self._tokens)
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Add tokens; later while a proposal is awaited, or its draft would be taken to have extended others."""
-        self._unread += tokens
-        if not self.is_busy:
-            self._tokens.extend(self._unread)
-            self._unread = []
+    def begin(self, asked: AskedRow, batch: Batch) -> asyncio.Task[Proposal] | None:
+        """Add the tokens and propose for a step; None while a proposal is awaited.
 
-    async def propose(self, asked: AskedRow, batch: Batch) -> Proposal:
+        Until then its draft would be taken to have extended other tokens.
+        """
+        self._unread += asked.new_tokens
+        if self.task is not None and not self.task.done():
+            self._counts.late_rows += 1
+            return None
+        self._tokens.extend(self._unread)
+        self._unread = []
+        self.task = asyncio.create_task(self._propose(asked.count, batch))
+        return self.task
+
+    async def _propose(self, wanted: int, batch: Batch) -> Proposal:
         """Tokens that may follow, none when no draft has any in time, with the distributions they were drawn from."""
         self.timed_out = False
-        placement = self._placement
+        placement = self.placement
         try:
             placement.leave_for_better()
-            if asked.count <= 0:
+            if wanted <= 0:
                 return NOTHING
             if placement.current is not None:
-                return await self._asked(placement.current, asked, batch)
+                return await self._asked(placement.current, wanted, batch)
         except TandemError as error:
             placement.lose(error)
         # A draft reads the sequence while vLLM works.
@@ -230,15 +236,15 @@ class DraftedRow:
         if self.task is not None:
             await asyncio.wait({self.task}, timeout=_CLOSE_SECONDS)
         try:
-            await self._placement.finish()
+            await self.placement.finish()
         finally:
-            self._placement.leave()
+            self.placement.leave()
 
     async def _asked(
-        self, place: OpenSequence[DraftClient, DraftSequence], asked: AskedRow, batch: Batch
+        self, place: OpenSequence[DraftClient, DraftSequence], wanted: int, batch: Batch
     ) -> Proposal:
-        sequence, placement, counts = place.sequence, self._placement, self._counts
-        count = min(asked.count, self._room(place.member))
+        sequence, placement, counts = place.sequence, self.placement, self._counts
+        count = min(wanted, self._room(place.member))
         if count <= 0:
             return NOTHING
         until = batch.until
@@ -272,7 +278,7 @@ class DraftedRow:
             expected = batch.expected[: most + 1]
             return tokens_after_hit(expected, unfinished, tokens_per_second=batch.tokens_per_second)
 
-        drafted = await self._placement.drafted_ahead(self, wanted, until - time.monotonic())
+        drafted = await self.placement.drafted_ahead(self, wanted, until - time.monotonic())
         self._counts.awaited_outcomes += 1
         if drafted is None or not drafted.token_ids:
             return None
@@ -309,19 +315,10 @@ class DraftLink:
     never touched by another thread; answers cross in a `Batch`.
     """
 
-    def __init__(
-        self,
-        make_pool: Callable[[], Pool[DraftClient]],
-        options: Callable[[AskedRow], DraftOptions],
-        limits: DraftLimits,
-        counts: Counts,
-    ) -> None:
-        """`make_pool` is called on the loop; `options` returns the options with which a row's sequence opens."""
+    def __init__(self, make_pool: Callable[[], Pool[DraftClient]]) -> None:
+        """`make_pool` is called on the loop."""
         self._make_pool = make_pool
-        self._options = options
-        self._limits = limits
-        self._counts = counts
-        self._rows: dict[int, DraftedRow] = {}
+        self._rows: set[DraftedRow] = set()
         self._endings: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pool: Pool[DraftClient] | None = None
@@ -382,10 +379,10 @@ class DraftLink:
             await self._end()
 
     async def _end(self) -> None:
-        for row in self._rows.values():
+        for row in self._rows:
             if row.task is not None:
                 row.task.cancel()
-        await asyncio.gather(*(row.finish() for row in self._rows.values()), return_exceptions=True)
+        await asyncio.gather(*(row.finish() for row in self._rows), return_exceptions=True)
         self._rows.clear()
         if self._pool is not None:
             await self._pool.close()
@@ -394,21 +391,29 @@ class DraftLink:
 
     def _begin(self, batch: Batch) -> None:
         """Start the work for a step's rows. Nothing here waits."""
-        for key in batch.ended:
-            self._forget(key)
-        left = len(batch.rows)
+        for row in self._rows.intersection(batch.ended):
+            self._rows.remove(row)
+            ending = asyncio.create_task(row.finish())
+            self._endings.add(ending)
+            ending.add_done_callback(self._endings.discard)
+        batch.left = len(batch.rows)
         for index, asked in enumerate(batch.rows):
-            row = self._row(asked)
-            row.extend(asked.new_tokens)
-            if row.is_busy:
-                self._counts.late_rows += 1
-                left -= 1
-                continue
-            row.task = asyncio.create_task(row.propose(asked, batch))
-            row.task.add_done_callback(partial(self._answered, batch, index, row))
-        batch.left = left
-        if left == 0:
+            task = self._begun(asked, batch)
+            if task is None:
+                batch.left -= 1
+            else:
+                task.add_done_callback(partial(self._answered, batch, index, asked.row))
+        if batch.left == 0:
             batch.done.set()
+
+    def _begun(self, asked: AskedRow, batch: Batch) -> asyncio.Task[Proposal] | None:
+        """Begin a row's part of a step; None while its last one goes on."""
+        row = asked.row
+        if row not in self._rows:
+            assert self._pool is not None, "batches come after the start"
+            self._rows.add(row)
+            row.place_on(self._pool)
+        return row.begin(asked, batch)
 
     def _answered(self, batch: Batch, index: int, row: DraftedRow, task: asyncio.Task[Proposal]) -> None:
         batch.timed_out |= row.timed_out
@@ -421,21 +426,3 @@ class DraftLink:
         batch.left -= 1
         if batch.left == 0:
             batch.done.set()
-
-    def _row(self, asked: AskedRow) -> DraftedRow:
-        row = self._rows.get(asked.key)
-        if row is None:
-            assert self._pool is not None, "batches come after the start"
-            row = DraftedRow(self._pool, self._options(asked), self._limits, self._counts)
-            self._rows[asked.key] = row
-        return row
-
-    def _forget(self, key: int) -> None:
-        row = self._rows.pop(key, None)
-        if row is not None:
-            self._background(row.finish())
-
-    def _background(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._endings.add(task)
-        task.add_done_callback(self._endings.discard)

@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate
 from pathlib import Path
@@ -26,6 +26,7 @@ from tandem.integrations.vllm.link import (
     NOTHING,
     AskedRow,
     Batch,
+    DraftedRow,
     DraftLink,
     draft_pool,
     target_info,
@@ -273,21 +274,6 @@ class BatchRow:
     """Returns its tokens from a position on."""
 
 
-@dataclass(slots=True)
-class KnownSequence:
-    """A request that has not ended."""
-
-    key: int
-    sampling: SamplingParams
-    """How its draft draws."""
-    length: int = 0
-    """Tokens that the draft was told of."""
-    has_sampled: bool = False
-    """True from the step on that has read its prompt to the end."""
-    proposed: int = 0
-    """Tokens proposed for it in the last step that it had a row in."""
-
-
 class StepDrafter:
     """Proposals for one step of vLLM after the other."""
 
@@ -297,26 +283,22 @@ class StepDrafter:
         self._max_length = target.max_length
         self.counts = Counts()
         self.patience = Patience(token_count, settings.draft_patience_seconds)
-        self._known: dict[str, KnownSequence] = {}
-        self._next_key = 0
+        self._known: dict[str, DraftedRow] = {}
+        self._begun_count = 0
         self._switch = WaySwitch(settings.draft_ahead, token_count)
-        max_budget = self._switch.max_budget
-        name = uuid.uuid4().hex[:8]  # several vLLMs may share a draft, whose log names their sequences
-        self.link = DraftLink(
-            lambda: draft_pool(settings, target, tokenizer),
-            lambda asked: DraftOptions(
-                f"vllm-{name}-{asked.key}",
-                asked.sampling,
-                row_kind=RowKind.TOKEN if asked.sampling.is_greedy else RowKind.SUPPORT,
-                ahead=max_budget,
-                tokenizer_hash=target.tokenizer_hash,
-                draft_top_k=_DRAFT_TOP_K,
-                draft_support_mass=_DRAFT_SUPPORT_MASS,
-                noise_is_unknown=True,
-            ),
-            DraftLimits(token_count, target.vocabulary_size),
-            self.counts,
+        self._limits = DraftLimits(token_count, target.vocabulary_size)
+        self._options = DraftOptions(
+            f"vllm-{uuid.uuid4().hex[:8]}",  # several vLLMs may share a draft, whose log names their sequences
+            GREEDY,
+            row_kind=RowKind.TOKEN,
+            ahead=self._switch.max_budget,
+            tokenizer_hash=target.tokenizer_hash,
+            draft_top_k=_DRAFT_TOP_K,
+            draft_support_mass=_DRAFT_SUPPORT_MASS,
+            noise_is_unknown=True,
         )
+        """Of a greedy request."""
+        self.link = DraftLink(lambda: draft_pool(settings, target, tokenizer))
         self._report: Report | None = None
         self._asked_at: float | None = None
         self._answered_at: float | None = None
@@ -347,7 +329,7 @@ class StepDrafter:
         new = scheduled.scheduled_new_reqs
         # A name that comes again is a request that was preempted, or whose prompt has grown
         over = [*scheduled.finished_req_ids, *(data.req_id for data in new)]
-        keys = [self._known.pop(name).key for name in over if name in self._known]
+        ended = [self._known.pop(name) for name in over if name in self._known]
         asked = [
             self._asked(
                 self._begun(data.req_id, sampling_of(data.sampling_params)),
@@ -356,8 +338,8 @@ class StepDrafter:
             )
             for data in new
         ]
-        if keys or asked:
-            self.link.ask(Batch(asked, 0.0, keys), 0.0)
+        if ended or asked:
+            self.link.ask(Batch(asked, ended=ended), 0.0)
 
     def propose(self, rows: Sequence[BatchRow]) -> list[Proposal]:
         """Proposals for a step, one for each row of vLLM's batch."""
@@ -368,9 +350,7 @@ class StepDrafter:
         is_asking = way is not Way.ALONE and self.patience.may_ask()
         seconds = self.patience.seconds if is_asking else 0.0
         asked = [
-            self._asked(
-                sequence, row.tokens_from(sequence.length), is_asking=seconds > 0.0 and row.sampled > 0
-            )
+            self._asked(sequence, row.tokens_from(sequence.told), is_asking=seconds > 0.0 and row.sampled > 0)
             for sequence, row in zip(sequences, rows, strict=True)
         ]
         expected = self.patience.expected()
@@ -383,18 +363,23 @@ class StepDrafter:
         self._count(sequences, answers, time.monotonic() - began, is_late=is_late, was_asked=seconds > 0.0)
         return answers
 
-    def _begun(self, name: str, sampling: SamplingParams) -> KnownSequence:
-        self._next_key += 1
-        known = self._known[name] = KnownSequence(self._next_key, sampling)
+    def _begun(self, name: str, sampling: SamplingParams) -> DraftedRow:
+        self._begun_count += 1
+        options = replace(
+            self._options,
+            request_id=f"{self._options.request_id}-{self._begun_count}",
+            sampling=sampling,
+            row_kind=RowKind.TOKEN if sampling.is_greedy else RowKind.SUPPORT,
+        )
+        known = self._known[name] = DraftedRow(options, self._limits, self.counts)
         return known
 
-    def _asked(self, sequence: KnownSequence, new_tokens: Sequence[int], *, is_asking: bool) -> AskedRow:
-        sequence.length += len(new_tokens)
-        room = self._max_length - 1 - sequence.length
-        count = min(self._token_count, room) if is_asking else 0
-        return AskedRow(sequence.key, sequence.sampling, new_tokens, count)
+    def _asked(self, sequence: DraftedRow, new_tokens: Sequence[int], *, is_asking: bool) -> AskedRow:
+        sequence.told += len(new_tokens)
+        room = self._max_length - 1 - sequence.told
+        return AskedRow(sequence, new_tokens, min(self._token_count, room) if is_asking else 0)
 
-    def _learn(self, sequences: Sequence[KnownSequence], rows: Sequence[BatchRow], now: float) -> None:
+    def _learn(self, sequences: Sequence[DraftedRow], rows: Sequence[BatchRow], now: float) -> None:
         """Learn from the step that has ended: its time, and what became of its proposals."""
         sampled = [pair for pair in zip(sequences, rows, strict=True) if pair[1].sampled]
         continued = [(sequence, row.sampled) for sequence, row in sampled if sequence.has_sampled]
@@ -417,7 +402,7 @@ class StepDrafter:
 
     def _count(
         self,
-        sequences: Sequence[KnownSequence],
+        sequences: Sequence[DraftedRow],
         answers: Sequence[Proposal],
         seconds: float,
         *,

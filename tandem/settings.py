@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, TypeVar
 
 from pydantic import Field, PrivateAttr, ValidationError
 
-from tandem.config.layers import Origin, merged, origins, read_layers
+from tandem.config.layers import Origin, read_options
 from tandem.config.names import Device
 from tandem.config.options import Options, sentences
 from tandem.config.rule import Rules, rule, spelled
@@ -225,9 +225,9 @@ def load_settings(cls: type[SettingsT], arguments: Sequence[str], program: str) 
         SystemExit: --help was asked for (0).
     """
     try:
-        layers = read_layers(cls, arguments, os.environ, program)
-        settings = cls(**merged(layers))
+        values, origins = read_options(cls, arguments, os.environ, program)
+        settings = cls(**values)
     except ValidationError as error:
         raise ConfigurationError("; ".join(sentences(error))) from None
-    settings._origins = origins(layers)
+    settings._origins = origins
     return settings

@@ -15,7 +15,7 @@ from coordinator.cli.command import OutputOptions, command
 from coordinator.cli.views import options_view
 from coordinator.settings.coordinator import ConfigSettings
 from tandem.admin import ConfigOption
-from tandem.config.layers import Origin, merged, origins, read_layers
+from tandem.config.layers import Origin, read_options
 from tandem.config.options import sentences
 from tandem.errors import ConfigurationError
 
@@ -78,8 +78,8 @@ def check(
 def _read(arguments: list[str], environment: Mapping[str, str]) -> tuple[ConfigSettings, dict[str, Origin]]:
     """The settings and their origins; ends the command with a line for each thing that is wrong."""
     try:
-        layers = read_layers(ConfigSettings, arguments, environment, "tandem config show")
-        return ConfigSettings(**merged(layers)), origins(layers)
+        values, origins = read_options(ConfigSettings, arguments, environment, "tandem config show")
+        return ConfigSettings(**values), origins
     except ValidationError as error:
         _refuse(sentences(error))
     except ConfigurationError as error:

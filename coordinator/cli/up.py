@@ -20,7 +20,7 @@ from coordinator.cli.app import new_app
 from coordinator.cli.command import command, option
 from coordinator.cli.serve import package_of
 from coordinator.settings.coordinator import DEFAULT_PORT, ConfigSettings
-from tandem.config.layers import merged, read_layers
+from tandem.config.layers import read_options
 from tandem.config.names import (
     AUTO,
     BOUND_METHODS,
@@ -217,7 +217,7 @@ def service_arguments(options: UpOptions) -> ServiceArguments:
         ConfigurationError: an option is invalid for every service; raised before any is started.
     """
     file = as_words(config_file=options.config_file)
-    shared: Mapping[str, Any] = merged(read_layers(ConfigSettings, file, os.environ, "tandem up"))
+    shared, _ = read_options(ConfigSettings, file, os.environ, "tandem up")
     options = _with_model(options, shared)
     target = _target(options)
     draft = _draft(options, shared)

@@ -1,7 +1,4 @@
-"""Sources of options, the strongest first: command line, environment, config file, defaults.
-
-They stay apart until the end, so that the origin of each value is known.
-"""
+"""Sources of options, the strongest first: command line, environment, config file, defaults."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import shutil
 import textwrap
 from argparse import SUPPRESS, ArgumentError, ArgumentParser, BooleanOptionalAction, HelpFormatter
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from types import UnionType
@@ -72,61 +68,37 @@ _SERVICE_PREFIXES = tuple(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """Values from one source."""
-
-    origin: Origin
-    values: dict[str, Any]
-
-
-def read_layers(
+def read_options(
     cls: type[Options], arguments: Sequence[str], environment: Mapping[str, str], program: str
-) -> list[Layer]:
-    """Values that each source gives for the options of a settings class, the strongest source first.
+) -> tuple[dict[str, Any], dict[str, Origin]]:
+    """The strongest value of each option of a settings class that any source sets, and where it comes from.
+
+    An inferred value has the origin of the value that it was inferred from. So it overrides nothing except a name that
+    turned out to be a method.
 
     Raises:
         ConfigurationError: an option of the command line is unknown, or a file or JSON text cannot be read.
         SystemExit: --help was asked for.
     """
-    layers = [
-        Layer(Origin.COMMAND_LINE, _from_command_line(cls, arguments, program)),
-        Layer(Origin.ENVIRONMENT, _from_environment(cls, environment)),
-    ]
-    given = merged(layers)
-    if path := given.get("config_file"):
-        section = read_section(Path(path), given.get("section_name"))
-        values = spelled_one_way(section, cls.model_fields, is_shared=True)
-        layers.append(Layer(Origin.FILE, _without_others(cls, values)))
-    layers.append(Layer(Origin.INFERRED, inferred(merged(layers), cls.model_fields)))
-    return layers
-
-
-def merged(layers: Sequence[Layer]) -> dict[str, Any]:
-    """The strongest value of each option that any source sets.
-
-    An inferred value has the origin of the value that it was inferred from. So it overrides nothing except a name that
-    turned out to be a method.
-    """
     values: dict[str, Any] = {}
-    for layer in reversed(layers):
-        values |= layer.values
-    inferences = next((layer.values for layer in layers if layer.origin is Origin.INFERRED), {})
-    return values | inferences
+    origins: dict[str, Origin] = {}
 
+    def add(origin: Origin, found: Mapping[str, Any]) -> None:
+        for name, value in found.items():
+            # Options of speculative decoding that belong to another service: all may share a file or environment.
+            is_anothers = name not in cls.model_fields and name in SpeculativeConfig.model_fields
+            if name not in values and not is_anothers:
+                values[name], origins[name] = value, origin
 
-def origins(layers: Sequence[Layer]) -> dict[str, Origin]:
-    """The deciding origin of each option that any source sets."""
-    found: dict[str, Origin] = {}
-    for layer in reversed(layers):
-        found |= dict.fromkeys(layer.values, layer.origin)
-    return found
-
-
-def _without_others(cls: type[Options], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out options of speculative decoding that belong to another service: all may share a file or environment."""
-    known, shared = cls.model_fields, SpeculativeConfig.model_fields
-    return {name: value for name, value in values.items() if name in known or name not in shared}
+    add(Origin.COMMAND_LINE, _from_command_line(cls, arguments, program))
+    add(Origin.ENVIRONMENT, _from_environment(cls, environment))
+    if path := values.get("config_file"):
+        section = read_section(Path(path), values.get("section_name"))
+        add(Origin.FILE, spelled_one_way(section, cls.model_fields, is_shared=True))
+    for name, value in inferred(values, cls.model_fields).items():
+        values[name] = value
+        origins.setdefault(name, Origin.INFERRED)
+    return values, origins
 
 
 def _from_command_line(cls: type[Options], arguments: Sequence[str], program: str) -> dict[str, Any]:
@@ -139,7 +111,7 @@ def _from_command_line(cls: type[Options], arguments: Sequence[str], program: st
     if unknown := [word.partition("=")[0] for word in rest if word.startswith("-")] or rest[:1]:
         known = {name: _flag(name) for name in (*cls.model_fields, *_aliases(cls).values(), "help")}
         raise ConfigurationError("; ".join(unknown_option(word, known) for word in unknown))
-    return _without_others(cls, spelled_one_way(vars(given), cls.model_fields))
+    return spelled_one_way(vars(given), cls.model_fields)
 
 
 def command_line(cls: type[Options], program: str, width: int | None = None) -> ArgumentParser:
@@ -234,7 +206,7 @@ def _from_environment(cls: type[Options], environment: Mapping[str, str]) -> dic
         elif variable.startswith(own_prefix) or not variable.startswith(_SERVICE_PREFIXES):
             shared[variable] = value  # no option: refused by the name it was given
     names = cls.model_fields
-    return _without_others(cls, spelled_one_way(shared, names, is_shared=True) | spelled_one_way(own, names))
+    return spelled_one_way(shared, names, is_shared=True) | spelled_one_way(own, names)
 
 
 def _is_known(name: str, fields: Container[str]) -> bool:

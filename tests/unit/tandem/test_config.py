@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from coordinator.cli.main import app
 from coordinator.settings.coordinator import ConfigSettings, CoordinatorSettings
 from draft_service.settings import DraftSettings
-from tandem.config.layers import Origin, command_line, merged, origins, read_layers
+from tandem.config.layers import Origin, command_line, read_options
 from tandem.config.options import Options
 from tandem.errors import ConfigurationError
 from tandem.settings import load_settings
@@ -55,14 +55,13 @@ def test_sources_override_each_other_in_order(file: Path, monkeypatch: pytest.Mo
 
 
 def test_the_origin_of_a_value_is_reported(file: Path) -> None:
-    layers = read_layers(
+    values, origins = read_options(
         ConfigSettings,
         ["--num-speculative-tokens", "5", "--prompt-lookup-max", "4"],
         {"TANDEM_RELAXED_TOPK": "4", "TANDEM_CONFIG_FILE": str(file)},
         "show",
     )
-    found = origins(layers)
-    assert found == {
+    assert origins == {
         "num_speculative_tokens": Origin.COMMAND_LINE,
         "prompt_lookup_max": Origin.COMMAND_LINE,
         "relaxed_topk": Origin.ENVIRONMENT,
@@ -70,7 +69,7 @@ def test_the_origin_of_a_value_is_reported(file: Path) -> None:
         "relaxed_delta": Origin.FILE,
         "prompt_lookup_min": Origin.INFERRED,
     }
-    assert merged(layers)["prompt_lookup_min"] == "4"
+    assert values["prompt_lookup_min"] == "4"
 
 
 def test_precedence_knows_both_spellings(monkeypatch: pytest.MonkeyPatch) -> None:

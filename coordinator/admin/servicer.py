@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from typing import Any
 from urllib.parse import unquote
 
 import grpc.aio
@@ -11,8 +12,35 @@ import grpc.aio
 from coordinator.admin.administration import Administrator
 from tandem.serving.interceptors import Context
 from tandem.v1 import admin_pb2 as pb
-from tandem.v1.admin_pb2_grpc import AdminServiceServicer, add_AdminServiceServicer_to_server
+from tandem.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
 from tandem.wire import admin as wire
+
+_CALLS: Mapping[str, tuple[Callable[[Administrator, Any, str], Awaitable[Any]], Any]] = {
+    "GetStatus": (lambda admin, request, by: admin.status(), wire.STATUS),
+    "ListReplicas": (lambda admin, request, by: admin.replicas(), wire.REPLICA),
+    "DrainReplica": (
+        lambda admin, request, by: admin.drain(
+            request.address, allow_last_target=request.allow_last_target, by=by
+        ),
+        wire.REPLICA,
+    ),
+    "ResumeReplica": (lambda admin, request, by: admin.resume(request.address, by=by), wire.REPLICA),
+    "ListRequests": (lambda admin, request, by: admin.requests(), wire.REQUEST),
+    "GetRequest": (lambda admin, request, by: admin.request(request.request_id), wire.REQUEST),
+    "AbortRequest": (
+        lambda admin, request, by: admin.abort(request.request_id, reason=request.reason, by=by),
+        wire.REQUEST,
+    ),
+    "GetStats": (lambda admin, request, by: admin.stats(), wire.STATS),
+    "GetConfig": (lambda admin, request, by: admin.config(), wire.OPTION),
+    "UpdateConfig": (
+        lambda admin, request, by: admin.update_config(
+            dict(sorted(request.values.items())), list(request.reset_names), by=by
+        ),
+        wire.OPTION,
+    ),
+}
+"""By call: what it asks of the administrator for its caller (`by`), and the form of what it finds."""
 
 
 def caller(context: Context) -> str:
@@ -22,68 +50,29 @@ def caller(context: Context) -> str:
     return f"{names[0]} from {address}" if names else address
 
 
-class AdminServicer(AdminServiceServicer):
-    """Shows and steers the coordinator."""
+class AdminServicer:
+    """Shows and steers the coordinator: `_CALLS`, and the two calls of another form."""
 
     def __init__(self, administration: Administrator, caller_of: Callable[[Context], str] = caller) -> None:
         self._administration = administration
         self._caller = caller_of
+        for name in _CALLS:
+            setattr(self, name, self._handler(name))
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Let a server answer AdminService."""
-        add_AdminServiceServicer_to_server(self, server)
+        add_AdminServiceServicer_to_server(self, server)  # type: ignore[arg-type]
 
-    async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
-        """State, load and replicas."""
-        return pb.GetStatusResponse(status=wire.STATUS.to_proto(await self._administration.status()))
+    def _handler(self, name: str) -> Callable[[Any, Context], Awaitable[Any]]:
+        (ask, form), response = _CALLS[name], getattr(pb, f"{name}Response")
+        (field,) = response.DESCRIPTOR.fields_by_name
 
-    async def ListReplicas(
-        self, request: pb.ListReplicasRequest, context: Context
-    ) -> pb.ListReplicasResponse:
-        """List every replica."""
-        replicas = await self._administration.replicas()
-        return pb.ListReplicasResponse(replicas=map(wire.REPLICA.to_proto, replicas))
+        async def handle(request: Any, context: Context) -> Any:
+            found = await ask(self._administration, request, self._caller(context))
+            answer = map(form.to_proto, found) if isinstance(found, list) else form.to_proto(found)
+            return response(**{field: answer})
 
-    async def DrainReplica(
-        self, request: pb.DrainReplicaRequest, context: Context
-    ) -> pb.DrainReplicaResponse:
-        """Drain a replica."""
-        replica = await self._administration.drain(
-            request.address, allow_last_target=request.allow_last_target, by=self._caller(context)
-        )
-        return pb.DrainReplicaResponse(replica=wire.REPLICA.to_proto(replica))
-
-    async def ResumeReplica(
-        self, request: pb.ResumeReplicaRequest, context: Context
-    ) -> pb.ResumeReplicaResponse:
-        """Give a replica new sequences again."""
-        replica = await self._administration.resume(request.address, by=self._caller(context))
-        return pb.ResumeReplicaResponse(replica=wire.REPLICA.to_proto(replica))
-
-    async def ListRequests(
-        self, request: pb.ListRequestsRequest, context: Context
-    ) -> pb.ListRequestsResponse:
-        """List the requests that run."""
-        requests = await self._administration.requests()
-        return pb.ListRequestsResponse(requests=map(wire.REQUEST.to_proto, requests))
-
-    async def GetRequest(self, request: pb.GetRequestRequest, context: Context) -> pb.GetRequestResponse:
-        """Find a request by the beginning of its id."""
-        found = await self._administration.request(request.request_id)
-        return pb.GetRequestResponse(request=wire.REQUEST.to_proto(found))
-
-    async def AbortRequest(
-        self, request: pb.AbortRequestRequest, context: Context
-    ) -> pb.AbortRequestResponse:
-        """End a request."""
-        ended = await self._administration.abort(
-            request.request_id, reason=request.reason, by=self._caller(context)
-        )
-        return pb.AbortRequestResponse(request=wire.REQUEST.to_proto(ended))
-
-    async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
-        """Statistics since the start."""
-        return pb.GetStatsResponse(stats=wire.STATS.to_proto(await self._administration.stats()))
+        return handle
 
     async def WatchStats(
         self, request: pb.WatchStatsRequest, context: Context
@@ -94,20 +83,6 @@ class AdminServicer(AdminServiceServicer):
         async with aclosing(self._administration.watch(interval)) as watch:
             async for stats in watch:
                 yield pb.WatchStatsResponse(stats=wire.STATS.to_proto(stats))
-
-    async def GetConfig(self, request: pb.GetConfigRequest, context: Context) -> pb.GetConfigResponse:
-        """List every option."""
-        options = await self._administration.config()
-        return pb.GetConfigResponse(options=map(wire.OPTION.to_proto, options))
-
-    async def UpdateConfig(
-        self, request: pb.UpdateConfigRequest, context: Context
-    ) -> pb.UpdateConfigResponse:
-        """Change options for new requests."""
-        options = await self._administration.update_config(
-            dict(sorted(request.values.items())), list(request.reset_names), by=self._caller(context)
-        )
-        return pb.UpdateConfigResponse(options=map(wire.OPTION.to_proto, options))
 
     async def Diagnose(self, request: pb.DiagnoseRequest, context: Context) -> pb.DiagnoseResponse:
         """Findings, each with what to do about it."""

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
-from coordinator.http.tools import CallReader, HarmonyReader, Parser, reader_of
+from coordinator.http.tools import CallReader, Parser
 from coordinator.stats.speculation import add, describe_with_state
 from tandem.speculation_state import SpeculationState
 from tandem.types import Chunk, FinishReason, SpeculationStats, Summary, TokenLogprobs
@@ -271,12 +271,12 @@ class ChatAnswer(Answer):
     whole_object, piece_object = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl"
     beside_logprobs: Mapping[str, None] = {"refusal": None}
-    _readers: Sequence[CallReader | HarmonyReader] = ()
+    _readers: Sequence[CallReader] = ()
     """For each completion, what reads its calls of tools; empty where there are no tools."""
 
     def read_calls(self, form: Parser | Literal["demanded"]) -> None:
         """Read calls of tools out of the completions' texts."""
-        self._readers = [reader_of(form) for _ in self.choices]
+        self._readers = [CallReader(form) for _ in self.choices]
 
     def whole(self) -> dict[str, Any]:
         body = super().whole()
@@ -308,7 +308,7 @@ class ChatAnswer(Answer):
         described["finish_reason"] = self._reason(reader, described["finish_reason"])
         return piece
 
-    def _reason(self, reader: CallReader | HarmonyReader, reason: str | None) -> str | None:
+    def _reason(self, reader: CallReader, reason: str | None) -> str | None:
         return "tool_calls" if reader.calls and reason == FinishReason.STOP.value else reason
 
     def _logprobs(self, choice: Choice, chunk: Chunk) -> dict[str, list[Any]]:
@@ -329,7 +329,7 @@ class ChatAnswer(Answer):
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
 
-def _reasoning(reader: CallReader | HarmonyReader) -> dict[str, str]:
+def _reasoning(reader: CallReader) -> dict[str, str]:
     """The field of what the reader took for reasoning since the last call."""
     reasoning, reader.reasoning = reader.reasoning, ""
     return {"reasoning_content": reasoning} if reasoning else {}

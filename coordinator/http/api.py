@@ -31,7 +31,7 @@ from coordinator.http.schema import (
     TokenizeBody,
 )
 from coordinator.http.sending import DONE, EventStream, WholeAnswer, data_line, merged
-from coordinator.http.tools import HARMONY, reader_of
+from coordinator.http.tools import HARMONY, CallReader
 from coordinator.requests.admission import peer_of_host
 from coordinator.requests.plan import Models, keep_out
 from coordinator.requests.runner import RequestRunner
@@ -218,7 +218,7 @@ async def _texts_of(
     chunks: AsyncGenerator[tuple[int, Chunk]],
 ) -> AsyncGenerator[tuple[int, Chunk]]:
     """The chunks of one completion, without what is reasoning or a call in it."""
-    reader = reader_of(HARMONY)
+    reader = CallReader(HARMONY)
     async with aclosing(chunks):
         async for index, chunk in chunks:
             text, _ = reader.read(chunk.text)

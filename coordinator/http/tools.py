@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from tandem.types import Grammar, GrammarKind
 Parser = Literal["hermes", "llama3", "mistral", "harmony"]
 """Names of the forms: `<tool_call>{"name": ..., "arguments": ...}</tool_call>`, as Qwen writes it too;
 `{"name": ..., "parameters": ...}` as the whole text; `[TOOL_CALLS] [{"name": ..., "arguments": ...}]`; messages with
-channels, as GPT-OSS writes them (`HarmonyReader`)."""
+channels, as GPT-OSS writes them."""
 HARMONY: Parser = "harmony"
 
 _MARKS: Mapping[Parser, tuple[str, ...]] = {
@@ -140,69 +140,6 @@ class Call:
 _HARMONY_MARK = re.compile(r"<\|(?:start|channel|message|constrain|end|call|return)\|>")
 _HARMONY_PART = re.compile(r"<(?:\|[a-z]*\|?)?$")
 _HARMONY_CALL = re.compile(r"to=functions\.([^\s<]+)")
-
-
-class HarmonyReader:
-    """Divides messages with channels into text, reasoning and calls, as they are written.
-
-    A completion has messages such as `<|channel|>analysis<|message|>...<|end|>`, and ends with a call,
-    `<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`, or with a message of the
-    channel final (https://cookbook.openai.com/articles/openai-harmony). Special tokens are in the text.
-    """
-
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
-        self.reasoning = ""
-        """Text of the channel analysis, since somebody took it."""
-        self._waiting = ""
-        """Text that may be the beginning of a mark."""
-        self._head = ""
-        """The head of the next message, as far as it is written."""
-        self._part: Literal["head", "text", "reasoning", "call"] = "head"
-
-    def read(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        content = ""
-        deltas: list[dict[str, Any]] = []
-        self._waiting += text
-        while self._waiting:
-            mark = _HARMONY_MARK.search(self._waiting)
-            end = mark or _HARMONY_PART.search(self._waiting)
-            before = self._waiting[: end.start()] if end else self._waiting
-            content += self._add(before, deltas)
-            self._waiting = self._waiting[mark.end() if mark else len(before) :]
-            if mark is None:
-                break
-            self._pass(mark[0], deltas)
-        return content, deltas
-
-    def finish(self) -> str:
-        """The end: text that was held back, or a text without any message."""
-        text, self._waiting = self._waiting, ""
-        is_plain = self._part == "head" and "<|" not in self._head and not self.calls
-        return self._head + text if is_plain else self._add(text, [])
-
-    def _add(self, text: str, deltas: list[dict[str, Any]]) -> str:
-        """Add text to what it belongs to: the part that is text for the reader."""
-        if self._part == "head":
-            self._head += text
-        elif self._part == "reasoning":
-            self.reasoning += text
-        elif self._part == "call" and text:
-            _add(deltas, len(self.calls) - 1, self.calls[-1], text)
-        return text if self._part == "text" else ""
-
-    def _pass(self, mark: str, deltas: list[dict[str, Any]]) -> None:
-        if mark != "<|message|>":
-            self._head = (self._head if self._part == "head" else "") + mark
-            self._part = "head"
-        elif called := _HARMONY_CALL.search(self._head):
-            self.calls.append(Call(called[1]))
-            deltas.append(_begun(len(self.calls) - 1, self.calls[-1]))
-            self._part = "call"
-        else:
-            self._part = "reasoning" if "<|channel|>analysis" in self._head else "text"
-
-
 _STARTS = {
     "mistral": ("[TOOL_CALLS]", "[{"),
     "llama3": ("<|python_tag|>", "{"),
@@ -213,36 +150,97 @@ _HERMES_START, _HERMES_END = "<tool_call>", "</tool_call>"
 
 
 class CallReader:
-    """Divides the text of one completion into text and calls, as it is written."""
+    """Divides the text of one completion into text, reasoning and calls, as it is written."""
 
-    reasoning = ""
-    """It is not told from the text."""
-
-    def __init__(self, parser: Literal["hermes", "llama3", "mistral", "demanded"]) -> None:
+    def __init__(self, form: Parser | Literal["demanded"]) -> None:
         self.calls: list[Call] = []
+        self.reasoning = ""
+        """What harmony's channel analysis has, since somebody took it; other forms do not tell it from the text."""
         self._content = ""
         self._deltas: list[dict[str, Any]] = []
         self._held = ""
         """What may be text or not: the beginning of a mark, or an object that has no name so far."""
+        self._head = ""
+        """The head of harmony's next message, as far as it is written."""
+        self._write: Callable[[str], None] = self._say
+        """Takes text that is held no longer."""
         self._call: Call | None = None
         self._key: str | None = None
         """Of the object that is read: its call, once it has a name, and the member whose value is read."""
-        self._parser = self._hermes() if parser == "hermes" else self._whole(_STARTS[parser])
+        self._form = form
+        own = {HARMONY: self._harmony, "hermes": self._hermes}
+        self._parser = own[form]() if form in own else self._whole(_STARTS[form])
         next(self._parser)
 
     def read(self, text: str) -> tuple[str, list[dict[str, Any]]]:
         """More of the text: the part that is text, and deltas of calls as OpenAI's streams have them."""
         self._content, self._deltas = "", []
-        for character in text:
-            self._parser.send(character)
+        for piece in [text] if self._form == HARMONY else text:
+            self._parser.send(piece)
         return self._content, self._deltas
 
     def finish(self) -> str:
-        """The end: text that was held back."""
-        text, self._held = self._held, ""
-        return text
+        """The end: text that was held back, or that has no message at all."""
+        self._content = ""
+        self._write(self._held)
+        return self._content if "<|" in self._head else self._head + self._content
 
-    # These generators take a character at each yield.
+    def _say(self, text: str) -> None:
+        self._content += text
+
+    def _think(self, text: str) -> None:
+        self.reasoning += text
+
+    def _keep_head(self, text: str) -> None:
+        self._head += text
+
+    def _begin_call(self, name: str) -> Call:
+        call = Call(name)
+        self.calls.append(call)
+        function = {"name": name, "arguments": ""}
+        self._deltas.append(
+            {"index": len(self.calls) - 1, "id": call.call_id, "type": "function", "function": function}
+        )
+        return call
+
+    def _argue(self, fragment: str) -> None:
+        """More of the last call's arguments."""
+        if not fragment:
+            return
+        index = len(self.calls) - 1
+        self.calls[index].arguments += fragment
+        if self._deltas and self._deltas[-1]["index"] == index:
+            self._deltas[-1]["function"]["arguments"] += fragment
+        else:
+            self._deltas.append({"index": index, "function": {"arguments": fragment}})
+
+    # These generators take a text at each yield; all but harmony's take a character.
+
+    def _harmony(self) -> Generator[None, str, None]:
+        """Messages with channels, such as `<|channel|>analysis<|message|>...<|end|>`.
+
+        The last one is a call, `<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`, or
+        of the channel final (https://cookbook.openai.com/articles/openai-harmony). Special tokens are in the text.
+        """
+        self._write = self._keep_head
+        while True:
+            text = yield
+            self._held += text
+            while mark := _HARMONY_MARK.search(self._held):
+                self._write(self._held[: mark.start()])
+                self._held = self._held[mark.end() :]
+                if mark[0] != "<|message|>":
+                    self._head = (self._head if self._write == self._keep_head else "") + mark[0]
+                    self._write = self._keep_head
+                elif called := _HARMONY_CALL.search(self._head):
+                    self._begin_call(called[1])
+                    self._write = self._argue
+                else:
+                    self._write = self._think if "<|channel|>analysis" in self._head else self._say
+            part = _HARMONY_PART.search(self._held)
+            end = part.start() if part else len(self._held)
+            self._write(self._held[:end])
+            self._held = self._held[end:]
 
     def _hermes(self) -> Generator[None, str, None]:
         """Text with calls between marks. Around objects, everything between the marks is passed over."""
@@ -299,13 +297,12 @@ class CallReader:
             if character == '"':
                 string = yield from self._string()
                 if depth == 1 and self._key == "name" and self._call is None:
-                    self._call, self._held = Call(json.loads(f'"{string}"', strict=False)), ""
-                    self.calls.append(self._call)
-                    self._deltas.append(_begun(len(self.calls) - 1, self._call))
+                    self._call = self._begin_call(json.loads(f'"{string}"', strict=False))
+                    self._held = ""
             elif depth == 1 and character == ":" and self._key is None:
                 self._key = json.loads(f'"{string}"', strict=False)
         if self._call is not None and not self._call.arguments:
-            _add(self._deltas, len(self.calls) - 1, self._call, "{}")
+            self._argue("{}")
         return self._call is not None
 
     def _string(self) -> Generator[None, str, str]:
@@ -324,22 +321,4 @@ class CallReader:
         if self._call is None:
             self._held += character
         elif self._key in _ARGUMENTS and (self._call.arguments or not character.isspace()):
-            _add(self._deltas, len(self.calls) - 1, self._call, character)
-
-
-def _begun(index: int, call: Call) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": ""}
-    return {"index": index, "id": call.call_id, "type": "function", "function": function}
-
-
-def _add(deltas: list[dict[str, Any]], index: int, call: Call, fragment: str) -> None:
-    call.arguments += fragment
-    if deltas and deltas[-1]["index"] == index:
-        deltas[-1]["function"]["arguments"] += fragment
-    else:
-        deltas.append({"index": index, "function": {"arguments": fragment}})
-
-
-def reader_of(form: Parser | Literal["demanded"]) -> CallReader | HarmonyReader:
-    """The reader of completions of this form."""
-    return HarmonyReader() if form == "harmony" else CallReader(form)
+            self._argue(character)

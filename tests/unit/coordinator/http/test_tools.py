@@ -8,16 +8,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.http.tools import (
-    CallReader,
-    HarmonyReader,
-    Parser,
-    demanded,
-    functions_of,
-    parser_of,
-    readable,
-    reader_of,
-)
+from coordinator.http.tools import CallReader, Parser, demanded, functions_of, parser_of, readable
 from tandem.grammar import Grammars
 from tests.paths import DEMO_TARGET
 from tests.unit.tandem.test_grammar import tokens_of
@@ -69,7 +60,7 @@ def test_calls_are_read_however_the_text_is_cut(
 ) -> None:
     cuts = [[text], list(text), *([text[:i], text[i:]] for i in range(1, len(text)))]
     for pieces in cuts:
-        reader = reader_of(form)
+        reader = CallReader(form)
         found = "".join(reader.read(piece)[0] for piece in pieces) + reader.finish()
         assert (found, [(call.name, call.arguments) for call in reader.calls]) == (content, calls), pieces
 
@@ -134,7 +125,7 @@ def test_demands_are_bound(choice: Any, parallel: bool, accepted: list[str], ref
     for text in accepted:
         assert state.follow(tokens_of(text))
         assert state.accepts
-        reader = reader_of("demanded")
+        reader = CallReader("demanded")
         reader.read(text)
         assert reader.calls
     for text in refused:
@@ -153,6 +144,6 @@ def test_arguments_reach_templates_as_objects() -> None:
 def test_reasoning_is_told_from_text() -> None:
     text = "<|channel|>analysis<|message|>Hm <b>.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
     for pieces in ([text], list(text)):
-        reader = HarmonyReader()
+        reader = CallReader("harmony")
         assert "".join(reader.read(piece)[0] for piece in pieces) + reader.finish() == "Yes."
         assert reader.reasoning == "Hm <b>."

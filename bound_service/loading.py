@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from bound_service.service import head_method
 from draft_service.proposers.heads import BoundProposer
@@ -15,37 +13,24 @@ from tandem.engine.core.selection import choose_backends
 from tandem.engine.hidden_states import BoundSequences, HiddenStateTap, PairedStates, as_model
 from tandem.engine.interface import EngineSettings
 from tandem.engine.kv_cache.arena import memory_allowance
-from tandem.engine.models.heads.dflash import load_dflash, read_dflash_config
-from tandem.engine.models.heads.eagle import load_eagle, load_eagle3, read_eagle3_config, read_eagle_config
+from tandem.engine.models.heads.dflash import DFlashHead
+from tandem.engine.models.heads.eagle import Eagle3Head, EagleHead
 from tandem.engine.models.heads.interface import BlockHead, DraftHead
-from tandem.engine.models.heads.medusa import load_medusa, read_medusa_config
-from tandem.engine.models.heads.mtp import load_mtp, read_mtp_config
+from tandem.engine.models.heads.medusa import MedusaHeads
+from tandem.engine.models.heads.mtp import MtpHead
 from tandem.engine.models.loading import LoadedModel
 from tandem.telemetry.streams import OnStep
 from target_service.settings import TargetSettings
 from target_service.verifier import Verifier, load_target, make_verifier
 
-_METHODS: Mapping[str, tuple[Callable[[Path], Any], Callable[[Any, LoadedModel], DraftHead]]] = {
-    EAGLE3: (read_eagle3_config, load_eagle3),
-    EAGLE: (read_eagle_config, load_eagle),
-    MEDUSA: (read_medusa_config, load_medusa),
-    MTP: (read_mtp_config, load_mtp),
-    DFLASH: (read_dflash_config, load_dflash),
+HEADS: Mapping[str, type[DraftHead]] = {
+    EAGLE3: Eagle3Head,
+    EAGLE: EagleHead,
+    MEDUSA: MedusaHeads,
+    MTP: MtpHead,
+    DFLASH: DFlashHead,
 }
-"""Functions that read a method's config and load a head of it."""
-
-
-def head_loader(folder: Path, method: str) -> Callable[[LoadedModel], DraftHead]:
-    """Read a head's config, and return the function that loads the head for its target, in the target's dtype and on
-    its device.
-
-    Raises:
-        ModelFolderError: there is no config, its format is unknown, or a number in it is missing or wrong. The returned
-            function raises it where a tensor is missing or has another shape than the config says, or the head belongs
-            to another target.
-    """
-    read_config, load = _METHODS[method]
-    return partial(load, read_config(folder))
+"""The drafting heads by method."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +58,9 @@ def load_pair(
     """
     method = head_method(settings, head_folder)
     # Refuses before the target's weights are read.
-    load_head = head_loader(head_folder or settings.model, method)
+    head = HEADS[method](head_folder or settings.model)
     target = load_target(settings)
-    head = load_head(target)
+    head.load(target)
     tap, bound = HiddenStateTap(target, head), BoundSequences()
     own, others = (
         sum(each.values_per_token for each in layers) for layers in (head.layers, tap.model.layers)
@@ -83,9 +68,9 @@ def load_pair(
     limits, settings = _shared(EngineSettings.of(settings), settings, own / (own + others), target)
     name = f"{target.info.name} ({MTP})" if head_folder is None else head_folder.name
     # The head's cache first: on a GPU the target's then takes what is left of the process's share.
-    states = PairedStates(tap, head.state_size, target.dtype, target.device)
+    states = PairedStates(tap)
     backends = choose_backends(
-        as_model(head, states, target, name, head.architecture),
+        as_model(head, states, name),
         # Blocks have an attention of their own
         compile_mode="off" if isinstance(head, BlockHead) else settings.compile,
         compile_cache=settings.compile_cache,

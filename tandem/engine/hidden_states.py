@@ -52,12 +52,14 @@ class HiddenStateTap:
                 f"the target {target.info.name} runs its sequences one by one, and a drafting head needs steps that "
                 "pack them; choose a target with plain attention, or a standalone draft"
             )
-        self._target = target
+        self.target = target
         self._head = head
         self._layer = SimpleNamespace(layer_idx=len(target.layers))
         """The additional layer, as far as attention functions know a layer."""
         # So that whoever packs or traces the model's linear layers finds those which combine the states.
         target.module.add_module("hidden_state_readers", nn.ModuleList(head.readers))
+        self.state_size = head.state_size
+        """Numbers that are kept for each token."""
         self._storage: LayerCache | None = None
         self._states: dict[int, Tensor] = {}
         """The chosen states of the step in progress, [1, tokens, hidden size]."""
@@ -65,13 +67,13 @@ class HiddenStateTap:
     @property
     def model(self) -> LoadedModel:
         """The target with one more layer in its cache, for the states. Its modules do not know of it."""
-        geometry = LayerGeometry(1, _KEY_SIZE, self._head.state_size, window=1)
-        return replace(self._target, layers=(*self._target.layers, geometry))
+        geometry = LayerGeometry(1, _KEY_SIZE, self.state_size, window=1)
+        return replace(self.target, layers=(*self.target.layers, geometry))
 
     def attach(self, arena: KvArena) -> None:
         """Keeps the states of all steps from now on, in this arena of `model`. To be called once."""
         self._storage = arena.layers[-1]
-        module: Any = self._target.module
+        module: Any = self.target.module
         layers = _decoder_layers(module)
         for layer_id in self._head.layer_ids:
             if layer_id in (FINAL_STATE, len(layers)):
@@ -94,13 +96,13 @@ class HiddenStateTap:
         step: Any = keywords.get(STEP_ARGUMENT)
         if step is None or self._storage is None:
             return
-        states = [self._states[layer_id][0].to(self._target.dtype) for layer_id in self._head.layer_ids]
+        states = [self._states[layer_id][0].to(self.target.dtype) for layer_id in self._head.layer_ids]
         self._states.clear()
-        values = self._head.combined(states).to(self._target.dtype)[None, None]
+        values = self._head.combined(states).to(self.target.dtype)[None, None]
         keys = values[..., :_KEY_SIZE]
         if isinstance(step, Packing):
             spans = step.spans(self._storage.group)
-            PageWriter.of_spans(spans, self._target.device).write(self._storage, keys, values)
+            PageWriter.of_spans(spans, self.target.device).write(self._storage, keys, values)
         else:
             step.attend(self._layer, keys, keys, values, Scoring())
 
@@ -200,9 +202,6 @@ class PairedStates:
     """The states of a head's step."""
 
     tap: HiddenStateTap
-    state_size: int
-    dtype: torch.dtype
-    device: torch.device
     pairings: dict[Sequence, Pairing] = field(default_factory=dict)
     """Pairings by the head's sequence. A sequence without one, as in a trial, reads `any_states`."""
 
@@ -224,7 +223,7 @@ class PairedStates:
                 states = next(answers)
                 pairing.is_lost = pairing.is_lost or states is None
                 count = min(segment.end, pairing.known_length) - segment.start
-                parts.append(self._zeros(count) if states is None else states.to(self.device, self.dtype))
+                parts.append(self._zeros(count) if states is None else states)
             first, last = (max(at - pairing.known_length, 0) for at in (segment.start, segment.end))
             if first < last:
                 own = pairing.own_states[first:last]
@@ -238,7 +237,7 @@ class PairedStates:
             pairing = self.pairings.get(segment.sequence)
             known = 0 if pairing is None else pairing.known_length
             found.extend(position >= known for position in range(segment.start, segment.end))
-        return torch.tensor(found, device=self.device)
+        return torch.tensor(found, device=self.tap.target.device)
 
     def keep(self, segments: SequenceOf[Segment], states: Tensor) -> None:
         """Keeps the head's state after each segment, with which a proposal goes on.
@@ -254,15 +253,16 @@ class PairedStates:
             end += segment.token_count
             pairing = self.pairings.get(segment.sequence)
             if pairing is not None and segment.end == pairing.known_length + len(pairing.own_states):
-                pairing.own_states.append(states[end - 1].to(self.dtype))
+                pairing.own_states.append(states[end - 1].to(self.tap.target.dtype))
 
     def any_states(self, count: int) -> Tensor:
         """States that are no target's, [count, state_size]: all different, so that a trial sees their use."""
-        places = torch.arange(count * self.state_size, dtype=torch.float32, device=self.device)
-        return places.mul_(0.7).sin_().view(count, -1).to(self.dtype)
+        places = torch.arange(count * self.tap.state_size, dtype=torch.float32)
+        return places.mul_(0.7).sin_().view(count, -1).to(self._zeros(0))
 
     def _zeros(self, count: int) -> Tensor:
-        return torch.zeros(count, self.state_size, dtype=self.dtype, device=self.device)
+        target = self.tap.target
+        return torch.zeros(count, self.tap.state_size, dtype=target.dtype, device=target.device)
 
 
 class LayerStates(StateReader):
@@ -290,14 +290,15 @@ class HeadModel(nn.Module):
         **_: Any,
     ) -> SimpleNamespace:
         """See `tandem.engine.steps.run_modules`. An integer keeps all rows."""
-        segments = tandem_step.segments
-        hidden, fed_back = self.advanced(input_ids, position_ids, self.states.of_step(segments), tandem_step)
+        head, segments = self.head, tandem_step.segments
+        states, fed_back = self.states.of_step(segments), None
+        if isinstance(head, BlockHead):
+            is_in_block = self.states.is_past_known(segments)
+            hidden = head.of_blocks(input_ids, position_ids, states, is_in_block, tandem_step)
+        else:
+            hidden, fed_back = head.advanced(input_ids, position_ids, states, tandem_step)
         rows = hidden if isinstance(logits_to_keep, int) else hidden[logits_to_keep]
-        logits = self.finished(segments, self.head.own_logits(rows), fed_back)
-        return SimpleNamespace(logits=logits[None])
-
-    def advanced(self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Packing) -> PassStates:
-        return self.head.advanced(token_ids, positions, states, step)
+        return SimpleNamespace(logits=self.finished(segments, head.own_logits(rows), fed_back)[None])
 
     def computed(self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any) -> PassStates:
         """Computes a pass and nothing else, so that it can be traced.
@@ -315,35 +316,21 @@ class HeadModel(nn.Module):
         hidden, fed_back = self.head.advanced(token_ids, positions, states, step)
         return self.head.own_logits(hidden)[None], fed_back
 
-    def finished(self, segments: SequenceOf[Segment], own_logits: Tensor, fed_back: Tensor) -> Tensor:
-        """Keeps what a pass feeds back, and returns its logits, [rows, tokens_per_pass * vocabulary_size]. Once more
-        with the same pass is the same as once."""
-        self.states.keep(segments, fed_back)
+    def finished(self, segments: SequenceOf[Segment], own_logits: Tensor, fed_back: Tensor | None) -> Tensor:
+        """Keeps what a pass feeds back, if anything, and returns its logits, [rows, tokens_per_pass * vocabulary_size].
+        Once more with the same pass is the same as once."""
+        if fed_back is not None:
+            self.states.keep(segments, fed_back)
         return self.head.widened(own_logits)
 
 
-class BlockModel(HeadModel):
-    """Calls a head that proposes blocks, which feeds nothing back."""
-
-    head: BlockHead
-
-    def advanced(self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Packing) -> PassStates:
-        is_in_block = self.states.is_past_known(step.segments)
-        return self.head.of_blocks(token_ids, positions, states, is_in_block, step), states
-
-    def finished(self, segments: SequenceOf[Segment], own_logits: Tensor, fed_back: Tensor) -> Tensor:
-        return self.head.widened(own_logits)
-
-
-def as_model(
-    head: DraftHead, states: PairedStates, target: LoadedModel, name: str, architecture: str
-) -> LoadedModel:
+def as_model(head: DraftHead, states: PairedStates, name: str) -> LoadedModel:
     """The head as the engine loads a model. Vocabulary, tokenizer and lengths are the target's."""
+    target = states.tap.target
     info = replace(
         target.info,
         name=name,
-        architecture=architecture,
+        architecture=head.architecture,
         parameter_count=sum(parameter.numel() for parameter in head.parameters()),
     )
-    module = BlockModel(head, states) if isinstance(head, BlockHead) else HeadModel(head, states)
-    return LoadedModel(module, info, head.layers, True, target.dtype, target.device)
+    return LoadedModel(HeadModel(head, states), info, head.layers, True, target.dtype, target.device)

@@ -27,7 +27,7 @@ from models.demo.recipe.measure import parser_of
 from models.demo.recipe.training import divergence, train_until_over
 from models.smollm2.recipe.answers import Batch, endless_batches, frequent_tokens, read_batch
 from tandem.engine.models import loading
-from tandem.engine.models.heads.eagle import Eagle3Head, load_eagle3, read_eagle3_config
+from tandem.engine.models.heads.eagle import Eagle3Head
 from tandem.model_sources.bundled import SMOLLM2
 from tandem.model_sources.find import find_model
 
@@ -115,7 +115,7 @@ def agreement(head: Eagle3Head, last: LastLayer, answers: Path) -> str:
 def trained_head(trained: Path, target: Path, folder: Path) -> Eagle3Head:
     """A trained head with its draft vocabulary, to be trained again; its config is written to the folder."""
     loaded = loading.load_model(target, dtype="float32")
-    old = load_eagle3(read_eagle3_config(trained), loaded)
+    old = Eagle3Head(trained).load(loaded)
     assert old.target_ids is not None
     head = new_head(target, folder, old.target_ids.tolist())
     head.load_state_dict(old.state_dict())

@@ -28,7 +28,7 @@ from models.demo.recipe.measure import (
 )
 from models.demo.recipe.training import Lessons, divergence, endless, lessons_of, train_until_over
 from tandem.engine.models import loading
-from tandem.engine.models.heads.eagle import Eagle3Head, read_eagle3_config
+from tandem.engine.models.heads.eagle import Eagle3Head
 
 SEED = 11
 """The seed of the checked-in head."""
@@ -59,7 +59,8 @@ def new_head(target_folder: Path, folder: Path, target_ids: Sequence[int] | None
     write_json(config, folder / "config.json")
     loaded = loading.load_model(target_folder, dtype="float32")
     torch.manual_seed(SEED)
-    head = Eagle3Head(read_eagle3_config(folder), loaded)
+    head = Eagle3Head(folder)
+    head.build(loaded)
     head.target_ids = torch.tensor(range(head.vocabulary_size) if target_ids is None else target_ids)
     _adopt_last_layer(head, loaded.module)
     head.embed_tokens.requires_grad_(False)

@@ -26,7 +26,7 @@ from models.demo.recipe.measure import (
 )
 from models.demo.recipe.training import Lessons, divergence, endless, lessons_of, train_until_over
 from tandem.engine.models import loading
-from tandem.engine.models.heads.medusa import MedusaHeads, read_medusa_config
+from tandem.engine.models.heads.medusa import MedusaHeads
 
 HEADS = 4
 """As many as the demo proposes tokens."""
@@ -83,7 +83,8 @@ def new_heads(target_folder: Path, folder: Path) -> MedusaHeads:
     write_json(config, folder / "config.json")
     loaded = loading.load_model(target_folder, dtype="float32")
     torch.manual_seed(SEED)
-    heads = MedusaHeads(read_medusa_config(folder), loaded, has_bias=False)
+    heads = MedusaHeads(folder)
+    heads.build(loaded)
     with torch.no_grad():
         for parameter in heads.blocks.parameters():
             parameter.zero_()

@@ -8,9 +8,7 @@ reduced vocabulary has an output head of its own. Tensor names are those of z-la
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +19,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwe
 
 from tandem.config.names import DFLASH
 from tandem.engine.kv_cache.arena import LayerGeometry
-from tandem.engine.models.heads.interface import (
-    BlockHead,
-    HeadFile,
-    HeadTensors,
-    check_layer_ids,
-    check_target,
-    placed,
-    shared_layers,
-    with_prefix_of,
-)
+from tandem.engine.models.heads.interface import BlockHead, HeadFile, HeadTensors, shared_layers
 from tandem.engine.models.loading import LoadedModel
 from tandem.errors import ModelFolderError
 
@@ -43,107 +32,90 @@ _LAYER_MODELS = ("qwen3", "llama")
 """Families whose config names a speculators draft's layers; these are Qwen3's either way."""
 
 
-@dataclass(frozen=True, slots=True)
-class DFlashConfig:
-    """Settings that a DFlash draft needs beside its layers' config."""
-
-    folder: Path
-    content: Mapping[str, Any]
-    """The layers' config, that of a small Qwen3 model."""
-    block_size: int
-    """Tokens of a block: the last one of the text, and the masks that become the proposal."""
-    mask_token_id: int
-    layer_ids: tuple[int, ...]
-    """Target states that are read, each by the number of layers before it."""
-    draft_vocabulary_size: int | None = None
-    """Tokens that the draft can say, with an output layer of its own; None for all, by the target's."""
-    target_hidden_size: int | None = None
-    """Width of the target's states; None where the config leaves it to the draft's own width."""
-
-
-def read_dflash_config(folder: Path) -> DFlashConfig:
-    """The config of a DFlash draft.
-
-    Raises:
-        ModelFolderError: there is none, or a number in it is missing or wrong.
-    """
-    file = HeadFile.of(folder)
-    return _wrapped(file) if _SPECULATORS_TYPE in file.content else _raw(file)
-
-
-def _raw(file: HeadFile) -> DFlashConfig:
-    if file.content.get("architectures") != [ARCHITECTURE]:
-        raise file.refusal(
-            f"is no DFlash draft's: architectures is {file.content.get('architectures')!r}; it must be "
-            f"['{ARCHITECTURE}']"
-        )
-    options = file.nested("dflash_config")
-    _check_layers(file)
-    return DFlashConfig(
-        folder=file.path.parent,
-        content=file.content,
-        # Older checkpoints have it beside the layers' numbers, newer ones among the options.
-        block_size=(file if "block_size" in file.content else options).number("block_size", minimum=2),
-        mask_token_id=options.number("mask_token_id", minimum=0),
-        # z-lab counts the layers from 0, and means their outputs.
-        layer_ids=tuple(each + 1 for each in options.layer_ids("target_layer_ids")),
-    )
-
-
-def _wrapped(file: HeadFile) -> DFlashConfig:
-    file.check(_OWNER, speculators_model_type=DFLASH, sample_from_anchor=False, projector_type=DFLASH)
-    layers = file.nested(_LAYER_CONFIG)
-    family = layers.content.get("model_type", _LAYER_MODELS[0])
-    if family not in _LAYER_MODELS:
-        raise file.refusal(
-            f"has model_type {family!r} in {_LAYER_CONFIG}; {_OWNER} has {' or '.join(_LAYER_MODELS)} here"
-        )
-    for each in (layers, file):
-        _check_layers(each)
-    vocabulary_size = layers.number("vocab_size")
-    draft_vocabulary_size = file.number("draft_vocab_size", vocabulary_size)
-    return DFlashConfig(
-        folder=file.path.parent,
-        content=layers.content,
-        block_size=file.number("block_size", minimum=2),
-        mask_token_id=file.number("mask_token_id", minimum=0),
-        layer_ids=file.layer_ids("aux_hidden_state_layer_ids"),
-        draft_vocabulary_size=None if draft_vocabulary_size == vocabulary_size else draft_vocabulary_size,
-        target_hidden_size=file.number("target_hidden_size", layers.number("hidden_size")),
-    )
-
-
-def _check_layers(layers: HeadFile) -> None:
-    for key, allowed in (("layer_types", "full_attention"), ("hidden_act", "silu")):
-        values = layers.content.get(key) or ()
-        for value in (values,) if isinstance(values, str) else values:
-            if value != allowed:
-                raise layers.refusal(f"has {value!r} in {key}; {_OWNER} has {allowed} here")
-
-
 class DFlashHead(BlockHead):
-    """The draft's module; its parameters have the published names, with `decoder` for `layers`."""
+    """A DFlash draft; its parameters have the published names, with `decoder` for `layers`."""
 
+    architecture = ARCHITECTURE
     embed_tokens: nn.Embedding
     """The target's, as `lm_head` is where the vocabulary is not reduced."""
+    draft_vocabulary_size: int | None = None
+    """Tokens that the draft can say, with an output layer of its own; None for all, by the target's."""
+    renamed: Mapping[str, str] = {"model.": ""}
+    written: Mapping[str, str] = {"decoder.": "layers."}
 
-    def __init__(self, config: DFlashConfig, target: LoadedModel) -> None:
-        super().__init__()
-        shape: Any = _shape(config)
-        self.architecture = ARCHITECTURE
-        self.layer_ids = config.layer_ids
-        self.state_size = shape.hidden_size
-        self.vocabulary_size = target.info.vocabulary_size
-        self.block_size, self.mask_token_id = config.block_size, config.mask_token_id
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        if _SPECULATORS_TYPE in self.file.content:
+            self._read_wrapped(self.file)
+        else:
+            self._read_raw(self.file)
+
+    def _read_raw(self, file: HeadFile) -> None:
+        if file.content.get("architectures") != [ARCHITECTURE]:
+            raise file.refusal(
+                f"is no DFlash draft's: architectures is {file.content.get('architectures')!r}; it must be "
+                f"['{ARCHITECTURE}']"
+            )
+        options = file.nested("dflash_config")
+        self._take_shape(file)
+        # Older checkpoints have it beside the layers' numbers, newer ones among the options.
+        self.block_size = (file if "block_size" in file.content else options).number("block_size", minimum=2)
+        self.mask_token_id = options.number("mask_token_id", minimum=0)
+        # z-lab counts the layers from 0, and means their outputs.
+        self.layer_ids = tuple(each + 1 for each in options.layer_ids("target_layer_ids"))
+
+    def _read_wrapped(self, file: HeadFile) -> None:
+        file.check(_OWNER, speculators_model_type=DFLASH, sample_from_anchor=False, projector_type=DFLASH)
+        layers = file.nested(_LAYER_CONFIG)
+        family = layers.content.get("model_type", _LAYER_MODELS[0])
+        if family not in _LAYER_MODELS:
+            raise file.refusal(
+                f"has model_type {family!r} in {_LAYER_CONFIG}; {_OWNER} has {' or '.join(_LAYER_MODELS)} here"
+            )
+        _check_layers(file)
+        vocabulary_size = layers.number("vocab_size")
+        self._take_shape(layers)
+        self.block_size = file.number("block_size", minimum=2)
+        self.mask_token_id = file.number("mask_token_id", minimum=0)
+        self.layer_ids = file.layer_ids("aux_hidden_state_layer_ids")
+        own_size = file.number("draft_vocab_size", vocabulary_size)
+        self.draft_vocabulary_size = None if own_size == vocabulary_size else own_size
+        self.expected["target_hidden_size"] = file.number("target_hidden_size", self.state_size)
+
+    def _take_shape(self, layers: HeadFile) -> None:
+        """Read the layers' config. Numbers that it leaves out are the defaults of the family that it names."""
+        _check_layers(layers)
+        make = LlamaConfig if layers.content.get("model_type") == "llama" else Qwen3Config
+        shape: Any = make(**{key: value for key, value in layers.content.items() if key != "model_type"})
+        self.shape, self.state_size, self.vocabulary_size = shape, shape.hidden_size, shape.vocab_size
+        self.expected = {"vocab_size": shape.vocab_size, "hidden_size": shape.hidden_size}
         geometry = LayerGeometry(shape.num_key_value_heads, shape.head_dim, shape.head_dim)
         self.layers = (geometry,) * shape.num_hidden_layers
-        self.fc = nn.Linear(len(config.layer_ids) * shape.hidden_size, shape.hidden_size, bias=False)
-        self.hidden_norm = Qwen3RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+
+    def build(self, target: LoadedModel, tensors: Container[str] = ()) -> None:
+        if self.mask_token_id >= self.vocabulary_size:
+            raise ModelFolderError(
+                f"the drafting head in {self.file.folder} has mask_token_id {self.mask_token_id}; it must be one of "
+                f"the {self.vocabulary_size} tokens of {target.info.name}"
+            )
+        shape, size = self.shape, self.state_size
+        self.fc = nn.Linear(len(self.layer_ids) * size, size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(size, eps=shape.rms_norm_eps)
         self.decoder = nn.ModuleList(_Layer(shape, index) for index in range(shape.num_hidden_layers))
-        self.norm = Qwen3RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.norm = Qwen3RMSNorm(size, eps=shape.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(shape)
-        if config.draft_vocabulary_size is not None:
-            self.lm_head = nn.Linear(shape.hidden_size, config.draft_vocabulary_size, bias=False)
+        if self.draft_vocabulary_size is not None:
+            self.lm_head = nn.Linear(size, self.draft_vocabulary_size, bias=False)
+
+    def read(self, target: LoadedModel, tensors: HeadTensors) -> None:
+        super().read(target, tensors)
+        self.embed_tokens, output_layer = shared_layers(target)
+        if self.draft_vocabulary_size is None:
+            self.lm_head = output_layer
+        else:
+            self.target_ids = tensors.target_ids(
+                "d2t", self.draft_vocabulary_size, self.vocabulary_size, are_offsets=True
+            )
 
     @property
     def readers(self) -> Sequence[nn.Module]:
@@ -219,41 +191,9 @@ def _rotated(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return states * cosines + turned * sines
 
 
-def load_dflash(config: DFlashConfig, target: LoadedModel) -> DFlashHead:
-    """The head, in the target's dtype and on its device.
-
-    Raises:
-        ModelFolderError: a tensor is missing or has another shape than the config says, or the draft belongs to
-            another target.
-    """
-    shape, vocabulary_size = _shape(config), target.info.vocabulary_size
-    check_target(
-        config.folder,
-        target,
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        target_hidden_size=config.target_hidden_size,
-    )
-    if config.mask_token_id >= vocabulary_size:
-        raise ModelFolderError(
-            f"the drafting head in {config.folder} has mask_token_id {config.mask_token_id}; it must be one of the "
-            f"{vocabulary_size} tokens of {target.info.name}"
-        )
-    check_layer_ids(config.folder, config.layer_ids, target)
-    tensors = HeadTensors(config.folder, {"model.": ""})
-    head = DFlashHead(config, target)
-    tensors.fill(head, partial(with_prefix_of, {"decoder.": "layers."}))
-    head.embed_tokens, output_layer = shared_layers(target)
-    if config.draft_vocabulary_size is None:
-        head.lm_head = output_layer
-    else:
-        head.target_ids = tensors.target_ids(
-            "d2t", config.draft_vocabulary_size, vocabulary_size, are_offsets=True
-        )
-    return placed(head, target)
-
-
-def _shape(config: DFlashConfig) -> Any:
-    """The layers' config. Numbers that it leaves out are the defaults of the family that it names."""
-    make = LlamaConfig if config.content.get("model_type") == "llama" else Qwen3Config
-    return make(**{key: value for key, value in config.content.items() if key != "model_type"})
+def _check_layers(layers: HeadFile) -> None:
+    for key, allowed in (("layer_types", "full_attention"), ("hidden_act", "silu")):
+        values = layers.content.get(key) or ()
+        for value in (values,) if isinstance(values, str) else values:
+            if value != allowed:
+                raise layers.refusal(f"has {value!r} in {key}; {_OWNER} has {allowed} here")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +50,10 @@ class DraftHead(nn.Module, StateReader):
 
     The pair of position i is the token at i + 1 and the target's state at i, so a head predicts the token at i + 2.
     Where the target has not read the token yet, within a proposal, the head's own state takes the place of the
-    target's. Subclasses compute.
+    target's.
+
+    A head is made from its config alone, so that a folder that fits none is refused before the target is read. Then it
+    is loaded for its target, or built for it, to be trained. Subclasses read their config, build and compute.
     """
 
     architecture: str
@@ -64,10 +66,72 @@ class DraftHead(nn.Module, StateReader):
     tokens_per_pass: int = 1
     """Tokens that one pass foresees. With more than one a proposal is a single pass, and has at most as many."""
     lm_head: nn.Linear
+    renamed: Mapping[str, str] = {}
+    """Prefixes of the names of tensors in a checkpoint, and what the head's module calls them."""
+    written: Mapping[str, str] = {}
+    """Beginnings of the names of parameters that the checkpoint has with others, and those."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        """Read the config.
+
+        Raises:
+            ModelFolderError: there is none, its format is another one, or a number in it is missing or wrong.
+        """
         super().__init__()
         self.register_buffer("target_ids", None, persistent=False)
+        self.file = HeadFile.of(folder)
+        self.expected: dict[str, int | None] = {}
+        """Numbers of the config, by key, that have to be the target's: `vocab_size`, or any other its `hidden_size`;
+        None where the config leaves one to the target."""
+
+    def load(self, target: LoadedModel) -> Self:
+        """Build the head for its target, in the target's dtype and on its device, and read its tensors.
+
+        Raises:
+            ModelFolderError: a tensor is missing or has another shape than the config says, or the head belongs to
+                another target.
+        """
+        folder, config = self.file.folder, text_config(target)
+        for key, own in self.expected.items():
+            others = target.info.vocabulary_size if key == "vocab_size" else config.hidden_size
+            if own not in (None, others):
+                raise ModelFolderError(
+                    f"the drafting head in {folder} was made for another target: its {key} is {own}, and that of "
+                    f"{target.info.name} is {others}"
+                )
+        tensors = HeadTensors(folder, self.renamed)
+        self.build(target, tensors)
+        reads_layers, count = self.layer_ids != DraftHead.layer_ids, config.num_hidden_layers
+        if reads_layers and not all(0 <= each <= count for each in self.layer_ids):
+            raise ModelFolderError(
+                f"the drafting head in {folder} reads the target's states after {list(self.layer_ids)} layers; "
+                f"{target.info.name} has {count}"
+            )
+        self.read(target, tensors)
+        # Buffers keep their dtype, which `Module.to` would change: in bfloat16 rotary frequencies have 8 significant
+        # bits, and positions of a few thousand tokens lose their meaning.
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(target.device, target.dtype)
+        return self.to(target.device).eval().requires_grad_(False)
+
+    def build(self, target: LoadedModel, tensors: Container[str] = ()) -> None:
+        """Make the modules, with any numbers.
+
+        Args:
+            tensors: names of the checkpoint's, which say what a config leaves open.
+        """
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def read(self, target: LoadedModel, tensors: HeadTensors) -> None:
+        """Read all parameters but those without memory, which are the target's."""
+        for name, parameter in self.named_parameters():
+            if not parameter.is_meta:
+                parameter.copy_(self.stored(name, parameter, tensors))
+
+    def stored(self, name: str, parameter: Tensor, tensors: HeadTensors) -> Tensor:
+        """The numbers of the parameter with this name, of its shape."""
+        return tensors.read(with_prefix_of(self.written, name), parameter.shape)
 
     def advanced(self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any) -> PassStates:
         """One pass over pairs of several sequences.
@@ -142,6 +206,10 @@ class HeadFile:
         """
         return cls(folder / CONFIG_FILE, read_object(folder / CONFIG_FILE, "a drafting head needs one"))
 
+    @property
+    def folder(self) -> Path:
+        return self.path.parent
+
     def refusal(self, fault: str) -> ModelFolderError:
         return ModelFolderError(f"the file {self.path} {fault}")
 
@@ -190,62 +258,46 @@ class HeadFile:
                 raise self.refusal(f"has {key} {self.content[key]!r}; {owner} has {value!r} here")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LlamaHeadConfig:
-    """A head of one Llama layer."""
-
-    folder: Path
-    architecture: str
-    layer: Any
-    """`LlamaConfig` of the layer. Any: its annotations allow None, which its own constructor replaces."""
-
-
-def llama_layer(layer: HeadFile, owner: str) -> LlamaConfig:
-    """Read the shape of a file's one Llama layer."""
-    layer.check(
-        owner,
-        num_hidden_layers=1, hidden_act="silu", attention_bias=False, mlp_bias=False, use_sliding_window=False,
-        qkv_bias=False,
-    )  # fmt: skip
-    hidden_size, heads = layer.number("hidden_size"), layer.number("num_attention_heads")
-    return LlamaConfig(
-        hidden_size=hidden_size,
-        intermediate_size=layer.number("intermediate_size"),
-        num_attention_heads=heads,
-        num_key_value_heads=layer.number("num_key_value_heads", heads),
-        head_dim=layer.number("head_dim", hidden_size // heads),
-        vocab_size=layer.number("vocab_size"),
-        rms_norm_eps=float(layer.content.get("rms_norm_eps") or 1e-6),
-    )
+_EMBEDDING = "embed_tokens.weight"
 
 
 class LlamaHead(DraftHead):
     """A drafting head of one Llama layer."""
 
-    def __init__(self, config: LlamaHeadConfig) -> None:
-        super().__init__()
-        shape = config.layer
-        self.architecture = config.architecture
-        self.state_size = shape.hidden_size
-        self.vocabulary_size = shape.vocab_size
-        self.layers = (LayerGeometry(shape.num_key_value_heads, shape.head_dim, shape.head_dim),)
-        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size, device="meta")
-        """Set by `fill`: often the target's own tensor."""
+    shape: Any
+    """`LlamaConfig` of the layer. Any: its annotations allow None, which its own constructor replaces."""
 
-    def fill(
-        self,
-        config: LlamaHeadConfig,
-        tensors: HeadTensors,
-        target: LoadedModel,
-        published: Callable[[str], str] = str,
-    ) -> None:
-        """Read the parameters. The embedding is the target's where the head has none or the same: published heads bring
-        a copy of it.
+    def take_shape(self, layer: HeadFile, owner: str) -> None:
+        """Read the shape of the one layer."""
+        layer.check(
+            owner,
+            num_hidden_layers=1, hidden_act="silu", attention_bias=False, mlp_bias=False, use_sliding_window=False,
+            qkv_bias=False,
+        )  # fmt: skip
+        hidden_size, heads = layer.number("hidden_size"), layer.number("num_attention_heads")
+        self.shape = shape = LlamaConfig(
+            hidden_size=hidden_size,
+            intermediate_size=layer.number("intermediate_size"),
+            num_attention_heads=heads,
+            num_key_value_heads=layer.number("num_key_value_heads", heads),
+            head_dim=layer.number("head_dim", hidden_size // heads),
+            vocab_size=layer.number("vocab_size"),
+            rms_norm_eps=float(layer.content.get("rms_norm_eps") or 1e-6),
+        )
+        self.state_size, self.vocabulary_size = hidden_size, shape.vocab_size
+        self.layers = (
+            LayerGeometry(self.shape.num_key_value_heads, self.shape.head_dim, self.shape.head_dim),
+        )
+        self.expected["vocab_size"] = shape.vocab_size
 
-        Raises:
-            ModelFolderError: a tensor is missing or has another shape than the config says.
-        """
-        tensors.fill(self, published, but=_EMBEDDING)
+    def build(self, target: LoadedModel, tensors: Container[str] = ()) -> None:
+        self.embed_tokens = nn.Embedding(self.vocabulary_size, self.state_size, device="meta")
+        """Set by `read`: often the target's own tensor."""
+
+    def read(self, target: LoadedModel, tensors: HeadTensors) -> None:
+        """See `DraftHead`. The embedding is the target's where the head has none or the same: published heads bring a
+        copy of it."""
+        super().read(target, tensors)
         module: Any = target.module
         embedding: Tensor = module.get_input_embeddings().weight.detach()
         if _EMBEDDING in tensors:
@@ -255,20 +307,17 @@ class LlamaHead(DraftHead):
             embedding = embedding if torch.equal(own, embedding) else own
         elif embedding.shape[1] != self.state_size:
             raise ModelFolderError(
-                f"the drafting head in {config.folder} has no {_EMBEDDING}, and the target's embedding is "
+                f"the drafting head in {self.file.folder} has no {_EMBEDDING}, and the target's embedding is "
                 f"{embedding.shape[1]} wide; it must be as wide as the head, {self.state_size}"
             )
         self.embed_tokens.weight = nn.Parameter(embedding, requires_grad=False)
 
 
-_EMBEDDING = "embed_tokens.weight"
-
-
 class HeadLayer(LlamaDecoderLayer):
     """A head's one Llama layer, for pairs of several sequences. Its attention may read more than the residual."""
 
-    def __init__(self, config: LlamaHeadConfig, target: LoadedModel, input_size: int) -> None:
-        layer = copy(config.layer)
+    def __init__(self, shape: Any, target: LoadedModel, input_size: int) -> None:
+        layer = copy(shape)
         # The target's rotary parameters: those in a head's own config are often left over from a template
         targets = text_config(target)
         layer.max_position_embeddings = targets.max_position_embeddings
@@ -317,7 +366,7 @@ class HeadTensors:
                 name = renamed[prefix] + name.removeprefix(prefix)
             self._stored[name] = written, tensor
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._stored
 
     def rows(self, name: str) -> int | None:
@@ -343,13 +392,6 @@ class HeadTensors:
                 f"{list(tensor.shape)}; it must have {list(shape)} ({reason})"
             )
         return tensor
-
-    @torch.no_grad()
-    def fill(self, head: DraftHead, published: Callable[[str], str] = str, but: str = "") -> None:
-        """Read all of a head's parameters but one; `published` maps a parameter's name to that in the checkpoint."""
-        for name, parameter in head.named_parameters():
-            if name != but:
-                parameter.copy_(self.read(published(name), parameter.shape))
 
     def target_ids(self, name: str, count: int, vocabulary_size: int, *, are_offsets: bool) -> Tensor:
         """The target's id of each id of a reduced vocabulary, int64 [count].
@@ -386,39 +428,6 @@ def text_config(target: LoadedModel) -> Any:
     return module.config.get_text_config(decoder=True)
 
 
-def check_target(folder: Path, target: LoadedModel, **numbers: int | None) -> None:
-    """Refuse a head that was made for another target.
-
-    Args:
-        numbers: of the head's config.json, by key; None where it leaves one to the target. `vocab_size` must be the
-            target's, and any other its `hidden_size`.
-
-    Raises:
-        ModelFolderError: two values differ.
-    """
-    for key, own in numbers.items():
-        others = target.info.vocabulary_size if key == "vocab_size" else text_config(target).hidden_size
-        if own not in (None, others):
-            raise ModelFolderError(
-                f"the drafting head in {folder} was made for another target: its {key} is {own}, and that of "
-                f"{target.info.name} is {others}"
-            )
-
-
-def check_layer_ids(folder: Path, layer_ids: Sequence[int], target: LoadedModel) -> None:
-    """Refuse a head that reads states which the target does not have.
-
-    Raises:
-        ModelFolderError: the target has fewer layers.
-    """
-    count: int = text_config(target).num_hidden_layers
-    if not all(0 <= each <= count for each in layer_ids):
-        raise ModelFolderError(
-            f"the drafting head in {folder} reads the target's states after {list(layer_ids)} layers; "
-            f"{target.info.name} has {count}"
-        )
-
-
 def shared_layers(target: LoadedModel) -> tuple[nn.Embedding, nn.Linear]:
     """Embedding and output head over the target's weights. The modules are not the target's own: whoever packs those
     must not change a head."""
@@ -432,17 +441,3 @@ def shared_layers(target: LoadedModel) -> tuple[nn.Embedding, nn.Linear]:
     for layer, weight in zip(layers, weights, strict=True):
         layer.weight = nn.Parameter(weight, requires_grad=False)
     return layers
-
-
-Head = TypeVar("Head", bound=DraftHead)
-
-
-def placed(head: Head, target: LoadedModel) -> Head:
-    """A head on its target's device, its parameters in the target's dtype, ready to run.
-
-    Buffers keep their dtype, which `Module.to` would change: in bfloat16 rotary frequencies have 8 significant bits,
-    and positions of a few thousand tokens lose their meaning.
-    """
-    for parameter in head.parameters():
-        parameter.data = parameter.data.to(target.device, target.dtype)
-    return head.to(target.device).eval().requires_grad_(False)

@@ -11,7 +11,7 @@ the two numbers `num_heads` and `num_hidden_layers`, and names the widths.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tandem.engine.kv_cache.arena import LayerGeometry
-from tandem.engine.models.heads.interface import (
-    DraftHead,
-    HeadFile,
-    HeadTensors,
-    PassStates,
-    check_target,
-    placed,
-    text_config,
-)
+from tandem.engine.models.heads.interface import DraftHead, HeadTensors, PassStates, text_config
 from tandem.engine.models.loading import LoadedModel
 
 _HEADS = ("medusa_num_heads", "num_heads", "num_lookahead_tokens")
@@ -39,81 +31,66 @@ _SHARED_OUTPUT_LAYER = "lm_head.weight"
 _REASON = "by config.json and the target"
 
 
-@dataclass(frozen=True, slots=True)
-class MedusaConfig:
-    """Shape of a Medusa checkpoint."""
-
-    folder: Path
-    architecture: str
-    heads: int
-    """Each proposes one token, so that a proposal has at most this many."""
-    layers: int
-    """Residual blocks of a head."""
-    hidden_size: int | None
-    """Width of the target's states; None where the checkpoint leaves it to the target."""
-    vocabulary_size: int | None
-    """The target's, likewise."""
-    truncated_vocabulary_size: int | None
-    """Tokens that the heads can say, which a tensor `token_map` lists; None for all."""
-    shares_output_layer: bool
-    """All heads have one output layer (vLLM's `original_lm_head`)."""
-
-
-def read_medusa_config(folder: Path) -> MedusaConfig:
-    """The config of Medusa heads.
-
-    Raises:
-        ModelFolderError: there is none, or a number in it is missing or wrong.
-    """
-    file = HeadFile.of(folder)
-    content = file.content
-    if content.get("model_type") != "medusa" and _HEADS[0] not in content:
-        raise file.refusal(
-            f"is not that of Medusa heads: model_type is {content.get('model_type')!r} and has to be medusa, or there "
-            f"has to be a number {_HEADS[0]}"
-        )
-    heads, layers = (
-        file.number(next((key for key in keys if key in content), keys[0])) for keys in (_HEADS, _LAYERS)
-    )
-    vocabulary_size = file.optional_number("vocab_size")
-    truncated = file.optional_number("truncated_vocab_size")
-    return MedusaConfig(
-        folder=folder,
-        architecture=file.architecture("MedusaModel"),
-        heads=heads,
-        layers=layers,
-        hidden_size=file.optional_number("hidden_size"),
-        vocabulary_size=vocabulary_size,
-        truncated_vocabulary_size=None if truncated == vocabulary_size else truncated,
-        shares_output_layer=file.flag("original_lm_head"),
-    )
-
-
 class MedusaHeads(DraftHead):
     """All heads of a checkpoint; the parameters have vLLM's names."""
 
-    def __init__(self, config: MedusaConfig, target: LoadedModel, *, has_bias: bool) -> None:
-        super().__init__()
-        size: int = text_config(target).hidden_size
-        self.config = config
-        self.architecture = config.architecture
-        self.state_size = size
-        self.tokens_per_pass = config.heads
-        self.vocabulary_size = target.info.vocabulary_size
-        own_size = config.truncated_vocabulary_size or self.vocabulary_size
-        self.layers = (_UNUSED_LAYER,)
-        self.blocks = nn.ModuleList(
-            _Block(size, config.layers, has_bias=has_bias) for _ in range(config.heads)
+    layers = (_UNUSED_LAYER,)
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        file, content = self.file, self.file.content
+        if content.get("model_type") != "medusa" and _HEADS[0] not in content:
+            raise file.refusal(
+                f"is not that of Medusa heads: model_type is {content.get('model_type')!r} and has to be medusa, or "
+                f"there has to be a number {_HEADS[0]}"
+            )
+        # Each head proposes one token, so that a proposal has at most this many.
+        self.tokens_per_pass, self.block_count = (
+            file.number(next((key for key in keys if key in content), keys[0])) for keys in (_HEADS, _LAYERS)
         )
-        outputs = 1 if config.shares_output_layer else config.heads
+        self.architecture = file.architecture("MedusaModel")
+        self.expected = {key: file.optional_number(key) for key in ("hidden_size", "vocab_size")}
+        self.truncated_size = file.optional_number("truncated_vocab_size")
+        """Tokens that the heads can say, which a tensor `token_map` lists; None for all."""
+        if self.truncated_size == self.expected["vocab_size"]:
+            self.truncated_size = None
+        self.shares_output_layer = file.flag("original_lm_head")
+        """All heads have one output layer (vLLM's name)."""
+        self.renamed = _renamed(self.tokens_per_pass, self.block_count)
+
+    def build(self, target: LoadedModel, tensors: Container[str] = ()) -> None:
+        self.state_size = size = text_config(target).hidden_size
+        self.vocabulary_size = target.info.vocabulary_size
+        has_bias = "blocks.0.layers.0.bias" in tensors
+        self.blocks = nn.ModuleList(
+            _Block(size, self.block_count, has_bias=has_bias) for _ in range(self.tokens_per_pass)
+        )
+        outputs = 1 if self.shares_output_layer else self.tokens_per_pass
+        own_size = self.truncated_size or self.vocabulary_size
         self.lm_heads = nn.ModuleList(nn.Linear(size, own_size, bias=False) for _ in range(outputs))
+
+    def read(self, target: LoadedModel, tensors: HeadTensors) -> None:
+        count = self.truncated_size
+        if count is not None and count < self.vocabulary_size:
+            self.target_ids = tensors.target_ids("token_map", count, self.vocabulary_size, are_offsets=False)
+        super().read(target, tensors)
+
+    def stored(self, name: str, parameter: Tensor, tensors: HeadTensors) -> Tensor:
+        if name.startswith("lm_heads."):
+            if self.shares_output_layer and _SHARED_OUTPUT_LAYER in tensors:
+                name = _SHARED_OUTPUT_LAYER
+            if self.target_ids is not None and tensors.rows(name) == self.vocabulary_size:
+                # vLLM takes a whole output layer as well, and chooses its rows.
+                shape = self.vocabulary_size, parameter.shape[1]
+                return tensors.read(name, shape, _REASON)[self.target_ids]
+        return tensors.read(name, parameter.shape, _REASON)
 
     def advanced(self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any) -> PassStates:
         return states, states
 
     def own_logits(self, hidden: Tensor) -> Tensor:
         """See `DraftHead`: [rows, heads * what they can say]."""
-        outputs = [self.lm_heads[0]] * len(self.blocks) if self.config.shares_output_layer else self.lm_heads
+        outputs = [self.lm_heads[0]] * len(self.blocks) if self.shares_output_layer else self.lm_heads
         own = [output(block(hidden)) for block, output in zip(self.blocks, outputs, strict=True)]
         return torch.cat(own, dim=-1)
 
@@ -129,41 +106,10 @@ class _Block(nn.Module):
         return states
 
 
-def load_medusa(config: MedusaConfig, target: LoadedModel) -> MedusaHeads:
-    """The heads, in the target's dtype and on its device.
-
-    Raises:
-        ModelFolderError: a tensor is missing or has another shape than the config says, or the heads belong to another
-            target.
-    """
-    check_target(config.folder, target, hidden_size=config.hidden_size, vocab_size=config.vocabulary_size)
-    tensors = HeadTensors(config.folder, _renamed(config))
-    heads = MedusaHeads(config, target, has_bias="blocks.0.layers.0.bias" in tensors)
-    count = config.truncated_vocabulary_size
-    if count is not None and count < heads.vocabulary_size:
-        heads.target_ids = tensors.target_ids("token_map", count, heads.vocabulary_size, are_offsets=False)
-    with torch.no_grad():
-        for name, parameter in heads.named_parameters():
-            parameter.copy_(_read(name, parameter, heads, tensors))
-    return placed(heads, target)
-
-
-def _renamed(config: MedusaConfig) -> dict[str, str]:
+def _renamed(heads: int, layers: int) -> dict[str, str]:
     """FasterDecoding's names: `{head}.{layer}.linear`, and behind the last layer the head's output layer."""
     renamed = {"medusa_heads.": "", "medusa_head.": ""}
-    for head in range(config.heads):
-        renamed[f"{head}.{config.layers}."] = f"lm_heads.{head}."
-        renamed |= {
-            f"{head}.{layer}.linear.": f"blocks.{head}.layers.{layer}." for layer in range(config.layers)
-        }
+    for head in range(heads):
+        renamed[f"{head}.{layers}."] = f"lm_heads.{head}."
+        renamed |= {f"{head}.{layer}.linear.": f"blocks.{head}.layers.{layer}." for layer in range(layers)}
     return renamed
-
-
-def _read(name: str, parameter: Tensor, heads: MedusaHeads, tensors: HeadTensors) -> Tensor:
-    if name.startswith("lm_heads."):
-        if heads.config.shares_output_layer and _SHARED_OUTPUT_LAYER in tensors:
-            name = _SHARED_OUTPUT_LAYER
-        if heads.target_ids is not None and tensors.rows(name) == heads.vocabulary_size:
-            # vLLM takes a whole output layer as well, and chooses its rows.
-            return tensors.read(name, (heads.vocabulary_size, parameter.shape[1]), _REASON)[heads.target_ids]
-    return tensors.read(name, parameter.shape, _REASON)

@@ -14,7 +14,8 @@ layout too, around a block of Qwen3.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from collections.abc import Container
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ from tandem.engine.models.heads.interface import (
     HeadFile,
     HeadTensors,
     PassStates,
-    placed,
     shared_layers,
     text_config,
     with_prefix_of,
@@ -56,58 +56,35 @@ _SEPARATE_NAMES = {
 """Beginnings of names in transformers' module, and those in a checkpoint behind its prefix."""
 
 
-@dataclass(frozen=True, slots=True)
-class MtpConfig:
-    """Place of a target's first MTP layer."""
-
-    folder: Path
-    prefix: str
-    """Prefix of its tensors' names."""
-    is_separate: bool
-    """Named as Qwen3-Next's, and no layer of the model's own numbering."""
-
-
-def read_mtp_config(folder: Path) -> MtpConfig:
-    """The MTP layer of a target's checkpoint.
-
-    Raises:
-        ModelFolderError: the model is of another family, or has no such layer.
-    """
-    file = HeadFile.of(folder)
-    family = file.content.get("model_type")
-    if family in _APPENDED_FAMILIES:
-        _check_count(file, _COUNTS[0])
-        file.number("n_routed_experts")
-        return MtpConfig(folder, f"model.layers.{file.number('num_hidden_layers')}.", is_separate=False)
-    if family not in _SEPARATE_FAMILIES:
-        raise file.refusal(
-            f"has the model_type {family!r}; the method mtp needs a model with layers for multi-token prediction, and "
-            f"here that is one of {', '.join((*_APPENDED_FAMILIES, *_SEPARATE_FAMILIES))}"
-        )
-    for key in _COUNTS:
-        if file.content.get(key) is not None:
-            _check_count(file, key)
-    if _FIRST_TENSOR not in find_weights(folder).names:
-        raise ModelFolderError(
-            f"the model in {folder} has no layers for multi-token prediction: it has no tensor {_FIRST_TENSOR}"
-        )
-    return MtpConfig(folder, _SEPARATE_PREFIX, is_separate=True)
-
-
-def _check_count(file: HeadFile, key: str) -> None:
-    count = file.content.get(key)
-    if not isinstance(count, int) or count < 1:
-        raise ModelFolderError(
-            f"the model in {file.path.parent} has no layers for multi-token prediction: {key} is {count!r}; it must be "
-            "at least 1"
-        )
-
-
 class MtpHead(DraftHead):
-    """A target's first MTP layer."""
+    """A target's first MTP layer, whose config and tensors are the target's own."""
 
-    def __init__(self, config: MtpConfig, target: LoadedModel) -> None:
-        super().__init__()
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        file, family = self.file, self.file.content.get("model_type")
+        self.is_separate = family in _SEPARATE_FAMILIES
+        """Named as Qwen3-Next's, and no layer of the model's own numbering."""
+        self.prefix = _SEPARATE_PREFIX
+        """Prefix of its tensors' names."""
+        if family in _APPENDED_FAMILIES:
+            _check_count(file, _COUNTS[0])
+            file.number("n_routed_experts")
+            self.prefix = f"model.layers.{file.number('num_hidden_layers')}."
+        elif self.is_separate:
+            for key in _COUNTS:
+                if file.content.get(key) is not None:
+                    _check_count(file, key)
+            if _FIRST_TENSOR not in find_weights(folder).names:
+                raise ModelFolderError(
+                    f"the model in {folder} has no layers for multi-token prediction: it has no tensor {_FIRST_TENSOR}"
+                )
+        else:
+            raise file.refusal(
+                f"has the model_type {family!r}; the method mtp needs a model with layers for multi-token prediction, "
+                f"and here that is one of {', '.join((*_APPENDED_FAMILIES, *_SEPARATE_FAMILIES))}"
+            )
+
+    def build(self, target: LoadedModel, tensors: Container[str] = ()) -> None:
         module: Any = target.module
         self.architecture = f"{target.info.architecture} ({MTP})"
         self.state_size = text_config(target).hidden_size
@@ -115,10 +92,38 @@ class MtpHead(DraftHead):
         self.layers = (replace(target.layers[-1], window=None),)
         with torch.device("meta"):
             self.layer: nn.Module = (
-                _separate_layer(target) if config.is_separate else MtpModel(module, 1).layers[0]
+                _separate_layer(target) if self.is_separate else MtpModel(module, 1).layers[0]
             )
         self.embed_tokens, self.lm_head = shared_layers(target)
         self.rotary_emb: nn.Module = module.get_decoder().rotary_emb
+
+    def read(self, target: LoadedModel, tensors: HeadTensors) -> None:
+        kept_as_stored = {name for name, _ in self.layer.named_buffers()}
+        found: dict[str, Tensor] = {}
+        for name, wanted in self.layer.state_dict().items():
+            # The router's bias decides between close scores; transformers keeps it in float32 as well.
+            dtype = wanted.dtype if name in kept_as_stored else target.dtype
+            found[name] = self.stored(name, wanted, tensors).to(target.device, dtype)
+        self.layer.load_state_dict(found, assign=True)
+
+    def stored(self, name: str, parameter: Tensor, tensors: HeadTensors) -> Tensor:
+        """See `DraftHead`. transformers keeps the experts of a layer in one tensor, checkpoints each by itself."""
+        names = _SEPARATE_NAMES if self.is_separate else _APPENDED_NAMES
+        published = self.prefix + with_prefix_of(names, name)
+        layer, is_of_experts, part = published.partition(_EXPERTS)
+        if not is_of_experts or published in tensors:
+            return tensors.read(published, parameter.shape)
+        experts, rows, columns = parameter.shape
+        parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
+        wanted = (rows // len(parts), columns)
+        return torch.stack(
+            [
+                torch.cat(
+                    [tensors.read(f"{layer}{_EXPERTS}{expert}.{each}.weight", wanted) for each in parts]
+                )
+                for expert in range(experts)
+            ]
+        )
 
     def advanced(self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any) -> PassStates:
         embedded = self.embed_tokens(token_ids)
@@ -143,37 +148,10 @@ def _separate_layer(target: LoadedModel) -> nn.Module:
     return MtpLayer(config, type(last), type(last.input_layernorm), 0)
 
 
-def load_mtp(config: MtpConfig, target: LoadedModel) -> MtpHead:
-    """The head, in the target's dtype and on its device.
-
-    Raises:
-        ModelFolderError: a tensor is missing or has another shape than the config says.
-    """
-    head = MtpHead(config, target)
-    tensors = HeadTensors(config.folder, {})
-    kept_as_stored = {name for name, _ in head.layer.named_buffers()}
-    found: dict[str, Tensor] = {}
-    for name, wanted in head.layer.state_dict().items():
-        # The router's bias decides between close scores; transformers keeps it in float32 as well.
-        dtype = wanted.dtype if name in kept_as_stored else target.dtype
-        found[name] = _tensor(tensors, config, name, tuple(wanted.shape)).to(target.device, dtype)
-    head.layer.load_state_dict(found, assign=True)
-    return placed(head, target)
-
-
-def _tensor(tensors: HeadTensors, config: MtpConfig, name: str, shape: tuple[int, ...]) -> Tensor:
-    """One of the module's tensors. transformers keeps the experts of a layer in one, checkpoints each by itself."""
-    names = _SEPARATE_NAMES if config.is_separate else _APPENDED_NAMES
-    published = config.prefix + with_prefix_of(names, name)
-    layer, is_of_experts, part = published.partition(_EXPERTS)
-    if not is_of_experts or published in tensors:
-        return tensors.read(published, shape)
-    experts, rows, columns = shape
-    parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
-    wanted = (rows // len(parts), columns)
-    return torch.stack(
-        [
-            torch.cat([tensors.read(f"{layer}{_EXPERTS}{expert}.{each}.weight", wanted) for each in parts])
-            for expert in range(experts)
-        ]
-    )
+def _check_count(file: HeadFile, key: str) -> None:
+    count = file.content.get(key)
+    if not isinstance(count, int) or count < 1:
+        raise ModelFolderError(
+            f"the model in {file.folder} has no layers for multi-token prediction: {key} is {count!r}; it must be at "
+            "least 1"
+        )

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, zeros
 
-from bound_service.loading import head_loader
+from bound_service.loading import HEADS
 from tandem.config.names import checkpoint_method
-from tandem.engine.models.heads.dflash import load_dflash, read_dflash_config
-from tandem.engine.models.heads.eagle import Eagle3Head, EagleHead, load_eagle3, read_eagle3_config
+from tandem.engine.models.heads.dflash import DFlashHead
+from tandem.engine.models.heads.eagle import Eagle3Head, EagleHead
 from tandem.engine.models.heads.interface import DraftHead
-from tandem.engine.models.heads.mtp import load_mtp, read_mtp_config
+from tandem.engine.models.heads.mtp import MtpHead
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.errors import ModelFolderError
 from tests.dflash_models import save_dflash
@@ -91,7 +91,7 @@ def loaded(folder: Path) -> LoadedModel:
 def refusal(form: str, folder: Path, target: LoadedModel) -> str:
     method = form.partition(",")[0]
     with pytest.raises(ModelFolderError) as error:
-        head_loader(folder, method)(loaded(folder) if method == "mtp" else target)
+        HEADS[method](folder).load(loaded(folder) if method == "mtp" else target)
     return str(error.value)
 
 
@@ -207,7 +207,7 @@ def test_a_wrong_config_is_refused(
     changed_config(folder, change)
     if form.startswith("mtp"):
         with pytest.raises(ModelFolderError) as error:  # before its target is loaded
-            head_loader(folder, "mtp")
+            HEADS["mtp"](folder)
         assert sentence in str(error.value)
     else:
         assert sentence in refusal(form, folder, target)
@@ -234,8 +234,7 @@ def test_published_medusa_heads_of_another_width_are_refused_by_their_tensors(
 def test_a_copy_of_the_targets_embedding_takes_no_memory(
     embedding: str, is_shared: bool, tmp_path: Path, target: LoadedModel
 ) -> None:
-    head = head_loader(save_eagle(tmp_path, target.module, embedding=embedding), "eagle")(target)
-    assert isinstance(head, EagleHead)
+    head = EagleHead(save_eagle(tmp_path, target.module, embedding=embedding)).load(target)
     module: Any = target.module
     targets = module.get_input_embeddings().weight
     assert (head.embed_tokens.weight.data_ptr() == targets.data_ptr()) is is_shared
@@ -245,18 +244,18 @@ def test_flags_of_nvidias_nested_config_count(tmp_path: Path, target: LoadedMode
     nested = {"norm_before_fc": True, "eagle_aux_hidden_state_layer_ids": [0, 2, 4]}
     folder = save_eagle3(tmp_path / "head", target.module)
     changed_config(folder, of(eagle_config=nested))
-    config = read_eagle3_config(folder)
-    assert config.norm_before_fc
-    assert config.aux_layer_ids == (0, 2, 4)
-    assert not config.norm_before_residual
+    head = Eagle3Head(folder)
+    assert head.norm_before_fc
+    assert head.layer_ids == (0, 2, 4)
+    assert not head.norm_before_residual
 
 
 def test_layers_of_dflash_may_be_configured_as_llamas(tmp_path: Path, target: LoadedModel) -> None:
     """Speculators writes such configs too; its layers have norms of queries and keys either way."""
     folder = save_dflash(tmp_path / "head", target.module, wrapped=True)
-    plain = load_dflash(read_dflash_config(folder), target)
+    plain = DFlashHead(folder).load(target)
     changed_config(folder, of(LAYER, model_type="llama", mlp_bias=False, pretraining_tp=1))
-    found = load_dflash(read_dflash_config(folder), target)
+    found = DFlashHead(folder).load(target)
     assert found.layers == plain.layers
     assert all(map(torch.equal, found.state_dict().values(), plain.state_dict().values()))
 
@@ -264,7 +263,7 @@ def test_layers_of_dflash_may_be_configured_as_llamas(tmp_path: Path, target: Lo
 def test_newer_configs_of_dflash_have_the_block_size_elsewhere(tmp_path: Path, target: LoadedModel) -> None:
     folder = save_dflash(tmp_path / "head", target.module)
     changed_config(folder, lambda config: config["dflash_config"].update(block_size=config.pop("block_size")))
-    assert read_dflash_config(folder).block_size == 5
+    assert DFlashHead(folder).block_size == 5
     assert checkpoint_method(folder) == "dflash"
     assert checkpoint_method(FORMS["dflash, speculators"](tmp_path / "other", target.module)) == "dflash"
 
@@ -273,10 +272,10 @@ def test_experts_may_be_stored_together(tmp_path: Path) -> None:
     """As transformers itself keeps them, and as some exporters write them."""
     folder = save_qwen_target(tmp_path / "target", None, "qwen3_moe")
     target = loaded(folder)
-    apart = load_mtp(read_mtp_config(folder), target).layer.state_dict()
+    apart = MtpHead(folder).load(target).layer.state_dict()
     name = "mlp.experts.down_proj"
     changed_tensors(folder, of(**{f"mtp.layers.0.{name}": 2 * apart[f"mtp_block.{name}"]}))
-    together = load_mtp(read_mtp_config(folder), target).layer.state_dict()
+    together = MtpHead(folder).load(target).layer.state_dict()
     assert torch.equal(together[f"mtp_block.{name}"], 2 * apart[f"mtp_block.{name}"])
 
 
@@ -292,7 +291,7 @@ def test_embedding_and_output_head_of_mtp_are_the_targets(tmp_path: Path) -> Non
     folder = save_mtp_target(tmp_path / "target", None)
     target = loaded(folder)
     module: Any = target.module
-    head = load_mtp(read_mtp_config(folder), target)
+    head = MtpHead(folder).load(target)
     assert head.embed_tokens.weight.data_ptr() == module.get_input_embeddings().weight.data_ptr()
     assert head.lm_head.weight.data_ptr() == module.get_output_embeddings().weight.data_ptr()
 
@@ -317,7 +316,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Eagle3Head:
         head_dim=8,
     )
     target = load_model(save_model(model, tmp_path_factory.mktemp("target")), dtype="float32", threads=1)
-    return load_eagle3(read_eagle3_config(SMOLLM2_EAGLE3), target)
+    return Eagle3Head(SMOLLM2_EAGLE3).load(target)
 
 
 def test_its_draft_vocabulary_is_the_same_in_both_directions(head: Eagle3Head) -> None:
@@ -352,7 +351,7 @@ def narrow_head(method: str, folder: Path) -> DraftHead:
         model = small_model()
         heads = SAVED[method](folder / "head", model)
         targets = save_model(model, folder / "target")
-    return head_loader(heads, method)(load_model(targets, dtype="bfloat16", threads=1))
+    return HEADS[method](heads).load(load_model(targets, dtype="bfloat16", threads=1))
 
 
 def angles(rotary: Any) -> Tensor:

@@ -27,8 +27,6 @@ from tests.end_to_end.disturbed import addresses, request, revived, started, str
 from tests.end_to_end.processes import Nursery, Service, nursery, until
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
 
-pytestmark = pytest.mark.soak
-
 logger = logging.getLogger(__name__)
 
 TOKENS = 60
@@ -218,16 +216,18 @@ async def assert_nothing_lost(
     drafts: Sequence[Service],
     prompts: Sequence[str],
     streams: int = 16,
+    seed: int = 19,
+    ahead: str = "off",
 ) -> None:
     """Strike so many times while so many streams run, each time once all of them have gone on."""
     requests = [
         request(prompts[i % len(prompts)], ("greedy", "strict")[i % 2], TOKENS) for i in range(streams)
     ]
-    chance = random.Random(19)
+    chance = random.Random(seed)
     record, over = Record([0] * streams), asyncio.Event()
     coordinator = nursery().service(
         "coordinator", "--target-address", addresses(targets), "--draft-address", addresses(drafts),
-        "--speculation-policy", "fixed", "--draft-ahead", "off",
+        "--speculation-policy", "fixed", "--draft-ahead", ahead,
     )  # fmt: skip
     revived([coordinator])
     campaign = Campaign(chance, drafts, targets, coordinator, record)
@@ -247,12 +247,24 @@ async def assert_nothing_lost(
     assert record.completed >= streams
 
 
+@pytest.mark.slow
+async def test_a_strike_of_each_kind_loses_no_token(services: Nursery, prompts: list[str]) -> None:
+    """A target is killed, a draft and a target are restarted, both are stopped, the coordinator is, a draft is killed:
+    such are the first five of this seed. Outcomes that are drafted ahead are outstanding meanwhile."""
+    await assert_nothing_lost(5, *pairs(services), prompts, streams=8, seed=168, ahead="16")
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("strikes", "streams"), [pytest.param(100, 16, id="long"), pytest.param(24, 64, id="many")]
 )
 async def test_kills_stops_and_restarts_lose_no_token(
     strikes: int, streams: int, services: Nursery, prompts: list[str]
 ) -> None:
+    await assert_nothing_lost(strikes, *pairs(services), prompts, streams)
+
+
+def pairs(services: Nursery) -> tuple[list[Service], list[Service]]:
+    """Two targets and two drafts, which are ready."""
     targets = started(services.model_service("target_service", DEMO_TARGET) for _ in range(2))
-    drafts = started(services.model_service("draft_service", DEMO_DRAFT) for _ in range(2))
-    await assert_nothing_lost(strikes, targets, drafts, prompts, streams)
+    return targets, started(services.model_service("draft_service", DEMO_DRAFT) for _ in range(2))

@@ -15,7 +15,6 @@ import pytest
 
 from tandem.client import Client
 from tandem.types import FinishReason, GenerationRequest, Grammar, GrammarKind, RowKind
-from tests.end_to_end.disturbed import begun, streamed
 from tests.end_to_end.disturbed import request as requested
 from tests.end_to_end.models import exact, save_model
 from tests.end_to_end.processes import AHEAD, TANDEM, Process, address_of, coordinator, running
@@ -165,14 +164,18 @@ async def test_requests_go_on_when_the_only_draft_is_killed(pair: tuple[Process,
     residual = replace(requests[1], rejection_sampling_strategy="residual")
     with coordinator(address_of(target), address_of(draft)) as process:
         async with Client(address_of(process)) as client:
-            expected = [await streamed(client, each) for each in requests]
-            has_drafted = asyncio.Event()
-            other = asyncio.create_task(complete(client, residual, has_drafted))
-            async with begun(client, requests, expected) as disturbed:
-                await has_drafted.wait()
-                draft.kill()
-            for stream, undisturbed in zip(disturbed.streams, expected, strict=True):
-                assert 0 < sum(stream.drafted) < sum(undisturbed.drafted)
-            assert len((await other).token_ids) == residual.max_tokens
-            after = await streamed(client, requests[1])
-            assert (after.text, any(after.drafted)) == (expected[1].text, False)
+            expected = [await complete(client, each) for each in requests]
+            begun = [asyncio.Event() for _ in range(3)]
+            tasks = [
+                asyncio.create_task(complete(client, *each))
+                for each in zip((*requests, residual), begun, strict=True)
+            ]
+            await asyncio.gather(*(each.wait() for each in begun))
+            draft.kill()
+            *found, other = [await task for task in tasks]
+            after = await complete(client, requests[1])
+    for own, undisturbed in zip(found, expected, strict=True):
+        assert own.token_ids == undisturbed.token_ids
+        assert 0 < sum(own.drafted) < sum(undisturbed.drafted)
+    assert len(other.token_ids) == residual.max_tokens
+    assert (after.token_ids, any(after.drafted)) == (expected[1].token_ids, False)

@@ -31,8 +31,7 @@ from tests.end_to_end.chi_square import critical_value, statistic, visible_dista
 from tests.end_to_end.models import save_model, six_tokens
 from tests.heads import save_eagle3
 from tests.medusa_heads import save_medusa
-from tests.mtp_models import mtp_target, save_mtp
-from tests.qwen_mtp_models import FAMILIES, qwen_target, save_qwen_mtp
+from tests.mtp_models import SEPARATE_FAMILIES, MtpTarget
 from tests.service.clients import Completed, complete, complete_all
 from tests.service.fakes import coordinated, serving
 from tests.service.test_drafting_ahead import PLACES, exact_places
@@ -136,8 +135,8 @@ class Pair:
 def saved(folder: Path, method: str) -> Pair:
     """Write a target and a draft for it. EAGLE-3's and Medusa's say five of the six tokens."""
     if method in OWN_LAYERS:
-        model = mtp_target("deepseek_v3", vocabulary=6)
-        return Pair(method, model, save_mtp(model, folder), None)
+        own = MtpTarget("deepseek_v3", vocabulary=6)
+        return Pair(method, own.model, own.save(folder), None)
     model = small_target()
     (folder / "target").mkdir()
     head = folder / "head"
@@ -299,14 +298,14 @@ async def test_penalized_text_does_not_depend_on_the_targets_own_layers(own_laye
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=() if each == FAMILIES[0] else pytest.mark.soak) for each in FAMILIES]
+    "family", ["qwen3", *(pytest.param(each, marks=pytest.mark.soak) for each in SEPARATE_FAMILIES[1:])]
 )
 async def test_qwens_layout_keeps_greedy_and_seeded_text(family: str, tmp_path: Path) -> None:
-    model = qwen_target(family, vocabulary=6)
-    qwen = Pair("mtp", model, save_qwen_mtp(model, tmp_path / "target"), None)
+    own = MtpTarget(family, vocabulary=6)
+    qwen = Pair("mtp", own.model, own.save(tmp_path / "target"), None)
     alone = [replace(each, speculation=False) for each in SEEDED]
     (first, greedy, one, seeded, plain), _ = await completed(qwen, MANY[:1], MANY, SEEDED[:1], SEEDED, alone)
-    expected = [by_transformers(model, prompt) for prompt in PROMPTS]
+    expected = [by_transformers(own.model, prompt) for prompt in PROMPTS]
     assert texts([*first, *greedy]) == [expected[0], *expected]
     assert texts(seeded) == texts(plain)
     assert texts(one) == texts(plain[:1])

@@ -39,10 +39,8 @@ from tests.eagle_heads import EagleReference, save_eagle
 from tests.end_to_end.models import load_reference, random_model, save_model
 from tests.heads import FLAGS, Eagle3Reference, save_eagle3
 from tests.medusa_heads import MedusaReference, save_medusa
-from tests.mtp_models import FAMILIES, MtpReference, mtp_target, save_mtp
+from tests.mtp_models import FAMILIES, MtpTarget
 from tests.paths import DEMO_DRAFT, DEMO_EAGLE3, DEMO_TARGET
-from tests.qwen_mtp_models import FAMILIES as QWEN_FAMILIES
-from tests.qwen_mtp_models import QwenMtpReference, qwen_target, save_qwen_mtp
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -289,19 +287,10 @@ async def test_accepted_positions_read_target_states(method: str, compile_mode: 
     assert await check(model, folder, head, reference(head, model), FEW, 24, compile=compile_mode) > 5
 
 
-def with_layers(family: str, folder: Path, vocabulary: int = 2048) -> tuple[Any, MtpReference]:
-    """A target with prediction layers of its own, written into a folder, and the reference of its proposals."""
-    if family in QWEN_FAMILIES:
-        model = qwen_target(family, vocabulary)
-        return model, QwenMtpReference(save_qwen_mtp(model, folder), model)
-    model = mtp_target(family, vocabulary)
-    return model, MtpReference(save_mtp(model, folder), model)
-
-
-@pytest.mark.parametrize("family", [*FAMILIES, *QWEN_FAMILIES])
+@pytest.mark.parametrize("family", FAMILIES)
 async def test_proposals_of_the_targets_own_layers(family: str, tmp_path: Path) -> None:
-    model, reference = with_layers(family, tmp_path / "target")
-    await check(model, tmp_path / "target", None, reference, PROMPTS, 8)
+    target = MtpTarget(family)
+    await check(target.model, target.save(tmp_path / "target"), None, target, PROMPTS, 8)
 
 
 @pytest.mark.parametrize(
@@ -309,8 +298,9 @@ async def test_proposals_of_the_targets_own_layers(family: str, tmp_path: Path) 
                                  ("qwen3_next", "auto"), ("qwen3", "auto")]
 )  # fmt: skip
 async def test_accepted_positions_of_own_layers(family: str, compile_mode: str, tmp_path: Path) -> None:
-    model, reference = with_layers(family, tmp_path / "target", vocabulary=6)
-    assert await check(model, tmp_path / "target", None, reference, FEW, 24, compile=compile_mode) > 5
+    target = MtpTarget(family, vocabulary=6)
+    folder = target.save(tmp_path / "target")
+    assert await check(target.model, folder, None, target, FEW, 24, compile=compile_mode) > 5
 
 
 @pytest.mark.parametrize("compile_mode", ["off", "auto"])

@@ -26,20 +26,14 @@ from tests.eagle_heads import save_eagle
 from tests.end_to_end.models import random_model, save_model
 from tests.heads import save_eagle3
 from tests.medusa_heads import save_medusa
-from tests.mtp_models import FAMILIES, mtp_target, save_mtp
+from tests.mtp_models import FAMILIES, MtpTarget
 from tests.paths import SMOLLM2_EAGLE3
-from tests.qwen_mtp_models import FAMILIES as QWEN_FAMILIES
-from tests.qwen_mtp_models import qwen_target, save_qwen_mtp
 
 Change = Callable[[dict[str, Any]], object]
 
 
-def save_mtp_target(folder: Path, _: object) -> Path:
-    return save_mtp(mtp_target("deepseek_v3", vocabulary=64), folder)
-
-
-def save_qwen_target(folder: Path, _: object, family: str = "qwen3") -> Path:
-    return save_qwen_mtp(qwen_target(family, vocabulary=64), folder)
+def save_mtp_target(folder: Path, _: object = None, *, family: str = "deepseek_v3") -> Path:
+    return MtpTarget(family, vocabulary=64).save(folder)
 
 
 FORMS: dict[str, Callable[[Path, Any], Path]] = {
@@ -52,7 +46,7 @@ FORMS: dict[str, Callable[[Path, Any], Path]] = {
     "dflash": save_dflash,
     "dflash, speculators": partial(save_dflash, wrapped=True, draft_vocabulary=96),
     "mtp": save_mtp_target,
-    "mtp, separate": save_qwen_target,
+    "mtp, separate": partial(save_mtp_target, family="qwen3"),
 }
 """A checkpoint of a method, which begins the name, in one of its formats."""
 
@@ -270,7 +264,7 @@ def test_newer_configs_of_dflash_have_the_block_size_elsewhere(tmp_path: Path, t
 
 def test_experts_may_be_stored_together(tmp_path: Path) -> None:
     """As transformers itself keeps them, and as some exporters write them."""
-    folder = save_qwen_target(tmp_path / "target", None, "qwen3_moe")
+    folder = save_mtp_target(tmp_path / "target", family="qwen3_moe")
     target = loaded(folder)
     apart = MtpHead(folder).load(target).layer.state_dict()
     name = "mlp.experts.down_proj"
@@ -281,14 +275,14 @@ def test_experts_may_be_stored_together(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layer_types", [None, ["linear_attention", "full_attention", "full_attention"]])
 def test_qwen3_next_with_recurrent_layers_is_refused(layer_types: list[str] | None, tmp_path: Path) -> None:
-    folder = save_qwen_target(tmp_path / "target", None, "qwen3_next")
+    folder = save_mtp_target(tmp_path / "target", family="qwen3_next")
     changed_config(folder, of(layer_types=layer_types))
     with pytest.raises(ModelFolderError, match="keeps recurrent state, which cannot be rolled back"):
         loaded(folder)
 
 
 def test_embedding_and_output_head_of_mtp_are_the_targets(tmp_path: Path) -> None:
-    folder = save_mtp_target(tmp_path / "target", None)
+    folder = save_mtp_target(tmp_path / "target")
     target = loaded(folder)
     module: Any = target.module
     head = MtpHead(folder).load(target)
@@ -341,11 +335,8 @@ SAVED = {method: FORMS[method] for method in ("eagle", "eagle3", "medusa", "dfla
 
 def narrow_head(method: str, folder: Path) -> DraftHead:
     """A head in bfloat16 beside a target in bfloat16."""
-    if method in QWEN_FAMILIES:
-        targets = heads = save_qwen_mtp(qwen_target(method, vocabulary=64), folder / "target")
-        method = "mtp"
-    elif method in FAMILIES:
-        targets = heads = save_mtp(mtp_target(method, vocabulary=64), folder / "target")
+    if method in FAMILIES:
+        targets = heads = save_mtp_target(folder / "target", family=method)
         method = "mtp"
     else:
         model = small_model()
@@ -362,7 +353,7 @@ def angles(rotary: Any) -> Tensor:
     return POSITION / theta ** (torch.arange(0, width, 2, dtype=torch.float64) / width)
 
 
-@pytest.mark.parametrize("method", [*SAVED, *FAMILIES, *QWEN_FAMILIES])
+@pytest.mark.parametrize("method", [*SAVED, *FAMILIES])
 def test_a_narrow_head_keeps_its_positions(method: str, tmp_path: Path) -> None:
     head = narrow_head(method, tmp_path)
     assert {each.dtype for each in head.parameters()} == {torch.bfloat16}

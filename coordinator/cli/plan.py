@@ -30,9 +30,10 @@ from coordinator.cli.planning import (
     BatchPlan,
     Fleet,
     FleetPlan,
+    Rounds,
     StepTimes,
     fleet_plan,
-    measured_times,
+    measured_rounds,
     plan,
 )
 from coordinator.cli.up import NO_DRAFT, STOP_SECONDS, UpOptions, as_words, service_arguments
@@ -44,7 +45,6 @@ from tandem.errors import ConfigurationError, NotFoundError, ServiceUnavailableE
 from tandem.model_sources.bundled import DEMO
 from tandem.plural import plural
 from tandem.serving.children import Child
-from tandem.speculation_state import SpeculationDecision
 from tandem.types import GenerationRequest
 
 verbs = new_app("")
@@ -162,8 +162,8 @@ class PairOptions:
 
 async def measured_through(
     address: str, batches: Sequence[int], max_tokens: int, temperature: float
-) -> dict[int, StepTimes]:
-    """Step times and acceptance by batch size, at proposals of 0 to `max_tokens` tokens.
+) -> dict[int, Rounds]:
+    """Rounds by batch size, at proposals of 0 to `max_tokens` tokens.
 
     Args:
         address: Of a coordinator whose proposals have a fixed length.
@@ -187,33 +187,20 @@ async def measured_through(
             )
         nearest = min(full, key=lambda decision: abs(decision.load - batch))
         known, measured = zip(*sorted(by_length.items()), strict=True)
-        times = _times(nearest, np.interp(range(max_tokens + 1), known, measured).tolist(), trip)
-        found[batch] = replace(times, mapping=str(coverages[0]) if coverages else "")
-    return found
-
-
-def _times(decision: SpeculationDecision, rounds: Sequence[float], trip: float) -> StepTimes:
-    """Step times from measured rounds, with the draft's step and the acceptance as the coordinator knows them."""
-    # On a busy machine a message alone may take longer than a round; then half of the shortest round counts.
-    messages = min(2.0 * trip, min(rounds) / 2.0)
-    # The parts of a round take no longer than the round: the step is a mean over all rounds, slow ones included.
-    step = min(
-        decision.draft_step_seconds,
-        *(
-            _MAX_DRAFT_SHARE * max(seconds - messages, 0.0) / count
-            for count, seconds in enumerate(rounds)
-            if count
-        ),
-    )
-    return measured_times(
-        replace(
-            decision,
+        rounds = np.interp(range(max_tokens + 1), known, measured)
+        # On a busy machine a message alone may take longer than a round; then half of the shortest round counts.
+        messages = min(2.0 * trip, rounds.min() / 2.0)
+        # The parts of a round take no longer than the round: the step is a mean over all rounds, slow ones included.
+        longest = _MAX_DRAFT_SHARE * np.maximum(rounds[1:] - messages, 0.0) / np.arange(1, max_tokens + 1)
+        decision = replace(
+            nearest,
             round_seconds=tuple(rounds),
             message_seconds=messages,
-            draft_step_seconds=step,
-            alone_message_seconds=min(decision.alone_message_seconds, messages / 2.0),
+            draft_step_seconds=min(nearest.draft_step_seconds, longest.min()),
+            alone_message_seconds=min(nearest.alone_message_seconds, messages / 2.0),
         )
-    )
+        found[batch] = measured_rounds(decision, str(coverages[0]) if coverages else "")
+    return found
 
 
 async def _round_seconds(
@@ -320,20 +307,20 @@ async def show_plan(
         planned, of_fleet = _fleet(steps.fleet, steps.times(), steps.draft_per_8_rows, steps.max_tokens)
         output.show(planned, lambda: fleet_view(of_fleet, planned))
         return
-    if pair.is_named:
-        if steps.verify_ms is not None:
+    if not pair.is_named and steps.verify_ms is None:
+        plans = await _measured_plans(connection, click)
+    else:
+        if pair.is_named and steps.verify_ms is not None:
             raise ConfigurationError(
                 "--verify-ms was given with --target or --draft; give the step times or a pair to measure"
             )
         sizes = _sizes(steps.batch)
-        async with _services(pair.up_words()) as address:
-            measured = await measured_through(address, sizes, steps.max_tokens, pair.temperature)
-    elif steps.verify_ms is not None:
-        measured = dict.fromkeys(_sizes(steps.batch), steps.times())
-    else:
-        measured = {}
-    plans = [plan(times, size, steps.max_tokens, f"batch {size}") for size, times in measured.items()]
-    plans = plans or await _measured_plans(connection, click)
+        if pair.is_named:
+            async with _services(pair.up_words()) as address:
+                rounds = await measured_through(address, sizes, steps.max_tokens, pair.temperature)
+        else:
+            rounds = {size: steps.times().rounds(size, steps.max_tokens) for size in sizes}
+        plans = [plan(each, size, f"batch {size}") for size, each in rounds.items()]
     output.show(plans, lambda: plan_view(plans))
 
 
@@ -348,9 +335,8 @@ async def _measured_plans(connection: ConnectionOptions, click: typer.Context) -
         )
     return [
         plan(
-            measured_times(decision),
+            measured_rounds(decision),
             decision.load,
-            len(decision.round_seconds) - 1,
             f"{decision.rule}, temperature {decision.temperatures}, batch {decision.load}",
         )
         for decision in known
@@ -389,11 +375,12 @@ def _fleet(text: str, times: StepTimes, draft_per_8_rows: float, max_tokens: int
             f"--fleet is {text}; it must be TARGETS,DRAFTS,CLIENTS or TARGETS,DRAFTS,CLIENTS,K, each from 1 to 4096"
         )
     targets, drafts, clients, *given = counts
-    proposed = given[0] if given else plan(times, -(-clients // targets), max_tokens).best_tokens
+    batch = -(-clients // targets)
+    proposed = given[0] if given else plan(times.rounds(batch, max_tokens), batch).best_tokens
     if not proposed:
         raise ConfigurationError(
-            f"at {-(-clients // targets)} clients of each target no proposal pays, so there is no fleet to plan; give "
-            "K as the fourth number of --fleet to see it all the same"
+            f"at {batch} clients of each target no proposal pays, so there is no fleet to plan; give K as the fourth "
+            "number of --fleet to see it all the same"
         )
     fleet = Fleet(times, targets, drafts, proposed, draft_per_8_rows)
     return fleet_plan(fleet, clients), fleet

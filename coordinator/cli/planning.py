@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from coordinator.speculation.gains import expected_tokens
 from tandem.speculation_state import SpeculationDecision
+
+FloatArray: TypeAlias = NDArray[np.float64]
 
 MAX_TOKENS = 16
 """Longest proposal that a plan looks at."""
@@ -33,73 +40,68 @@ class StepTimes:
     round_trip_seconds: float = 0.0
     """Seconds of one message to a service and its answer."""
     per_8_rows: float = PER_8_ROWS
-    verify_by_length: tuple[float, ...] = ()
-    """Seconds of a verification of 0, 1, ... proposed tokens, where a cluster has measured them at one load.
-    `draft_step_seconds` then belongs to the same load."""
+
+    def verification_seconds(self, rows: Any) -> Any:
+        """Seconds of a target step with so many rows, a number or an array."""
+        return self.verify_seconds * (1.0 + self.per_8_rows * (rows - 1.0) / 8.0)
+
+    def tokens(self, proposed: int) -> list[float]:
+        """Expected tokens of a round that proposes 0, 1, ..., `proposed` tokens."""
+        return expected_tokens(_extended(self.acceptance_rates, proposed))
+
+    def rounds(self, batch: int, max_tokens: int = MAX_TOKENS) -> Rounds:
+        """The rounds of so many requests at once."""
+        proposed = np.arange(max_tokens + 1.0)
+        step = self.draft_step_seconds * (1.0 + self.per_8_rows * (batch - 1) / 8.0)
+        return Rounds(
+            verify=self.verification_seconds(batch * (proposed + 1.0)),
+            draft=proposed * step,
+            messages=self.round_trip_seconds * np.where(proposed > 0, 2.0, 1.0),
+            acceptance_rates=_extended(self.acceptance_rates, max_tokens),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """Seconds of the parts of a round at one load, by the number of tokens that it proposes, each of shape [K + 1]."""
+
+    verify: FloatArray
+    draft: FloatArray
+    messages: FloatArray
+    acceptance_rates: Sequence[float]
+    """Conditional acceptance at each of the K positions."""
     mapping: str = ""
     """Coverage of the vocabulary mapping, for a draft with another tokenizer."""
-    alone_trips: float = 1.0
-    """Round trips of a round without a proposal: none where the target begins the next one before it is asked."""
 
-    def verification_seconds(self, batch: int, proposed: int) -> float:
-        """Seconds of a target step in which each sequence has so many proposed tokens."""
-        if self.verify_by_length:
-            return self.verify_by_length[proposed]
-        return self.step_seconds(self.verify_seconds, batch * (proposed + 1))
+    @property
+    def tokens(self) -> FloatArray:
+        """Expected tokens of a round, shape [K + 1]."""
+        return np.array(expected_tokens(self.acceptance_rates))
 
-    def drafting_seconds(self, batch: int, proposed: int) -> float:
-        """Seconds of the draft's steps for a proposal."""
-        if self.verify_by_length:
-            return proposed * self.draft_step_seconds
-        return proposed * self.step_seconds(self.draft_step_seconds, batch)
+    @property
+    def seconds(self) -> FloatArray:
+        """Seconds of a round, shape [K + 1]."""
+        return self.verify + self.draft + self.messages
 
-    def rates(self, count: int) -> list[float]:
-        """Acceptance at each of the first `count` positions."""
-        known = self.acceptance_rates[:count]
-        return [*known, *[self.acceptance_rates[-1]] * (count - len(known))]
-
-    def step_seconds(self, seconds: float, rows: float) -> float:
-        """Seconds of a step with so many rows."""
-        return seconds * (1.0 + self.per_8_rows * (rows - 1) / 8.0)
-
-    def round_seconds(self, batch: int, proposed: int, *, is_remote: bool = True) -> float:
-        """Seconds of a round in which each of `batch` sequences proposes so many tokens, with or without the wire."""
-        messages = self.round_trip_seconds * (2 if proposed else self.alone_trips) if is_remote else 0.0
-        return self.verification_seconds(batch, proposed) + self.drafting_seconds(batch, proposed) + messages
-
-    def speedup(self, batch: int, proposed: int, *, is_remote: bool = True) -> float:
-        """Tokens per second over those of the target alone. Without the wire, both models share one process."""
-        tokens = expected_tokens(self.rates(proposed))[-1]
-        alone = self.round_seconds(batch, 0, is_remote=is_remote)
-        return tokens * alone / self.round_seconds(batch, proposed, is_remote=is_remote)
-
-    def ahead_speedup(self, batch: int, proposed: int) -> float:
-        """Speed-up with drafting ahead, where a hit costs a verification and its two messages."""
-        tokens = expected_tokens(self.rates(proposed))[-1]
-        alone = self.round_seconds(batch, 0)
-        verify, draft = self.verification_seconds(batch, proposed), self.drafting_seconds(batch, proposed)
-        hit = max(verify, draft) + self.round_trip_seconds
-        mean = HIT_RATE * hit + (1.0 - HIT_RATE) * self.round_seconds(batch, proposed)
-        return tokens * alone / mean
+    @property
+    def speeds(self) -> FloatArray:
+        """Tokens per second of a request, shape [K + 1]."""
+        return self.tokens / self.seconds
 
 
-def measured_times(decision: SpeculationDecision) -> StepTimes:
+def _extended(rates: Sequence[float], count: int) -> list[float]:
+    """The first `count` rates, where the last one is known to hold for all after it."""
+    known = rates[:count]
+    return [*known, *[rates[-1]] * (count - len(known))]
+
+
+def measured_rounds(decision: SpeculationDecision, mapping: str = "") -> Rounds:
     """Measurements of a running cluster at one load."""
-    step, messages, alone = (
-        decision.draft_step_seconds,
-        decision.message_seconds,
-        decision.alone_message_seconds,
-    )
-    verify = tuple(
-        max(seconds - proposed * step - (messages if proposed else alone), 1e-9)
-        for proposed, seconds in enumerate(decision.round_seconds)
-    )
-    trip = messages / 2.0
-    return StepTimes(
-        *(verify[0], step, decision.acceptance_rates, trip),
-        alone_trips=alone / trip if trip else 1.0,
-        verify_by_length=verify,
-    )
+    proposed = len(decision.round_seconds) - 1
+    draft = np.arange(proposed + 1.0) * decision.draft_step_seconds
+    messages = np.array([decision.alone_message_seconds, *[decision.message_seconds] * proposed])
+    verify = np.maximum(decision.round_seconds - draft - messages, 1e-9)
+    return Rounds(verify, draft, messages, _extended(decision.acceptance_rates, proposed), mapping)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,63 +143,54 @@ class BatchPlan:
     remedies: tuple[Remedy, ...]
     """The most helpful first."""
     mapping: str
-    """See `StepTimes.mapping`."""
+    """See `Rounds.mapping`."""
     lengths: tuple[PlanRow, ...]
 
 
-def plan(times: StepTimes, batch: int, max_tokens: int = MAX_TOKENS, of: str = "") -> BatchPlan:
+def plan(rounds: Rounds, batch: int, of: str = "") -> BatchPlan:
     """The table for one number of requests at once."""
-    rows = tuple(
-        PlanRow(
-            tokens,
-            expected_tokens(times.rates(tokens))[-1],
-            times.round_seconds(batch, tokens),
-            times.speedup(batch, tokens),
-            times.speedup(batch, tokens, is_remote=False),
-        )
-        for tokens in range(max_tokens + 1)
+    speedups = rounds.speeds / rounds.speeds[0]
+    local = replace(rounds, messages=np.zeros_like(rounds.messages)).speeds
+    columns = (rounds.tokens, rounds.seconds, speedups, local / local[0])
+    rows = zip(range(len(speedups)), *(column.tolist() for column in columns), strict=True)
+    best = int(speedups.argmax())
+    return BatchPlan(
+        of=of,
+        batch=batch,
+        best_tokens=best,
+        best_speedup=float(speedups[best]),
+        break_even_acceptance=break_even(rounds),
+        remedies=remedies(rounds),
+        mapping=rounds.mapping,
+        lengths=tuple(PlanRow(*row) for row in rows),
     )
-    best = max(rows, key=lambda row: row.speedup)
-    pays_from, helps = break_even(times, batch, max_tokens), remedies(times, batch, max_tokens)
-    return BatchPlan(of, batch, best.tokens, best.speedup, pays_from, helps, times.mapping, rows)
 
 
-def best_speedup(times: StepTimes, batch: int, max_tokens: int) -> float:
-    """The highest speed-up over all lengths, 0 included."""
-    return max(times.speedup(batch, tokens) for tokens in range(max_tokens + 1))
-
-
-def break_even(times: StepTimes, batch: int, max_tokens: int) -> float | None:
+def break_even(rounds: Rounds) -> float | None:
     """The acceptance, the same at every position, from which drafting makes more tokens than the target alone."""
 
-    def pays(rate: float) -> bool:
-        return best_speedup(replace(times, acceptance_rates=(rate,)), batch, max_tokens) > 1.0
+    def pays(millionths: int) -> bool:
+        same = [millionths / 1e6] * len(rounds.acceptance_rates)
+        speeds = replace(rounds, acceptance_rates=same).speeds
+        return bool(speeds.max() > speeds[0])
 
-    if not pays(1.0):
-        return None
-    low, high = 0.0, 1.0
-    for _ in range(30):
-        middle = (low + high) / 2.0
-        low, high = (low, middle) if pays(middle) else (middle, high)
-    return high
+    first = bisect_right(range(1_000_001), False, key=pays)
+    return first / 1e6 if first <= 1_000_000 else None
 
 
-def remedies(times: StepTimes, batch: int, max_tokens: int) -> tuple[Remedy, ...]:
+def remedies(rounds: Rounds) -> tuple[Remedy, ...]:
     """Improvements, the most helpful first."""
-    better = tuple(1.0 - (1.0 - rate) / HELP for rate in times.acceptance_rates)
-    trip = times.round_trip_seconds / HELP
-    changed = {
-        f"a draft {HELP:g} times as fast": replace(times, draft_step_seconds=times.draft_step_seconds / HELP),
-        f"round trips {HELP:g} times as short": replace(times, round_trip_seconds=trip),
-        f"a draft with {1 - 1 / HELP:.0%} fewer rejections": replace(times, acceptance_rates=better),
+    better = [1.0 - (1.0 - rate) / HELP for rate in rounds.acceptance_rates]
+    # With drafting ahead a hit costs a verification and its two messages.
+    hit = np.maximum(rounds.verify, rounds.draft) + rounds.messages / 2.0
+    ahead = rounds.tokens / (HIT_RATE * hit + (1.0 - HIT_RATE) * rounds.seconds)
+    speeds = {
+        f"a draft {HELP:g} times as fast": replace(rounds, draft=rounds.draft / HELP).speeds,
+        f"round trips {HELP:g} times as short": replace(rounds, messages=rounds.messages / HELP).speeds,
+        f"a draft with {1 - 1 / HELP:.0%} fewer rejections": replace(rounds, acceptance_rates=better).speeds,
+        f"drafting ahead with {HIT_RATE:.0%} hits": np.append(rounds.speeds[0], ahead[1:]),
     }
-    today = times.round_seconds(batch, 0)
-    found = [
-        Remedy(name, best_speedup(other, batch, max_tokens) * today / other.round_seconds(batch, 0))
-        for name, other in changed.items()
-    ]
-    ahead = max(times.ahead_speedup(batch, tokens) for tokens in range(1, max_tokens + 1))
-    found.append(Remedy(f"drafting ahead with {HIT_RATE:.0%} hits", max(1.0, ahead)))
+    found = [Remedy(name, float(each.max() / rounds.speeds[0])) for name, each in speeds.items()]
     return tuple(sorted(found, key=lambda remedy: -remedy.speedup))
 
 
@@ -227,13 +220,13 @@ class Fleet:
 
     def verify_seconds(self, batch: float) -> float:
         """Seconds of a target step with so many clients."""
-        rows = max(batch, 1.0) * (self.proposed + 1)
-        return self.times.step_seconds(self.times.verify_seconds, rows)
+        seconds: float = self.times.verification_seconds(max(batch, 1.0) * (self.proposed + 1))
+        return seconds
 
     @property
     def tokens_per_round(self) -> float:
         """Expected tokens of a client's round."""
-        return expected_tokens(self.times.rates(self.proposed))[-1]
+        return self.times.tokens(self.proposed)[-1]
 
     def together_seconds(self, batch: float) -> float:
         """Seconds of a round where a target and its draft take turns on one device, with so many clients."""
@@ -252,7 +245,7 @@ class Fleet:
         drafts = self.drafts if drafts is None else drafts
         each = clients / self.targets
         if drafts == 0:
-            step = self.times.step_seconds(self.times.verify_seconds, max(each, 1.0))
+            step: float = self.times.verification_seconds(max(each, 1.0))
             return (step + self.times.round_trip_seconds) * self.tokens_per_round
         period = self.together_seconds(each)
         for _ in range(16):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from coordinator.cli import plan as plan_verb
 from coordinator.cli.plan import PairOptions
-from coordinator.cli.planning import Fleet, StepTimes, break_even, fleet_plan, measured_times, plan
+from coordinator.cli.planning import Fleet, StepTimes, break_even, fleet_plan, measured_rounds, plan
 from tandem.errors import ConfigurationError
 from tandem.speculation_state import SpeculationDecision
 from tandem.types import GenerationRequest
@@ -75,29 +75,29 @@ FIGURES = StepTimes(0.0065, 0.0012, (0.8,), per_8_rows=0.0)
 
 def test_without_messages_the_speedup_is_the_usual_formula() -> None:
     """(1 + E[accepted]) / (cost_draft x K + cost_verify), in units of a verification."""
-    for row in plan(FIGURES, 1).lengths:
+    for row in plan(FIGURES.rounds(1), 1).lengths:
         expected = sum(0.8**i for i in range(row.tokens + 1)) / (row.tokens * 1.2 / 6.5 + 1.0)
         assert row.speedup == pytest.approx(expected)
         assert row.speedup_without_wire == pytest.approx(expected)
 
 
 def test_the_best_length_is_the_one_with_the_highest_speedup() -> None:
-    found = plan(replace(FIGURES, round_trip_seconds=0.0005), 1)
+    found = plan(replace(FIGURES, round_trip_seconds=0.0005).rounds(1), 1)
     assert found.best_speedup == max(row.speedup for row in found.lengths)
     assert found.lengths[found.best_tokens].speedup == found.best_speedup
     assert found.lengths[found.best_tokens].speedup < found.lengths[found.best_tokens].speedup_without_wire
 
 
 def test_at_the_break_even_acceptance_drafting_begins_to_pay() -> None:
-    rate = break_even(FIGURES, 1, 8)
+    rate = break_even(FIGURES.rounds(1, 8))
     assert rate is not None
-    assert plan(replace(FIGURES, acceptance_rates=(rate - 0.01,)), 1, 8).best_tokens == 0
-    assert plan(replace(FIGURES, acceptance_rates=(rate + 0.01,)), 1, 8).best_tokens > 0
-    assert break_even(replace(FIGURES, draft_step_seconds=1.0), 1, 8) is None
+    assert plan(replace(FIGURES, acceptance_rates=(rate - 0.01,)).rounds(1, 8), 1).best_tokens == 0
+    assert plan(replace(FIGURES, acceptance_rates=(rate + 0.01,)).rounds(1, 8), 1).best_tokens > 0
+    assert break_even(replace(FIGURES, draft_step_seconds=1.0).rounds(1, 8)) is None
 
 
 def test_every_remedy_helps_and_the_most_helpful_comes_first() -> None:
-    found = plan(replace(FIGURES, round_trip_seconds=0.004), 1, 8)
+    found = plan(replace(FIGURES, round_trip_seconds=0.004).rounds(1, 8), 1)
     gains = [each.speedup for each in found.remedies]
     assert gains == sorted(gains, reverse=True)
     assert all(each.speedup >= found.best_speedup for each in found.remedies if "ahead" not in each.remedy)
@@ -110,7 +110,7 @@ def test_a_clusters_plan_uses_its_predicted_rounds(alone: float) -> None:
         "t", "d", "residual", "0.85-1.15", 4, 2, 2, 1.2, 0.0, 0.0, (0.010, 0.013, 0.015), (0.8, 0.6), 0.001, 0.002,
         alone_message_seconds=alone,
     )  # fmt: skip
-    found = plan(measured_times(decision), 4, 2)
+    found = plan(measured_rounds(decision), 4)
     assert [row.round_seconds for row in found.lengths] == pytest.approx([0.010, 0.013, 0.015])
     assert found.lengths[2].speedup == pytest.approx((1 + 0.8 + 0.48) * 0.010 / 0.015)
     assert found.lengths[2].speedup_without_wire == pytest.approx((1 + 0.8 + 0.48) * (0.010 - alone) / 0.013)

@@ -10,12 +10,13 @@ from coordinator.replicas.compatibility import MODEL_RULES, Deployment
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.stats.speculation import acceptance_rate, cumulative_rates
 from tandem import __version__
-from tandem.admin import CoordinatorState, Finding, Severity, Status
+from tandem.admin import CoordinatorState, Finding, Status
 from tandem.config.names import AUTO, AUTO_NAMES
 from tandem.config.rule import broken
 from tandem.plural import plural
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.rpc.addresses import is_local
+from tandem.types import ModelInfo
 
 ENOUGH_TOKENS = 200
 """Proposed tokens below which nothing is said about acceptance: a rate has a standard error of 3.5 % then."""
@@ -39,44 +40,86 @@ _ADVICE = {
 
 def diagnose(status: Status, settings: CoordinatorSettings) -> Iterator[Finding]:
     """All findings."""
-    yield _targets(status)
-    yield _drafting(status, settings)
+    by_role = {role: [each for each in status.replicas if each.role is role] for role in Role}
+    yield from _services(status, settings, by_role[Role.TARGET], by_role[Role.DRAFT])
     for replica in status.replicas:
-        yield _replica_state(replica, status)
-        yield from _replica_version(replica)
-        yield from _round_trip(replica, status.replicas)
-    yield from _models(status, settings)
+        yield from _replica(replica, status)
+    if target := next((each.model for each in by_role[Role.TARGET] if each.model is not None), None):
+        for draft in by_role[Role.DRAFT]:
+            if draft.model is not None:
+                yield _match(settings, target, draft, draft.model)
     yield from _speculation(status)
     yield _rule(status)
-    yield from _load(status, settings)
+    yield _load(status, settings)
     yield acceptance(status)
-    yield from _transport(status, settings)
+    yield _transport(status, settings)
 
 
-def _targets(status: Status) -> Finding:
-    targets = [replica for replica in status.replicas if replica.role is Role.TARGET]
+def _services(
+    status: Status,
+    settings: CoordinatorSettings,
+    targets: Sequence[ReplicaSnapshot],
+    drafts: Sequence[ReplicaSnapshot],
+) -> Iterator[Finding]:
+    """How many take new sequences."""
     ready = sum(replica.state is ReplicaState.READY for replica in targets)
     words = f"{ready} of {len(targets)} take new sequences"
-    if status.state is CoordinatorState.STARTING:
-        words = "none was reached yet"
     if ready:
-        return Finding.ok("targets", words)
-    return Finding.problem("targets", words, "start a target service; until then requests wait and then fail")
-
-
-def _drafting(status: Status, settings: CoordinatorSettings) -> Finding:
-    drafts = [replica for replica in status.replicas if replica.role is Role.DRAFT]
+        yield Finding.ok("targets", words)
+    else:
+        words = "none was reached yet" if status.state is CoordinatorState.STARTING else words
+        advice = "start a target service; until then requests wait and then fail"
+        yield Finding.problem("targets", words, advice)
     ready = sum(replica.state is ReplicaState.READY for replica in drafts)
     if not drafts:
-        words, advice = "there is none: the target works alone", "start one, and name it with --draft-address"
+        advice = "start one, and name it with --draft-address"
+        yield Finding.warning("drafts", "there is none: the target works alone", advice)
     elif not settings.speculation:
-        words = "speculation is off: the target works alone"
         advice = "tandem admin config set speculation true"
+        yield Finding.warning("drafts", "speculation is off: the target works alone", advice)
     elif not ready:
-        words, advice = f"none of {len(drafts)} takes new sequences: the target works alone", ""
+        words = f"none of {len(drafts)} takes new sequences: the target works alone"
+        yield Finding.warning("drafts", words)
     else:
-        return Finding.ok("drafts", f"{ready} of {len(drafts)} take new sequences")
-    return Finding.warning("drafts", words, advice)
+        yield Finding.ok("drafts", f"{ready} of {len(drafts)} take new sequences")
+
+
+def _replica(replica: ReplicaSnapshot, status: Status) -> Iterator[Finding]:
+    """Its state, its version and the way to it."""
+    address, seconds = replica.address, replica.round_trip_seconds
+    if replica.state is ReplicaState.READY:
+        times = (("round trip", seconds), ("step", replica.step_seconds))
+        known = [f"{name} {each * 1000:.1f} ms" for name, each in times if each is not None]
+        yield Finding.ok(replica.role.value, ", ".join(["ready", *known]), address)
+    else:
+        is_needed = replica.role is Role.TARGET and not status.state.completes
+        reason = f": {replica.reason}" if replica.reason else ""
+        words = f"{replica.state.value} for {replica.since_seconds:.0f} s{reason}"
+        judged = Finding.problem if is_needed else Finding.warning
+        yield judged(replica.role.value, words, _ADVICE[replica.state].format(address=address), address)
+    version = "" if replica.model is None else replica.model.service_version
+    if version and version != __version__:
+        words = f"it is {version} and the coordinator {__version__}"
+        advice = "run one version everywhere; an upgrade may mix two for as long as it lasts"
+        yield Finding.warning("version", words, advice, address)
+    steps = [each.step_seconds for each in status.replicas if each.role is Role.TARGET and each.step_seconds]
+    if seconds is not None and seconds > min([SLOW_ROUND_TRIP_SECONDS, *(max(s / 4, 0.001) for s in steps)]):
+        advice = "bring it nearer to the coordinator, or propose more tokens in each round"
+        if is_local(address):
+            advice = "this machine is busy: give its services cores of their own"
+        words = f"{seconds * 1000:.1f} ms, which every round waits for"
+        yield Finding.warning("round trip", words, advice, address)
+
+
+def _match(
+    settings: CoordinatorSettings, target: ModelInfo, replica: ReplicaSnapshot, draft: ModelInfo
+) -> Finding:
+    if sentences := broken(MODEL_RULES, Deployment(settings, target, draft)):
+        advice = _ADVICE[ReplicaState.INCOMPATIBLE]
+        return Finding.warning("models", "; ".join(sentences), advice, replica.address)
+    what = draft.name if draft.has_model else f"{draft.architecture} drafting"
+    mapped = "" if replica.coverage is None else f" by vocabulary mapping: {replica.coverage}"
+    return Finding.ok("models", f"{what} matches {target.name}{mapped}", replica.address)
 
 
 def _speculation(status: Status) -> Iterator[Finding]:
@@ -87,68 +130,6 @@ def _speculation(status: Status) -> Iterator[Finding]:
         yield Finding.ok("speculation", f"on, {tokens} proposed per round")
     elif state.figures:  # a setting or an absence has a finding of its own
         yield Finding.warning("speculation", f"off: {state.explanation}", _FASTER_DRAFT)
-
-
-def _replica_state(replica: ReplicaSnapshot, status: Status) -> Finding:
-    if replica.state is ReplicaState.READY:
-        times = (("round trip", replica.round_trip_seconds), ("step", replica.step_seconds))
-        known = [f"{name} {seconds * 1000:.1f} ms" for name, seconds in times if seconds is not None]
-        return Finding.ok(replica.role.value, ", ".join(["ready", *known]), replica.address)
-    is_needed = replica.role is Role.TARGET and not status.state.completes
-    reason = f": {replica.reason}" if replica.reason else ""
-    return Finding(
-        replica.role.value,
-        replica.address,
-        Severity.PROBLEM if is_needed else Severity.WARNING,
-        f"{replica.state.value} for {replica.since_seconds:.0f} s{reason}",
-        _ADVICE[replica.state].format(address=replica.address),
-    )
-
-
-def _replica_version(replica: ReplicaSnapshot) -> Iterator[Finding]:
-    version = "" if replica.model is None else replica.model.service_version
-    if version and version != __version__:
-        yield Finding.warning(
-            "version",
-            f"it is {version} and the coordinator {__version__}",
-            "run one version everywhere; an upgrade may mix two for as long as it lasts",
-            replica.address,
-        )
-
-
-def _round_trip(replica: ReplicaSnapshot, replicas: Sequence[ReplicaSnapshot]) -> Iterator[Finding]:
-    seconds = replica.round_trip_seconds
-    steps = [other.step_seconds for other in replicas if other.role is Role.TARGET and other.step_seconds]
-    bearable = min([SLOW_ROUND_TRIP_SECONDS, *(max(step / 4, 0.001) for step in steps)])
-    if seconds is not None and seconds > bearable:
-        yield Finding.warning(
-            "round trip",
-            f"{seconds * 1000:.1f} ms, which every round waits for",
-            "this machine is busy: give its services cores of their own"
-            if is_local(replica.address)
-            else "bring it nearer to the coordinator, or propose more tokens in each round",
-            replica.address,
-        )
-
-
-def _models(status: Status, settings: CoordinatorSettings) -> Iterator[Finding]:
-    target = next((r.model for r in status.replicas if r.role is Role.TARGET and r.model is not None), None)
-    if target is None:
-        return
-    drafts = [r for r in status.replicas if r.role is Role.DRAFT and r.model is not None]
-    for replica in drafts:
-        sentences = broken(MODEL_RULES, Deployment(settings, target, replica.model))
-        if sentences:
-            yield Finding.warning(
-                "models",
-                "; ".join(sentences),
-                _ADVICE[ReplicaState.INCOMPATIBLE],
-                replica.address,
-            )
-        elif replica.model is not None:
-            what = replica.model.name if replica.model.has_model else f"{replica.model.architecture} drafting"
-            mapped = "" if replica.coverage is None else f" by vocabulary mapping: {replica.coverage}"
-            yield Finding.ok("models", f"{what} matches {target.name}{mapped}", replica.address)
 
 
 def _rule(status: Status) -> Finding:
@@ -169,17 +150,13 @@ def _rule(status: Status) -> Finding:
     return Finding.ok("rule", f"{strategy.name}: the output is distributed as the target's own")
 
 
-def _load(status: Status, settings: CoordinatorSettings) -> Iterator[Finding]:
-    load = status.load
-    words = f"{load.running} running, {load.queued} waiting"
-    if not load.queued:
-        yield Finding.ok("load", words)
-        return
-    yield Finding.warning(
-        "load",
-        f"{words}; at most {settings.max_concurrent_requests} run at once",
-        "add a target, or raise max_concurrent_requests if the targets have room",
-    )
+def _load(status: Status, settings: CoordinatorSettings) -> Finding:
+    words = f"{status.load.running} running, {status.load.queued} waiting"
+    if not status.load.queued:
+        return Finding.ok("load", words)
+    words = f"{words}; at most {settings.max_concurrent_requests} run at once"
+    advice = "add a target, or raise max_concurrent_requests if the targets have room"
+    return Finding.warning("load", words, advice)
 
 
 def acceptance(status: Status) -> Finding:
@@ -239,16 +216,12 @@ def gain(cumulative: Sequence[float], cost: float) -> float:
     return (1.0 + sum(cumulative)) / (1.0 + len(cumulative) * cost)
 
 
-def _transport(status: Status, settings: CoordinatorSettings) -> Iterator[Finding]:
+def _transport(status: Status, settings: CoordinatorSettings) -> Finding:
     if settings.service_credentials.uses_tls:
-        yield Finding.ok("services", "the coordinator reaches them by TLS")
-        return
-    remote = [replica.address for replica in status.replicas if not is_local(replica.address)]
+        return Finding.ok("services", "the coordinator reaches them by TLS")
+    remote = sum(not is_local(replica.address) for replica in status.replicas)
     if not remote:
-        yield Finding.ok("services", "plain text, within this machine")
-        return
-    yield Finding.warning(
-        "services",
-        f"prompts and completions travel to {len(remote)} of them in plain text",
-        "give the services certificates, and the coordinator --service-tls-ca-file",
-    )
+        return Finding.ok("services", "plain text, within this machine")
+    words = f"prompts and completions travel to {remote} of them in plain text"
+    advice = "give the services certificates, and the coordinator --service-tls-ca-file"
+    return Finding.warning("services", words, advice)

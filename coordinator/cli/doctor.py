@@ -97,25 +97,19 @@ def transport(where: Connection) -> Finding:
         return Finding.ok("TLS", "the connection is encrypted")
     if is_local(where.address):
         return Finding.ok("TLS", "plain text, within this machine")
-    return Finding.warning(
-        "TLS",
-        "prompts, completions and the token travel in plain text",
-        "start the coordinator with --tls-cert-file and --tls-key-file, and give --tls-ca-file here",
-    )
+    advice = "start the coordinator with --tls-cert-file and --tls-key-file, and give --tls-ca-file here"
+    return Finding.warning("TLS", "prompts, completions and the token travel in plain text", advice)
 
 
 def refused(where: Connection, error: TandemError) -> Finding:
     """Reason why the coordinator could not be asked, though it is there."""
-    advice = ""
-    check = "answer"
+    check, advice = "answer", ""
     if isinstance(error, UnauthenticatedError | PermissionDeniedError):
         check, advice = "token", "give the coordinator's admin token with --token-file"
+    elif isinstance(error, ServiceUnavailableError) and where.credentials.uses_tls:
+        advice = "check --tls-ca-file and --tls-server-name, and whether it speaks TLS at all"
     elif isinstance(error, ServiceUnavailableError):
-        advice = (
-            "check --tls-ca-file and --tls-server-name, and whether it speaks TLS at all"
-            if where.credentials.uses_tls
-            else "if it speaks TLS, give --tls or --tls-ca-file; else it may not be a coordinator"
-        )
+        advice = "if it speaks TLS, give --tls or --tls-ca-file; else it may not be a coordinator"
     return Finding.problem(check, str(error), advice, where.address)
 
 
@@ -129,13 +123,11 @@ def distance(seconds: float) -> Finding:
 
 def version(diagnosis: Diagnosis) -> Finding:
     """Compare the versions of the two ends."""
-    if diagnosis.version == __version__:
-        return Finding.ok("version", f"{__version__} here and there")
-    return Finding.warning(
-        "version",
-        f"{__version__} here, {diagnosis.version} there",
-        f"install tandem {diagnosis.version} here, or upgrade the coordinator",
-    )
+    there = diagnosis.version
+    if there == __version__:
+        return Finding.ok("version", f"{there} here and there")
+    advice = f"install tandem {there} here, or upgrade the coordinator"
+    return Finding.warning("version", f"{__version__} here, {there} there", advice)
 
 
 def clock(before: datetime, took: float, coordinator_time: datetime) -> Finding:
@@ -143,11 +135,8 @@ def clock(before: datetime, took: float, coordinator_time: datetime) -> Finding:
     apart = abs((coordinator_time - before).total_seconds() - took / 2)
     if apart - took / 2 <= SKEW_SECONDS:
         return Finding.ok("clock", f"{milliseconds(apart)} apart, give or take {milliseconds(took / 2)}")
-    return Finding.warning(
-        "clock",
-        f"{apart:.1f} s apart: logs and traces of the two machines do not fit together",
-        "synchronise the clocks of both machines (NTP)",
-    )
+    words = f"{apart:.1f} s apart: logs and traces of the two machines do not fit together"
+    return Finding.warning("clock", words, "synchronise the clocks of both machines (NTP)")
 
 
 def doctor_view(findings: Sequence[Finding]) -> RenderableType:

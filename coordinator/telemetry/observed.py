@@ -10,21 +10,17 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Tracer
 
 from coordinator.decoding.completion import Completion
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.stats.rounds import RoundResult
-from coordinator.stats.speculation import (
-    acceptance_length,
-    acceptance_rate,
-    conditional_rates,
-    cumulative_rates,
-    tokens_per_pass,
-)
+from coordinator.stats.speculation import describe
 from coordinator.telemetry.metrics import DIRECTIONS, PEERS, PHASES, RequestMetrics, state_metrics
 from coordinator.telemetry.observer import EventValue, Observer, RequestObserver, State, StreamObserver
 from tandem.errors import (
@@ -77,7 +73,7 @@ class ObservedRequests(Observer):
         self._settings = settings
         self._metrics: RequestMetrics | None = None
         self._streams = Streams()
-        self._probe: EventLoopProbe | None = None
+        self._probe: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self._telemetry.start()
@@ -86,8 +82,7 @@ class ObservedRequests(Observer):
         registry, waits = self._telemetry.registry, self._settings.measure_waits
         self._metrics = RequestMetrics(registry, model_name, measures_waits=waits)
         if self._metrics.event_loop_wait is not None:
-            self._probe = EventLoopProbe(self._metrics.event_loop_wait.observe)
-            self._probe.start()
+            self._probe = asyncio.create_task(probe_event_loop(self._metrics.event_loop_wait.observe))
         registry.register(
             AtScrape(lambda: (state(), self._streams.bytes()), lambda read: state_metrics(*read))
         )
@@ -97,7 +92,7 @@ class ObservedRequests(Observer):
 
     async def close(self) -> None:
         if self._probe is not None:
-            await self._probe.close()
+            self._probe.cancel()
         await self._telemetry.close()
 
     def begin(self, request_id: str, traceparent: str = "") -> RequestObserver:
@@ -141,7 +136,6 @@ class ObservedRequest(RequestObserver):
         self._tracer = tracer if span.is_recording() else None
         self._span = span
         self._began = time.perf_counter()
-        self._rule = ""
         self._completion: Completion | None = None
         self._prompt_length = 0
         self._streams: list[ObservedStream] = []
@@ -164,7 +158,6 @@ class ObservedRequest(RequestObserver):
 
     def planned(self, completion: Completion, details: Mapping[str, EventValue]) -> None:
         self._completion = completion
-        self._rule = str(details["rule"])
         self._prompt_length = completion.length
         self._metrics.prompt_tokens.inc(self._prompt_length)
         self._metrics.request_prompt.observe(self._prompt_length)
@@ -277,11 +270,10 @@ class ObservedRequest(RequestObserver):
             return "error" if reason is None else reason.value
         return next((name for kind, name in _OUTCOMES if isinstance(error, kind)), "error")
 
-    def _attributes(self) -> dict[str, EventValue | list[float] | list[int]]:
-        attributes: dict[str, EventValue | list[float] | list[int]] = {**_seconds(self._seconds)}
+    def _attributes(self) -> dict[str, Any]:
+        attributes: dict[str, Any] = {**_seconds(self._seconds), **self._decision()}
         for (peer, direction), total in bytes_of(self._streams).items():
             attributes[f"tandem.bytes.{peer}.{direction}"] = total
-        attributes |= self._decision()
         attributes["gen_ai.usage.output_tokens"] = self._generated
         if self._first_token is not None:
             attributes["tandem.time_to_first_token_seconds"] = round(self._first_token - self._began, 6)
@@ -349,69 +341,45 @@ def _seconds(phases: Mapping[str, float]) -> dict[str, float]:
     return {f"tandem.seconds.{phase}": round(seconds, 6) for phase, seconds in phases.items()}
 
 
-def _described(stats: SpeculationStats) -> dict[str, EventValue | list[float] | list[int]]:
-    described: dict[str, EventValue | list[float] | list[int]] = {
-        "tandem.rounds": stats.rounds,
-        "tandem.drafted_tokens": stats.drafted,
-        "tandem.accepted_tokens": stats.accepted,
-        "tandem.acceptance_rate": round(acceptance_rate(stats), 6),
-        "tandem.acceptance_length": round(acceptance_length(stats), 6),
-        "tandem.tokens_per_pass": round(tokens_per_pass(stats), 6),
+def _described(stats: SpeculationStats) -> dict[str, Any]:
+    found: dict[str, Any] = describe(stats)
+    told = {
+        "rounds": stats.rounds,
+        "drafted_tokens": stats.drafted,
+        "accepted_tokens": stats.accepted,
+        **{name: found[name] for name in ("acceptance_rate", "acceptance_length", "tokens_per_pass")},
+        **{f"acceptance_rate_per_position.{kind}": rates for kind, rates in found["per_position"].items()},
     }
-    for kind, rates in (("cumulative", cumulative_rates(stats)), ("conditional", conditional_rates(stats))):
-        described[f"tandem.acceptance_rate_per_position.{kind}"] = [round(rate, 6) for rate in rates]
-    if (ahead := stats.ahead).awaited:
-        described |= {
-            "tandem.ahead.awaited": ahead.awaited,
-            "tandem.ahead.hits": ahead.hits,
-            "tandem.ahead.hits_by_rank": ahead.hits_by_rank,
-            "tandem.ahead.saved_seconds": round(ahead.saved_seconds, 6),
-        }
-    if (lead := stats.lead).rounds:
-        described |= {"tandem.lead.rounds": lead.rounds, "tandem.lead.wasted": lead.wasted}
-    return described
+    if stats.ahead.awaited:
+        told |= {f"ahead.{name}": value for name, value in found["ahead"].items()}
+    if stats.lead.rounds:
+        told |= {f"lead.{name}": value for name, value in found["lead"].items()}
+    return {f"tandem.{name}": value for name, value in told.items()}
 
 
-class EventLoopProbe:
-    """Measures how long the event loop takes to get to what has come: a thread wakes it at regular intervals.
+async def probe_event_loop(observe: Callable[[float], None], interval_seconds: float = 0.005) -> None:
+    """Measure until it is cancelled how long the event loop takes to get to what has come: a thread wakes it at regular
+    intervals.
 
     gRPC hands over an answer the same way: its own thread wakes the loop, whose next turn wakes the task that reads. So
     a probe waits as long as an answer that comes at the same moment. A loop that is held up for long is probed all the
     while, so that a long wait counts as often as it deserves.
+
+    Args:
+        observe: Receives each wait in seconds, on the event loop.
+        interval_seconds: Time between two probes. A probe costs some 20 us.
     """
+    loop, ended = asyncio.get_running_loop(), threading.Event()
 
-    def __init__(self, observe: Callable[[float], None], interval_seconds: float = 0.005) -> None:
-        """Begin with `start`.
+    def woken(began: float) -> None:
+        loop.call_soon(lambda: observe(time.perf_counter() - began))
 
-        Args:
-            observe: Receives each wait in seconds, on the event loop.
-            interval_seconds: Time between two probes. A probe costs some 20 us.
-        """
-        self._observe = observe
-        self._interval_seconds = interval_seconds
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
+    def probe() -> None:
+        with suppress(RuntimeError):  # the loop was closed
+            while not ended.wait(interval_seconds):
+                loop.call_soon_threadsafe(woken, time.perf_counter())
 
-    def start(self) -> None:
-        """Begin to probe the running loop."""
-        loop = asyncio.get_running_loop()
-        self._thread = threading.Thread(
-            target=self._probe, args=(loop,), name="event loop probe", daemon=True
-        )
-        self._thread.start()
-
-    async def close(self) -> None:
-        """Stop."""
-        self._ended.set()
-        if self._thread is not None:
-            await asyncio.to_thread(self._thread.join)
-
-    def _probe(self, loop: asyncio.AbstractEventLoop) -> None:
-        while not self._ended.wait(self._interval_seconds):
-            try:
-                loop.call_soon_threadsafe(self._woken, loop, time.perf_counter())
-            except RuntimeError:  # the loop was closed
-                return
-
-    def _woken(self, loop: asyncio.AbstractEventLoop, began: float) -> None:
-        loop.call_soon(lambda: self._observe(time.perf_counter() - began))
+    try:
+        await asyncio.to_thread(probe)
+    finally:
+        ended.set()

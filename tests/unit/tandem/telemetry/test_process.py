@@ -20,7 +20,7 @@ from opentelemetry.sdk.resources import Resource
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client import Histogram as UsualHistogram
 
-from coordinator.telemetry.observed import EventLoopProbe
+from coordinator.telemetry.observed import probe_event_loop
 from tandem.errors import ConfigurationError
 from tandem.telemetry.metrics import AtScrape, Histogram
 from tandem.telemetry.names import registry_as_vllm, text_as_vllm
@@ -185,7 +185,7 @@ def _lines(registry: CollectorRegistry) -> list[str]:
 SECONDS = 30.0
 
 
-async def test_waits_are_observed_on_the_loop_until_it_is_closed() -> None:
+async def test_waits_are_observed_on_the_loop_until_that_is_cancelled() -> None:
     waits: list[float] = []
     threads: set[int] = set()
 
@@ -193,10 +193,9 @@ async def test_waits_are_observed_on_the_loop_until_it_is_closed() -> None:
         waits.append(seconds)
         threads.add(threading.get_ident())
 
-    probe = EventLoopProbe(observe, interval_seconds=0.001)
-    probe.start()
+    probe = asyncio.create_task(probe_event_loop(observe, interval_seconds=0.001))
     await until(lambda: len(waits) >= 3, SECONDS)
-    await probe.close()
+    probe.cancel()
     await asyncio.sleep(0.005)  # what was handed over before it was closed
     count = len(waits)
     await asyncio.sleep(0.01)

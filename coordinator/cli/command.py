@@ -7,10 +7,9 @@ import inspect
 import io
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from datetime import datetime
-from enum import Enum, IntEnum
+from enum import Enum
 from functools import wraps
 from typing import Annotated, Any, get_type_hints
 
@@ -19,12 +18,10 @@ import yaml
 from rich.console import Console, RenderableType
 from rich.table import Table
 
+from coordinator.admin.plain import plain
 from coordinator.cli.app import exit_code
-from coordinator.stats.speculation import describe
 from tandem.errors import TandemError
-from tandem.speculation_state import SpeculationDecision, SpeculationState
 from tandem.standard_streams import exit_with
-from tandem.types import SpeculationStats, StepProfile
 
 
 def option(text: str, *flags: str, default: Any = None, **more: Any) -> Any:
@@ -84,37 +81,6 @@ def as_text(*parts: RenderableType, width: int) -> str:
     with console.capture() as captured:
         console.print(*parts, sep="\n")
     return "".join(line.rstrip() + "\n" for line in captured.get().splitlines())
-
-
-def plain(value: object) -> Any:
-    """A value in the types that JSON has. Speculation statistics become an object with their names."""
-    if isinstance(value, SpeculationStats):
-        return describe(value)
-    if isinstance(value, SpeculationState | SpeculationDecision):
-        value = value.as_dict()
-    if isinstance(value, StepProfile):
-        value = [
-            {"sequences": sequences, "tokens": tokens, "seconds": seconds}
-            for (sequences, tokens), seconds in value.seconds.items()
-        ]
-    if is_dataclass(value):
-        return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        entries = [plain(entry) for entry in value]
-        return entries if isinstance(value, list | tuple) else sorted(entries)
-    return _leaf(value)
-
-
-def _leaf(value: object) -> object:
-    if isinstance(value, IntEnum):
-        return value.name.lower()
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, datetime):
-        return value.isoformat(timespec="milliseconds")
-    return round(value, 6) if isinstance(value, float) else value
 
 
 def plain_table(*columns: str) -> Table:

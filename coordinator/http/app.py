@@ -6,7 +6,7 @@ import asyncio
 import re
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import Any
+from dataclasses import replace
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -14,17 +14,16 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
+from coordinator.admin.plain import plain
 from coordinator.http import openapi
 from coordinator.http.api import Api
 from coordinator.http.chat import Chats
 from coordinator.http.errors import HttpError, error_response
 from coordinator.requests.runner import RequestRunner
 from coordinator.settings.coordinator import CoordinatorSettings
-from coordinator.stats.speculation import describe
 from tandem import __version__
 from tandem.admin import Status
 from tandem.errors import ServiceUnavailableError
-from tandem.replica import ReplicaSnapshot
 from tandem.rpc.addresses import is_loopback
 from tandem.serving import protection
 from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls
@@ -189,11 +188,10 @@ class App:
         return Response(content, media_type=media_type)
 
     async def _page_status(self, request: Request) -> Response:
+        # The decisions may be hundreds, and the page asks often.
+        status = plain(replace(await self._status(), decisions=()))
         template = self._chats.template
-        status = _status_object(await self._status()) | {
-            "chat": template is not None,
-            "instruct": template is not None and template.is_instruct,
-        }
+        status |= {"chat": template is not None, "instruct": template is not None and template.is_instruct}
         return JSONResponse(status, headers={"Cache-Control": "no-store"})
 
     async def _page_file(self, request: Request) -> Response:
@@ -218,38 +216,3 @@ def _of_router(error: HTTPException, scope: Scope) -> HttpError:
             405, f"method is {scope['method']}; {scope['path']} takes {allowed}", headers=error.headers
         )
     return HttpError(error.status_code, f"there is nothing at {scope['path']}", "not_found")
-
-
-def _status_object(status: Status) -> dict[str, Any]:
-    settings = status.settings
-    return {
-        "version": status.version,
-        "state": status.state.value,
-        "uptime_seconds": round(status.uptime_seconds, 3),
-        "model": status.model,
-        "load": {"running": status.load.running, "queued": status.load.queued},
-        "tokens_per_second": round(status.throughput.last_10_seconds, 3),
-        "speculation": {
-            "is_on": settings.is_on,
-            "num_speculative_tokens": settings.num_speculative_tokens,
-            **describe(status.speculation),
-            "state": status.speculation_state.as_dict(),
-        },
-        "replicas": [*map(_replica, status.replicas)],
-    }
-
-
-def _replica(replica: ReplicaSnapshot) -> dict[str, Any]:
-    model = replica.model
-    shown = ("name", "architecture", "parameter_count", "dtype")
-    return {
-        "role": replica.role.value,
-        "address": replica.address,
-        "state": replica.state.value,
-        "reason": replica.reason,
-        "since_seconds": round(replica.since_seconds, 3),
-        "open_sequences": replica.open_sequences,
-        "round_trip_seconds": replica.round_trip_seconds,
-        "step_seconds": replica.step_seconds,
-        "model": None if model is None else {name: getattr(model, name) for name in shown},
-    }

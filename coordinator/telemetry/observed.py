@@ -351,7 +351,7 @@ def _described(stats: SpeculationStats) -> dict[str, Any]:
         **{f"acceptance_rate_per_position.{kind}": rates for kind, rates in found["per_position"].items()},
     }
     if stats.ahead.awaited:
-        told |= {f"ahead.{name}": value for name, value in found["ahead"].items()}
+        told |= {f"ahead.{name}": each for name, each in found["ahead"].items() if name != "hit_rate"}
     if stats.lead.rounds:
         told |= {f"lead.{name}": value for name, value in found["lead"].items()}
     return {f"tandem.{name}": value for name, value in told.items()}

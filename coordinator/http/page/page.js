@@ -486,12 +486,12 @@ async function showStatus() {
     if (status.instruct && !hasChosenMode) $("chat").checked = true;
     changeMode();
   }
-  $("count").placeholder = speculation.num_speculative_tokens;
+  $("count").placeholder = status.settings.num_speculative_tokens;
   $("all-acceptance").textContent = percent(speculation.accepted, speculation.drafted);
   $("all-length").textContent = speculation.rounds ? speculation.tokens_per_pass.toFixed(2) : DASH;
-  $("all-rate").textContent = status.tokens_per_second.toFixed(1);
+  $("all-rate").textContent = status.throughput.last_10_seconds.toFixed(1);
   $("all-running").textContent = load.queued ? `${load.running} + ${load.queued}` : load.running;
-  showSpeculation(speculation.state);
+  showSpeculation(status.speculation_state);
   showReplicas(replicas);
 }
 

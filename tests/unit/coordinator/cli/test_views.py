@@ -9,8 +9,9 @@ from datetime import timedelta
 import pytest
 from rich.console import RenderableType
 
+from coordinator.admin.plain import plain
 from coordinator.cli.admin import pairs
-from coordinator.cli.command import as_text, plain
+from coordinator.cli.command import as_text
 from coordinator.cli.doctor import clock, distance, doctor_view, version
 from coordinator.cli.views import duration, request_view, requests_view, stats_view, status_view
 from tandem.admin import Diagnosis, Severity

@@ -237,13 +237,13 @@ async def test_a_plan_measures_every_length_and_the_acceptance(address: str) -> 
     """No times are compared: every length must have one, and the demo draft must often be right."""
     measured = await measured_through(address, [1, 2], 4, 0.0)
     assert set(measured) == {1, 2}
-    for batch, times in measured.items():
-        assert len(times.verify_by_length) == 5
-        assert min(times.verify_by_length) > 0.0
-        assert min(times.draft_step_seconds, times.round_trip_seconds) > 0.0
-        assert len(times.acceptance_rates) == 4
-        assert 0.3 < times.acceptance_rates[0] < 1.0
-        assert [row.tokens for row in plan(times, batch, 4).lengths] == [0, 1, 2, 3, 4]
+    for batch, rounds in measured.items():
+        assert rounds.verify.shape == (5,)
+        assert rounds.verify.min() > 0.0
+        assert min(rounds.draft[1], rounds.messages[1]) > 0.0
+        assert len(rounds.acceptance_rates) == 4
+        assert 0.3 < rounds.acceptance_rates[0] < 1.0
+        assert [row.tokens for row in plan(rounds, batch).lengths] == [0, 1, 2, 3, 4]
 
 
 def test_a_pair_that_cannot_start_is_reported_in_one_sentence(tmp_path: Path) -> None:

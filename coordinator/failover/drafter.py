@@ -196,7 +196,7 @@ class FailoverDrafter:
             if begun is None:
                 drafted = await self._drafted_ahead(sequence, completion, count)
             else:
-                drafted = self._begun(sequence, completion, begun)
+                drafted = await self._begun(sequence, completion, begun)
             if drafted is not None:
                 sequence.go_on(completion, drafted, budget)
                 self._went_alone = False
@@ -231,9 +231,9 @@ class FailoverDrafter:
         fewest = min(count, MAX_AHEAD_TOKENS)
         return replace(proposal, lead=self._lead, min_proposed=fewest, alone_after_miss=may_go_alone)
 
-    def _begun(self, sequence: DraftSequence, completion: Completion, count: int) -> Proposal | None:
+    async def _begun(self, sequence: DraftSequence, completion: Completion, count: int) -> Proposal | None:
         """The proposal of so many tokens with which the target has begun this round; None where it has begun alone."""
-        drafted = sequence.drafted_ahead(completion)
+        drafted = await sequence.drafted_ahead(completion)
         drafted = None if drafted is None or not count else drafted.cut(count)
         self._speculation.outcome_came(drafted.outcome_rank if drafted else None)
         self._timings.drafted_ahead(drafted)
@@ -272,7 +272,7 @@ class FailoverDrafter:
                 return count if count <= unfinished.max_tokens else unfinished.ready
             return self._speculation.tokens_after_hit(unfinished, count)
 
-        drafted = await self._placement.drafted_ahead(completion, wanted)
+        drafted = await sequence.drafted_ahead(completion, wanted)
         self._speculation.outcome_came(drafted.outcome_rank if drafted else None)
         if drafted is not None and keeps_proposals and len(drafted) < count:
             drafted = None  # how far the draft got is a matter of time, and the text must not be

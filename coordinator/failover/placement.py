@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from coordinator.replicas.pool import ClientT, Member, Pool
-from coordinator.speculation.ahead import Unfinished
 from coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
 from coordinator.transport.draft_client import DraftClient, DraftLimits, DraftSequence, OnOutcomes, Tokens
 from coordinator.transport.target_client import TargetSequence
@@ -216,27 +214,6 @@ class DraftPlacement:
         # After so many proposals, earlier losses no longer count
         if self._rounds >= 32:
             self._losses = self._faults = 0
-
-    async def drafted_ahead(
-        self, tokens: Tokens, wanted: Callable[[Unfinished], int], at_most_seconds: float = math.inf
-    ) -> Proposal | None:
-        """The continuation that was drafted ahead of the outcome that came; None where another outcome came.
-
-        Args:
-            wanted: Tokens that are worth waiting for while the draft is still at the continuation.
-            at_most_seconds: Bound on that wait.
-
-        Raises:
-            TandemError: the draft has failed.
-        """
-        sequence = self._sequence
-        unfinished = sequence.unfinished(tokens)
-        if unfinished is not None and (count := wanted(unfinished)) > unfinished.ready:
-            expected = unfinished.due_seconds + (count - unfinished.ready - 1) * unfinished.step_seconds
-            # A margin for a slow step, and a millisecond because the event loop wakes up no more exactly
-            seconds = 1.5 * expected + 0.001
-            await sequence.reach_depth(tokens, count, min(seconds, at_most_seconds))
-        return sequence.drafted_ahead(tokens)
 
     def must_read(self, tokens: Tokens) -> bool:
         """True if the draft lacks so many tokens that it reads them in this round, which it then begins to do."""

@@ -228,7 +228,8 @@ class FailoverVerifier:
         trouble.avoided.clear()
 
     def _count_loss(self, error: TandemError, place: _Place, trouble: _Trouble) -> None:
-        trouble.losses += place.sequence.was_asked and not isinstance(error, InvalidRequestError)
+        # A service that has seen a step may have been lost because of it.
+        trouble.losses += place.sequence.was_sent and not isinstance(error, InvalidRequestError)
         trouble.is_reported = True
         member, reason = place.member, str(error)
         logger.warning(

@@ -118,17 +118,20 @@ def decide_each(decide: Decide, rounds: Sequence[Round], noise: Noise = KEYED) -
 
 
 class MessageRounds:
-    """The rounds that one message of a target answers.
+    """The rounds that the latest message of a target answers.
 
     The rounds of a rule are decided when the first acceptance is asked for: numpy takes microseconds to begin,
     whatever the number of rows (docs/measurements.md). Rounds that come later are decided with each other.
     """
 
     def __init__(self) -> None:
+        self._message: object = None
         self._open: dict[Decide, _Batch] = {}
 
-    def add(self, decide: Decide, own: Round) -> MessageVerification:
-        """Take a round, and return its verification as a part of this message."""
+    def add(self, message: object, decide: Decide, own: Round) -> MessageVerification:
+        """Take a round that this message answers, and return its verification as a part of it."""
+        if message is not self._message:
+            self._message, self._open = message, {}
         batch = self._open.get(decide)
         if batch is None or batch.decided is not None:
             batch = self._open[decide] = _Batch(decide)

@@ -56,9 +56,7 @@ class Conversation:
     def __init__(self, channel: grpc.aio.Channel, seconds: float) -> None:
         self._call: Call = channel.stream_stream("/tandem.v1.DraftService/Propose")()
         self._seconds = seconds
-        self._arrived: defaultdict[int, asyncio.Queue[wire.Answer | ProtocolError | Ending]] = defaultdict(
-            asyncio.Queue
-        )
+        self._arrived: defaultdict[int, asyncio.Queue[wire.Answer | Ending]] = defaultdict(asyncio.Queue)
         self._reading = asyncio.create_task(self._read())
 
     async def say(self, *requests: tuple[int, Request]) -> None:
@@ -82,10 +80,7 @@ class Conversation:
                 {waiting, self._reading}, timeout=self._seconds, return_when=asyncio.FIRST_COMPLETED
             )
             if waiting.done():
-                answer = waiting.result()
-                if isinstance(answer, ProtocolError):
-                    raise answer
-                return answer
+                return waiting.result()
         finally:
             waiting.cancel()
         if self._reading.done():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,8 +15,7 @@ from coordinator.decoding.completion import Completion
 from coordinator.speculation.ahead import Unfinished
 from coordinator.stats.speculation import MovingAverage
 from coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
-from coordinator.transport.remote_sequence import RemoteSequence
-from coordinator.transport.streams import Method, Streams
+from coordinator.transport.streams import Method, StreamedSequence, Streams
 from tandem.errors import ProtocolError, TandemError
 from tandem.rpc.channels import errors_of
 from tandem.speculation_state import SpeculationState
@@ -86,9 +86,17 @@ def check_distribution(token_id: int, distribution: SparseDistribution, vocabula
     """Refuse a distribution that the token cannot have been drawn from.
 
     Raises:
-        ProtocolError: it gives the token no probability, or names unknown ids.
+        ProtocolError: it is none, gives the token no probability, or names unknown ids.
     """
-    support = distribution.token_ids.tolist()
+    # Supports are short: numpy takes longer to begin than Python's own functions to end.
+    support, probs = distribution.token_ids.tolist(), distribution.probs.tolist()
+    total = sum(probs)
+    if not wire.sums_to_one(total) or min(probs) < 0.0:
+        raise ProtocolError(
+            f"draft service: a sparse distribution sums to {total:g}; it must sum to 1, with nothing below 0"
+        )
+    if len(set(support)) != len(support):
+        raise ProtocolError("draft service: a sparse distribution names a token twice")
     if token_id not in support:
         raise ProtocolError(
             f"draft service: it proposed token id {token_id}, to which its own distribution gives no probability"
@@ -383,7 +391,7 @@ class PendingOutcomes:
             check_distribution(token_id, distribution, self._vocabulary_size)
 
 
-class DraftSequence:
+class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
     """Asks a draft service for proposals, for as long as the sequence stays there.
 
     It begins by letting the draft read the sequence while the target does, without waiting for it. One step at a time
@@ -399,23 +407,18 @@ class DraftSequence:
         observer: StreamObserver,
         on_outcomes: OnOutcomes = None,
     ) -> None:
-        self._stream = streams.sequence(self, observer.traffic)
-        self._observer = observer
+        super().__init__(streams, observer)
         self._options = options
         self._limits = limits
-        self._remote = RemoteSequence()
         self._outcomes = PendingOutcomes(limits.vocabulary_size, options.row_kind)
         self._on_outcomes = on_outcomes
         self._granted: AheadBudget | None = None
         """Budget of the step whose answer is awaited."""
-        self._committed: Sequence[int] = ()
-        """The completion's tokens, a list that grows with it."""
         self._is_asked = False
         """True from a question on until somebody has taken its answer."""
         self._answer: Proposal | None = None
         """To the last question, until somebody has taken it."""
         self._arrivals = Arrivals()
-        self._error: TandemError | None = None
         self.is_open = False
         """True once the draft has read the sequence. Before that, the draft may be waiting for room."""
         self._late_since: float | None = None
@@ -423,7 +426,7 @@ class DraftSequence:
     @property
     def is_idle(self) -> bool:
         """True if every step so far was answered."""
-        return not self._is_asked or self._answer is not None or self._error is not None
+        return not self._is_asked or self._answer is not None or self.error is not None
 
     @property
     def is_late(self) -> bool:
@@ -454,36 +457,36 @@ class DraftSequence:
 
     def begin(self, completion: Tokens) -> None:
         """Open the sequence, and let the draft read it."""
-        self._stream.send(self._options)
+        self.send(self._options)
         self._ask(completion, 0)
 
-    def drafted_ahead(self, completion: Tokens) -> Proposal | None:
+    async def drafted_ahead(
+        self,
+        completion: Tokens,
+        wanted: Callable[[Unfinished], int] = lambda unfinished: unfinished.ready,
+        at_most_seconds: float = math.inf,
+    ) -> Proposal | None:
         """The continuation that was drafted ahead of what the last verification said; None where there is none.
+
+        Args:
+            wanted: Tokens that are worth waiting for while the draft is still at the continuation.
+            at_most_seconds: Bound on that wait.
 
         Raises:
             TandemError: the draft failed since. It is of no use any more.
         """
-        if self._error is not None:
-            self._observer.ended(self._error)
-            raise self._error
-        if self._is_asked:
-            return None
-        return self._outcomes.find(completion.token_ids)
-
-    def unfinished(self, completion: Tokens) -> Unfinished | None:
-        """The continuation of the outcome that came, while the draft is still at it; None otherwise."""
-        return self._outcomes.unfinished(completion.token_ids, time.monotonic())
-
-    async def reach_depth(self, completion: Tokens, tokens: int, seconds: float) -> None:
-        """Wait until the continuation of the outcome that came has so many tokens, but not longer than so many seconds.
-
-        A failure of the draft ends the wait; `drafted_ahead` says which.
-        """
-        until = time.monotonic() + seconds
-        while self._outcomes.ready_count(completion.token_ids) < tokens and self._error is None:
-            if time.monotonic() >= until:
-                break
-            await self._arrivals.next(until)
+        outcomes, token_ids, now = self._outcomes, completion.token_ids, time.monotonic()
+        unfinished = outcomes.unfinished(token_ids, now)
+        if unfinished is not None and (count := wanted(unfinished)) > unfinished.ready:
+            expected = unfinished.due_seconds + (count - unfinished.ready - 1) * unfinished.step_seconds
+            # A margin for a slow step, and a millisecond because the event loop wakes up no more exactly
+            until = now + min(1.5 * expected + 0.001, at_most_seconds)
+            while outcomes.ready_count(token_ids) < count and self.error is None and time.monotonic() < until:
+                await self._arrivals.next(until)
+        if self.error is not None:
+            self._observer.ended(self.error)
+            raise self.error
+        return None if self._is_asked else outcomes.find(token_ids)
 
     def go_on(self, completion: Tokens, proposal: Proposal, budget: AheadBudget | None) -> None:
         """Tell the draft what is being verified, so that it drafts ahead of that. Nothing is waited for.
@@ -491,13 +494,13 @@ class DraftSequence:
         A draft that has not read the message before is granted nothing: the next round asks it, and notices that it is
         late.
         """
-        if self._stream.is_posting or self._options.ahead is None:
+        if self.is_posting or self._options.ahead is None:
             budget = None
         self._outcomes.expect(completion.length, proposal.token_ids, budget)
         if budget is None:
             return
         delta = self._remote.delta_to(completion.token_ids, proposal.token_ids)
-        self._stream.send(ProposeStep(delta, 0, budget, len(proposal)))
+        self.send(ProposeStep(delta, 0, budget, len(proposal)))
 
     async def propose(
         self, completion: Tokens, count: int, patience_seconds: float, budget: AheadBudget | None = None
@@ -513,8 +516,8 @@ class DraftSequence:
         """
         until = time.monotonic() + patience_seconds
         try:
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             if self._is_asked and await self._answered(until) is None:
                 return None
             self._ask(completion, count, budget)
@@ -535,39 +538,38 @@ class DraftSequence:
     async def finish(self) -> None:
         """End the sequence; the service lets go of it at once."""
         if not self._is_asked:
-            await self._stream.finish(self._remote.kept_length(self._committed))
+            await super().finish()
 
     def cancel(self) -> None:
         """Drop it, whatever is being done for it."""
-        self._stream.cancel()
+        super().cancel()
         self._arrivals.close()
-        self._observer.ended()
 
     def _ask(self, completion: Tokens, count: int, budget: AheadBudget | None = None) -> None:
         self._committed = completion.token_ids
         self._outcomes.expect(completion.length, (), None)
         self._granted = budget if count and self._options.ahead else None
         self._is_asked = True
-        self._stream.send(ProposeStep(self._remote.delta_to(completion.token_ids), count, self._granted))
+        self.send(ProposeStep(self._remote.delta_to(completion.token_ids), count, self._granted))
 
     async def _answered(self, until: float) -> Proposal | None:
         """The answer to the last step; None while it is late. What is late already is not waited for again."""
         was_awaited = self._answer is None
         while self._answer is None:
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             if self._late_since is not None or time.monotonic() >= until:
                 self._late_since = self._late_since or time.monotonic()
                 return None
             await self._arrivals.next(until)
         if was_awaited:
-            self._stream.goes_on()
+            self.goes_on()
         answer, self._answer, self._late_since = self._answer, None, None
         self._is_asked, self.is_open = False, True
         return answer
 
     def take(self, answer: wire.Answer) -> None:
-        """Take a proposal or outcomes. See `streams.Listener`."""
+        """Take a proposal or outcomes."""
         if isinstance(answer, DraftedOutcomes):
             if self._outcomes.add(answer, time.monotonic()) and self._on_outcomes is not None:
                 self._on_outcomes(answer)
@@ -579,9 +581,8 @@ class DraftSequence:
             self._answer = answer
         self._arrivals.notify()
 
-    def fail(self, error: TandemError) -> None:
-        """Learn why nothing follows. See `streams.Listener`."""
-        self._error = self._error or error
+    def notify(self) -> None:
+        """Nothing follows."""
         self._outcomes.expect(0, (), None)
         self._arrivals.notify()
 
@@ -613,7 +614,7 @@ class DraftClient:
         self._heard(answer)
         return model_info_from_proto(answer.model_info)
 
-    def _read(self, content: bytes) -> Iterator[tuple[int, wire.Answer | ProtocolError | Ending]]:
+    def _read(self, content: bytes) -> Iterator[tuple[int, wire.Answer | Ending]]:
         message = draft_pb2.ProposeResponse.FromString(content)
         self._heard(message)
         return wire.answers_from_proto(message)

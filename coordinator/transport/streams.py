@@ -9,16 +9,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
+from coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
+from coordinator.transport.remote_sequence import RemoteSequence
 from tandem.errors import ProtocolError, TandemError
 from tandem.rpc.channels import Traffic, ending_of, failure
 from tandem.types import Cancel, Finish
@@ -33,16 +36,8 @@ FINISH_SECONDS = 0.5
 Call: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
 
 
-class Message(Protocol):
-    """A message of a stream."""
-
-    def SerializeToString(self) -> bytes:  # noqa: N802 - protobuf's name
-        """Its bytes."""
-
-
 RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")
-AnswerT_contra = TypeVar("AnswerT_contra", contravariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,39 +50,31 @@ class Method(Generic[RequestT, AnswerT]):
     """Opens a stream."""
     write: Callable[[Iterable[tuple[int, RequestT | Finish | Cancel]]], Message]
     """Makes a message of what there is to say of sequences, by number."""
-    read: Callable[[bytes], Iterable[tuple[int, AnswerT | ProtocolError | Ending]]]
+    read: Callable[[bytes], Iterable[tuple[int, AnswerT | Ending]]]
     """Reads a message of the service, as answers to sequences by number. Raises a ProtocolError or a DecodeError where
     that is impossible."""
 
 
-class Listener(Protocol[AnswerT_contra]):
-    """The owner of a sequence."""
+class StreamedSequence(ABC, Generic[RequestT, AnswerT]):
+    """A sequence on a service, over a stream that it shares with others. Whoever begins it must cancel it in the end.
 
-    def take(self, answer: AnswerT_contra) -> None:
-        """Take an answer. May raise a TandemError, which ends the sequence."""
+    The stream's reader hands it its answers: a task for each would cost 30 us.
+    """
 
-    def fail(self, error: TandemError) -> None:
-        """Learn why nothing follows. May be called again, for a later reason."""
-
-
-class SequenceStream(Generic[RequestT, AnswerT]):
-    """One sequence's share of a stream. The owner must cancel it in the end."""
-
-    def __init__(
-        self,
-        stream: _Stream[RequestT, AnswerT],
-        listener: Listener[AnswerT],
-        traffic: Traffic | None,
-    ) -> None:
-        """Begin.
-
-        Args:
-            listener: Receives the answers. It is called by the stream's reader: a task for each answer costs 30 us.
-            traffic: Counts the bytes; None: nobody reads the counts.
-        """
-        self._stream = stream
-        self._listener = listener
-        self._traffic = traffic or Traffic()
+    def __init__(self, streams: Streams[RequestT, AnswerT], observer: StreamObserver = NO_OBSERVER) -> None:
+        self.error: TandemError | None = None
+        """Why nothing follows; None while something may."""
+        self.number = 0
+        """On the stream; 0 before the first message."""
+        self.was_sent = False
+        """True if the service may have received a message of the sequence."""
+        self._stream = streams.open()
+        self._stream.sequences.add(self)
+        self._observer = observer
+        self._traffic = observer.traffic or Traffic()
+        self._remote = RemoteSequence()
+        self._committed: Sequence[int] = ()
+        """The tokens that stay, a list that grows."""
         self._is_over = False
         self._ended: asyncio.Future[None] | None = None
         """Set while somebody waits for the end."""
@@ -95,10 +82,18 @@ class SequenceStream(Generic[RequestT, AnswerT]):
         """When the last answer was read, by the clock of `perf_counter`."""
         self._asked_at = 0.0
         self._unwritten = 0
-        self.number = 0
-        """On the stream; 0 before the first message."""
-        self.was_sent = False
-        """True if the service may have received a message of the sequence."""
+
+    @abstractmethod
+    def take(self, answer: AnswerT) -> None:
+        """Take an answer.
+
+        Raises:
+            TandemError: it ends the sequence.
+        """
+
+    @abstractmethod
+    def notify(self) -> None:
+        """Nothing follows; `error` says why. It may be called again."""
 
     @property
     def is_posting(self) -> bool:
@@ -107,19 +102,27 @@ class SequenceStream(Generic[RequestT, AnswerT]):
 
     def send(self, *requests: RequestT | Finish | Cancel) -> None:
         """Send requests after all that were sent before, without waiting. Nothing is sent once the sequence is over."""
-        if not self._is_over:
-            self._asked_at = time.perf_counter()
-            self._unwritten += len(requests)
-            # Others may begin in the turn in which a sequence does, and go into its message.
-            self._stream.put(self, requests, may_wait=not self.was_sent)
+        if self._is_over:
+            return
+        self._asked_at = time.perf_counter()
+        self._unwritten += len(requests)
+        stream = self._stream
+        if not self.number:
+            self.number = next(stream.numbers)
+            stream.numbered[self.number] = self
+        for request in requests:
+            stream.outbox.put(self.number, request)
+        # Others may begin in the turn in which a sequence does, and go into its message.
+        if not stream.is_writing:
+            stream.is_writing = True
+            if self.was_sent and len(stream.sequences) == 1:
+                _go_on(stream._write())
+            else:
+                asyncio.get_running_loop().call_soon(_go_on, stream._write())
 
-    async def finish(self, token_count: int) -> None:
-        """End the sequence, and wait for the service to have let go of it.
-
-        Args:
-            token_count: How many of the sequence's first tokens are kept.
-        """
-        self.send(Finish(token_count))
+    async def finish(self) -> None:
+        """End the sequence, and wait for the service to have let go of it."""
+        self.send(Finish(self._remote.kept_length(self._committed)))
         if self._is_over:
             return
         self._ended = asyncio.get_running_loop().create_future()
@@ -129,10 +132,17 @@ class SequenceStream(Generic[RequestT, AnswerT]):
 
     def cancel(self) -> None:
         """Drop the sequence, whatever is being done for it."""
-        self._stream.drop(self)
+        self._stream.sequences.discard(self)
+        if not self._stream.sequences:
+            self._stream.end(Ending())
+        elif self.number:
+            self.send(Cancel())
+            self._stream.numbered.pop(self.number, None)
+        self.end(Ending())
+        self._observer.ended()
 
     def goes_on(self) -> None:
-        """The owner goes on with the last answer, which ends the measurement of its wait."""
+        """The last answer is used, which ends the measurement of its wait."""
         if self._traffic.waits is not None:
             self._traffic.waits.answer(time.perf_counter() - self._read_at)
 
@@ -147,26 +157,28 @@ class SequenceStream(Generic[RequestT, AnswerT]):
         if self._traffic.waits is not None and self._asked_at <= began:
             self._traffic.waits.question(began - self._asked_at)
 
-    def arrive(self, answer: AnswerT | ProtocolError, size: int, read_at: float) -> None:
+    def arrive(self, answer: AnswerT, size: int, read_at: float) -> None:
         """An answer has come, in a message that was read then."""
         self._read_at = read_at
         self._traffic.received_messages += 1
         self._traffic.received_bytes += size
         try:
-            if isinstance(answer, ProtocolError):
-                raise ProtocolError(f"{self._stream.service}: {answer}")
-            self._listener.take(answer)
+            self.take(answer)
         except TandemError as error:
-            self._listener.fail(error)
+            self._fail(error)
 
     def end(self, ending: Ending) -> None:
         """The service has ended it, or the stream has."""
         if self._is_over:
             return
         self._is_over = True
-        self._listener.fail(failure(self._stream.service, ending))
+        self._fail(failure(self._stream.service, ending))
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(None)
+
+    def _fail(self, error: TandemError) -> None:
+        self.error = self.error or error
+        self.notify()
 
 
 class _Stream(Generic[RequestT, AnswerT]):
@@ -176,13 +188,14 @@ class _Stream(Generic[RequestT, AnswerT]):
         self.service = method.service
         self._method = method
         self._call = method.open()
-        self._sequences: set[SequenceStream[RequestT, AnswerT]] = set()
-        self._numbered: dict[int, SequenceStream[RequestT, AnswerT]] = {}
-        self._numbers = itertools.count(1)
-        self._outbox: Outbox[RequestT | Finish | Cancel] = Outbox()
+        self.sequences: set[StreamedSequence[RequestT, AnswerT]] = set()
+        self.numbered: dict[int, StreamedSequence[RequestT, AnswerT]] = {}
+        """Those that have sent something."""
+        self.numbers = itertools.count(1)
+        self.outbox: Outbox[RequestT | Finish | Cancel] = Outbox()
         self._old_at = time.monotonic() + _MAX_SECONDS
         self._is_over = False
-        self._is_writing = False
+        self.is_writing = False
         self._reading = asyncio.create_task(self._read())
 
     @property
@@ -190,53 +203,18 @@ class _Stream(Generic[RequestT, AnswerT]):
         """True if further sequences may come."""
         return not self._is_over and time.monotonic() < self._old_at
 
-    def add(self, sequence: SequenceStream[RequestT, AnswerT]) -> None:
-        """Take a sequence."""
-        self._sequences.add(sequence)
-
-    def put(
-        self,
-        sequence: SequenceStream[RequestT, AnswerT],
-        requests: Iterable[RequestT | Finish | Cancel],
-        *,
-        may_wait: bool,
-    ) -> None:
-        """Write requests, or queue them until the next turn. Sequences are numbered as their first ones come."""
-        if not sequence.number:
-            sequence.number = next(self._numbers)
-            self._numbered[sequence.number] = sequence
-        for request in requests:
-            self._outbox.put(sequence.number, request)
-        if self._is_writing:
-            return
-        self._is_writing = True
-        if may_wait or len(self._sequences) > 1:
-            asyncio.get_running_loop().call_soon(_go_on, self._write())
-        else:
-            _go_on(self._write())
-
-    def drop(self, sequence: SequenceStream[RequestT, AnswerT]) -> None:
-        """End a sequence's share of the stream."""
-        sequence.end(Ending())
-        if sequence.number in self._numbered:
-            self.put(sequence, (Cancel(),), may_wait=True)
-            del self._numbered[sequence.number]
-        self._sequences.discard(sequence)
-        if not self._sequences:
-            self._end(Ending())
-
     async def _write(self) -> None:
         # `_read` learns why a write fails; then there is no other.
         with suppress(grpc.RpcError, asyncio.InvalidStateError, asyncio.CancelledError):
-            while taken := self._outbox.take():
+            while taken := self.outbox.take():
                 began = time.perf_counter()
                 content = self._method.write(taken).SerializeToString()
                 await self._call.write(content)
                 share = len(content) // len(taken)
                 for number, _ in taken:
-                    if (sequence := self._numbered.get(number)) is not None:
+                    if (sequence := self.numbered.get(number)) is not None:
                         sequence.was_written(began, share)
-            self._is_writing = False
+            self.is_writing = False
 
     async def _read(self) -> None:
         try:
@@ -253,7 +231,7 @@ class _Stream(Generic[RequestT, AnswerT]):
             ending = Ending(grpc.StatusCode.INTERNAL, str(error))
         except asyncio.CancelledError:
             ending = Ending(grpc.StatusCode.UNAVAILABLE, "the connection was closed")
-        self._end(ending)
+        self.end(ending)
 
     async def _hand_out(self, content: bytes) -> None:
         """Give each sequence its answer. Columns that do not fit together end the stream: they may be anyone's."""
@@ -262,7 +240,7 @@ class _Stream(Generic[RequestT, AnswerT]):
         share = len(content) // max(len(answers), 1)
         for count, (number, answer) in enumerate(answers, 1):
             # There is no sequence where it was dropped before the service knew.
-            if (sequence := self._numbered.get(number)) is not None:
+            if (sequence := self.numbered.get(number)) is not None:
                 if isinstance(answer, Ending):
                     sequence.end(answer)
                 else:
@@ -272,12 +250,12 @@ class _Stream(Generic[RequestT, AnswerT]):
             if count % 32 == 0:
                 await asyncio.sleep(0)  # their sequences go on, and what they ask is written
 
-    def _end(self, ending: Ending) -> None:
+    def end(self, ending: Ending) -> None:
         """End the call and all sequences. A call that is dropped without being cancelled is never collected."""
         self._is_over = True
         self._call.cancel()
         self._reading.cancel()
-        for sequence in list(self._sequences):
+        for sequence in list(self.sequences):
             sequence.end(ending)
 
 
@@ -297,12 +275,8 @@ class Streams(Generic[RequestT, AnswerT]):
         self._method = method
         self._latest: _Stream[RequestT, AnswerT] | None = None
 
-    def sequence(
-        self, listener: Listener[AnswerT], traffic: Traffic | None = None
-    ) -> SequenceStream[RequestT, AnswerT]:
-        """Begin a sequence. See `SequenceStream`."""
+    def open(self) -> _Stream[RequestT, AnswerT]:
+        """The stream for a new sequence."""
         if self._latest is None or not self._latest.takes_more:
             self._latest = _Stream(self._method)
-        sequence = SequenceStream(self._latest, listener, traffic)
-        self._latest.add(sequence)
-        return sequence
+        return self._latest

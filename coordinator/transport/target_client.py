@@ -18,8 +18,7 @@ import numpy as np
 from coordinator.rejection import MessageRounds, Round
 from coordinator.rejection.rounds import Decide
 from coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
-from coordinator.transport.remote_sequence import RemoteSequence
-from coordinator.transport.streams import Method, Streams
+from coordinator.transport.streams import Method, StreamedSequence, Streams
 from tandem.errors import ProtocolError, ServiceUnavailableError, TandemError
 from tandem.outcome_table import OutcomeTable
 from tandem.rpc.channels import errors_of
@@ -142,7 +141,7 @@ class TargetClient:
                 read=lambda content: wire.answers_from_proto(target_pb2.VerifyResponse.FromString(content)),
             )
         )
-        self._messages = _Messages()
+        self._rounds = MessageRounds()
 
     async def model_info(self) -> ModelInfo:
         """Its model.
@@ -191,7 +190,7 @@ class TargetClient:
     ) -> TargetSequence:
         """Begin a sequence on it. The caller must cancel the sequence in the end, whatever happens."""
         options = replace(options, traceparent=observer.traceparent)
-        return TargetSequence(self._streams, options, rows, observer, self._messages)
+        return TargetSequence(self._streams, options, rows, observer, self._rounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,20 +210,6 @@ class RowChoice:
         """With nothing proposed, a support row would hold only a sample of the target, which a token row holds too."""
         needs_sample_only = not proposal.token_ids and not self.with_statistics
         return RowKind.TOKEN if self.kind is RowKind.SUPPORT and needs_sample_only else self.kind
-
-
-class _Messages:
-    """The rounds that the latest message answers. A message's answers are read one after the other."""
-
-    def __init__(self) -> None:
-        self._block: wire.RowBlock | None = None
-        self._rounds = MessageRounds()
-
-    def rounds(self, block: wire.RowBlock) -> MessageRounds:
-        """The rounds of the message with this block."""
-        if block is not self._block:
-            self._block, self._rounds = block, MessageRounds()
-        return self._rounds
 
 
 @dataclass(slots=True, eq=False)
@@ -252,7 +237,7 @@ class _Lead:
         return own == delta and step.row_count == len(own.token_ids) and step.row_kind is RowKind.TOKEN
 
 
-class TargetSequence:
+class TargetSequence(StreamedSequence[_Request, wire.Answer]):
     """Asks a target service for rows, for as long as the sequence stays there."""
 
     def __init__(
@@ -261,15 +246,13 @@ class TargetSequence:
         options: TargetOptions,
         rows: RowChoice,
         observer: StreamObserver,
-        messages: _Messages,
+        rounds: MessageRounds,
     ) -> None:
-        self._stream = streams.sequence(self, observer.traffic)
-        self._messages = messages
-        self._observer = observer
+        """`rounds`: those that the latest message of the service answers. Its answers are read one after the other."""
+        super().__init__(streams, observer)
+        self._rounds = rounds
         self._options = options
         self._rows = rows
-        self._remote = RemoteSequence()
-        self._committed: Sequence[int] = ()
         self._asked: tuple[VerifyStep, Proposal] | None = None
         """Set while an answer is awaited."""
         self._answer: asyncio.Future[Verification] | None = None
@@ -278,15 +261,9 @@ class TargetSequence:
         """As the target has it."""
         self._unwanted = 0
         """Answers that may come of a lead that has ended, each of which began another round."""
-        self._error: TandemError | None = None
         self._stats = LeadStats()
         self.is_new = True
         """True before the first answer."""
-
-    @property
-    def was_asked(self) -> bool:
-        """True if the service may have seen a step: then the step itself may have ended the sequence."""
-        return self._stream.was_sent
 
     async def verify(
         self, committed: Sequence[int], proposal: Proposal, stats: LeadStats | None = None
@@ -313,11 +290,11 @@ class TargetSequence:
             alone_after_miss=proposal.alone_after_miss,
         )
         try:
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             self._asked = step, proposal
             self._answer = asyncio.get_running_loop().create_future()
-            self._stream.send(*((self._options, step) if self.is_new else (step,)))
+            self.send(*((self._options, step) if self.is_new else (step,)))
             if not self._lead.continues(step):
                 self._end_lead()
             # A smaller lead does not reach the target before it has begun what an earlier step allowed.
@@ -328,7 +305,7 @@ class TargetSequence:
         except TandemError as error:
             self._observer.ended(error)
             raise
-        self._stream.goes_on()
+        self.goes_on()
         self.is_new = False
         self._stats.rounds += verification.led_token_id >= 0
         return verification
@@ -342,19 +319,18 @@ class TargetSequence:
     def expect(self, drafted: DraftedOutcomes) -> None:
         """Tell the target what the draft proposes after outcomes of the round in progress."""
         if self._asked is not None and self._outcomes.add(drafted):
-            self._stream.send(drafted)
+            self.send(drafted)
 
     async def finish(self) -> None:
         """End the sequence; the service lets go of it at once."""
         self._end_lead()
         if not self.is_new:
-            await self._stream.finish(self._remote.kept_length(self._committed))
+            await super().finish()
 
     def cancel(self) -> None:
         """Drop the sequence, whatever the target is doing for it."""
         self._end_lead()
-        self._stream.cancel()
-        self._observer.ended()
+        super().cancel()
 
     def _end_lead(self) -> None:
         """Drop what the target did by itself. It may have begun another round, and more until it learns of it."""
@@ -364,7 +340,7 @@ class TargetSequence:
         self._stats.wasted += len(lead.unasked) + begins_more
 
     def take(self, answer: wire.Answer) -> None:
-        """Take an answer of the service. See `streams.Listener`.
+        """Take an answer of the service.
 
         All sequences that a message answers take their answers before any of them goes on, so that their rule can
         decide all of their rounds at once.
@@ -385,7 +361,7 @@ class TargetSequence:
         self._lead.next = self._led_delta(step, verification)
         if (decide := self._rows.decide_many) is not None and step.row_kind is RowKind.SUPPORT:
             own = Round(proposal, verification, self._options.sampling)
-            verification = self._messages.rounds(answer.block).add(decide, own)
+            verification = self._rounds.add(answer.block, decide, own)
         self._answer.set_result(verification)
 
     def _take_led(self, answer: wire.Answer) -> None:
@@ -426,8 +402,7 @@ class TargetSequence:
         assert delta is not None, "it has the token"
         return Delta(delta.base_length, delta.token_ids[: answer.next_proposed + 1])
 
-    def fail(self, error: TandemError) -> None:
-        """Learn why no answer follows. See `streams.Listener`."""
-        self._error = self._error or error
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(self._error)
+    def notify(self) -> None:
+        """Nothing follows."""
+        if self.error is not None and self._answer is not None and not self._answer.done():
+            self._answer.set_exception(self.error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 from struct import Struct
 from typing import TypeAlias
 
@@ -255,10 +255,8 @@ def _distributions_to_proto(
         message.probabilities = floats_to_bytes(np.concatenate([each.probs for each in distributions]))
 
 
-def answers_from_proto(
-    message: draft_pb2.ProposeResponse,
-) -> Iterator[tuple[int, Answer | ProtocolError | Ending]]:
-    """The answers of a message, by number of the sequence; an error in place of one with an invalid distribution.
+def answers_from_proto(message: draft_pb2.ProposeResponse) -> Iterator[tuple[int, Answer | Ending]]:
+    """The answers of a message, by number of the sequence.
 
     Raises:
         ProtocolError: the columns do not fit together.
@@ -271,30 +269,26 @@ def answers_from_proto(
         yield end.sequence, ending_from_proto(end)
 
 
-def _proposals_from_proto(
-    message: draft_pb2.ProposalColumns,
-) -> Iterator[tuple[int, Proposal | ProtocolError]]:
+def _proposals_from_proto(message: draft_pb2.ProposalColumns) -> Iterator[tuple[int, Proposal]]:
     answers = list(answers_from_bytes(message.records))
-    token_ids = split(message.token_ids, [count for _, _, count, _ in answers], "the column of tokens")
-    total = sum(map(len, token_ids))
+    counts = [count for _, _, count, _ in answers]
+    token_ids = split(message.token_ids, counts, "the column of tokens")
+    total = sum(counts)
     logits = floats_from_bytes(
         message.token_logits, "the column of logits", total if message.token_logits else 0
     )
-    distributions = _Distributions(message.distributions, total)
+    distributions = _distributions_from_proto(message.distributions, counts)
     start = 0
-    for (sequence, base_length, count, cost), own in zip(answers, token_ids, strict=True):
+    for (sequence, base_length, count, cost), own, drawn_from in zip(
+        answers, token_ids, distributions, strict=True
+    ):
         own_logits = logits[start : start + count] if len(logits) else None
         start += count
-        try:
-            yield sequence, Proposal(base_length, own, distributions.take(count), own_logits, cost)
-        except ProtocolError as error:
-            yield sequence, error
+        yield sequence, Proposal(base_length, own, drawn_from, own_logits, cost)
 
 
-def outcomes_from_proto(
-    message: draft_pb2.OutcomeColumns,
-) -> Iterator[tuple[int, DraftedOutcomes | ProtocolError]]:
-    """The outcomes of a message, by number of the sequence; an error in place of one with an invalid distribution.
+def outcomes_from_proto(message: draft_pb2.OutcomeColumns) -> Iterator[tuple[int, DraftedOutcomes]]:
+    """The outcomes of a message, by number of the sequence.
 
     Raises:
         ProtocolError: the columns do not fit together.
@@ -303,74 +297,46 @@ def outcomes_from_proto(
     depths = records_from_bytes(_DEPTH, message.depths, "the column of depths", len(answers))
     counts, outcomes = [count for _, _, count, _ in answers], [count for _, count, _ in depths]
     columns = zip(
-        answers,
-        depths,
         split(message.token_ids, counts, "the column of tokens"),
         split(message.accepted_counts, outcomes, "the column of accepted counts"),
         split(message.next_token_ids, outcomes, "the column of next tokens"),
+        _distributions_from_proto(message.distributions, counts),
         split(message.lead_token_ids, [count for _, _, count in depths], "the column of lead tokens"),
         strict=True,
     )
-    distributions = _Distributions(message.distributions, sum(counts))
-    for (sequence, base_length, count, cost), (depth, _, _), token_ids, accepted, following, lead in columns:
-        try:
-            drawn_from = distributions.take(count)
-        except ProtocolError as error:
-            yield sequence, error
-        else:
-            keys = accepted, following
-            yield sequence, DraftedOutcomes(base_length, depth, token_ids, *keys, drawn_from, lead, cost)
+    for (sequence, base_length, _, cost), (depth, _, _), own in zip(answers, depths, columns, strict=True):
+        yield sequence, DraftedOutcomes(base_length, depth, *own, cost)
 
 
-class _Distributions:
-    def __init__(self, message: draft_pb2.DistributionColumns, token_count: int) -> None:
-        """Read the columns.
+def sums_to_one(total: float) -> bool:
+    """True if probabilities with this sum may be a distribution, after rounding to binary32."""
+    return 0.999 < total < 1.001
 
-        Raises:
-            ProtocolError: they do not fit together, or there are distributions, but not one for each token.
-        """
-        self._bounds: list[tuple[int, int]] = []
-        self._taken = 0
-        if not message.ByteSize():
-            return
-        sizes = ints_from_bytes(message.support_sizes, "the column of support sizes")
-        if len(sizes) not in (0, token_count):
-            raise ProtocolError(
-                f"{token_count} tokens came with {len(sizes)} distributions; there must be one for each token or none"
-            )
-        self._token_ids = ids_from_bytes(message.support_ids, "the column of support ids")
-        total = len(self._token_ids)
-        self._bounds = bounds(sizes, total, "the column of support ids")
-        probs = floats_from_bytes(message.probabilities, "the column of probabilities", total).astype(float)
-        # Supports are short: Python's own functions over a list are faster than numpy's, which take microseconds to
-        # begin.
-        self._id_list, self._values = self._token_ids.tolist(), probs.tolist()
-        self._lowest = min(self._values, default=0.0)
-        self._totals = [sum(self._values[first:last]) for first, last in self._bounds]
-        # binary32 rounded each probability; the draft sampled in proportion to them. A sum that is refused divides
-        # nothing.
-        divisors = [each if 0.999 < each < 1.001 else 1.0 for each in self._totals]
-        self._probs = probs / np.repeat(divisors, sizes)
 
-    def take(self, count: int) -> tuple[SparseDistribution, ...]:
-        """The distributions of the next so many tokens; none for deterministic proposals.
+def _distributions_from_proto(
+    message: draft_pb2.DistributionColumns, counts: Sequence[int]
+) -> list[tuple[SparseDistribution, ...]]:
+    """For each answer the distributions of its tokens, of which it has so many; none where all are deterministic.
 
-        Raises:
-            ProtocolError: one does not sum to one, or names a token twice.
-        """
-        if not self._bounds:
-            return ()
-        tokens = slice(self._taken, self._taken + count)
-        self._taken += count
-        own = self._bounds[tokens]
-        for (first, last), total in zip(own, self._totals[tokens], strict=True):
-            lowest = 0.0 if self._lowest >= 0.0 else min(self._values[first:last], default=0.0)
-            if not 0.999 < total < 1.001 or lowest < 0.0:
-                raise ProtocolError(
-                    f"a sparse distribution sums to {total:g}; it must sum to 1, with nothing below 0"
-                )
-            if len(set(self._id_list[first:last])) != last - first:
-                raise ProtocolError("a sparse distribution names a token twice")
-        return tuple(
-            SparseDistribution(self._token_ids[first:last], self._probs[first:last]) for first, last in own
+    Raises:
+        ProtocolError: the columns do not fit together, or there are distributions, but not one for each token.
+    """
+    if not message.ByteSize():
+        return [()] * len(counts)
+    sizes = ints_from_bytes(message.support_sizes, "the column of support sizes")
+    if len(sizes) not in (0, sum(counts)):
+        raise ProtocolError(
+            f"{sum(counts)} tokens came with {len(sizes)} distributions; there must be one for each token or none"
         )
+    token_ids = ids_from_bytes(message.support_ids, "the column of support ids")
+    spans = bounds(sizes, len(token_ids), "the column of support ids")
+    probs = floats_from_bytes(message.probabilities, "the column of probabilities", len(token_ids))
+    # Supports are short: Python's own sum over a list is faster than numpy's, which takes microseconds to begin.
+    values = probs.tolist()
+    totals = [sum(values[first:last]) for first, last in spans]
+    # binary32 rounded each probability; the draft sampled in proportion to them. One that does not sum to 1 stays as
+    # it is, for whoever refuses it.
+    divisors = [each if sums_to_one(each) else 1.0 for each in totals]
+    scaled = probs.astype(float) / np.repeat(divisors, sizes)
+    each = iter([SparseDistribution(token_ids[first:last], scaled[first:last]) for first, last in spans])
+    return [tuple(islice(each, count)) for count in counts]

@@ -112,9 +112,7 @@ def requests_from_proto(
             yield sequence, _checked(drafted)
 
 
-def _checked(drafted: DraftedOutcomes | ProtocolError) -> DraftedOutcomes | InvalidRequestError:
-    if isinstance(drafted, ProtocolError):
-        return InvalidRequestError(str(drafted))
+def _checked(drafted: DraftedOutcomes) -> DraftedOutcomes | InvalidRequestError:
     depth = drafted.depth + len(drafted.lead_token_ids)
     if not 0 <= drafted.depth <= depth < MAX_AHEAD_TOKENS or len(drafted.token_ids) > MAX_BRANCHES:
         return InvalidRequestError(

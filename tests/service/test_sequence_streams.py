@@ -18,7 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.load.fakes import LeaveError
-from coordinator.transport.streams import Method, Streams
+from coordinator.telemetry.observer import StreamObserver
+from coordinator.transport.streams import Method, StreamedSequence, Streams
 from draft_service.service import DraftService
 from draft_service.settings import DraftSettings
 from tandem.errors import CapacityError, ProtocolError, ServiceUnavailableError, TandemError
@@ -96,34 +97,34 @@ class Echo(FakeTarget):
             yield response
 
 
-class Asker:
+class Asker(StreamedSequence[Any, wire.Answer]):
     """The coordinator's end of a sequence."""
 
     def __init__(self, streams: Streams[Any, wire.Answer], traffic: Traffic | None = None) -> None:
-        self.stream = streams.sequence(self, traffic)
+        observer = StreamObserver()
+        observer.traffic = traffic
+        super().__init__(streams, observer)
         self._answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._error: TandemError | None = None
         self._is_open = False
 
     async def ask(self, base_length: int) -> int:
         """The length that answers a step with this one."""
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         if not self._is_open:
-            self.stream.send(OPTIONS)
+            self.send(OPTIONS)
         self._is_open = True
         self._answer = asyncio.get_running_loop().create_future()
-        self.stream.send(step(base_length))
+        self.send(step(base_length))
         return await self._answer
 
     def take(self, answer: wire.Answer) -> None:
         if not self._answer.done():
             self._answer.set_result(answer.base_length)
 
-    def fail(self, error: TandemError) -> None:
-        self._error = self._error or error
-        if self._is_open and not self._answer.done():
-            self._answer.set_exception(self._error)
+    def notify(self) -> None:
+        if self.error is not None and self._is_open and not self._answer.done():
+            self._answer.set_exception(self.error)
 
 
 @dataclass(frozen=True)
@@ -188,12 +189,12 @@ async def test_all_sequences_share_a_stream_that_ends_with_the_last() -> None:
         assert answers == list(range(17))
         assert both.service.calls == {"sequences": 17, "streams": 1}
         for sequence in sequences:
-            sequence.stream.cancel()
+            sequence.cancel()
         await until(lambda: both.service.running == 0)
         (later,) = both.sequences(1)
         assert await later.ask(1) == 1
         assert both.service.calls["streams"] == 2
-        later.stream.cancel()
+        later.cancel()
 
 
 async def test_simultaneous_requests_and_answers_travel_in_one_message() -> None:
@@ -231,7 +232,7 @@ async def test_an_ending_sequence_ends_no_other(length: int, error: type[TandemE
             await first.ask(2)
         assert await second.ask(3) == 3
         assert both.service.calls["sequences"] == 2, "a late request must not begin a sequence"
-        first.stream.cancel()
+        first.cancel()
         assert await second.ask(4) == 4
 
 
@@ -241,8 +242,8 @@ async def test_a_cancelled_sequence_stops_at_once_and_no_other_does() -> None:
         assert await second.ask(1) == 1
         held = asyncio.create_task(first.ask(HOLD))
         await until(lambda: both.service.running == 2)
-        first.stream.cancel()
-        first.stream.cancel()
+        first.cancel()
+        first.cancel()
         await until(lambda: both.service.running == 1)
         assert await second.ask(2) == 2
         for late in (held, first.ask(3)):
@@ -255,7 +256,7 @@ async def test_finish_returns_after_the_sequence_has_ended() -> None:
         first, second = both.sequences(2)
         await first.ask(1)
         held = asyncio.create_task(second.ask(HOLD))
-        await first.stream.finish(0)
+        await first.finish()
         assert (both.service.finished, both.service.running) == (1, 1)
         both.service.released.set()
         assert await held == HOLD
@@ -270,11 +271,11 @@ async def test_a_broken_stream_ends_its_sequences_and_later_ones_get_a_new_strea
         for each in held:
             with pytest.raises(ServiceUnavailableError):
                 await each
-        assert all(sequence.stream.was_sent for sequence in sequences)
+        assert all(sequence.was_sent for sequence in sequences)
         last = Asker(both.streams)
         with pytest.raises(ServiceUnavailableError):
             await last.ask(1)
-        assert not last.stream.was_sent, "nobody was there"
+        assert not last.was_sent, "nobody was there"
 
 
 async def test_an_old_stream_accepts_no_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,11 +323,11 @@ async def done(act: str, sequence: Asker, base_length: int) -> bool:
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.001):
                     await sequence.ask(HOLD)
-            sequence.stream.cancel()
+            sequence.cancel()
         case "finish":
-            await sequence.stream.finish(0)
+            await sequence.finish()
         case "drop":
-            sequence.stream.cancel()
+            sequence.cancel()
         case _:
             with pytest.raises(CapacityError):
                 await sequence.ask(REFUSE)
@@ -346,7 +347,7 @@ async def test_each_sequence_gets_its_own_answers_whatever_others_do(acts: list[
                     is_of_use = await done(act, sequences[own], 10 * turn + own)
             if is_of_use:
                 assert await sequences[own].ask(own) == own
-            sequences[own].stream.cancel()
+            sequences[own].cancel()
 
         await asyncio.gather(*map(run_sequence, range(6)))
         await until(lambda: both.service.running == 0)
@@ -533,4 +534,4 @@ async def test_an_unreadable_answer_is_the_services_fault() -> None:
         sequence = Asker(Streams(replace(both.method, open=garbling)))
         with pytest.raises(ProtocolError, match="target service: its answer cannot be read"):
             await sequence.ask(1)
-        sequence.stream.cancel()
+        sequence.cancel()

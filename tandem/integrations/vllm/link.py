@@ -278,7 +278,7 @@ class DraftedRow:
             expected = batch.expected[: most + 1]
             return tokens_after_hit(expected, unfinished, tokens_per_second=batch.tokens_per_second)
 
-        drafted = await self.placement.drafted_ahead(self, wanted, until - time.monotonic())
+        drafted = await sequence.drafted_ahead(self, wanted, until - time.monotonic())
         self._counts.awaited_outcomes += 1
         if drafted is None or not drafted.token_ids:
             return None

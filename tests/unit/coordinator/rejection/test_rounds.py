@@ -149,7 +149,7 @@ def test_rounds_of_a_message_are_decided_by_one_call() -> None:
     message = MessageRounds()
     for _ in range(2):  # rounds that come after a decision are decided with each other
         rounds = [make_round(generator, 3, 10, 0.8) for _ in range(5)]
-        together = [message.add(counting, own) for own in rounds]
+        together = [message.add("the message", counting, own) for own in rounds]
         assert calls == []
         assert [each.acceptance() for each in together] == rules.residual(rounds, KEYED)
         assert calls == [5]
@@ -161,7 +161,7 @@ def test_a_broken_round_of_a_message_breaks_no_other() -> None:
     rounds = [make_round(generator, 3, 10, 0.8) for _ in range(3)]
     rounds[1] = set_probs(rounds[1], np.nan)
     message = MessageRounds()
-    first, broken, last = [message.add(rules.residual, own) for own in rounds]
+    first, broken, last = [message.add("the message", rules.residual, own) for own in rounds]
     assert [first.acceptance(), last.acceptance()] == rules.residual([rounds[0], rounds[2]], KEYED)
     with pytest.raises(RowError, match="distribution"):
         broken.acceptance()

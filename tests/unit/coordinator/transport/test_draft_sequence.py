@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.decoding.completion import Completion
 from coordinator.telemetry.observer import NO_OBSERVER
-from coordinator.transport.draft_client import DraftLimits, DraftSequence
+from coordinator.transport.draft_client import DraftLimits, DraftSequence, check_proposal
 from coordinator.transport.remote_sequence import RemoteSequence
 from coordinator.transport.streams import Method, Streams
 from tandem.errors import ProtocolError
-from tandem.types import AheadBudget, Delta, DraftOptions, Proposal, ProposeStep, RowKind, SamplingParams
+from tandem.types import (
+    AheadBudget,
+    Delta,
+    DraftOptions,
+    Proposal,
+    ProposeStep,
+    RowKind,
+    SamplingParams,
+    SparseDistribution,
+)
 from tandem.v1 import draft_pb2
 from tandem.wire import draft as wire
 
@@ -94,6 +106,29 @@ def completion(length: int) -> Completion:
 async def settled() -> None:
     for _ in range(10):
         await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("ids", "probs", "words"),
+    [
+        ([1, 2], [0.5, 0.2], "sums to 0.7"),
+        ([1, 2], [1.5, -0.5], "with nothing below 0"),
+        ([1, 2], [math.nan, 0.5], "sums to nan"),
+        ([1, 1], [0.5, 0.5], "names a token twice"),
+        ([], [], "sums to 0"),
+        ([2], [1.0], "gives no probability"),
+        ([1, 100], [0.5, 0.5], "ids must be in 0..99"),
+    ],
+)
+def test_what_no_token_can_be_drawn_from_is_refused(ids: list[int], probs: list[float], words: str) -> None:
+    """As it travels, beside one that is right."""
+    good = Proposal(4, (1,), (SparseDistribution(np.array([1, 2]), np.array([0.5, 0.5])),))
+    bad = Proposal(4, (1,), (SparseDistribution(np.array(ids, np.int64), np.array(probs)),))
+    message = wire.answers_to_proto([(1, bad), (2, good)])
+    for number, answer in wire.answers_from_proto(message):
+        assert isinstance(answer, Proposal)
+        with pytest.raises(ProtocolError, match=words) if number == 1 else nullcontext():
+            check_proposal(answer, 4, 1, 100, with_token_logits=False)
 
 
 async def test_a_draft_that_does_not_read_is_told_no_more() -> None:

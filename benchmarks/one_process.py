@@ -13,7 +13,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import uvloop
@@ -24,7 +23,7 @@ from benchmarks.pace import Pace
 from benchmarks.peers import PHASES, Answer, Outcome, Run, Workload, serve
 from coordinator.decoding.completion import Completion
 from coordinator.decoding.loop import generate
-from coordinator.decoding.rounds import RoundRecorder, RoundTimings
+from coordinator.decoding.rounds import RequestRounds
 from coordinator.decoding.tokenization import PromptEncoder
 from coordinator.requests.plan import Models, Plan, make_plan
 from coordinator.settings.coordinator import CoordinatorSettings
@@ -81,13 +80,15 @@ class LocalDrafter:
 class LocalVerifier:
     """Calls the verifier as `TargetSequence` asks a target service."""
 
-    def __init__(self, sequence: VerifiedSequence, plan: Plan) -> None:
+    def __init__(self, sequence: VerifiedSequence, plan: Plan, rounds: RequestRounds) -> None:
         self._sequence = sequence
+        self._rounds = rounds
         self._rule = plan.rule
         self._row_kind = plan.rule.row_kind(plan.request.row_kind)
         self._known = RemoteSequence()
 
     async def verify(self, completion: Completion, proposal: Proposal) -> Verification:
+        self._rounds.proposed()
         step = VerifyStep(
             delta=self._known.delta_to(completion.token_ids, proposal.token_ids),
             row_kind=self._row_kind,
@@ -95,7 +96,9 @@ class LocalVerifier:
             supports=self._rule.supports(proposal) if self._row_kind is RowKind.SUPPORT else (),
             with_statistics=self._rule.needs_statistics,
         )
-        return await self._sequence.verify(step)
+        verification = await self._sequence.verify(step)
+        self._rounds.verified(0.0, len(proposal), is_first=False)
+        return verification
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +117,15 @@ class LocalPair:
         models = Models(self.target.model_info, self.draft.model_info, PromptEncoder(self.tokenizer))
         plan = await make_plan(request, uuid.uuid4().hex, self.settings, models)
         completion, proposed_before = plan.begin(), False
-        served: Any = SimpleNamespace(draft_address=None, target_address=None)
         async with self._drafter(plan) as drafter, self.target.sequence(plan.target_options()) as sequence:
-            accept = partial(plan.accept, completion)
-            verifier = LocalVerifier(sequence, plan)
-            recorder = RoundRecorder(drafter, verifier, accept, RoundTimings(None), served)
-            async for chunk in generate(completion, recorder, recorder, recorder.accept):
-                times = recorder.result(chunk).times
+            rounds = RequestRounds()
+            accept = rounds.timed(partial(plan.accept, completion))
+            chunks = generate(completion, drafter, LocalVerifier(sequence, plan, rounds), accept)
+            async for chunk, result in rounds.results(chunks):
                 # The first one waits until the draft has read the prompt
                 if chunk.proposed and proposed_before:
                     for phase in PHASES:
-                        phases[phase].append(getattr(times, phase))
+                        phases[phase].append(getattr(result.times, phase))
                 proposed_before |= chunk.proposed > 0
                 yield completion
 

@@ -266,12 +266,12 @@ def _report(request: ActiveRequest) -> RequestReport:
     return RequestReport(
         request_id=request.request_id,
         age_seconds=time.monotonic() - request.started,
-        prompt_tokens=request.prompt_tokens,
+        prompt_tokens=len(request.plan.prompt),
         completion_tokens=request.completion_tokens,
-        rule=request.rule,
-        num_speculative_tokens=request.num_speculative_tokens,
-        draft_address=request.draft_address,
-        target_address=request.target_address,
+        rule=request.plan.rule.name,
+        num_speculative_tokens=request.plan.num_speculative_tokens,
+        draft_address=request.rounds.draft_address,
+        target_address=request.rounds.target_address,
         speculation=request.completion.stats,
-        speculation_state=request.speculation_state(),
+        speculation_state=request.drafter.speculation_state,
     )

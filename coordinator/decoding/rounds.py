@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Protocol
 
-from coordinator.decoding.completion import Completion
-from coordinator.decoding.loop import AcceptanceRule, Drafter, Verifier
+from coordinator.decoding.loop import AcceptanceRule
 from coordinator.stats.rounds import RoundCost, RoundResult, RoundTimes
 from coordinator.stats.speculation import MovingAverage
 from tandem.types import Acceptance, Chunk, Proposal, StepCost, Verification
@@ -39,24 +39,72 @@ class _Round:
     """The draft's part: seconds, cost."""
 
 
-class RoundTimings:
-    """Times of one request's rounds, and of the round in progress.
+class RequestRounds:
+    """The rounds of one request: which replicas serve them now, how long they take, and the one in progress.
 
     The times that a service reports for its own steps come first: what the coordinator measures includes messages.
     Where a service reports nothing, the coordinator's measurement counts, as if one step had served all of the load.
     """
 
-    def __init__(self, patience_seconds: float | None) -> None:
+    def __init__(self, patience_seconds: float | None = None) -> None:
+        self.draft_address: str | None = None
+        """Address of the draft that proposes now; None without one."""
+        self.target_address: str | None = None
+        """Address of the target that verifies now; None before the first."""
         self.load = 1
         """Sequences that share the target in the round in progress, for services that do not say."""
         self.round = _Round()
-        self._patience_seconds = patience_seconds
-        self._reading: float | None = None
         self.proposing = MovingAverage()
         self.verifying = MovingAverage()
         """Time to verify a proposal that is not empty."""
         self.extending = MovingAverage()
         """Time to verify an empty proposal: the target alone."""
+        self._reading: float | None = None
+        self._patience_seconds = patience_seconds
+        self._last_draft: str | None = None
+        self._decided = time.perf_counter()
+        self._began = self._requested = self._proposed = self._verified = self._decided
+
+    def timed(self, accept: AcceptanceRule) -> AcceptanceRule:
+        """The rule, whose decisions end the rounds."""
+
+        def decide(proposal: Proposal, verification: Verification) -> Acceptance:
+            acceptance = accept(proposal, verification)
+            self._began, self._decided = self._decided, time.perf_counter()
+            return acceptance
+
+        return decide
+
+    async def results(self, chunks: AsyncGenerator[Chunk]) -> AsyncGenerator[tuple[Chunk, RoundResult]]:
+        """The chunks of the round loop, each with the result of its round."""
+        async with aclosing(chunks):
+            self._requested = time.perf_counter()
+            async for chunk in chunks:
+                yield chunk, self.result(chunk)
+                self._requested = time.perf_counter()
+
+    def result(self, chunk: Chunk) -> RoundResult:
+        """The result of the round that ended with this chunk. Call it once for each chunk, before the next round."""
+        times = RoundTimes(self._began, self._requested, self._proposed, self._verified, self._decided)
+        self._last_draft = self.draft_address or self._last_draft
+        ended, saved_seconds = self.round, self.saved_seconds
+        return RoundResult(
+            chunk.proposed,
+            sum(chunk.drafted),
+            len(chunk.token_ids),
+            times,
+            self.end_round(times.seconds),
+            ended.is_drafted,
+            self._last_draft,
+            self.target_address,
+            ended.awaited_outcome,
+            ended.outcome_rank,
+            saved_seconds,
+        )
+
+    def proposed(self) -> None:
+        """The proposal is there, and is being verified from now on."""
+        self._proposed = time.perf_counter()
 
     def verified(
         self,
@@ -68,6 +116,7 @@ class RoundTimings:
         was_led: bool = False,
     ) -> None:
         """Count a verification of so many proposed tokens. The first one of a stream also reads all tokens."""
+        self._verified = time.perf_counter()
         self.round.verification = None if is_first else (seconds, cost, proposed, was_led)
         if is_first:
             self._reading = seconds
@@ -127,75 +176,3 @@ class RoundTimings:
         verification = self.verifying.value or self.extending.value or self._reading or 0.0
         usual = self.proposing.value or 0.0
         return min(max(usual + _VERIFICATIONS * verification, _MIN_SECONDS), _MAX_SECONDS)
-
-
-class ServedRequest(Protocol):
-    """A running request: its drafter and its verifier note which replicas serve it."""
-
-    draft_address: str | None
-    """Address of the draft that proposes for it now; None without one."""
-    target_address: str | None
-    """Address of the target that verifies for it now; None before the first."""
-
-    @property
-    def completion_tokens(self) -> int:
-        """Number of tokens committed so far."""
-
-
-class RoundRecorder:
-    """A drafter, a verifier and an acceptance rule that note when they were called."""
-
-    def __init__(
-        self,
-        drafter: Drafter,
-        verifier: Verifier,
-        accept: AcceptanceRule,
-        timings: RoundTimings,
-        request: ServedRequest,
-    ) -> None:
-        self._drafter = drafter
-        self._verifier = verifier
-        self._accept = accept
-        self._timings = timings
-        self._request = request
-        self._draft_address: str | None = None
-        self._decided = time.perf_counter()
-        self._began = self._asked = self._proposed = self._verified = self._decided
-
-    async def propose(self, completion: Completion) -> Proposal:
-        """The drafter's proposal."""
-        self._asked = time.perf_counter()
-        proposal = await self._drafter.propose(completion)
-        self._proposed = time.perf_counter()
-        return proposal
-
-    async def verify(self, completion: Completion, proposal: Proposal) -> Verification:
-        """The verifier's verification."""
-        verification = await self._verifier.verify(completion, proposal)
-        self._verified = time.perf_counter()
-        return verification
-
-    def accept(self, proposal: Proposal, verification: Verification) -> Acceptance:
-        """The rule's decision."""
-        acceptance = self._accept(proposal, verification)
-        self._began, self._decided = self._decided, time.perf_counter()
-        return acceptance
-
-    def result(self, chunk: Chunk) -> RoundResult:
-        """The result of the round that ended with this chunk. Call it once for each chunk, before the next round."""
-        times = RoundTimes(self._began, self._asked, self._proposed, self._verified, self._decided)
-        self._draft_address = self._request.draft_address or self._draft_address
-        ended, saved_seconds = self._timings.round, self._timings.saved_seconds
-        return RoundResult(
-            chunk.proposed,
-            sum(chunk.drafted),
-            len(chunk.token_ids),
-            times,
-            self._timings.end_round(times.seconds),
-            ended.is_drafted,
-            self._draft_address,
-            self._request.target_address,
-            ended.awaited_outcome,
-            ended.outcome_rank,
-            saved_seconds,
-        )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from coordinator.decoding.completion import Completion
-from coordinator.decoding.rounds import RoundTimings, ServedRequest
+from coordinator.decoding.rounds import RequestRounds
 from coordinator.failover.placement import DraftPlacement
 from coordinator.failover.verifier import FailoverVerifier
 from coordinator.replicas.pool import Member, Pool
@@ -37,9 +37,8 @@ class FailoverDrafter:
         pool: Pool[DraftClient],
         options: DraftOptions,
         limits: DraftLimits,
-        active: ServedRequest,
+        rounds: RequestRounds,
         observer: RequestObserver,
-        timings: RoundTimings,
         speculation: RequestSpeculation,
         load: Callable[[], int],
         lead: int = 0,
@@ -55,9 +54,8 @@ class FailoverDrafter:
         )
         self._request_id = options.request_id
         self._limits = limits
-        self._active = active
+        self._rounds = rounds
         self._observer = observer
-        self._timings = timings
         self._speculation = speculation
         self._load = load
         self._lead = lead
@@ -97,7 +95,7 @@ class FailoverDrafter:
             placement.lose(error)
             self._sequence_to_ask(completion)  # the next draft reads while the target goes on alone
         finally:
-            self._active.draft_address = placement.address
+            self._rounds.draft_address = placement.address
         if forced is not None and not proposal:
             return self._jumped(completion, forced)
         if proposal is None:
@@ -120,7 +118,7 @@ class FailoverDrafter:
         if current is None and self._placement.goes_without:
             return speculation_report.off(speculation_report.NONE_READY)
         if current is not None and current.sequence.is_late:
-            return speculation_report.late(current.sequence.late_seconds, self._timings.patience_seconds)
+            return speculation_report.late(current.sequence.late_seconds, self._rounds.patience_seconds)
         return speculation_report.decided(self._speculation)
 
     async def finish(self) -> None:
@@ -139,13 +137,13 @@ class FailoverDrafter:
 
     def _leave(self) -> None:
         self._placement.leave()
-        self._active.draft_address = None
+        self._rounds.draft_address = None
 
     def _begin_round(self) -> int:
         speculation, load = self._speculation, max(self._load(), 1)
-        self._timings.load = load
-        self._placement.target_address = self._active.target_address
-        speculation.target = self._active.target_address or speculation.target
+        self._rounds.load = load
+        self._placement.target_address = self._rounds.target_address
+        speculation.target = self._rounds.target_address or speculation.target
         tokens = speculation.begin_round(load)
         is_paused = not tokens
         if is_paused and not self._is_paused and (address := self._placement.address):
@@ -175,7 +173,7 @@ class FailoverDrafter:
             if not is_at_once and self._ends_soon(completion):
                 return None
             placement.enter(member, completion)
-            self._active.draft_address = member.address
+            self._rounds.draft_address = member.address
             if not is_at_once:
                 return None
         assert placement.current is not None
@@ -236,7 +234,7 @@ class FailoverDrafter:
         drafted = await sequence.drafted_ahead(completion)
         drafted = None if drafted is None or not count else drafted.cut(count)
         self._speculation.outcome_came(drafted.outcome_rank if drafted else None)
-        self._timings.drafted_ahead(drafted)
+        self._rounds.drafted_ahead(drafted)
         return drafted
 
     async def _requested(
@@ -244,17 +242,17 @@ class FailoverDrafter:
     ) -> Proposal | None:
         was_late, began = sequence.is_late, time.monotonic()
         proposal, step_seconds = await self._placement.asked(
-            completion, count, self._timings.patience_seconds, self._speculation.ahead_budget
+            completion, count, self._rounds.patience_seconds, self._speculation.ahead_budget
         )
         if proposal is None:
             if not was_late:
-                self._timings.round.was_late = True
+                self._rounds.round.was_late = True
                 self._report(
                     "draft_late", self._placement.address, {"waited_seconds": time.monotonic() - began}
                 )
             return None
         if step_seconds is not None:
-            self._timings.drafted(step_seconds, proposal.cost)
+            self._rounds.drafted(step_seconds, proposal.cost)
             if is_miss:
                 self._speculation.asked_after_miss(len(proposal), step_seconds)
         self._proposed()
@@ -276,7 +274,7 @@ class FailoverDrafter:
         self._speculation.outcome_came(drafted.outcome_rank if drafted else None)
         if drafted is not None and keeps_proposals and len(drafted) < count:
             drafted = None  # how far the draft got is a matter of time, and the text must not be
-        self._timings.drafted_ahead(drafted)
+        self._rounds.drafted_ahead(drafted)
         return None if drafted is None else drafted.cut(count)
 
     def _proposed(self) -> None:
@@ -284,7 +282,7 @@ class FailoverDrafter:
             self._has_lost = False
             self._report("draft_resumed", self._placement.address)
         self._placement.count_proposal()
-        self._timings.round.is_drafted = True
+        self._rounds.round.is_drafted = True
 
     def _lost(self, member: Member[DraftClient], error: TandemError) -> None:
         self._has_lost = True

@@ -8,10 +8,10 @@ import time
 from dataclasses import dataclass, field
 
 from coordinator.decoding.completion import Completion
-from coordinator.decoding.rounds import RoundTimings, ServedRequest
+from coordinator.decoding.rounds import RequestRounds
 from coordinator.failover.placement import OpenSequence
 from coordinator.replicas.pool import Member, Pool
-from coordinator.telemetry.observer import RequestObserver
+from coordinator.telemetry.observer import EventValue, RequestObserver
 from coordinator.transport.target_client import RowChoice, TargetClient, TargetSequence
 from tandem.errors import (
     CapacityError,
@@ -21,6 +21,7 @@ from tandem.errors import (
     ServiceUnavailableError,
     TandemError,
 )
+from tandem.plural import plural
 from tandem.replica import ReplicaState
 from tandem.rpc.channels import Deadline
 from tandem.types import DraftedOutcomes, Proposal, TargetOptions, Verification
@@ -41,6 +42,8 @@ _Place = OpenSequence[TargetClient, TargetSequence]
 class _Trouble:
     """Failures in the round in progress."""
 
+    delivered: int
+    """Tokens of the completion that earlier rounds have delivered."""
     began: float = 0.0
     """Time of the first failure, by the monotonic clock; 0 before it."""
     losses: int = 0
@@ -55,6 +58,11 @@ class _Trouble:
         """Seconds since the first failure. The time before it does not count, since a prompt may take minutes."""
         return time.monotonic() - self.began if self.began else 0.0
 
+    @property
+    def sentence(self) -> str:
+        """What the client has already."""
+        return f"{plural(self.delivered, 'token')} had been delivered"
+
 
 class FailoverVerifier:
     """Asks one target for rows for as long as it lives, then another one, with all tokens and the same proposal.
@@ -67,18 +75,16 @@ class FailoverVerifier:
         pool: Pool[TargetClient],
         options: TargetOptions,
         rows: RowChoice,
-        active: ServedRequest,
+        rounds: RequestRounds,
         observer: RequestObserver,
-        timings: RoundTimings,
         deadline: Deadline,
         wait_seconds: float,
     ) -> None:
         self._pool = pool
         self._options = options
         self._rows = rows
-        self._active = active
+        self._rounds = rounds
         self._observer = observer
-        self._timings = timings
         self._deadline = deadline
         self._wait_seconds = wait_seconds
         self._place: _Place | None = None
@@ -94,18 +100,34 @@ class FailoverVerifier:
             ServiceUnavailableError: no target is ready in time.
             TandemError: the only target sends invalid answers, or the request has lost too many.
         """
+        self._rounds.proposed()
         self._leave_if_draining()
-        trouble = _Trouble()
+        trouble = _Trouble(max(completion.length - self._options.prompt_length, 0))
         while True:
             try:
-                verification = await self._attempt(completion, proposal, trouble)
+                place = self._place = self._place or self._enter(await self._member(trouble))
+                is_first = place.sequence.is_new
+                new_tokens = (completion.length if is_first else 1) + len(proposal)
+                with place.member.unanswered.begin(new_tokens, is_first=is_first) as step:
+                    async with asyncio.timeout(None if self._left is None else _MOVE_SECONDS):
+                        verification = await place.sequence.verify(
+                            completion.token_ids, proposal, completion.tally.lead
+                        )
             except DeadlineError:
                 raise
+            except TimeoutError:
+                sentence = f"target service: it did not take the sequence over within {_MOVE_SECONDS:g} s"
+                await self._go_elsewhere(ServiceUnavailableError(sentence), trouble)
             except TandemError as error:
                 await self._go_elsewhere(error, trouble)
             else:
-                if trouble.is_reported:
-                    self._report_resumed(trouble)
+                seconds, was_led = time.monotonic() - step.asked_at, verification.led_token_id >= 0
+                self._rounds.verified(
+                    seconds, len(proposal), is_first=is_first, cost=verification.cost, was_led=was_led
+                )
+                if not is_first:
+                    place.member.step.add(seconds)
+                self._has_moved(trouble)
                 return verification
 
     @property
@@ -126,7 +148,7 @@ class FailoverVerifier:
     def release(self) -> None:
         """Leave the target between two rounds. The next round sends all tokens to a target."""
         self.cancel()
-        self._active.target_address = None
+        self._rounds.target_address = None
 
     def cancel(self) -> None:
         """Drop the stream, whatever the target is doing."""
@@ -135,40 +157,6 @@ class FailoverVerifier:
                 place.leave()
         self._place = self._left = None
 
-    async def _attempt(self, completion: Completion, proposal: Proposal, trouble: _Trouble) -> Verification:
-        """The answer of one target; an error when it hangs (`coordinator.replicas.hangs`)."""
-        place = self._place = self._place or self._enter(await self._member(trouble))
-        sequence, unanswered = place.sequence, place.member.unanswered
-        is_first, began = sequence.is_new, time.monotonic()
-        new_tokens = (completion.length if is_first else 1) + len(proposal)
-        step = unanswered.begin(new_tokens, is_first=is_first, task=asyncio.current_task())
-        try:
-            async with asyncio.timeout(None if self._left is None else _MOVE_SECONDS):
-                verification = await sequence.verify(completion.token_ids, proposal, completion.tally.lead)
-        except TimeoutError:
-            raise ServiceUnavailableError(
-                f"target service: it did not take the sequence over within {_MOVE_SECONDS:g} s"
-            ) from None
-        except asyncio.CancelledError:
-            if not step.was_given_up():
-                raise
-            raise ServiceUnavailableError(
-                f"target service: no answer to a verification within {step.silent_seconds:.3g} s"
-            ) from None
-        finally:
-            unanswered.end(step)
-        unanswered.answered(step)
-        seconds, was_led = time.monotonic() - began, verification.led_token_id >= 0
-        self._timings.verified(
-            seconds, len(proposal), is_first=is_first, cost=verification.cost, was_led=was_led
-        )
-        if not is_first:
-            place.member.step.add(seconds)
-        if self._left is not None:
-            self._left.leave()
-            self._left = None
-        return verification
-
     async def _member(self, trouble: _Trouble) -> Member[TargetClient]:
         """The least busy target; waits for one if none is ready."""
         seconds = self._deadline.at_most(self._wait_seconds)
@@ -176,14 +164,14 @@ class FailoverVerifier:
         if member is None:
             logger.warning("no target is ready", extra={**self._log_fields, "replicas": self._pool.reasons()})
             raise ServiceUnavailableError(
-                f"no target service was ready within {seconds:.3g} s; {self._delivered()}"
+                f"no target service was ready within {seconds:.3g} s; {trouble.sentence}"
             )
         return member
 
     def _enter(self, member: Member[TargetClient]) -> _Place:
         observer = self._observer.stream("target", member.address)
         sequence = member.client.sequence(self._options, self._rows, observer)
-        self._active.target_address = member.address
+        self._rounds.target_address = member.address
         return _Place(member, sequence)
 
     def _leave_if_draining(self) -> None:
@@ -213,7 +201,7 @@ class FailoverVerifier:
     def _move_back(self) -> None:
         assert self._left is not None
         self._place, self._left = self._left, None
-        self._active.target_address = self._place.member.address
+        self._rounds.target_address = self._place.member.address
         self._next_move = time.monotonic() + 10.0
 
     async def _wait_for_room(self, error: CapacityError, place: _Place, trouble: _Trouble) -> None:
@@ -221,8 +209,7 @@ class FailoverVerifier:
         trouble.avoided.add(place.member)
         if self._pool.choose(trouble.avoided) is not None:
             return
-        has_begun = self._active.completion_tokens > 0
-        if not (place.sequence.is_new and has_begun) or trouble.seconds >= self._wait_seconds:
+        if not (place.sequence.is_new and trouble.delivered) or trouble.seconds >= self._wait_seconds:
             raise error
         await asyncio.sleep(self._deadline.at_most(0.25))
         trouble.avoided.clear()
@@ -236,20 +223,20 @@ class FailoverVerifier:
             "target lost; the sequence goes on elsewhere",
             extra={**self._log_fields, "address": member.address, "reason": reason},
         )
-        tokens = self._active.completion_tokens
         self._observer.event(
-            "target_lost", {"address": member.address, "reason": reason, "completion_tokens": tokens}
+            "target_lost",
+            {"address": member.address, "reason": reason, "completion_tokens": trouble.delivered},
         )
         if trouble.losses >= MAX_LOSSES:
             # Not UNAVAILABLE: clients would try again and lose the next targets.
             raise TandemError(
                 f"{trouble.losses} targets were lost over the same tokens of this request, so it is not tried on "
-                f"another; {self._delivered()}"
+                f"another; {trouble.sentence}"
             )
         if trouble.seconds >= self._wait_seconds:
             raise ServiceUnavailableError(
                 f"the target service was lost, and none went on within {self._wait_seconds:.3g} s; "
-                f"{self._delivered()}"
+                f"{trouble.sentence}"
             )
         if isinstance(error, ServiceUnavailableError):
             member.suspect(reason)
@@ -262,22 +249,20 @@ class FailoverVerifier:
                 raise InvalidRequestError(f"no target service takes the request; one says: {said}") from error
             # The error's text is for the log only: it describes internals.
             raise ProtocolError(
-                f"no target service could go on with the request {self._options.request_id}; {self._delivered()}"
+                f"no target service could go on with the request {self._options.request_id}; {trouble.sentence}"
             ) from error
 
-    def _report_resumed(self, trouble: _Trouble) -> None:
-        seconds = trouble.seconds
-        address = self._active.target_address or ""
-        logger.info(
-            "target resumed",
-            extra={**self._log_fields, "address": address, "seconds": round(seconds, 3)},
-        )
-        self._observer.event("target_resumed", {"address": address, "seconds": seconds})
+    def _has_moved(self, trouble: _Trouble) -> None:
+        """The target has answered: nothing holds the sequence back where it was."""
+        if self._left is not None:
+            self._left.leave()
+            self._left = None
+        if trouble.is_reported:
+            address, seconds = self._rounds.target_address or "", round(trouble.seconds, 3)
+            details: dict[str, EventValue] = {"address": address, "seconds": seconds}
+            logger.info("target resumed", extra={**self._log_fields, **details})
+            self._observer.event("target_resumed", details)
 
     @property
     def _log_fields(self) -> dict[str, str]:
         return {"request_id": self._options.request_id}
-
-    def _delivered(self) -> str:
-        count = self._active.completion_tokens
-        return f"{count} token{'' if count == 1 else 's'} had been delivered"

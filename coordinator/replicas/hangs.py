@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from tandem.errors import ServiceUnavailableError
+
 MIN_SECONDS = 10.0
 """Shorter silences are pauses of a busy machine. To move a sequence, the next target has to read all of its tokens."""
 UNLEARNT_SECONDS = 30.0
@@ -70,8 +72,9 @@ class VerificationTimes:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """A verification that a target has been asked for and has not answered."""
+    """A verification that a target has been asked for and has not answered; its block waits for the answer."""
 
+    unanswered: UnansweredSteps
     token_count: int
     """New tokens."""
     is_first: bool
@@ -82,9 +85,22 @@ class Step:
     silent_seconds: float = 0.0
     """Duration of the wait when it was given up; 0 until then."""
 
-    def was_given_up(self) -> bool:
-        """True if the cancellation that the task has met is `give_up`'s and no one else's. Ask once, then go on."""
-        return self.silent_seconds > 0.0 and self.task is not None and self.task.uncancel() == 0
+    def __enter__(self) -> Step:
+        self.task = asyncio.current_task()
+        return self
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: object) -> None:
+        """Count the answer.
+
+        Raises:
+            ServiceUnavailableError: the cancellation that the task has met is `give_up`'s and no one else's.
+        """
+        self.unanswered.end(self, is_answered=error is None)
+        is_given_up = isinstance(error, asyncio.CancelledError) and self.silent_seconds > 0.0
+        if is_given_up and self.task is not None and self.task.uncancel() == 0:
+            raise ServiceUnavailableError(
+                f"target service: no answer to a verification within {self.silent_seconds:.3g} s"
+            ) from None
 
 
 class UnansweredSteps:
@@ -96,25 +112,23 @@ class UnansweredSteps:
         self._steps: set[Step] = set()
         self._answered_at = clock()
 
-    def begin(self, token_count: int, *, is_first: bool, task: asyncio.Task[Any] | None = None) -> Step:
-        """Begin a verification, for whose answer this task waits. The caller must end it, whatever happens."""
-        step = Step(token_count, is_first, self._clock(), task)
+    def begin(self, token_count: int, *, is_first: bool) -> Step:
+        """Begin a verification."""
+        step = Step(self, token_count, is_first, self._clock())
         self._steps.add(step)
         return step
 
-    def answered(self, step: Step) -> None:
-        """The answer arrived."""
+    def end(self, step: Step, *, is_answered: bool) -> None:
+        """Stop waiting for it; its answer counts."""
+        self._steps.discard(step)
+        if not is_answered:
+            return
         now = self._clock()
         seconds = now - step.asked_at
         waited_for_pages = seconds > MIN_SECONDS and self._answered_at > step.asked_at
         if not waited_for_pages:
             self._times.add(step.token_count, seconds, now)
         self._answered_at = now
-        self.end(step)
-
-    def end(self, step: Step) -> None:
-        """Stop waiting for it."""
-        self._steps.discard(step)
 
     def overdue(self, more_seconds: float = 0.0) -> Collection[Step]:
         """The verifications that are late by more than bound and `more_seconds`; all if nothing is answered at all."""
@@ -132,10 +146,10 @@ class UnansweredSteps:
         return now - (self._answered_at if answers_others and step.is_first else step.asked_at) > bound
 
     def give_up(self, steps: Iterable[Step]) -> None:
-        """End the waits for these: their tasks are cancelled, and `was_given_up` tells them why."""
+        """End the waits for these: their tasks are cancelled."""
         now = self._clock()
         for step in steps:
             step.silent_seconds = now - step.asked_at
             if step.task is not None:
                 step.task.cancel()
-            self.end(step)
+            self._steps.discard(step)

@@ -5,55 +5,39 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from coordinator.decoding.completion import Completion
+from coordinator.decoding.rounds import RequestRounds
 from coordinator.failover.drafter import FailoverDrafter
 from coordinator.failover.verifier import FailoverVerifier
 from coordinator.requests.admission import Place
+from coordinator.requests.plan import Plan
 from coordinator.stats.speculation import TokenCounter
 from coordinator.transport.draft_client import NoDrafter
 from tandem.admin import Outcomes
 from tandem.errors import AbortedError
 from tandem.plural import plural
-from tandem.speculation_state import SpeculationState
-
-NOT_KNOWN = SpeculationState(is_on=False, num_speculative_tokens=0, reason="the request has not begun yet")
-
-
-ReplicaStream: TypeAlias = FailoverDrafter | NoDrafter | FailoverVerifier
-"""A request's stream to a replica."""
 
 
 @dataclass(slots=True, eq=False)
 class ActiveRequest:
     """A request that runs."""
 
-    request_id: str
+    plan: Plan
     completion: Completion
     """The completion as it grows."""
-    prompt_tokens: int
-    rule: str
-    """Name of its acceptance rule."""
-    num_speculative_tokens: int
-    """0: the target alone."""
+    place: Place
+    """The place among the running requests."""
+    rounds: RequestRounds
+    drafter: FailoverDrafter | NoDrafter
+    verifier: FailoverVerifier
     started: float = field(default_factory=time.monotonic)
     """By the monotonic clock."""
-    draft_address: str | None = None
-    """Address of the draft that proposes for it now."""
-    target_address: str | None = None
-    """Address of the target that verifies for it now."""
-    streams: Sequence[ReplicaStream] = ()
-    """Streams to the services, while they are open."""
-    place: Place | None = None
-    """The place among the running requests."""
     has_stalled: bool = False
     """True if it has given up its places because its client does not read."""
-    speculation_state: Callable[[], SpeculationState] = field(default=lambda: NOT_KNOWN)
-    """Returns the state of speculation for it."""
     abort_reason: str | None = None
     """Reason given by whoever aborted it, may be empty; None while it was not aborted."""
     task: asyncio.Task[object] | None = None
@@ -62,23 +46,26 @@ class ActiveRequest:
     """True while a chunk waits for the client, so that the services compute nothing for the request."""
 
     @property
+    def request_id(self) -> str:
+        """Its name in logs, traces and the list of requests."""
+        return self.plan.request_id
+
+    @property
     def completion_tokens(self) -> int:
         """Number of tokens of its completion."""
-        return self.completion.length - self.prompt_tokens
+        return self.completion.length - len(self.plan.prompt)
 
     def stall(self) -> None:
         """Give up its places here and on the services while its client does not read. Only called while it delivers."""
         self.has_stalled = True
-        for stream in self.streams:
-            stream.release()
-        if self.place is not None:
-            self.place.release()
+        self.drafter.release()
+        self.verifier.release()
+        self.place.release()
 
     async def resume(self) -> None:
         """Take a place again if it has given up its own. The next round takes places on the services."""
         if self.has_stalled:
-            if self.place is not None:
-                await self.place.take_again()
+            await self.place.take_again()
             self.has_stalled = False
 
     def abort(self, reason: str = "") -> None:

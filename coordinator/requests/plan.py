@@ -18,7 +18,6 @@ from coordinator.decoding.completion import (
 )
 from coordinator.decoding.tokenization import PromptEncoder
 from coordinator.rejection import AcceptanceRule, Round, RowError, RuleError, find_strategy, resolve
-from coordinator.requests.active import ActiveRequest
 from coordinator.requests.grammars import CheckedGrammars
 from coordinator.requests.validation import (
     TokenizedRequest,
@@ -228,12 +227,6 @@ class Plan:
         )
         completion.go_on_after(self.request.delivered_token_ids)
         return completion
-
-    def active(self, completion: Completion) -> ActiveRequest:
-        """The entry in the list of running requests."""
-        return ActiveRequest(
-            self.request_id, completion, len(self.prompt), self.rule.name, self.num_speculative_tokens
-        )
 
     def accept(self, completion: Completion, proposal: Proposal, verification: Verification) -> Acceptance:
         """The acceptance rule with this round's random numbers.

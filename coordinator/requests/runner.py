@@ -7,18 +7,18 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
 from coordinator.decoding.completion import Completion
 from coordinator.decoding.logprobs import TokenRecorder, prompt_logprobs
 from coordinator.decoding.loop import generate
-from coordinator.decoding.rounds import RoundRecorder, RoundTimings
+from coordinator.decoding.rounds import RequestRounds
 from coordinator.failover.drafter import FailoverDrafter
 from coordinator.failover.verifier import FailoverVerifier
 from coordinator.replicas.registry import ReplicaRegistry
-from coordinator.requests.active import ActiveRequest, ActiveRequests, ReplicaStream, StalledStreams
+from coordinator.requests.active import ActiveRequest, ActiveRequests, StalledStreams
 from coordinator.requests.admission import Admission, Peers, Place
 from coordinator.requests.chunks import ChunkPacer, ChunkQueue, stream_of
 from coordinator.requests.plan import Models, Plan, make_plan
@@ -29,7 +29,7 @@ from coordinator.speculation import report as speculation_report
 from coordinator.speculation.ahead import max_budget
 from coordinator.speculation.controller import RequestSpeculation, SpeculationController
 from coordinator.speculation.gains import request_kind
-from coordinator.stats.rounds import RoundResult, record_outcome
+from coordinator.stats.rounds import record_outcome
 from coordinator.stats.speculation import StatsLog
 from coordinator.telemetry.observer import EventValue, Observer, RequestObserver
 from coordinator.transport.draft_client import DraftLimits, NoDrafter
@@ -63,21 +63,6 @@ class Turns:
             # Others have two thirds of the processor's time meanwhile
             rest = 2.0 * (time.perf_counter() - began)
             asyncio.get_running_loop().call_later(rest, self._lock.release)
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A request that runs: what its drafter and its verifier share."""
-
-    plan: Plan
-    observer: RequestObserver
-    active: ActiveRequest
-    timings: RoundTimings
-    deadline: Deadline
-    speculation: RequestSpeculation | None
-    """Decides how much each round proposes; None where the target works alone."""
-    client: str = ""
-    """Address of the client, whose sequences share places fairly with those of others; empty: not known."""
 
 
 class RequestRunner:
@@ -192,28 +177,31 @@ class RequestRunner:
     ) -> None:
         completion = plan.begin()
         observer.planned(completion, plan.details)
+        rounds, speculation = RequestRounds(plan.settings.draft_patience_seconds), self._speculation(plan)
+        verifier = self._verifier(plan, rounds, observer, place.client, deadline)
+        drafter = self._drafter(plan, rounds, observer, place.client, speculation, verifier)
+        active = ActiveRequest(plan, completion, place, rounds, drafter, verifier)
         async with AsyncExitStack() as streams:
-            active = streams.enter_context(self.requests.running(plan.active(completion)))
-            timings = RoundTimings(plan.settings.draft_patience_seconds)
-            run = Run(plan, observer, active, timings, deadline, self._speculation(plan), place.client)
-            verifier = self._verifier(run)
-            drafter = self._drafter(run, verifier)
+            streams.enter_context(self.requests.running(active))
             await streams.enter_async_context(_closing(drafter))
             streams.callback(self.stats.led, plan.rule.name, completion.tally.lead)
             await streams.enter_async_context(_closing(verifier))
-            active.streams, active.place = (drafter, verifier), place
-            active.speculation_state = lambda: drafter.speculation_state
             streams.enter_context(self._stalled.following(active))
             if plan.request.echo:
                 await queue.put(await self._echoed(plan, completion, verifier))
             if not completion.can_extend:
                 return
             tokens = TokenRecorder(plan.request, plan.sampling)
-            accept = tokens.recording(partial(plan.accept, completion))
-            recorder = RoundRecorder(drafter, verifier, accept, timings, active)
-            rounds = generate(completion, recorder, recorder, recorder.accept)
-            async for chunk in await streams.enter_async_context(aclosing(rounds)):
-                self._round_ended(run, completion, recorder.result(chunk))
+            accept = rounds.timed(tokens.recording(partial(plan.accept, completion)))
+            results = rounds.results(generate(completion, drafter, verifier, accept))
+            async for chunk, result in await streams.enter_async_context(aclosing(results)):
+                record_outcome(completion.tally.ahead, result)
+                self.requests.tokens.add(result.committed)
+                self.stats.round_ended(plan.rule.name, result)
+                self.replicas.round_ended(result)
+                observer.round_ended(result)
+                if speculation is not None:
+                    speculation.end_round(result)
                 if chunk.summary is not None:
                     chunk = self._with_state(chunk, chunk.summary, plan, drafter.speculation_state)
                 active.is_delivering = True
@@ -257,33 +245,41 @@ class RequestRunner:
             controller.introduce(models.draft_name, draft.model, draft.round_trip.value)
         return speculation
 
-    def _drafter(self, run: Run, verifier: FailoverVerifier) -> FailoverDrafter | NoDrafter:
-        plan, speculation = run.plan, run.speculation
+    def _drafter(
+        self,
+        plan: Plan,
+        rounds: RequestRounds,
+        observer: RequestObserver,
+        client: str,
+        speculation: RequestSpeculation | None,
+        verifier: FailoverVerifier,
+    ) -> FailoverDrafter | NoDrafter:
         if speculation is None:
             return NoDrafter(self._why_alone(plan), plan.lead)
-        options = plan.draft_options(max_budget(plan.draft_ahead, plan.num_speculative_tokens), run.client)
+        options = plan.draft_options(max_budget(plan.draft_ahead, plan.num_speculative_tokens), client)
         limits = DraftLimits(
             plan.num_speculative_tokens,
             self.models.target.vocabulary_size,
             keeps_proposals=plan.keeps_proposals,
             max_length=plan.settings.draft_max_length,
         )
-        run.observer.deciding(lambda: _described(speculation))
+        observer.deciding(lambda: _described(speculation))
         return FailoverDrafter(
             self.replicas.drafts,
             options,
             limits,
-            run.active,
-            run.observer,
-            run.timings,
+            rounds,
+            observer,
             speculation,
-            lambda: self._load(run.active),
+            lambda: self._load(rounds.target_address),
             plan.lead,
             verifier if plan.can_lead_with_proposals else None,
         )
 
-    def _verifier(self, run: Run) -> FailoverVerifier:
-        plan, rule = run.plan, run.plan.rule
+    def _verifier(
+        self, plan: Plan, rounds: RequestRounds, observer: RequestObserver, client: str, deadline: Deadline
+    ) -> FailoverVerifier:
+        rule = plan.rule
         rows = RowChoice(
             rule.row_kind(plan.request.row_kind),
             rule.supports,
@@ -291,15 +287,9 @@ class RequestRunner:
             rule.needs_statistics,
             rule.decide_many,
         )
+        options, wait_seconds = plan.target_options(client), plan.settings.target_wait_seconds
         return FailoverVerifier(
-            self.replicas.targets,
-            plan.target_options(run.client),
-            rows,
-            run.active,
-            run.observer,
-            run.timings,
-            run.deadline,
-            plan.settings.target_wait_seconds,
+            self.replicas.targets, options, rows, rounds, observer, deadline, wait_seconds
         )
 
     def _why_alone(self, plan: Plan) -> str:
@@ -309,23 +299,14 @@ class RequestRunner:
             return speculation_report.PENALIZED
         return speculation_report.NOT_ASKED if plan.settings.speculation else speculation_report.DISABLED
 
-    def _load(self, active: ActiveRequest) -> int:
-        """Sequences that share the request's target; before it has one, its share of all that run."""
+    def _load(self, target_address: str | None) -> int:
+        """Sequences that share a request's target; before it has one, its share of all that run."""
         targets = self.replicas.targets
-        member = targets.member(active.target_address) if active.target_address else None
+        member = targets.member(target_address) if target_address else None
         if member is not None:
             return member.open_sequences
         ready = sum(member.is_ready for member in targets.members)
         return -(-self.admission.running // max(ready, 1))
-
-    def _round_ended(self, run: Run, completion: Completion, result: RoundResult) -> None:
-        record_outcome(completion.tally.ahead, result)
-        self.requests.tokens.add(result.committed)
-        self.stats.round_ended(run.plan.rule.name, result)
-        self.replicas.round_ended(result)
-        run.observer.round_ended(result)
-        if run.speculation is not None:
-            run.speculation.end_round(result)
 
     def _with_state(self, chunk: Chunk, summary: Summary, plan: Plan, state: SpeculationState) -> Chunk:
         """The last chunk with the state of speculation, which the next requests can expect too."""
@@ -337,8 +318,8 @@ class RequestRunner:
     @property
     def speculation_state(self) -> SpeculationState | None:
         """State of the oldest running request, else of the last that ended; None before any."""
-        running = [request for request in self.requests.list() if request.num_speculative_tokens > 0]
-        return running[0].speculation_state() if running else self._latest_state
+        running = [request for request in self.requests.list() if request.plan.num_speculative_tokens > 0]
+        return running[0].drafter.speculation_state if running else self._latest_state
 
     def _choose_rule(self, names: Sequence[str], temperature: float) -> str:
         draft = self.models.draft_name
@@ -354,7 +335,7 @@ def _described(speculation: RequestSpeculation) -> dict[str, EventValue]:
 
 
 @asynccontextmanager
-async def _closing(stream: ReplicaStream) -> AsyncIterator[None]:
+async def _closing(stream: FailoverDrafter | NoDrafter | FailoverVerifier) -> AsyncIterator[None]:
     """Finish the stream when the block succeeds, and drop it in any case, so that an error ends computation at once."""
     try:
         yield

@@ -184,18 +184,35 @@ class _Stream(Generic[OptionsT, StepT, AnswerT]):
         try:
             async for message in requests:
                 for number, request in self._translation.read(message):
-                    await self._take(number, request)
-            if self._running:
-                # A cancelled client can look like a clean end: the cancellation comes a little later
-                await asyncio.sleep(0.05)
-            for _, sequence in self._running.values():
-                sequence.tell(InvalidRequestError("the stream ended without finish"))
+                    if (running := self._running.get(number)) is None:
+                        # One that has ended may be asked once more before that is known.
+                        if number > self._latest and not isinstance(request, Cancel):
+                            self._begin(number, request)
+                        continue
+                    task, sequence = running
+                    if isinstance(request, Cancel):
+                        task.cancel()
+                    elif isinstance(request, self._translation.notes):
+                        sequence.note(request)
+                    else:
+                        if isinstance(request, self._translation.options):
+                            request = InvalidRequestError("the sequence was opened twice")
+                        await sequence.may_arrive()
+                        sequence.tell(request)
+            await self._end_unfinished()
         except (ProtocolError, InvalidRequestError) as error:
             self._cancel()
             raise InvalidRequestError(str(error)) from None
         finally:
             self._is_read = True
             self._more.set()
+
+    async def _end_unfinished(self) -> None:
+        if self._running:
+            # A cancelled client can look like a clean end: the cancellation comes a little later
+            await asyncio.sleep(0.05)
+        for _, sequence in self._running.values():
+            sequence.tell(InvalidRequestError("the stream ended without finish"))
 
     async def answers(self) -> list[tuple[int, AnswerT | Ending]]:
         """The answers of the next message, each with its sequence's number; none once all are sent."""
@@ -215,25 +232,6 @@ class _Stream(Generic[OptionsT, StepT, AnswerT]):
         for task in tasks:
             task.cancel()
         return tasks
-
-    async def _take(
-        self, number: int, request: OptionsT | StepT | Finish | Cancel | InvalidRequestError
-    ) -> None:
-        if (running := self._running.get(number)) is None:
-            # One that has ended may be asked once more before that is known.
-            if number > self._latest and not isinstance(request, Cancel):
-                self._begin(number, request)
-            return
-        task, sequence = running
-        if isinstance(request, Cancel):
-            task.cancel()
-        elif isinstance(request, self._translation.notes):
-            sequence.note(request)
-        else:
-            if isinstance(request, self._translation.options):
-                request = InvalidRequestError("the sequence was opened twice")
-            await sequence.may_arrive()
-            sequence.tell(request)  # type: ignore[arg-type]  # it is no OptionsT
 
     def _begin(self, number: int, request: OptionsT | StepT | Finish | InvalidRequestError) -> None:
         self._latest = number

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from coordinator.decoding.completion import Completion, Detokenizer, Limits, StopStrings
 from coordinator.decoding.loop import generate
-from coordinator.decoding.rounds import RoundRecorder, RoundTimings
+from coordinator.decoding.rounds import RequestRounds
 from coordinator.decoding.tokenization import read_tokenizer
 from coordinator.stats.rounds import RoundCost, RoundResult
 from tandem.types import Acceptance, Chunk, NextToken, Proposal, StepCost, Verification
@@ -16,7 +16,7 @@ from tests.paths import DEMO_TARGET
 
 
 def test_the_wait_ends_a_few_verifications_after_the_usual_time() -> None:
-    timings = RoundTimings(None)
+    timings = RequestRounds()
     timings.verified(9.0, 0, is_first=True)
     timings.verified(0.1, 4, is_first=False)
     timings.drafted(0.2, None)
@@ -24,7 +24,7 @@ def test_the_wait_ends_a_few_verifications_after_the_usual_time() -> None:
 
 
 def test_the_first_answer_counts_only_while_there_is_no_other() -> None:
-    timings = RoundTimings(None)
+    timings = RequestRounds()
     timings.verified(0.15, 0, is_first=True)
     assert timings.patience_seconds == pytest.approx(0.6)
     timings.verified(0.1, 4, is_first=False)
@@ -33,7 +33,7 @@ def test_the_first_answer_counts_only_while_there_is_no_other() -> None:
 
 @given(st.lists(st.tuples(st.floats(0.0, 100.0), st.integers(0, 8), st.booleans()), max_size=20))
 def test_a_draft_that_hangs_costs_less_than_a_second(times: list[tuple[float, int, bool]]) -> None:
-    timings = RoundTimings(None)
+    timings = RequestRounds()
     for seconds, proposed, is_first in times:
         timings.verified(seconds, proposed, is_first=is_first)
         timings.proposing.add(seconds)
@@ -41,7 +41,7 @@ def test_a_draft_that_hangs_costs_less_than_a_second(times: list[tuple[float, in
 
 
 def test_a_round_is_reported_once_and_a_prefill_is_not() -> None:
-    timings = RoundTimings(None)
+    timings = RequestRounds()
     assert timings.end_round(1.0) is None
     timings.drafted(0.03, StepCost(0.02, 3, 12))
     timings.verified(0.1, 4, is_first=False, cost=StepCost(0.08, 2, 9))
@@ -52,7 +52,7 @@ def test_a_round_is_reported_once_and_a_prefill_is_not() -> None:
 
 
 def test_without_reported_costs_the_measured_times_count() -> None:
-    timings = RoundTimings(None)
+    timings = RequestRounds()
     timings.load = 5
     timings.drafted(0.03, None)
     timings.verified(0.1, 4, is_first=False)
@@ -60,7 +60,7 @@ def test_without_reported_costs_the_measured_times_count() -> None:
 
 
 def test_a_round_that_waited_in_vain_is_marked() -> None:
-    timings = RoundTimings(None)
+    timings = RequestRounds()
     timings.round.was_late = True
     timings.verified(0.1, 0, is_first=False)
     cost = timings.end_round(0.5)
@@ -79,23 +79,20 @@ class Pair:
     """A draft and a target that answer at once; the draft is lost after the first round."""
 
     def __init__(self) -> None:
-        self.timings = RoundTimings(None)
-        self.draft_address: str | None = None
-        self.target_address: str | None = None
-
-    completion_tokens = 0
+        self.rounds = RequestRounds()
 
     async def propose(self, completion: Completion) -> Proposal:
         if completion.has_begun:
-            self.draft_address = None
+            self.rounds.draft_address = None
             return Proposal(completion.length)
-        self.draft_address, self.timings.round.is_drafted = "d:1", True
-        self.timings.drafted(0.01, None)
+        self.rounds.draft_address, self.rounds.round.is_drafted = "d:1", True
+        self.rounds.drafted(0.01, None)
         return Proposal(completion.length, (11, 12, 13))
 
     async def verify(self, completion: Completion, proposal: Proposal) -> Verification:
-        self.target_address = "t:1"
-        self.timings.verified(0.1, len(proposal), is_first=False)
+        self.rounds.proposed()
+        self.rounds.target_address = "t:1"
+        self.rounds.verified(0.1, len(proposal), is_first=False)
         return Verification(completion.length, ())
 
     def accept(self, proposal: Proposal, verification: Verification) -> Acceptance:
@@ -107,10 +104,8 @@ async def rounds_of(max_tokens: int) -> list[RoundResult]:
     completion = Completion(
         (1,), Limits(64, max_tokens), Detokenizer(TOKENIZER), StopStrings(()), request_id="a", seed=0
     )
-    recorder = RoundRecorder(pair, pair, pair.accept, pair.timings, pair)
-    return [
-        recorder.result(chunk) async for chunk in generate(completion, recorder, recorder, recorder.accept)
-    ]
+    chunks = generate(completion, pair, pair, pair.rounds.timed(pair.accept))
+    return [result async for _, result in pair.rounds.results(chunks)]
 
 
 async def test_each_round_has_one_result() -> None:
@@ -135,12 +130,11 @@ async def test_rounds_leave_no_gap() -> None:
 
 async def test_a_hit_saves_the_usual_time_of_a_proposal() -> None:
     pair = Pair()
-    pair.timings.drafted(0.02, None)
-    recorder = RoundRecorder(pair, pair, pair.accept, pair.timings, pair)
+    pair.rounds.drafted(0.02, None)
     chunk = Chunk("", (7,), (False,), (0,))
-    pair.timings.drafted_ahead(Proposal(1, (11,), outcome_rank=3))
-    hit = recorder.result(chunk)
+    pair.rounds.drafted_ahead(Proposal(1, (11,), outcome_rank=3))
+    hit = pair.rounds.result(chunk)
     assert (hit.awaited_outcome, hit.outcome_rank, hit.saved_seconds) == (True, 3, 0.02)
-    pair.timings.drafted_ahead(None)
-    miss = recorder.result(chunk)
+    pair.rounds.drafted_ahead(None)
+    miss = pair.rounds.result(chunk)
     assert (miss.awaited_outcome, miss.outcome_rank, miss.saved_seconds) == (True, None, 0.0)

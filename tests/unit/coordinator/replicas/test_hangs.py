@@ -15,6 +15,7 @@ from coordinator.replicas.hangs import (
     UnansweredSteps,
     VerificationTimes,
 )
+from tandem.errors import ServiceUnavailableError
 
 
 class Clock:
@@ -73,7 +74,7 @@ def test_a_target_that_answers_nothing_is_hung_for_all(clock: Clock, steps: Unan
     clock.now += 0.1
     assert not steps.overdue(more_seconds=1.0)
     assert steps.overdue() == {old, young}
-    steps.end(old)
+    steps.end(old, is_answered=False)
     assert not steps.overdue()
 
 
@@ -82,11 +83,11 @@ def test_a_target_that_answers_others_is_hung_for_one_step_only(clock: Clock, st
     for _ in range(6):
         clock.now += MIN_SECONDS
         assert not steps.overdue(), "its pages may have gone to others"
-        steps.answered(steps.begin(5, is_first=False))
+        steps.end(steps.begin(5, is_first=False), is_answered=True)
     clock.now += MIN_SECONDS - 0.1
     other = steps.begin(5, is_first=False)
     clock.now += 0.2
-    steps.answered(other)
+    steps.end(other, is_answered=True)
     assert list(steps.overdue()) == [late]
 
 
@@ -94,7 +95,7 @@ def test_a_fixed_bound_holds_for_each_step(clock: Clock) -> None:
     steps = UnansweredSteps(VerificationTimes(fixed_seconds=3.0), clock)
     late = steps.begin(5, is_first=False)
     clock.now += 2.9
-    steps.answered(steps.begin(5, is_first=False))
+    steps.end(steps.begin(5, is_first=False), is_answered=True)
     assert not steps.overdue()
     clock.now += 0.2
     assert list(steps.overdue()) == [late]
@@ -106,9 +107,9 @@ def test_a_wait_for_pages_does_not_raise_the_bound(clock: Clock) -> None:
     waiting = steps.begin(5, is_first=False)
     bound = times.bound_seconds(0)
     clock.now += 1.0
-    steps.answered(steps.begin(5, is_first=False))
+    steps.end(steps.begin(5, is_first=False), is_answered=True)
     clock.now += 40.0
-    steps.answered(waiting)
+    steps.end(waiting, is_answered=True)
     assert times.bound_seconds(0) <= bound
 
 
@@ -116,7 +117,7 @@ def test_the_first_step_may_wait_while_others_are_answered(clock: Clock, steps: 
     steps.begin(20, is_first=True)
     for _ in range(100):
         clock.now += MIN_SECONDS - 0.1
-        steps.answered(steps.begin(5, is_first=False))
+        steps.end(steps.begin(5, is_first=False), is_answered=True)
         assert not steps.overdue()
 
 
@@ -131,13 +132,13 @@ def test_the_first_answer_may_wait_for_the_prompts_of_all(clock: Clock, steps: U
 
 async def waited(steps: UnansweredSteps) -> str:
     """Wait for an answer that never comes."""
-    step = steps.begin(5, is_first=False, task=asyncio.current_task())
     try:
-        await asyncio.Event().wait()
+        with steps.begin(5, is_first=False):
+            await asyncio.Event().wait()
     except asyncio.CancelledError:
-        return f"given up after {step.silent_seconds:g} s" if step.was_given_up() else "cancelled"
-    finally:
-        steps.end(step)
+        return "cancelled"
+    except ServiceUnavailableError as error:
+        return str(error)
     return "answered"
 
 
@@ -148,7 +149,7 @@ async def test_a_wait_is_given_up_once(clock: Clock, steps: UnansweredSteps) -> 
     assert not steps.overdue(more_seconds=30.0), "without another target a sequence stays longer"
     steps.give_up(steps.overdue())
     assert not steps.overdue()
-    assert await waiting == "given up after 11 s"
+    assert await waiting == "target service: no answer to a verification within 11 s"
 
 
 @pytest.mark.parametrize("is_silent", [False, True])

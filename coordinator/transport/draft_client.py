@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Protocol, TypeAlias
 
 import grpc.aio
@@ -63,22 +64,20 @@ def check_proposal(
         ProtocolError: it extends another sequence, is too long, holds unknown ids, lacks the logits that were
             asked for, or carries distributions from which its tokens cannot have been drawn.
     """
+    token_ids = proposal.token_ids
+    wrong = ""
     if proposal.base_length != base_length:
-        raise ProtocolError(
-            f"draft service: its proposal extends {proposal.base_length} tokens; it must extend {base_length}"
-        )
-    if len(proposal) > max_tokens:
-        raise ProtocolError(
-            f"draft service: it proposed {len(proposal)} tokens; at most {max_tokens} were asked for"
-        )
-    unknown = next((token_id for token_id in proposal.token_ids if not 0 <= token_id < vocabulary_size), None)
-    if unknown is not None:
-        raise ProtocolError(
-            f"draft service: it proposed token id {unknown}; ids must be in 0..{vocabulary_size - 1}"
-        )
-    if with_token_logits and proposal.token_ids and proposal.token_logits is None:
-        raise ProtocolError("draft service: it sent no logits for its tokens; they were asked for")
-    for token_id, distribution in zip(proposal.token_ids, proposal.distributions, strict=False):
+        wrong = f"its proposal extends {proposal.base_length} tokens; it must extend {base_length}"
+    elif len(token_ids) > max_tokens:
+        wrong = f"it proposed {len(token_ids)} tokens; at most {max_tokens} were asked for"
+    elif token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocabulary_size:
+        unknown = next(each for each in token_ids if not 0 <= each < vocabulary_size)
+        wrong = f"it proposed token id {unknown}; ids must be in 0..{vocabulary_size - 1}"
+    elif with_token_logits and token_ids and proposal.token_logits is None:
+        wrong = "it sent no logits for its tokens; they were asked for"
+    if wrong:
+        raise ProtocolError(f"draft service: {wrong}")
+    for token_id, distribution in zip(token_ids, proposal.distributions, strict=False):
         check_distribution(token_id, distribution, vocabulary_size)
 
 
@@ -90,21 +89,17 @@ def check_distribution(token_id: int, distribution: SparseDistribution, vocabula
     """
     # Supports are short: numpy takes longer to begin than Python's own functions to end.
     support, probs = distribution.token_ids.tolist(), distribution.probs.tolist()
-    total = sum(probs)
+    total, wrong = sum(probs), ""
     if not wire.sums_to_one(total) or min(probs) < 0.0:
-        raise ProtocolError(
-            f"draft service: a sparse distribution sums to {total:g}; it must sum to 1, with nothing below 0"
-        )
-    if len(set(support)) != len(support):
-        raise ProtocolError("draft service: a sparse distribution names a token twice")
-    if token_id not in support:
-        raise ProtocolError(
-            f"draft service: it proposed token id {token_id}, to which its own distribution gives no probability"
-        )
-    if min(support) < 0 or max(support) >= vocabulary_size:
-        raise ProtocolError(
-            f"draft service: it sent the probability of an unknown token; ids must be in 0..{vocabulary_size - 1}"
-        )
+        wrong = f"a sparse distribution sums to {total:g}; it must sum to 1, with nothing below 0"
+    elif len(set(support)) != len(support):
+        wrong = "a sparse distribution names a token twice"
+    elif token_id not in support:
+        wrong = f"it proposed token id {token_id}, to which its own distribution gives no probability"
+    elif min(support) < 0 or max(support) >= vocabulary_size:
+        wrong = f"it sent the probability of an unknown token; ids must be in 0..{vocabulary_size - 1}"
+    if wrong:
+        raise ProtocolError(f"draft service: {wrong}")
 
 
 class Tokens(Protocol):
@@ -175,38 +170,8 @@ _MAX_SUPPORT_IDS = 1 << 16
 """Ids in all supports of a round: a mebibyte in memory, and three times what a draft of ours pushes."""
 
 
-class DepthTimes:
-    """When the depths of a round arrive. No clock."""
-
-    def __init__(self) -> None:
-        self._step = MovingAverage()
-        self._draft_step: float | None = None
-        self._last: float | None = None
-
-    def begin(self) -> None:
-        """A round begins."""
-        self._last = None
-
-    def arrived(self, now: float, draft_seconds: float | None) -> None:
-        """The next depth of the round is there, by a step that took the draft so long; None: it does not say.
-
-        The draft's own figure counts until two depths of one round have arrived. Where verifications are short, that
-        never happens.
-        """
-        if self._last is not None:
-            self._step.add(now - self._last)
-        self._last, self._draft_step = now, draft_seconds
-
-    def following(self, ready: int, max_tokens: int, now: float) -> Unfinished | None:
-        """The continuation that is so long now; None while nothing is known of the round or of steps."""
-        step_seconds = self._step.value or self._draft_step
-        if self._last is None or step_seconds is None:
-            return None
-        return Unfinished(ready, max_tokens, max(self._last + step_seconds - now, 0.0), step_seconds)
-
-
 class PendingOutcomes:
-    """The outcomes of the round in progress. Bounded by what was granted."""
+    """The outcomes of the round in progress. Bounded by what was granted. No clock."""
 
     def __init__(self, vocabulary_size: int, row_kind: RowKind) -> None:
         """
@@ -226,7 +191,13 @@ class PendingOutcomes:
         self._granted = 0
         """Messages that the draft may still push, of whichever round: how far it is behind, nobody knows."""
         self._support_ids = 0
-        self._times = DepthTimes()
+        self._step = MovingAverage()
+        """Seconds from one depth of a round to the next."""
+        self._draft_step: float | None = None
+        """Seconds of the draft's last step as it says. It counts until two depths of one round have arrived: where
+        verifications are short, that never happens."""
+        self._arrived: float | None = None
+        """When the round's last depth arrived."""
 
     def awaits(self, token_ids: Sequence[int]) -> bool:
         """True if a budget was granted for the round whose outcome this sequence is."""
@@ -244,7 +215,7 @@ class PendingOutcomes:
         self._ranks.clear()
         self._columns.clear()
         self._lead = ()
-        self._times.begin()
+        self._arrived = None
         self._support_ids = 0
 
     @property
@@ -276,7 +247,9 @@ class PendingOutcomes:
             self._ranks = {key: rank for rank, key in enumerate(keys)}
         self._columns.append(drafted)
         self._lead = drafted.lead_token_ids
-        self._times.arrived(now, drafted.cost.seconds if drafted.cost else None)
+        if self._arrived is not None:
+            self._step.add(now - self._arrived)
+        self._arrived, self._draft_step = now, drafted.cost.seconds if drafted.cost else None
         return True
 
     def find(self, token_ids: Sequence[int]) -> Proposal | None:
@@ -306,9 +279,11 @@ class PendingOutcomes:
         if rank is None or self._budget is None or ready >= self._budget.token_count:
             return None
         last = self._columns[-1].token_ids
-        if rank >= len(last) or last[rank] == ENDED:
+        step_seconds = self._step.value or self._draft_step
+        if rank >= len(last) or last[rank] == ENDED or self._arrived is None or step_seconds is None:
             return None
-        return self._times.following(ready, self._budget.token_count, now)
+        due_seconds = max(self._arrived + step_seconds - now, 0.0)
+        return Unfinished(ready, self._budget.token_count, due_seconds, step_seconds)
 
     def _outcome(self, token_ids: Sequence[int]) -> tuple[int, int]:
         """Number of accepted tokens and the token after them; `_NO_OUTCOME` where it is of another round."""
@@ -321,74 +296,60 @@ class PendingOutcomes:
         return accepted, following[-1]
 
     def _check(self, drafted: DraftedOutcomes, budget: AheadBudget) -> None:
-        if drafted.depth != len(self._columns) or drafted.depth >= budget.token_count:
-            raise ProtocolError(
-                f"draft service: it pushed depth {drafted.depth} of its outcomes; depth {len(self._columns)} must "
-                f"follow, below the {budget.token_count} that were granted"
+        mistakes = chain(self._wrong_shape(drafted, budget), self._wrong_tokens(drafted))
+        if (wrong := next(mistakes, None)) is not None:
+            raise ProtocolError(f"draft service: {wrong}")
+        if self._needs_distributions:
+            for token_id, distribution in zip(drafted.token_ids, drafted.distributions, strict=True):
+                check_distribution(token_id, distribution, self._vocabulary_size)
+
+    def _wrong_shape(self, drafted: DraftedOutcomes, budget: AheadBudget) -> Iterator[str]:
+        depth, count, lead = drafted.depth, len(drafted.token_ids), len(drafted.lead_token_ids)
+        granted, known = budget.token_count, len(self._columns)
+        if depth != known or depth >= granted:
+            yield (
+                f"it pushed depth {depth} of its outcomes; depth {known} must follow, below the {granted} that were "
+                "granted"
             )
         maximum = len(self._columns[-1].token_ids) if self._columns else budget.branch_count
-        count = len(drafted.token_ids)
         if not 0 < count <= maximum:
-            raise ProtocolError(
-                f"draft service: it pushed {count} tokens at depth {drafted.depth}; it must be 1 to {maximum}"
-            )
-        if drafted.depth == 0:
-            self._check_keys(drafted)
+            yield f"it pushed {count} tokens at depth {depth}; it must be 1 to {maximum}"
+        if depth == 0:
+            yield from self._wrong_keys(drafted.accepted_counts, drafted.next_token_ids, count)
         elif drafted.accepted_counts:
-            raise ProtocolError("draft service: it named its outcomes twice; they come with depth 0 alone")
-        if drafted.depth + 1 + len(drafted.lead_token_ids) > budget.token_count:
-            raise ProtocolError(
-                f"draft service: it is {len(drafted.lead_token_ids)} tokens ahead at depth {drafted.depth} of its "
-                f"outcomes; {budget.token_count} tokens were granted"
-            )
-        self._check_tokens(drafted)
+            yield "it named its outcomes twice; they come with depth 0 alone"
+        if depth + 1 + lead > granted:
+            yield f"it is {lead} tokens ahead at depth {depth} of its outcomes; {granted} tokens were granted"
 
-    def _check_keys(self, drafted: DraftedOutcomes) -> None:
-        if len(drafted.accepted_counts) != len(drafted.token_ids):
-            raise ProtocolError(
-                f"draft service: it named {len(drafted.accepted_counts)} outcomes with {len(drafted.token_ids)} "
-                "tokens; there must be as many of both"
-            )
-        wrong = next((a for a in drafted.accepted_counts if not 0 <= a <= len(self._proposed)), None)
-        if wrong is not None:
-            raise ProtocolError(
-                f"draft service: it drafted for {wrong} accepted tokens; there are 0 to {len(self._proposed)}"
-            )
-        keys = set(zip(drafted.accepted_counts, drafted.next_token_ids, strict=True))
-        if len(keys) != len(drafted.token_ids):
-            raise ProtocolError("draft service: it drafted twice for one outcome")
+    def _wrong_keys(self, accepted: Sequence[int], following: Sequence[int], count: int) -> Iterator[str]:
+        most = len(self._proposed)
+        if len(accepted) != count:
+            yield f"it named {len(accepted)} outcomes with {count} tokens; there must be as many of both"
+        for each in accepted:
+            if not 0 <= each <= most:
+                yield f"it drafted for {each} accepted tokens; there are 0 to {most}"
+        if len(set(zip(accepted, following, strict=True))) != count:
+            yield "it drafted twice for one outcome"
 
-    def _check_tokens(self, drafted: DraftedOutcomes) -> None:
-        before = self._columns[-1].token_ids if self._columns else drafted.token_ids
-        if any(old == ENDED != new for old, new in zip(before, drafted.token_ids, strict=False)):
-            raise ProtocolError("draft service: it went on with a continuation that it had ended")
-        own = [token_id for token_id in drafted.token_ids if token_id != ENDED]
-        ids = (*own, *drafted.next_token_ids, *drafted.lead_token_ids)
-        unknown = next((token_id for token_id in ids if not 0 <= token_id < self._vocabulary_size), None)
-        if unknown is not None:
-            raise ProtocolError(
-                f"draft service: it drafted token id {unknown} ahead; ids must be in 0..{self._vocabulary_size - 1}"
-            )
+    def _wrong_tokens(self, drafted: DraftedOutcomes) -> Iterator[str]:
+        token_ids, size = drafted.token_ids, self._vocabulary_size
+        before = self._columns[-1].token_ids if self._columns else token_ids
+        if any(old == ENDED != new for old, new in zip(before, token_ids, strict=False)):
+            yield "it went on with a continuation that it had ended"
+        own = [token_id for token_id in token_ids if token_id != ENDED]
+        for token_id in (*own, *drafted.next_token_ids, *drafted.lead_token_ids):
+            if not 0 <= token_id < size:
+                yield f"it drafted token id {token_id} ahead; ids must be in 0..{size - 1}"
         if not self._needs_distributions:
             return
+        needed = "the rule needs one for each"
         if drafted.lead_token_ids:
-            raise ProtocolError(
-                "draft service: it is ahead with its first outcome by tokens without distributions; the rule needs one "
-                "for each"
-            )
-        if len(drafted.distributions) != len(drafted.token_ids):
-            raise ProtocolError(
-                f"draft service: it pushed {len(drafted.token_ids)} tokens with {len(drafted.distributions)} "
-                "distributions; the rule needs one for each"
-            )
-        self._support_ids += sum(len(distribution.token_ids) for distribution in drafted.distributions)
+            yield f"it is ahead with its first outcome by tokens without distributions; {needed}"
+        if len(drafted.distributions) != len(token_ids):
+            yield f"it pushed {len(token_ids)} tokens with {len(drafted.distributions)} distributions; {needed}"
+        self._support_ids += sum(len(each.token_ids) for each in drafted.distributions)
         if self._support_ids > _MAX_SUPPORT_IDS:
-            raise ProtocolError(
-                f"draft service: it pushed supports of {self._support_ids} ids in one round; at most "
-                f"{_MAX_SUPPORT_IDS} are kept"
-            )
-        for token_id, distribution in zip(drafted.token_ids, drafted.distributions, strict=True):
-            check_distribution(token_id, distribution, self._vocabulary_size)
+            yield f"it pushed supports of {self._support_ids} ids in one round; at most {_MAX_SUPPORT_IDS} are kept"
 
 
 class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):

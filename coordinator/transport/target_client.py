@@ -54,72 +54,72 @@ def check_rows(verification: Verification, vocabulary_size: int, *, with_statist
     """
     for row in verification.rows:
         if isinstance(row, TokenRow):
-            if not 0 <= row.token_id < vocabulary_size:  # to call `_check_id` for each takes twice as long
-                _check_id(row.token_id, 0, vocabulary_size)
-        elif isinstance(row, SupportRow):
-            _check_support_row(row, vocabulary_size)
-            if with_statistics and row.statistics is None:
-                raise ProtocolError("target service: a row came without statistics; they were asked for")
+            if 0 <= row.token_id < vocabulary_size:
+                continue
+            wrong = _wrong_id(row.token_id, 0, vocabulary_size)
+        elif isinstance(row, DenseRow):
+            wrong = _wrong_logits(row, vocabulary_size)
         else:
-            _check_dense_row(row, vocabulary_size)
+            wrong = _wrong_support(row, vocabulary_size)
+            if not wrong and row.statistics is not None:
+                wrong = _wrong_statistics(row.statistics, vocabulary_size)
+            elif not wrong and with_statistics:
+                wrong = "a row came without statistics; they were asked for"
+        if wrong:
+            raise ProtocolError(f"target service: {wrong}")
 
 
-def _check_id(token_id: int, minimum: int, vocabulary_size: int) -> None:
-    if not minimum <= token_id < vocabulary_size:
-        raise ProtocolError(
-            f"target service: it sent token id {token_id}; ids must be in 0..{vocabulary_size - 1}"
-        )
+def _wrong_id(token_id: int, minimum: int, vocabulary_size: int) -> str:
+    if minimum <= token_id < vocabulary_size:
+        return ""
+    return f"it sent token id {token_id}; ids must be in 0..{vocabulary_size - 1}"
 
 
-def _check_support_row(row: SupportRow, vocabulary_size: int) -> None:
+def _wrong_support(row: SupportRow, vocabulary_size: int) -> str:
     # -1 stands for no token outside the support; then the mass there does not count.
-    _check_id(row.outside_token_id, -1, vocabulary_size)
     outside = row.outside_mass if row.outside_token_id >= 0 else 0.0
     values = row.probs.tolist()
-    minimum, mass = min(values, default=0.0), sum(values) + outside
+    mass = sum(values) + outside
     # A NaN makes the sum one, and comparisons with it are false. The sum may exceed 1: the support may name a token
     # twice.
-    if not (minimum >= 0.0 and outside >= 0.0 and 0.0 < mass < math.inf):
-        raise ProtocolError(
-            f"target service: a row's lowest probability is {np.min([outside, *values]):g} and their sum is {mass:g}; "
-            "no probability may be negative, and the sum must be a positive number"
+    if not (min(values, default=0.0) >= 0.0 and outside >= 0.0 and 0.0 < mass < math.inf):
+        return (
+            f"a row's lowest probability is {np.min([outside, *values]):g} and their sum is {mass:g}; no probability "
+            "may be negative, and the sum must be a positive number"
         )
     # A token's probability is at most the mass that holds it, before and after rounding.
     if row.outside_prob is not None and not 0.0 <= row.outside_prob <= outside:
-        raise ProtocolError(
-            f"target service: a row's token outside the support has the probability {row.outside_prob:g}; it must be "
-            f"between 0 and the mass there, {outside:g}"
+        return (
+            f"a row's token outside the support has the probability {row.outside_prob:g}; it must be between 0 and the "
+            f"mass there, {outside:g}"
         )
-    if row.statistics is not None:
-        _check_statistics(row.statistics, vocabulary_size)
+    return _wrong_id(row.outside_token_id, -1, vocabulary_size)
 
 
-def _check_statistics(statistics: RowStatistics, vocabulary_size: int) -> None:
-    _check_id(statistics.argmax_token_id, 0, vocabulary_size)
+def _wrong_statistics(statistics: RowStatistics, vocabulary_size: int) -> str:
     maximum = float(statistics.logits.max(initial=-math.inf))
-    numbers = {"entropy": statistics.entropy, "highest probability": statistics.max_prob}
-    for name, value in numbers.items():
-        # Rounding may leave an entropy just below zero.
+    # Rounding may leave an entropy just below zero.
+    for name, value in (("entropy", statistics.entropy), ("highest probability", statistics.max_prob)):
         if not math.isfinite(value):
-            raise ProtocolError(f"target service: a row's {name} is {value:g}; it must be a finite number")
+            return f"a row's {name} is {value:g}; it must be a finite number"
     if not maximum < math.inf:
-        raise ProtocolError(
-            f"target service: a row's highest logit in its support is {maximum:g}; it must be a number below infinity"
-        )
+        return f"a row's highest logit in its support is {maximum:g}; it must be a number below infinity"
+    return _wrong_id(statistics.argmax_token_id, 0, vocabulary_size)
 
 
-def _check_dense_row(row: DenseRow, vocabulary_size: int) -> None:
+def _wrong_logits(row: DenseRow, vocabulary_size: int) -> str:
     if row.logits.shape != (vocabulary_size,):
-        raise ProtocolError(
-            f"target service: a dense row holds {row.logits.size} logits; it must hold {vocabulary_size}, one for "
-            "each token of the vocabulary"
+        return (
+            f"a dense row holds {row.logits.size} logits; it must hold {vocabulary_size}, one for each token of the "
+            "vocabulary"
         )
     # One pass is enough: max() returns NaN wherever there is one. Models forbid single tokens by minus infinity.
     maximum = float(row.logits.max())
-    if not math.isfinite(maximum):
-        raise ProtocolError(
-            f"target service: a dense row's highest logit is {maximum:g}; it must be a finite number"
-        )
+    return (
+        ""
+        if math.isfinite(maximum)
+        else (f"a dense row's highest logit is {maximum:g}; it must be a finite number")
+    )
 
 
 _Request = TargetOptions | VerifyStep | DraftedOutcomes

@@ -83,23 +83,21 @@ class ChunkQueue:
             pacer: Shared with the other requests; None: one of its own.
         """
         self._interval = stream_interval
+        self._pacer = pacer or ChunkPacer()
         self._held: list[Chunk] = []
-        self._held_tokens = 0
+        """Chunks that the reader does not have yet."""
+        self._is_due = False
+        """True if the reader is to have them as soon as it asks."""
         self._has_begun = False
         """True once a chunk with tokens was put."""
-        self._pacer = pacer or ChunkPacer()
+        self._is_closed = False
         self._last_put = 0.0
         self._pause: asyncio.TimerHandle | None = None
-        """Set while chunks are held."""
-        self._is_paused = False
-        """True if chunks are held that the reader is to have as soon as it asks."""
-        self._chunk: asyncio.Future[Chunk | None] | None = None
+        """Set while chunks are held that are not due."""
+        self._reader: Reader | None = None
         """Set while the reader waits."""
-        self._pending: Chunk | None = None
-        """A chunk that the reader has not taken yet."""
         self._reader_is_back: asyncio.Future[None] | None = None
         """Set while the writer waits."""
-        self._is_closed = False
 
     async def put(self, chunk: Chunk) -> None:
         """Hand over a chunk, or hold it until it and the next ones have enough tokens.
@@ -107,81 +105,69 @@ class ChunkQueue:
         Returns once the reader has it, or at once if it is held; after the last chunk, once the reader asks for more.
         """
         self._held.append(chunk)
-        self._held_tokens += len(chunk.token_ids)
-        may_wait = self._has_begun and self._held_tokens < self._interval and chunk.summary is None
-        self._has_begun = self._has_begun or bool(chunk.token_ids)
+        is_last, count = chunk.summary is not None, sum(len(held.token_ids) for held in self._held)
+        may_wait = self._has_begun and count < self._interval and not is_last
+        self._has_begun = self._has_begun or count > 0
         if may_wait:
             self._watch_for_pause()
             return
-        chunk = self._taken()
-        if self._chunk is not None:
-            # The reader wakes a turn of the loop later than the writer of the next round's question, which goes first.
-            self._pacer.hand_over(self._chunk, chunk)
-            self._chunk = None
-            if chunk.summary is not None:
-                await self._reader()
-            return
         # It stays when this task is cancelled: a reader that is late has it before the error.
-        self._pending = chunk
-        await self._reader()
+        self._is_due = True
+        if self._reader is None:
+            await self._asked()
+        else:
+            # The reader wakes a turn of the loop later than the writer of the next round's question, which goes first.
+            self._pacer.hand_over(self._reader, self._taken())
+            self._reader = None
         # A reader that does nothing in between has taken the chunk and asked for more before this task runs again.
-        if chunk.summary is not None and self._chunk is None:
-            await self._reader()
+        if is_last and self._reader is None:
+            await self._asked()
 
     async def get(self) -> Chunk | None:
         """Return the next chunk; None once the queue is closed."""
         if self._reader_is_back is not None:
             _resolve(self._reader_is_back, None)
             self._reader_is_back = None
-        if self._pending is not None:
-            chunk, self._pending = self._pending, None
-            return chunk
-        if self._held and (self._is_paused or self._is_closed):
+        if self._held and (self._is_due or self._is_closed):
             return self._taken()
         if self._is_closed:
             return None
-        self._chunk = asyncio.get_running_loop().create_future()
-        return await self._chunk
+        self._reader = asyncio.get_running_loop().create_future()
+        return await self._reader
 
     def close(self) -> None:
         """Let the reader know that nothing follows. It gets what is held first."""
         self._is_closed = True
-        self._end_watch()
-        if self._chunk is not None:
-            _resolve(self._chunk, self._taken() if self._held else None)
-            self._chunk = None
+        if self._reader is not None:
+            _resolve(self._reader, self._taken() if self._held else None)
+            self._reader = None
 
     def _taken(self) -> Chunk:
-        self._end_watch()
-        chunks, self._held, self._held_tokens = self._held, [], 0
+        self._is_due = False
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
+        chunks, self._held = self._held, []
         return chunks[0] if len(chunks) == 1 else joined(chunks)
 
     def _watch_for_pause(self) -> None:
         """Deliver what is held if no chunk follows for a while. One timer serves many chunks, since each costs one."""
-        loop = asyncio.get_running_loop()
         self._last_put = time.monotonic()
-        if self._pause is None and not self._is_paused:
-            self._pause = loop.call_later(PAUSE_SECONDS, self._check_pause)
+        if self._pause is None and not self._is_due:
+            self._pause = asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._check_pause)
 
     def _check_pause(self) -> None:
-        remaining = self._last_put + PAUSE_SECONDS - time.monotonic()
-        if remaining > 0:
-            self._pause = asyncio.get_running_loop().call_later(remaining, self._check_pause)
-            return
         self._pause = None
-        if self._chunk is None:
-            self._is_paused = True
+        if (remaining := self._last_put + PAUSE_SECONDS - time.monotonic()) > 0:
+            self._pause = asyncio.get_running_loop().call_later(remaining, self._check_pause)
+        elif self._reader is None:
+            self._is_due = True
         else:
-            _resolve(self._chunk, self._taken())
-            self._chunk = None
+            _resolve(self._reader, self._taken())
+            self._reader = None
 
-    def _end_watch(self) -> None:
-        self._is_paused = False
-        if self._pause is not None:
-            self._pause.cancel()
-            self._pause = None
-
-    async def _reader(self) -> None:
+    async def _asked(self) -> None:
+        """Wait until the reader asks for more."""
         self._reader_is_back = asyncio.get_running_loop().create_future()
         await self._reader_is_back
 

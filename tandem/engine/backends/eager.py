@@ -9,10 +9,8 @@ al. 2024, arXiv 2401.10774, section 3.1.2).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,32 +24,46 @@ from tandem.engine.models.loading import LoadedModel
 from tandem.engine.steps import Packing, SequenceBranches, StepBackend, run_modules
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
+class _Seen(NamedTuple):
     """The keys that a group reads, and which of them each query sees."""
 
     first: int
     """Position of the first key."""
-    skipped: int
-    """Keys before it in its page."""
-    has_past: bool
+    has_past: bool = True
     """False where a group's queries see their own step's keys alone."""
-    mask: Tensor | None
-    is_causal: bool
+    mask: Tensor | None = None
+    """Minus infinity for keys that are hidden and zero for others, for one head, repeated; None for none hidden."""
+    is_causal: bool = False
+    """Query i sees the keys up to i, without a mask."""
 
 
 class Group:
-    """Parts of a step with equally many queries: the branches of a sequence, or what subclasses join."""
+    """Parts of a step with equally many tokens, whose attention is one call: segments of similar lengths, or the
+    branches of one sequence."""
 
     def __init__(self, part: Segment | SequenceBranches, model: LoadedModel) -> None:
         self.parts = [part]
         self.width = part.token_count
         """Tokens of each part."""
-        self.longest = part.span(0)[2]
+        self.longest = self._total = part.span(0)[2]
         """Keys of the longest sequence."""
         self._model = model
         self._readers: dict[tuple[int, int], PageReader] = {}
         self._spans: dict[tuple[int | None, int, bool], _Seen] = {}
+
+    def take(self, part: Segment | SequenceBranches) -> bool:
+        """Lets a segment join if it has the same width and pads little."""
+        # Wider blocks keep the kernel busy one sequence at a time
+        if isinstance(part, SequenceBranches) or part.token_count != self.width or self.width > 32:
+            return False
+        longest, count = max(self.longest, part.end), len(self.parts) + 1
+        # Beyond so many superfluous keys another kernel call is cheaper (measured on a CPU, 8 heads of 32)
+        if count * longest - (self._total + part.end) > count * 256:
+            return False
+        self.parts.append(part)
+        self.longest = longest
+        self._total += part.end
+        return True
 
     def attend(
         self, layer: LayerCache, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
@@ -68,8 +80,7 @@ class Group:
         if span is None:
             span = self._spans[span_key] = self._seen(window, repeats, is_explicit)
         if span.has_past:
-            reader = self._reader(layer.group, span.first - span.skipped)
-            key, value = (self._read(storage, reader, span, window) for storage in (layer.keys, layer.values))
+            key, value = (self._read(layer, storage, span.first) for storage in (layer.keys, layer.values))
         block = query if batch == 1 else query.view(heads, batch, width, -1).transpose(0, 1)
         if not span.is_causal and repeats > 1:
             block = block.reshape(batch, kv_heads, repeats * width, -1)
@@ -83,112 +94,57 @@ class Group:
         output = output.view(batch, heads, width, -1).transpose(1, 2)
         return output.reshape(1, batch * width, heads, -1) if batch > 1 else output
 
-    def _read(self, storage: Tensor, reader: PageReader, span: _Seen, window: int | None) -> Tensor:
-        return reader.read(storage)[:, :, span.skipped : span.skipped + self.longest - span.first]
-
-    def _reader(self, table_group: int, start: int) -> PageReader:
-        found = self._readers.get((table_group, start))
-        if found is None:
-            tables = [part.sequence.tables[table_group] for part in self.parts]
-            found = PageReader.of_tables(tables, start, self.longest, self._model.device)
-            self._readers[table_group, start] = found
-        return found
-
-    def _seen(self, window: int | None, repeats: int, is_explicit: bool) -> _Seen:
-        (part,) = self.parts
-        assert isinstance(part, SequenceBranches)
-        step, device, first = part.step, self._model.device, 0
-        if window is not None:  # their own keys lie behind the trunk in any case
-            first = max(0, min(min(part.positions()) - window + 1, part.sequence.length))
-        count, branches = self.width, len(step.trunk_lengths)
-        trunk_lengths = torch.tensor(step.trunk_lengths[:count], device=device)[:, None]
-        slots = torch.arange(first, self.longest, device=device)[None]
-        behind = slots - part.sequence.length
-        own = (behind >= 0) & (behind % branches == torch.arange(count, device=device)[:, None])
-        # Position of each slot's token in the branch that sees it.
-        positions = torch.where(own, trunk_lengths + behind // branches, slots)
-        hidden = ~(own | (slots < trunk_lengths))
-        if window is not None:
-            hidden |= positions <= trunk_lengths + step.depth - window
-        return self._masked(first, hidden[None, None], repeats, has_past=True)
-
-    def _masked(self, first: int, hidden: Tensor, repeats: int, *, has_past: bool) -> _Seen:
-        """All keys from the first one on but for those that are hidden, bool [batch, 1, width, length].
-
-        The mask is minus infinity there and zero elsewhere, for one head, repeated.
-        """
-        mask = torch.zeros(hidden.shape, dtype=self._model.dtype, device=hidden.device)
-        mask = mask.masked_fill_(hidden, float("-inf"))
-        mask = mask.repeat(1, 1, repeats, 1) if repeats > 1 else mask
-        return _Seen(first, first % self._page_tokens, has_past, mask, is_causal=False)
-
-    @property
-    def _page_tokens(self) -> int:
-        return self.parts[0].sequence.table.page_tokens
-
-
-class SegmentGroup(Group):
-    """Segments of one width and of similar lengths."""
-
-    parts: list[Segment]  # type: ignore[assignment]
-
-    def __init__(self, first: Segment, model: LoadedModel) -> None:
-        super().__init__(first, model)
-        self._total = first.end
-
-    def take(self, segment: Segment) -> bool:
-        """Lets the segment join if it has the same width and pads little."""
-        # Wider blocks keep the kernel busy one sequence at a time
-        if segment.token_count != self.width or self.width > 32:
-            return False
-        longest, count = max(self.longest, segment.end), len(self.parts) + 1
-        # Beyond so many superfluous keys another kernel call is cheaper (measured on a CPU, 8 heads of 32)
-        if count * longest - (self._total + segment.end) > count * 256:
-            return False
-        self.parts.append(segment)
-        self.longest = longest
-        self._total += segment.end
-        return True
-
-    def _read(self, storage: Tensor, reader: PageReader, span: _Seen, window: int | None) -> Tensor:
-        """With zeros behind the end of each sequence and before its window."""
-        found = super()._read(storage, reader, span, window)
-        for index, segment in enumerate(self.parts):
-            # A mask hides those keys, but hiding is arithmetic: a NaN that another sequence left would survive it.
-            if segment.end < self.longest:
-                found[index, :, segment.end - span.first :].zero_()
-            if window is not None and (unseen := segment.start - window + 1 - span.first) > 0:
+    def _read(self, layer: LayerCache, storage: Tensor, first: int) -> Tensor:
+        """The sequences' keys or values from the first position on, with zeros behind the end of each and before its
+        window: a mask hides them, but hiding is arithmetic, and a NaN that another sequence left would survive it."""
+        skipped = first % layer.keys.shape[1]
+        reader = self._readers.get((layer.group, first - skipped))
+        if reader is None:
+            tables = [part.sequence.tables[layer.group] for part in self.parts]
+            reader = PageReader.of_tables(tables, first - skipped, self.longest, self._model.device)
+            self._readers[layer.group, first - skipped] = reader
+        found = reader.read(storage)[:, :, skipped : skipped + self.longest - first]
+        for index, part in enumerate(self.parts):
+            if not isinstance(part, Segment):
+                continue  # see `clear_room`
+            if part.end < self.longest:
+                found[index, :, part.end - first :].zero_()
+            if layer.window is not None and (unseen := part.start - layer.window + 1 - first) > 0:
                 found[index, :, :unseen].zero_()
         return found
 
     def _seen(self, window: int | None, repeats: int, is_explicit: bool) -> _Seen:
+        part, device = self.parts[0], self._model.device
+        positions = [list(each.positions()) for each in self.parts]
+        starts = [min(own) for own in positions]
+        first = 0
         if window is not None and window >= self.longest:
             window = None
-        starts = [segment.start for segment in self.parts]
-        first = 0 if window is None else max(0, min(starts) - window + 1)
-        begins_text = starts == [0]
-        if self.width == 1 and len(set(starts)) == 1:
-            return _Seen(first, first % self._page_tokens, not begins_text, None, is_causal=False)
-        if begins_text and window is None and not is_explicit:
-            return _Seen(0, 0, has_past=False, mask=None, is_causal=True)
-        device = self._model.device
-        queries = torch.tensor(starts, device=device)[:, None] + torch.arange(self.width, device=device)
-        queries, keys = queries[:, None, :, None], torch.arange(first, self.longest, device=device)
-        hidden = keys > queries
+        if window is not None:  # branches have their own keys behind the trunk in any case
+            first = max(0, min(min(starts) - window + 1, part.sequence.length))
+        has_past = True
+        if isinstance(part, Segment):
+            has_past = starts != [0]
+            if self.width == 1 and len(set(starts)) == 1:
+                return _Seen(first, has_past)
+            if not has_past and window is None and not is_explicit:
+                return _Seen(0, has_past=False, is_causal=True)
+        queries = torch.tensor(positions, device=device)[:, None, :, None]  # [batch, 1, width, keys]
+        slots = keys = torch.arange(first, self.longest, device=device)
+        if isinstance(part, Segment):
+            hidden = keys > queries
+        else:
+            behind, branches = slots - part.sequence.length, len(part.step.trunk_lengths)
+            trunks = queries - part.step.depth
+            own = (behind >= 0) & (behind % branches == torch.arange(self.width, device=device)[:, None])
+            # Position of each slot's token in the branch that sees it.
+            keys = torch.where(own, trunks + behind // branches, slots)
+            hidden = ~(own | (slots < trunks))
         if window is not None:
             hidden |= keys <= queries - window
-        return self._masked(first, hidden, repeats, has_past=not begins_text)
-
-
-def grouped(parts: Iterable[Segment | SequenceBranches], model: LoadedModel) -> list[Group]:
-    """The groups of a step, whose tokens are packed in their order. Branches have one for each sequence."""
-    groups: list[Group] = [Group(part, model) for part in parts if isinstance(part, SequenceBranches)]
-    segments = [part for part in parts if isinstance(part, Segment)]
-    joined: list[SegmentGroup] = []
-    for segment in sorted(segments, key=lambda segment: (segment.token_count, segment.end)):
-        if not joined or not joined[-1].take(segment):
-            joined.append(SegmentGroup(segment, model))
-    return groups + joined
+        mask = torch.zeros(hidden.shape, dtype=self._model.dtype, device=device)
+        mask = mask.masked_fill_(hidden, float("-inf"))
+        return _Seen(first, has_past, mask.repeat(1, 1, repeats, 1) if repeats > 1 else mask)
 
 
 class StepLayout(Packing):
@@ -200,7 +156,12 @@ class StepLayout(Packing):
     def __init__(
         self, parts: SequenceOf[Segment | SequenceBranches], arena: KvArena, model: LoadedModel
     ) -> None:
-        self._groups = grouped(parts, model)
+        self._groups: list[Group] = []
+        if all(isinstance(part, Segment) for part in parts):  # so that similar ones follow each other
+            parts = sorted(parts, key=lambda part: (part.token_count, part.span(0)[2]))
+        for part in parts:
+            if not self._groups or not self._groups[-1].take(part):
+                self._groups.append(Group(part, model))
         super().__init__([part for group in self._groups for part in group.parts])
         self._arena = arena
         self._model = model
@@ -242,25 +203,21 @@ class StepLayout(Packing):
         layer_index: int = module.layer_idx  # type: ignore[assignment]
         layer = self._arena.layers[layer_index]
         self._writers[layer.group].write(layer, key.transpose(0, 1)[None], value.transpose(0, 1)[None])
-        outputs, first, token_start, device = [], 0, 0, self._model.device
+        outputs, first, token_start = [], 0, 0
         in_block = is_in_block.tolist()
         for segment in self.segments:
             count = sum(in_block[token_start : token_start + segment.token_count])
             token_start += segment.token_count
             if count == 0:
                 continue
-            slots = torch.from_numpy(segment.sequence.tables[layer.group].slots(0, segment.end))
-            pages, places = slots // layer.keys.shape[1], slots % layer.keys.shape[1]
-            keys, values = (
-                storage[pages.to(device), places.to(device)].transpose(0, 1)
-                for storage in (layer.keys, layer.values)
+            tables, end = [segment.sequence.tables[layer.group]], segment.end
+            reader = PageReader.of_tables(tables, 0, end, self._model.device)
+            keys, values = (reader.read(each)[:, :, :end] for each in (layer.keys, layer.values))
+            block = query[None, first : first + count].transpose(1, 2)
+            attended = functional.scaled_dot_product_attention(
+                block, keys, values, enable_gqa=block.shape[1] != keys.shape[1]
             )
-            block = query[first : first + count].transpose(0, 1)
-            outputs.append(
-                functional.scaled_dot_product_attention(
-                    block[None], keys[None], values[None], enable_gqa=block.shape[0] != keys.shape[0]
-                )[0].transpose(0, 1)
-            )
+            outputs.append(attended[0].transpose(0, 1))
             first += count
         return torch.cat(outputs) if outputs else query[:0, :, : value.shape[-1]]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -15,14 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from tandem.engine.backends.eager import eager_backend
-from tandem.engine.kv_cache.arena import (
-    PAGE_TOKENS,
-    KvArena,
-    PageTable,
-    first_kept_page,
-    group_layers,
-    kept_pages,
-)
+from tandem.engine.kv_cache.arena import PAGE_TOKENS, KvArena, group_layers, pages_for
+from tandem.engine.kv_cache.paged_cache import PagedCache
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.models.loading import LoadedModel
 from tandem.engine.steps import StepBackend
@@ -169,79 +163,43 @@ class Reference:
         self, dtype: torch.dtype, make_backend: Callable[[LoadedModel, KvArena], StepBackend]
     ) -> Tensor:
         model = replace(self._model, dtype=dtype)
-        size = PAGE_TOKENS
-        windows = [group.window for group in group_layers(model.layers)]
-        pages = sum(kept_pages(windows, past, past + count, size) for past, count in self._lengths)
-        arena = KvArena(model.layers, pages, dtype, model.device)
-        with (
-            torch.inference_mode(),
-            trial_segments(arena, model.info.vocabulary_size, self._lengths, self._model.dtype) as segments,
-        ):
-            rows = range(sum(segment.token_count for segment in segments))
+        pages = sum(pages_for(past + count, PAGE_TOKENS) for past, count in self._lengths)
+        arena = KvArena(model.layers, pages * len(group_layers(model.layers)), dtype, model.device)
+        segments = trial_segments(arena, model.info.vocabulary_size, self._lengths)
+        generator = torch.Generator(model.device).manual_seed(0)
+        for layer in arena.storages:
+            for storage in (layer.keys, layer.values):
+                numbers = torch.randn(storage.shape, generator=generator, device=model.device)
+                storage.copy_(numbers.to(self._model.dtype))  # as they are stored in service
+        rows = range(sum(segment.token_count for segment in segments))
+        wider = nullcontext() if dtype is self._model.dtype else ComputingIn(dtype)
+        with torch.inference_mode():
             backend = make_backend(model, arena)
-            with nullcontext() if dtype is self._model.dtype else ComputingIn(dtype):
+            with wider:
                 return backend.run(segments, rows).clone()
 
 
-@contextmanager
-def trial_segments(
-    arena: KvArena, vocabulary_size: int, lengths: SequenceOf[Lengths], stored_dtype: torch.dtype
-) -> Iterator[list[Segment]]:
-    """Sequences of any tokens with any past; afterwards the arena is empty again.
+def trial_segments(arena: KvArena, vocabulary_size: int, lengths: SequenceOf[Lengths]) -> list[Segment]:
+    """Parts of sequences of any tokens.
+
+    The sequences take turns for their pages, the last ones first: whoever reads pages in the order of the arena reads
+    those of others. As in service, pages before a window may be those of others.
 
     Args:
-        arena: must be empty, and large enough.
+        arena: must be large enough.
         vocabulary_size: the tokens are below.
         lengths: of each sequence.
-        stored_dtype: the past's keys and values are numbers of this dtype, whatever the arena's.
     """
-    spans = [(past, past + count) for past, count in lengths]
-    page_count = sum(kept_pages(arena.windows, past, end, arena.page_tokens) for past, end in spans)
-    tables = scattered_tables(spans, arena.page_tokens, arena.windows)
+    cache, size = PagedCache(arena, reuses_prefixes=False), arena.page_tokens
     segments = []
-    for index, ((past, count), own) in enumerate(zip(lengths, tables, strict=True)):
-        sequence = Sequence(own, own[0].capacity, vocabulary_size)
+    for index, (past, count) in enumerate(lengths):
+        sequence = Sequence(arena.shape.tables(past + count), past + count, vocabulary_size)
         sequence.token_ids = [(7 * index + 3 * step) % vocabulary_size for step in range(past + count)]
-        sequence.advance(past)
         segments.append(Segment(sequence, count))
-    storages = [storage[:page_count] for layer in arena.storages for storage in (layer.keys, layer.values)]
-    generator = torch.Generator(storages[0].device).manual_seed(0)
-    for storage in storages:
-        _fill(storage, stored_dtype, generator)
-    try:
-        yield segments
-    finally:
-        for storage in storages:
-            storage.zero_()
-
-
-def scattered_tables(
-    spans: SequenceOf[tuple[int, int]], page_tokens: int, windows: SequenceOf[int | None] = (None,)
-) -> list[list[PageTable]]:
-    """The page tables of sequences, one for each window, with pages from 0 up in all.
-
-    They take turns, and the last pages come first: whoever reads pages in the order of the arena reads those of others.
-
-    Args:
-        spans: of each sequence, computed tokens and tokens for which it has room.
-        page_tokens: tokens of a page.
-        windows: of the groups of layers. As in service, pages before a window are those of others.
-    """
-    found = [[PageTable(page_tokens, end, window=window) for window in windows] for _, end in spans]
-    for (past, _), own in zip(spans, found, strict=True):
-        for table in own:
-            table.drop_before(first_kept_page(past, table.window, page_tokens))
-    tables = [table for own in found for table in own]
-    free = list(range(sum(table.max_pages - len(table) for table in tables)))
-    while free:
-        for table in tables:
-            if len(table) < table.max_pages:
-                table.extend([free.pop()])
-    return found
-
-
-def _fill(storage: Tensor, stored_dtype: torch.dtype, generator: torch.Generator) -> None:
-    """Sets random numbers, a few pages at a time: a long sequence takes gigabytes."""
-    for pages in torch.split(storage, 64):
-        numbers = torch.randn(pages.shape, generator=generator, device=storage.device)
-        pages.copy_(numbers.to(stored_dtype))
+    for end in range(size, max(map(sum, lengths)) + size, size):
+        for segment, (past, count) in zip(segments, lengths, strict=True):
+            sequence = segment.sequence
+            cache.make_ready(sequence, min(end, past + count))
+            sequence.advance(min(end, past) - sequence.computed_length)
+            cache.computed(sequence)
+    return segments

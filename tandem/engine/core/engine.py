@@ -39,7 +39,6 @@ from tandem.engine.core.jobs import (
 from tandem.engine.core.scheduler import PageScheduler, RejoinWindow, next_segments
 from tandem.engine.core.timing import StepTimes, StepWatchdog
 from tandem.engine.interface import EngineSettings, KvUsage, RowRequest
-from tandem.engine.kv_cache.arena import PageTable
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.steps import SMALL_STEP_TOKENS, Machinery, ModelRunner
 from tandem.errors import CapacityError, InvalidRequestError, ServiceUnavailableError, TandemError
@@ -578,8 +577,9 @@ class Engine(Generic[PayloadT, ResultT]):
             )
         await places.take(client)
         most_tokens = min(max_length + spare_tokens, max(shape.page_count * shape.page_tokens, max_length))
-        tables = [PageTable(shape.page_tokens, most_tokens, window=window) for window in shape.windows]
-        sequence = Sequence(tables, max_length, self.model.info.vocabulary_size, spare_tokens)
+        sequence = Sequence(
+            shape.tables(most_tokens), max_length, self.model.info.vocabulary_size, spare_tokens
+        )
         self._open[sequence] = client
         return sequence
 

@@ -253,13 +253,6 @@ def group_layers(layers: SequenceOf[LayerGeometry]) -> tuple[LayerGroup, ...]:
     )
 
 
-def kept_pages(windows: Iterable[int | None], start: int, end: int, page_tokens: int) -> int:
-    """Pages of a sequence with `start` computed tokens and room for `end`, in groups with these windows."""
-    return sum(
-        pages_for(end, page_tokens) - first_kept_page(start, window, page_tokens) for window in windows
-    )
-
-
 def most_pages(windows: Iterable[int | None], length: int, step_tokens: int, page_tokens: int) -> int:
     """The most pages that a sequence has on its way to a length, in steps of up to `step_tokens`."""
 
@@ -352,6 +345,10 @@ class CacheShape:
     """Groups of layers: a sequence takes a page for each at a time."""
     windows: SequenceOf[int | None]
     """The window of each page table that sequences have; None for one that sees all."""
+
+    def tables(self, max_tokens: int) -> list[PageTable]:
+        """Empty page tables for a sequence of up to `max_tokens` tokens."""
+        return [PageTable(self.page_tokens, max_tokens, window=window) for window in self.windows]
 
 
 class KvArena:

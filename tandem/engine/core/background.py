@@ -35,105 +35,6 @@ class Lead:
     """Those that follow each of them, [tokens, vocabulary_size]."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Continuation:
-    """The branch that a sequence goes on with, as far as it was computed."""
-
-    positions: SequenceOf[int]
-    """Where the keys and values of its tokens lie now, and behind them those of the lead."""
-    logits: Tensor
-    """Those that follow each of the sequence's tokens that the branch has, [tokens, vocabulary_size]."""
-    lead: Lead | None = None
-    """Tokens that the branch has behind the sequence's last one."""
-
-
-@dataclass(slots=True)
-class _Branches:
-    trunk_length: int
-    """Tokens before the branches, the lead included."""
-    trunk_lengths: SequenceOf[int]
-    lead: Lead | None
-    token_ids: list[SequenceOf[int]] = field(default_factory=list)
-    logits: list[Tensor] = field(default_factory=list)
-
-    def first_position(self, branch: int) -> int:
-        """The position at which a branch leaves the tokens that were certain."""
-        return self.trunk_lengths[branch] - len(self._led(branch))
-
-    def path(self, branch: int) -> list[int]:
-        """A branch's tokens, those of the lead included."""
-        return [*self._led(branch), *(own[branch] for own in self.token_ids if branch < len(own))]
-
-    def positions(self, branch: int, count: int) -> list[int]:
-        """Where the first tokens of a branch's path lie."""
-        led, width = len(self._led(branch)), len(self.trunk_lengths)
-        certain, behind = self.first_position(branch), self.trunk_length + branch
-        return [certain + i if i < led else behind + (i - led) * width for i in range(count)]
-
-    def rows(self, branch: int, first: int, end: int) -> Tensor:
-        """Logits that follow some tokens of a branch's path, [end - first, vocabulary_size]."""
-        led = [] if self.lead is None or not self._led(branch) else [*self.lead.logits]
-        own = [logits[branch] for logits in self.logits[: max(end - len(led), 0)]]
-        return torch.stack([*led, *own][first:end])
-
-    def _led(self, branch: int) -> SequenceOf[int]:
-        has_lead = self.lead is not None and self.trunk_lengths[branch] == self.trunk_length
-        return self.lead.token_ids if self.lead is not None and has_lead else ()
-
-
-class KeptBranches:
-    """The branches of sequences that have computed nothing since."""
-
-    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        """Keep `max_bytes` of logits at most. Branches beyond it are computed again."""
-        self._max_bytes = max_bytes
-        self._branches: dict[Sequence, _Branches] = {}
-
-    def add(self, part: SequenceBranches, logits: Tensor, lead: Lead | None = None) -> None:
-        """Keep a step of a sequence's branches: a copy of the logits that follow each branch's token, [branches, V].
-
-        Only the branches from the trunk's end go on with the lead.
-        """
-        sequence, step = part.sequence, part.step
-        if step.depth == 0:
-            self._branches[sequence] = _Branches(sequence.length, step.trunk_lengths, lead)
-        kept = self._branches.get(sequence)
-        if kept is None:
-            return
-        others = sum(each.nbytes for branches in self._branches.values() for each in branches.logits)
-        if logits.nbytes + others > self._max_bytes:
-            del self._branches[sequence]
-            return
-        kept.token_ids.append(step.token_ids)
-        kept.logits.append(logits.clone())
-
-    def take(self, sequence: Sequence, max_lead: int) -> Continuation | None:
-        """The branch that the sequence's uncomputed tokens begin with, None for another continuation.
-
-        The other branches are forgotten, and tokens more than `max_lead` behind the sequence's last one.
-        """
-        kept = self._branches.pop(sequence, None)
-        if kept is None:
-            return None
-        pending = sequence.token_ids[sequence.computed_length :]
-        for branch in range(len(kept.trunk_lengths)):
-            if kept.first_position(branch) != sequence.computed_length:
-                continue
-            path = kept.path(branch)
-            count = common_length(path, pending)
-            if not count:
-                continue
-            further = path[count : count + max_lead] if count == len(pending) else []
-            end = count + len(further)
-            lead = Lead(further, kept.rows(branch, count, end)) if further else None
-            return Continuation(kept.positions(branch, end), kept.rows(branch, 0, count), lead)
-        return None
-
-    def forget(self, sequence: Sequence) -> None:
-        """Forget a sequence's branches, whose places others may write to from now on."""
-        self._branches.pop(sequence, None)
-
-
 class BackgroundJob(Protocol):
     """Branches of one sequence. Every method is called on the engine's thread."""
 
@@ -181,32 +82,59 @@ _MAX_STEP_TOKENS = 256
 """Maximum tokens of trunks and branches in a step: a longer step would delay jobs that arrive meanwhile."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Trunk:
-    """A job's trunk, as far as it has yet to be read."""
+@dataclass(slots=True, eq=False)
+class _Branches:
+    """A job whose trunk is read or about to be, and what was computed of its branches."""
 
     job: BackgroundJob
     room: int
-    """Tokens that fit behind it."""
+    """Tokens that fit behind the trunk."""
     known: SequenceOf[Tensor] = ()
-    """Logits of the first of its last positions, [positions, vocabulary_size], that a branch has computed before."""
+    """Logits of the first of the trunk's last positions, [positions, vocabulary_size], that a branch of the sequence's
+    job before has computed."""
     lead: Lead | None = None
+    step: BranchStep | None = None
+    """The one that is to come."""
+    trunk_length: int = 0
+    """Tokens before the branches, the lead included."""
+    ran: list[tuple[BranchStep, Tensor]] = field(default_factory=list)
+    """Steps, and the logits that follow each branch's token, [branches, vocabulary_size]."""
 
     @property
     def row_count(self) -> int:
         return self.job.row_count - sum(len(logits) for logits in self.known)
 
-
-@dataclass(slots=True)
-class _Begun:
-    job: BackgroundJob
-    step: BranchStep
-    """The one that is to come."""
-    lead: Lead | None
-
     @property
     def part(self) -> SequenceBranches:
+        assert self.step is not None, "it has begun"
         return SequenceBranches(self.job.sequence, self.step)
+
+    def continuation(self, max_lead: int) -> tuple[list[int], Tensor, Lead | None] | None:
+        """The branch that the sequence's uncomputed tokens begin with, as far as it was computed; None for another
+        continuation. Only the branches from the trunk's end go on with the lead.
+
+        Returns:
+            The places of its tokens' keys and values; the logits that follow each of those tokens which the sequence
+            has; and up to `max_lead` tokens that the branch has behind the sequence's last one.
+        """
+        sequence = self.job.sequence
+        pending = sequence.token_ids[sequence.computed_length :]
+        for branch, length in enumerate(self.ran[0][0].trunk_lengths if self.ran else ()):
+            lead = self.lead if length == self.trunk_length else None
+            led = [] if lead is None else [*lead.token_ids]
+            own = [(step, logits) for step, logits in self.ran if branch < len(step.token_ids)]
+            path = [*led, *(step.token_ids[branch] for step, _ in own)]
+            count = common_length(path, pending)
+            if length - len(led) != sequence.computed_length or not count:
+                continue
+            further = path[count : count + max_lead] if count == len(pending) else []
+            end = count + len(further)
+            behind = [self.trunk_length + step.depth * len(step.trunk_lengths) + branch for step, _ in own]
+            places = [*range(length - len(led), length), *behind]
+            rows = [*(() if lead is None else lead.logits), *(logits[branch] for _, logits in own)]
+            known = torch.stack(rows[:end])
+            return places[:end], known[:count], Lead(further, known[count:]) if further else None
+        return None
 
 
 class BackgroundWork:
@@ -220,8 +148,11 @@ class BackgroundWork:
         self._on_step = on_step
         self._watchdog = watchdog
         self._waiting: dict[Sequence, BackgroundJob] = {}
-        self._begun: dict[Sequence, _Begun] = {}
-        self._kept = KeptBranches(MAX_BYTES if self._runner.writes_behind_trunk else 0)
+        self._begun: dict[Sequence, _Branches] = {}
+        """Those with a step to come, in the order of their turns."""
+        self._kept: dict[Sequence, _Branches] = {}
+        """The branches of sequences that have computed nothing since, for the next job's delta."""
+        self._max_bytes = MAX_BYTES if self._runner.writes_behind_trunk else 0
 
     @property
     def is_empty(self) -> bool:
@@ -235,7 +166,7 @@ class BackgroundWork:
     def drop(self, sequence: Sequence) -> None:
         """Do no more for a sequence. Its tokens are then those of its last job's delta."""
         self._end(sequence)
-        self._kept.forget(sequence)
+        self._kept.pop(sequence, None)
 
     def _end(self, sequence: Sequence) -> None:
         self._begun.pop(sequence, None)
@@ -257,14 +188,14 @@ class BackgroundWork:
                 self._advance(begun, began)
         except Exception as error:
             logger.exception("background step failed")
-            for job in [*(trunk.job for trunk in trunks), *(each.job for each in begun)]:
-                self._fail(job, error)
+            for each in (*trunks, *begun):
+                self._fail(each.job, error)
         finally:
             self._watchdog.end()
 
-    def _next_trunks(self) -> list[_Trunk]:
+    def _next_trunks(self) -> list[_Branches]:
         """Take jobs that wait, as many as have trunks that fit into one step. Those with nothing to read begin."""
-        trunks: list[_Trunk] = []
+        trunks: list[_Branches] = []
         tokens = 0
         for sequence, job in [*self._waiting.items()]:
             del self._waiting[sequence]
@@ -287,7 +218,7 @@ class BackgroundWork:
             tokens += count
         return trunks
 
-    def _prepared(self, job: BackgroundJob) -> _Trunk | None:
+    def _prepared(self, job: BackgroundJob) -> _Branches | None:
         """Apply the job's delta, and take over what a branch has computed of it; None where nothing can follow."""
         sequence = job.sequence
         if not self._applied(job) or not self._runner.can_branch:
@@ -300,22 +231,23 @@ class BackgroundWork:
         if not self._cache.make_ready(sequence, sequence.length):
             return None
         unwanted = sequence.pending_count - job.row_count
-        continuation = self._kept.take(sequence, min(job.max_lead, sequence.free_places))
-        if continuation is not None:
-            sequence.token_ids += continuation.lead.token_ids if continuation.lead else ()
-            self._cache.take_over(sequence, continuation.positions)
+        last = self._kept.pop(sequence, None)
+        max_lead = min(job.max_lead, sequence.free_places)
+        known: tuple[Tensor, ...] = ()
+        lead = None
+        if last is not None and (continued := last.continuation(max_lead)) is not None:
+            places, logits, lead = continued
+            # When the trunk of the job before was never read, the branch begins at tokens whose logits this job does
+            # not want: a hit on top of a hit.
+            known = (logits[unwanted:],)
+            sequence.token_ids += lead.token_ids if lead else ()
+            self._cache.take_over(sequence, places)
         room = self._cache.take_spare(sequence, sequence.spare_tokens)
-        if room <= 0:
-            return None
-        if continuation is None:
-            return _Trunk(job, room)
-        # When the trunk of the job before was never read, the branch begins at tokens whose logits this job does not
-        # want: a hit on top of a hit.
-        return _Trunk(job, room, (continuation.logits[unwanted:],), continuation.lead)
+        return _Branches(job, room, known, lead) if room > 0 else None
 
-    def _next_branches(self) -> list[_Begun]:
+    def _next_branches(self) -> list[_Branches]:
         """Take jobs whose turn it is, as many as have branches that fit into one step."""
-        taken: list[_Begun] = []
+        taken: list[_Branches] = []
         tokens = 0
         for sequence, begun in [*self._begun.items()]:
             tokens += begun.part.token_count
@@ -324,7 +256,7 @@ class BackgroundWork:
             taken.append(self._begun.pop(sequence))
         return taken
 
-    def _read(self, trunks: SequenceOf[_Trunk], began: float) -> None:
+    def _read(self, trunks: SequenceOf[_Branches], began: float) -> None:
         segments = [Segment(trunk.job.sequence, trunk.job.sequence.pending_count) for trunk in trunks]
         ends = list(accumulate(segment.token_count for segment in segments))
         counts = [trunk.row_count for trunk in trunks]
@@ -336,37 +268,50 @@ class BackgroundWork:
             self._begin(trunk, own)
         self._count(len(trunks), ends[-1], len(rows), began)
 
-    def _begin(self, trunk: _Trunk, *logits: Tensor) -> None:
+    def _begin(self, trunk: _Branches, *logits: Tensor) -> None:
         """Let a job choose its branches, by the logits that were known and those of what was read now."""
         parts = (*trunk.known, *logits)
         rows = parts[0] if len(parts) == 1 else torch.cat(parts)
-        self._follow(trunk.job, partial(trunk.job.begin, rows, trunk.room, trunk.lead), trunk.lead)
+        trunk.known = ()
+        self._follow(trunk, partial(trunk.job.begin, rows, trunk.room, trunk.lead))
 
-    def _advance(self, begun: SequenceOf[_Begun], began: float) -> None:
+    def _advance(self, begun: SequenceOf[_Branches], began: float) -> None:
         parts = [each.part for each in begun]
         counts = [part.token_count for part in parts]
         tokens = sum(counts)
         self._watchdog.begin(tokens)
         logits = _parts(self._runner.run_branches(parts), counts)
         for each, part, own in zip(begun, parts, logits, strict=True):
-            self._kept.add(part, own, each.lead)
-            self._follow(each.job, partial(each.job.advance, own), each.lead)  # behind the others
+            self._keep(each, part, own)
+            self._follow(each, partial(each.job.advance, own))  # behind the others
         record = self._count(len(begun), tokens, tokens, began)
         for each in begun:
             each.job.count_step(record)
 
-    def _follow(
-        self, job: BackgroundJob, next_step: Callable[[], BranchStep | None], lead: Lead | None
-    ) -> None:
+    def _keep(self, branches: _Branches, part: SequenceBranches, logits: Tensor) -> None:
+        """Keep a copy of a step's logits while there is room. Branches without are computed again."""
+        sequence, step = part.sequence, part.step
+        if step.depth == 0:
+            branches.trunk_length = sequence.length
+            self._kept[sequence] = branches
+        elif self._kept.get(sequence) is not branches:
+            return
+        others = sum(own.nbytes for kept in self._kept.values() for _, own in kept.ran)
+        if logits.nbytes + others > self._max_bytes:
+            del self._kept[sequence]
+        else:
+            branches.ran.append((step, logits.clone()))
+
+    def _follow(self, branches: _Branches, next_step: Callable[[], BranchStep | None]) -> None:
         """Let a job take its logits and say what to run next. Its failure is no other job's."""
         try:
-            step = next_step()
+            branches.step = next_step()
         except Exception as error:
             logger.exception("background job failed")
-            self._fail(job, error)
+            self._fail(branches.job, error)
             return
-        if step is not None:
-            self._begun[job.sequence] = _Begun(job, step, lead)
+        if branches.step is not None:
+            self._begun[branches.job.sequence] = branches
 
     def _fail(self, job: BackgroundJob, error: Exception) -> None:
         self._begun.pop(job.sequence, None)

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import has_side_effect
 
@@ -414,8 +414,31 @@ class Head:
         self._gather.count = self._linear.rows = len(rows)
 
 
-class PlanCompiler:
-    """Goes through the graph twice: to find the lifetime of each result, and to assign memory."""
+class _Survey(Interpreter):
+    """Runs the graph once, to find the shape and the lifetime of each result."""
+
+    def __init__(self, graph: GraphModule) -> None:
+        super().__init__(graph, garbage_collect_values=False)
+        self.root: dict[Node, Node] = {}
+        """The node to whose memory each result belongs."""
+        self.last_use: dict[Node, Node] = {}
+        """The last node that needs a root's memory."""
+        self._owner: dict[int, Node] = {}
+
+    def run_node(self, n: Node) -> Any:
+        value = super().run_node(n)
+        for part in value if isinstance(value, tuple | list) else ():
+            self._owner.setdefault(_memory(part), n)
+        if isinstance(value, Tensor):
+            self.root[n] = self._owner.setdefault(_memory(value), n)
+            for user in (n, *n.all_input_nodes):
+                if user in self.root:
+                    self.last_use[self.root[user]] = n
+        return value
+
+
+class PlanCompiler(Interpreter):
+    """Runs the graph once more on memory that is used over and over, and notes the call that each node is."""
 
     def __init__(
         self,
@@ -433,12 +456,10 @@ class PlanCompiler:
                 each group of layers.
             states: [tokens, state_size], from where a drafting head's pass will read states.
         """
-        self._graph = graph
+        super().__init__(graph, garbage_collect_values=False)
         self._attention = attention
         self._kernels = attention.kernels
-        self._inputs = [inputs[:1], inputs[1:]] if states is None else [inputs[:1], inputs[1:], states]
         self._places = places
-        self._nodes = list(graph.graph.nodes)
         self.calls: list[Call] = []
         self.kept: list[object] = []
         """Objects that must live as long as the calls."""
@@ -447,16 +468,24 @@ class PlanCompiler:
         self.head: Head | None = None
         self.most_numbers = 0
         """In the largest result that one of torch's own operations writes."""
-        last = self._nodes[-1].args[0]
-        self._results: tuple[Node, ...] = tuple(last) if isinstance(last, tuple | list) else (last,)
-        self.outputs: list[Tensor] = []
-        """The logits, and what a drafting head feeds back."""
+        results = list(graph.graph.nodes)[-1].args[0]
+        self._results: tuple[Node, ...] = tuple(results) if isinstance(results, tuple | list) else (results,)
+        given = [inputs[:1], inputs[1:]] if states is None else [inputs[:1], inputs[1:], states]
         with torch.no_grad():
             # All zeros would hide a mistake, and no model has fewer than 8 ids and positions.
             inputs[:] = torch.arange(inputs.shape[1]) % 8
-            self._survey()
-            self._bind()
+            self._survey = _Survey(graph)
+            self._survey.run(*given)
+            roots = self._survey.root
+            self._released: dict[Node, list[Node]] = defaultdict(list)
+            """Roots whose memory is free once a node has run. That of the results never is."""
+            for root, node in self._survey.last_use.items():
+                if root not in {roots[each] for each in self._results}:
+                    self._released[node].append(root)
+            self.run(*given)
             inputs.zero_()
+        self.outputs: list[Tensor] = [self.env[each] for each in self._results]
+        """The logits, and what a drafting head feeds back."""
 
     def joined_calls(self) -> list[TorchCall]:
         """The calls, those of kernels that follow on each other as one."""
@@ -468,92 +497,42 @@ class PlanCompiler:
                 joined += cast("list[TorchCall]", group)
         return joined
 
-    # ---- first pass
+    def run_node(self, n: Node) -> Any:
+        value = self._bound(n, self._survey.env[n]) if n.op == "call_function" else super().run_node(n)
+        self.kept.append(value)
+        for root in self._released[n]:
+            if root in self._storages:
+                storage = self._storages[root]
+                self._pool[storage.nbytes()].append(storage)
+        return value
 
-    def _survey(self) -> None:
-        self._values: dict[Node, Any] = {}
-        self._root: dict[Node, Node] = {}
-        self._last_use: dict[Node, int] = {}
-        owner: dict[int, Node] = {}
-        for index, node in enumerate(self._nodes):
-            value = self._evaluate(node)
-            self._values[node] = value
-            for part in value if isinstance(value, tuple | list) else ():
-                owner.setdefault(_memory(part), node)
-            if isinstance(value, Tensor):
-                self._root[node] = owner.setdefault(_memory(value), node)
-                for user in (node, *node.all_input_nodes):
-                    if user in self._root:
-                        self._last_use[self._root[user]] = index
-
-    def _evaluate(self, node: Node) -> Any:
-        match node.op:
-            case "placeholder":
-                return self._inputs[self._nodes.index(node)]  # they come first
-            case "get_attr":
-                return getattr(self._graph, str(node.target))
-            case "output":
-                return None
-        arguments, named = self._arguments(node)
-        return node.target(*arguments, **named)  # type: ignore[operator]
-
-    def _arguments(self, node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return torch.fx.map_arg((node.args, node.kwargs), self._values.__getitem__)
-
-    # ---- second pass
-
-    def _bind(self) -> None:
-        """Runs all nodes again on memory that is used over and over, and notes the call that each one is."""
-        shapes = dict(self._values)
-        released = self._released()
-        for index, node in enumerate(self._nodes):
-            if node.op == "output":
-                self.outputs = [self._values[each] for each in self._results]
-            elif node.op == "call_function":
-                self._bind_node(node, shapes[node])
-            self.kept.append(self._values.get(node))
-            for root in released[index]:
-                if root in self._storages:
-                    storage = self._storages[root]
-                    self._pool[storage.nbytes()].append(storage)
-
-    def _bind_node(self, node: Node, like: Any) -> None:
-        if isinstance(like, Tensor) and self._root[node] is node:
+    def _bound(self, node: Node, like: Any) -> Any:
+        """A node's value, for which there is a call where it takes one; `like` has its shape."""
+        arguments, named = self.fetch_args_kwargs_from_env(node)
+        if isinstance(like, Tensor) and self._survey.root[node] is node:
             size = like.untyped_storage().nbytes()
             storage = self._storages[node] = (
                 self._pool[size].pop() if self._pool[size] else _new_storage(size)
             )
             output = torch.empty(0, dtype=like.dtype)
             output.set_(storage, like.storage_offset(), like.shape, like.stride())
-            self._values[node] = output
-            self.calls += self._writing(node, output)
-            return
-        self._values[node] = self._evaluate(node)
-        arguments, named = self._arguments(node)
+            self.calls += self._writing(node, arguments, named, output)
+            return output
+        target = cast(Any, node.target)
+        value = target(*arguments, **named)
         if isinstance(like, tuple | list):
-            known = {_memory(value) for value in self.kept if isinstance(value, Tensor)}
-            if not all(_memory(part) in known for part in self._values[node]):
-                self.calls.append(copied(node.target, arguments, named, self._values[node]))
-        elif (
-            isinstance(like, Tensor)
-            and node.target is not getitem
-            and cast(Any, node.target)._schema.is_mutable
-        ):
-            self.calls.append(partial(cast(Any, node.target), *arguments, **named))
+            known = {_memory(each) for each in self.kept if isinstance(each, Tensor)}
+            if not all(_memory(part) in known for part in value):
+                self.calls.append(copied(target, arguments, named, value))
+        elif isinstance(like, Tensor) and target is not getitem and target._schema.is_mutable:
+            self.calls.append(partial(target, *arguments, **named))
+        return value
 
-    def _released(self) -> dict[int, list[Node]]:
-        """Nodes whose memory is free once a node has run. That of the results never is."""
-        kept = {self._root[each] for each in self._results}
-        released = defaultdict(list)
-        for root, index in self._last_use.items():
-            if root not in kept:
-                released[index].append(root)
-        return released
-
-    def _writing(self, node: Node, output: Tensor) -> SequenceOf[Call]:
+    def _writing(
+        self, node: Node, arguments: tuple[Any, ...], named: dict[str, Any], output: Tensor
+    ) -> SequenceOf[Call]:
         """Return the operation that writes the node's value to `output`. It has run once, so that the next node
         finds its inputs."""
-        arguments, named = self._arguments(node)
         if node.target is LINEAR:
             return self._linear(node, output, *arguments)
         if node.target is ATTEND:
@@ -578,7 +557,7 @@ class PlanCompiler:
         output.zero_()
         self.kept += (weights, bias)
         inputs = self._laid(inputs, inputs.is_contiguous())
-        if self._root[node] is not self._root[self._results[0]]:
+        if self._survey.root[node] is not self._survey.root[self._results[0]]:
             return [linear_call(inputs, weights, bias, output)]
         self.head = Head(inputs, weights, bias, output)
         return self.head.calls

@@ -9,10 +9,9 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -28,7 +27,6 @@ from tandem.engine.core.jobs import (
     Head,
     Job,
     Leads,
-    News,
     PayloadT,
     Prepare,
     ResultT,
@@ -40,7 +38,7 @@ from tandem.engine.core.scheduler import PageScheduler, RejoinWindow, next_segme
 from tandem.engine.core.timing import StepTimes, StepWatchdog
 from tandem.engine.interface import EngineSettings, KvUsage, RowRequest
 from tandem.engine.kv_cache.sequence import Segment, Sequence
-from tandem.engine.steps import SMALL_STEP_TOKENS, Machinery, ModelRunner
+from tandem.engine.steps import SMALL_STEP_TOKENS, ModelRunner
 from tandem.errors import CapacityError, InvalidRequestError, ServiceUnavailableError, TandemError
 from tandem.fair_places import FairPlaces
 from tandem.types import Delta, ModelInfo, Verification
@@ -54,349 +52,6 @@ _WARM_UP_SECONDS = 5.0
 _PROFILED_SEQUENCES = (1, 2, 4, 8, 16, 32)
 _PROFILED_TOKENS = (1, 3, 5, 9)
 """The target alone, and proposals of 2, 4 and 8 tokens."""
-
-
-class Worker(Generic[PayloadT, ResultT]):
-    """Takes jobs, forms batches, runs steps. `submit`, `grant`, `put_back`, `release` and `stop` may be called from
-    any thread."""
-
-    def __init__(
-        self,
-        machinery: Machinery,
-        head: Head[PayloadT, ResultT],
-        settings: EngineSettings,
-        tell: Callable[[News], None],
-        device: torch.device,
-        on_step: Callable[[StepRecord], None],
-        watchdog: StepWatchdog,
-        prepare: Prepare[PayloadT] = None,
-    ) -> None:
-        self._runner = machinery.runner
-        self._cache = machinery.cache
-        self._head = head
-        self._prepare = prepare
-        self._chunk_tokens = settings.prefill_chunk_tokens
-        self._device = device
-        self._tell = tell
-        self._on_step = on_step
-        self._watchdog = watchdog
-        self._thread = threading.Thread(target=self._work, name="tandem-engine", daemon=True)
-        self._wakeup = threading.Condition()
-        # Guarded by the condition: what other threads want.
-        self._submitted: list[Job[PayloadT]] = []
-        self._asked: list[Callable[[], None]] = []
-        """Grants, background work and releases, in their order."""
-        self._is_stopping = True
-        """No jobs are taken: before `start`, after `stop`, and once the thread has failed."""
-        self._rejoin = RejoinWindow(self._wakeup)
-        # The thread's own.
-        self._queued: deque[Job[PayloadT]] = deque()
-        self._running: dict[Sequence, Job[PayloadT]] = {}
-        """At most one job for each sequence, in the order in which they started."""
-        self._ended: list[tuple[Job[PayloadT], object]] = []
-        """Jobs that have ended since the last delivery, each with its result or exception."""
-        self._freed: list[Sequence] = []
-        """Sequences that were released since."""
-        self._background = BackgroundWork(machinery, on_step, watchdog)
-        self.leads = Leads()
-        """Jobs that follow others by themselves."""
-        self._pages = PageScheduler(machinery.cache, self._background.drop, self.leads.is_ahead)
-        self._failed_steps = 0
-        self._waits_for_pages = False
-        """Every job does, and only news can change that."""
-
-    @property
-    def is_running(self) -> bool:
-        return not self._is_stopping
-
-    @contextmanager
-    def using_head(self, head: Head[Any, Any]) -> Iterator[None]:
-        """Uses another head for as long as the block runs. No job is in flight when the block begins and ends."""
-        own = self._head, self._prepare
-        self._head, self._prepare = head, None
-        try:
-            yield
-        finally:
-            self._head, self._prepare = own
-
-    def start(self) -> None:
-        self._is_stopping = False
-        self._thread.start()
-
-    def stop(self) -> None:
-        with self._wakeup:
-            self._is_stopping = True
-            self._wakeup.notify()
-
-    def join(self, timeout_seconds: float) -> bool:
-        self._thread.join(timeout_seconds)
-        return not self._thread.is_alive()
-
-    def submit(self, *jobs: Job[PayloadT]) -> None:
-        """Submits jobs; they join the next step.
-
-        Raises:
-            ServiceUnavailableError: the thread does not run.
-        """
-        with self._wakeup:
-            if self._is_stopping:
-                raise _not_running()
-            self._submitted.extend(jobs)
-            for job in jobs:
-                self._rejoin.came_back(job.sequence)
-
-    def grant(self, sequence: Sequence, asked: int, count: int) -> None:
-        """Lets a sequence go on by itself. See `Leads.grant`."""
-        with self._wakeup:
-            self._asked.append(partial(self._grant, sequence, asked, count))
-            self._rejoin.came_back(sequence)
-
-    def put_back(self, job: BackgroundJob) -> None:
-        """Submits background work, which runs while there is no job. A later job of its sequence ends it.
-
-        Raises:
-            ServiceUnavailableError: the thread does not run.
-        """
-        with self._wakeup:
-            if self._is_stopping:
-                raise _not_running()
-            self._asked.append(partial(self._background.add, job))
-            self._wakeup.notify()
-
-    def release(self, sequence: Sequence) -> None:
-        """Submits a sequence for release, with `is_released` set."""
-        with self._wakeup:
-            self._asked.append(partial(self._free, sequence))
-            self._rejoin.came_back(sequence)
-
-    # ---- on the thread: taking work
-
-    def _work(self) -> None:
-        error: TandemError = ServiceUnavailableError("The engine is shutting down.")
-        try:
-            if self._device.type == "cuda" and self._device.index is not None:
-                torch.cuda.set_device(self._device)  # a thread begins with the first GPU, which "cuda" means
-            with torch.inference_mode():
-                while self._take_work():
-                    if not self._running:
-                        self._background.run()
-                        continue
-                    began = time.perf_counter()
-                    self._waits_for_pages = not self._step()
-                    ended = time.perf_counter()
-                    with self._wakeup:
-                        answered = {job.sequence for job, _ in self._ended}
-                        self._rejoin.expect(answered - self._running.keys(), began, ended)
-                    self._deliver_if_idle()
-        except Exception:
-            # A defect of the engine; no caller may hang because of it.
-            logger.exception("engine thread died")
-            error = ServiceUnavailableError("The engine has failed and must be restarted.")
-        with self._wakeup:
-            self._is_stopping = True
-            self._queued.extend(self._submitted)
-        for job in [*self._running.values(), *self._queued]:
-            self._settle(job, error)
-        self._deliver()
-        self._tell(News(has_ended=True))
-
-    def _take_work(self) -> bool:
-        """Waits until there is something to run; false when the thread is to end."""
-        while True:
-            with self._wakeup:
-                while not (self._has_work or self._submitted or self._asked or self._is_stopping):
-                    woken = self._wakeup.wait(self._pages.retry_seconds if self._waits_for_pages else None)
-                    if not woken:
-                        break  # other sequences have been idle for longer
-                self._waits_for_pages = False
-                if self._queued or self._submitted or self._running:
-                    self._rejoin.wait(has_running=bool(self._running), is_stopping=lambda: self._is_stopping)
-                self._queued.extend(self._submitted)
-                self._submitted.clear()
-                asked, self._asked = self._asked, []
-                if self._is_stopping:
-                    return False
-            # Before the jobs: a job that came later ends the background work of its sequence.
-            for act in asked:
-                act()
-            for job in [job for job in self._running.values() if job.is_abandoned]:
-                self._settle(job, _released_error())
-            self._start_queued()
-            self._deliver_if_idle()
-            if self._running or not self._background.is_empty:
-                return True
-
-    @property
-    def _has_work(self) -> bool:
-        """True if there is a job to run, or one that waited for another of its sequence, or background work."""
-        if self._waits_for_pages:
-            return False
-        return bool(self._running or self._queued) or not self._background.is_empty
-
-    def _grant(self, sequence: Sequence, asked: int, count: int) -> None:
-        self._start_job(self.leads.grant(sequence, asked, 0 if sequence.is_released else count))
-
-    def _free(self, sequence: Sequence) -> None:
-        self.leads.end(sequence)
-        self._background.drop(sequence)
-        self._cache.release(sequence)
-        self._freed.append(sequence)
-
-    def _start_queued(self) -> None:
-        waiting: deque[Job[PayloadT]] = deque()
-        for job in self._queued:
-            if job.is_abandoned:
-                self._settle(job, _released_error())
-                continue
-            if self.leads.end(job.sequence):
-                self._running.pop(job.sequence, None)
-            if job.sequence in self._running:
-                waiting.append(job)
-            else:
-                self._start_job(job)
-        self._queued = waiting
-
-    def _start_job(self, job: Job[PayloadT] | None) -> None:
-        if job is None:
-            return  # no lead lets another follow
-        sequence = job.sequence
-        self._background.drop(sequence)
-        try:
-            sequence.apply(job.delta)
-            self._cache.check_rows(sequence, job.row_count)
-            sequence.want_rows(job.row_count)
-        except InvalidRequestError as error:
-            self._settle(job, error)
-            return
-        if sequence.pending_count:
-            self._running[sequence] = job
-            sequence.idle_since = math.inf
-        else:
-            self._settle(job, None)
-
-    def _settle(self, job: Job[PayloadT], result: object) -> None:
-        if self._running.get(job.sequence) is job:
-            del self._running[job.sequence]
-            job.sequence.idle_since = time.monotonic()
-            job.sequence.is_new = False
-        if isinstance(result, BaseException):
-            self.leads.end(job.sequence)
-        self._ended.append((job, result))
-
-    def _deliver_if_idle(self) -> None:
-        """Delivers unless another step begins now, which does it when it computes: the event loop would take the
-        interpreter from it."""
-        if not self._running or self._waits_for_pages:
-            self._deliver()
-
-    def _deliver(self) -> None:
-        """Delivers all results of a step at once: waking the event loop costs more than a result."""
-        if self._ended or self._freed:
-            self._tell(News(self._ended, self._freed))
-            self._ended, self._freed = [], []
-
-    # ---- on the thread: a step
-
-    def _step(self) -> bool:
-        """Schedules and runs a step; false if every job waits for pages.
-
-        What fails here fails for the callers of this step alone.
-        """
-        began = time.perf_counter()
-        self._pages.reuse_prefixes(self._running.values())
-        prompt_tokens = self._runner.prompt_tokens(self._chunk_tokens)
-        segments = self._pages.with_pages(next_segments(self._running.values(), prompt_tokens))
-        if not segments:
-            # The budget may have gone to prompts without pages, while those who hold the pages wait for the budget.
-            waited = [job for job in self._running.values() if not self._pages.is_ahead(job.sequence)]
-            oldest = sorted(waited, key=lambda job: job.sequence.serial)[:1]
-            segments = self._pages.with_pages(next_segments(oldest, prompt_tokens))
-        if not segments:
-            return False
-        jobs = [self._running[segment.sequence] for segment in segments]
-        token_count = sum(segment.token_count for segment in segments)
-        self._watchdog.begin(token_count)
-        try:
-            outcomes, row_count, model_end = self._run(segments, jobs)
-        except Exception as error:
-            logger.exception("step failed", extra={"sequences": len(jobs)})
-            self._fail(jobs, error)
-            self._failed_steps += 1
-            # A failed device never recovers: the process has to be restarted
-            if self._failed_steps >= 8:
-                raise
-            return True
-        finally:
-            self._watchdog.end()
-        self._failed_steps = 0
-        seconds = time.perf_counter() - began
-        self._on_step(StepRecord(len(jobs), token_count, row_count, model_end - began, seconds))
-        # Once more: the observer takes part in how long a step takes.
-        seconds = time.perf_counter() - began
-        for job in jobs:
-            job.count_step(seconds, len(jobs), token_count)
-        for job, outcome in outcomes:
-            self._conclude(job, outcome)
-        return True
-
-    def _run(
-        self, segments: SequenceOf[Segment], jobs: SequenceOf[Job[PayloadT]]
-    ) -> tuple[list[tuple[Job[PayloadT], Done[ResultT] | Failed | Continue]], int, float]:
-        """Runs the model and asks the head; returns outcomes, the number of rows and when the forward pass ended."""
-        rows: list[int] = []
-        """Indices of the step's tokens whose logits are wanted."""
-        ready: list[Job[PayloadT]] = []
-        """Jobs that they complete."""
-        token_end = 0
-        for segment, job in zip(segments, jobs, strict=True):
-            token_end += segment.token_count
-            if job.row_count and segment.end == segment.sequence.length:
-                rows.extend(range(token_end - job.row_count, token_end))
-                ready.append(job)
-        if self._prepare is not None:
-            self._prepare(ready)
-        self._deliver()
-        logits = self._runner.run(segments, rows)
-        model_end = time.perf_counter()
-        for segment, job in zip(segments, jobs, strict=True):
-            segment.sequence.advance(segment.token_count)
-            self._cache.computed(segment.sequence)
-            if job.row_count == 0 and segment.sequence.pending_count == 0:
-                self._settle(job, None)  # it wanted keys and values only
-        outcomes = self._head(ready, logits) if ready else []
-        return list(zip(ready, outcomes, strict=True)), len(rows), model_end
-
-    def _conclude(self, job: Job[PayloadT], outcome: Done[ResultT] | Failed | Continue) -> None:
-        if isinstance(outcome, Done):
-            result, following = outcome.go_on() if outcome.go_on is not None else (outcome.result, None)
-            self._settle(job, result)
-            if following is not None:
-                self._start_job(self.leads.follow(job, following))
-        elif isinstance(outcome, Failed):
-            self._cache.distrust(job.sequence)
-            job.sequence.apply(Delta(0, ()))
-            self._settle(job, outcome.error)
-        else:
-            job.row_count = 1
-            try:
-                job.sequence.append(outcome.token_id)
-            except InvalidRequestError as error:
-                self._settle(job, error)
-
-    def _fail(self, jobs: SequenceOf[Job[PayloadT]], error: Exception) -> None:
-        if not isinstance(error, TandemError):
-            error = TandemError("The model's step failed; the service's log says why.")
-        for job in jobs:
-            if self._running.get(job.sequence) is job:
-                self._settle(job, error)
-
-
-def _not_running() -> ServiceUnavailableError:
-    return ServiceUnavailableError("The engine is not running.")
-
-
-def _released_error() -> InvalidRequestError:
-    return InvalidRequestError("The sequence was released.")
 
 
 class Engine(Generic[PayloadT, ResultT]):
@@ -437,30 +92,59 @@ class Engine(Generic[PayloadT, ResultT]):
         self._max_waiting = settings.max_waiting
         self._open: dict[Sequence, str] = {}
         """The open sequences, each with its client."""
-        self._cache = machinery.cache
-        self._runner = machinery.runner
         self._max_rows = machinery.max_rows or self.max_length
-        self._watchdog = StepWatchdog(settings.step_timeout_seconds)
-        self._worker = Worker(
-            machinery, head, settings, self._tell, model.device, self._stepped, self._watchdog, prepare
-        )
         self._on_step = on_step
-        self._step_times = StepTimes()
         self._on_failure = on_failure
         self._is_closing = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
+        self._thread = threading.Thread(target=self._work, name="tandem-engine", daemon=True)
+        self._wakeup = threading.Condition()
+        # Guarded by the condition: what other threads want.
+        self._submitted: list[Job[PayloadT]] = []
+        self._asked: list[Callable[[], None]] = []
+        """Grants, background work and releases, in their order."""
+        self._is_stopping = True
+        """No jobs are taken: before `start`, after `close`, and once the thread has failed."""
+        self._rejoin = RejoinWindow(self._wakeup)
+        # The thread's own.
+        self._cache = machinery.cache
+        self._runner = machinery.runner
+        self._head: Head[Any, Any] = head
+        self._prepare = prepare
+        self._chunk_tokens = settings.prefill_chunk_tokens
+        self._queued: deque[Job[PayloadT]] = deque()
+        self._running: dict[Sequence, Job[PayloadT]] = {}
+        """At most one job for each sequence, in the order in which they started."""
+        self._ended: list[tuple[Job[PayloadT], object]] = []
+        """Jobs that have ended since the last delivery, each with its result or exception."""
+        self._freed: list[Sequence] = []
+        """Sequences that were released since."""
+        self._watchdog = StepWatchdog(settings.step_timeout_seconds)
+        self._step_times = StepTimes()
+        self._background = BackgroundWork(machinery, self._stepped, self._watchdog)
+        self._leads = Leads()
+        """Jobs that follow others by themselves."""
+        self._pages = PageScheduler(machinery.cache, self._background.drop, self._leads.is_ahead)
+        self._failed_steps = 0
+        self._waits_for_pages = False
+        """Every job does, and only news can change that."""
+
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._worker.start()
+        self._is_stopping = False
+        self._thread.start()
 
     async def close(self) -> None:
         if self._loop is None:
             return
         self._is_closing = True
-        self._worker.stop()
+        with self._wakeup:
+            self._is_stopping = True
+            self._wakeup.notify()
         self._refuse_waiting()
-        if not await asyncio.to_thread(self._worker.join, _CLOSE_TIMEOUT_SECONDS):
+        await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_SECONDS)
+        if self._thread.is_alive():
             logger.error("engine thread did not stop", extra={"timeout_seconds": _CLOSE_TIMEOUT_SECONDS})
         await asyncio.to_thread(self.model.close)
 
@@ -479,18 +163,20 @@ class Engine(Generic[PayloadT, ResultT]):
             await self.open(max(max(step) for step in (*steps, *profiled)))
             for _ in range(max(len(step) for step in (*steps, *profiled)))
         ]
+        own = self._head, self._prepare
         try:
             for sequence in sequences:
                 sequence.is_private = True
                 # A new one would wait its turn for more.
                 await self.submit(Job(sequence, Delta(0, (0,)), 0, None))  # type: ignore[arg-type]
             warm_tokens = await self._run_warm_up(steps, sequences)
-            with self._worker.using_head(partial(finite_head, self.model)):
-                # By enough tokens for attention to more than the token itself
-                await self._step(sequences[:1], (min(4, sequences[0].max_length),), 1, with_rows=True)
-                warm = [step for step in profiled if sum(step) <= warm_tokens]
-                self._step_times.measured(await self._profile(warm, sequences))
+            self._head, self._prepare = partial(finite_head, self.model), None  # no job is in flight
+            # By enough tokens for attention to more than the token itself
+            await self._warm_step(sequences[:1], (min(4, sequences[0].max_length),), 1, with_rows=True)
+            warm = [step for step in profiled if sum(step) <= warm_tokens]
+            self._step_times.measured(await self._profile(warm, sequences))
         finally:
+            self._head, self._prepare = own
             for sequence in sequences:
                 self.release(sequence)
 
@@ -504,7 +190,7 @@ class Engine(Generic[PayloadT, ResultT]):
         ends = time.perf_counter() + _WARM_UP_SECONDS
         for step in steps:
             began, size = time.perf_counter(), sum(step)
-            await self._step(sequences, step, size)
+            await self._warm_step(sequences, step, size)
             ended = time.perf_counter()
             if size >= SMALL_STEP_TOKENS and ended + 2 * (ended - began) > ends:
                 return size
@@ -519,21 +205,14 @@ class Engine(Generic[PayloadT, ResultT]):
         for step in sorted(steps, key=sum):
             seconds = []
             for repeat in range(3):  # for a median
-                jobs = await self._step(sequences, step, sum(step) + repeat, with_rows=True)
+                jobs = await self._warm_step(sequences, step, sum(step) + repeat, with_rows=True)
                 seconds += [job.cost.seconds for job in jobs[:1] if job.cost is not None]
             found[len(step), step[0]] = statistics.median(seconds)
             if time.perf_counter() > ends:
                 break
         return found
 
-    def _stepped(self, record: StepRecord) -> None:
-        began = time.perf_counter()
-        if self._on_step is not None:
-            self._on_step(record)
-        # The observer takes part in how long a step takes.
-        self._step_times.add(replace(record, seconds=record.seconds + time.perf_counter() - began))
-
-    async def _step(
+    async def _warm_step(
         self, sequences: SequenceOf[Sequence], step: tuple[int, ...], number: int, *, with_rows: bool = False
     ) -> list[Job[Any]]:
         """Runs a step of so many tokens of each sequence. Another number than the last one's makes other tokens, or
@@ -545,7 +224,7 @@ class Engine(Generic[PayloadT, ResultT]):
         ]
         for job in jobs:
             job.future = asyncio.get_running_loop().create_future()
-        self._worker.submit(*jobs)  # together, so that they share a step
+        self._put(*jobs)  # together, so that they share a step
         await asyncio.gather(*(job.future for job in jobs if job.future is not None))
         return jobs
 
@@ -563,7 +242,7 @@ class Engine(Generic[PayloadT, ResultT]):
             CapacityError: too many are open and too many wait already.
             ServiceUnavailableError: the engine is closing.
         """
-        if not self.is_running:
+        if self._is_stopping:
             raise _not_running()
         if not 1 <= max_length <= self.max_length:
             raise InvalidRequestError(
@@ -585,9 +264,12 @@ class Engine(Generic[PayloadT, ResultT]):
 
     def release(self, sequence: Sequence) -> None:
         """Gives the sequence's pages back, before the next step. Jobs of it that are in flight are dropped."""
-        if not sequence.is_released:
-            sequence.is_released = True
-            self._worker.release(sequence)
+        if sequence.is_released:
+            return
+        sequence.is_released = True
+        with self._wakeup:
+            self._asked.append(partial(self._free, sequence))
+            self._rejoin.came_back(sequence)
 
     async def submit(self, job: Job[PayloadT]) -> ResultT:
         """Runs a job and returns what the head makes of it. Cancelling the caller drops the job before the next step.
@@ -600,17 +282,28 @@ class Engine(Generic[PayloadT, ResultT]):
             TandemError: the step failed.
         """
         if job.sequence.is_released:
-            raise InvalidRequestError("The sequence was released.")
+            raise _released_error()
         job.future = asyncio.get_running_loop().create_future()
-        self._worker.submit(job)
+        self._put(job)
         try:
             return cast(ResultT, await job.future)
         except asyncio.CancelledError:
             job.is_cancelled = True
             raise
 
+    def _put(self, *jobs: Job[PayloadT]) -> None:
+        with self._wakeup:
+            if self._is_stopping:
+                raise _not_running()
+            self._submitted.extend(jobs)
+            for job in jobs:
+                self._rejoin.came_back(job.sequence)
+
     def grant(self, sequence: Sequence, asked: int, lead: int) -> None:
-        self._worker.grant(sequence, asked, lead)
+        """Lets a sequence go on by itself. See `Leads.grant`."""
+        with self._wakeup:
+            self._asked.append(partial(self._grant, sequence, asked, lead))
+            self._rejoin.came_back(sequence)
 
     def put_back(self, job: BackgroundJob) -> None:
         """Runs branches of a sequence while there is no job to run, a step at a time, until a job of it comes.
@@ -618,7 +311,11 @@ class Engine(Generic[PayloadT, ResultT]):
         Raises:
             ServiceUnavailableError: the engine is closing.
         """
-        self._worker.put_back(job)
+        with self._wakeup:
+            if self._is_stopping:
+                raise _not_running()
+            self._asked.append(partial(self._background.add, job))
+            self._wakeup.notify()
 
     @property
     def info(self) -> ModelInfo:
@@ -627,7 +324,7 @@ class Engine(Generic[PayloadT, ResultT]):
     @property
     def is_running(self) -> bool:
         """True if requests are taken: between `start` and `close`, unless the thread has failed."""
-        return self._worker.is_running
+        return not self._is_stopping
 
     @property
     def overdue_seconds(self) -> float:
@@ -639,25 +336,24 @@ class Engine(Generic[PayloadT, ResultT]):
 
     @property
     def usage(self) -> KvUsage:
-        leads = self._worker.leads
         return replace(
             self._cache.usage(),
             sequence_count=self._places.held,
             waiting_count=self._places.waiting,
-            led_step_count=leads.begun_count,
-            wasted_step_count=leads.wasted_count,
+            led_step_count=self._leads.begun_count,
+            wasted_step_count=self._leads.wasted_count,
         )
 
     def _refuse_waiting(self) -> None:
         self._places.refuse_waiting(ServiceUnavailableError("The engine is shutting down."))
 
-    def _tell(self, news: News) -> None:
+    def _tell(self, learn: Callable[..., None], *news: object) -> None:
         """Takes news from the thread to the event loop, where futures and the count of open sequences live."""
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._learn, news)
+            self._loop.call_soon_threadsafe(learn, *news)
 
-    def _learn(self, news: News) -> None:
-        for job, result in news.results:
+    def _learn(self, ended: SequenceOf[tuple[Job[Any], object]], freed: SequenceOf[Sequence]) -> None:
+        for job, result in ended:
             if job.on_result is not None and self._loop is not None:
                 # Later, like the tasks that futures wake: the answers of a sequence keep their order.
                 self._loop.call_soon(job.on_result, job, result)
@@ -667,13 +363,251 @@ class Engine(Generic[PayloadT, ResultT]):
                 job.future.set_exception(result)
             else:
                 job.future.set_result(result)
-        for sequence in news.freed:
+        for sequence in freed:
             if (client := self._open.pop(sequence, None)) is not None:
                 self._places.leave(client)
-        if news.has_ended:
-            self._refuse_waiting()
-            if not self._is_closing and self._on_failure is not None:
-                self._on_failure()
+
+    def _learn_of_end(self) -> None:
+        self._refuse_waiting()
+        if not self._is_closing and self._on_failure is not None:
+            self._on_failure()
+
+    # ---- on the thread: taking work
+
+    def _work(self) -> None:
+        error: TandemError = ServiceUnavailableError("The engine is shutting down.")
+        try:
+            device = self.model.device
+            if device.type == "cuda" and device.index is not None:
+                torch.cuda.set_device(device)  # a thread begins with the first GPU, which "cuda" means
+            with torch.inference_mode():
+                while self._take_work():
+                    if not self._running:
+                        self._background.run()
+                        continue
+                    began = time.perf_counter()
+                    self._waits_for_pages = not self._step()
+                    ended = time.perf_counter()
+                    with self._wakeup:
+                        answered = {job.sequence for job, _ in self._ended}
+                        self._rejoin.expect(answered - self._running.keys(), began, ended)
+                    self._deliver_if_idle()
+        except Exception:
+            # A defect of the engine; no caller may hang because of it.
+            logger.exception("engine thread died")
+            error = ServiceUnavailableError("The engine has failed and must be restarted.")
+        with self._wakeup:
+            self._is_stopping = True
+            self._queued.extend(self._submitted)
+        for job in [*self._running.values(), *self._queued]:
+            self._settle(job, error)
+        self._deliver()
+        self._tell(self._learn_of_end)
+
+    def _take_work(self) -> bool:
+        """Waits until there is something to run; false when the thread is to end."""
+        while True:
+            with self._wakeup:
+                while not (self._has_work or self._submitted or self._asked or self._is_stopping):
+                    woken = self._wakeup.wait(self._pages.retry_seconds if self._waits_for_pages else None)
+                    if not woken:
+                        break  # other sequences have been idle for longer
+                self._waits_for_pages = False
+                if self._queued or self._submitted or self._running:
+                    self._rejoin.wait(has_running=bool(self._running), is_stopping=lambda: self._is_stopping)
+                self._queued.extend(self._submitted)
+                self._submitted.clear()
+                asked, self._asked = self._asked, []
+                if self._is_stopping:
+                    return False
+            # Before the jobs: a job that came later ends the background work of its sequence.
+            for act in asked:
+                act()
+            for job in [job for job in self._running.values() if job.is_abandoned]:
+                self._settle(job, _released_error())
+            self._start_queued()
+            self._deliver_if_idle()
+            if self._running or not self._background.is_empty:
+                return True
+
+    @property
+    def _has_work(self) -> bool:
+        """True if there is a job to run, or one that waited for another of its sequence, or background work."""
+        if self._waits_for_pages:
+            return False
+        return bool(self._running or self._queued) or not self._background.is_empty
+
+    def _grant(self, sequence: Sequence, asked: int, count: int) -> None:
+        self._start_job(self._leads.grant(sequence, asked, 0 if sequence.is_released else count))
+
+    def _free(self, sequence: Sequence) -> None:
+        self._leads.end(sequence)
+        self._background.drop(sequence)
+        self._cache.release(sequence)
+        self._freed.append(sequence)
+
+    def _start_queued(self) -> None:
+        waiting: deque[Job[PayloadT]] = deque()
+        for job in self._queued:
+            if job.is_abandoned:
+                self._settle(job, _released_error())
+                continue
+            if self._leads.end(job.sequence):
+                self._running.pop(job.sequence, None)
+            if job.sequence in self._running:
+                waiting.append(job)
+            else:
+                self._start_job(job)
+        self._queued = waiting
+
+    def _start_job(self, job: Job[PayloadT] | None) -> None:
+        if job is None:
+            return  # no lead lets another follow
+        sequence = job.sequence
+        self._background.drop(sequence)
+        try:
+            sequence.apply(job.delta)
+            self._cache.check_rows(sequence, job.row_count)
+            sequence.want_rows(job.row_count)
+        except InvalidRequestError as error:
+            self._settle(job, error)
+            return
+        if sequence.pending_count:
+            self._running[sequence] = job
+            sequence.idle_since = math.inf
+        else:
+            self._settle(job, None)
+
+    def _settle(self, job: Job[PayloadT], result: object) -> None:
+        if self._running.get(job.sequence) is job:
+            del self._running[job.sequence]
+            job.sequence.idle_since = time.monotonic()
+            job.sequence.is_new = False
+        if isinstance(result, BaseException):
+            self._leads.end(job.sequence)
+        self._ended.append((job, result))
+
+    def _deliver_if_idle(self) -> None:
+        """Delivers unless another step begins now, which does it when it computes: the event loop would take the
+        interpreter from it."""
+        if not self._running or self._waits_for_pages:
+            self._deliver()
+
+    def _deliver(self) -> None:
+        """Delivers all results of a step at once: waking the event loop costs more than a result."""
+        if self._ended or self._freed:
+            self._tell(self._learn, self._ended, self._freed)
+            self._ended, self._freed = [], []
+
+    # ---- on the thread: a step
+
+    def _step(self) -> bool:
+        """Schedules and runs a step; false if every job waits for pages.
+
+        What fails here fails for the callers of this step alone.
+        """
+        began = time.perf_counter()
+        self._pages.reuse_prefixes(self._running.values())
+        prompt_tokens = self._runner.prompt_tokens(self._chunk_tokens)
+        segments = self._pages.with_pages(next_segments(self._running.values(), prompt_tokens))
+        if not segments:
+            # The budget may have gone to prompts without pages, while those who hold the pages wait for the budget.
+            waited = [job for job in self._running.values() if not self._pages.is_ahead(job.sequence)]
+            oldest = sorted(waited, key=lambda job: job.sequence.serial)[:1]
+            segments = self._pages.with_pages(next_segments(oldest, prompt_tokens))
+        if not segments:
+            return False
+        jobs = [self._running[segment.sequence] for segment in segments]
+        token_count = sum(segment.token_count for segment in segments)
+        self._watchdog.begin(token_count)
+        try:
+            outcomes, row_count, model_end = self._run(segments, jobs)
+        except Exception as error:
+            logger.exception("step failed", extra={"sequences": len(jobs)})
+            self._fail(jobs, error)
+            self._failed_steps += 1
+            # A failed device never recovers: the process has to be restarted
+            if self._failed_steps >= 8:
+                raise
+            return True
+        finally:
+            self._watchdog.end()
+        self._failed_steps = 0
+        seconds = time.perf_counter() - began
+        self._stepped(StepRecord(len(jobs), token_count, row_count, model_end - began, seconds))
+        # Once more: the observer takes part in how long a step takes.
+        seconds = time.perf_counter() - began
+        for job in jobs:
+            job.count_step(seconds, len(jobs), token_count)
+        for job, outcome in outcomes:
+            self._conclude(job, outcome)
+        return True
+
+    def _stepped(self, record: StepRecord) -> None:
+        began = time.perf_counter()
+        if self._on_step is not None:
+            self._on_step(record)
+        # The observer takes part in how long a step takes.
+        self._step_times.add(replace(record, seconds=record.seconds + time.perf_counter() - began))
+
+    def _run(
+        self, segments: SequenceOf[Segment], jobs: SequenceOf[Job[PayloadT]]
+    ) -> tuple[list[tuple[Job[PayloadT], Done[ResultT] | Failed | Continue]], int, float]:
+        """Runs the model and asks the head; returns outcomes, the number of rows and when the forward pass ended."""
+        rows: list[int] = []
+        """Indices of the step's tokens whose logits are wanted."""
+        ready: list[Job[PayloadT]] = []
+        """Jobs that they complete."""
+        token_end = 0
+        for segment, job in zip(segments, jobs, strict=True):
+            token_end += segment.token_count
+            if job.row_count and segment.end == segment.sequence.length:
+                rows.extend(range(token_end - job.row_count, token_end))
+                ready.append(job)
+        if self._prepare is not None:
+            self._prepare(ready)
+        self._deliver()
+        logits = self._runner.run(segments, rows)
+        model_end = time.perf_counter()
+        for segment, job in zip(segments, jobs, strict=True):
+            segment.sequence.advance(segment.token_count)
+            self._cache.computed(segment.sequence)
+            if job.row_count == 0 and segment.sequence.pending_count == 0:
+                self._settle(job, None)  # it wanted keys and values only
+        outcomes = self._head(ready, logits) if ready else []
+        return list(zip(ready, outcomes, strict=True)), len(rows), model_end
+
+    def _conclude(self, job: Job[PayloadT], outcome: Done[ResultT] | Failed | Continue) -> None:
+        if isinstance(outcome, Done):
+            result, following = outcome.go_on() if outcome.go_on is not None else (outcome.result, None)
+            self._settle(job, result)
+            if following is not None:
+                self._start_job(self._leads.follow(job, following))
+        elif isinstance(outcome, Failed):
+            self._cache.distrust(job.sequence)
+            job.sequence.apply(Delta(0, ()))
+            self._settle(job, outcome.error)
+        else:
+            job.row_count = 1
+            try:
+                job.sequence.append(outcome.token_id)
+            except InvalidRequestError as error:
+                self._settle(job, error)
+
+    def _fail(self, jobs: SequenceOf[Job[PayloadT]], error: Exception) -> None:
+        if not isinstance(error, TandemError):
+            error = TandemError("The model's step failed; the service's log says why.")
+        for job in jobs:
+            if self._running.get(job.sequence) is job:
+                self._settle(job, error)
+
+
+def _not_running() -> ServiceUnavailableError:
+    return ServiceUnavailableError("The engine is not running.")
+
+
+def _released_error() -> InvalidRequestError:
+    return InvalidRequestError("The sequence was released.")
 
 
 # ---- targets

@@ -123,18 +123,6 @@ class StepRecord:
     """Time in all, the head included."""
 
 
-@dataclass(frozen=True, slots=True)
-class News:
-    """News from the engine's thread for the event loop."""
-
-    results: SequenceOf[tuple[Job[Any], object]] = ()
-    """Jobs that have ended, each with a result or an exception."""
-    freed: SequenceOf[Sequence] = ()
-    """Released sequences that are out of use."""
-    has_ended: bool = False
-    """The thread ends; nothing more will be done."""
-
-
 @dataclass(slots=True)
 class _Lead:
     """Jobs of one sequence by number: 0 is the one that was submitted."""

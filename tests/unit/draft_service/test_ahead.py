@@ -322,7 +322,7 @@ async def test_hits_that_follow_each_other_have_what_would_be_proposed(
             tail = (token_id, *drafted.tokens(rank)[:taken])
             before, count = (*before[:kept], *tail), taken
             # The branches are then as long as they become.
-            await until(lambda: proposer._engine._worker._background.is_empty, SECONDS)
+            await until(lambda: proposer._engine._background.is_empty, SECONDS)
             base = len(PROMPT) if number == 0 else kept
             step = ProposeStep(Delta(base, before[base:]), 0, BUDGET, taken)
             assert await sequence.propose(step) is None

@@ -85,7 +85,7 @@ class Branches:
 
 async def run_together(engine: Engine[object, object], *jobs: Branches) -> None:
     """Submit the jobs at once, so that one step can hold all, and wait for their ends."""
-    with engine._worker._wakeup:
+    with engine._wakeup:
         for job in jobs:
             engine.put_back(job)
     async with asyncio.timeout(60):

@@ -69,7 +69,7 @@ async def test_a_failing_job_does_not_affect_others_in_its_step(llama: TinyModel
             kind(sequence, Delta(5, _TRUNK[5:]))
             for kind, sequence in zip((Failing, Branches), sequences, strict=True)
         ]
-        with engine._worker._wakeup:
+        with engine._wakeup:
             for job in jobs:
                 engine.put_back(job)
         async with asyncio.timeout(20):
@@ -88,7 +88,7 @@ async def test_a_job_of_the_sequence_ends_its_branches_and_keeps_its_trunk(llama
         found = await rows(engine, sequence, Delta(8, [7]), 1)
         assert torch.allclose(found, plain_logits(llama.reference, [*_TRUNK, 7])[-1:], atol=1e-3)
         assert len(job.logits) < job.enough
-        assert engine._worker._background.is_empty
+        assert engine._background.is_empty
 
 
 async def test_a_trunk_that_does_not_fit_is_an_error_of_that_job(llama: TinyModel) -> None:
@@ -115,7 +115,7 @@ async def test_jobs_go_before_branches(llama: TinyModel) -> None:
         order.clear()
         background = Branches(drafted, Delta(8, []))
         engine.put_back(background)
-        with engine._worker._wakeup:  # submitted together, so that one step can hold all
+        with engine._wakeup:  # submitted together, so that one step can hold all
             jobs = [rows(engine, waited_for, Delta(8 + step, [7]), 1) for step in range(6)]
             tasks = [asyncio.create_task(job) for job in jobs]
             await asyncio.sleep(0)
@@ -230,7 +230,7 @@ async def test_another_job_of_the_sequence_forgets_its_branches(llama: TinyModel
 
 async def test_branches_whose_pages_went_to_others_are_computed_again(llama: TinyModel) -> None:
     async with drafted(llama) as own:
-        own.engine._worker._pages._free_spare_pages()
+        own.engine._pages._free_spare_pages()
         poison_behind(own)
         second = await own.run(
             Branches(own.sequence, Delta(8, _PATH), 3, leaves_after=(8, 9, 10, 11, 11), max_lead=4)

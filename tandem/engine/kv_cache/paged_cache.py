@@ -12,19 +12,13 @@ vLLM's automatic prefix caching, but with tokens in place of hashes.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import count
 
 from tandem.engine.interface import KvUsage
-from tandem.engine.kv_cache.arena import (
-    KvArena,
-    PagePool,
-    first_kept_page,
-    first_seen_page,
-    most_pages,
-    pages_for,
-)
+from tandem.engine.kv_cache.arena import KvArena, first_kept_page, first_seen_page, most_pages, pages_for
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.errors import InvalidRequestError
 from tandem.types import common_length
@@ -55,22 +49,71 @@ class KnownBlock:
     token_ids: tuple[int, ...]
 
 
-class PrefixIndex:
-    """The known blocks, by what is in them and before them. Holds nothing: `PagePool` says who does."""
+class PagePool:
+    """Who holds each page, and which block of known tokens it belongs to.
 
-    def __init__(self, page_tokens: int) -> None:
+    A page that nobody holds is unused, or kept for its block. Kept pages are taken when no unused one is left, the one
+    that was let go first, first. Not thread-safe; pure bookkeeping.
+    """
+
+    def __init__(self, page_count: int, page_tokens: int) -> None:
+        self.page_count = page_count
         self._page_tokens = page_tokens
+        self._holders = [0] * page_count
+        self._unused = list(range(page_count - 1, -1, -1))
+        self._kept: OrderedDict[int, None] = OrderedDict()
         self._chains = count(ROOT + 1)
-        self._by_page: dict[int, KnownBlock] = {}
+        self._known: dict[int, KnownBlock] = {}
+        """The block of each page that has one."""
         self._full: dict[_Key, KnownBlock] = {}
         self._alike: dict[_Key, dict[int, KnownBlock]] = {}
         """By chain before them and by their first tokens, then by chain, the latest last."""
 
-    def __contains__(self, page: int) -> bool:
-        return page in self._by_page
+    @property
+    def available_count(self) -> int:
+        """Pages that nobody holds."""
+        return len(self._unused) + len(self._kept)
 
-    def __len__(self) -> int:
-        return len(self._by_page)
+    @property
+    def kept_count(self) -> int:
+        """Pages that nobody holds and whose content may still be of use."""
+        return len(self._kept)
+
+    def holders(self, page: int) -> int:
+        """Number of sequences that hold a page."""
+        return self._holders[page]
+
+    def take(self) -> int:
+        """A page for one holder, with any content. One has to be available."""
+        if self._unused:
+            page = self._unused.pop()
+        else:
+            page, _ = self._kept.popitem(last=False)
+            self.forget(page)
+        self._holders[page] = 1
+        return page
+
+    def share(self, page: int) -> None:
+        """Add a holder to a page that is held or kept."""
+        self._kept.pop(page, None)
+        self._holders[page] += 1
+
+    def let_go(self, *pages: int) -> None:
+        """Remove a holder of each page. What nobody holds is kept if it belongs to a block."""
+        for page in pages:
+            if self._holders[page] < 1:
+                raise ValueError(f"page {page} is held by nobody")
+            self._holders[page] -= 1
+            if self._holders[page] == 0 and page in self._known:
+                self._kept[page] = None
+            elif self._holders[page] == 0:
+                self._unused.append(page)
+
+    def touch(self, pages: SequenceOf[int]) -> None:
+        """Let those of the pages that are kept be taken last."""
+        for page in pages:
+            if page in self._kept:
+                self._kept.move_to_end(page)
 
     def full_block(self, parent: int, token_ids: SequenceOf[int]) -> KnownBlock | None:
         """The block of exactly these tokens, `page_tokens` many, after the chain `parent`."""
@@ -105,11 +148,14 @@ class PrefixIndex:
         """Sets the page of a group that has none in a block."""
         self.forget(page)
         known.pages[group] = page
-        self._by_page[page] = known
+        self._known[page] = known
 
     def forget(self, page: int) -> None:
         """A page is going to hold something else. A block without pages is not known any more."""
-        known = self._by_page.pop(page, None)
+        if page in self._kept:
+            del self._kept[page]
+            self._unused.append(page)
+        known = self._known.pop(page, None)
         if known is None:
             return
         known.pages[known.pages.index(page)] = NO_PAGE
@@ -130,16 +176,13 @@ class PagedCache:
         self._arena = arena
         self._page_tokens = arena.page_tokens
         self._reuses_prefixes = reuses_prefixes
-        self._prefixes = PrefixIndex(arena.page_tokens)
-        self._pool = PagePool(arena.page_count, self._prefixes.forget)
+        self._pool = PagePool(arena.page_count, arena.page_tokens)
         self._unbounded = arena.windows.count(None)
         """Groups that keep all tokens. They come first."""
         self._windows = list(enumerate(arena.windows))[self._unbounded :]
         """Number and window of the others."""
-        self._holders: dict[Sequence, None] = {}
-        """Sequences with pages."""
-        self._begun: set[Sequence] = set()
-        """Sequences that write to pages of their own."""
+        self._holders: dict[Sequence, bool] = {}
+        """Sequences with pages, and whether they write to some of their own."""
         self.preemption_count = 0
 
     @property
@@ -183,9 +226,9 @@ class PagedCache:
         if self._lacks_seen_pages(sequence):
             sequence.chains.clear()
             self._shorten(sequence, 0)
-        if sequence not in self._begun and not self._may_begin(sequence):
+        if not self._holders.get(sequence) and not self._may_begin(sequence):
             return False
-        self._begun.add(sequence)
+        self._holders[sequence] = True
         return self._extend(sequence, end) and self._own_written_pages(sequence)
 
     def _may_begin(self, sequence: Sequence) -> bool:
@@ -194,25 +237,24 @@ class PagedCache:
         Otherwise it would soon have to give up what it had begun. vLLM's scheduler has the same watermark, 1 % of all
         blocks.
         """
-        watermark = self._pool.page_count // 100 if self._begun else 0
+        begun = [other for other, has_begun in self._holders.items() if has_begun]
+        watermark = self._pool.page_count // 100 if begun else 0
         size, length = self._page_tokens, sequence.length
         # For all of its tokens that a window does not pass over
         lacking = sum(
             pages_for(length, size) - max(len(table), first_kept_page(length, table.window, size))
             for table in sequence.tables
         )
-        has_older = any(other.serial < sequence.serial for other in self._begun)
+        has_older = any(other.serial < sequence.serial for other in begun)
         return self._pool.available_count >= lacking + watermark or not has_older
 
     def _extend(self, sequence: Sequence, end: int) -> bool:
-        self._holders[sequence] = None
+        self._holders.setdefault(sequence, False)
         while sequence.table.capacity < end:
             if self._pool.available_count < len(sequence.tables):
                 return False
             for table in sequence.tables:
-                page = self._pool.take()
-                assert page is not None, "enough are available"
-                table.extend((page,))
+                table.extend((self._pool.take(),))
         return True
 
     def _own_written_pages(self, sequence: Sequence) -> bool:
@@ -229,16 +271,16 @@ class PagedCache:
         table = sequence.tables[group]
         page = table[index]
         if self._pool.holders(page) == 1:
-            self._prefixes.forget(page)
+            self._pool.forget(page)
             return True
-        own = self._pool.take()
-        if own is None:
+        if not self._pool.available_count:
             return False
+        own = self._pool.take()
         kept = max(0, sequence.computed_length - index * self._page_tokens)
         if kept:
             self._arena.copy(page, own, kept)
         table.replace(index, own)
-        self._pool.let_go(page, keep=page in self._prefixes)
+        self._pool.let_go(page)
         return True
 
     def take_spare(self, sequence: Sequence, count: int) -> int:
@@ -259,18 +301,14 @@ class PagedCache:
     def _shorten(self, sequence: Sequence, page_count: int) -> None:
         # The last page first: of a kept prefix, the end is taken before the beginning, without which it is lost.
         for table in sequence.tables:
-            self._give_back(table.shorten(page_count))
+            self._pool.let_go(*table.shorten(page_count))
         sequence.clean_length = min(sequence.clean_length, sequence.table.capacity)
-
-    def _give_back(self, pages: SequenceOf[int]) -> None:
-        for page in pages:
-            self._pool.let_go(page, keep=page in self._prefixes)
 
     def reuse(self, sequence: Sequence, row_count: int = 0) -> None:
         known_pages, own_tokens = divmod(sequence.computed_length, self._page_tokens)
         if not self._reuses_prefixes or own_tokens or known_pages > len(sequence.chains):
             return
-        self._holders[sequence] = None
+        self._holders.setdefault(sequence, False)
         del sequence.chains[known_pages:]
         self._shorten(sequence, known_pages)
         end = sequence.length - row_count
@@ -285,7 +323,7 @@ class PagedCache:
         if self._windows:
             for table in sequence.tables:
                 first = first_kept_page(sequence.computed_length, table.window, self._page_tokens)
-                self._give_back(table.drop_before(first))
+                self._pool.let_go(*table.drop_before(first))
 
     def release(self, sequence: Sequence) -> None:
         if self._reuses_prefixes and not sequence.is_private:
@@ -302,15 +340,13 @@ class PagedCache:
         for block in self._known_blocks(sequence, 0, sequence.computed_length):
             pages += block.pages  # its windows may have passed over some
         for page in pages:
-            self._prefixes.forget(page)
-            self._pool.discard(page)
+            self._pool.forget(page)
         self._let_go(sequence)
         sequence.restart()
 
     def _let_go(self, sequence: Sequence) -> None:
         self._shorten(sequence, 0)
         self._holders.pop(sequence, None)
-        self._begun.discard(sequence)
 
     # ---- prefixes
 
@@ -323,7 +359,8 @@ class PagedCache:
             return
         length = (own_count + len(blocks)) * self._page_tokens
         for group, table in enumerate(sequence.tables):
-            self._give_back(table.drop_before(first_seen_page(length, table.window, self._page_tokens)))
+            first = first_seen_page(length, table.window, self._page_tokens)
+            self._pool.let_go(*table.drop_before(first))
             for block in blocks[len(table) - own_count :]:
                 self._pool.share(block.pages[group])
                 table.extend((block.pages[group],))
@@ -336,7 +373,7 @@ class PagedCache:
         blocks: list[KnownBlock] = []
         parent = sequence.chains[first - 1] if first else ROOT
         for start in range(first * size, end - size + 1, size):
-            known = self._prefixes.full_block(parent, token_ids[start : start + size])
+            known = self._pool.full_block(parent, token_ids[start : start + size])
             if known is None or NO_PAGE in known.pages[:unbounded]:
                 break
             blocks.append(known)
@@ -369,13 +406,11 @@ class PagedCache:
         if found is None or end <= start:
             return
         sources, count = found[0], min(found[1], end - start)
-        for page in sources:
-            self._pool.touch(page)
+        self._pool.touch(sources)
         if self._pool.available_count < 2 * len(sources):
             return  # a source itself might be taken
         for table, source in zip(sequence.tables, sources, strict=True):
             own = self._pool.take()
-            assert own is not None, "enough are available"
             self._arena.copy(source, own, count)
             table.extend((own,))
         sequence.advance(count)
@@ -386,7 +421,7 @@ class PagedCache:
         if len(wanted) < MIN_COPIED_TOKENS:
             return None
         parent, index, start = (chains[-1] if chains else ROOT), len(chains), len(chains) * size
-        best = self._prefixes.longest_beginning(parent, wanted)
+        best = self._pool.longest_beginning(parent, wanted)
         pages, longest = (best[0].pages, best[1]) if best is not None else ([], MIN_COPIED_TOKENS - 1)
         for other in self._holders:
             if other is sequence or other.computed_length - start <= longest or len(other.chains) < index:
@@ -407,9 +442,9 @@ class PagedCache:
             index = len(chains)
             token_ids = sequence.token_ids[index * size : (index + 1) * size]
             parent = chains[-1] if chains else ROOT
-            known = self._prefixes.full_block(parent, token_ids)
+            known = self._pool.full_block(parent, token_ids)
             if known is None:
-                known = self._prefixes.enter([table[index] for table in sequence.tables], parent, token_ids)
+                known = self._pool.enter([table[index] for table in sequence.tables], parent, token_ids)
             else:
                 self._merge(sequence, index, known)
             chains.append(known.chain)
@@ -419,11 +454,11 @@ class PagedCache:
         for group, table in enumerate(sequence.tables):
             own, other = table[index], known.pages[group]
             if other == NO_PAGE:
-                self._prefixes.put(known, group, own)
+                self._pool.put(known, group, own)
             elif other != own:
                 self._pool.share(other)
                 table.replace(index, other)
-                self._pool.let_go(own, keep=False)
+                self._pool.let_go(own)
 
     def _publish_beginning(self, sequence: Sequence) -> None:
         index, size = len(sequence.chains), self._page_tokens
@@ -431,6 +466,6 @@ class PagedCache:
         if not MIN_COPIED_TOKENS <= len(token_ids) < size:
             return
         parent = sequence.chains[-1] if sequence.chains else ROOT
-        best = self._prefixes.longest_beginning(parent, token_ids)
+        best = self._pool.longest_beginning(parent, token_ids)
         if best is None or best[1] < len(token_ids):
-            self._prefixes.enter([table[index] for table in sequence.tables], parent, token_ids)
+            self._pool.enter([table[index] for table in sequence.tables], parent, token_ids)

@@ -204,16 +204,16 @@ def test_a_prefix_is_taken_over_as_far_as_all_that_is_seen_is_there() -> None:
     sequence = _run(cache, arena, text)
     chains = sequence.chains
     cache.release(sequence)
-    blocks = [cache._prefixes.full_block(([0, *chains])[i], text[64 * i : 64 * i + 64]) for i in range(6)]
+    blocks = [cache._pool.full_block(([0, *chains])[i], text[64 * i : 64 * i + 64]) for i in range(6)]
     assert _beginning(cache, text, windows) == 6 * 64
     known = blocks[4]
     assert known is not None
-    cache._prefixes.forget(known.pages[1])
+    cache._pool.forget(known.pages[1])
     assert _beginning(cache, text[: 6 * 64 + 1], windows) == 6 * 64, "the last block holds all that is seen"
     assert _beginning(cache, text[: 5 * 64 + 1], windows) == 4 * 64
     last = blocks[5]
     assert last is not None
-    cache._prefixes.forget(last.pages[1])
+    cache._pool.forget(last.pages[1])
     assert _beginning(cache, text, windows) == 4 * 64
     again = _run(cache, arena, text)
     assert stored(arena, again, 1) == keys_of(text, 1)[-59:]

@@ -98,9 +98,10 @@ def command(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add a function to an app as a command.
 
-    A parameter whose type is a dataclass stands for all of its fields, each a separate option; a `typer.Context` is
-    passed on. Each field has a default. The examples are shown in the help; the name is by default the function's;
-    `more` is for typer. A `TandemError` ends the process with a sentence and its exit code.
+    A parameter whose type is a dataclass stands for all of its fields, each a separate option with a default. They are
+    read from the environment as well where the dataclass has an `environment_prefix`. A `typer.Context` is passed on.
+    The examples are shown in the help; the name is by default the function's; `more` is for typer. A `TandemError` ends
+    the process with a sentence and its exit code.
     """
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,9 +130,11 @@ def _with_groups(function: Callable[..., Any]) -> Callable[..., Any]:
         if name not in groups
     ]
     for group in groups.values():
-        hints = get_type_hints(group, include_extras=True)
+        hints, prefix = get_type_hints(group, include_extras=True), getattr(group, "environment_prefix", "")
         for each in fields(group):
             described = each.metadata.get("typer")
+            if described and prefix:
+                described.envvar = f"{prefix}{each.name.upper()}"
             parameters.append(
                 inspect.Parameter(
                     each.name,

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 import yaml
@@ -79,37 +79,28 @@ def read_contexts() -> Contexts:
     return Contexts(path, str(content.get("current") or ""), by_name)
 
 
-ENVIRONMENT_PREFIX = "TANDEM_CLIENT_"
-
-
-def _option(name: str, text: str) -> Any:
-    return option(text, envvar=f"{ENVIRONMENT_PREFIX}{name.upper()}")
-
-
 @dataclass(frozen=True)
 class ConnectionSettings:
     """Fields of a context; None where unset."""
 
-    address: str | None = _option("address", "host:port of the coordinator.")
-    tls: bool | None = option("Connect by TLS.", "--tls/--no-tls", envvar=f"{ENVIRONMENT_PREFIX}TLS")
-    tls_ca_file: Path | None = _option("tls_ca_file", "PEM file of the authorities to trust; implies --tls.")
-    tls_cert_file: Path | None = _option("tls_cert_file", "PEM file of your own certificate, for mutual TLS.")
-    tls_key_file: Path | None = _option("tls_key_file", "PEM file of its key.")
-    tls_server_name: str | None = _option(
-        "tls_server_name", "Name in the server's certificate, where not the address's."
-    )
-    token: str | None = _option("token", "Bearer token; better in the environment or in --token-file.")
-    token_file: Path | None = _option("token_file", "File whose first line is the token.")
+    environment_prefix: ClassVar = "TANDEM_CLIENT_"
+
+    address: str | None = option("host:port of the coordinator.")
+    tls: bool | None = option("Connect by TLS.", "--tls/--no-tls")
+    tls_ca_file: Path | None = option("PEM file of the authorities to trust; implies --tls.")
+    tls_cert_file: Path | None = option("PEM file of your own certificate, for mutual TLS.")
+    tls_key_file: Path | None = option("PEM file of its key.")
+    tls_server_name: str | None = option("Name in the server's certificate, where not the address's.")
+    token: str | None = option("Bearer token; better in the environment or in --token-file.")
+    token_file: Path | None = option("File whose first line is the token.")
 
 
 @dataclass(frozen=True)
 class ConnectionOptions(ConnectionSettings):
     """Connection options, and the name of a context for those that are not set."""
 
-    context: str | None = _option("context", "Context to take these from; see tandem context --help.")
-    timeout: float | None = _option(
-        "timeout", "Seconds to wait for an answer. [default: 10; generate: no limit]"
-    )
+    context: str | None = option("Context to take these from; see tandem context --help.")
+    timeout: float | None = option("Seconds to wait for an answer. [default: 10; generate: no limit]")
 
 
 @dataclass(frozen=True, slots=True)

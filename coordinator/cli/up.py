@@ -152,16 +152,6 @@ class UpOptions:
     http: bool = option("Serve HTTP.", default=True)
     log_level: str = option("debug, info, warning or error.", default="warning")
 
-    @property
-    def served(self) -> str | None:
-        """The model by either of its options; None where neither is given."""
-        return self.model if self.target is None else self.target
-
-    @property
-    def is_demo(self) -> bool:
-        """True if the bundled pair is served."""
-        return self.model == DEMO
-
 
 @command(verbs)
 def up(options: UpOptions) -> None:
@@ -170,7 +160,7 @@ def up(options: UpOptions) -> None:
     A service's other options are read from its environment: TANDEM_TARGET_..., TANDEM_DRAFT_..., TANDEM_COORDINATOR_...
     """
     arguments = service_arguments(options)
-    if options.served is None:
+    if options.model is None and options.target is None:
         announce(f"tandem up: {_DEFAULTS[arguments.model]}")
     for sentence in not_read(arguments, os.environ):
         write_error(f"tandem up: {sentence}\n")
@@ -219,10 +209,12 @@ def service_arguments(options: UpOptions) -> ServiceArguments:
     file = as_words(config_file=options.config_file)
     shared, _ = read_options(ConfigSettings, file, os.environ, "tandem up")
     options = _with_model(options, shared)
-    target = _target(options)
+    target = str(demo_pair().target)
+    if options.model != DEMO:
+        target = _checked("--model" if options.target is None else "--target", str(options.model))
     draft = _draft(options, shared)
     devices = _devices(options, shared)
-    shares = _shares(options, shared, devices["target"] if draft.has_model and _share_one(devices) else "")
+    shares = _shares(options, shared, devices if draft.has_model else {})
     require_engine()
     base = as_words(log_level=options.log_level)
     # Draft and target take turns, but the waiting threads of one would still spin on the other's cores.
@@ -263,14 +255,18 @@ def service_arguments(options: UpOptions) -> ServiceArguments:
             ),
             *base,
         ],
-        model=str(options.served),
+        model=str(options.model),
     )
 
 
 def _with_model(options: UpOptions, shared: Mapping[str, Any]) -> UpOptions:
     """The options with a model: by default one that chats, but the bundled target for a draft that it may not fit."""
-    if options.served is not None:
-        return options
+    if options.model is not None and options.target is not None:
+        raise ConfigurationError(
+            f"--model is {options.model} and --target is {options.target}, which both name the target; give one of them"
+        )
+    if (named := options.model or options.target) is not None:
+        return replace(options, model=named)
     method = canonical_method(options.method or str(shared.get("speculative_method", "")))
     has_head = method not in BOUND_METHODS or smollm2_head(method) is not None
     is_any_draft = options.draft in (None, NO_DRAFT, *MODEL_FREE_METHODS) and "draft_model_path" not in shared
@@ -296,16 +292,6 @@ def not_read(arguments: ServiceArguments, environment: Mapping[str, str]) -> Ite
                 yield f"{variable} is not read: there is no draft service"
             elif any(flag in words for flag in flags):
                 yield f"{variable} is not read: tandem up decides {flags[0]} of the {service} itself"
-
-
-def _target(options: UpOptions) -> str:
-    if options.model is not None and options.target is not None:
-        raise ConfigurationError(
-            f"--model is {options.model} and --target is {options.target}, which both name the target; give one of them"
-        )
-    if options.is_demo:
-        return str(demo_pair().target)
-    return _checked("--model" if options.target is None else "--target", str(options.served))
 
 
 def _draft(options: UpOptions, shared: Mapping[str, Any]) -> _Draft:
@@ -340,9 +326,9 @@ def _draft(options: UpOptions, shared: Mapping[str, Any]) -> _Draft:
 def _unnamed_draft(options: UpOptions, method: str | None, shared: Mapping[str, Any]) -> _Draft:
     is_in_file = "speculative_method" in shared or "draft_model_path" in shared
     is_bound = method in BOUND_METHODS
-    if is_bound and options.is_demo:
+    if is_bound and options.model == DEMO:
         return _Draft(beside={"draft_model": str(demo_pair().head(str(method)))})
-    is_smollm2 = options.served == SMOLLM2 and not Path(SMOLLM2).is_dir()
+    is_smollm2 = options.model == SMOLLM2 and not Path(SMOLLM2).is_dir()
     # vLLM shows a head nothing of its target
     is_free = method is None and not is_in_file and options.engine != "vllm"
     may_bring_head = is_smollm2 and (is_bound or is_free)
@@ -354,7 +340,7 @@ def _unnamed_draft(options: UpOptions, method: str | None, shared: Mapping[str, 
         return _Draft({}, has_model=shared.get("speculative_method") not in MODEL_FREE_METHODS)
     if method in MODEL_FREE_METHODS:
         return _Draft({"method": str(method)})
-    if options.is_demo:
+    if options.model == DEMO:
         return _Draft({"model": str(demo_pair().draft)}, has_model=True)
     return _Draft({"method": DRAFT_OF_A_TARGET_ALONE})
 
@@ -382,15 +368,12 @@ def _devices(options: UpOptions, shared: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _share_one(devices: Mapping[str, str]) -> bool:
-    first, second = (f"{name}:0" if name == "cuda" else name for name in devices.values())
-    return first == second != "cpu"
-
-
-def _shares(options: UpOptions, shared: Mapping[str, Any], shared_device: str) -> dict[str, float | None]:
+def _shares(
+    options: UpOptions, shared: Mapping[str, Any], devices: Mapping[str, str]
+) -> dict[str, float | None]:
     """Shares of a device's memory; None where the service's own default or its environment decides.
 
-    `shared_device` is the device that both models are on, and empty where each has its own.
+    `devices` are those of both models; none where only the target has one.
     """
     shares = {"target": options.target_memory_utilization, "draft": options.draft_memory_utilization}
     for name, share in shares.items():
@@ -398,7 +381,8 @@ def _shares(options: UpOptions, shared: Mapping[str, Any], shared_device: str) -
             raise ConfigurationError(
                 f"--{name}-memory-utilization is {share:g}; it must be above 0 and at most 1"
             )
-    if not shared_device:
+    names = {f"{name}:0" if name == "cuda" else name for name in devices.values()}
+    if len(names) != 1 or names == {"cpu"}:
         return shares
     for name, default in SHARES.items():
         prefixes = (f"TANDEM_{name.upper()}_", "TANDEM_")
@@ -409,7 +393,7 @@ def _shares(options: UpOptions, shared: Mapping[str, Any], shared_device: str) -
     if (total := sum(share for share in shares.values() if share is not None)) > 1:
         raise ConfigurationError(
             f"--target-memory-utilization is {shares['target']:g} and --draft-memory-utilization is "
-            f"{shares['draft']:g}, {total:g} of {shared_device} together; it must be at most 1"
+            f"{shares['draft']:g}, {total:g} of {devices['target']} together; it must be at most 1"
         )
     return shares
 
@@ -461,6 +445,7 @@ class _Progress:
 
     def __init__(self) -> None:
         self._phases: dict[str, str] = {}
+        """By service; empty once nothing is shown any more."""
         self._live = Console().status("") if sys.stdout.isatty() else None
 
     def begin(self, names: Sequence[str]) -> None:
@@ -468,11 +453,12 @@ class _Progress:
         self._phases = dict.fromkeys(names, "starting")
         self._tell(f"starting {' and '.join(names)}")
 
-    def show(self, name: str, phase: str) -> None:
-        """Show the phase that a service has reached."""
-        if self._phases:
-            self._phases[name] = phase.partition(" on ")[0]
-            self._tell(f"{name}: {self._phases[name]}")
+    async def follow(self, name: str, child: Child) -> None:
+        """Show the phases that a service reaches."""
+        async for line in child.lines():
+            if self._phases:
+                self._phases[name] = line.removeprefix(f"tandem {name}: ").partition(" on ")[0]
+                self._tell(f"{name}: {self._phases[name]}")
 
     def _tell(self, news: str) -> None:
         if self._live is None:
@@ -482,7 +468,7 @@ class _Progress:
             self._live.start()
 
     def end(self) -> None:
-        """Take the live line away; nothing is shown from now on."""
+        """Take the live line away."""
         self._phases = {}
         if self._live is not None:
             self._live.stop()
@@ -541,7 +527,7 @@ class _Cluster:
                 for word in (f"--{name}-address", await child.line("listening on "))
             ]
             for name, child in started.items():
-                follow = asyncio.create_task(self._follow(name, child))
+                follow = asyncio.create_task(self._progress.follow(name, child))
                 stack.callback(follow.cancel)
             coordinator = await self._child(stack, "coordinator", [*self._arguments.coordinator, *addresses])
             ends = {asyncio.create_task(child.process.wait()): child for child in self._children}
@@ -553,10 +539,6 @@ class _Cluster:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             ended = next(child for end, child in ends.items() if end.done())
             raise ServiceUnavailableError(f"{await ended.obituary()}; the other services were stopped")
-
-    async def _follow(self, name: str, child: Child) -> None:
-        async for line in child.lines():
-            self._progress.show(name, line.removeprefix(f"tandem {name}: "))
 
     async def _child(self, stack: AsyncExitStack, name: str, arguments: Sequence[str]) -> Child:
         child = await Child.start(name, str(package_of(name, arguments)), arguments, STOP_SECONDS)

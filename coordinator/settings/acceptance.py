@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 
 from coordinator.rejection import RuleError, Strategy
 from coordinator.rejection.resolution import (
@@ -13,7 +15,7 @@ from coordinator.rejection.resolution import (
 )
 from tandem.config import SpeculativeConfig
 from tandem.config.names import AUTO, canonical_name
-from tandem.config.rule import Rule, rule
+from tandem.config.rule import Rule
 from tandem.types import GenerationRequest, ModelInfo
 
 _STRATEGY = "rejection_sampling_strategy"
@@ -64,43 +66,33 @@ def for_draft(options: SpeculativeConfig, draft: ModelInfo | None) -> Speculativ
     return options.model_copy(update={"speculative_method": draft.drafting_method})
 
 
-def _conflicts(
-    config: SpeculativeConfig, problems: Callable[[SpeculativeConfig, Strategy], Iterator[str]]
+def _needs(
+    problems: Callable[[SpeculativeConfig, Strategy], Iterator[str]], config: SpeculativeConfig
 ) -> Iterator[str]:
     """Conflicts between an acceptance rule and the options; none while the rule itself is unknown."""
     options = configured_options(config)
-    try:
-        strategy = named_strategy(options)
-    except RuleError:
-        return
-    yield from problems(options, strategy)
-
-
-@rule(
-    "`use_relaxed_acceptance_for_thinking` needs a rule that compares probabilities token by token.",
-    _STRATEGY,
-    "use_relaxed_acceptance_for_thinking",
-)
-def _relaxed_acceptance(config: SpeculativeConfig) -> Iterator[str]:
-    return _conflicts(config, relaxed_problems)
-
-
-@rule(
-    "The rule synthetic has exactly one of its three options, in range; other rules have none of them.",
-    *(_STRATEGY, "num_speculative_tokens", *_SYNTHETIC_OPTIONS),
-)
-def _synthetic_acceptance(config: SpeculativeConfig) -> Iterator[str]:
-    return _conflicts(config, synthetic_problems)
-
-
-@rule("The rule logit-comparison needs a drafting method that has a model.", _STRATEGY, "speculative_method")
-def _logit_comparison(config: SpeculativeConfig) -> Iterator[str]:
-    return _conflicts(config, logit_problems)
+    with suppress(RuleError):
+        yield from problems(options, named_strategy(options))
 
 
 COMBINATION_RULES: tuple[Rule[SpeculativeConfig], ...] = (
-    _relaxed_acceptance,
-    _synthetic_acceptance,
-    _logit_comparison,
+    Rule(
+        "relaxed-acceptance",
+        "`use_relaxed_acceptance_for_thinking` needs a rule that compares probabilities token by token.",
+        partial(_needs, relaxed_problems),
+        (_STRATEGY, "use_relaxed_acceptance_for_thinking"),
+    ),
+    Rule(
+        "synthetic-acceptance",
+        "The rule synthetic has exactly one of its three options, in range; other rules have none of them.",
+        partial(_needs, synthetic_problems),
+        (_STRATEGY, "num_speculative_tokens", *_SYNTHETIC_OPTIONS),
+    ),
+    Rule(
+        "logit-comparison",
+        "The rule logit-comparison needs a drafting method that has a model.",
+        partial(_needs, logit_problems),
+        (_STRATEGY, "speculative_method"),
+    ),
 )
 """The needs of the acceptance rules, beside `SpeculativeConfig.rules()`."""

@@ -13,7 +13,7 @@ from coordinator.admin.servicer import AdminServicer
 from coordinator.decoding.tokenization import PromptEncoder, read_tokenizer
 from coordinator.http.chat import Chats
 from coordinator.replicas.registry import ReplicaRegistry
-from coordinator.requests.arrival import AdmissionInterceptor, LargeRequests
+from coordinator.requests.arrival import Arrivals
 from coordinator.requests.grammars import CheckedGrammars
 from coordinator.requests.plan import Models
 from coordinator.requests.runner import RequestRunner
@@ -25,7 +25,7 @@ from tandem.admin import Status
 from tandem.errors import ServiceUnavailableError
 from tandem.grammar import Grammars
 from tandem.replica import ReplicaState, Role
-from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls
+from tandem.serving.interceptors import RunningCalls
 from tandem.serving.server import Service, announce
 from tandem.v1 import admin_pb2, generation_pb2, generation_pb2_grpc
 
@@ -60,38 +60,30 @@ class CoordinatorService(Service):
         self.live_config = LiveConfig(settings)
         self.observer = observer or observer_for(settings, is_read=settings.http_port is not None)
         self.completions = RequestRunner(self.live_config, self.observer)
-        self.interceptors = (AdmissionInterceptor(self.completions), LargeRequests())
+        self.steps = (Arrivals(self.completions).admitted,)
         self.replicas = ReplicaRegistry(settings, settings.service_credentials)
         self.administration = Administration(self.completions, self.live_config, self.replicas)
         self.chats = Chats(settings.chat_template)
         self._grammars: CheckedGrammars | None = None
         self._http: HttpServer | None = None
-        self._readiness: ReadinessInterceptor | None = None
+        self._calls: RunningCalls | None = None
         self._http_socket = http_socket
         self.answers_while_starting = True
         """Answer HTTP while the services are not ready yet, if only with that."""
 
-    def open_other_endpoints(self, readiness: ReadinessInterceptor, calls: RunningCalls) -> None:
+    def open_other_endpoints(self, calls: RunningCalls) -> None:
         """Take the address for HTTP, when there is one.
 
         Raises:
             ConfigurationError: it cannot be bound.
         """
-        self._readiness = readiness
+        self._calls = calls
         if self._settings.http_port is not None:
             # Imported here, so that HTTP is loaded only where it is on.
             from coordinator.http.app import App
             from coordinator.http.server import HttpServer
 
-            app = App(
-                self._settings,
-                self.completions,
-                self.chats,
-                self.status,
-                self.metrics,
-                readiness,
-                calls,
-            )
+            app = App(self._settings, self.completions, self.chats, self.status, self.metrics, calls)
             self._http = HttpServer(self._settings, app, self._http_socket)
 
     async def status(self) -> Status:
@@ -155,8 +147,8 @@ class CoordinatorService(Service):
 
     def _wait_for(self, services: str) -> None:
         logger.info("waiting", extra={"for": services})
-        if self._readiness is not None and self._readiness.closed_because:
-            self._readiness.closed_because = f"the coordinator is still starting: it waits for {services}"
+        if self._calls is not None and self._calls.closed_because:
+            self._calls.closed_because = f"the coordinator is still starting: it waits for {services}"
 
     def _state(self) -> State:
         completions = self.completions

@@ -25,11 +25,10 @@ import grpc.aio
 import numpy as np
 import uvloop
 
-from draft_service.load import LoadTracker
-from draft_service.servicer import DraftedFor, DraftServicer
+from draft_service.servicer import DraftedFor, DraftServicer, LoadTracker
 from tandem.logs import configure
 from tandem.model_sources.bundled import demo_pair
-from tandem.serving.interceptors import Context, ReadinessInterceptor, RunningCalls
+from tandem.serving.interceptors import Context, RunningCalls
 from tandem.serving.server import Service, serve, set_start_aside
 from tandem.serving.streams import SequenceStreams
 from tandem.settings import ServerSettings
@@ -382,21 +381,20 @@ _PEAKED: FloatArray = np.array([0.9, *[0.1 / (_SUPPORT_SIZE - 1)] * (_SUPPORT_SI
 class ScriptedService(Service):
     """Serves a scripted target or draft."""
 
-    def __init__(self, servicer: ScriptedTarget | ScriptedDraft, steps: Steps, max_streams: int) -> None:
+    def __init__(self, servicer: ScriptedTarget | ScriptedDraft, steps: Steps) -> None:
         self._is_target = isinstance(servicer, ScriptedTarget)
         self.name = "target" if self._is_target else "draft"
         protos = target_pb2 if self._is_target else draft_pb2
         self.full_names = [each.full_name for each in protos.DESCRIPTOR.services_by_name.values()]
         self._servicer: Any = servicer
         self._steps = steps
-        self._max_streams = max_streams
 
     def register(self, server: grpc.aio.Server) -> None:
         add = add_TargetServiceServicer_to_server if self._is_target else add_DraftServiceServicer_to_server
         add(self._servicer, server)
 
-    def open_other_endpoints(self, readiness: ReadinessInterceptor, calls: RunningCalls) -> None:
-        self._servicer.streams.apply_limits(readiness, calls, self._max_streams)
+    def open_other_endpoints(self, calls: RunningCalls) -> None:
+        self._servicer.streams.calls = calls
 
     async def start(self) -> None:
         self._running = asyncio.create_task(self._steps.run())
@@ -430,7 +428,7 @@ def main(arguments: Sequence[str]) -> None:
             if options.role == "target"
             else ScriptedDraft(script, steps, is_stepwise=options.stepwise)
         )
-        service = ScriptedService(servicer, steps, settings.max_concurrent_streams)
+        service = ScriptedService(servicer, steps)
         uvloop.run(serve(settings, service, before_ready=set_start_aside))
 
     if options.killable:

@@ -26,7 +26,7 @@ from tandem.admin import Status
 from tandem.errors import ServiceUnavailableError
 from tandem.rpc.addresses import is_loopback
 from tandem.serving import protection
-from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls
+from tandem.serving.interceptors import RunningCalls
 
 _PAGE_FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -68,7 +68,6 @@ class App:
         chats: Chats,
         status: Callable[[], Awaitable[Status]],
         metrics: Callable[[], Awaitable[tuple[bytes, str] | None]],
-        readiness: ReadinessInterceptor,
         calls: RunningCalls,
     ) -> None:
         """Set up the endpoints.
@@ -77,7 +76,7 @@ class App:
             status: Returns the status that the page shows.
             metrics: Returns the metrics in Prometheus's text form and its content type; None when none are collected.
         """
-        self._readiness = readiness
+        self._calls = calls
         self._chats = chats
         self._status = status
         self._metrics = metrics
@@ -154,12 +153,12 @@ class App:
             return
         authorization = headers.get(b"authorization", b"").decode("latin-1") or None
         protection.authorize(protection.Scope.CLIENT, authorization, self._known_tokens())
-        if self._readiness.closed_because:
-            raise ServiceUnavailableError(self._readiness.closed_because)
+        if self._calls.closed_because:
+            raise ServiceUnavailableError(self._calls.closed_because)
 
     async def _health(self, request: Request) -> Response:
-        if self._readiness.closed_because:
-            return JSONResponse({"status": "unavailable", "reason": self._readiness.closed_because}, 503)
+        if self._calls.closed_because:
+            return JSONResponse({"status": "unavailable", "reason": self._calls.closed_because}, 503)
         return JSONResponse({"status": "ok"})
 
     async def _openapi(self, request: Request) -> Response:

@@ -15,15 +15,7 @@ from coordinator.requests.runner import LARGE_BYTES, RequestRunner
 from coordinator.requests.validation import check_counts
 from coordinator.settings.coordinator import MAX_CHAT_MESSAGES, RequestBounds
 from tandem.errors import InvalidRequestError
-from tandem.serving.interceptors import (
-    Context,
-    Handler,
-    Interceptor,
-    behaviour_of,
-    remade,
-    traceparent_of,
-    unreadable,
-)
+from tandem.serving.interceptors import Context, Handler, behaviour_of, remade, traceparent_of, unreadable
 
 GENERATE = "/tandem.v1.GenerationService/Generate"
 RENDER_CHAT = "/tandem.v1.GenerationService/RenderChat"
@@ -47,17 +39,6 @@ class UnparsedRequest:
     """Parses them."""
     is_chat: bool = False
     """True for a RenderChatRequest, False for a GenerateRequest."""
-
-
-class LargeRequests(Interceptor):
-    """Leaves large requests to `parsed`, which has them take turns."""
-
-    def before(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
-        """The call's own handler, which gets the bytes of a large request in place of its message."""
-        if details.method not in (GENERATE, RENDER_CHAT):
-            return handler
-        read = partial(_unless_large, handler.request_deserializer, is_chat=details.method == RENDER_CHAT)
-        return remade(handler, behaviour_of(handler), read)
 
 
 def _unless_large(read: Any, content: bytes, *, is_chat: bool) -> Any:
@@ -105,22 +86,26 @@ def _max_text_bytes(models: Models, bounds: RequestBounds) -> int:
     return bounds.max_prompt_bytes if limit is None else min(bounds.max_prompt_bytes, limit)
 
 
-class AdmissionInterceptor(Interceptor):
-    """Admits requests as long as there is room for another.
+class Arrivals:
+    """The step before GenerationService's methods.
 
     Under overload every refusal delays the next one. Reading a request that is then refused would take a third of the
     coordinator's time for it, so most are refused here. A few that arrive at the same moment still pass, and
-    `Admission` refuses them.
+    `Admission` refuses them. Large requests are left to `parsed`, which has them take turns.
     """
 
     def __init__(self, completions: RequestRunner) -> None:
         self._completions = completions
 
-    def before(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
-        if details.method != GENERATE or not self._completions.admission.is_full:
+    def admitted(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        """The call's own handler, which gets the bytes of a large request in place of its message; or a refusal."""
+        if details.method not in (GENERATE, RENDER_CHAT):
             return handler
-        return remade(handler, self._refuse, at_once=True)
+        if details.method == GENERATE and self._completions.admission.is_full:
+            return remade(handler, self._refuse, at_once=True)
+        read = partial(_unless_large, handler.request_deserializer, is_chat=details.method == RENDER_CHAT)
+        return remade(handler, behaviour_of(handler), read)
 
-    # Not in the interceptor itself: a caller without a token gets another error, and does not count as a request.
+    # Not in the step itself: a caller without a token gets another error, and does not count as a request.
     async def _refuse(self, _requests: Any, context: Context) -> None:
         self._completions.refuse(traceparent_of(context))

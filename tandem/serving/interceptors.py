@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import logging
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import (
     AbstractAsyncContextManager,
@@ -101,8 +100,16 @@ _MAKE_HANDLER = {
 """Handler factories, by whether requests and responses are streams."""
 
 
-class Interceptor(grpc.aio.ServerInterceptor, ABC):
-    """Stands before the methods of a server."""
+Step: TypeAlias = Callable[[Handler, grpc.HandlerCallDetails], Handler]
+"""Takes the handler of a call's method, and returns the one that answers this call: that or another."""
+
+
+class CallInterceptor(grpc.aio.ServerInterceptor):
+    """The one interceptor of a server."""
+
+    def __init__(self, *steps: Step) -> None:
+        """Let each step stand before the method, the last before all others."""
+        self._steps = steps
 
     async def intercept_service(
         self,
@@ -111,11 +118,10 @@ class Interceptor(grpc.aio.ServerInterceptor, ABC):
     ) -> Handler | None:
         """Return the handler for a call; None for a method that does not exist."""
         handler = await continuation(handler_call_details)
-        return None if handler is None else self.before(handler, handler_call_details)
-
-    @abstractmethod
-    def before(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
-        """Return the handler that answers the call: its own or another."""
+        if handler is not None:
+            for step in self._steps:
+                handler = step(handler, handler_call_details)
+        return handler
 
 
 def behaviour_of(handler: Handler) -> Behaviour:
@@ -163,9 +169,15 @@ def traceparent_of(context: Context) -> str:
 
 
 class RunningCalls:
-    """All calls except health checks, whose watchers stay as long as the server."""
+    """The calls of a server: whether it takes another one, those that run, and how they end.
 
-    def __init__(self) -> None:
+    Health checks are not among them, since their watchers stay as long as the server.
+    """
+
+    def __init__(self, closed_because: str = "", max_calls: int = 1 << 30) -> None:
+        self.closed_because = closed_because
+        """The reason why no new call is taken; empty while they are."""
+        self._max_calls = max_calls
         self._tasks: set[asyncio.Task[object]] = set()
         self._none_runs = asyncio.Event()
         self._none_runs.set()
@@ -173,6 +185,24 @@ class RunningCalls:
 
     def __len__(self) -> int:
         return len(self._tasks)
+
+    def refuse_closed(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        """The step that answers UNAVAILABLE with the reason while no new call is taken."""
+        if not self.closed_because or details.method.startswith(_ALWAYS_OPEN):
+            return handler
+        return refusing(handler, ServiceUnavailableError(self.closed_because))
+
+    def check_room(self) -> None:
+        """Refuse what counts as a call without being one.
+
+        Raises:
+            ServiceUnavailableError: no new call is taken.
+            CapacityError: too many run.
+        """
+        if self.closed_because:
+            raise ServiceUnavailableError(self.closed_because)
+        if len(self) >= self._max_calls:
+            raise CapacityError(f"{len(self)} calls run already, which is the most; try again")
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -216,31 +246,18 @@ class RunningCalls:
 _ALWAYS_OPEN = ("/grpc.health.v1.", "/grpc.reflection.", "/tandem.v1.AdminService/")
 
 
-class ReadinessInterceptor(Interceptor):
-    """Lets calls through while `closed_because` is empty, else answers UNAVAILABLE with that reason."""
+def authorizing(tokens: Callable[[], Tokens]) -> Step:
+    """The step that holds each call to the tokens that the server knows."""
 
-    def __init__(self, closed_because: str) -> None:
-        self.closed_because = closed_because
-
-    def before(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
-        if not self.closed_because or details.method.startswith(_ALWAYS_OPEN):
-            return handler
-        return refusing(handler, ServiceUnavailableError(self.closed_because))
-
-
-class AuthInterceptor(Interceptor):
-    """Holds each call to the tokens that the server knows."""
-
-    def __init__(self, tokens: Callable[[], Tokens]) -> None:
-        self._tokens = tokens
-
-    def before(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+    def authorized(handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
         header = metadata_of(details.invocation_metadata, AUTHORIZATION)
         try:
-            authorize(scope_of(details.method), header, self._tokens())
+            authorize(scope_of(details.method), header, tokens())
         except (UnauthenticatedError, PermissionDeniedError) as error:
             return refusing(handler, error)
         return handler
+
+    return authorized
 
 
 MAX_WATCHERS = 128
@@ -253,14 +270,14 @@ MAX_MESSAGE_BYTES = 4 << 10
 _MESSAGE_SECONDS = 10.0
 
 
-class AnonymousCallLimiter(Interceptor):
+class AnonymousCallLimiter:
     """Bounds the number of calls without a token, and ends those whose message does not arrive."""
 
     def __init__(self) -> None:
         self._watchers = 0
 
-    def before(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
-        """The call's own handler, bounded if the call needs no token."""
+    def limited(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        """The step that bounds a call which needs no token."""
         if scope_of(details.method) is not Scope.OPEN:
             return handler
         inner = behaviour_of(handler)
@@ -353,7 +370,7 @@ async def errors_to_status(context: Context) -> AsyncIterator[None]:
             await context.abort(ending.code, ending.sentence, ending.metadata)
 
 
-class ErrorBoundary(Interceptor):
+class ErrorBoundary:
     """Stands before every method of a server: its errors, its unreadable requests, and readers that take nothing."""
 
     def __init__(self, calls: RunningCalls, stalled_reader_timeout_seconds: float | None = None) -> None:
@@ -365,7 +382,8 @@ class ErrorBoundary(Interceptor):
         self._calls = calls
         self._readers = SlowReaderWatchdog(stalled_reader_timeout_seconds)
 
-    def before(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+    def guarded(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        """The step before all others."""
         inner, read = behaviour_of(handler), handler.request_deserializer or bytes
         # Messages are read within the boundary: of bytes that are none, gRPC would make a Python error, or UNKNOWN.
         requests_of = partial(_Messages if handler.request_streaming else _message, read)

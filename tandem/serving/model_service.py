@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from tandem.model_sources.bundled import require_engine
-from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls
+from tandem.serving.interceptors import RunningCalls
 from tandem.serving.server import Service, announce, in_daemon_thread
 from tandem.serving.streams import SequenceStreams
 from tandem.settings import ModelServerSettings
@@ -54,7 +54,6 @@ class ModelService(Service):
     def __init__(self, settings: ModelServerSettings) -> None:
         self._observer = observer_for(settings, self.name)
         self._shown_model: object = settings.model
-        self._max_calls = settings.max_concurrent_streams
         self._models: Sequence[ServedModel] = ()
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -78,10 +77,10 @@ class ModelService(Service):
 
         return settings.model_copy(update={"model": checked_folder(settings, reference)})
 
-    def open_other_endpoints(self, readiness: ReadinessInterceptor, calls: RunningCalls) -> None:
-        """Let the sequences of shared streams pass the same limits as calls."""
+    def open_other_endpoints(self, calls: RunningCalls) -> None:
+        """Count the sequences of shared streams as calls."""
         for streams in self.streams:
-            streams.apply_limits(readiness, calls, self._max_calls)
+            streams.calls = calls
 
     async def start(self) -> None:
         """Load the models, and start them.

@@ -27,10 +27,11 @@ from tandem.logs import configure
 from tandem.rpc.channels import read_all_wake_ups
 from tandem.serving.interceptors import (
     AnonymousCallLimiter,
-    AuthInterceptor,
+    CallInterceptor,
     ErrorBoundary,
-    ReadinessInterceptor,
     RunningCalls,
+    Step,
+    authorizing,
 )
 from tandem.serving.protection import server_credentials, token_source, watch_expiry
 from tandem.settings import ServerSettings, load_settings
@@ -88,8 +89,8 @@ class CancelledByEventError(Exception):
 class Readiness:
     """Readiness of a server: it admits or refuses calls, and reports the health status."""
 
-    def __init__(self, name: str, full_names: Sequence[str]) -> None:
-        self.interceptor = ReadinessInterceptor(f"the {name} service is still starting")
+    def __init__(self, name: str, full_names: Sequence[str], calls: RunningCalls) -> None:
+        self._calls = calls
         self.health = health.aio.HealthServicer()
         self.name = name
         self._full_names = full_names
@@ -101,17 +102,17 @@ class Readiness:
 
     async def open(self) -> None:
         """Admit calls."""
-        self.interceptor.closed_because = ""
+        self._calls.closed_because = ""
         await self.announce(health_pb2.HealthCheckResponse.SERVING)
 
     async def pause(self, reason: str) -> None:
         """Refuse calls with this reason until `open` is called."""
-        self.interceptor.closed_because = reason
+        self._calls.closed_because = reason
         await self.announce(health_pb2.HealthCheckResponse.NOT_SERVING)
 
     async def close(self) -> None:
         """Refuse new calls; running ones continue."""
-        self.interceptor.closed_because = f"the {self.name} service is draining"
+        self._calls.closed_because = f"the {self.name} service is draining"
         # Each watcher holds a lock while its answer is written; one that does not read must not hold up the drain.
         with suppress(TimeoutError):
             async with asyncio.timeout(GOODBYE_SECONDS):
@@ -145,8 +146,8 @@ class Service(ABC):
     """Role of the service: draft, target or coordinator."""
     full_names: Sequence[str]
     """Names of its gRPC services, for health and reflection."""
-    interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
-    """Decide about calls before they are read. They run after all others, including the one for tokens."""
+    steps: Sequence[Step] = ()
+    """Decide about calls before they are read, after all others, including the one for tokens."""
     request_drain: Callable[[], None]
     """Set by `serve` before anything else: ends the server as SIGTERM does."""
     failure = ""
@@ -162,9 +163,7 @@ class Service(ABC):
         self.failure = "the engine has failed, and the log has the reason; start the service again"
         self.request_drain()
 
-    def open_other_endpoints(  # noqa: B027 - most have none
-        self, readiness: ReadinessInterceptor, calls: RunningCalls
-    ) -> None:
+    def open_other_endpoints(self, calls: RunningCalls) -> None:  # noqa: B027 - most have none
         """Open what serves requests other than one gRPC call each: HTTP, or shared streams. Called first.
 
         Raises:
@@ -210,13 +209,11 @@ async def serve(
         TandemError: the service could not continue.
     """
     read_all_wake_ups()
-    calls = RunningCalls()
-    readiness = Readiness(service.name, service.full_names)
-    server = new_server(
-        settings, calls, readiness.interceptor, *service.interceptors, shares_port=shares_port
-    )
+    calls = RunningCalls(f"the {service.name} service is still starting", settings.max_concurrent_streams)
+    readiness = Readiness(service.name, service.full_names, calls)
+    server = new_server(settings, calls, *service.steps, shares_port=shares_port)
     await _register(server, service, readiness)
-    service.open_other_endpoints(readiness.interceptor, calls)
+    service.open_other_endpoints(calls)
     address = "" if listens_late else _bind(server, settings, shares_port=shares_port)
     with stop_signals() as stopping:
         service.request_drain = stopping.set
@@ -279,18 +276,22 @@ async def _drain(calls: RunningCalls, seconds: float, service_name: str) -> None
 def new_server(
     settings: ServerSettings,
     calls: RunningCalls,
-    *interceptors: grpc.aio.ServerInterceptor,
+    *steps: Step,
     shares_port: bool = False,
 ) -> grpc.aio.Server:
-    """Create a server with the error boundary, authentication, the limit on anonymous calls, and these interceptors.
+    """Create a server with the error boundary, authentication, a limit on anonymous calls, readiness, and these steps.
 
     Raises:
         ConfigurationError: a file of tokens cannot be read, or holds none.
     """
     boundary = ErrorBoundary(calls, settings.stalled_reader_timeout_seconds)
-    authentication = AuthInterceptor(token_source(settings, settings.host))
+    authorized = authorizing(token_source(settings, settings.host))
     return grpc.aio.server(
-        interceptors=[boundary, authentication, AnonymousCallLimiter(), *interceptors],
+        interceptors=[
+            CallInterceptor(
+                *steps, calls.refuse_closed, AnonymousCallLimiter().limited, authorized, boundary.guarded
+            )
+        ],
         # By default two servers that share a port by mistake would not notice.
         options=(("grpc.so_reuseport", int(shares_port)), *_SERVER_OPTIONS),
         maximum_concurrent_rpcs=settings.max_concurrent_streams,

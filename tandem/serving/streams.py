@@ -11,8 +11,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from tandem.errors import CapacityError, InvalidRequestError, ProtocolError, ServiceUnavailableError
-from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls, ended_by
+from tandem.errors import InvalidRequestError, ProtocolError
+from tandem.serving.interceptors import RunningCalls, ended_by
 from tandem.types import Cancel, Finish
 from tandem.wire.columns import Outbox
 from tandem.wire.status import Ending
@@ -113,16 +113,11 @@ class Translation(Generic[OptionsT, StepT, AnswerT]):
 
 
 class SequenceStreams:
-    """A server's streams. Each of their sequences passes the readiness check and counts as a call."""
+    """A server's streams. Each of their sequences counts as a call."""
 
     def __init__(self) -> None:
-        self._readiness = ReadinessInterceptor("")
-        self._calls = RunningCalls()
-        self._max_calls = 1 << 30
-
-    def apply_limits(self, readiness: ReadinessInterceptor, calls: RunningCalls, max_calls: int) -> None:
-        """Apply the server's limits on calls to sequences."""
-        self._readiness, self._calls, self._max_calls = readiness, calls, max_calls
+        self.calls = RunningCalls()
+        """Those of the server."""
 
     async def serve(
         self,
@@ -135,7 +130,7 @@ class SequenceStreams:
         Raises:
             InvalidRequestError: a message of the stream cannot be read.
         """
-        stream = _Stream(self._admitted, serve_sequence, translation)
+        stream = _Stream(self.calls, serve_sequence, translation)
         reading = asyncio.create_task(stream.read(requests))
         try:
             while taken := await stream.answers():
@@ -145,13 +140,6 @@ class SequenceStreams:
             reading.cancel()
             await stream.close()
 
-    def _admitted(self) -> RunningCalls:
-        if because := self._readiness.closed_because:
-            raise ServiceUnavailableError(because)
-        if len(self._calls) >= self._max_calls:
-            raise CapacityError(f"{len(self._calls)} calls run already, which is the most; try again")
-        return self._calls
-
 
 Running: TypeAlias = tuple["asyncio.Task[None]", ServedSequence[OptionsT, StepT, AnswerT]]
 
@@ -159,11 +147,11 @@ Running: TypeAlias = tuple["asyncio.Task[None]", ServedSequence[OptionsT, StepT,
 class _Stream(Generic[OptionsT, StepT, AnswerT]):
     def __init__(
         self,
-        admitted: Callable[[], RunningCalls],
+        calls: RunningCalls,
         serve_sequence: Callable[[ServedSequence[OptionsT, StepT, AnswerT]], Awaitable[None]],
         translation: Translation[OptionsT, StepT, AnswerT],
     ) -> None:
-        self._admitted = admitted
+        self._calls = calls
         self._serve_sequence = serve_sequence
         self._translation = translation
         self._running: dict[int, Running[OptionsT, StepT, AnswerT]] = {}
@@ -249,7 +237,8 @@ class _Stream(Generic[OptionsT, StepT, AnswerT]):
 
     async def _run(self, number: int, sequence: ServedSequence[OptionsT, StepT, AnswerT]) -> None:
         try:
-            async with self._admitted().running():
+            self._calls.check_room()
+            async with self._calls.running():
                 await self._serve_sequence(sequence)
             ending = Ending()
         except Exception as error:  # noqa: BLE001 - any error ends only one sequence

@@ -98,7 +98,7 @@ class Served:
     def __init__(
         self,
         *servicers: object,
-        interceptors: Sequence[Any] = (),
+        steps: Sequence[Any] = (),
         auth_token: str | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
@@ -108,7 +108,7 @@ class Served:
         self.health = Health()
         self.server: grpc.aio.Server
         self._servicers = servicers
-        self._interceptors = interceptors
+        self._steps = steps
         self._settings = ServerSettings(auth_token=None if auth_token is None else SecretStr(auth_token))
 
     @property
@@ -122,7 +122,7 @@ class Served:
     async def start(self, status: int = SERVING) -> None:
         """Start on any port, or again on the same one."""
         self.health = Health()
-        self.server = new_server(self._settings, RunningCalls(), *self._interceptors)
+        self.server = new_server(self._settings, RunningCalls(), *self._steps)
         for servicer in self._servicers:
             if isinstance(servicer, target_pb2_grpc.TargetServiceServicer):
                 target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, self.server)
@@ -157,10 +157,10 @@ async def served(*servicers: object) -> AsyncIterator[list[Served]]:
 
 @asynccontextmanager
 async def serving(
-    *servicers: object, interceptors: Sequence[Any] = (), auth_token: str | None = None
+    *servicers: object, steps: Sequence[Any] = (), auth_token: str | None = None
 ) -> AsyncIterator[tuple[str, grpc.aio.Server]]:
     """Run a ready server with these servicers; yield its address and the server."""
-    one = Served(*servicers, interceptors=interceptors, auth_token=auth_token)
+    one = Served(*servicers, steps=steps, auth_token=auth_token)
     await one.start()
     try:
         yield one.address, one.server
@@ -174,7 +174,7 @@ async def coordinator(settings: CoordinatorSettings) -> AsyncIterator[tuple[str,
     service = CoordinatorService(settings)
     await service.start()
     try:
-        async with serving(service.register, interceptors=service.interceptors) as (address, _):
+        async with serving(service.register, steps=service.steps) as (address, _):
             yield address, service
     finally:
         await service.close()

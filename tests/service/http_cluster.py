@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from coordinator.service import CoordinatorService
 from coordinator.settings.coordinator import CoordinatorSettings
-from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls
+from tandem.serving.interceptors import RunningCalls
 from tests.paths import DEMO_TARGET
 from tests.service.fakes import FakeDraft, FakeTarget, served, settings_over
 
@@ -44,7 +44,6 @@ class HttpCluster:
     url: str
     http: httpx2.AsyncClient
     service: CoordinatorService
-    readiness: ReadinessInterceptor
     calls: RunningCalls
 
 
@@ -64,11 +63,11 @@ async def http_coordinator(settings: CoordinatorSettings) -> AsyncIterator[HttpC
     """Run a coordinator with an HTTP server, and connect a client to it."""
     async with AsyncExitStack() as stack:
         service = CoordinatorService(settings)
-        readiness, calls = ReadinessInterceptor(""), RunningCalls()
-        service.open_other_endpoints(readiness, calls)
+        calls = RunningCalls()
+        service.open_other_endpoints(calls)
         await service.start()
         stack.push_async_callback(service.close)
         url = service.http_url
         assert url is not None
         http = await stack.enter_async_context(httpx2.AsyncClient(base_url=url, timeout=30.0))
-        yield HttpCluster(url, http, service, readiness, calls)
+        yield HttpCluster(url, http, service, calls)

@@ -68,7 +68,7 @@ async def full() -> AsyncIterator[Full]:
         await service.start()
         stack.push_async_callback(service.close)
         address, _ = await stack.enter_async_context(
-            serving(service.register, interceptors=service.interceptors, auth_token=TOKEN)
+            serving(service.register, steps=service.steps, auth_token=TOKEN)
         )
         client = await stack.enter_async_context(Client(address, Credentials(token=TOKEN)))
         runs = asyncio.create_task(complete(client, REQUEST))

@@ -183,7 +183,7 @@ async def test_a_draining_server_refuses_with_a_reason_and_finishes_running_requ
         running = asyncio.create_task(cluster.http.post("/v1/completions", json=body))
         await until(lambda: target.running == 1)
         assert len(cluster.calls) == 1
-        cluster.readiness.closed_because = "the coordinator service is draining"
+        cluster.calls.closed_because = "the coordinator service is draining"
         assert await post(cluster, **body) == (
             503,
             {

@@ -24,7 +24,7 @@ from draft_service.service import DraftService
 from draft_service.settings import DraftSettings
 from tandem.errors import CapacityError, ProtocolError, ServiceUnavailableError, TandemError
 from tandem.rpc.channels import Traffic, open_channel
-from tandem.serving.interceptors import Context, ReadinessInterceptor, RunningCalls
+from tandem.serving.interceptors import Context, RunningCalls
 from tandem.types import (
     Delta,
     DenseRow,
@@ -289,15 +289,15 @@ async def test_an_old_stream_accepts_no_sequences(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_a_draining_server_accepts_no_sequence_and_ends_none() -> None:
-    readiness, calls = ReadinessInterceptor(""), RunningCalls()
+    calls = RunningCalls(max_calls=2)
     async with ends() as both:
-        both.service.streams.apply_limits(readiness, calls, max_calls=2)
+        both.service.streams.calls = calls
         first, second, third = both.sequences(3)
         held = [asyncio.create_task(sequence.ask(HOLD)) for sequence in (first, second)]
         await until(lambda: both.service.running == 2)
         with pytest.raises(CapacityError, match="2 calls run already, which is the most; try again"):
             await third.ask(1)
-        readiness.closed_because = "the target service is draining"
+        calls.closed_because = "the target service is draining"
         late = Asker(both.streams)
         with pytest.raises(ServiceUnavailableError, match="the target service is draining"):
             await late.ask(1)
@@ -361,7 +361,7 @@ async def test_a_services_readiness_applies_to_its_sequences(role: str) -> None:
         if role == "target"
         else DraftService(DraftSettings(model=DEMO_DRAFT))
     )
-    service.open_other_endpoints(ReadinessInterceptor("it is closed"), RunningCalls())
+    service.open_other_endpoints(RunningCalls("it is closed"))
     async with (
         asyncio.timeout(SECONDS),
         serving(service.register) as (address, _),

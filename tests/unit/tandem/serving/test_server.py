@@ -20,6 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from tandem.errors import CapacityError, ConfigurationError, InvalidRequestError, TandemError
 from tandem.rpc.channels import open_channel
 from tandem.serving.healthcheck import Health, check, credentials_of
+from tandem.serving.interceptors import RunningCalls
 from tandem.serving.server import Readiness, serve
 from tandem.settings import ServerSettings
 from tandem.v1 import generation_pb2, generation_pb2_grpc
@@ -64,11 +65,11 @@ async def test_a_stuck_service_still_drains(capsys: pytest.CaptureFixture[str]) 
 
 
 async def test_a_watcher_of_health_that_does_not_read_holds_up_no_drain() -> None:
-    readiness = Readiness("fake", ())
+    readiness = Readiness("fake", (), calls := RunningCalls())
     # The library holds this lock while it writes to a watcher.
     async with asyncio.timeout(30.0), readiness.health._server_watchers[""]:
         await readiness.close()
-    assert readiness.interceptor.closed_because
+    assert calls.closed_because
 
 
 LONG_SECONDS = 60.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Tracer
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from tandem.telemetry.metrics import SEQUENCES, STEP_SECONDS, TOKENS, AtScrape, Histogram, family
+from tandem.telemetry.metrics import SEQUENCES, STEP_SECONDS, TOKENS, AtScrape, Histogram, Series, family
 from tandem.telemetry.process import Telemetry
 from tandem.telemetry.spans import context_of, error_type, mark_error, rpc_span, under
 from tandem.telemetry.streams import SequenceObserver, ServiceObserver
@@ -35,9 +35,8 @@ class ObservedService(ServiceObserver):
 
     def __init__(self, telemetry: Telemetry, role: str) -> None:
         self.telemetry = telemetry
+        self.metrics: ServiceMetrics | None = None
         self._role = role
-        self._streams: StreamMetrics | None = None
-        self._engine: EngineMetrics | None = None
         self.on_step = self._count_step
 
     def start(self) -> None:
@@ -46,31 +45,29 @@ class ObservedService(ServiceObserver):
     def ready(self, model_name: str, kv_usage: Callable[[], KvUsage | None]) -> None:
         """Name the model in metrics from now on."""
         registry, labels = self.telemetry.registry, (self._role, model_name)
-        self._streams = StreamMetrics(registry, labels)
-        if kv_usage() is not None:
-            self._engine = EngineMetrics(registry, labels)
+        self.metrics = ServiceMetrics(registry, labels, has_engine=kv_usage() is not None)
+        if self.metrics.has_engine:
             registry.register(AtScrape(kv_usage, lambda usage: _kv_metrics(labels, usage)))
 
     def waits(self, steps: Callable[[], float]) -> None:
         """Show what a question waits: in steps, which are long for one model and short for another."""
-        assert self._streams is not None, "a draft is ready"
+        assert self.metrics is not None, "a draft is ready"
         text = "What a question to the draft waits at present, in steps of its measured profile."
-        gauge = Gauge("tandem_draft_wait_steps", text, _LABELS, registry=self.telemetry.registry)
-        gauge.labels(self._role, self._streams.model_name).set_function(steps)
+        self.metrics.gauge("draft_wait_steps", text, steps)
 
     def _count_step(self, record: StepRecord) -> None:
-        if self._engine is not None:
-            self._engine.count(record)
+        if self.metrics is not None and self.metrics.has_engine:
+            self.metrics.count_step(record)
 
     @contextmanager
     def stream(self, request_id: str, traceparent: str) -> Iterator[SequenceObserver]:
-        assert self._streams is not None, "a service has no streams before it is ready"
+        assert self.metrics is not None, "a service has no streams before it is ready"
         tracer = self.telemetry.tracer
         span: Span = INVALID_SPAN
         if tracer is not None:
             context, attributes = context_of(traceparent), {"tandem.request_id": request_id}
             span = rpc_span(tracer, self._role, SpanKind.SERVER, context, attributes)
-        observer = ObservedSequence(self._streams, span, tracer)
+        observer = ObservedSequence(self.metrics, span, tracer)
         outcome = "finished"
         try:
             yield observer
@@ -88,35 +85,56 @@ class ObservedService(ServiceObserver):
         await self.telemetry.close()
 
 
-class StreamMetrics:
-    """Counts streams and times their steps."""
+class ServiceMetrics:
+    """Counts streams, and times their steps and the engine's, the latter on the engine's thread."""
 
-    def __init__(self, registry: CollectorRegistry, labels: tuple[str, str]) -> None:
+    def __init__(
+        self, registry: CollectorRegistry, labels: tuple[str, str], *, has_engine: bool = True
+    ) -> None:
         self.running = 0
-        self.model_name = labels[1]
-        text = "Sequences open now."
-        running = Gauge("tandem_num_streams_running", text, _LABELS, registry=registry)
-        running.labels(*labels).set_function(lambda: self.running)
+        self.has_engine = has_engine
+        self._registry, self._labels = registry, labels
+        self.gauge("num_streams_running", "Sequences open now.", lambda: self.running)
         text = "Sequences that ended, by outcome."
         ended = Counter("tandem_streams", text, (*_LABELS, "outcome"), registry=registry)
-        self._ended = {outcome: ended.labels(*labels, outcome) for outcome in OUTCOMES}
+        self.outcomes = {outcome: ended.labels(*labels, outcome) for outcome in OUTCOMES}
         text = "From a step's arrival to its answer, the wait for the engine included."
-        steps = Histogram("tandem_stream_step_seconds", text, _LABELS, STEP_SECONDS, registry)
-        self.step = steps.labels(*labels)
+        self.step = self._series("stream_step_seconds", text, STEP_SECONDS)
+        if has_engine:
+            text = "An engine step, the head included."
+            self._step_seconds = self._series("engine_step_seconds", text, STEP_SECONDS)
+            text = "The forward pass of an engine step."
+            self._model_seconds = self._series("engine_model_seconds", text, STEP_SECONDS)
+            text = "Sequences in an engine step."
+            self._batch_sequences = self._series("engine_batch_sequences", text, SEQUENCES)
+            self._batch_tokens = self._series("engine_batch_tokens", "Tokens in an engine step.", TOKENS)
+            total = Counter("tandem_engine_tokens", "Tokens computed.", _LABELS, registry=registry)
+            self._total = total.labels(*labels)
 
-    def ended(self, outcome: str) -> None:
-        """A stream ended."""
-        self.running -= 1
-        self._ended.get(outcome, self._ended["internal"]).inc()
+    def count_step(self, record: StepRecord) -> None:
+        """The engine ran a step."""
+        self._step_seconds.observe(record.seconds)
+        self._model_seconds.observe(record.model_seconds)
+        self._batch_sequences.observe(record.sequence_count)
+        self._batch_tokens.observe(record.token_count)
+        self._total.inc(record.token_count)
+
+    def gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
+        """Show a value of this moment."""
+        gauge = Gauge(f"tandem_{name}", text, _LABELS, registry=self._registry)
+        gauge.labels(*self._labels).set_function(value)
+
+    def _series(self, name: str, text: str, bounds: Sequence[float]) -> Series:
+        return Histogram(f"tandem_{name}", text, _LABELS, bounds, self._registry).labels(*self._labels)
 
 
 class ObservedSequence(SequenceObserver):
     """One sequence's stream: a span with a child for its first step, which reads the prompt."""
 
-    def __init__(self, metrics: StreamMetrics, span: Span, tracer: Tracer | None) -> None:
+    def __init__(self, metrics: ServiceMetrics, span: Span, tracer: Tracer | None) -> None:
         self._metrics = metrics
         self._span = span
-        self._tracer = tracer
+        self._tracer = tracer if span.is_recording() else None
         self._prefill: Span = INVALID_SPAN
         self._began = self._asked = time.perf_counter()
         self._queue_seconds = self._step_seconds = 0.0
@@ -128,7 +146,7 @@ class ObservedSequence(SequenceObserver):
 
     def step_arrived(self) -> None:
         self._asked = time.perf_counter()
-        if self._steps == 0 and self._tracer is not None and self._span.is_recording():
+        if self._steps == 0 and self._tracer is not None:
             self._prefill = self._tracer.start_span("prefill", under(self._span))
         self._steps += 1
 
@@ -145,8 +163,10 @@ class ObservedSequence(SequenceObserver):
         self._tokens += token_count
 
     def ended(self, outcome: str) -> None:
-        self._metrics.ended(outcome)
-        if not self._span.is_recording():
+        metrics = self._metrics
+        metrics.running -= 1
+        metrics.outcomes.get(outcome, metrics.outcomes["internal"]).inc()
+        if self._tracer is None:
             return
         if self._prefill.is_recording():
             self._prefill.end()
@@ -161,31 +181,6 @@ class ObservedSequence(SequenceObserver):
         if outcome == "cancelled":
             self._span.set_attribute("error.type", outcome)
         self._span.end()
-
-
-class EngineMetrics:
-    """Counts and times the engine's steps, on the engine's thread."""
-
-    def __init__(self, registry: CollectorRegistry, labels: tuple[str, str]) -> None:
-        self._seconds, self._model_seconds, self._sequences, self._tokens = (
-            Histogram(f"tandem_engine_{name}", text, _LABELS, bounds, registry).labels(*labels)
-            for name, text, bounds in (
-                ("step_seconds", "An engine step, the head included.", STEP_SECONDS),
-                ("model_seconds", "The forward pass of an engine step.", STEP_SECONDS),
-                ("batch_sequences", "Sequences in an engine step.", SEQUENCES),
-                ("batch_tokens", "Tokens in an engine step.", TOKENS),
-            )
-        )
-        total = Counter("tandem_engine_tokens", "Tokens computed.", _LABELS, registry=registry)
-        self._total = total.labels(*labels)
-
-    def count(self, record: StepRecord) -> None:
-        """A step was run."""
-        self._seconds.observe(record.seconds)
-        self._model_seconds.observe(record.model_seconds)
-        self._sequences.observe(record.sequence_count)
-        self._tokens.observe(record.token_count)
-        self._total.inc(record.token_count)
 
 
 def _kv_metrics(labels: tuple[str, str], usage: KvUsage) -> Iterator[Metric]:

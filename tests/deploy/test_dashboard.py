@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from coordinator.telemetry.metrics import RequestMetrics, state_metrics
 from coordinator.telemetry.observer import State
 from tandem.integrations.vllm.metrics import Counts, CountsCollector, wait_histogram
-from tandem.telemetry.service import EngineMetrics, StreamMetrics
+from tandem.telemetry.service import ServiceMetrics
 from tandem.types import SpeculationStats
 from tests.deploy.dashboard import DASHBOARD, VLLM_DASHBOARD, queries
 from tests.paths import ROOT
@@ -44,8 +44,7 @@ def check(*arguments: str) -> None:
 def test_every_metric_that_a_query_asks_for_is_exported() -> None:
     registry = CollectorRegistry()
     RequestMetrics(registry, "m", measures_waits=True)
-    EngineMetrics(registry, ("target", "m"))
-    StreamMetrics(registry, ("target", "m"))
+    ServiceMetrics(registry, ("target", "m"))
     wait_histogram(registry)
     registry.register(CountsCollector(Counts(), lambda: 0))
     exported = VLLM_METRICS | {family.name for family in registry.collect()}

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -148,18 +148,31 @@ class Grammars:
             if isinstance(content, str):
                 content = _whole(content)
             try:
-                self._tokenizer = LLTokenizer(
+                self._tokenizer = known_tokens(
                     content, n_vocab=self._vocabulary_size, eos_token=list(self._eos_token_ids) or None
                 )
-            except BaseException as error:
-                # On tokens of some kilobytes the library panics, which is no Exception.
-                if not (isinstance(error, ValueError) or type(error).__name__ == "PanicException"):
-                    raise
+            except ValueError as error:
                 raise InvalidRequestError(
                     "structured output cannot read the model's tokenizer; it must be byte-level or have byte fallback, "
                     f"without tokens of thousands of bytes: {error}"
                 ) from None
         return self._tokenizer
+
+
+def known_tokens(tokenizer: str | TokenizerWrapper, **options: Any) -> LLTokenizer:
+    """A tokenizer, or the content of its tokenizer.json, as llguidance knows it: by the bytes of its tokens.
+
+    Raises:
+        ValueError: they are not known: it is neither byte-level nor of sentencepiece's kind, or has tokens of some
+            kilobytes.
+    """
+    try:
+        return LLTokenizer(tokenizer, **options)
+    except BaseException as error:
+        # On tokens of some kilobytes the library panics, which is no Exception.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(str(error)) from None
 
 
 def _whole(content: str) -> str:

@@ -26,10 +26,11 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
-from tandem.errors import InvalidRequestError
+from tandem.errors import ConfigurationError, InvalidRequestError
+from tandem.grammar import known_tokens
 from tandem.types import Coverage, Delta, IntArray
 
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _SEGMENT = re.compile(r".{64,255}?(?:(?<=\S)(?= \S)|(?<=\w)(?=\n))|.{1,256}", re.DOTALL)
 """A segment of a transcript, tokenized by itself: it ends before a word, where no tokenizer that splits text into words
 has a token across, so segments give the tokens of the whole. A text without such places, such as Chinese, is cut after
@@ -38,21 +39,18 @@ _LOOKAHEAD_BYTES = 5
 """The end of a segment depends on two characters behind it: a space or newline, and one of up to four bytes."""
 
 
-class UnknownTokenizerError(ValueError):
-    """The text of a tokenizer's ids is not known. The message is a sentence for a user."""
-
-
 class Vocabulary:
     """A tokenizer, as the texts that its ids stand for."""
 
-    def __init__(self, tokenizer: Tokenizer, model_size: int | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, model_size: int | None = None, owner: str = "the") -> None:
         """Read a tokenizer. It must not be used otherwise, since it tokenizes parts of texts from here on.
 
         Args:
             model_size: Ids from here on are unknown to the model; None: there are none.
+            owner: Whose it is, for the error: the draft's or the target's.
 
         Raises:
-            UnknownTokenizerError: it is neither byte-level nor of sentencepiece's kind.
+            ConfigurationError: it is neither byte-level nor of sentencepiece's kind.
         """
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -71,37 +69,22 @@ class Vocabulary:
         """Ids that end a text or say who speaks, by name."""
         self._byte_ids: list[int] = []
         """Ids that stand for a byte where no other token has it."""
-        self._read(pieces)
+        try:
+            known = known_tokens(tokenizer.to_str(), slices=[])
+        except ValueError as error:
+            raise ConfigurationError(
+                f"{owner} tokenizer cannot be mapped; it must be byte-level or of sentencepiece's kind: {error}"
+            ) from None
+        for piece, i in pieces.items():
+            # The library begins marks of its own with this byte
+            self.texts[i] = known.decode_bytes([i]) or b"\xff"
+            if _BYTE_TOKEN.fullmatch(piece) and len(self.texts[i]) == 1:
+                self._byte_ids.append(i)
         for i, token in added.items():
             self.texts[i] = token.content.encode()
         self.begins_with_space = self._text_of(tokenizer.encode("a", add_special_tokens=False).ids) == b" a"
         """True if it puts a space before each text."""
         self._forget_prefix()
-
-    def _read(self, pieces: dict[str, int]) -> None:
-        steps = [*steps_of(self._tokenizer.decoder)]
-        types = {step["type"] for step in steps}
-        if "ByteLevel" in types:
-            for piece, i in pieces.items():
-                try:
-                    self.texts[i] = piece.translate(_BYTE_MARKS).encode("latin-1")
-                except UnicodeEncodeError:
-                    self.texts[i] = piece.encode()
-            return
-        if not types <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"} or not types:
-            raise UnknownTokenizerError(
-                f"its tokens become text by {', '.join(sorted(types)) or 'no decoder'}; a mapping needs a tokenizer "
-                "that is byte-level or of sentencepiece's kind"
-            )
-        replaced = [_replacement(step) for step in steps if step["type"] in ("Replace", "Metaspace")]
-        for piece, i in pieces.items():
-            if "ByteFallback" in types and (byte := _BYTE_TOKEN.fullmatch(piece)):
-                self.texts[i] = bytes((int(byte[1], 16),))
-                self._byte_ids.append(i)
-                continue
-            for old, new in replaced:
-                piece = piece.replace(old, new)
-            self.texts[i] = piece.encode()
 
     def _forget_prefix(self) -> None:
         if self._tokenizer.normalizer is not None:
@@ -143,16 +126,6 @@ _NO_PREFIX: dict[str, dict[str, Any]] = {
 }
 
 
-def _byte_marks() -> dict[int, int]:
-    """The bytes of byte-level tokens by character: printable ones stand for themselves, others begin at U+0100."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = (byte for byte in range(256) if byte not in printable)
-    return {**{byte: byte for byte in printable}, **{0x100 + i: byte for i, byte in enumerate(others)}}
-
-
-_BYTE_MARKS = _byte_marks()
-
-
 def steps_of(component: Any) -> Iterator[dict[str, Any]]:
     """The steps of a part of a tokenizer as tokenizer.json describes them, those of sequences one after the other."""
     waiting: list[dict[str, Any]] = [] if component is None else [json.loads(component.__getstate__())]
@@ -169,18 +142,6 @@ def _restored(component: Any, inner: str, steps: Sequence[dict[str, Any]]) -> An
     """A sequence of steps, from what tokenizer.json would say of them."""
     component.__setstate__(json.dumps({"type": "Sequence", inner: [*steps]}).encode())
     return component
-
-
-def _replacement(step: dict[str, Any]) -> tuple[str, str]:
-    if step["type"] == "Metaspace":
-        return step["replacement"], " "
-    pattern = step["pattern"].get("String")
-    if pattern is None:
-        raise UnknownTokenizerError(
-            "its tokens become text by a regular expression; a mapping needs a tokenizer that is byte-level or of "
-            "sentencepiece's kind"
-        )
-    return pattern, step["content"]
 
 
 class SharedVocabulary:

@@ -32,7 +32,7 @@ from tandem.types import (
     TargetTokenizer,
     VocabularyMapping,
 )
-from tandem.vocabulary import SharedVocabulary, Transcript, UnknownTokenizerError, Vocabulary
+from tandem.vocabulary import SharedVocabulary, Transcript, Vocabulary
 
 if TYPE_CHECKING:
     from draft_service.proposers.ahead import AheadDrafter, Pushed
@@ -82,12 +82,12 @@ class Vocabularies:
                 f"the target's tokenizer (hash {options.tokenizer_hash[:12]}) is not known; it has to be sent first"
             )
         self._known.move_to_end(options.tokenizer_hash)
-        return Mapped(shared, options)
+        return shared.mapped(options)
 
     @cached_property
     def _own(self) -> Vocabulary:
         tokenizer = parsed_tokenizer(self._file.read_bytes(), str(self._file))
-        return Vocabulary(tokenizer, self._model.vocabulary_size)
+        return Vocabulary(tokenizer, self._model.vocabulary_size, "the draft's")
 
     def _added(self, target: TargetTokenizer) -> Coverage:
         if (known := self.coverage(target.hash)) is not None:
@@ -105,16 +105,8 @@ class Vocabularies:
             raise ConfigurationError(
                 f"a tokenizer was sent as {target.hash[:12]}, but its hash is {found[:12]}; they must be the same"
             )
-        try:
-            own = self._own
-        except UnknownTokenizerError as error:
-            raise ConfigurationError(f"the draft's tokenizer cannot be mapped to another: {error}") from None
-        try:
-            vocabulary = SharedVocabulary(own, Vocabulary(tokenizer, target.vocabulary_size))
-        except UnknownTokenizerError as error:
-            raise ConfigurationError(
-                f"the target's tokenizer cannot be mapped to the draft's: {error}"
-            ) from None
+        theirs = Vocabulary(tokenizer, target.vocabulary_size, "the target's")
+        vocabulary = SharedVocabulary(self._own, theirs)
         grammars = Grammars(target.content.decode, target.vocabulary_size, target.eos_token_ids)
         tokens = SharedTokens(vocabulary.draft_ids, vocabulary.target_ids)
         coverage = replace(vocabulary.coverage, build_seconds=time.perf_counter() - began)
@@ -133,41 +125,43 @@ class Shared:
     coverage: Coverage
     """Coverage and cost of the mapping."""
 
+    def mapped(self, options: DraftOptions) -> Mapped:
+        """How a sequence with these options is drafted for."""
+        own = replace(options, max_length=0)
+        if not _writes_text(options):
+            return Mapped(self.vocabulary, self.grammars, self.tokens, own)
+        # The draft's likeliest text: whatever it is, the target decides by its own tokens. Above temperature 0 the
+        # outcomes of a verification depend on noise, of which a text knows nothing.
+        ahead = options.ahead if options.sampling.is_greedy and options.grammar is None else None
+        greedy = SamplingParams(temperature=0.0)
+        own = replace(own, sampling=greedy, row_kind=RowKind.TOKEN, ahead=ahead)
+        return Mapped(self.vocabulary, self.grammars, None, own)
 
+
+def _writes_text(options: DraftOptions) -> bool:
+    """True where the draft writes text freely.
+
+    Without distributions it must be the very text that the target chooses, so at temperatures above 0, where the
+    draft shares the target's noise for the tokens that both have, that is left to those. So are grammars, which
+    speak of the target's tokens.
+    """
+    if options.with_token_logits or options.vocabulary_mapping is VocabularyMapping.TLI:
+        return False
+    if options.vocabulary_mapping is VocabularyMapping.SLEM:
+        return True
+    return options.sampling.is_greedy and options.grammar is None
+
+
+@dataclass(frozen=True, slots=True)
 class Mapped:
     """How one sequence is drafted for."""
 
-    def __init__(self, shared: Shared, options: DraftOptions) -> None:
-        self.vocabulary = shared.vocabulary
-        self.tokens: SharedTokens | None = shared.tokens
-        """The tokens that the draft draws among; None: all of its own, and its text is tokenized anew."""
-        self.grammars = shared.grammars
-        self.draft_options = replace(options, max_length=0)
-        """Options with which the draft opens the sequence."""
-        if self._writes_text(options):
-            self.tokens = None
-            # The draft's likeliest text: whatever it is, the target decides by its own tokens. Above temperature 0 the
-            # outcomes of a verification depend on noise, of which a text knows nothing.
-            self.draft_options = replace(
-                self.draft_options,
-                sampling=SamplingParams(temperature=0.0),
-                row_kind=RowKind.TOKEN,
-                ahead=options.ahead if options.sampling.is_greedy and options.grammar is None else None,
-            )
-
-    @staticmethod
-    def _writes_text(options: DraftOptions) -> bool:
-        """True where the draft writes text freely.
-
-        Without distributions it must be the very text that the target chooses, so at temperatures above 0, where the
-        draft shares the target's noise for the tokens that both have, that is left to those. So are grammars, which
-        speak of the target's tokens.
-        """
-        if options.with_token_logits or options.vocabulary_mapping is VocabularyMapping.TLI:
-            return False
-        if options.vocabulary_mapping is VocabularyMapping.SLEM:
-            return True
-        return options.sampling.is_greedy and options.grammar is None
+    vocabulary: SharedVocabulary
+    grammars: Grammars
+    tokens: SharedTokens | None
+    """The tokens that the draft draws among; None: all of its own, and its text is tokenized anew."""
+    draft_options: DraftOptions
+    """Options with which the draft opens the sequence."""
 
 
 class MappedTrunk:

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
-from tandem.errors import InvalidRequestError
+from tandem.errors import ConfigurationError, InvalidRequestError
 from tandem.types import Delta
-from tandem.vocabulary import SAMPLE_TEXT, SharedVocabulary, Transcript, UnknownTokenizerError, Vocabulary
+from tandem.vocabulary import SAMPLE_TEXT, SharedVocabulary, Transcript, Vocabulary
 from tests.unit.tandem.tiny_tokenizers import END, KINDS, byte_level, sentencepiece_bpe, tokenizer_of
 
 PAIRS = [
@@ -200,5 +200,5 @@ def test_a_gap_is_refused() -> None:
 
 
 def test_a_tokenizer_whose_text_is_not_known_is_refused() -> None:
-    with pytest.raises(UnknownTokenizerError, match="no decoder"):
+    with pytest.raises(ConfigurationError, match="decoder"):
         Vocabulary(Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))

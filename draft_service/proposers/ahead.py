@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -57,14 +56,12 @@ class AheadDrafter:
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop, init=False)
     _token_ids: list[int] = field(default_factory=list, init=False)
     _round: BranchDrafting | None = field(default=None, init=False)
-    _rounds: int = field(default=0, init=False)
 
     def apply(self, step: ProposeStep) -> None:
         """Apply a step's delta, which fits the sequence; end the last round and learn its outcome."""
         delta, token_ids = step.delta, self._token_ids
         token_ids[delta.base_length :] = delta.token_ids
         last, self._round = self._round, None
-        self._rounds += 1
         if last is not None:
             self._learn(last, token_ids[: len(token_ids) - step.proposed_count])
         while not self.pushed.empty():
@@ -90,16 +87,16 @@ class AheadDrafter:
         self._token_ids[delta.base_length :] = delta.token_ids
         proposed = tuple(self._token_ids[len(self._token_ids) - proposed_count :])
         completion = self._token_ids[self.options.prompt_length :] if self.grammar is not None else ()
-        push = partial(self._push, self._rounds)
-        self._round = BranchDrafting(self, own, proposed, step.ahead, push, completion, trunk)
+        self._round = BranchDrafting(self, own, proposed, step.ahead, completion, trunk)
         self.engine.put_back(self._round)
 
-    def _push(self, of_round: int, drafted: DraftedOutcomes | TandemError) -> None:
+    def push(self, of_round: BranchDrafting, drafted: DraftedOutcomes | TandemError) -> None:
+        """Push what a round has made, if it is still the last one. Called on the engine's thread."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._take, of_round, drafted)
 
-    def _take(self, of_round: int, drafted: DraftedOutcomes | TandemError) -> None:
-        if of_round == self._rounds or isinstance(drafted, TandemError):
+    def _take(self, of_round: BranchDrafting, drafted: DraftedOutcomes | TandemError) -> None:
+        if of_round is self._round or isinstance(drafted, TandemError):
             self.pushed.put_nowait(drafted)
 
     def _learn(self, last: BranchDrafting, committed: list[int]) -> None:
@@ -126,8 +123,6 @@ class BranchDrafting:
     proposed: tuple[int, ...]
     """The proposal that is being verified: the last tokens of the sequence."""
     budget: AheadBudget
-    push: Callable[[DraftedOutcomes | TandemError], None]
-    """Called on the engine's thread."""
     completion: Sequence[int] = ()
     """The completion's tokens, the proposal's at the end, for the grammar."""
     trunk: MappedTrunk | None = None
@@ -264,10 +259,10 @@ class BranchDrafting:
         ready, self._ready = self._ready, []
         cost = StepCost(record.seconds, record.sequence_count, record.token_count)
         for each in ready:
-            self.push(replace(each, cost=cost))
+            self.drafter.push(self, replace(each, cost=cost))
 
     def fail(self, error: TandemError) -> None:
-        self.push(error)
+        self.drafter.push(self, error)
 
     def _step(self, token_ids: Sequence[int]) -> BranchStep | None:
         if not token_ids or self._depth == self._max_depth:

@@ -28,6 +28,7 @@ from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.models.checkpoint import TOKENIZER_FILE
 from tandem.engine.models.loading import load_model
 from tandem.engine.rows import TORCH_SAMPLER, Sampler
+from tandem.engine.steps import ModelRunner
 from tandem.grammar import Grammars, GrammarState
 from tandem.telemetry.streams import OnStep
 from tandem.types import Delta, DraftOptions, ModelInfo, Proposal, ProposeStep, RowKind
@@ -41,60 +42,42 @@ def load_standalone(
     Raises:
         ConfigurationError: the model cannot be served with these settings.
     """
+    folder = settings.checkpoint
+    runner: ModelRunner
+    drafts_ahead, has_vocabularies, sampler = True, True, TORCH_SAMPLER
     if settings.uses_vllm:
-        return _load_over_vllm(settings, on_step, on_failure)
-    model = load_model(
-        settings.checkpoint,
-        device=settings.compute_device,
-        dtype=settings.compute_dtype,
-        threads=settings.threads,
-    )
-    backends = choose_backends(model, compile_mode=settings.compile, compile_cache=settings.compile_cache)
-    tokenizer = settings.checkpoint / TOKENIZER_FILE
-    engine = Engine(
-        backends,
-        partial(propose_head, sampler=backends.sampler),
-        EngineSettings.of(settings),
-        on_step=on_step,
-        on_failure=on_failure,
-    )
-    return StandaloneProposer(
-        engine,
-        settings.draft_top_k,
-        settings.draft_support_mass,
-        backends.sampler,
-        Grammars.of(tokenizer, model.info),
-        vocabularies=Vocabularies(tokenizer, model.info),
-    )
+        from tandem.engine_vllm.engine import load_vllm
 
-
-def _load_over_vllm(
-    settings: DraftSettings, on_step: OnStep, on_failure: Callable[[], None] | None
-) -> StandaloneProposer:
-    from tandem.engine_vllm.engine import load_vllm
-
-    drafts_ahead = settings.device_count == 1 and settings.enable_prefix_caching
-    # The outcomes of a verification are ranked by rows of several positions, which vLLM computes for proposals alone.
-    proposal_length = int(drafts_ahead)
-    model = load_vllm(
-        settings,
-        settings.checkpoint,
-        proposal_length=proposal_length,
-        load_config=settings.draft_load_config,
-        on_failure=on_failure,
-    )
-    tokenizer = settings.checkpoint / TOKENIZER_FILE
-    engine = Engine(
-        model, propose_where_logits_are, EngineSettings.of(settings), on_step=on_step, on_failure=on_failure
-    )
-    return StandaloneProposer(
-        engine,
-        settings.draft_top_k,
-        settings.draft_support_mass,
-        grammars=Grammars.of(tokenizer, model.info),
-        drafts_ahead=drafts_ahead,
         # Workers in processes of their own would be sent the shared tokens with each step.
-        vocabularies=Vocabularies(tokenizer, model.info) if settings.device_count == 1 else None,
+        has_vocabularies = settings.device_count == 1
+        drafts_ahead = has_vocabularies and settings.enable_prefix_caching
+        runner = load_vllm(
+            settings,
+            folder,
+            # The outcomes of a verification are ranked by rows of several positions, which it computes for proposals
+            proposal_length=int(drafts_ahead),
+            load_config=settings.draft_load_config,
+            on_failure=on_failure,
+        )
+        head = propose_where_logits_are
+    else:
+        model = load_model(
+            folder, device=settings.compute_device, dtype=settings.compute_dtype, threads=settings.threads
+        )
+        runner = backends = choose_backends(
+            model, compile_mode=settings.compile, compile_cache=settings.compile_cache
+        )
+        sampler = backends.sampler
+        head = partial(propose_head, sampler=sampler)
+    tokenizer = folder / TOKENIZER_FILE
+    return StandaloneProposer(
+        Engine(runner, head, EngineSettings.of(settings), on_step=on_step, on_failure=on_failure),
+        settings.draft_top_k,
+        settings.draft_support_mass,
+        sampler,
+        Grammars.of(tokenizer, runner.info),
+        drafts_ahead=drafts_ahead,
+        vocabularies=Vocabularies(tokenizer, runner.info) if has_vocabularies else None,
     )
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -309,15 +310,8 @@ class VllmSteps(StepBackend):
 
 def _row_counts(segments: SequenceOf[Segment], rows: SequenceOf[int]) -> list[int]:
     """How many rows are wanted of each segment; they are always those of its last tokens."""
-    counts: list[int] = []
-    end = taken = 0
-    for segment in segments:
-        end += segment.token_count
-        first = taken
-        while taken < len(rows) and rows[taken] < end:
-            taken += 1
-        counts.append(taken - first)
-    return counts
+    ends = accumulate(segment.token_count for segment in segments)
+    return [last - first for first, last in pairwise((0, *(bisect_left(rows, end) for end in ends)))]
 
 
 def _info(core: Core, checkpoint: Checkpoint, device_count: int) -> ModelInfo:

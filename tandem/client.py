@@ -140,9 +140,14 @@ class Tries:
         return wait
 
 
-# What gRPC says where an HTTP/1 server answers: the first bytes are no frame of HTTP/2.
-_SPEAKS_HTTP = ("Expected SETTINGS frame as the first frame", "connect an http1.x server")
-_REFUSED = "Connection refused"
+_HTTP = "an HTTP server answers there, and this needs the coordinator's gRPC port (50051 unless set), not the page's"
+_ADVICE = {
+    # The first bytes of an HTTP/1 server are no frame of HTTP/2
+    "Expected SETTINGS frame as the first frame": _HTTP,
+    "connect an http1.x server": _HTTP,
+    "Connection refused": "connection refused; is `tandem up` running there? If it listens elsewhere, name its address",
+}
+"""The reason in plain words and what to do, by what gRPC's sentence has."""
 
 
 @contextmanager
@@ -156,22 +161,10 @@ def coordinator_errors(address: str) -> Iterator[None]:
         with errors_of(f"coordinator {address}"):
             yield
     except ServiceUnavailableError as error:
-        advice = advice_on(str(error))
-        if advice is None:
-            raise
-        raise ServiceUnavailableError(f"coordinator {address}: {advice}") from error
-
-
-def advice_on(sentence: str) -> str | None:
-    """The reason in plain words and what to do, in place of gRPC's sentence; None where nothing better is known."""
-    if any(mark in sentence for mark in _SPEAKS_HTTP):
-        return (
-            "an HTTP server answers there, and this needs the coordinator's gRPC port (50051 unless set), not the "
-            "one of the page"
-        )
-    if _REFUSED in sentence:
-        return "connection refused; is `tandem up` running there? If it listens elsewhere, name its address"
-    return None
+        for mark, advice in _ADVICE.items():
+            if mark in str(error):
+                raise ServiceUnavailableError(f"coordinator {address}: {advice}") from error
+        raise
 
 
 Prompt = str | Sequence[int] | GenerationRequest

@@ -7,6 +7,7 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,8 +46,6 @@ NEAR_TIE_NATS = 0.25
 """Two logits of bfloat16 that are 32 or larger differ by 0.25 or not at all, so either may be the argmax."""
 SAME_VARIATION = 0.05
 """Total variation between two reports of one distribution that rounding and batches explain."""
-_TOKENS = 32
-"""Length of the completions that are compared."""
 _TOGETHER = 16
 """Requests at once."""
 _TOKEN_CHARACTERS = 16
@@ -76,12 +75,14 @@ async def reproducibility(server: Server, report: Callable[[str], None]) -> list
     """All checks of one server."""
     found = []
     for check in (_greedy, _streaming, _stops, _seeds, _choices, _own_logprobs):
-        report(check.__name__.strip("_").replace("_", " "))
-        found += await _guarded(check.__name__.strip("_").replace("_", " "), check(server))
+        name = check.__name__.strip("_").replace("_", " ")
+        report(name)
+        found += await unless_refused(name, check(server))
     return found
 
 
-async def _guarded(name: str, check: Awaitable[list[Check]]) -> list[Check]:
+async def unless_refused(name: str, check: Awaitable[list[Check]]) -> list[Check]:
+    """What a check finds; that it is skipped where the budget or the server does not allow it."""
     try:
         return await check
     except (BudgetError, InvalidRequestError) as error:
@@ -109,18 +110,12 @@ async def greedy_equality(server: Server, reference: Server) -> list[Check]:
 
 async def _all(server: Server, prompts: Sequence[str]) -> list[Completion]:
     """One greedy completion of each prompt, all at once."""
-    answers = await asyncio.gather(
-        *(server.complete(prompt, max_tokens=_TOKENS, temperature=0.0) for prompt in prompts)
-    )
-    return [answer[0] for answer in answers]
+    return await asyncio.gather(*map(server.complete_one, prompts))
 
 
 async def _greedy(server: Server) -> list[Check]:
     prompts = PROMPTS[:6]
-    first, again = [
-        [(await server.complete(each, max_tokens=_TOKENS, temperature=0.0))[0] for each in prompts]
-        for _ in range(2)
-    ]
+    first, again = [[await server.complete_one(each) for each in prompts] for _ in range(2)]
     together = await _all(server, [prompts[i % len(prompts)] for i in range(_TOGETHER)])
     found = [
         _compared("greedy, prefix cache cold and warm", list(zip(first, again, strict=True))),
@@ -182,30 +177,25 @@ def _compared(name: str, pairs: Sequence[tuple[Completion, Completion]]) -> Chec
 
 
 async def _streaming(server: Server) -> list[Check]:
-    pairs = []
-    for prompt in PROMPTS[:4]:
-        (whole,) = await server.complete(prompt, max_tokens=_TOKENS, temperature=0.0)
-        pairs.append(
-            (whole.text, await server.stream(prompt, max_tokens=_TOKENS, temperature=0.0, logprobs=None))
-        )
-    wrong = sum(whole != streamed for whole, streamed in pairs)
+    prompts, wrong = PROMPTS[:4], 0
+    for prompt in prompts:
+        wrong += (await server.complete_one(prompt)).text != await server.stream(prompt, logprobs=None)
     # A near tie may fall otherwise the second time; the check of a warm prefix cache tells that.
-    verdict = Verdict.OK if not wrong else Verdict.NOTE if wrong < len(pairs) else Verdict.FINDING
-    return [Check("greedy, streamed and whole", verdict, f"{wrong} of {len(pairs)} differ")]
+    verdict = Verdict.OK if not wrong else Verdict.NOTE if wrong < len(prompts) else Verdict.FINDING
+    return [Check("greedy, streamed and whole", verdict, f"{wrong} of {len(prompts)} differ")]
 
 
 async def _stops(server: Server) -> list[Check]:
     prompt = PROMPTS[1]
-    (whole,) = await server.complete(prompt, max_tokens=2 * _TOKENS, temperature=0.0)
-    text = whole.text
+    text = (await server.complete_one(prompt, max_tokens=64)).text
     offsets = [i for i in range(len(text) - 3) if text[i : i + 3].strip() and "\ufffd" not in text[i : i + 3]]
     offsets = offsets[:: max(1, len(offsets) // 12)][:12]
     stops = list(dict.fromkeys(text[i : i + 3] for i in offsets))
     answers = await asyncio.gather(
-        *(server.complete(prompt, max_tokens=2 * _TOKENS, temperature=0.0, stop=[stop]) for stop in stops)
+        *(server.complete_one(prompt, max_tokens=64, stop=[stop]) for stop in stops)
     )
     wrong, kept = [], 0
-    for stop, (answer,) in zip(stops, answers, strict=True):
+    for stop, answer in zip(stops, answers, strict=True):
         place = text.find(stop)
         past = len(answer.text) - place - len(stop)
         is_end = text.startswith(answer.text) and answer.finish_reason == "stop"
@@ -224,14 +214,10 @@ async def _stops(server: Server) -> list[Check]:
 
 
 async def _seeds(server: Server) -> list[Check]:
-    async def seeded() -> Completion:
-        return (await server.complete(PROMPTS[2], max_tokens=_TOKENS, temperature=1.0, seed=7))[0]
-
+    seeded = partial(server.complete_one, PROMPTS[2], temperature=1.0, seed=7)
     first, second = await seeded(), await seeded()
-    others = (
-        server.complete(prompt, max_tokens=_TOKENS, temperature=1.0) for prompt in PROMPTS[: _TOGETHER - 1]
-    )
-    among, _ = await asyncio.gather(seeded(), asyncio.gather(*others))
+    others = (server.complete_one(prompt, temperature=1.0) for prompt in PROMPTS[: _TOGETHER - 1])
+    among, *_ = await asyncio.gather(seeded(), *others)
     return [
         Check(f"seed, {what}", *_same(first, other))
         for what, other in (("twice in a row", second), ("alone and among 16", among))
@@ -247,15 +233,13 @@ def _same(one: Completion, other: Completion) -> tuple[Verdict, str]:
 
 async def _choices(server: Server) -> list[Check]:
     prompt = PROMPTS[4]
-    together = await server.complete(prompt, max_tokens=_TOKENS, temperature=1.0, n=4)
-    seeded = await server.complete(prompt, max_tokens=_TOKENS, temperature=1.0, n=4, seed=11)
-    apart = await asyncio.gather(
-        *(server.complete(prompt, max_tokens=_TOKENS, temperature=1.0) for _ in range(4))
-    )
+    together = partial(server.complete, prompt, max_tokens=32, temperature=1.0, n=4)
     groups = {
-        "n = 4": together,
-        "n = 4 with a seed": seeded,
-        "4 requests at once": [answer[0] for answer in apart],
+        "n = 4": await together(),
+        "n = 4 with a seed": await together(seed=11),
+        "4 requests at once": await asyncio.gather(
+            *(server.complete_one(prompt, temperature=1.0) for _ in range(4))
+        ),
     }
     return [Check(f"{name}: noise of their own", *_apart(choices)) for name, choices in groups.items()]
 
@@ -287,13 +271,13 @@ async def _own_logprobs(server: Server) -> list[Check]:
     variations: list[float] = []
     has_ids = True
     for prompt in PROMPTS[:4]:
-        (whole,) = await server.complete(prompt, max_tokens=13, **fields)
+        whole = await server.complete_one(prompt, max_tokens=13, **fields)
         prefixes, is_exact = _prefixes(prompt, whole, await server.tokenize(prompt))
         has_ids &= is_exact
         singles = await asyncio.gather(
-            *(server.complete(prefix, max_tokens=1, **fields) for prefix in prefixes.values())
+            *(server.complete_one(prefix, max_tokens=1, **fields) for prefix in prefixes.values())
         )
-        for i, (single,) in zip(prefixes, singles, strict=True):
+        for i, single in zip(prefixes, singles, strict=True):
             # Another count of tokens: the text was not split again as it was written.
             if single.prompt_tokens == (whole.prompt_tokens or 0) + i and single.tops:
                 variations.append(variation(whole.tops[i], single.tops[0]))
@@ -341,7 +325,7 @@ async def temperature_is_raw(server: Server, temperature: float) -> tuple[bool, 
     for prompt in PROMPTS[:6]:
         tops = []
         for each in (1.0, temperature):
-            (found,) = await server.complete(prompt, max_tokens=1, temperature=each)
+            found = await server.complete_one(prompt, max_tokens=1, temperature=each)
             tops.append(found.tops[0] if found.tops else {})
         one, other = tops
         if shared := sorted(one.keys() & other.keys(), key=lambda key: -one[key])[:4]:

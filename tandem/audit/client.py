@@ -141,9 +141,15 @@ class Server:
         )
         return found
 
-    async def stream(self, prompt: str, *, max_tokens: int, temperature: float, **fields: Any) -> str:
-        """The text of a completion that is streamed. Arguments and errors are those of `complete`."""
-        body = self._request(prompt, max_tokens, temperature, fields) | {"stream": True}
+    async def complete_one(
+        self, prompt: str | Sequence[int], *, max_tokens: int = 32, temperature: float = 0.0, **fields: Any
+    ) -> Completion:
+        """One completion, greedy by default. Errors are those of `complete`."""
+        return (await self.complete(prompt, max_tokens=max_tokens, temperature=temperature, **fields))[0]
+
+    async def stream(self, prompt: str, *, max_tokens: int = 32, **fields: Any) -> str:
+        """The text of a greedy completion that is streamed. Errors are those of `complete`."""
+        body = self._request(prompt, max_tokens, 0.0, fields) | {"stream": True}
         answer = await self._post("/completions", body)
         parts = []
         for line in answer.text.splitlines():
@@ -232,7 +238,7 @@ async def connected(
         for optional in _OPTIONAL:
             server.optional = optional
             try:
-                (found, *_) = await server.complete("1 + 1 =", max_tokens=1, temperature=1.0)
+                found = await server.complete_one("1 + 1 =", max_tokens=1, temperature=1.0)
             except InvalidRequestError:
                 if optional is _OPTIONAL[-1]:
                     raise

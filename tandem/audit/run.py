@@ -7,10 +7,11 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import httpx2
@@ -24,6 +25,7 @@ from tandem.audit.checks import (
     kept_and_removed,
     reproducibility,
     temperature_is_raw,
+    unless_refused,
 )
 from tandem.audit.client import (
     Budget,
@@ -169,26 +171,27 @@ async def audit(
     began = time.monotonic()
     budget = Budget(options.budget_requests, options.budget_tokens)
     async with AsyncExitStack() as stack:
-
-        async def connect(url: str, model: str | None, place: int) -> Server:
-            return await stack.enter_async_context(
-                connected(
-                    url,
-                    model=model,
-                    key=options.reference_key if place else options.key,
-                    budget=budget,
-                    concurrency=options.concurrency,
-                    body=options.reference_body if place else options.body,
-                    transport=transports[place],
+        connect = partial(connected, budget=budget, concurrency=options.concurrency)
+        server = await stack.enter_async_context(
+            connect(
+                options.url,
+                model=options.model,
+                key=options.key,
+                body=options.body,
+                transport=transports[0],
+            )
+        )
+        reference = None
+        if options.reference is not None:
+            reference = await stack.enter_async_context(
+                connect(
+                    options.reference,
+                    model=options.reference_model,
+                    key=options.reference_key,
+                    body=options.reference_body,
+                    transport=transports[1],
                 )
             )
-
-        server = await connect(options.url, options.model, 0)
-        reference = (
-            None
-            if options.reference is None
-            else await connect(options.reference, options.reference_model, 1)
-        )
         result = Audit(server.url, server.model, datetime.now(UTC).isoformat(timespec="seconds"))
         result.fields = {**server.optional, **server.body}
         before = await server.speculation()
@@ -200,7 +203,7 @@ async def audit(
             # Without log probabilities the rest of an audit has nothing to weigh.
             share = 0.3 if server.listed else 1.0
             with asked_alike(server, reference):
-                result.checks += await _unless_spent(greedy_equality(server, reference))
+                result.checks += await unless_refused("reference", greedy_equality(server, reference))
                 until = time.monotonic() + left * share
                 tokens = _share(server.budget, share)
                 result.reference = await _two_samples(server, reference, options, until, tokens)
@@ -213,13 +216,6 @@ async def audit(
     result.seconds = time.monotonic() - began
     result.requests, result.tokens = budget.sent, budget.generated
     return result
-
-
-async def _unless_spent(checks: Awaitable[list[Check]]) -> list[Check]:
-    try:
-        return await checks
-    except BudgetError:
-        return []
 
 
 _LOOKS: Mapping[str, Mapping[str, Any]] = {

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
 from tandem.errors import InvalidRequestError
-from tandem.types import Grammar, GrammarKind, ModelInfo
+from tandem.types import Grammar, GrammarKind, ModelInfo, common_length
 
 MaskArray: TypeAlias = npt.NDArray[np.int32]
 """Masks, shape [rows, words]."""
@@ -211,9 +211,7 @@ class GrammarState:
         own = [] if self._is_free else token_ids[begin:]
         read, kept = self._read, len(self._read)
         if own[:kept] != read:
-            kept = next(
-                (i for i, (old, new) in enumerate(zip(read, own, strict=False)) if old != new), len(own)
-            )
+            kept = common_length(read, own)
             self._matcher.rollback(len(read) - kept)
             del read[kept:]
         missing = own[kept:]

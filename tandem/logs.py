@@ -15,7 +15,7 @@ from typing import Literal
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
-# Attributes of every record; the rest are the event's own fields.
+# Attributes of every record
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -31,13 +31,18 @@ def configure(level: LogLevel, log_format: LogFormat) -> None:
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
 
 
+def fields_of(record: logging.LogRecord) -> dict[str, object]:
+    """An event's own fields, without those of every record."""
+    return {name: value for name, value in vars(record).items() if name not in _STANDARD}
+
+
 def _event(record: logging.LogRecord) -> dict[str, object]:
     return {
         "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
         "level": record.levelname.lower(),
         "logger": record.name,
         "message": record.getMessage(),
-        **{name: value for name, value in vars(record).items() if name not in _STANDARD},
+        **fields_of(record),
     }
 
 

@@ -21,7 +21,7 @@ from tandem.config.rule import Rules, rule, spelled
 from tandem.config.speculative import RevisionOptions
 from tandem.errors import ConfigurationError
 from tandem.logs import LogFormat, LogLevel
-from tandem.serving.protection import ProtectionOptions, exposure
+from tandem.serving.protection import ProtectionOptions, exposure_rule
 from tandem.telemetry.settings import TelemetryOptions
 
 logger = logging.getLogger(__name__)
@@ -54,25 +54,6 @@ class FilledSettings(Options):
         return self._origins
 
 
-@rule(
-    "With a `host` that other machines reach, the server has TLS and asks who calls, or is `insecure`.",
-    "host",
-)
-def _exposure(settings: ServerSettings) -> Iterator[str]:
-    return exposure(settings, settings.host)
-
-
-@rule(
-    "With a `prometheus_host` that other machines reach, the server has TLS and asks who calls, or is "
-    "`insecure`.",
-    "prometheus_host",
-    "prometheus_port",
-)
-def _prometheus_exposure(settings: ServerSettings) -> Iterator[str]:
-    if settings.prometheus_port is not None:
-        yield from exposure(settings, settings.prometheus_host, "prometheus_host")
-
-
 class ServerSettings(TelemetryOptions, ProtectionOptions, FilledSettings):
     """Options of every server."""
 
@@ -91,7 +72,10 @@ class ServerSettings(TelemetryOptions, ProtectionOptions, FilledSettings):
     log_format: LogFormat = "text"
     """Form of a log line."""
 
-    own_rules: ClassVar[Rules] = (_exposure, _prometheus_exposure)
+    own_rules: ClassVar[Rules] = (
+        exposure_rule("host"),
+        exposure_rule("prometheus_host", "prometheus_port"),
+    )
 
 
 @rule(

@@ -12,10 +12,10 @@ from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_va
 from coordinator.settings.acceptance import COMBINATION_RULES
 from tandem.config import SpeculativeConfig
 from tandem.config.options import Options
-from tandem.config.rule import Rules, rule
+from tandem.config.rule import Rule, Rules, rule
 from tandem.rpc.addresses import is_loopback, split_addresses
 from tandem.rpc.credentials import Credentials
-from tandem.serving.protection import AdminOptions, exposure
+from tandem.serving.protection import AdminOptions, exposure_rule
 from tandem.settings import ServerSettings
 from tandem.types import MAX_LEAD
 
@@ -71,6 +71,30 @@ class RequestBounds(Options):
         return {**_MAX, **values} if values.get("compatibility") == "max" else values
 
 
+def encryption_rule(subject: str, advice: str, *addresses: str) -> Rule[Any]:
+    """The rule that services on other machines are reached by TLS, or the process is `insecure`.
+
+    Args:
+        subject: The process, for the documentation.
+        advice: What to give, or to set.
+        addresses: Options that name the services.
+    """
+
+    def check(options: Any) -> Iterator[str]:
+        if options.insecure or options.service_credentials.uses_tls:
+            return
+        for option in addresses:
+            for address in split_addresses(getattr(options, option) or ""):
+                if address.port >= 0 and not is_loopback(address.host):
+                    yield (
+                        f"{option} is {address}, another machine, and prompts would go there in plain text: {advice} "
+                        "where the network is trusted"
+                    )
+
+    requirement = f"Services on other machines are reached by TLS, or the {subject} is `insecure`."
+    return Rule("service-tls", requirement, check, addresses)
+
+
 class ServiceAccessOptions(Options):
     """TLS and tokens towards the draft and target services."""
 
@@ -97,16 +121,6 @@ class ServiceAccessOptions(Options):
         }
         token = "" if self.service_token is None else self.service_token.get_secret_value()
         return Credentials.of({**options, "token": token})
-
-
-@rule(
-    "With an `http_host` that other machines reach, the server has TLS and asks who calls, or is `insecure`.",
-    "http_host",
-    "http_port",
-)
-def _http_exposure(settings: Any) -> Iterator[str]:
-    if settings.http_port is not None:
-        yield from exposure(settings, settings.http_host, "http_host")
 
 
 def origins(text: str | None) -> list[str]:
@@ -167,7 +181,7 @@ class HttpOptions(Options):
     """Origins whose web pages may call HTTP, such as https://chat.example, with commas between them; * for all. By
     default none may."""
 
-    own_rules: ClassVar[Rules] = (_cors_origin, _http_held_bodies, _http_exposure)
+    own_rules: ClassVar[Rules] = (_cors_origin, _http_held_bodies, exposure_rule("http_host", "http_port"))
 
 
 DEFAULT_PORT = 50051
@@ -189,23 +203,6 @@ class CheckedSpeculativeConfig(SpeculativeConfig):
     """`SpeculativeConfig`, checked as far as possible without a service."""
 
     own_rules: ClassVar[Rules] = COMBINATION_RULES
-
-
-@rule(
-    "Services on other machines are reached by TLS, or the coordinator is `insecure`.",
-    "target_address",
-    "draft_address",
-)
-def _service_tls(settings: CoordinatorSettings) -> Iterator[str]:
-    if settings.insecure or settings.service_credentials.uses_tls:
-        return
-    for option in ("target_address", "draft_address"):
-        for address in split_addresses(getattr(settings, option) or ""):
-            if address.port >= 0 and not is_loopback(address.host):
-                yield (
-                    f"{option} is {address}, another machine, and prompts would go there in plain text: give "
-                    "service_tls_ca_file or service_tls, or insecure where the network is trusted"
-                )
 
 
 @rule("`max_concurrent_requests` is at least `workers`.", "workers", "max_concurrent_requests")
@@ -271,7 +268,14 @@ class CoordinatorSettings(
     """How long to wait at start for a draft before the target serves alone. Drafts join when they are ready. Tandem's
     own."""
 
-    own_rules: ClassVar[Rules] = (_workers, _service_tls)
+    own_rules: ClassVar[Rules] = (
+        _workers,
+        encryption_rule(
+            "coordinator",
+            "give service_tls_ca_file or service_tls, or insecure",
+            *("target_address", "draft_address"),
+        ),
+    )
 
     @property
     def certificate_files(self) -> tuple[Path, ...]:

@@ -235,19 +235,32 @@ def token_source(options: ProtectionOptions, host: str) -> Callable[[], Tokens]:
     return lambda: Tokens(client(), admin(), is_shut)
 
 
-def exposure(options: ProtectionOptions, host: str, option: str = "host") -> Iterator[str]:
-    """The sentence for a server that others would reach unprotected."""
-    if is_loopback(host) or options.insecure or (options.uses_tls and options.knows_callers):
-        return
-    missing = [
-        *([] if options.uses_tls else ["tls_cert_file and tls_key_file"]),
-        *([] if options.knows_callers else ["auth_token_file or tls_client_ca_file"]),
-    ]
-    yield (
-        f"{option} is {host}, which other machines reach, and the server is not protected: "
-        f"give {', and '.join(missing)}; "
-        "or insecure, where the network is trusted"
+def exposure_rule(host: str, *port: str) -> Rule[Any]:
+    """The rule that a server which others reach is protected, by the option of its address.
+
+    Args:
+        port: The option of its port, where it is off without one.
+    """
+
+    def check(options: Any) -> Iterator[str]:
+        address = getattr(options, host)
+        is_off = any(getattr(options, each) is None for each in port)
+        if is_off or is_loopback(address) or options.insecure or (options.uses_tls and options.knows_callers):
+            return
+        missing = [
+            *([] if options.uses_tls else ["tls_cert_file and tls_key_file"]),
+            *([] if options.knows_callers else ["auth_token_file or tls_client_ca_file"]),
+        ]
+        yield (
+            f"{host} is {address}, which other machines reach, and the server is not protected: "
+            f"give {', and '.join(missing)}; "
+            "or insecure, where the network is trusted"
+        )
+
+    requirement = (
+        f"When other machines reach `{host}`, the server has TLS and asks who calls, or is `insecure`."
     )
+    return Rule(f"{host.replace('_', '-')}-exposure", requirement, check, (host, *port))
 
 
 def tokens_of(token: SecretStr | None, file: Path | None) -> Callable[[], tuple[str, ...]]:

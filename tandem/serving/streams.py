@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeVar
 
 from tandem.errors import InvalidRequestError, ProtocolError
 from tandem.serving.interceptors import RunningCalls, ended_by
@@ -28,6 +28,8 @@ class ServedSequence(Generic[OptionsT, StepT, AnswerT]):
     def __init__(
         self, options: OptionsT, say: Callable[[AnswerT], None], room: Callable[[], Awaitable[None]]
     ) -> None:
+        self.task: asyncio.Task[None]
+        """Serves it; set by its stream."""
         self.options = options
         self.kept_tokens = 0
         """Number of first tokens that the coordinator keeps, known once its steps have ended."""
@@ -141,9 +143,6 @@ class SequenceStreams:
             await stream.close()
 
 
-Running: TypeAlias = tuple["asyncio.Task[None]", ServedSequence[OptionsT, StepT, AnswerT]]
-
-
 class _Stream(Generic[OptionsT, StepT, AnswerT]):
     def __init__(
         self,
@@ -154,7 +153,7 @@ class _Stream(Generic[OptionsT, StepT, AnswerT]):
         self._calls = calls
         self._serve_sequence = serve_sequence
         self._translation = translation
-        self._running: dict[int, Running[OptionsT, StepT, AnswerT]] = {}
+        self._running: dict[int, ServedSequence[OptionsT, StepT, AnswerT]] = {}
         self._latest = 0
         """The highest number that a sequence ever had."""
         self._outbox: Outbox[AnswerT | Ending] = Outbox()
@@ -172,14 +171,12 @@ class _Stream(Generic[OptionsT, StepT, AnswerT]):
         try:
             async for message in requests:
                 for number, request in self._translation.read(message):
-                    if (running := self._running.get(number)) is None:
+                    if (sequence := self._running.get(number)) is None:
                         # One that has ended may be asked once more before that is known.
                         if number > self._latest and not isinstance(request, Cancel):
                             self._begin(number, request)
-                        continue
-                    task, sequence = running
-                    if isinstance(request, Cancel):
-                        task.cancel()
+                    elif isinstance(request, Cancel):
+                        sequence.task.cancel()
                     elif isinstance(request, self._translation.notes):
                         sequence.note(request)
                     else:
@@ -199,7 +196,7 @@ class _Stream(Generic[OptionsT, StepT, AnswerT]):
         if self._running:
             # A cancelled client can look like a clean end: the cancellation comes a little later
             await asyncio.sleep(0.05)
-        for _, sequence in self._running.values():
+        for sequence in self._running.values():
             sequence.tell(InvalidRequestError("the stream ended without finish"))
 
     async def answers(self) -> list[tuple[int, AnswerT | Ending]]:
@@ -216,7 +213,7 @@ class _Stream(Generic[OptionsT, StepT, AnswerT]):
         await asyncio.gather(*self._cancel(), return_exceptions=True)
 
     def _cancel(self) -> list[asyncio.Task[None]]:
-        tasks = [task for task, _ in self._running.values()]
+        tasks = [sequence.task for sequence in self._running.values()]
         for task in tasks:
             task.cancel()
         return tasks
@@ -231,9 +228,9 @@ class _Stream(Generic[OptionsT, StepT, AnswerT]):
             sequence: ServedSequence[OptionsT, StepT, AnswerT] = ServedSequence(
                 request, lambda answer: self._say(number, answer), self._room
             )
-            task = asyncio.create_task(self._run(number, sequence))
-            self._running[number] = task, sequence
-            task.add_done_callback(lambda _: self._is_over(number))
+            self._running[number] = sequence
+            sequence.task = asyncio.create_task(self._run(number, sequence))
+            sequence.task.add_done_callback(lambda _: self._is_over(number))
 
     async def _run(self, number: int, sequence: ServedSequence[OptionsT, StepT, AnswerT]) -> None:
         try:
@@ -246,8 +243,7 @@ class _Stream(Generic[OptionsT, StepT, AnswerT]):
         self._say(number, ending)
 
     def _is_over(self, number: int) -> None:
-        _, sequence = self._running.pop(number)
-        sequence.close()
+        self._running.pop(number).close()
         self._more.set()
 
     def _say(self, number: int, answer: AnswerT | Ending) -> None:

@@ -50,10 +50,17 @@ def target_info(model_config: Any, tensor_parallel_size: int) -> ModelInfo:
 
 
 def tokenizer_folder(model_config: Any) -> Path:
-    """Folder of the tokenizer, which may be named by a Hugging Face id that vLLM has downloaded."""
-    tokenizer = str(model_config.tokenizer or model_config.model)
-    folder = Path(tokenizer)
-    return folder if folder.is_dir() else _cached_folder(tokenizer) or folder
+    """Folder of the tokenizer, which may be named by a Hugging Face id, in whose cache vLLM has downloaded it."""
+    name = str(model_config.tokenizer or model_config.model)
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(name, TOKENIZER_FILE)
+    except ValueError:  # it is no such id
+        found = None
+    return Path(found).parent if isinstance(found, str) else Path(name)
 
 
 def _tokenizer_hash(folder: Path) -> str:
@@ -63,17 +70,6 @@ def _tokenizer_hash(folder: Path) -> str:
     except ModelFolderError as error:
         logger.warning("tokenizers cannot be compared; sizes are", extra={"reason": str(error)})
         return ""
-
-
-def _cached_folder(model_id: str) -> Path | None:
-    """Folder of a Hugging Face id in the cache that vLLM shares; None where it is not one, or not there."""
-    from huggingface_hub import try_to_load_from_cache
-
-    try:
-        found = try_to_load_from_cache(model_id, TOKENIZER_FILE)
-    except ValueError:
-        return None
-    return Path(found).parent if isinstance(found, str) else None
 
 
 def why_unfit(target: ModelInfo, draft: ModelInfo) -> str:

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from tandem.logs import fields_of
 from tandem.telemetry.settings import TelemetryOptions, telemetry_for
 
 WAIT_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
@@ -70,7 +71,6 @@ def _share(part: int, whole: int) -> str:
 LOG_SECONDS = 10.0
 """Interval of the log line, as of vLLM's own."""
 _PREFIX = "tandem_vllm_"
-_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 class CountsCollector(Collector):
@@ -142,7 +142,7 @@ class _Forwarding(logging.Handler):
         self._logger = logger
 
     def emit(self, record: logging.LogRecord) -> None:
-        tail = "".join(f" {name}={value}" for name, value in vars(record).items() if name not in _STANDARD)
+        tail = "".join(f" {name}={value}" for name, value in fields_of(record).items())
         self._logger.log(record.levelno, "%s%s", record.getMessage(), tail, exc_info=record.exc_info)
 
 

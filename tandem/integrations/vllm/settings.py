@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from coordinator.settings.coordinator import Addresses, ServiceAccessOptions
-from tandem.config.rule import Rules, rule
+from coordinator.settings.coordinator import Addresses, ServiceAccessOptions, encryption_rule
+from tandem.config.rule import Rules
 from tandem.errors import ConfigurationError
-from tandem.rpc.addresses import is_loopback, split_addresses
 from tandem.settings import FilledSettings, load_settings
 from tandem.telemetry.settings import TelemetryOptions
 
 ENVIRONMENT_PREFIX = "TANDEM_VLLM_"
-
-
-@rule("Drafts on other machines are reached by TLS, or the plug-in is `insecure`.", "draft_address")
-def _service_tls(settings: VllmSettings) -> Iterator[str]:
-    if settings.insecure or settings.service_credentials.uses_tls:
-        return
-    for address in split_addresses(settings.draft_address or ""):
-        if address.port >= 0 and not is_loopback(address.host):
-            yield (
-                f"draft_address is {address}, another machine, and prompts would go there in plain text: set "
-                f"{ENVIRONMENT_PREFIX}SERVICE_TLS_CA_FILE or {ENVIRONMENT_PREFIX}SERVICE_TLS, or "
-                f"{ENVIRONMENT_PREFIX}INSECURE=true where the network is trusted"
-            )
 
 
 class VllmSettings(ServiceAccessOptions, TelemetryOptions, FilledSettings):
@@ -51,7 +36,14 @@ class VllmSettings(ServiceAccessOptions, TelemetryOptions, FilledSettings):
     insecure: bool = False
     """Reach drafts on other machines without TLS, because the network is trusted."""
 
-    own_rules: ClassVar[Rules] = (_service_tls,)
+    own_rules: ClassVar[Rules] = (
+        encryption_rule(
+            "plug-in",
+            f"set {ENVIRONMENT_PREFIX}SERVICE_TLS_CA_FILE or {ENVIRONMENT_PREFIX}SERVICE_TLS, or "
+            f"{ENVIRONMENT_PREFIX}INSECURE=true",
+            "draft_address",
+        ),
+    )
 
 
 def read_settings() -> VllmSettings:

@@ -181,7 +181,6 @@ POSITIONS = 10
 LAGS = (1, 2)
 
 
-@dataclass(slots=True)
 class Calibration:
     """Tests of draws against their reported distributions, in the order in which they came.
 
@@ -191,30 +190,26 @@ class Calibration:
     whose sign differs from context to context. Tables are hashed: a collision costs power, never validity.
     """
 
-    is_brief: bool = False
-    """Only the tests that need no position: for the shorter looks at other sampling parameters."""
-    modulus: int | None = None
-    """Length of a round in which everything is accepted: proposed tokens + 1; None: not known."""
-    tokens: int = 0
-    """Tokens weighed so far."""
-    names: list[tuple[str, str]] = field(init=False)
-    _sums: FloatArray = field(init=False)
-    """[tests, 5]: draws, expectations, variances, third moments, tokens."""
-    _wealth: FloatArray = field(init=False)
-    """[tests, bets]: logarithms."""
-    _learnt: dict[str, FloatArray] = field(init=False)
-    """[2, buckets]: summed differences and variances."""
-    _seen: FloatArray = field(init=False)
-    """[buckets]: summed probabilities of a token after another."""
-    _visits: FloatArray = field(init=False)
-    """[buckets]: positions after a token."""
-
-    def __post_init__(self) -> None:
-        self.names = tests_of(self.is_brief, self.modulus)
+    def __init__(self, is_brief: bool = False, modulus: int | None = None) -> None:
+        """
+        Args:
+            is_brief: Only the tests that need no position: for the shorter looks at other sampling parameters.
+            modulus: Length of a round in which everything is accepted: proposed tokens + 1; None: not known.
+        """
+        self.is_brief, self._modulus = is_brief, modulus
+        self.tokens = 0
+        """Tokens weighed so far."""
+        self.names = tests_of(is_brief, modulus)
         self._sums = np.zeros((len(self.names), 5))
+        """[tests, 5]: draws, expectations, variances, third moments, tokens."""
         self._wealth = np.zeros((len(self.names), len(_BETS)))
+        """[tests, bets]: logarithms."""
         self._learnt = {base: np.zeros((2, _BUCKETS)) for base in ("token bias", "pair bias")}
-        self._seen, self._visits = np.zeros(_BUCKETS), np.zeros(_BUCKETS)
+        """[2, buckets]: summed differences and variances."""
+        self._seen = np.zeros(_BUCKETS)
+        """Summed probabilities of a token after another."""
+        self._visits = np.zeros(_BUCKETS)
+        """Positions after a token."""
 
     def add(self, steps: Steps) -> None:
         """Weigh the draws of some completions. What is learnt from them counts from the next call on."""
@@ -284,9 +279,9 @@ class Calibration:
         }
         for i in range(POSITIONS):
             found[f"first choice at position {i}"] = steps.index == i
-        if self.modulus is not None:
-            for i in range(self.modulus):
-                found[f"first choice at position {i} modulo {self.modulus}"] = steps.index % self.modulus == i
+        if (modulus := self._modulus) is not None:
+            for i in range(modulus):
+                found[f"first choice at position {i} modulo {modulus}"] = steps.index % modulus == i
         drawn = moments["first choice"][0]
         for base in ("first choice", "surprise"):
             difference = (moments[base][0] - moments[base][1]) * steps.is_usable

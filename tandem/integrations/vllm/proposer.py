@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import accumulate
+from itertools import accumulate, cycle, repeat
 from pathlib import Path
 from typing import Any
 
@@ -88,37 +88,28 @@ class WaysOfDrafting:
         self.best = ways[0]
         self._made = {way: [0.0, 0.0] for way in ways}
         """Tokens and seconds of the steps in each way."""
-        self._tried = ways[-1]
-        """The way of the last trial, or of the one in progress."""
-        self._steps = 0
-        self._pause = self._next_trial = _FIRST_PAUSE
+        self._plan = self._planned()
 
     def begin_step(self) -> Way:
-        self._steps += 1
-        if self._steps == self._next_trial + _TRIAL_STEPS:
-            self._end_trial()
-        if self._steps == self._next_trial:
-            self._tried = self._next_way()
-        return self._tried if self._steps >= self._next_trial else self.best
+        return next(self._plan)
 
     def end_step(self, way: Way, tokens: float, seconds: float) -> None:
         keep = 1.0 - 1.0 / _MEMORY_STEPS
         made = self._made[way]
         made[:] = keep * made[0] + tokens, keep * made[1] + seconds
 
-    def _next_way(self) -> Way:
-        """The way to try: each in turn, but for the best."""
-        ways = [*self._made, *self._made]
-        return next(way for way in ways[ways.index(self._tried) + 1 :] if way is not self.best)
+    def _planned(self) -> Iterator[Way]:
+        """The best way step after step, and between the pauses a trial of each of the others in turn."""
+        turns, pause = cycle(self._made), _FIRST_PAUSE
+        while True:
+            yield from repeat(self.best, pause)
+            yield from repeat(next(way for way in turns if way is not self.best), _TRIAL_STEPS)
+            before, self.best = self.best, max(self._made, key=self._speed)
+            pause = _FIRST_PAUSE if self.best is not before else min(2 * pause, _LONGEST_PAUSE)
 
-    def _end_trial(self) -> None:
-        def speed(way: Way) -> float:
-            tokens, seconds = self._made[way]
-            return tokens / seconds if seconds else 0.0
-
-        before, self.best = self.best, max(self._made, key=speed)
-        self._pause = _FIRST_PAUSE if self.best is not before else min(2 * self._pause, _LONGEST_PAUSE)
-        self._next_trial = self._steps + self._pause
+    def _speed(self, way: Way) -> float:
+        tokens, seconds = self._made[way]
+        return tokens / seconds if seconds else 0.0
 
 
 class WaySwitch:

@@ -72,10 +72,7 @@ class ServerSettings(TelemetryOptions, ProtectionOptions, FilledSettings):
     log_format: LogFormat = "text"
     """Form of a log line."""
 
-    own_rules: ClassVar[Rules] = (
-        exposure_rule("host"),
-        exposure_rule("prometheus_host", "prometheus_port"),
-    )
+    own_rules: ClassVar[Rules] = (exposure_rule("host"), exposure_rule("prometheus_host", "prometheus_port"))
 
 
 @rule(

@@ -120,8 +120,7 @@ async def _greedy(server: Server) -> list[Check]:
     found = [
         _compared("greedy, prefix cache cold and warm", list(zip(first, again, strict=True))),
         _compared(
-            "greedy, alone and among 16",
-            [(first[i % len(prompts)], each) for i, each in enumerate(together)],
+            "greedy, alone and among 16", [(first[i % len(prompts)], each) for i, each in enumerate(together)]
         ),
     ]
     gaps = [

@@ -179,12 +179,7 @@ class Server:
     def _request(
         self, prompt: str | Sequence[int], max_tokens: int, temperature: float, fields: Mapping[str, Any]
     ) -> dict[str, Any]:
-        named = {
-            "model": self.model,
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-        }
+        named = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": temperature}
         body = named | dict(self.optional) | dict(self.body) | dict(fields)
         return {name: value for name, value in body.items() if value is not None}
 
@@ -341,12 +336,7 @@ def speculation_counts(metrics: str) -> SpeculationCounts | None:
         positions[i] for i in range(min(positions, default=0), max(positions, default=-1) + 1)
     )
     return SpeculationCounts(
-        totals["drafts"],
-        totals["draft_tokens"],
-        totals["accepted_tokens"],
-        per_position,
-        dict(rules),
-        length,
+        totals["drafts"], totals["draft_tokens"], totals["accepted_tokens"], per_position, dict(rules), length
     )
 
 

@@ -174,11 +174,7 @@ async def audit(
         connect = partial(connected, budget=budget, concurrency=options.concurrency)
         server = await stack.enter_async_context(
             connect(
-                options.url,
-                model=options.model,
-                key=options.key,
-                body=options.body,
-                transport=transports[0],
+                options.url, model=options.model, key=options.key, body=options.body, transport=transports[0]
             )
         )
         reference = None

@@ -274,10 +274,7 @@ async def _drain(calls: RunningCalls, seconds: float, service_name: str) -> None
 
 
 def new_server(
-    settings: ServerSettings,
-    calls: RunningCalls,
-    *steps: Step,
-    shares_port: bool = False,
+    settings: ServerSettings, calls: RunningCalls, *steps: Step, shares_port: bool = False
 ) -> grpc.aio.Server:
     """Create a server with the error boundary, authentication, a limit on anonymous calls, readiness, and these steps.
 

@@ -16,30 +16,14 @@ import typer
 from rich.console import Console, RenderableType
 from rich.live import Live
 
+from coordinator.cli import views
 from coordinator.cli.app import Exit, new_app
 from coordinator.cli.command import OutputForm, OutputOptions, command, option
 from coordinator.cli.connection import Connection, ConnectionOptions, connect
 from coordinator.cli.doctor import doctor_view, examine
-from coordinator.cli.views import (
-    options_view,
-    replica_table,
-    replica_view,
-    replicas_view,
-    request_view,
-    requests_view,
-    stats_view,
-    status_view,
-)
+from tandem import errors
 from tandem.admin import Stats
 from tandem.admin_client import DEFAULT_TIMEOUT_SECONDS, AdminClient
-from tandem.errors import (
-    ConfigurationError,
-    NotFoundError,
-    PermissionDeniedError,
-    ServiceUnavailableError,
-    TandemError,
-    UnauthenticatedError,
-)
 from tandem.plural import plural
 from tandem.replica import ReplicaState, Role, is_last_target, replica_at
 
@@ -174,7 +158,7 @@ def _suggesting(
 
         try:
             return asyncio.run(answer())
-        except TandemError:
+        except errors.TandemError:
             return []
 
     return suggest
@@ -207,7 +191,7 @@ RequestId = Annotated[
 @verb(admin, "tandem admin status -w", "tandem admin status --address 10.0.0.5:50051 -o json", can_watch=True)
 async def status(client: AdminClient) -> Answer:
     """Show replicas, load, acceptance and throughput."""
-    return Answer(await client.status(), lambda found: status_view(found, client.address))
+    return Answer(await client.status(), lambda found: views.status_view(found, client.address))
 
 
 admin.add_typer(replicas, name="replicas")
@@ -222,13 +206,13 @@ admin.add_typer(replicas, name="replicas")
 )
 async def list_replicas(client: AdminClient) -> Answer:
     """List replicas with state, load and acceptance."""
-    return Answer(await client.replicas(), replicas_view)
+    return Answer(await client.replicas(), views.replicas_view)
 
 
 @verb(replicas, "tandem admin replicas show 10.0.0.7:50053", name="show")
 async def show_replica(client: AdminClient, replica: Address) -> Answer:
     """Show a replica and its model."""
-    return Answer(replica_at(await client.replicas(), replica), replica_view)
+    return Answer(replica_at(await client.replicas(), replica), views.replica_view)
 
 
 @verb(
@@ -249,19 +233,19 @@ async def drain(
     if is_last and not yes:
         _confirm(replica)
     drained = await client.drain(replica, allow_last_target=is_last)
-    return Answer(drained, lambda found: replica_table([found]))
+    return Answer(drained, lambda found: views.replica_table([found]))
 
 
 @verb(replicas, "tandem admin replicas resume 10.0.0.7:50053")
 async def resume(client: AdminClient, replica: Address) -> Answer:
     """Give a drained replica new sequences again."""
-    return Answer(await client.resume(replica), lambda found: replica_table([found]))
+    return Answer(await client.resume(replica), lambda found: views.replica_table([found]))
 
 
 def _confirm(address: str) -> None:
     """Ask for confirmation on stderr, since stdout is for the result."""
     if not sys.stdin.isatty():
-        raise ConfigurationError(
+        raise errors.ConfigurationError(
             f"{address} is the last target that takes new sequences; to drain it all the same, give --yes"
         )
     sys.stderr.write(
@@ -269,7 +253,7 @@ def _confirm(address: str) -> None:
     )
     sys.stderr.flush()
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        raise TandemError("nothing was drained")
+        raise errors.TandemError("nothing was drained")
 
 
 admin.add_typer(requests, name="requests")
@@ -278,13 +262,13 @@ admin.add_typer(requests, name="requests")
 @verb(requests, "tandem admin requests list -w", name="list", can_watch=True)
 async def list_requests(client: AdminClient) -> Answer:
     """List running requests, the oldest first."""
-    return Answer(await client.requests(), requests_view)
+    return Answer(await client.requests(), views.requests_view)
 
 
 @verb(requests, "tandem admin requests show 3f9c", name="show")
 async def show_request(client: AdminClient, request_id: RequestId) -> Answer:
     """Show a running request in detail."""
-    return Answer(await client.request(request_id), request_view)
+    return Answer(await client.request(request_id), views.request_view)
 
 
 @verb(requests, "tandem admin requests abort 3f9c --reason 'making room'")
@@ -294,7 +278,7 @@ async def abort(
     reason: Annotated[str, typer.Option(help="Reason for its client.")] = "",
 ) -> Answer:
     """End a running request. Its client gets the status ABORTED and the reason; every service frees it."""
-    return Answer(await client.abort(request_id, reason), lambda ended: requests_view([ended]))
+    return Answer(await client.abort(request_id, reason), lambda ended: views.requests_view([ended]))
 
 
 @verb(
@@ -316,7 +300,7 @@ async def stats(client: AdminClient, interval: float) -> AsyncGenerator[Answer]:
     before: Stats | None = None
     while True:
         found = await client.stats()
-        yield Answer(found, partial(stats_view, before=before))
+        yield Answer(found, partial(views.stats_view, before=before))
         before = found
         await asyncio.sleep(interval)
 
@@ -341,11 +325,11 @@ async def show_options(
     names = [key.replace("-", "_") for key in keys or ()]
     unknown = [name for name in names if all(option.name != name for option in options)]
     if unknown:
-        raise NotFoundError(f"there is no option {', '.join(unknown)}")
+        raise errors.NotFoundError(f"there is no option {', '.join(unknown)}")
     shown = [
         option for option in options if (not names or option.name in names) and (option.is_live or not live)
     ]
-    return Answer(shown, options_view)
+    return Answer(shown, views.options_view)
 
 
 @verb(
@@ -364,7 +348,7 @@ async def set_options(
     Several options change together or not at all. null unsets an optional option. The coordinator checks the same rules
     as at its start, and logs each change with its caller.
     """
-    return Answer(await client.update_config(pairs(words)), options_view)
+    return Answer(await client.update_config(pairs(words)), views.options_view)
 
 
 @verb(config, "tandem admin config reset num_speculative_tokens", name="reset")
@@ -373,7 +357,7 @@ async def reset_options(
     keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="Options.")],
 ) -> Answer:
     """Give options the values again that the coordinator started with."""
-    return Answer(await client.update_config({}, keys), options_view)
+    return Answer(await client.update_config({}, keys), views.options_view)
 
 
 def pairs(words: Sequence[str]) -> dict[str, str]:
@@ -389,7 +373,7 @@ def pairs(words: Sequence[str]) -> dict[str, str]:
         try:
             found[key] = value if equals else next(rest)
         except StopIteration:
-            raise ConfigurationError(
+            raise errors.ConfigurationError(
                 f"{key} has no value; give KEY VALUE, or several of such pairs"
             ) from None
     return found
@@ -438,7 +422,7 @@ async def health(
             found = await _health(client)
             if found.healthy or time.monotonic() > deadline:
                 return Answer(found, str, Exit.OK if found.healthy else Exit.UNHEALTHY)
-        except ServiceUnavailableError:
+        except errors.ServiceUnavailableError:
             if time.monotonic() > deadline:
                 raise
         await asyncio.sleep(0.2)
@@ -448,7 +432,7 @@ async def _health(client: AdminClient) -> Health:
     serving = await client.is_serving()
     try:
         status = await client.status()
-    except (UnauthenticatedError, PermissionDeniedError):
+    except (errors.UnauthenticatedError, errors.PermissionDeniedError):
         return Health(serving, serving, "", None, None)
     ready = [shot.role for shot in status.replicas if shot.state is ReplicaState.READY]
     return Health(

@@ -6,16 +6,7 @@ from enum import IntEnum
 
 import typer
 
-from tandem.errors import (
-    CapacityError,
-    ConfigurationError,
-    InvalidRequestError,
-    ModelFolderError,
-    PermissionDeniedError,
-    ServiceUnavailableError,
-    TandemError,
-    UnauthenticatedError,
-)
+from tandem import errors
 
 
 class Exit(IntEnum):
@@ -29,19 +20,19 @@ class Exit(IntEnum):
     REFUSED = 5
 
 
-_EXIT_CODES: tuple[tuple[type[TandemError], Exit], ...] = (
-    (ModelFolderError, Exit.FAILED),
-    (ConfigurationError, Exit.USAGE),
-    (ServiceUnavailableError, Exit.UNREACHABLE),
-    (InvalidRequestError, Exit.REFUSED),
-    (UnauthenticatedError, Exit.REFUSED),
-    (PermissionDeniedError, Exit.REFUSED),
-    (CapacityError, Exit.REFUSED),
-    (TandemError, Exit.FAILED),
+_EXIT_CODES: tuple[tuple[type[errors.TandemError], Exit], ...] = (
+    (errors.ModelFolderError, Exit.FAILED),
+    (errors.ConfigurationError, Exit.USAGE),
+    (errors.ServiceUnavailableError, Exit.UNREACHABLE),
+    (errors.InvalidRequestError, Exit.REFUSED),
+    (errors.UnauthenticatedError, Exit.REFUSED),
+    (errors.PermissionDeniedError, Exit.REFUSED),
+    (errors.CapacityError, Exit.REFUSED),
+    (errors.TandemError, Exit.FAILED),
 )
 
 
-def exit_code(error: TandemError) -> Exit:
+def exit_code(error: errors.TandemError) -> Exit:
     """The exit code for a kind of failure."""
     return next(code for kind, code in _EXIT_CODES if isinstance(error, kind))
 

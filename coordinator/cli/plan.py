@@ -19,23 +19,12 @@ import typer
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from coordinator.cli import planning
 from coordinator.cli.admin import admin_client
 from coordinator.cli.app import new_app
 from coordinator.cli.command import OutputOptions, command, option, plain_table
 from coordinator.cli.connection import ConnectionOptions, connect
 from coordinator.cli.doctor import round_trips
-from coordinator.cli.planning import (
-    MAX_TOKENS,
-    PER_8_ROWS,
-    BatchPlan,
-    Fleet,
-    FleetPlan,
-    Rounds,
-    StepTimes,
-    fleet_plan,
-    measured_rounds,
-    plan,
-)
 from coordinator.cli.up import NO_DRAFT, STOP_SECONDS, UpOptions, as_words, service_arguments
 from coordinator.cli.views import percent
 from tandem.admin_client import AdminClient
@@ -88,9 +77,11 @@ class StepOptions:
         "Conditional acceptance rate at each position; the last one holds for all after it."
     )
     round_trip_ms: float = option("Question to a service and its answer, in ms.", default=0.0)
-    per_8_rows: float = option("Share by which a step takes longer for each 8 rows more.", default=PER_8_ROWS)
+    per_8_rows: float = option(
+        "Share by which a step takes longer for each 8 rows more.", default=planning.PER_8_ROWS
+    )
     batch: str = option("Requests at once, for instance 1,8,32.", default="1")
-    max_tokens: int = option("Longest proposal.", default=MAX_TOKENS, min=1, max=128)
+    max_tokens: int = option("Longest proposal.", default=planning.MAX_TOKENS, min=1, max=128)
     fleet: str | None = option(
         "Clients that targets serve with drafts elsewhere, beside so many clients with drafts on the targets' devices; "
         "needs the step times. K by default: the best.",
@@ -100,7 +91,7 @@ class StepOptions:
         "With --fleet: the same share for the draft's steps.", default=0.0, min=0.0
     )
 
-    def times(self) -> StepTimes:
+    def times(self) -> planning.StepTimes:
         """The step times and acceptance.
 
         Raises:
@@ -119,7 +110,7 @@ class StepOptions:
         verify, draft, trip = (
             each / 1e3 for each in (self.verify_ms, self.draft_step_ms, self.round_trip_ms)
         )
-        return StepTimes(verify, draft, _rates(self.acceptance), trip, self.per_8_rows)
+        return planning.StepTimes(verify, draft, _rates(self.acceptance), trip, self.per_8_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +153,7 @@ class PairOptions:
 
 async def measured_through(
     address: str, batches: Sequence[int], max_tokens: int, temperature: float
-) -> dict[int, Rounds]:
+) -> dict[int, planning.Rounds]:
     """Rounds by batch size, at proposals of 0 to `max_tokens` tokens.
 
     Args:
@@ -199,7 +190,7 @@ async def measured_through(
             draft_step_seconds=min(nearest.draft_step_seconds, longest.min()),
             alone_message_seconds=min(nearest.alone_message_seconds, messages / 2.0),
         )
-        found[batch] = measured_rounds(decision, str(coverages[0]) if coverages else "")
+        found[batch] = planning.measured_rounds(decision, str(coverages[0]) if coverages else "")
     return found
 
 
@@ -320,11 +311,11 @@ async def show_plan(
                 rounds = await measured_through(address, sizes, steps.max_tokens, pair.temperature)
         else:
             rounds = {size: steps.times().rounds(size, steps.max_tokens) for size in sizes}
-        plans = [plan(each, size, f"batch {size}") for size, each in rounds.items()]
+        plans = [planning.plan(each, size, f"batch {size}") for size, each in rounds.items()]
     output.show(plans, lambda: plan_view(plans))
 
 
-async def _measured_plans(connection: ConnectionOptions, click: typer.Context) -> list[BatchPlan]:
+async def _measured_plans(connection: ConnectionOptions, click: typer.Context) -> list[planning.BatchPlan]:
     async with admin_client(connect(connection, click)) as client:
         decisions = (await client.stats()).decisions
     known = [decision for decision in decisions if len(decision.round_seconds) > 1]
@@ -334,8 +325,8 @@ async def _measured_plans(connection: ConnectionOptions, click: typer.Context) -
             "--verify-ms, --draft-step-ms and --acceptance"
         )
     return [
-        plan(
-            measured_rounds(decision),
+        planning.plan(
+            planning.measured_rounds(decision),
             decision.load,
             f"{decision.rule}, temperature {decision.temperatures}, batch {decision.load}",
         )
@@ -368,7 +359,9 @@ def _sizes(text: str) -> list[int]:
     return sizes
 
 
-def _fleet(text: str, times: StepTimes, draft_per_8_rows: float, max_tokens: int) -> tuple[FleetPlan, Fleet]:
+def _fleet(
+    text: str, times: planning.StepTimes, draft_per_8_rows: float, max_tokens: int
+) -> tuple[planning.FleetPlan, planning.Fleet]:
     """The plan of a fleet, and the fleet."""
     if len(counts := _counts(text)) not in (3, 4):
         raise ConfigurationError(
@@ -376,17 +369,17 @@ def _fleet(text: str, times: StepTimes, draft_per_8_rows: float, max_tokens: int
         )
     targets, drafts, clients, *given = counts
     batch = -(-clients // targets)
-    proposed = given[0] if given else plan(times.rounds(batch, max_tokens), batch).best_tokens
+    proposed = given[0] if given else planning.plan(times.rounds(batch, max_tokens), batch).best_tokens
     if not proposed:
         raise ConfigurationError(
             f"at {batch} clients of each target no proposal pays, so there is no fleet to plan; give K as the fourth "
             "number of --fleet to see it all the same"
         )
-    fleet = Fleet(times, targets, drafts, proposed, draft_per_8_rows)
-    return fleet_plan(fleet, clients), fleet
+    fleet = planning.Fleet(times, targets, drafts, proposed, draft_per_8_rows)
+    return planning.fleet_plan(fleet, clients), fleet
 
 
-def fleet_view(fleet: Fleet, found: FleetPlan) -> RenderableType:
+def fleet_view(fleet: planning.Fleet, found: planning.FleetPlan) -> RenderableType:
     """A fleet's capacity, in sentences."""
     needed = (
         "no number of drafts is enough"
@@ -404,7 +397,7 @@ def fleet_view(fleet: Fleet, found: FleetPlan) -> RenderableType:
     )
 
 
-def plan_view(plans: Sequence[BatchPlan]) -> RenderableType:
+def plan_view(plans: Sequence[planning.BatchPlan]) -> RenderableType:
     """A table for each batch, and what follows from it."""
     parts: list[RenderableType] = []
     for found in plans:
@@ -412,7 +405,7 @@ def plan_view(plans: Sequence[BatchPlan]) -> RenderableType:
     return Group(*parts[:-1])
 
 
-def _table(found: BatchPlan) -> Table:
+def _table(found: planning.BatchPlan) -> Table:
     table = plain_table(">K", ">TOKENS/PASS", ">ROUND", ">SPEED-UP", ">WITHOUT THE WIRE", "")
     table.title, table.title_justify, table.title_style = found.of, "left", "bold"
     for row in found.lengths:
@@ -427,7 +420,7 @@ def _table(found: BatchPlan) -> Table:
     return table
 
 
-def _words(found: BatchPlan) -> Iterator[str]:
+def _words(found: planning.BatchPlan) -> Iterator[str]:
     best, break_even = "the target alone", found.break_even_acceptance
     if found.best_tokens:
         best = f"{found.best_speedup:.2f}x with K = {found.best_tokens}"

@@ -10,15 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.cli.command import plain_table
+from coordinator.stats import speculation
 from coordinator.stats.rounds import hit_rate
-from coordinator.stats.speculation import (
-    acceptance_length,
-    acceptance_rate,
-    conditional_rates,
-    cumulative_rates,
-    mean_acceptance_length,
-    since,
-)
 from tandem.admin import ConfigOption, CoordinatorState, Load, RequestReport, Stats, Status, Throughput
 from tandem.config.layers import Origin
 from tandem.config.rule import spelled
@@ -156,8 +149,11 @@ def replica_view(replica: ReplicaSnapshot) -> RenderableType:
             ("step", milliseconds(replica.step_seconds)),
             ("rounds", f"{stats.rounds:,}"),
             ("proposed", grouped(stats.drafted, "token")),
-            ("accepted", f"{grouped(stats.accepted, 'token')} ({percent(acceptance_rate(stats))})"),
-            ("acceptance length", f"{acceptance_length(stats):.2f}"),
+            (
+                "accepted",
+                f"{grouped(stats.accepted, 'token')} ({percent(speculation.acceptance_rate(stats))})",
+            ),
+            ("acceptance length", f"{speculation.acceptance_length(stats):.2f}"),
             *_ahead(stats),
             *(
                 []
@@ -221,7 +217,7 @@ def request_view(report: RequestReport) -> RenderableType:
 def stats_view(stats: Stats, before: Stats | None = None) -> RenderableType:
     """Statistics since the start; with an earlier look, also what happened between the two."""
     ended = stats.outcomes
-    recent = None if before is None else since(stats.speculation, before.speculation)
+    recent = None if before is None else speculation.since(stats.speculation, before.speculation)
     facts = [
         ("up", duration(stats.uptime_seconds)),
         ("load", _load(stats.load)),
@@ -269,7 +265,7 @@ def options_view(shown: Sequence[ConfigOption]) -> RenderableType:
 def _position_table(counts: SpeculationStats, when: str) -> Table:
     """Cumulative and conditional acceptance at each position of a proposal."""
     table = _titled(f"accepted {when}", "POS", ">CUMULATIVE", "", ">CONDITIONAL", "")
-    pairs = zip(cumulative_rates(counts), conditional_rates(counts), strict=True)
+    pairs = zip(speculation.cumulative_rates(counts), speculation.conditional_rates(counts), strict=True)
     for number, (cumulative, conditional) in enumerate(pairs, start=1):
         table.add_row(
             str(number), percent(cumulative), bar(cumulative), percent(conditional), bar(conditional, "cyan")
@@ -297,8 +293,8 @@ def _rule_table(by_rule: Mapping[str, SpeculationStats]) -> Table:
             f"{counts.drafted:,}",
             f"{counts.accepted:,}",
             percent(counts.accepted, counts.drafted),
-            f"{acceptance_length(counts):.2f}",
-            f"{mean_acceptance_length(counts):.2f}",
+            f"{speculation.acceptance_length(counts):.2f}",
+            f"{speculation.mean_acceptance_length(counts):.2f}",
         )
     return table
 
@@ -341,8 +337,8 @@ def _acceptance(stats: SpeculationStats) -> str:
     if not stats.drafted:
         return "nothing proposed yet"
     return (
-        f"{percent(acceptance_rate(stats))} of {grouped(stats.drafted, 'proposed token')}, "
-        f"acceptance length {acceptance_length(stats):.2f}"
+        f"{percent(speculation.acceptance_rate(stats))} of {grouped(stats.drafted, 'proposed token')}, "
+        f"acceptance length {speculation.acceptance_length(stats):.2f}"
     )
 
 

@@ -11,18 +11,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from tandem.errors import (
-    AbortedError,
-    CapacityError,
-    ConfigurationError,
-    DeadlineError,
-    InvalidRequestError,
-    NotFoundError,
-    PermissionDeniedError,
-    ServiceUnavailableError,
-    TandemError,
-    UnauthenticatedError,
-)
+from tandem import errors
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +22,7 @@ SHOWN_CHARACTERS = 80
 _OPTION = re.compile(r"([a-z][a-z_0-9.]*) is\b")
 
 
-class HttpError(TandemError):
+class HttpError(errors.TandemError):
     """A request that HTTP itself has a status for: its path, its method, its size."""
 
     def __init__(
@@ -45,33 +34,33 @@ class HttpError(TandemError):
         self.headers = headers or {}
 
 
-class ModelNotFoundError(NotFoundError):
+class ModelNotFoundError(errors.NotFoundError):
     """The request names a model that is not served here."""
 
 
 # Status, type and code of each branch of the tree; the nearest counts.
-_FORMS: Mapping[type[TandemError], tuple[int, str, str | None]] = {
-    InvalidRequestError: (400, "invalid_request_error", None),
-    NotFoundError: (404, "invalid_request_error", "not_found"),
+_FORMS: Mapping[type[errors.TandemError], tuple[int, str, str | None]] = {
+    errors.InvalidRequestError: (400, "invalid_request_error", None),
+    errors.NotFoundError: (404, "invalid_request_error", "not_found"),
     ModelNotFoundError: (404, "invalid_request_error", "model_not_found"),
-    UnauthenticatedError: (401, "authentication_error", "invalid_api_key"),
-    PermissionDeniedError: (403, "permission_error", "insufficient_permissions"),
-    CapacityError: (429, "rate_limit_error", "rate_limit_exceeded"),
-    ServiceUnavailableError: (503, "server_error", "service_unavailable"),
-    ConfigurationError: (503, "server_error", "service_unavailable"),
-    DeadlineError: (504, "server_error", "deadline_exceeded"),
-    AbortedError: (409, "server_error", "aborted"),
-    TandemError: (500, "server_error", None),
+    errors.UnauthenticatedError: (401, "authentication_error", "invalid_api_key"),
+    errors.PermissionDeniedError: (403, "permission_error", "insufficient_permissions"),
+    errors.CapacityError: (429, "rate_limit_error", "rate_limit_exceeded"),
+    errors.ServiceUnavailableError: (503, "server_error", "service_unavailable"),
+    errors.ConfigurationError: (503, "server_error", "service_unavailable"),
+    errors.DeadlineError: (504, "server_error", "deadline_exceeded"),
+    errors.AbortedError: (409, "server_error", "aborted"),
+    errors.TandemError: (500, "server_error", None),
 }
 
 
 def error_response(error: Exception) -> JSONResponse:
     """The answer to a request that failed with this error."""
-    if not isinstance(error, TandemError):
+    if not isinstance(error, errors.TandemError):
         error = unexpected(error)
     status, kind, _ = _form(error)
     headers = dict(error.headers) if isinstance(error, HttpError) else {}
-    if isinstance(error, CapacityError) and (seconds := error.retry_after_seconds) is not None:
+    if isinstance(error, errors.CapacityError) and (seconds := error.retry_after_seconds) is not None:
         # OpenAI's clients read the second header first: Retry-After has whole seconds only.
         headers |= {"Retry-After": f"{math.ceil(seconds)}", "Retry-After-Ms": f"{math.ceil(seconds * 1000)}"}
     if kind == "authentication_error":
@@ -79,22 +68,22 @@ def error_response(error: Exception) -> JSONResponse:
     return JSONResponse(error_object(error), status, headers)
 
 
-def error_object(error: TandemError) -> dict[str, Any]:
+def error_object(error: errors.TandemError) -> dict[str, Any]:
     """The error as the body of an answer, or as an event of a stream that has begun."""
     _, kind, code = _form(error)
-    named = _OPTION.match(str(error)) if isinstance(error, InvalidRequestError) else None
+    named = _OPTION.match(str(error)) if isinstance(error, errors.InvalidRequestError) else None
     param = named[1] if named else None
     return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
 
 
-def unexpected(error: Exception) -> TandemError:
+def unexpected(error: Exception) -> errors.TandemError:
     """Sentence for an unexpected error: an id under which the log has the details."""
     error_id = uuid.uuid4().hex[:12]
     logger.error("unexpected error", extra={"error_id": error_id}, exc_info=error)
-    return TandemError(f"internal error {error_id}; the server's log has the details")
+    return errors.TandemError(f"internal error {error_id}; the server's log has the details")
 
 
-def _form(error: TandemError) -> tuple[int, str, str | None]:
+def _form(error: errors.TandemError) -> tuple[int, str, str | None]:
     if isinstance(error, HttpError):
         kind = "invalid_request_error" if error.status < 500 else "server_error"
         return error.status, kind, error.code

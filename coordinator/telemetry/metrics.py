@@ -11,15 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from coordinator.rejection import STRATEGIES
+from coordinator.stats import speculation
 from coordinator.stats.rounds import MAX_RANKS, RoundTimes
-from coordinator.stats.speculation import (
-    acceptance_length,
-    acceptance_rate,
-    conditional_rates,
-    cumulative_rates,
-    proposals,
-    summed,
-)
 from coordinator.telemetry.observer import State
 from tandem.replica import ReplicaState, Role
 from tandem.rpc.channels import MessageWaits
@@ -134,13 +127,13 @@ def _speculation(state: State, counter: _Make) -> Iterator[Metric]:
     rules = {strategy.name: SpeculationStats() for strategy in STRATEGIES} | dict(state.by_rule)
     for name, text, count in (
         ("rounds", "Verifications, with or without a proposal.", attrgetter("rounds")),
-        ("drafts", "Verifications that had a proposal.", proposals),
+        ("drafts", "Verifications that had a proposal.", speculation.proposals),
         ("draft_tokens", "Tokens proposed.", attrgetter("drafted")),
         ("accepted_tokens", "Tokens proposed and accepted.", attrgetter("accepted")),
     ):
         counts = {(rule,): count(stats) for rule, stats in rules.items()}
         yield counter(f"spec_decode_num_{name}", text, counts, "rule")
-    total = summed(state.by_rule.values())
+    total = speculation.summed(state.by_rule.values())
     positions = [*total.positions[:_MAX_POSITIONS]]
     usual = min(state.num_speculative_tokens, _MAX_POSITIONS)
     positions += [PositionStats() for _ in range(usual - len(positions))]
@@ -173,13 +166,13 @@ def _speculation(state: State, counter: _Make) -> Iterator[Metric]:
 
 def _recent(recent: SpeculationStats, gauge: _Make) -> Iterator[Metric]:
     text = "Share of the proposed tokens that were accepted, last minute."
-    yield gauge("spec_decode_acceptance_rate", text, {(): acceptance_rate(recent)})
+    yield gauge("spec_decode_acceptance_rate", text, {(): speculation.acceptance_rate(recent)})
     text = "Accepted tokens by verification, last minute (MAX)."
-    yield gauge("spec_decode_avg_acceptance_length", text, {(): acceptance_length(recent)})
+    yield gauge("spec_decode_avg_acceptance_length", text, {(): speculation.acceptance_length(recent)})
     text = "Acceptance rate at a position, last minute."
     for name, rates in (
-        ("acceptance_rate", cumulative_rates(recent)),
-        ("conditional_acceptance_rate", conditional_rates(recent)),
+        ("acceptance_rate", speculation.cumulative_rates(recent)),
+        ("conditional_acceptance_rate", speculation.conditional_rates(recent)),
     ):
         by_position = {(str(position),): rate for position, rate in enumerate(rates, start=1)}
         yield gauge(f"spec_decode_{name}_per_position", text, by_position, "position")

@@ -23,13 +23,7 @@ from coordinator.stats.rounds import RoundResult
 from coordinator.stats.speculation import describe
 from coordinator.telemetry.metrics import DIRECTIONS, PEERS, PHASES, RequestMetrics, state_metrics
 from coordinator.telemetry.observer import EventValue, Observer, RequestObserver, State, StreamObserver
-from tandem.errors import (
-    AbortedError,
-    CapacityError,
-    DeadlineError,
-    InvalidRequestError,
-    ServiceUnavailableError,
-)
+from tandem import errors
 from tandem.rpc.channels import Traffic
 from tandem.telemetry.metrics import AtScrape
 from tandem.telemetry.process import Telemetry
@@ -41,11 +35,11 @@ _MAX_EVENTS = 64
 _OPERATION = "text_completion"
 
 _OUTCOMES: tuple[tuple[type[BaseException], str], ...] = (
-    (InvalidRequestError, "invalid"),
-    (CapacityError, "refused"),
-    (DeadlineError, "deadline"),
-    (AbortedError, "aborted"),
-    (ServiceUnavailableError, "unavailable"),
+    (errors.InvalidRequestError, "invalid"),
+    (errors.CapacityError, "refused"),
+    (errors.DeadlineError, "deadline"),
+    (errors.AbortedError, "aborted"),
+    (errors.ServiceUnavailableError, "unavailable"),
     (asyncio.CancelledError, "cancelled"),
     (GeneratorExit, "cancelled"),
 )

@@ -18,18 +18,7 @@ from coordinator.requests.runner import RequestRunner
 from coordinator.settings.acceptance import configured_options, for_draft, names_auto
 from coordinator.settings.live import LiveConfig
 from coordinator.speculation.report import of_coordinator
-from tandem import __version__
-from tandem.admin import (
-    ConfigOption,
-    CoordinatorState,
-    Diagnosis,
-    Load,
-    RequestReport,
-    SpeculationSettings,
-    Stats,
-    Status,
-    Throughput,
-)
+from tandem import __version__, admin
 from tandem.config.names import AUTO
 from tandem.errors import InvalidRequestError, NotFoundError
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role, is_last_target, replica_at
@@ -48,7 +37,7 @@ class Administrator(ABC):
         self._started = time.monotonic()
 
     @abstractmethod
-    async def status(self) -> Status:
+    async def status(self) -> admin.Status:
         """State, load and replicas at this moment."""
 
     @abstractmethod
@@ -73,11 +62,11 @@ class Administrator(ABC):
         """
 
     @abstractmethod
-    async def requests(self) -> list[RequestReport]:
+    async def requests(self) -> list[admin.RequestReport]:
         """The requests that run, the oldest first."""
 
     @abstractmethod
-    async def abort(self, request_id: str, *, reason: str, by: str) -> RequestReport:
+    async def abort(self, request_id: str, *, reason: str, by: str) -> admin.RequestReport:
         """End the request whose id begins like this.
 
         Raises:
@@ -86,10 +75,10 @@ class Administrator(ABC):
         """
 
     @abstractmethod
-    async def stats(self) -> Stats:
+    async def stats(self) -> admin.Stats:
         """Statistics since the start."""
 
-    async def request(self, request_id: str) -> RequestReport:
+    async def request(self, request_id: str) -> admin.RequestReport:
         """The request whose id begins like this.
 
         Raises:
@@ -98,7 +87,7 @@ class Administrator(ABC):
         """
         return found_request(await self.requests(), request_id)
 
-    async def watch(self, interval_seconds: float) -> AsyncGenerator[Stats]:
+    async def watch(self, interval_seconds: float) -> AsyncGenerator[admin.Stats]:
         """Statistics at a fixed interval.
 
         Raises:
@@ -112,13 +101,13 @@ class Administrator(ABC):
             yield await self.stats()
             await asyncio.sleep(interval_seconds)
 
-    async def config(self) -> list[ConfigOption]:
+    async def config(self) -> list[admin.ConfigOption]:
         """Every option with its value and its origin."""
         return self.live_config.options()
 
     async def update_config(
         self, values: Mapping[str, str], reset: Collection[str], *, by: str
-    ) -> list[ConfigOption]:
+    ) -> list[admin.ConfigOption]:
         """Change options for new requests; see `LiveConfig.change`.
 
         Raises:
@@ -128,10 +117,10 @@ class Administrator(ABC):
             raise InvalidRequestError("no option is named; name at least one to set or to reset")
         return self.live_config.change(values, reset, by)
 
-    async def diagnose(self) -> Diagnosis:
+    async def diagnose(self) -> admin.Diagnosis:
         """Findings, each with what to do about it."""
         status = await self.status()
-        return Diagnosis(status.version, status.time, tuple(diagnose(status, self.live_config.current)))
+        return admin.Diagnosis(status.version, status.time, tuple(diagnose(status, self.live_config.current)))
 
     @property
     def _uptime(self) -> float:
@@ -148,18 +137,18 @@ class Administration(Administrator):
         self._completions = completions
         self._replicas = replicas
 
-    async def status(self) -> Status:
+    async def status(self) -> admin.Status:
         replicas = await self.replicas()
         settings = self.live_config.current
         has_draft = any(replica.role is Role.DRAFT for replica in replicas)
         draft = next((each.model for each in replicas if each.role is Role.DRAFT and each.model), None)
         options = for_draft(configured_options(settings), draft)
-        return Status(
+        return admin.Status(
             version=__version__,
             state=state_of(replicas),
             model=next((replica.model.name for replica in replicas if replica.model is not None), ""),
             speculation=self._completions.stats.snapshot()[0],
-            settings=SpeculationSettings(
+            settings=admin.SpeculationSettings(
                 is_on=settings.speculation and has_draft,
                 num_speculative_tokens=settings.num_speculative_tokens,
                 rule=AUTO if names_auto(settings) else named_strategy(options).name,
@@ -188,19 +177,19 @@ class Administration(Administrator):
         logger.info("replica resumed", extra={"role": replica.role.value, "address": address, "by": by})
         return replica_at(await self.replicas(), address)
 
-    async def requests(self) -> list[RequestReport]:
+    async def requests(self) -> list[admin.RequestReport]:
         return [_report(request) for request in self._completions.requests.list()]
 
-    async def abort(self, request_id: str, *, reason: str, by: str) -> RequestReport:
+    async def abort(self, request_id: str, *, reason: str, by: str) -> admin.RequestReport:
         request = found_request(self._completions.requests.list(), request_id)
         report = _report(request)  # before the request leaves its draft and its target
         request.abort(reason)
         logger.info("request aborted", extra={"request_id": request.request_id, "reason": reason, "by": by})
         return report
 
-    async def stats(self) -> Stats:
+    async def stats(self) -> admin.Stats:
         total, by_rule = self._completions.stats.snapshot()
-        return Stats(
+        return admin.Stats(
             outcomes=self._completions.requests.outcomes,
             completion_tokens=self._completions.requests.tokens.total,
             speculation=total,
@@ -215,8 +204,8 @@ class Administration(Administrator):
         return {
             "time": datetime.now(UTC),
             "uptime_seconds": self._uptime,
-            "load": Load(len(completions.requests.list()), completions.admission.queued),
-            "throughput": Throughput(tokens.rate(10), tokens.rate(60)),
+            "load": admin.Load(len(completions.requests.list()), completions.admission.queued),
+            "throughput": admin.Throughput(tokens.rate(10), tokens.rate(60)),
             "speculation_state": of_coordinator(
                 replicas,
                 is_enabled=settings.speculation,
@@ -227,7 +216,7 @@ class Administration(Administrator):
         }
 
 
-RequestT = TypeVar("RequestT", ActiveRequest, RequestReport)
+RequestT = TypeVar("RequestT", ActiveRequest, admin.RequestReport)
 
 
 def found_request(requests: Sequence[RequestT], beginning: str) -> RequestT:
@@ -250,20 +239,20 @@ def found_request(requests: Sequence[RequestT], beginning: str) -> RequestT:
     return (exact or found)[0]
 
 
-def state_of(replicas: Sequence[ReplicaSnapshot]) -> CoordinatorState:
+def state_of(replicas: Sequence[ReplicaSnapshot]) -> admin.CoordinatorState:
     """State of a coordinator with these replicas."""
     targets = [replica for replica in replicas if replica.role is Role.TARGET]
     drafts = [replica for replica in replicas if replica.role is Role.DRAFT]
     if not any(replica.state is ReplicaState.READY for replica in targets):
         was_met = any(replica.model is not None for replica in targets)
-        return CoordinatorState.UNAVAILABLE if was_met else CoordinatorState.STARTING
+        return admin.CoordinatorState.UNAVAILABLE if was_met else admin.CoordinatorState.STARTING
     is_lost = any(replica.state not in (ReplicaState.READY, ReplicaState.DRAINING) for replica in replicas)
     has_drafter = not drafts or any(replica.state is ReplicaState.READY for replica in drafts)
-    return CoordinatorState.READY if has_drafter and not is_lost else CoordinatorState.DEGRADED
+    return admin.CoordinatorState.READY if has_drafter and not is_lost else admin.CoordinatorState.DEGRADED
 
 
-def _report(request: ActiveRequest) -> RequestReport:
-    return RequestReport(
+def _report(request: ActiveRequest) -> admin.RequestReport:
+    return admin.RequestReport(
         request_id=request.request_id,
         age_seconds=time.monotonic() - request.started,
         prompt_tokens=len(request.plan.prompt),

@@ -20,30 +20,12 @@ from coordinator.cli.app import new_app
 from coordinator.cli.command import command, option
 from coordinator.cli.serve import package_of
 from coordinator.settings.coordinator import DEFAULT_PORT, ConfigSettings
+from tandem.config import names
 from tandem.config.layers import read_options
-from tandem.config.names import (
-    AUTO,
-    BOUND_METHODS,
-    DEVICES,
-    MODEL_FREE_METHODS,
-    OWN_METHODS,
-    as_torch,
-    canonical_method,
-    checkpoint_method,
-)
 from tandem.config.options import ALIASES
 from tandem.config.speculative import checked_method
 from tandem.errors import ConfigurationError, ServiceUnavailableError, TandemError
-from tandem.model_sources.bundled import (
-    DEMO,
-    SMOLLM2,
-    SMOLLM2_COMMANDS,
-    SMOLLM2_NAME,
-    demo_pair,
-    require_engine,
-    smollm2_head,
-    smollm2_missing,
-)
+from tandem.model_sources import bundled
 from tandem.model_sources.hub import is_model_id
 from tandem.serving.children import Child
 from tandem.serving.protection import MIN_TOKEN_LENGTH
@@ -64,9 +46,9 @@ HTTP_PORT = 8000
 """Default HTTP port, used unless it is taken."""
 
 _DEFAULTS = {
-    SMOLLM2: f"the model is {SMOLLM2_NAME}; --model names another",
-    DEMO: "the model is the bundled pair, which continues Python code; for one that chats: "
-    + SMOLLM2_COMMANDS,
+    bundled.SMOLLM2: f"the model is {bundled.SMOLLM2_NAME}; --model names another",
+    bundled.DEMO: "the model is the bundled pair, which continues Python code; for one that chats: "
+    + bundled.SMOLLM2_COMMANDS,
 }
 """The sentence for each default of --model."""
 
@@ -83,8 +65,8 @@ class UpOptions:
     """Options of `tandem up`; None where the service's own default applies."""
 
     model: str | None = option(
-        f"Model to serve: {SMOLLM2_NAME}, the bundled pair, a folder or a Hugging Face id. [default: smollm2, or demo "
-        "where its packages are missing]",
+        f"Model to serve: {bundled.SMOLLM2_NAME}, the bundled pair, a folder or a Hugging Face id. [default: smollm2, "
+        "or demo where its packages are missing]",
         metavar="smollm2|demo|DIR|ID",
     )
     target: str | None = option("Another name for --model.", metavar="smollm2|DIR|ID")
@@ -104,7 +86,7 @@ class UpOptions:
         "Outcomes of each verification to draft ahead for. [default: the coordinator's, auto]",
         metavar="auto|off|NUMBER",
     )
-    device: str = option(f"Where both models run: {DEVICES}.", default="cpu")
+    device: str = option(f"Where both models run: {names.DEVICES}.", default="cpu")
     target_device: str | None = option("Where the target runs. [default: that of --device]")
     draft_device: str | None = option(
         "Where the draft runs. [default: that of --device]", "--draft-device", "--draft-devices"
@@ -209,13 +191,13 @@ def service_arguments(options: UpOptions) -> ServiceArguments:
     file = as_words(config_file=options.config_file)
     shared, _ = read_options(ConfigSettings, file, os.environ, "tandem up")
     options = _with_model(options, shared)
-    target = str(demo_pair().target)
-    if options.model != DEMO:
+    target = str(bundled.demo_pair().target)
+    if options.model != bundled.DEMO:
         target = _checked("--model" if options.target is None else "--target", str(options.model))
     draft = _draft(options, shared)
     devices = _devices(options, shared)
     shares = _shares(options, shared, devices if draft.has_model else {})
-    require_engine()
+    bundled.require_engine()
     base = as_words(log_level=options.log_level)
     # Draft and target take turns, but the waiting threads of one would still spin on the other's cores.
     threads = options.threads or max(1, len(os.sched_getaffinity(0)) // 2)
@@ -267,11 +249,13 @@ def _with_model(options: UpOptions, shared: Mapping[str, Any]) -> UpOptions:
         )
     if (named := options.model or options.target) is not None:
         return replace(options, model=named)
-    method = canonical_method(options.method or str(shared.get("speculative_method", "")))
-    has_head = method not in BOUND_METHODS or smollm2_head(method) is not None
-    is_any_draft = options.draft in (None, NO_DRAFT, *MODEL_FREE_METHODS) and "draft_model_path" not in shared
-    is_here = not smollm2_missing() and not Path(SMOLLM2).exists()
-    return replace(options, model=SMOLLM2 if has_head and is_any_draft and is_here else DEMO)
+    method = names.canonical_method(options.method or str(shared.get("speculative_method", "")))
+    has_head = method not in names.BOUND_METHODS or bundled.smollm2_head(method) is not None
+    is_any_draft = (
+        options.draft in (None, NO_DRAFT, *names.MODEL_FREE_METHODS) and "draft_model_path" not in shared
+    )
+    is_here = not bundled.smollm2_missing() and not Path(bundled.SMOLLM2).exists()
+    return replace(options, model=bundled.SMOLLM2 if has_head and is_any_draft and is_here else bundled.DEMO)
 
 
 def not_read(arguments: ServiceArguments, environment: Mapping[str, str]) -> Iterator[str]:
@@ -301,11 +285,11 @@ def _draft(options: UpOptions, shared: Mapping[str, Any]) -> _Draft:
     except ValueError as error:
         raise ConfigurationError(f"--method is {options.method}; {error}") from None
     checkpoint = options.draft
-    shared_method = canonical_method(str(shared.get("speculative_method", "")))
-    if method is None and checkpoint is None and shared_method in BOUND_METHODS:
+    shared_method = names.canonical_method(str(shared.get("speculative_method", "")))
+    if method is None and checkpoint is None and shared_method in names.BOUND_METHODS:
         # The target hosts such a draft, so that no draft service has a use for the method.
         method, checkpoint = shared_method, shared.get("draft_model_path")
-    if method in OWN_METHODS:
+    if method in names.OWN_METHODS:
         if options.draft is not None:
             raise ConfigurationError(
                 f"--method is {method}, whose weights lie in the target's own checkpoint, and --draft is "
@@ -314,41 +298,41 @@ def _draft(options: UpOptions, shared: Mapping[str, Any]) -> _Draft:
         return _Draft(beside={"method": str(method)})
     if checkpoint is None:
         return _unnamed_draft(options, method, shared)
-    if (method or checkpoint_method(Path(checkpoint).expanduser())) in BOUND_METHODS:
+    if (method or names.checkpoint_method(Path(checkpoint).expanduser())) in names.BOUND_METHODS:
         return _Draft(beside={"draft_model": _checked("--draft", str(Path(checkpoint).expanduser()))})
     if checkpoint == NO_DRAFT:
         return _Draft()
-    if checkpoint in MODEL_FREE_METHODS:
+    if checkpoint in names.MODEL_FREE_METHODS:
         return _Draft({"method": checkpoint})
     return _Draft({"model": _checked("--draft", checkpoint)}, has_model=True)
 
 
 def _unnamed_draft(options: UpOptions, method: str | None, shared: Mapping[str, Any]) -> _Draft:
     is_in_file = "speculative_method" in shared or "draft_model_path" in shared
-    is_bound = method in BOUND_METHODS
-    if is_bound and options.model == DEMO:
-        return _Draft(beside={"draft_model": str(demo_pair().head(str(method)))})
-    is_smollm2 = options.model == SMOLLM2 and not Path(SMOLLM2).is_dir()
+    is_bound = method in names.BOUND_METHODS
+    if is_bound and options.model == bundled.DEMO:
+        return _Draft(beside={"draft_model": str(bundled.demo_pair().head(str(method)))})
+    is_smollm2 = options.model == bundled.SMOLLM2 and not Path(bundled.SMOLLM2).is_dir()
     # vLLM shows a head nothing of its target
     is_free = method is None and not is_in_file and options.engine != "vllm"
     may_bring_head = is_smollm2 and (is_bound or is_free)
-    if may_bring_head and (head := smollm2_head(method or SMOLLM2_METHOD)):
+    if may_bring_head and (head := bundled.smollm2_head(method or SMOLLM2_METHOD)):
         return _Draft(beside={"draft_model": str(head)})
     if is_bound:
         raise ConfigurationError(f"--method is {method}; name the folder of such a head with --draft")
     if is_in_file:
-        return _Draft({}, has_model=shared.get("speculative_method") not in MODEL_FREE_METHODS)
-    if method in MODEL_FREE_METHODS:
+        return _Draft({}, has_model=shared.get("speculative_method") not in names.MODEL_FREE_METHODS)
+    if method in names.MODEL_FREE_METHODS:
         return _Draft({"method": str(method)})
-    if options.model == DEMO:
-        return _Draft({"model": str(demo_pair().draft)}, has_model=True)
+    if options.model == bundled.DEMO:
+        return _Draft({"model": str(bundled.demo_pair().draft)}, has_model=True)
     return _Draft({"method": DRAFT_OF_A_TARGET_ALONE})
 
 
 def _rule(draft: _Draft, shared: Mapping[str, Any]) -> str | None:
     """auto, the fastest lossless rule, unless one is named. A coordinator's own default is MAX's: lossy with a head."""
     is_named = any(name in shared for name in ("rejection_sampling_strategy", "synthetic_acceptance_rate"))
-    return None if draft == _Draft() or is_named else AUTO
+    return None if draft == _Draft() or is_named else names.AUTO
 
 
 def _devices(options: UpOptions, shared: Mapping[str, Any]) -> dict[str, str]:
@@ -356,7 +340,7 @@ def _devices(options: UpOptions, shared: Mapping[str, Any]) -> dict[str, str]:
 
     def device(option: str, name: object) -> str:
         try:
-            return "" if name is None else as_torch(str(name))
+            return "" if name is None else names.as_torch(str(name))
         except ValueError as error:
             raise ConfigurationError(f"{option} is {str(name)!r}: {error}") from None
 
@@ -381,8 +365,8 @@ def _shares(
             raise ConfigurationError(
                 f"--{name}-memory-utilization is {share:g}; it must be above 0 and at most 1"
             )
-    names = {f"{name}:0" if name == "cuda" else name for name in devices.values()}
-    if len(names) != 1 or names == {"cpu"}:
+    places = {f"{device}:0" if device == "cuda" else device for device in devices.values()}
+    if len(places) != 1 or places == {"cpu"}:
         return shares
     for name, default in SHARES.items():
         prefixes = (f"TANDEM_{name.upper()}_", "TANDEM_")
@@ -415,7 +399,7 @@ def next_command(address: str, model: str) -> str:
     is_on_path = shutil.which("tandem") == str(called.absolute())
     program = "tandem" if is_on_path or called.name != "tandem" else str(called)
     where = [] if address == f"127.0.0.1:{DEFAULT_PORT}" else ["--address", address]
-    words = ["chat"] if model == SMOLLM2 else ["generate", "def main():", "--max-tokens", "64"]
+    words = ["chat"] if model == bundled.SMOLLM2 else ["generate", "def main():", "--max-tokens", "64"]
     return shlex.join([program, *words, *where])
 
 
@@ -426,8 +410,8 @@ def _checked(option: str, reference: str) -> str:
         return str(path)
     if path.exists():
         raise ConfigurationError(f"{option} is {reference}; a file is there, and it must be a model's folder")
-    if reference != SMOLLM2 and not is_model_id(reference):
-        others = f", or {', '.join((*MODEL_FREE_METHODS, NO_DRAFT))}" if option == "--draft" else ""
+    if reference != bundled.SMOLLM2 and not is_model_id(reference):
+        others = f", or {', '.join((*names.MODEL_FREE_METHODS, NO_DRAFT))}" if option == "--draft" else ""
         raise ConfigurationError(
             f"{option} is {reference}; there is no such folder: name a model's folder or a Hugging Face id{others}"
         )
@@ -448,10 +432,10 @@ class _Progress:
         """By service; empty once nothing is shown any more."""
         self._live = Console().status("") if sys.stdout.isatty() else None
 
-    def begin(self, names: Sequence[str]) -> None:
+    def begin(self, services: Sequence[str]) -> None:
         """Show that these services start."""
-        self._phases = dict.fromkeys(names, "starting")
-        self._tell(f"starting {' and '.join(names)}")
+        self._phases = dict.fromkeys(services, "starting")
+        self._tell(f"starting {' and '.join(services)}")
 
     async def follow(self, name: str, child: Child) -> None:
         """Show the phases that a service reaches."""

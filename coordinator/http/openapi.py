@@ -9,25 +9,18 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from coordinator.http.schema import (
-    Body,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    ResponsesBody,
-    TokenizeBody,
-)
+from coordinator.http import schema
 from tandem import __version__
 
 PAGE = Path(__file__).with_name("page")
 """Folder of the pages' files."""
 
-_ENDPOINTS: tuple[tuple[str, str, str, type[Body] | None], ...] = (
-    ("POST", "/v1/completions", "Complete a prompt, or several", CompletionBody),
-    ("POST", "/v1/chat/completions", "Answer a chat", ChatBody),
-    ("POST", "/v1/responses", "OpenAI's Responses API, for plain text", ResponsesBody),
-    ("POST", "/tokenize", "The token ids of a prompt or a chat", TokenizeBody),
-    ("POST", "/detokenize", "The text of token ids", DetokenizeBody),
+_ENDPOINTS: tuple[tuple[str, str, str, type[schema.Body] | None], ...] = (
+    ("POST", "/v1/completions", "Complete a prompt, or several", schema.CompletionBody),
+    ("POST", "/v1/chat/completions", "Answer a chat", schema.ChatBody),
+    ("POST", "/v1/responses", "OpenAI's Responses API, for plain text", schema.ResponsesBody),
+    ("POST", "/tokenize", "The token ids of a prompt or a chat", schema.TokenizeBody),
+    ("POST", "/detokenize", "The text of token ids", schema.DetokenizeBody),
     ("GET", "/v1/models", "The model that is served", None),
     ("GET", "/health", "200, or 503 while it starts or drains; needs no token", None),
     ("GET", "/ping", "The same under the name that SageMaker asks for", None),
@@ -68,7 +61,7 @@ def description() -> dict[str, Any]:
 
 def field_rows() -> Iterator[tuple[str, str, str]]:
     """Each field of a completion: its name, the endpoint (both, completions, chat), and its meaning."""
-    completions, chat = CompletionBody.model_fields, ChatBody.model_fields
+    completions, chat = schema.CompletionBody.model_fields, schema.ChatBody.model_fields
     for name, field in {**completions, **chat}.items():
         if name in completions and name in chat and completions[name].description == field.description:
             yield name, "both", field.description or ""

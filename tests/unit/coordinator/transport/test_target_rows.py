@@ -8,13 +8,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from coordinator.transport.target_client import RowChoice, check_rows
+from coordinator.rejection import resolve
+from coordinator.transport.target_client import check_rows
+from tandem.config import SpeculativeConfig
 from tandem.errors import ProtocolError
 from tandem.types import (
+    Delta,
     DenseRow,
     Proposal,
     RowKind,
     RowStatistics,
+    SamplingParams,
     SupportRow,
     TargetRow,
     TokenRow,
@@ -25,20 +29,20 @@ EMPTY, FULL = Proposal(3), Proposal(3, (7, 8))
 
 
 @pytest.mark.parametrize(
-    ("kind", "with_statistics", "proposal", "expected"),
+    ("rule", "kind", "proposal", "expected"),
     [
-        (RowKind.SUPPORT, False, EMPTY, RowKind.TOKEN),
-        (RowKind.SUPPORT, False, FULL, RowKind.SUPPORT),
-        (RowKind.SUPPORT, True, EMPTY, RowKind.SUPPORT),
-        (RowKind.DENSE, False, EMPTY, RowKind.DENSE),
-        (RowKind.TOKEN, False, FULL, RowKind.TOKEN),
+        ("residual", RowKind.SUPPORT, EMPTY, RowKind.TOKEN),
+        ("residual", RowKind.SUPPORT, FULL, RowKind.SUPPORT),
+        ("typical-acceptance", RowKind.SUPPORT, EMPTY, RowKind.SUPPORT),
+        ("residual", RowKind.DENSE, EMPTY, RowKind.DENSE),
+        ("strict", RowKind.TOKEN, FULL, RowKind.TOKEN),
     ],
 )
 def test_an_empty_proposal_requests_a_sample_only(
-    kind: RowKind, with_statistics: bool, proposal: Proposal, expected: RowKind
+    rule: str, kind: RowKind, proposal: Proposal, expected: RowKind
 ) -> None:
-    rows = RowChoice(kind, lambda _: (), 100, with_statistics)
-    assert rows.kind_for(proposal) is expected
+    resolved = resolve(SpeculativeConfig(rejection_sampling_strategy=rule), SamplingParams())
+    assert resolved.step(Delta(3, ()), proposal, kind).row_kind is expected
 
 
 SIZE = 10

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice, repeat
 from struct import Struct
 from typing import Any, TypeAlias
 
@@ -313,76 +313,67 @@ def _optional(column: bytes, what: str, count: int) -> tuple[int, ...]:
     return values
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RowBlock:
+    """The rows of one kind in a message, those of all its sequences."""
+
+    kind: RowKind
+    count: int
+    rows: Callable[[int, int, Sequence[IntArray]], tuple[TargetRow, ...]]
+    """Rows from one number to below another, of these supports. Raises ProtocolError where a support does not fit."""
+
+
 def _read_block(columns: target_pb2.VerificationColumns) -> RowBlock:
     match columns.WhichOneof("rows"):
         case "support_rows":
-            return _Supports(columns.support_rows)
+            return _support_rows(columns.support_rows)
         case "dense_rows":
-            return _Dense(columns.dense_rows)
+            return _dense_rows(columns.dense_rows)
         case _:
-            return _Tokens(columns.token_rows)
-
-
-class _Tokens:
-    kind = RowKind.TOKEN
-
-    def __init__(self, message: target_pb2.TokenRows) -> None:
-        self._token_ids = ints_from_bytes(message.token_ids, "the column of token rows")
-        self.count = len(self._token_ids)
-
-    def rows(self, start: int, stop: int, _: Sequence[IntArray]) -> tuple[TokenRow, ...]:
-        return tuple(map(TokenRow, self._token_ids[start:stop]))
-
-
-class _Dense:
-    kind = RowKind.DENSE
-
-    def __init__(self, message: Tensor) -> None:
-        shape = tuple(message.shape)
-        if len(shape) != 2 or min(shape) < 0:
-            raise ProtocolError(f"dense_rows has the shape {shape}; it must be rows times vocabulary")
-        self._logits = logits_from_tensor(message, "dense_rows")
-        self.count = len(self._logits)
-
-    def rows(self, start: int, stop: int, _: Sequence[IntArray]) -> tuple[DenseRow, ...]:
-        return tuple(map(DenseRow, self._logits[start:stop]))
-
-
-class _Supports:
-    kind = RowKind.SUPPORT
-
-    def __init__(self, message: target_pb2.SupportRows) -> None:
-        self._records = records_from_bytes(_SUPPORT_ROW, message.records, "the column of support rows")
-        self.count = len(self._records)
-        self._probs = floats_from_bytes(message.probabilities, "the column of probabilities").astype(float)
-        total = len(self._probs)
-        sizes = [record[0] for record in self._records]
-        self._bounds = bounds(sizes, total, "the column of probabilities")
-        self._statistics: list[tuple[float, float, int]] = []
-        if message.HasField("statistics"):
-            of_rows = message.statistics
-            self._statistics = records_from_bytes(
-                _STATISTICS, of_rows.records, "the column of statistics", self.count
+            ids = ints_from_bytes(columns.token_rows.token_ids, "the column of token rows")
+            return RowBlock(
+                RowKind.TOKEN, len(ids), lambda start, stop, _: tuple(map(TokenRow, ids[start:stop]))
             )
-            self._ranks = ids_from_bytes(of_rows.ranks, "the column of ranks", total)
-            self._logits = floats_from_bytes(of_rows.logits, "the column of logits", total)
 
-    def rows(self, start: int, stop: int, supports: Sequence[IntArray]) -> tuple[SupportRow, ...]:
+
+def _dense_rows(message: Tensor) -> RowBlock:
+    shape = tuple(message.shape)
+    if len(shape) != 2 or min(shape) < 0:
+        raise ProtocolError(f"dense_rows has the shape {shape}; it must be rows times vocabulary")
+    logits = logits_from_tensor(message, "dense_rows")
+    return RowBlock(
+        RowKind.DENSE, len(logits), lambda start, stop, _: tuple(map(DenseRow, logits[start:stop]))
+    )
+
+
+def _support_rows(message: target_pb2.SupportRows) -> RowBlock:
+    records = records_from_bytes(_SUPPORT_ROW, message.records, "the column of support rows")
+    probs = floats_from_bytes(message.probabilities, "the column of probabilities").astype(float)
+    spans = bounds([record[0] for record in records], len(probs), "the column of probabilities")
+    statistics = _statistics(message.statistics, spans) if message.HasField("statistics") else None
+
+    def rows(start: int, stop: int, supports: Sequence[IntArray]) -> tuple[SupportRow, ...]:
         found = []
-        for i in range(start, stop):
-            size, outside_mass, outside_token_id, outside_prob = self._records[i]
-            support = supports[i - start] if i - start < len(supports) else _EMPTY_SUPPORT
+        for number, support in zip(range(start, stop), chain(supports, repeat(_EMPTY_SUPPORT)), strict=False):
+            size, outside_mass, outside_token_id, outside_prob = records[number]
             if size != len(support):
                 raise ProtocolError(f"a support row of {size} ids came for a support of {len(support)}")
-            first, last = self._bounds[i]
-            statistics = None
-            if self._statistics:
-                of_row = slice(first, last)
-                statistics = RowStatistics(*self._statistics[i], self._ranks[of_row], self._logits[of_row])
-            probs = self._probs[first:last]
-            found.append(SupportRow(support, probs, outside_mass, outside_token_id, statistics, outside_prob))
+            own = probs[slice(*spans[number])]
+            known = None if statistics is None else statistics[number]
+            found.append(SupportRow(support, own, outside_mass, outside_token_id, known, outside_prob))
         return tuple(found)
 
+    return RowBlock(RowKind.SUPPORT, len(records), rows)
 
-RowBlock: TypeAlias = _Tokens | _Dense | _Supports
-"""The rows of one kind in a message, those of all its sequences."""
+
+def _statistics(
+    message: target_pb2.StatisticsColumns, spans: Sequence[tuple[int, int]]
+) -> list[RowStatistics]:
+    total = spans[-1][1] if spans else 0
+    records = records_from_bytes(_STATISTICS, message.records, "the column of statistics", len(spans))
+    ranks = ids_from_bytes(message.ranks, "the column of ranks", total)
+    logits = floats_from_bytes(message.logits, "the column of logits", total)
+    return [
+        RowStatistics(entropy, max_prob, argmax, ranks[first:last], logits[first:last])
+        for (entropy, max_prob, argmax), (first, last) in zip(records, spans, strict=True)
+    ]

@@ -8,8 +8,9 @@ import statistics
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from itertools import zip_longest
+from typing import Any
 
 from coordinator.stats.rounds import RoundResult, RoundTally, describe_ahead, hit_rate
 from tandem.speculation_state import SpeculationState
@@ -86,23 +87,15 @@ class TokenCounter:
 
 def add(total: SpeculationStats, stats: SpeculationStats, times: int = 1) -> None:
     """Count in `total` everything that `stats` counted, so many times."""
-    total.rounds += times * stats.rounds
-    total.drafted += times * stats.drafted
-    total.accepted += times * stats.accepted
     while len(total.positions) < len(stats.positions):
         total.positions.append(PositionStats())
-    for position, other in zip(total.positions, stats.positions, strict=False):
-        position.drafted += times * other.drafted
-        position.reached += times * other.reached
-        position.accepted += times * other.accepted
-    total.lead.rounds += times * stats.lead.rounds
-    total.lead.wasted += times * stats.lead.wasted
-    ahead, more = total.ahead, stats.ahead
-    ahead.awaited += times * more.awaited
-    ahead.hits += times * more.hits
-    ahead.saved_seconds += times * more.saved_seconds
-    ranks = zip_longest(ahead.hits_by_rank, more.hits_by_rank, fillvalue=0)
-    ahead.hits_by_rank = [before + times * hits for before, hits in ranks]
+    parts: list[tuple[Any, Any]] = [(total, stats), (total.lead, stats.lead), (total.ahead, stats.ahead)]
+    for own, other in (*parts, *zip(total.positions, stats.positions, strict=False)):
+        for each in fields(own):
+            if isinstance(more := getattr(other, each.name), int | float):
+                setattr(own, each.name, getattr(own, each.name) + times * more)
+    ranks = zip_longest(total.ahead.hits_by_rank, stats.ahead.hits_by_rank, fillvalue=0)
+    total.ahead.hits_by_rank = [before + times * hits for before, hits in ranks]
 
 
 def since(stats: SpeculationStats, earlier: SpeculationStats) -> SpeculationStats:

@@ -163,12 +163,12 @@ class _Run:
     async def run(self, name: str, started: dict[str, Contender], workload: Workload) -> Outcome:
         """One contender's completions."""
         if name in started:
-            return await started[name].run(workload)
+            return await started[name](workload)
         async with (
             models(self.setup) as addresses,
             CONTENDERS[name].start(self.setup, addresses) as contender,
         ):
-            return await contender.run(workload)
+            return await contender(workload)
 
     def _failed(self, name: str, error: TandemError) -> None:
         if CONTENDERS[name].is_ours:
@@ -313,7 +313,7 @@ async def timed_coordinator(setup: Setup, addresses: Addresses) -> AsyncIterator
 
         async def run(workload: Workload) -> tuple[Mapping[str, float], list[float]]:
             before = await asyncio.to_thread(totals)
-            outcome = await contender.run(workload)
+            outcome = await contender(workload)
             used = await asyncio.to_thread(totals)
             used.subtract(before)
             name = "tandem_round_phase_seconds"
@@ -337,7 +337,7 @@ async def prefix_gain(
     """
 
     async def first_token_seconds(prompt: tuple[int, ...]) -> float:
-        outcome = await contender.run(Workload((prompt,), 0.0, 2))
+        outcome = await contender(Workload((prompt,), 0.0, 2))
         return outcome.answers[0].arrivals[0][0]
 
     first, again = [], []

@@ -7,10 +7,10 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError
 
@@ -25,20 +25,11 @@ if TYPE_CHECKING:
 ItemT = TypeVar("ItemT")
 OptionsT = TypeVar("OptionsT", bound=Options)
 
+Contender = Callable[["Workload"], Awaitable["Outcome"]]
+"""A started way of decoding: completes a workload's prompts, all at once, or raises a `TandemError`."""
 CACHE_FOLDER = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tandem" / "bench"
 """Default folder of shaped pairs."""
 _READY = "ready on "
-
-
-class Contender(Protocol):
-    """A started way of decoding."""
-
-    async def run(self, workload: Workload) -> Outcome:
-        """Complete the workload's prompts, all at once.
-
-        Raises:
-            TandemError: it could not.
-        """
 
 
 @asynccontextmanager

@@ -257,33 +257,30 @@ def requests_of(workload: Workload, **changes: Any) -> list[GenerationRequest]:
     ]
 
 
-class ThroughServices:
-    """Tandem as users run it: this process is the client of a coordinator."""
+def through_services(client: Client, **changes: Any) -> Contender:
+    """Tandem as users run it: this process is the client of a coordinator.
 
-    def __init__(self, client: Client, **changes: Any) -> None:
-        """
-        Args:
-            changes: Fields of `GenerationRequest` that all requests have otherwise than a workload asks for.
-        """
-        self._client = client
-        self._changes = changes
+    Args:
+        changes: Fields of `GenerationRequest` that all requests have otherwise than a workload asks for.
+    """
 
-    async def run(self, workload: Workload) -> Outcome:
-        """Complete the prompts over one connection."""
+    async def run(workload: Workload) -> Outcome:
         stats = SpeculationStats()
         started = time.perf_counter()
 
         async def one(request: GenerationRequest) -> Answer:
             answer = Answer()
-            async for chunk in self._client.generate(request):
+            async for chunk in client.generate(request):
                 answer.add(time.perf_counter() - started, list(chunk.token_ids))
                 if chunk.summary is not None:
                     add(stats, chunk.summary.speculation)
             return answer
 
-        answers = await asyncio.gather(*map(one, requests_of(workload, **self._changes)))
+        answers = await asyncio.gather(*map(one, requests_of(workload, **changes)))
         counts = stats.rounds, stats.drafted, stats.accepted, stats.lead.rounds, stats.lead.wasted
         return Outcome(answers, time.perf_counter() - started, *counts)
+
+    return run
 
 
 Start = Callable[[Setup, Addresses], AbstractAsyncContextManager[Contender]]
@@ -310,7 +307,7 @@ class Kind:
 async def through(coordinator: AbstractAsyncContextManager[str], **changes: Any) -> AsyncIterator[Contender]:
     """The client of a coordinator, whose requests have these fields."""
     async with coordinator as address, Client(address) as client:
-        yield ThroughServices(client, **changes)
+        yield through_services(client, **changes)
 
 
 def _by_draft(title: str, ahead: str = "off", *, speculation: bool = True) -> Kind:
@@ -402,31 +399,27 @@ def _vllm(title: str, mode: str, ahead: str = "") -> Kind:
     return Kind(title, start, shares_models=mode == "tandem", absent=_no_vllm)
 
 
-class _ThroughHttp:
+def _through_http(base: str, model: str) -> Contender:
     """Completes prompts over OpenAI's API. The server sends texts, so each chunk counts as a token of unknown id."""
 
-    def __init__(self, base: str, model: str) -> None:
-        self._base = base
-        self._model = model
-
-    async def run(self, workload: Workload) -> Outcome:
+    async def run(workload: Workload) -> Outcome:
         async with AsyncExitStack() as stack:
             connections = [
-                await stack.enter_async_context(http_connection(self._base, self._model))
-                for _ in workload.prompts
+                await stack.enter_async_context(http_connection(base, model)) for _ in workload.prompts
             ]
             started = time.perf_counter()
 
-            async def one(connection: Connection, prompt: tuple[int, ...]) -> Answer:
+            async def one(complete: Connection, prompt: tuple[int, ...]) -> Answer:
                 served, answer = Served(started), Answer()
-                request = LoadRequest(prompt, workload.max_tokens, workload.temperature)
-                await connection.complete(request, served)
+                await complete(LoadRequest(prompt, workload.max_tokens, workload.temperature), served)
                 for moment in served.chunks:
                     answer.add(moment - started, [-1])
                 return answer
 
             answers = await asyncio.gather(*map(one, connections, workload.prompts))
             return Outcome(answers, time.perf_counter() - started)
+
+    return run
 
 
 @asynccontextmanager
@@ -450,7 +443,7 @@ async def _max(setup: Setup, _: Addresses) -> AsyncIterator[Contender]:
             with suppress(TandemError):
                 model = await served_model(base)
             await asyncio.sleep(0.5)
-        yield _ThroughHttp(base, model)
+        yield _through_http(base, model)
     finally:
         if server.returncode is None:
             server.terminate()

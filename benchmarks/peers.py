@@ -15,7 +15,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -115,49 +115,14 @@ class PeerError(TandemError):
     """A peer could not start, or could not run a workload."""
 
 
-class Peer:
-    """Another engine, in a process of its own."""
-
-    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
-        self._name = name
-        self._process = process
-
-    async def run(self, workload: Workload) -> Outcome:
-        """Complete the workload's prompts.
-
-        Raises:
-            PeerError: it could not, or ended.
-        """
-        return Outcome.from_json(await self.ask(asdict(workload), 600.0))
-
-    async def ask(self, message: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Send a line and read one.
-
-        Raises:
-            PeerError: it answered with an error, ended, or took too long.
-        """
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            async with asyncio.timeout(seconds):
-                line = await self._process.stdout.readline()
-        except TimeoutError:
-            raise PeerError(f"{self._name} did not answer within {seconds:g} s") from None
-        if not line:
-            raise PeerError(f"{self._name} ended with exit code {await self._process.wait()}")
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise PeerError(f"{self._name}: {answer['error']}")
-        return answer
-
-
 @asynccontextmanager
-async def peer(name: str, command: list[str], setup: dict[str, Any], log: Path) -> AsyncIterator[Peer]:
-    """Run a peer; what it writes to stderr goes to a file.
+async def peer(
+    name: str, command: list[str], setup: dict[str, Any], log: Path
+) -> AsyncIterator[Callable[[Workload], Awaitable[Outcome]]]:
+    """Another engine in a process of its own, which completes workloads; what it writes to stderr goes to a file.
 
     Raises:
-        PeerError: it did not start.
+        PeerError: it did not start; of a workload, it answered with an error, ended, or took too long.
     """
     python, *module = command
     with log.open("wb") as errors:
@@ -174,19 +139,38 @@ async def peer(name: str, command: list[str], setup: dict[str, Any], log: Path) 
             )
         except OSError as error:
             raise PeerError(f"{name} did not start: {python}: {error.strerror or error}") from error
-        assert process.stdin is not None
+    questions, answers = process.stdin, process.stdout
+    assert questions is not None
+    assert answers is not None
+
+    async def ask(message: dict[str, Any], seconds: float) -> dict[str, Any]:
         try:
-            running = Peer(name, process)
-            # vLLM compiles its models at start, which takes minutes
-            await running.ask(setup, 900.0)
-            yield running
-        finally:
-            process.stdin.close()
-            try:
-                await asyncio.wait_for(process.wait(), 20.0)
-            except TimeoutError:  # an engine that hangs
-                process.kill()
-                await process.wait()
+            questions.write(json.dumps(message).encode() + b"\n")
+            async with asyncio.timeout(seconds):
+                line = await answers.readline()
+        except TimeoutError:
+            raise PeerError(f"{name} did not answer within {seconds:g} s") from None
+        if not line:
+            raise PeerError(f"{name} ended with exit code {await process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise PeerError(f"{name}: {answer['error']}")
+        return answer
+
+    async def run(workload: Workload) -> Outcome:
+        return Outcome.from_json(await ask(asdict(workload), 600.0))
+
+    try:
+        # vLLM compiles its models at start, which takes minutes
+        await ask(setup, 900.0)
+        yield run
+    finally:
+        questions.close()
+        try:
+            await asyncio.wait_for(process.wait(), 20.0)
+        except TimeoutError:  # an engine that hangs
+            process.kill()
+            await process.wait()
 
 
 # ---- the peer's end of the pipe

@@ -19,13 +19,13 @@ import sys
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal
 
 import httpx2
 import numpy as np
@@ -305,17 +305,9 @@ class LoadRequest:
     temperature: float
 
 
-class Connection(Protocol):
-    """A client's connection, which has at most one request at once."""
-
-    async def complete(self, request: LoadRequest, served: Served) -> None:
-        """Read a completion to its end, and note in `served` when its chunks come and how many tokens it has.
-
-        Raises:
-            TandemError: it failed.
-        """
-
-
+Connection = Callable[[LoadRequest, Served], Awaitable[None]]
+"""A client's connection, which has at most one request at once: reads a completion to its end, and notes when its
+chunks come and how many tokens it has, or raises a `TandemError`."""
 Connect = Callable[[], AbstractAsyncContextManager[Connection]]
 """Makes a client's connection."""
 
@@ -325,21 +317,20 @@ async def grpc_connection(address: str, credentials: Credentials = PLAIN) -> Asy
     """Connect to a coordinator at host:port."""
     # An answer that comes at the second attempt would hide the refusal of the first.
     async with Client(address, credentials, retries=Retries(attempts=1)) as client:
-        yield _GrpcConnection(client)
 
+        async def complete(request: LoadRequest, served: Served) -> None:
+            wanted = GenerationRequest(
+                request.prompt,
+                max_tokens=request.output_tokens,
+                temperature=request.temperature,
+                ignore_eos=True,
+            )
+            async for chunk in client.generate(wanted):
+                if chunk.token_ids:
+                    served.chunks.append(time.perf_counter())
+                    served.output_tokens += len(chunk.token_ids)
 
-class _GrpcConnection:
-    def __init__(self, client: Client) -> None:
-        self._client = client
-
-    async def complete(self, request: LoadRequest, served: Served) -> None:
-        wanted = GenerationRequest(
-            request.prompt, max_tokens=request.output_tokens, temperature=request.temperature, ignore_eos=True
-        )
-        async for chunk in self._client.generate(wanted):
-            if chunk.token_ids:
-                served.chunks.append(time.perf_counter())
-                served.output_tokens += len(chunk.token_ids)
+        yield complete
 
 
 def base_of(url: str) -> str:
@@ -375,41 +366,35 @@ async def served_model(base: str, token: str = "") -> str:
 
 @asynccontextmanager
 async def http_connection(base: str, model: str, token: str = "") -> AsyncIterator[Connection]:
-    """Connect to an OpenAI-compatible server."""
+    """Connect to an OpenAI-compatible server. One that reports no usage is counted a token for each chunk."""
+    url = f"{base}/completions"
     async with _client(token) as client:
-        yield _HttpConnection(client, f"{base}/completions", model)
 
+        async def complete(request: LoadRequest, served: Served) -> None:
+            body = {
+                "model": model,
+                "prompt": request.prompt,
+                "max_tokens": request.output_tokens,
+                "temperature": request.temperature,
+                "ignore_eos": True,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+            usage: int | None = None
+            with reached(url):
+                async with client.stream("POST", url, json=body) as response:
+                    if not response.is_success:
+                        await response.aread()
+                    raise_for(response, url)
+                    async for event in _events(response):
+                        if "error" in event:
+                            raise TandemError(f"{url} ended a completion: {words_of(event)}")
+                        if any(choice.get("text") for choice in event.get("choices") or ()):
+                            served.chunks.append(time.perf_counter())
+                        usage = (event.get("usage") or {}).get("completion_tokens", usage)
+            served.output_tokens = len(served.chunks) if usage is None else usage
 
-class _HttpConnection:
-    def __init__(self, client: httpx2.AsyncClient, url: str, model: str) -> None:
-        self._client = client
-        self._url = url
-        self._model = model
-
-    async def complete(self, request: LoadRequest, served: Served) -> None:
-        """See `Connection`. A server that reports no usage is counted a token for each chunk."""
-        body = {
-            "model": self._model,
-            "prompt": request.prompt,
-            "max_tokens": request.output_tokens,
-            "temperature": request.temperature,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        usage: int | None = None
-        with reached(self._url):
-            async with self._client.stream("POST", self._url, json=body) as response:
-                if not response.is_success:
-                    await response.aread()
-                raise_for(response, self._url)
-                async for event in _events(response):
-                    if "error" in event:
-                        raise TandemError(f"{self._url} ended a completion: {words_of(event)}")
-                    if any(choice.get("text") for choice in event.get("choices") or ()):
-                        served.chunks.append(time.perf_counter())
-                    usage = (event.get("usage") or {}).get("completion_tokens", usage)
-        served.output_tokens = len(served.chunks) if usage is None else usage
+        yield complete
 
 
 async def _events(response: httpx2.Response) -> AsyncIterator[dict[str, Any]]:
@@ -693,7 +678,7 @@ async def send(
 
         async def serve(number: int, arrival: Arrival) -> Served:
             await asyncio.sleep(max(0.0, began + arrival.seconds - time.perf_counter()))
-            connection = await places.get()
+            complete = await places.get()
             try:
                 served = Served(
                     began + arrival.seconds if is_paced else time.perf_counter(), arrival.prompt_tokens
@@ -701,13 +686,13 @@ async def send(
                 # Prompts differ in their first token, so that no replica finds one of them in its cache.
                 prompt = tuple(_FIRST_ID + (number + place) % _IDS for place in range(arrival.prompt_tokens))
                 try:
-                    await connection.complete(LoadRequest(prompt, arrival.output_tokens, temperature), served)
+                    await complete(LoadRequest(prompt, arrival.output_tokens, temperature), served)
                 except TandemError as error:
                     served.error, served.reason = type(error).__name__, str(error)
                 served.ended = time.perf_counter()
                 return served
             finally:
-                places.put_nowait(connection)
+                places.put_nowait(complete)
 
         return list(await asyncio.gather(*(serve(*each) for each in enumerate(arrivals))))
 

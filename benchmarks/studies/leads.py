@@ -63,7 +63,7 @@ async def main(options: argparse.Namespace, words: Sequence[str]) -> None:
                 prompts = chosen(setup.pair.prompts(), options.batch, number)
                 workload = Workload(prompts, temperature, options.max_tokens, seed=100 * number)
                 for name, contender in contenders.items():
-                    found[name].append(await contender.run(workload))
+                    found[name].append(await contender(workload))
             # In the first two rounds the controller learns acceptance
             _show(temperature, {name: each[2:] for name, each in found.items()})
 

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import Contender, chosen, floats, names, numbers, rotated, study_parser
-from benchmarks.contenders import BenchSettings, ThroughServices, coordinator_of, models, prepared
+from benchmarks.contenders import BenchSettings, coordinator_of, models, prepared, through_services
 from benchmarks.pairs import DEMO
 from benchmarks.peers import FIRST_TOKENS, Outcome, Workload
 from tandem.admin_client import AdminClient
@@ -77,10 +77,10 @@ async def cells(console: Console, name: str, folder: Path, options: argparse.Nam
         for heat, batch, is_seeded in product(options.temperature, options.batch, options.seeded):
             seed: dict[str, Any] = {} if is_seeded else {"seed": None}
             ways: dict[str, Contender] = {
-                f"K={count}": ThroughServices(client, num_speculative_tokens=count, **seed)
+                f"K={count}": through_services(client, num_speculative_tokens=count, **seed)
                 for count in options.fixed
             }
-            ways["alone"] = ThroughServices(client, speculation=False, **seed)
+            ways["alone"] = through_services(client, speculation=False, **seed)
             found: dict[str, list[Outcome]] = {way: [] for way in (*ways, "adaptive")}
             made: Sequence[Any] = ()
             for number in range(options.rounds):
@@ -91,9 +91,9 @@ async def cells(console: Console, name: str, folder: Path, options: argparse.Nam
                     Client(address) as own,
                     AdminClient(address) as admin,
                 ):
-                    all_ways = {**ways, "adaptive": ThroughServices(own, **seed)}
+                    all_ways = {**ways, "adaptive": through_services(own, **seed)}
                     for way in rotated(list(all_ways), number):
-                        found[way].append(await all_ways[way].run(workload))
+                        found[way].append(await all_ways[way](workload))
                     made = (await admin.stats()).decisions
             decisions += [f"{each.rule}, temperature {each.temperatures}, {each.reason}" for each in made]
             table.add_row(f"{heat:g}", str(batch), "yes" if is_seeded else "no", *_judged(found))

@@ -50,7 +50,7 @@ async def main(options: argparse.Namespace, words: Sequence[str]) -> None:
                 for number in range(options.rounds + 1):
                     workload = Workload(prompts, options.temperature, options.max_tokens, seed=number)
                     began = time.perf_counter()
-                    outcome = await coordinator.run(workload)
+                    outcome = await coordinator(workload)
                     steps = (setup.logs / "target.steps").read_text()
                     found.append(_figures(outcome, began, steps, options.step / 1e3))
                 figures = (statistics.median(each) for each in zip(*found[1:], strict=True))

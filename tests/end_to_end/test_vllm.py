@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.common import chosen
+from benchmarks.common import Contender, chosen
 from benchmarks.contenders import CONTENDERS, Addresses, BenchSettings, Setup
 from benchmarks.pairs import Pair, open_pair
-from benchmarks.peers import Outcome, Peer, Workload, peer
+from benchmarks.peers import Outcome, Workload, peer
 from tests.end_to_end.processes import address_of, model_service
 from tests.paths import DEMO_DRAFT
 
@@ -82,14 +82,14 @@ async def test_text_and_acceptance_are_those_of_vllm_itself(
                 Workload(chosen(prompts, batch, number), 0.0, MAX_TOKENS, number)
                 for number in range(-(-PROMPTS // batch))
             ]
-            found = {name: [await way.run(each) for each in workloads] for name, way in ways.items()}
+            found = {name: [await way(each) for each in workloads] for name, way in ways.items()}
             for name in ("vllm-tandem", "vllm-tandem-ahead"):
                 assert texts(found[name]) == texts(found["vllm"]), f"{name}, batch {batch}: another text"
                 assert found[name][0].drafted > 0, f"{name}, batch {batch}: nothing was drafted"
                 difference = acceptance(found[name]) - acceptance(found["vllm-draft"])
                 assert abs(difference) <= ACCEPTANCE_TOLERANCE, f"{name}, batch {batch}: {difference:+.3f}"
         drawn = Workload(chosen(prompts, 16, 0), 1.0, 4 * MAX_TOKENS, 7)
-        found = {name: [await ways[name].run(drawn)] for name in ("vllm-draft", "vllm-tandem")}
+        found = {name: [await ways[name](drawn)] for name in ("vllm-draft", "vllm-tandem")}
         difference = acceptance(found["vllm-tandem"]) - acceptance(found["vllm-draft"])
         assert abs(difference) <= DRAWN_TOLERANCE, f"drawn: {difference:+.3f}"
 
@@ -97,7 +97,7 @@ async def test_text_and_acceptance_are_those_of_vllm_itself(
 @asynccontextmanager
 async def plugged(
     python: str, pair: Pair, address: str, log: Path, tensor_parallel_size: int = 1, **environment: str
-) -> AsyncIterator[Peer]:
+) -> AsyncIterator[Contender]:
     setup: dict[str, Any] = {
         **setup_of(python, pair, log.parent).as_json(),
         "mode": "tandem",
@@ -121,12 +121,12 @@ async def test_no_request_fails_when_drafts_are_stopped_and_killed_under_it(
         draft = stack.enter_context(model_service("draft_service", DEMO_DRAFT, "--dtype", "float32"))
         address = await asyncio.to_thread(address_of, draft)
         vllm = await stack.enter_async_context(plugged(vllm_python, pair, address, tmp_path / "log"))
-        undisturbed = await vllm.run(workload)
+        undisturbed = await vllm(workload)
         assert undisturbed.accepted > 0
         expected = [answer.token_ids for answer in undisturbed.answers]
 
         async def disturbed(*signals: signal.Signals) -> int:
-            running = asyncio.create_task(vllm.run(workload))
+            running = asyncio.ensure_future(vllm(workload))
             for number in signals:
                 await asyncio.sleep(undisturbed.seconds / 4)
                 draft.signal(number)
@@ -143,7 +143,7 @@ async def test_no_request_fails_when_drafts_are_stopped_and_killed_under_it(
         )
         await asyncio.to_thread(address_of, again)
         await asyncio.sleep(2.0)  # until its health was asked for
-        last = await vllm.run(workload)
+        last = await vllm(workload)
         assert [answer.token_ids for answer in last.answers] == expected
         assert last.accepted > 0, "the draft that was started again is not used"
 
@@ -166,7 +166,7 @@ async def test_of_two_tensor_parallel_workers_one_asks(vllm_python: str, pair: P
                 VLLM_LOGGING_LEVEL="INFO",
             )
         )
-        outcome = await vllm.run(Workload(tuple(pair.prompts()[:2]), 0.0, MAX_TOKENS))
+        outcome = await vllm(Workload(tuple(pair.prompts()[:2]), 0.0, MAX_TOKENS))
         assert outcome.accepted > 0
         said = log.read_text(encoding="utf-8")
     assert said.count("Loaded custom proposer class") == 2, "there are not two workers"

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import socket
 from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.processes import TANDEM, run, service
-from tests.paths import DEMO_DRAFT
 
 pytestmark = pytest.mark.slow
 
@@ -27,23 +23,6 @@ def sentence_of(written: str) -> str:
     (line,) = written.splitlines()
     assert line.startswith("error: ")
     return line
-
-
-def test_a_damaged_model_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(DEMO_DRAFT, folder)
-    weights = folder / "model.safetensors"
-    os.truncate(weights, weights.stat().st_size // 2)
-    sentence = refusal(1, "target_service", "--model", str(folder))
-    assert "is damaged" in sentence
-    assert str(folder) in sentence
-
-
-def test_a_port_in_use_is_reported() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        sentence = refusal(2, "target_service", "--model", str(DEMO_DRAFT), "--port", str(port))
-    assert f"cannot listen on 127.0.0.1:{port}" in sentence
 
 
 def test_a_target_that_does_not_answer_ends_the_start() -> None:

@@ -30,10 +30,10 @@ SCORED: dict[str, Any] = {
 }
 
 
-def expected() -> torch.Tensor:
-    """By transformers: log probabilities of each next token, [len(PROMPT), vocabulary_size]."""
+def expected(token_ids: list[int]) -> torch.Tensor:
+    """By transformers: log probabilities of each next token, [len(token_ids), vocabulary_size]."""
     with torch.inference_mode():
-        logits: torch.Tensor = random_model(1, **TINY)(torch.tensor([PROMPT])).logits[0]
+        logits: torch.Tensor = random_model(1, **TINY)(torch.tensor([token_ids])).logits[0]
     return logits.double().log_softmax(-1)
 
 
@@ -50,7 +50,7 @@ async def test_a_prompt_is_scored_beside_a_draft(
     said, tops = choice.logprobs.token_logprobs or [], choice.logprobs.top_logprobs or []
     assert len(said) == len(tops) == len(PROMPT) + max_tokens
     assert said[0] is tops[0] is None
-    rows = expected()
+    rows = expected(PROMPT)
     for i, token_id in enumerate(PROMPT[1:]):
         assert said[i + 1] == pytest.approx(float(rows[i, token_id]), abs=1e-4)
         assert max(tops[i + 1].values()) == pytest.approx(float(rows[i].max()), abs=1e-4)
@@ -83,3 +83,18 @@ async def test_a_longer_completion_needs_the_target_alone(
             await client.completions.create(**asked | {"echo": False, "max_tokens": 0})
         with pytest.raises(openai.BadRequestError, match="echo is true and logprobs are asked for"):
             await client.completions.create(**SCORED, max_tokens=1, logit_bias=json.loads('{"5": 1}'))
+
+
+async def test_log_probabilities_are_those_of_the_model(
+    model: LoadedModel, other_model: LoadedModel, tmp_path: Path
+) -> None:
+    """In rounds of several tokens, of which the draft proposes some."""
+    asked: Any = {**SCORED, "echo": False, "max_tokens": 12, "extra_body": {"return_token_ids": True}}
+    async with cluster(model, other_model, tmp_path) as client:
+        (choice,) = (await client.completions.create(**asked)).choices
+    assert choice.logprobs is not None
+    assert choice.model_extra is not None
+    token_ids = choice.model_extra["token_ids"]
+    rows = expected([*PROMPT, *token_ids])[len(PROMPT) - 1 : -1]
+    said = [float(row[token_id]) for row, token_id in zip(rows, token_ids, strict=True)]
+    assert choice.logprobs.token_logprobs == pytest.approx(said, abs=1e-4)

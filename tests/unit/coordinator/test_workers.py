@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
@@ -63,11 +62,6 @@ def test_a_worker_has_its_share_and_the_shared_port() -> None:
     # They are settings that could have been given, so that live changes can be checked against them.
     for each in found:
         CoordinatorSettings(**each.model_dump())
-
-
-def test_a_setup_survives_the_command_line() -> None:
-    setup = WorkerSetup(1, 2, "/f", 7, listens_late=True, changes={"speculation": "false"}, drained=["h:1"])
-    assert WorkerSetup(**json.loads(json.dumps(asdict(setup)))) == setup
 
 
 def test_more_workers_than_places_are_refused() -> None:

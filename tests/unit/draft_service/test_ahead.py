@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -111,13 +111,20 @@ async def proposed(sequence: DraftedSequence, step: ProposeStep) -> Proposal:
 
 
 async def assert_as_if_asked(
-    proposer: StandaloneProposer, options: DraftOptions, before: tuple[int, ...], drafted: Round
+    proposer: StandaloneProposer,
+    options: DraftOptions,
+    before: tuple[int, ...],
+    drafted: Round,
+    *,
+    count: int = K,
+    ranks: Sequence[int] | None = None,
 ) -> None:
-    """Each continuation equals what a sequence without drafting ahead proposes after that outcome."""
+    """The continuations of these outcomes, or of all, equal what a sequence without drafting ahead proposes after them:
+    `count` tokens of those before were proposed."""
     async with proposer.sequence(replace(options, ahead=None)) as plain:
-        for rank, (accepted, token_id) in enumerate(drafted.outcomes):
-            length = len(before) - K + accepted
-            tokens = (*before[:length], token_id)
+        for rank in range(len(drafted.outcomes)) if ranks is None else ranks:
+            accepted, token_id = drafted.outcomes[rank]
+            tokens = (*before[: len(before) - count + accepted], token_id)
             fresh = await proposed(plain, ProposeStep(Delta(0, tokens), K))
             assert drafted.tokens(rank) == fresh.token_ids
             assert len(drafted.distributions(rank)) == len(fresh.distributions)
@@ -125,36 +132,45 @@ async def assert_as_if_asked(
                 assert isinstance(other, SparseDistribution)
                 np.testing.assert_array_equal(own.token_ids, other.token_ids)
                 np.testing.assert_allclose(own.probs, other.probs, atol=1e-5)
+            if rank == 0:
+                lead = drafted.columns[0].lead_token_ids
+                assert lead == fresh.token_ids[1 : 1 + len(lead)]
 
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [("llama", GREEDY), ("llama", STRICT), ("llama", SUPPORT), ("gpt2", SUPPORT)],
-    ids=["greedy", "strict", "support", "learned positions"],
+    [("llama", GREEDY), ("llama", STRICT), ("llama", SUPPORT), ("gpt2", SUPPORT), ("gpt2", STRICT)],
+    ids=["greedy", "strict", "support", "support, learned positions", "strict, learned positions"],
 )
 async def test_each_continuation_is_what_would_be_proposed(
     make_model: MakeModel, family: str, options: DraftOptions
 ) -> None:
-    """This holds after an answer, after a hit, and after a miss."""
+    """After an answer; after hits, each of which goes on with a branch of the one before, where a lead shortens the way
+    of the first outcome; and after a miss."""
+    leads = 0
     async with proposing(make_model(family)) as proposer, proposer.sequence(options) as sequence:
+        history = proposer._histories[options.row_kind, options.sampling.is_greedy, False, False]._accepted
+        history._rates = [0.99] * len(history._rates)  # as a draft that is nearly always right
         first = await proposed(sequence, ProposeStep(Delta(0, PROMPT), K, BUDGET))
-        before = (*PROMPT, *first.token_ids)
-        drafted = await pushed(sequence)
-        assert len(drafted.outcomes) == len(set(drafted.outcomes)) == BUDGET.branch_count
-        assert len({accepted for accepted, _ in drafted.outcomes}) > 1
-        assert all(column.base_length == len(PROMPT) for column in drafted.columns)
-        await assert_as_if_asked(proposer, options, before, drafted)
-        # A hit: the continuation is verified without a request.
-        accepted, token_id = drafted.outcomes[-1]
-        kept = len(PROMPT) + accepted
-        tail = (token_id, *drafted.tokens(len(drafted.outcomes) - 1))
-        before = (*before[:kept], *tail)
-        # What was proposed and not sent back is not there.
-        step = ProposeStep(Delta(len(PROMPT), before[len(PROMPT) :]), 0, BUDGET, K)
-        assert await sequence.propose(step) is None
-        await assert_as_if_asked(proposer, options, before, await pushed(sequence))
+        before, count, is_later = (*PROMPT, *first.token_ids), K, False
+        for rank, taken in [(0, 2), (0, 1), (0, 3), (5, K), (0, 2), (3, 1), (0, K), (0, 1)]:
+            drafted = await pushed(sequence)
+            assert len(drafted.outcomes) == len(set(drafted.outcomes)) == BUDGET.branch_count
+            leads += len(drafted.columns[0].lead_token_ids)
+            ranks = (0, rank) if is_later else None
+            await assert_as_if_asked(proposer, options, before, drafted, count=count, ranks=ranks)
+            # A hit: the continuation is verified without a request. What was proposed is there once it is sent back.
+            accepted, token_id = drafted.outcomes[rank]
+            kept = len(before) - count + accepted
+            before, count = (*before[:kept], token_id, *drafted.tokens(rank)[:taken]), taken
+            # The branches are then as long as they become.
+            await until(lambda: proposer._engine._background.is_empty, SECONDS)
+            base = kept if is_later else len(PROMPT)
+            assert await sequence.propose(ProposeStep(Delta(base, before[base:]), 0, BUDGET, taken)) is None
+            is_later = True
         # A miss: the draft gets a request, as without drafting ahead.
-        base = len(before) - K
+        await pushed(sequence)
+        base = len(before) - count
         other = next(t for t in range(VOCABULARY_SIZE) if t != before[base])
         answer = await proposed(sequence, ProposeStep(Delta(base, (other,)), K, BUDGET))
         async with proposer.sequence(replace(options, ahead=None)) as plain:
@@ -162,6 +178,7 @@ async def test_each_continuation_is_what_would_be_proposed(
         assert answer.token_ids == fresh.token_ids
         before = (*before[:base], other, *answer.token_ids)
         await assert_as_if_asked(proposer, options, before, await pushed(sequence))
+    assert bool(leads) == (options.row_kind is RowKind.TOKEN)
 
 
 async def test_a_request_ends_the_drafting_of_the_previous_round(make_model: MakeModel) -> None:
@@ -282,51 +299,6 @@ async def test_a_released_sequence_is_not_drafted_for(make_model: MakeModel) -> 
             assert len(await proposed(other, ProposeStep(Delta(0, PROMPT), K))) == K
         await until(lambda: not proposer.kv_usage().sequence_count, SECONDS)
         assert queue_of(sequence).qsize() < 63, "the budget allows more"
-
-
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [("llama", GREEDY), ("llama", STRICT), ("llama", SUPPORT), ("gpt2", STRICT)],
-    ids=["greedy", "strict", "support", "learned positions"],
-)
-async def test_hits_that_follow_each_other_have_what_would_be_proposed(
-    make_model: MakeModel, family: str, options: DraftOptions
-) -> None:
-    """Each goes on with a branch of the one before; where it is the first outcome, a lead shortens the way."""
-    leads = 0
-    async with proposing(make_model(family)) as proposer, proposer.sequence(options) as sequence:
-        accepted_so_far = proposer._histories[
-            options.row_kind, options.sampling.is_greedy, False, False
-        ]._accepted
-        accepted_so_far._rates = [0.99] * len(
-            accepted_so_far._rates
-        )  # as a draft that is nearly always right
-        first = await proposed(sequence, ProposeStep(Delta(0, PROMPT), K, BUDGET))
-        before, count = (*PROMPT, *first.token_ids), K
-        for number, (rank, taken) in enumerate(
-            [(0, 2), (0, 1), (0, 3), (5, K), (0, 2), (3, 1), (0, K), (0, 1)]
-        ):
-            drafted = await pushed(sequence)
-            lead = drafted.columns[0].lead_token_ids
-            leads += len(lead)
-            async with proposer.sequence(replace(options, ahead=None)) as plain:
-                for other in (0, rank):
-                    accepted, token_id = drafted.outcomes[other]
-                    tokens = (*before[: len(before) - count + accepted], token_id)
-                    fresh = await proposed(plain, ProposeStep(Delta(0, tokens), K))
-                    assert drafted.tokens(other) == fresh.token_ids, number
-                    if other == 0:
-                        assert lead == fresh.token_ids[1 : 1 + len(lead)]
-            accepted, token_id = drafted.outcomes[rank]
-            kept = len(before) - count + accepted
-            tail = (token_id, *drafted.tokens(rank)[:taken])
-            before, count = (*before[:kept], *tail), taken
-            # The branches are then as long as they become.
-            await until(lambda: proposer._engine._background.is_empty, SECONDS)
-            base = len(PROMPT) if number == 0 else kept
-            step = ProposeStep(Delta(base, before[base:]), 0, BUDGET, taken)
-            assert await sequence.propose(step) is None
-    assert bool(leads) == (options.row_kind is RowKind.TOKEN)
 
 
 @pytest.mark.parametrize("options", [GREEDY, STRICT], ids=["greedy", "strict"])

@@ -180,16 +180,6 @@ def add(responses: ResponseCache, response: Sequence[int]) -> None:
         pass
 
 
-@given(scripts, all_options, st.integers(0, 6))
-def test_proposals_agree_with_counting_all_windows(
-    script: list[tuple[int, list[int]]], options: DraftingOptions, token_count: int
-) -> None:
-    held = hold(new_cache(options), options)
-    for delta in script_to_deltas(script):
-        held.apply(delta)
-        assert held.propose(token_count) == proposed([], held.tokens, token_count, options)
-
-
 @given(st.lists(scripts, min_size=2, max_size=6), all_options, st.integers(0, 6))
 def test_it_learns_from_the_last_responses(
     completions: list[list[tuple[int, list[int]]]], options: DraftingOptions, token_count: int

@@ -28,7 +28,7 @@ from tandem.engine.core.selection import choose_backends
 from tandem.engine.interface import EngineSettings
 from tandem.engine.models import loading
 from tandem.engine.models.checkpoint import eos_token_ids, open_checkpoint, tokenizer_hash
-from tandem.engine.models.loading import load_model, stored_tensors
+from tandem.engine.models.loading import load_model
 from tandem.errors import ConfigurationError, ModelFolderError, NonFiniteLogitsError
 from tests.paths import ROOT
 from tests.unit.engine.conftest import TinyModel
@@ -564,20 +564,3 @@ def test_every_tensor_arrives_on_the_device_itself(llama: TinyModel) -> None:
     assert {tensor.device.type for tensor in module.state_dict().values()} == {"meta"}
     assert {tensor.device.type for tensor in module.buffers()} == {"meta"}
     assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
-
-
-def test_a_tensor_is_converted_on_the_way(llama: TinyModel) -> None:
-    tensors = stored_tensors(open_checkpoint(llama.folder).weights.files, torch.device("cpu"))
-    expected = llama.reference.state_dict()
-    name = "model.layers.1.self_attn.q_proj.weight"
-    assert tensors.keys() == expected.keys()
-    assert torch.equal(tensors[name][...].to("cpu", torch.bfloat16), expected[name].bfloat16())
-    assert torch.equal(tensors[name][...].to(), expected[name])
-    assert tensors[name].get_dtype() == "F32"
-
-
-def test_a_tensor_that_needs_no_conversion_stays_in_its_file(llama: TinyModel) -> None:
-    tensors = stored_tensors(open_checkpoint(llama.folder).weights.files, torch.device("cpu"))
-    name = "model.norm.weight"
-    first, second = (tensors[name][...].to("cpu", torch.float32) for _ in range(2))
-    assert first.data_ptr() == second.data_ptr()

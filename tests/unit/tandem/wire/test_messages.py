@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -105,44 +107,29 @@ def test_impossible_tensors_are_refused(tensor: types_pb2.Tensor, words: str) ->
         common.logits_from_tensor(tensor, "dense_rows")
 
 
-@pytest.mark.parametrize("state", CoordinatorState)
-def test_a_status_comes_back(state: CoordinatorState) -> None:
-    status = replace(STATUS, state=state)
-    assert wire.STATUS.from_proto(wire.STATUS.to_proto(status)) == status
+YEARS = replace(STATS.speculation, rounds=1 << 40, drafted=1 << 42)
+DOCUMENTS: list[tuple[Any, object]] = [
+    *((wire.STATUS, replace(STATUS, state=state)) for state in CoordinatorState),
+    *(
+        (wire.REPLICA, replace(shot, role=role, state=state, model=None if state is ReplicaState.DOWN else shot.model))
+        for shot, role, state in product(REPLICAS, Role, ReplicaState)
+    ),
+    (wire.REQUEST, REQUEST),
+    (wire.STATS, replace(STATS, completion_tokens=1 << 43, speculation=YEARS)),
+    *(
+        (wire.OPTION, ConfigOption("name", value, origin, True, "10.0.0.7:1", NOW))
+        for origin, value in product(Origin, (None, 6, 1.0, True, "strict", [0.9, 0.5]))
+    ),
+    (wire.DIAGNOSIS, Diagnosis("0.1.0", NOW, FINDINGS)),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("state", ReplicaState)
-@pytest.mark.parametrize("role", Role)
-def test_a_replica_comes_back(role: Role, state: ReplicaState) -> None:
-    for shot in REPLICAS:
-        replica = replace(
-            shot, role=role, state=state, model=None if state is ReplicaState.DOWN else shot.model
-        )
-        assert wire.REPLICA.from_proto(wire.REPLICA.to_proto(replica)) == replica
-
-
-def test_a_request_comes_back() -> None:
-    assert wire.REQUEST.from_proto(wire.REQUEST.to_proto(REQUEST)) == REQUEST
-
-
-def test_statistics_come_back_with_counts_of_years() -> None:
-    years = replace(STATS.speculation, rounds=1 << 40, drafted=1 << 42)
-    stats = replace(STATS, completion_tokens=1 << 43, speculation=years)
-    assert wire.STATS.from_proto(wire.STATS.to_proto(stats)) == stats
-
-
-@pytest.mark.parametrize("origin", Origin)
-@pytest.mark.parametrize("value", [None, 6, 1.0, True, "strict", [0.9, 0.5]])
-def test_an_option_comes_back_with_the_type_of_its_value(origin: Origin, value: object) -> None:
-    option = ConfigOption("name", value, origin, True, "10.0.0.7:1", NOW)
-    back = wire.OPTION.from_proto(wire.OPTION.to_proto(option))
-    assert back == option
-    assert type(back.value) is type(value)
-
-
-def test_a_diagnosis_comes_back() -> None:
-    diagnosis = Diagnosis("0.1.0", NOW, FINDINGS)
-    assert wire.DIAGNOSIS.from_proto(wire.DIAGNOSIS.to_proto(diagnosis)) == diagnosis
+@pytest.mark.parametrize(("form", "document"), DOCUMENTS)
+def test_what_administrators_see_comes_back(form: Any, document: object) -> None:
+    back = form.from_proto(form.to_proto(document))
+    assert back == document
+    if isinstance(document, ConfigOption):
+        assert type(back.value) is type(document.value)
 
 
 VOCABULARY_SIZE = 128_256  # Llama 3
@@ -224,18 +211,12 @@ def test_a_request_without_a_prompt_is_refused() -> None:
 
 
 @pytest.mark.parametrize("stop_reason", [None, "", "END", 0, 7])
-def test_the_reason_for_the_end_survives(stop_reason: str | int | None) -> None:
-    summary = Summary(FinishReason.STOP, 4, 9, SpeculationStats(), "id", 1, stop_reason=stop_reason)
-    chunk = Chunk("", (1,), (False,), (0,), summary)
-    assert generation.chunk_from_proto(generation.chunk_to_proto(chunk)) == chunk
-
-
 @pytest.mark.parametrize("finish_reason", list(FinishReason))
-def test_chunks_survive(finish_reason: FinishReason) -> None:
+def test_chunks_survive(finish_reason: FinishReason, stop_reason: str | int | None) -> None:
     positions = [PositionStats(2, 2, 2), PositionStats(2, 2, 1)]
     stats = SpeculationStats(2, 5, 3, positions, AheadStats(2, 1, [0, 1], 0.125))
     state = SpeculationState(False, 0, "why", (DecidingFigure("with the draft", 95.25, "tokens/s"),))
-    summary = Summary(finish_reason, 4, 9, stats, "id", -5, state)
+    summary = Summary(finish_reason, 4, 9, stats, "id", -5, state, stop_reason=stop_reason)
     chunk = Chunk(
         "héllo", (1, 2), (True, False), (2, 3), summary, 4,
         (TokenLogprobs(-0.5, (1, 7), (-0.5, -1.25)), TokenLogprobs(-2.0)), drafted_ahead=True,

@@ -1,0 +1,383 @@
+"""What coordinator, drafts and targets say of many sequences survives the wire; what does not fit is refused."""
+
+from __future__ import annotations
+
+import math
+import struct
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+from google.protobuf.message import Message
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.errors import InvalidRequestError, ProtocolError
+from tandem.types import (
+    AheadBudget,
+    Cancel,
+    Delta,
+    DenseRow,
+    DraftedOutcomes,
+    DraftOptions,
+    Finish,
+    IntArray,
+    LogitAdjustments,
+    Proposal,
+    ProposeStep,
+    RowKind,
+    RowStatistics,
+    SamplingParams,
+    SparseDistribution,
+    StepCost,
+    SupportRow,
+    TargetOptions,
+    TargetRow,
+    TokenRow,
+    Verification,
+    VerifyStep,
+)
+from tandem.v1 import draft_pb2, target_pb2
+from tandem.wire import draft, target
+from tandem.wire.status import Ending
+
+FLOATS = st.floats(0.0, 1.0, width=32)
+IDS = st.integers(0, 2**31 - 1)
+COSTS = st.one_of(
+    st.none(),
+    st.builds(StepCost, st.floats(2**-12, 100.0, width=32), st.integers(1, 8), st.integers(8, 99)),
+)
+_CONTENTS = st.one_of(
+    st.binary(max_size=64),
+    st.lists(st.integers(-2, 3), max_size=16).map(lambda values: np.array(values, "<i4").tobytes()),
+)
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+
+def plain(value: object) -> object:
+    """Arrays as types and bytes, so that equal means equal bits."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.tobytes()
+    if isinstance(value, tuple | list):
+        return [plain(each) for each in value]
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    if hasattr(value, "__dataclass_fields__"):
+        return type(value).__name__, [plain(getattr(value, name)) for name in value.__dataclass_fields__]
+    return value
+
+
+def corrupted(data: st.DataObject, message: MessageT) -> MessageT:
+    """Replace one of the message's columns, in whichever of its parts."""
+    owner, name = data.draw(st.sampled_from(_columns(message)))
+    setattr(owner, name, data.draw(_CONTENTS))
+    return message
+
+
+def _columns(message: Message) -> list[tuple[Message, str]]:
+    found: list[tuple[Message, str]] = []
+    for field, value in message.ListFields():
+        if isinstance(value, bytes):
+            found.append((message, field.name))
+        elif field.message_type is not None:
+            for part in [value] if isinstance(value, Message) else value:
+                found += _columns(part)
+    return found
+
+
+LENGTHS = st.integers(0, 2**30)
+
+
+@st.composite
+def sparse(draw: st.DrawFn) -> SparseDistribution:
+    weights = np.array(draw(st.lists(st.integers(1, 100), min_size=1, max_size=6)), float)
+    ids = draw(st.lists(IDS, min_size=len(weights), max_size=len(weights), unique=True))
+    # What binary32 leaves of the probabilities is their share.
+    probs = (weights / weights.sum()).astype(np.float32).astype(float)
+    return SparseDistribution(np.array(ids), probs / sum(probs.tolist()))
+
+
+@st.composite
+def proposals(draw: st.DrawFn) -> Proposal:
+    token_ids = tuple(draw(st.lists(IDS, max_size=4)))
+    distributions = tuple(draw(sparse()) for _ in token_ids) if draw(st.booleans()) else ()
+    has_logits = bool(token_ids) and draw(st.booleans())
+    logits = np.array([draw(FLOATS) for _ in token_ids], np.float32) if has_logits else None
+    return Proposal(draw(LENGTHS), token_ids, distributions, logits, draw(COSTS))
+
+
+@st.composite
+def outcomes(draw: st.DrawFn) -> DraftedOutcomes:
+    token_ids = tuple(draw(st.lists(IDS, max_size=4)))
+    depth = draw(st.integers(0, 3))
+    keys = [tuple(draw(st.lists(IDS, min_size=3, max_size=3))) if depth == 0 else () for _ in range(2)]
+    distributions = tuple(draw(sparse()) for _ in token_ids) if draw(st.booleans()) else ()
+    lead = tuple(draw(st.lists(IDS, max_size=3)))
+    length, cost = draw(LENGTHS), draw(COSTS)
+    return DraftedOutcomes(length, depth, token_ids, keys[0], keys[1], distributions, lead, cost)
+
+
+@given(st.lists(st.one_of(proposals(), outcomes()), max_size=6))
+def test_proposals_and_outcomes_survive(made: list[draft.Answer]) -> None:
+    numbered = dict(enumerate(made, 1))
+    message = draft.answers_to_proto(numbered.items())
+    back = draft_pb2.ProposeResponse.FromString(message.SerializeToString())
+    found = dict(draft.answers_from_proto(back))
+    expected = {number: _once_rounded(each) for number, each in numbered.items()}
+    assert plain(found) == plain(expected)
+
+
+def _once_rounded(answer: draft.Answer) -> draft.Answer:
+    """The probabilities as a reader has them: rounded to binary32, and then divided by their sum."""
+    supports = []
+    for each in answer.distributions:
+        assert isinstance(each, SparseDistribution)
+        probs = each.probs.astype(np.float32).astype(float)
+        supports.append(SparseDistribution(each.token_ids, probs / sum(probs.tolist())))
+    return replace(answer, distributions=tuple(supports))
+
+
+@st.composite
+def support_rows(draw: st.DrawFn, support: IntArray, *, with_statistics: bool) -> SupportRow:
+    size = len(support)
+    values = st.lists(FLOATS, min_size=size, max_size=size)
+    statistics = RowStatistics(
+        draw(FLOATS),
+        draw(FLOATS),
+        draw(IDS),
+        np.array(draw(st.lists(IDS, min_size=size, max_size=size)), np.int64),
+        np.array(draw(values), np.float32),
+    )
+    return SupportRow(
+        support,
+        np.array(draw(values), float),
+        draw(FLOATS),
+        draw(st.integers(-1, 2**31 - 1)),
+        statistics if with_statistics else None,
+        draw(FLOATS),
+    )
+
+
+@st.composite
+def verifications(draw: st.DrawFn) -> tuple[VerifyStep, Verification]:
+    kind = draw(st.sampled_from(RowKind))
+    count = draw(st.integers(0, 4))
+    with_statistics = kind is RowKind.SUPPORT and draw(st.booleans())
+    supports: tuple[IntArray, ...] = ()
+    rows: tuple[TargetRow, ...] = tuple(TokenRow(draw(IDS)) for _ in range(count))
+    if kind is RowKind.SUPPORT:
+        supports = tuple(np.arange(draw(st.integers(0, 5))) for _ in range(count))
+        rows = tuple(draw(support_rows(each, with_statistics=with_statistics)) for each in supports)
+    if kind is RowKind.DENSE:
+        rows = tuple(DenseRow(np.array([draw(FLOATS), draw(FLOATS)], np.float32)) for _ in range(count))
+    delta = Delta(draw(IDS), draw(st.lists(IDS, max_size=4)))
+    step = VerifyStep(delta, kind, count, supports, with_statistics, draw(st.integers(0, 8)), draw(IDS))
+    led = draw(st.integers(-1, 2**31 - 1)), draw(st.integers(-1, 2**31 - 1))
+    return step, Verification(draw(st.integers(0, 2**30)), rows, draw(COSTS), *led)
+
+
+@given(st.lists(verifications(), max_size=6))
+def test_steps_and_verifications_survive(asked: list[tuple[VerifyStep, Verification]]) -> None:
+    steps = [(number, step) for number, (step, _) in enumerate(asked, 1)]
+    request = target_pb2.VerifyRequest.FromString(target.requests_to_proto(steps).SerializeToString())
+    assert plain(list(target.requests_from_proto(request))) == plain(steps)
+    answers = [(number, answer) for number, (_, answer) in enumerate(asked, 1)]
+    response = target_pb2.VerifyResponse.FromString(target.answers_to_proto(answers).SerializeToString())
+    found = {}
+    for number, answer in target.answers_from_proto(response):
+        assert isinstance(answer, target.Answer)
+        found[number] = answer.verification(dict(steps)[number])
+    assert plain(found) == plain(dict(answers))
+
+
+SAMPLING = SamplingParams(0.7, 20, 0.9, 0.05, -(2**62))
+BUDGET = AheadBudget(4, 3)
+DRAFTED = DraftOptions("r", SAMPLING, 99, RowKind.SUPPORT, 32, True, "00-aa-bb-01", BUDGET, "a client")
+VERIFIED = TargetOptions(
+    "r", SAMPLING, 99, "00-aa-bb-01", 17, LogitAdjustments({3: 0.1, 5: -100.0}, 4, (0, 7)), "a client"
+)
+LIVES: list[tuple[Any, list[tuple[int, object]]]] = [
+    (draft, [
+        (1, DRAFTED), (2, replace(DRAFTED, ahead=None)), (1, ProposeStep(Delta(0, [4, 5]), 6)),
+        (1, ProposeStep(Delta(2, [6]), 0, AheadBudget(2, 1), 1)), (2, ProposeStep(Delta(0, []), 0)),
+        (1, Finish(2)), (2, Cancel()),
+    ]),
+    (target, [
+        (1, VERIFIED), (2, replace(VERIFIED, adjustments=LogitAdjustments())),
+        (1, VerifyStep(Delta(0, [4]), RowKind.TOKEN, 1)), (2, VerifyStep(Delta(3, []), RowKind.TOKEN, 0)),
+        (1, VerifyStep(Delta(1, [5]), RowKind.TOKEN, 1, lead=2, min_proposed=3, alone_after_miss=True)),
+        (1, Finish(2)), (2, Cancel()), (3, DraftedOutcomes(7, 0, (4, 5), (1, 0), (8, 9), lead_token_ids=(6,))),
+        (4, DraftedOutcomes(9, 2, (4,))),
+    ]),
+]  # fmt: skip
+"""What a coordinator says of its sequences to each service."""
+
+
+@pytest.mark.parametrize(("wire", "said"), LIVES, ids=["draft", "target"])
+def test_a_sequence_s_whole_life_survives_in_one_message(wire: Any, said: list[tuple[int, object]]) -> None:
+    assert plain(list(wire.requests_from_proto(wire.requests_to_proto(said)))) == plain(said)
+    ends = [(1, Ending()), (2, Ending(Ending().code, "why", 0.5))]
+    assert list(wire.answers_from_proto(wire.answers_to_proto(ends))) == ends
+
+
+PLAIN = SamplingParams()
+OF_DRAFTS: list[tuple[draft.Request, str]] = [
+    (DraftOptions("r", PLAIN, draft_top_k=-1), "draft_top_k is -1"),
+    (DraftOptions("r", PLAIN, draft_support_mass=1.5), "draft_support_mass is 1.5"),
+    (DraftOptions("r", PLAIN, draft_support_mass=math.nan), "draft_support_mass is nan"),
+    (DraftOptions("r", PLAIN, row_kind=RowKind.DENSE), "row_kind is ROW_KIND_DENSE"),
+    (DraftOptions("r", PLAIN, ahead=AheadBudget(1000, 1)), "branch_count of the budget is 1000"),
+    (ProposeStep(Delta(-1, []), 0), "delta.base_length is -1"),
+    (ProposeStep(Delta(0, [1]), -1), "the proposal size is -1"),
+    (ProposeStep(Delta(0, [1]), 2, AheadBudget(1, -1)), "token_count of the budget is -1"),
+    (ProposeStep(Delta(0, [1]), 0, BUDGET, 1), "proposed_count is 1; it must be from 0 to below"),
+    (ProposeStep(Delta(0, [1, 2]), 1, BUDGET, 1), "one of them must be 0"),
+]
+OF_TARGETS: list[tuple[target.Request, str]] = [
+    (TargetOptions("r", PLAIN, prompt_length=-1), "prompt_token_count is -1"),
+    (TargetOptions("r", PLAIN, adjustments=LogitAdjustments(min_tokens=-1)), "min_tokens is -1"),
+    (TargetOptions("r", PLAIN, adjustments=LogitAdjustments({3: 1e6})), "the bias of token 3 is 1e"),
+    (TargetOptions("r", PLAIN, adjustments=LogitAdjustments({3: math.nan})), "token 3 is nan"),
+    (DraftedOutcomes(7, 64, (4,)), "outcomes came at depth"),
+    (DraftedOutcomes(7, -1, (4,)), "outcomes came at depth"),
+    (DraftedOutcomes(7, 60, (4,), lead_token_ids=(1,) * 4), "outcomes came at depth"),
+    (DraftedOutcomes(7, 0, (4,) * 65, (1,) * 65, tuple(range(65))), "outcomes came at depth"),
+]
+
+
+@pytest.mark.parametrize(
+    ("wire", "request_", "words"), [*((draft, *each) for each in OF_DRAFTS), *((target, *each) for each in OF_TARGETS)]
+)  # fmt: skip
+def test_an_impossible_request_is_refused(wire: Any, request_: object, words: str) -> None:
+    [(number, error)] = wire.requests_from_proto(wire.requests_to_proto([(1, request_)]))
+    assert number == 1
+    assert isinstance(error, InvalidRequestError)
+    assert words in str(error)
+
+
+def support(ids: list[int], probs: list[float]) -> SparseDistribution:
+    return SparseDistribution(np.array(ids, np.int64), np.array(probs))
+
+
+def test_distributions_come_for_every_token_or_none() -> None:
+    message = draft.answers_to_proto([(1, Proposal(3, (1, 2), (support([1], [1.0]),)))])
+    with pytest.raises(ProtocolError, match="2 tokens came with 1 distributions"):
+        list(draft.answers_from_proto(message))
+
+
+SUPPORTS = (support([5, 1], [0.5, 0.5]),) * 2
+PROPOSAL = Proposal(7, (5, 2), SUPPORTS, np.ones(2, np.float32), StepCost(0.5, 3, 9))
+OUTCOMES = DraftedOutcomes(7, 0, (3, 4), (0, 2), (8, 9), SUPPORTS, (), StepCost(0.5, 3, 9))
+
+
+@given(st.data())
+def test_corrupted_proposals_and_outcomes_are_refused_or_whole(
+    data: st.DataObject,
+) -> None:
+    answers: list[tuple[int, draft.Answer]] = [
+        *((i, PROPOSAL) for i in (1, 2, 3)),
+        (1, OUTCOMES),
+        (3, OUTCOMES),
+    ]
+    message = corrupted(data, draft.answers_to_proto(answers))
+    try:
+        found = [answer for _, answer in draft.answers_from_proto(message)]
+    except ProtocolError:
+        return
+    for answer in found:
+        assert not isinstance(answer, Ending)
+        assert len(answer.distributions) in (0, len(answer.token_ids))
+        for each in answer.distributions:
+            total = each.probs.sum()
+            assert abs(total - 1.0) < 1e-9 or not draft.sums_to_one(total)
+
+
+STEP = VerifyStep(Delta(0, ()), RowKind.SUPPORT, 2, (np.array([3, 8]),), with_statistics=True)
+STATISTICS = RowStatistics(0.5, 0.75, 3, np.array([0, 2]), np.array([2.5, -1.0], np.float32))
+NO_STATISTICS = replace(STATISTICS, ranks=np.arange(0), logits=np.empty(0, np.float32))
+VERIFICATION = Verification(
+    4,
+    (
+        SupportRow(np.array([3, 8]), np.array([0.75, 0.125]), 0.125, 5, STATISTICS, 0.0625),
+        SupportRow(np.arange(0), np.empty(0), 1.0, 9, NO_STATISTICS, 0.5),
+    ),
+    StepCost(0.5, 3, 9),
+)
+
+
+def answers() -> target_pb2.VerifyResponse:
+    return target.answers_to_proto([(number, VERIFICATION) for number in (1, 2, 3)])
+
+
+@given(st.data())
+def test_corrupted_rows_are_refused_or_have_the_requested_shape(data: st.DataObject) -> None:
+    message = corrupted(data, answers())
+    try:
+        found = [answer for _, answer in target.answers_from_proto(message)]
+        verified = [each.verification(STEP) for each in found if isinstance(each, target.Answer)]
+    except ProtocolError:
+        return
+    for verification in verified:
+        for row, size in zip(verification.rows, (2, 0), strict=True):
+            assert isinstance(row, SupportRow)
+            assert len(row.token_ids) == len(row.probs) == size
+
+
+@given(st.data())
+def test_corrupted_requests_are_refused_or_are_steps(data: st.DataObject) -> None:
+    for wire, step in ((draft, ProposeStep(Delta(4, [5, 6]), 0, BUDGET, 1)), (target, STEP)):
+        message = corrupted(data, wire.requests_to_proto([(number, step) for number in (1, 2, 3)]))
+        with suppress(ProtocolError):
+            for _, found in wire.requests_from_proto(message):
+                assert isinstance(found, ProposeStep | VerifyStep | InvalidRequestError)
+                assert not isinstance(found, VerifyStep) or len(found.supports) in (0, found.row_count)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "content", "words"),
+    [
+        ("", "records", b"\1", "the column of answers holds 1 bytes; it must hold a multiple of 24"),
+        ("", "records", b"", "the column of rows has 6 values, and parts of 0 in all"),
+        (
+            "",
+            "records",
+            struct.pack("<3if2i", 1, 4, 7, 0.0, 0, 0),
+            "the column of rows has 6 values, and parts of 7 in all",
+        ),
+        (
+            "",
+            "records",
+            struct.pack("<3if2i", 1, 4, -1, 0.0, 0, 0),
+            "the column of rows has a part of -1 values",
+        ),
+        ("support_rows", "probabilities", b"\0", "the column of probabilities holds 1 bytes"),
+        ("support_rows", "probabilities", b"\0" * 4, "has 1 values, and parts of 6 in all"),
+        ("support_rows", "records", struct.pack("<ifif", -1, 0, 0, 0), "has a part of -1 values"),
+    ],
+)
+def test_columns_that_do_not_fit_together_are_refused_in_a_sentence(
+    owner: str, name: str, content: bytes, words: str
+) -> None:
+    message = answers()
+    block = message.verifications[0]
+    setattr(getattr(block, owner) if owner else block, name, content)
+    with pytest.raises(ProtocolError, match=words):
+        list(target.answers_from_proto(message))
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (replace(STEP, row_kind=RowKind.TOKEN, supports=()), "support_rows came where token rows were"),
+        (replace(STEP, row_count=3), "2 rows came for 3 that were requested"),
+        (replace(STEP, supports=(np.arange(3),)), "a support row of 2 ids came for a support of 3"),
+    ],
+)
+def test_an_answer_to_another_step_is_refused(step: VerifyStep, words: str) -> None:
+    (_, answer), *_ = target.answers_from_proto(answers())
+    assert isinstance(answer, target.Answer)
+    with pytest.raises(ProtocolError, match=words):
+        answer.verification(step)

@@ -147,19 +147,9 @@ def one_sentence() -> Iterator[None]:
         sys.exit(130)
 
 
-def numbers(text: str) -> list[int]:
-    """Integers separated by commas."""
-    return [int(part) for part in text.split(",")]
-
-
-def floats(text: str) -> list[float]:
-    """Numbers separated by commas."""
-    return [float(part) for part in text.split(",")]
-
-
-def names(text: str) -> list[str]:
-    """Words separated by commas."""
-    return [part.strip() for part in text.split(",")]
+def several(kind: Callable[[str], ItemT]) -> Callable[[str], list[ItemT]]:
+    """Reads values separated by commas."""
+    return lambda text: [kind(part.strip()) for part in text.split(",")]
 
 
 def study_parser(description: str | None) -> argparse.ArgumentParser:

@@ -23,7 +23,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from benchmarks.common import floats, free_port, markdown_head, markdown_row, process, service, study_parser
+from benchmarks.common import free_port, markdown_head, markdown_row, process, service, several, study_parser
 from benchmarks.load.fakes import Script
 from benchmarks.pace import Pace
 from coordinator.cli.planning import Fleet, StepTimes, fleet_plan
@@ -227,7 +227,7 @@ if __name__ == "__main__":
     add("--tokens", type=int, default=4, help="K")
     add("--acceptance", type=float, default=0.8)
     add("--groups", type=int, default=4, help="in which a target's clients take turns; 1: no step is bounded")
-    add("--shares", type=floats, default=[1.0, 0.9], help="of the computed number of clients")
+    add("--shares", type=several(float), default=[1.0, 0.9], help="of the computed number of clients")
     add("--seconds", type=float, default=20.0, help="of each measurement")
     add("--warm-up", type=float, default=4.0, help="seconds that do not count")
     add("--max-tokens", type=int, default=400, help="of each text")

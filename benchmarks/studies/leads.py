@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
-from benchmarks.common import Contender, chosen, floats, markdown_head, markdown_row, numbers, study_parser
+from benchmarks.common import Contender, chosen, markdown_head, markdown_row, several, study_parser
 from benchmarks.contenders import CONTENDERS, BenchSettings, coordinator_of, models, prepared, through
 from benchmarks.peers import Outcome, Workload
 from tandem.standard_streams import write_out
@@ -103,10 +103,13 @@ if __name__ == "__main__":
     add("--pair", default="demo", help="as for tandem bench")
     add("--pace", default="6.5,1.2", help="as for tandem bench")
     add("--rule", default="strict")
-    add("--temperature", type=floats, default=[0.0, 0.7], help="several with commas")
+    add("--temperature", type=several(float), default=[0.0, 0.7], help="several with commas")
     add("--batch", type=int, default=1, help="requests at once; one process is measured with one")
     add(
-        "--proposals", type=numbers, default=[4, 6, 8], help="of one process; the others' most is the longest"
+        "--proposals",
+        type=several(int),
+        default=[4, 6, 8],
+        help="of one process; the others' most is the longest",
     )
     add("--rounds", type=int, default=5, help="of each way")
     add("--max-tokens", type=int, default=192, help="tokens of each completion")

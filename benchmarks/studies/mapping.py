@@ -28,7 +28,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from benchmarks.common import markdown_head, markdown_row, names, service, study_parser
+from benchmarks.common import markdown_head, markdown_row, service, several, study_parser
 from benchmarks.pairs import DEMO
 from draft_service.proposers.drafting import SharedTokens
 from tandem.client import Client
@@ -348,7 +348,7 @@ if __name__ == "__main__":
     add("targets", type=Path, nargs="*", default=[DEMO / "target"])
     add("--draft", type=Path, default=DEMO / "draft")
     add("--mapping", default="auto", help="as of the coordinator")
-    add("--rules", type=names, default=["greedy", "strict"], help="several with commas")
+    add("--rules", type=several(str), default=["greedy", "strict"], help="several with commas")
     add("--proposed", type=int, default=4, help="tokens of a proposal, at most")
     add("--max-tokens", type=int, default=128, help="tokens of each completion")
     add("--dtype", default="float32", help="of all models")

@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import Contender, chosen, floats, names, numbers, rotated, study_parser
+from benchmarks.common import Contender, chosen, rotated, several, study_parser
 from benchmarks.contenders import BenchSettings, coordinator_of, models, prepared, through_services
 from benchmarks.pairs import DEMO
 from benchmarks.peers import FIRST_TOKENS, Outcome, Workload
@@ -128,12 +128,12 @@ def _marked(share: float, needed: float) -> str:
 if __name__ == "__main__":
     parser = study_parser(__doc__)
     add = parser.add_argument
-    add("--pairs", type=names, default=list(PAIRS))
-    add("--batch", type=numbers, default=[1, 4, 16])
-    add("--temperature", type=floats, default=[0.0, 0.7, 1.0])
-    add("--seeded", type=lambda text: [word == "yes" for word in names(text)], default=[False], help="no,yes")
+    add("--pairs", type=several(str), default=list(PAIRS))
+    add("--batch", type=several(int), default=[1, 4, 16])
+    add("--temperature", type=several(float), default=[0.0, 0.7, 1.0])
+    add("--seeded", type=several("yes".__eq__), default=[False], help="no,yes")
     add("--max-tokens", type=int, default=300)
-    add("--fixed", type=numbers, default=[1, 2, 4, 6], help="lengths to compare with")
+    add("--fixed", type=several(int), default=[1, 2, 4, 6], help="lengths to compare with")
     add("--rounds", type=int, default=3)
     add("--draft-ahead", default="auto", help="of every coordinator")
     add("--pace", default="", help="VERIFY_MS,DRAFT_STEP_MS[,PER_8_ROWS], as in tandem bench")

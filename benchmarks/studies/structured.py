@@ -37,7 +37,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from benchmarks.common import floats, free_port, markdown_head, markdown_row, process, service, study_parser
+from benchmarks.common import free_port, markdown_head, markdown_row, process, service, several, study_parser
 from benchmarks.pairs import DEMO
 from coordinator.decoding.completion import Completion
 from tandem.client import Client, Completed
@@ -352,7 +352,7 @@ if __name__ == "__main__":
     add("--pair", choices=PAIRS, default="demo", help="smollm2: SmolLM2-135M-Instruct, drafts by suffix")
     add("--answers", type=int, default=1000, help="of each temperature")
     add("--max-tokens", type=int, default=400)
-    add("--temperatures", type=floats, default=[0.0, 1.0])
+    add("--temperatures", type=several(float), default=[0.0, 1.0])
     add("--alone", action="store_true", help="the target without a draft")
     add("--compare", action="store_true", help="ask the same for as many tokens without a schema, too")
     add("--kill", type=float, metavar="SECONDS", help="two of each, one killed so long after all are ready")

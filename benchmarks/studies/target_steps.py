@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from itertools import pairwise
 
-from benchmarks.common import markdown_head, markdown_row, numbers, study_parser
+from benchmarks.common import markdown_head, markdown_row, several, study_parser
 from benchmarks.contenders import BenchSettings, coordinator_of, models, prepared, through
 from benchmarks.peers import Outcome, Workload
 from tandem.standard_streams import write_out
@@ -83,7 +83,7 @@ if __name__ == "__main__":
     add = parser.add_argument
     add("--pair", default="demo", help="as for tandem bench")
     add("--step", type=float, default=6.5, help="milliseconds")
-    add("--streams", type=numbers, default=[1, 8, 16], help="requests at once, several with commas")
+    add("--streams", type=several(int), default=[1, 8, 16], help="requests at once, several with commas")
     add("--temperature", type=float, default=0.0)
     add("--rounds", type=int, default=3, help="workloads of each number of streams")
     add("--max-tokens", type=int, default=192, help="tokens of each completion")

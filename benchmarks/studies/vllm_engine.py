@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.common import numbers, study_parser
+from benchmarks.common import several, study_parser
 from benchmarks.pairs import DEMO
 from tandem.engine_vllm.adapter import prepare_process
 from tandem.standard_streams import write_out
@@ -166,7 +166,7 @@ if __name__ == "__main__":
     parser = study_parser(__doc__)
     add = parser.add_argument
     add("--model", type=Path, default=DEMO / "target")
-    add("--sequences", type=numbers, default=[1, 16, 32], help="at once, several with commas")
+    add("--sequences", type=several(int), default=[1, 16, 32], help="at once, several with commas")
     add("--tokens", type=int, default=64)
     add("--rounds", type=int, default=7)
     add("--enforce-eager", action="store_true")

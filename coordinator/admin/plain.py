@@ -15,6 +15,8 @@ from tandem.types import SpeculationStats, StepProfile
 
 def plain(value: object) -> Any:
     """A value in the types that JSON has. Speculation statistics become an object with their names."""
+    if value is None or type(value) in (str, int, float, bool):
+        return _leaf(value)
     if isinstance(value, SpeculationStats):
         return describe(value)
     if isinstance(value, SpeculationState | SpeculationDecision):

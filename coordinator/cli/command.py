@@ -83,9 +83,10 @@ def as_text(*parts: RenderableType, width: int) -> str:
     return "".join(line.rstrip() + "\n" for line in captured.get().splitlines())
 
 
-def plain_table(*columns: str) -> Table:
+def plain_table(*columns: str, title: str | None = None, title_style: str = "dim") -> Table:
     """A table without lines. A column whose name begins with > is aligned to the right."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.title, table.title_justify, table.title_style = title, "left", title_style
     for name in columns:
         table.add_column(
             name.removeprefix(">"), justify="right" if name.startswith(">") else "left", no_wrap=True

@@ -406,8 +406,8 @@ def plan_view(plans: Sequence[planning.BatchPlan]) -> RenderableType:
 
 
 def _table(found: planning.BatchPlan) -> Table:
-    table = plain_table(">K", ">TOKENS/PASS", ">ROUND", ">SPEED-UP", ">WITHOUT THE WIRE", "")
-    table.title, table.title_justify, table.title_style = found.of, "left", "bold"
+    columns = (">K", ">TOKENS/PASS", ">ROUND", ">SPEED-UP", ">WITHOUT THE WIRE", "")
+    table = plain_table(*columns, title=found.of, title_style="bold")
     for row in found.lengths:
         table.add_row(
             str(row.tokens),

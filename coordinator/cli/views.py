@@ -264,7 +264,7 @@ def options_view(shown: Sequence[ConfigOption]) -> RenderableType:
 
 def _position_table(counts: SpeculationStats, when: str) -> Table:
     """Cumulative and conditional acceptance at each position of a proposal."""
-    table = _titled(f"accepted {when}", "POS", ">CUMULATIVE", "", ">CONDITIONAL", "")
+    table = plain_table("POS", ">CUMULATIVE", "", ">CONDITIONAL", "", title=f"accepted {when}")
     pairs = zip(speculation.cumulative_rates(counts), speculation.conditional_rates(counts), strict=True)
     for number, (cumulative, conditional) in enumerate(pairs, start=1):
         table.add_row(
@@ -275,7 +275,7 @@ def _position_table(counts: SpeculationStats, when: str) -> Table:
 
 def _rank_table(ahead: AheadStats, when: str) -> Table:
     """Rounds whose outcome was among the first 1, 2, 4, ... that the draft drafted for: what a smaller budget gives."""
-    table = _titled(f"drafted ahead {when}", "OUTCOMES", ">HITS", ">OF ROUNDS", "")
+    table = plain_table("OUTCOMES", ">HITS", ">OF ROUNDS", "", title=f"drafted ahead {when}")
     ranks = len(ahead.hits_by_rank)
     for count in (1 << power for power in range(max(ranks - 1, 0).bit_length() + 1)):
         hits = sum(ahead.hits_by_rank[:count])
@@ -296,12 +296,6 @@ def _rule_table(by_rule: Mapping[str, SpeculationStats]) -> Table:
             f"{speculation.acceptance_length(counts):.2f}",
             f"{speculation.mean_acceptance_length(counts):.2f}",
         )
-    return table
-
-
-def _titled(title: str, *columns: str) -> Table:
-    table = plain_table(*columns)
-    table.title, table.title_justify, table.title_style = title, "left", "dim"
     return table
 
 

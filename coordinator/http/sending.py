@@ -44,15 +44,25 @@ async def merged(streams: Sequence[AsyncGenerator[Chunk]]) -> AsyncGenerator[tup
             async for chunk in stream:
                 yield 0, chunk
         return
-    queue: asyncio.Queue[tuple[int, Chunk] | BaseException | None] = asyncio.Queue(1)
-    tasks = [asyncio.create_task(_feed(queue, index, stream)) for index, stream in enumerate(streams)]
+    queue: asyncio.Queue[tuple[int, Chunk] | Exception | None] = asyncio.Queue(1)
+
+    async def feed(index: int, stream: AsyncGenerator[Chunk]) -> None:
+        try:
+            async with aclosing(stream):
+                async for chunk in stream:
+                    await queue.put((index, chunk))
+            await queue.put(None)
+        except Exception as error:  # noqa: BLE001 - the reader gets any error
+            await queue.put(error)
+
+    tasks = [asyncio.create_task(feed(index, stream)) for index, stream in enumerate(streams)]
     try:
         running = len(tasks)
         while running:
             item = await queue.get()
             if item is None:
                 running -= 1
-            elif isinstance(item, BaseException):
+            elif isinstance(item, Exception):
                 raise item
             else:
                 yield item
@@ -60,18 +70,6 @@ async def merged(streams: Sequence[AsyncGenerator[Chunk]]) -> AsyncGenerator[tup
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _feed(
-    queue: asyncio.Queue[tuple[int, Chunk] | BaseException | None], index: int, stream: AsyncGenerator[Chunk]
-) -> None:
-    try:
-        async with aclosing(stream):
-            async for chunk in stream:
-                await queue.put((index, chunk))
-        await queue.put(None)
-    except Exception as error:  # noqa: BLE001 - the reader gets any error
-        await queue.put(error)
 
 
 def data_line(content: Mapping[str, Any]) -> bytes:

@@ -29,16 +29,7 @@ from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.settings.live import LiveConfig
 from coordinator.stats.speculation import summed
 from coordinator.workers.worker import CALLER_KEY, Peer, WorkerSetup, private_server, socket_address
-from tandem.admin import (
-    ConfigOption,
-    CoordinatorState,
-    Load,
-    Outcomes,
-    RequestReport,
-    Stats,
-    Status,
-    Throughput,
-)
+from tandem import admin
 from tandem.errors import ServiceUnavailableError, TandemError
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role, replica_at
 from tandem.serving.children import Child
@@ -67,7 +58,7 @@ _JOINED: Mapping[str, Callable[[Sequence[float]], float]] = {
 """Gauges that are not added. Counters, histograms and all other gauges are."""
 
 AnswerT = TypeVar("AnswerT")
-NumbersT = TypeVar("NumbersT", Load, Outcomes, Throughput)
+NumbersT = TypeVar("NumbersT", admin.Load, admin.Outcomes, admin.Throughput)
 
 
 class Supervisor:
@@ -103,10 +94,10 @@ class Supervisor:
             inherited = None if http is None else http.fileno()
             self._setup = WorkerSetup(0, held.getsockname()[1], folder, inherited)
             # The caller of a forwarded call is as the worker named it
-            admin = AdminServicer(
+            servicer = AdminServicer(
                 hub, lambda call: metadata_of(call.invocation_metadata(), CALLER_KEY) or caller(call)
             )
-            private = await private_server(socket_address(folder), admin, hub.metrics_text)
+            private = await private_server(socket_address(folder), servicer, hub.metrics_text)
             # Read on a thread of the metrics server, with Prometheus's own patience
             registry = registry_of(lambda: asyncio.run_coroutine_threadsafe(hub.metrics(), loop).result(10.0))
             shown = serve_metrics(settings, registry)
@@ -196,7 +187,7 @@ class Hub(Administrator):
     def __init__(self, settings: CoordinatorSettings) -> None:
         super().__init__(LiveConfig(settings))
         self._workers: dict[int, Peer] = {}
-        self._past: list[Stats] = []
+        self._past: list[admin.Stats] = []
         self._past_metrics: list[Metric] = []
         """Counts of workers that have ended."""
         self.drained: set[str] = set()
@@ -225,7 +216,7 @@ class Hub(Administrator):
             with suppress(TandemError):
                 await asyncio.gather(self.stats(), self.metrics())
 
-    async def status(self) -> Status:
+    async def status(self) -> admin.Status:
         statuses, stats = await asyncio.gather(self._each(Peer.status), self.stats())
         return merged_status(statuses, stats)
 
@@ -242,21 +233,21 @@ class Hub(Administrator):
         self.drained.discard(address)
         return replica_at(await self.replicas(), address)
 
-    async def requests(self) -> list[RequestReport]:
+    async def requests(self) -> list[admin.RequestReport]:
         found = chain.from_iterable(await self._each(Peer.requests))
         return sorted(found, key=lambda each: -each.age_seconds)
 
-    async def abort(self, request_id: str, *, reason: str, by: str) -> RequestReport:
+    async def abort(self, request_id: str, *, reason: str, by: str) -> admin.RequestReport:
         whole_id = (await self.request(request_id)).request_id
         return (await self._each(lambda worker: worker.abort(whole_id, reason)))[0]
 
-    async def stats(self) -> Stats:
+    async def stats(self) -> admin.Stats:
         stats = merged_stats(await self._each(Peer.stats), self._past)
         return replace(stats, uptime_seconds=self._uptime)
 
     async def update_config(
         self, values: Mapping[str, str], reset: Collection[str], *, by: str
-    ) -> list[ConfigOption]:
+    ) -> list[admin.ConfigOption]:
         """Change options for new requests, on all workers and on those that start later."""
         options = await super().update_config(values, reset, by=by)
         await self._each(lambda worker: worker.update_config(values, reset))
@@ -293,12 +284,12 @@ class Hub(Administrator):
         return found
 
 
-def merged_status(statuses: Sequence[Status], stats: Stats) -> Status:
+def merged_status(statuses: Sequence[admin.Status], stats: admin.Stats) -> admin.Status:
     """The status of all workers; `stats` are their merged statistics."""
     state, *others = {status.state for status in statuses}
     if others:
         completes = any(each.completes for each in (state, *others))
-        state = CoordinatorState.DEGRADED if completes else CoordinatorState.UNAVAILABLE
+        state = admin.CoordinatorState.DEGRADED if completes else admin.CoordinatorState.UNAVAILABLE
     common = ("uptime_seconds", "load", "throughput", "speculation", "speculation_state", "decisions")
     return replace(
         statuses[0],
@@ -308,7 +299,7 @@ def merged_status(statuses: Sequence[Status], stats: Stats) -> Status:
     )
 
 
-def merged_stats(running: Sequence[Stats], past: Sequence[Stats] = ()) -> Stats:
+def merged_stats(running: Sequence[admin.Stats], past: Sequence[admin.Stats] = ()) -> admin.Stats:
     """The statistics of workers, at least one of which runs; of the past ones counts are added, load is not."""
     counted = [*running, *past]
     rules = sorted({rule for stats in counted for rule in stats.by_rule})

@@ -91,7 +91,11 @@ def _options(
 ) -> dict[str, Any]:
     most = limits.prefill_chunk_tokens + _SHORT_STEP_TOKENS * limits.max_sequences + _MAX_ROWS
     is_cpu = settings.compute_device == "cpu"
-    given = {
+    options = {
+        "model": str(folder),
+        "tokenizer": str(settings.tokenizer or folder),
+        "skip_tokenizer_init": True,
+        "dtype": settings.compute_dtype,
         "quantization": settings.quantization,
         "moe_backend": settings.moe_backend,
         "kv_cache_dtype": settings.kv_cache_dtype,
@@ -101,12 +105,6 @@ def _options(
         "block_size": _CPU_BLOCK_TOKENS if is_cpu else None,
         # Without it vLLM computes one row of each sequence, and captures graphs of one token.
         "speculative_config": _rows_of(proposal_length) if proposal_length else None,
-    }
-    return {
-        "model": str(folder),
-        "tokenizer": str(settings.tokenizer or folder),
-        "skip_tokenizer_init": True,
-        "dtype": settings.compute_dtype,
         "seed": 0,
         "tensor_parallel_size": settings.device_count,
         "distributed_executor_backend": "mp" if settings.device_count > 1 else "uni",
@@ -119,8 +117,8 @@ def _options(
         "async_scheduling": False,
         "use_tqdm_on_load": False,  # stderr is for log lines
         "disable_log_stats": True,
-        **{name: value for name, value in given.items() if value is not None},
     }
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _rows_of(proposal_length: int) -> dict[str, Any]:

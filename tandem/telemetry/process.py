@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Protocol, cast
 from wsgiref.simple_server import WSGIServer
@@ -29,7 +29,7 @@ from opentelemetry.sdk.metrics.export import (
     ScopeMetrics,
     Sum,
 )
-from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
@@ -101,12 +101,11 @@ class Telemetry:
 
     async def close(self) -> None:
         """Send the rest, as far as that is quick, and end."""
-        await asyncio.gather(self._end_exports(), end_server(self._server))
-
-    async def _end_exports(self) -> None:
+        ending: list[Awaitable[None]] = [end_server(self._server)]
         if self._exports is not None:
             # A collector that is gone must not delay a restart by more than a second.
-            await asyncio.to_thread(self._exports.close, time.monotonic() + 1.0)
+            ending.append(asyncio.to_thread(self._exports.close, time.monotonic() + 1.0))
+        await asyncio.gather(*ending)
 
     def prometheus_text(self) -> tuple[bytes, str]:
         """All metrics in Prometheus's text form, and its content type; for a server that has its own /metrics."""
@@ -120,12 +119,7 @@ def _resource(service: str) -> Resource:
         "service.version": tandem.__version__,
         "service.instance.id": f"{os.uname().nodename}-{os.getpid()}",
     }
-    chosen = {
-        name: value
-        for name, value in Resource.create().attributes.items()
-        if name != "service.name" or not str(value).startswith("unknown_service")
-    }
-    return Resource({**ours, **chosen})
+    return Resource.create(ours).merge(OTELResourceDetector().detect())
 
 
 # ---- to a collector

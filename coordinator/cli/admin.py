@@ -87,14 +87,14 @@ def verb(
     """Add a function to an app as a command that asks a coordinator and prints an `Answer`.
 
     Its first parameter is the client, its second may be `where: Connection`; the others are the command's own. One that
-    `can_watch` has --watch: it asks again and again. One with a parameter `interval` yields answers itself.
+    `can_watch` has --watch: it asks again and again; a parameter `before` gets the result before this one, or None.
     """
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         parameters = dict(inspect.signature(function, eval_str=True).parameters)
         parameters.pop("client")
         needs_where = parameters.pop("where", None) is not None
-        yields = parameters.pop("interval", None) is not None
+        compares = parameters.pop("before", None) is not None
 
         async def run(
             click: typer.Context,
@@ -106,10 +106,9 @@ def verb(
             where = connect(connection, click)
             if needs_where:
                 own["where"] = where
-            ask, interval = partial(function, **own), watching.interval
             async with (
                 admin_client(where) as client,
-                aclosing(ask(client, interval) if yields else _repeated(ask, client, interval)) as looks,
+                aclosing(_looks(partial(function, client, **own), watching.interval, compares)) as looks,
             ):
                 if watching.watch:
                     await watching.show(looks, output)
@@ -130,12 +129,14 @@ def verb(
     return add
 
 
-async def _repeated(
-    ask: Callable[[AdminClient], Awaitable[Answer]], client: AdminClient, interval: float
+async def _looks(
+    ask: Callable[..., Awaitable[Answer]], interval: float, compares: bool
 ) -> AsyncGenerator[Answer]:
+    answer = await (ask(before=None) if compares else ask())
     while True:
-        yield await ask(client)
+        yield answer
         await asyncio.sleep(interval)
+        answer = await (ask(before=answer.result) if compares else ask())
 
 
 def admin_client(where: Connection) -> AdminClient:
@@ -288,7 +289,7 @@ async def abort(
     "tandem admin stats --watch --count 10 -o json",
     can_watch=True,
 )
-async def stats(client: AdminClient, interval: float) -> AsyncGenerator[Answer]:
+async def stats(client: AdminClient, before: Stats | None) -> Answer:
     """Show what speculation did; --watch repeats it.
 
     The statistics begin with the coordinator's start. --watch updates them until Ctrl-C, and shows acceptance at each
@@ -297,12 +298,7 @@ async def stats(client: AdminClient, interval: float) -> AsyncGenerator[Answer]:
     ACC. LENGTH is MAX's: accepted tokens per verification. MEAN LENGTH is vLLM's mean acceptance length: it counts only
     verifications with a proposal, and the target's own token.
     """
-    before: Stats | None = None
-    while True:
-        found = await client.stats()
-        yield Answer(found, partial(views.stats_view, before=before))
-        before = found
-        await asyncio.sleep(interval)
+    return Answer(await client.stats(), partial(views.stats_view, before=before))
 
 
 admin.add_typer(config, name="config")

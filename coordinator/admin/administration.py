@@ -15,7 +15,7 @@ from coordinator.rejection import named_strategy
 from coordinator.replicas.registry import ReplicaRegistry
 from coordinator.requests.active import ActiveRequest
 from coordinator.requests.runner import RequestRunner
-from coordinator.settings.acceptance import configured_options, for_draft, names_auto
+from coordinator.settings.acceptance import for_draft, names_auto
 from coordinator.settings.live import LiveConfig
 from coordinator.speculation.report import of_coordinator
 from tandem import __version__, admin
@@ -142,7 +142,7 @@ class Administration(Administrator):
         settings = self.live_config.current
         has_draft = any(replica.role is Role.DRAFT for replica in replicas)
         draft = next((each.model for each in replicas if each.role is Role.DRAFT and each.model), None)
-        options = for_draft(configured_options(settings), draft)
+        options = for_draft(settings, draft)
         return admin.Status(
             version=__version__,
             state=state_of(replicas),

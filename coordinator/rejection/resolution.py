@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -13,13 +13,15 @@ from coordinator.rejection.rules import TokenRule, relaxed
 from coordinator.rejection.strategies import (
     GREEDY,
     LOGIT_COMPARISON,
+    RESIDUAL,
     STRATEGIES,
     SYNTHETIC,
     RuleError,
     Strategy,
     find_strategy,
 )
-from tandem.config import SpeculativeConfig
+from tandem.config import SpeculativeConfig, names
+from tandem.config.rule import Rule, broken, rule
 from tandem.types import Acceptance, Delta, IntArray, Proposal, RowKind, SamplingParams, VerifyStep
 
 
@@ -112,9 +114,9 @@ def resolve(options: SpeculativeConfig, sampling: SamplingParams) -> AcceptanceR
     Raises:
         RuleError: The options conflict; the message has one sentence for each reason.
     """
-    if broken := problems(options):
-        raise RuleError("; ".join(broken))
     strategy = named_strategy(options)
+    if conflicts := broken(COMBINATION_RULES, options):
+        raise RuleError("; ".join(conflicts))
     if sampling.is_greedy and strategy is not SYNTHETIC:
         strategy = GREEDY
     is_relaxed = options.use_relaxed_acceptance_for_thinking and not sampling.is_greedy
@@ -147,22 +149,33 @@ def _row_kinds(strategy: Strategy, sampling: SamplingParams) -> tuple[RowKind, .
     return strategy.row_kinds
 
 
-def problems(options: SpeculativeConfig) -> list[str]:
-    """Return the conflicts between the options, one sentence each: the option, its value and what it must be."""
+def checked_strategy(options: SpeculativeConfig) -> Strategy | None:
+    """The rule with which options are checked: under `auto` the one that has the most requirements. None where they
+    name an unknown rule."""
+    if names.canonical_name(options.acceptance_rule) == names.AUTO:
+        return RESIDUAL
     try:
-        strategy = named_strategy(options)
-    except RuleError as error:
-        return [str(error)]
-    return [
-        *relaxed_problems(options, strategy),
-        *synthetic_problems(options, strategy),
-        *logit_problems(options, strategy),
-    ]
+        return named_strategy(options)
+    except RuleError:
+        return None
 
 
-def relaxed_problems(options: SpeculativeConfig, strategy: Strategy) -> Iterator[str]:
-    """Yield the conflicts between relaxed acceptance and the rule."""
-    if options.use_relaxed_acceptance_for_thinking and not strategy.can_be_relaxed:
+_NAME = "rejection_sampling_strategy"
+SYNTHETIC_OPTIONS = (
+    "synthetic_acceptance_rate",
+    "synthetic_acceptance_rates",
+    "synthetic_acceptance_length",
+)
+
+
+@rule(
+    "`use_relaxed_acceptance_for_thinking` needs a rule that compares probabilities token by token.",
+    _NAME,
+    "use_relaxed_acceptance_for_thinking",
+)
+def _relaxed_acceptance(options: SpeculativeConfig) -> Iterator[str]:
+    strategy = checked_strategy(options)
+    if strategy and options.use_relaxed_acceptance_for_thinking and not strategy.can_be_relaxed:
         partners = ", ".join(other.name for other in STRATEGIES if other.can_be_relaxed)
         yield (
             f"use_relaxed_acceptance_for_thinking is on and the rule is {strategy.name}; "
@@ -170,37 +183,51 @@ def relaxed_problems(options: SpeculativeConfig, strategy: Strategy) -> Iterator
         )
 
 
-def synthetic_problems(options: SpeculativeConfig, strategy: Strategy) -> Iterator[str]:
-    """Yield the conflicts of the synthetic rates with the rule or with each other."""
-    names = ("synthetic_acceptance_rate", "synthetic_acceptance_rates", "synthetic_acceptance_length")
-    given = [name for name in names if getattr(options, name) is not None]
+@rule(
+    "The rule synthetic has exactly one of its three options, in range; other rules have none of them.",
+    *(_NAME, "num_speculative_tokens", *SYNTHETIC_OPTIONS),
+)
+def _synthetic_acceptance(options: SpeculativeConfig) -> Iterator[str]:
+    if (strategy := checked_strategy(options)) is None:
+        return
+    given = [name for name in SYNTHETIC_OPTIONS if getattr(options, name) is not None]
     if strategy is not SYNTHETIC:
         for name in given:
             yield f"{name} is set and the rule is {strategy.name}; it needs the rule synthetic"
     elif len(given) != 1:
-        given_names = " and ".join(given) or "none"
-        yield f"the rule synthetic needs exactly one of {', '.join(names)}; {given_names} of them is set"
-    yield from _schedule_problems(options)
-
-
-def _schedule_problems(options: SpeculativeConfig) -> Iterator[str]:
+        yield (
+            f"the rule synthetic needs exactly one of {', '.join(SYNTHETIC_OPTIONS)}; "
+            f"{' and '.join(given) or 'none'} of them is set"
+        )
     count = options.num_speculative_tokens
     rates, length = options.synthetic_acceptance_rates, options.synthetic_acceptance_length
     if rates is not None:
-        if len(rates) != count:
-            yield f"synthetic_acceptance_rates has {len(rates)} entries; it must have {count}, one for each token"
-        if not all(0.0 <= rate <= 1.0 for rate in rates):
-            yield f"synthetic_acceptance_rates is {list(rates)}; each rate must be between 0 and 1"
-        if not all(later <= earlier for earlier, later in pairwise(rates)):
-            yield f"synthetic_acceptance_rates is {list(rates)}; no rate may be higher than the one before it"
+        yield from _rate_problems(rates, count)
     if length is not None and not 1.0 <= length <= count + 1:
         yield f"synthetic_acceptance_length is {length}; it must be between 1 and {count + 1}"
 
 
-def logit_problems(options: SpeculativeConfig, strategy: Strategy) -> Iterator[str]:
-    """Yield the reason why the drafting method cannot serve logit comparison, if there is one."""
-    if strategy is LOGIT_COMPARISON and options.speculative_method in ("ngram", "suffix"):
+def _rate_problems(rates: Sequence[float], count: int) -> Iterator[str]:
+    if len(rates) != count:
+        yield f"synthetic_acceptance_rates has {len(rates)} entries; it must have {count}, one for each token"
+    if not all(0.0 <= rate <= 1.0 for rate in rates):
+        yield f"synthetic_acceptance_rates is {list(rates)}; each rate must be between 0 and 1"
+    if not all(later <= earlier for earlier, later in pairwise(rates)):
+        yield f"synthetic_acceptance_rates is {list(rates)}; no rate may be higher than the one before it"
+
+
+@rule("The rule logit-comparison needs a drafting method that has a model.", _NAME, "speculative_method")
+def _logit_comparison(options: SpeculativeConfig) -> Iterator[str]:
+    if checked_strategy(options) is LOGIT_COMPARISON and options.speculative_method in ("ngram", "suffix"):
         yield (
             f"the rule is logit-comparison and speculative_method is {options.speculative_method}; "
             "it needs a draft that has logits"
         )
+
+
+COMBINATION_RULES: tuple[Rule[SpeculativeConfig], ...] = (
+    _relaxed_acceptance,
+    _synthetic_acceptance,
+    _logit_comparison,
+)
+"""The needs of the acceptance rules, beside `SpeculativeConfig.rules()`."""

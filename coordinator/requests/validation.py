@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from coordinator.rejection import RuleError, named_strategy
+from coordinator.rejection.resolution import checked_strategy
+from coordinator.rejection.strategies import SYNTHETIC
 from coordinator.settings.coordinator import MAX_SPECULATIVE_TOKENS, RequestBounds
 from tandem.config import SpeculativeConfig
 from tandem.config.names import OWN_METHODS
@@ -376,11 +377,9 @@ def _grammar_ends_the_text(subject: TokenizedRequest) -> Iterator[str]:
             f"min_tokens is {request.min_tokens} and structured output is asked for; it must be 0: the text ends with "
             "its form"
         )
-    try:
-        strategy = named_strategy(subject.options)
-    except RuleError:
-        return  # reported when the rule is resolved
-    if request.speculation and strategy.name == "synthetic" and subject.draft is not None:
+    # An unknown rule is reported when it is resolved.
+    strategy = checked_strategy(subject.options)
+    if request.speculation and strategy is SYNTHETIC and subject.draft is not None:
         yield (
             "the rule is synthetic and structured output is asked for; name another rejection_sampling_strategy: "
             "synthetic acceptance takes tokens whatever they are"
@@ -398,11 +397,8 @@ def _logits_of_draft_model(subject: TokenizedRequest) -> Iterator[str]:
         return
     if subject.request.temperature == 0.0:
         return  # greedy, whichever rule is named
-    try:
-        strategy = named_strategy(subject.options)
-    except RuleError:
-        return  # reported when the rule is resolved
-    if strategy.needs_token_logits:
+    strategy = checked_strategy(subject.options)
+    if strategy is not None and strategy.needs_token_logits:
         yield (
             f"the rule is {strategy.name} and the draft service drafts by {draft.architecture}, which has no logits; "
             "name another rejection_sampling_strategy, or turn speculation off for this request"

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from coordinator.settings.acceptance import configured_options, requested_options
+from coordinator.rejection.resolution import checked_strategy
+from coordinator.rejection.strategies import RESIDUAL
+from coordinator.settings.acceptance import requested_options
 from coordinator.settings.coordinator import CheckedSpeculativeConfig, CoordinatorSettings
 from coordinator.settings.live import LiveConfig
 from tandem.admin import ConfigOption
@@ -90,7 +92,7 @@ def test_configured_rates_hold_for_synthetic_requests_alone(named: str | None, r
 
 def test_auto_is_checked_as_residual_and_becomes_the_chosen_rule() -> None:
     config = SpeculativeConfig(rejection_sampling_strategy="auto")
-    assert configured_options(config).rejection_sampling_strategy == "residual"
+    assert checked_strategy(config) is RESIDUAL
     assert requested_options(config, GenerationRequest("x"), "block").rejection_sampling_strategy == "block"
     strict = GenerationRequest("x", rejection_sampling_strategy="strict")
     assert requested_options(config, strict, "block").rejection_sampling_strategy == "strict"

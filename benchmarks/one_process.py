@@ -76,7 +76,7 @@ class LocalVerifier:
         self._sequence = sequence
         self._rounds = rounds
         self._rule = plan.rule
-        self._row_kind = plan.rule.row_kind(plan.request.row_kind)
+        self._row_kind = plan.row_kind
         self._known = RemoteSequence()
 
     async def verify(self, completion: Completion, proposal: Proposal) -> Verification:

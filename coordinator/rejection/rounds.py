@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tandem.errors import ProtocolError
 from tandem.sampling.noise import Purpose, sample, stream_key, uniform
 from tandem.types import Acceptance, FloatArray, IntArray, Proposal, SamplingParams, Verification
 
 
-class RowError(ValueError):
+class RowError(ProtocolError):
     """A draft or a target answered with rows that the rule cannot use: a fault of that service."""
 
 

@@ -9,12 +9,13 @@ from coordinator.rejection import rules
 from coordinator.rejection.block import block
 from coordinator.rejection.rounds import Decide
 from tandem.config import SpeculativeConfig, names
+from tandem.errors import InvalidRequestError
 from tandem.types import RowKind
 
 _TOKEN, _SUPPORT, _DENSE = RowKind.TOKEN, RowKind.SUPPORT, RowKind.DENSE
 
 
-class RuleError(ValueError):
+class RuleError(InvalidRequestError):
     """The options conflict. The message is one sentence for a user."""
 
 

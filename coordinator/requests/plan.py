@@ -17,7 +17,7 @@ from coordinator.decoding.completion import (
     think_spans,
 )
 from coordinator.decoding.tokenization import PromptEncoder
-from coordinator.rejection import AcceptanceRule, Round, RowError, RuleError, find_strategy, resolve
+from coordinator.rejection import AcceptanceRule, Round, find_strategy, resolve
 from coordinator.requests.grammars import CheckedGrammars
 from coordinator.requests.validation import (
     TokenizedRequest,
@@ -31,10 +31,9 @@ from coordinator.settings.acceptance import for_draft, names_auto, requested_opt
 from coordinator.settings.coordinator import CoordinatorSettings, RequestBounds
 from coordinator.speculation.ahead import DraftAhead
 from coordinator.telemetry.observer import EventValue
-from tandem.config import SpeculativeConfig
 from tandem.config.names import AUTO_NAMES
 from tandem.config.rule import refuse
-from tandem.errors import InvalidRequestError, ProtocolError
+from tandem.errors import InvalidRequestError
 from tandem.grammar import GrammarState
 from tandem.types import (
     Acceptance,
@@ -125,6 +124,8 @@ class Plan:
     sampling: SamplingParams
     limits: Limits
     rule: AcceptanceRule
+    row_kind: RowKind
+    """Kind of the target's rows."""
     num_speculative_tokens: int
     """0: the target alone."""
     draft_ahead: DraftAhead
@@ -166,7 +167,7 @@ class Plan:
     @property
     def can_lead_with_proposals(self) -> bool:
         """True if the target decides rounds with a proposal as the rule does: by its own token at each position."""
-        return self.rule.lossless and self.rule.row_kind(self.request.row_kind) is RowKind.TOKEN
+        return self.rule.lossless and self.row_kind is RowKind.TOKEN
 
     @property
     def max_length(self) -> int:
@@ -232,14 +233,11 @@ class Plan:
         """The acceptance rule with this round's random numbers.
 
         Raises:
-            ProtocolError: the answers of draft and target do not fit each other.
+            RowError: the answers of draft and target do not fit each other.
         """
         spans = self.think_spans
         thinking = () if spans is None else spans.inside(completion.token_ids, proposal.token_ids)
-        try:
-            return self.rule.accept(Round(proposal, verification, self.sampling, thinking))
-        except RowError as error:
-            raise ProtocolError(str(error)) from error
+        return self.rule.accept(Round(proposal, verification, self.sampling, thinking))
 
 
 ChooseRule = Callable[[Sequence[str], float], str]
@@ -279,7 +277,7 @@ async def make_plan(
         request = replace(request, row_kind=RowKind.DENSE)
     sampling = _sampling(request)
     speculates = request.speculation and models.draft is not None
-    rule = _rule(options, sampling, request)
+    rule = resolve(options, sampling)
     # Synthetic acceptance exists to measure rounds with a draft.
     is_adaptive = settings.speculation_policy == "adaptive" and rule.name != _SYNTHETIC
     return Plan(
@@ -289,6 +287,7 @@ async def make_plan(
         sampling=sampling,
         limits=_limits(request, len(prompt), models.target),
         rule=rule,
+        row_kind=rule.row_kind(request.row_kind),
         num_speculative_tokens=options.num_speculative_tokens if speculates else 0,
         draft_ahead=settings.draft_ahead if can_draft_ahead(rule, models.draft) else "off",
         keeps_proposals=not is_adaptive and _depends_on_rounds(rule, request),
@@ -337,15 +336,6 @@ def _auto_rule(settings: CoordinatorSettings, request: GenerationRequest, choose
         return "strict"
     temperature = SamplingParams().temperature if request.temperature is None else request.temperature
     return choose_rule(names or ["residual"], temperature)
-
-
-def _rule(options: SpeculativeConfig, sampling: SamplingParams, request: GenerationRequest) -> AcceptanceRule:
-    try:
-        rule = resolve(options, sampling)
-        rule.row_kind(request.row_kind)
-    except RuleError as error:
-        raise InvalidRequestError(str(error)) from None
-    return rule
 
 
 def can_draft_ahead(rule: AcceptanceRule, draft: ModelInfo | None) -> bool:

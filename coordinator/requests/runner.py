@@ -279,8 +279,7 @@ class RequestRunner:
     def _verifier(
         self, plan: Plan, rounds: RequestRounds, observer: RequestObserver, client: str, deadline: Deadline
     ) -> FailoverVerifier:
-        kind = plan.rule.row_kind(plan.request.row_kind)
-        rows = RowChoice(plan.rule, kind, self.models.target.vocabulary_size)
+        rows = RowChoice(plan.rule, plan.row_kind, self.models.target.vocabulary_size)
         options, wait_seconds = plan.target_options(client), plan.settings.target_wait_seconds
         return FailoverVerifier(
             self.replicas.targets, options, rows, rounds, observer, deadline, wait_seconds

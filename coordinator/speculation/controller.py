@@ -293,6 +293,8 @@ class RequestSpeculation:
         self._last_way: Way | None = None
         self._alike_rounds = 0
         """Rounds since the last one of another way of working."""
+        self._beside = 0.0
+        """Seconds since the last proposal beyond those that drafting ahead was predicted to take."""
         self._is_beginning = True
         controller.beginning += 1
 
@@ -375,15 +377,18 @@ class RequestSpeculation:
             self._acceptance.add(proposed, result.accepted, choice.rates)
         alone = Way.LED if cost.was_led else Way.ASKED
         way = Way.AHEAD if result.awaited_outcome else Way.DRAFTED if proposed else alone
-        self._alike_rounds = self._alike_rounds + 1 if way is self._last_way else 1
-        self._last_way = way
-        if way is Way.AHEAD:
-            # Many requests that begin to draft ahead together first wait for each other's steps.
-            if (load == 1 or self._alike_rounds > 2) and self._granted and len(choice.expected) > proposed:
-                predicted = choice.ahead_seconds(proposed, self._granted)
-                choice.costs.add_rest(way, load, cost.seconds - predicted)
-        elif proposed or not self._granted:
-            choice.costs.add(load, cost, is_settled=self._alike_rounds > 1)
+        if self._granted and way is not Way.DRAFTED and len(choice.expected) > proposed:
+            # A miss after which the target goes on alone belongs to the round that follows it.
+            self._beside += cost.seconds - choice.ahead_seconds(proposed, self._granted)
+        if proposed or not self._granted:
+            self._alike_rounds = self._alike_rounds + 1 if way is self._last_way else 1
+            self._last_way = way
+            if way is not Way.AHEAD:
+                choice.costs.add(load, cost, is_settled=self._alike_rounds > 1)
+            elif (load == 1 or self._alike_rounds > 2) and self._granted:
+                # Many requests that begin to draft ahead together first wait for each other's steps.
+                choice.costs.add_rest(way, load, self._beside)
+            self._beside = 0.0
         choice.spend(result, cost.seconds)
         if cost.is_uniform(load) and not cost.was_late:
             choice.count(Way.ASKED if way is Way.LED else way, proposed, cost.seconds)

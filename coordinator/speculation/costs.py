@@ -219,7 +219,10 @@ class CostModel:
         known = self._rests[other].values()
         if known:
             return factor * min(mean for _, mean in known)
-        return sum(self.trips) if way is Way.DRAFTED else self.trips[0]
+        if way is Way.ASKED:
+            return self.trips[0]
+        # What is left beside the steps of a target that leads is the coordinator's own work, for one token.
+        return sum(self.trips) + 2.0 * max(self._known_rest(Way.LED, load) or 0.0, 0.0)
 
     def verify_seconds(self, load: int, proposed: int) -> float:
         """Predicted seconds of a verification in which each of `load` sequences has so many proposed tokens."""

@@ -114,6 +114,8 @@ class Choice:
         self._renew_in, self._pause = 0, 1
         self._turn: Plan | None = None
         """The plan that is tried."""
+        self._scout: RequestSpeculation | None = None
+        """The only one to try it, where nothing is known of the draft; None: all do."""
         self._turn_number, self._lost = 0, 0.0
         """Turns of the kind when it began, and tokens that it has lost so far."""
         self._last_turn = self._turn_pause = self._turn_end = self._turn_rounds = 0
@@ -139,7 +141,7 @@ class Choice:
     def _speed(self, plan: Plan, expected: Sequence[float] = ()) -> float:
         return (expected or self.expected)[plan.tokens] / self._seconds[plan.outcomes][plan.tokens]
 
-    def begin_round(self) -> Plan:
+    def begin_round(self, request: RequestSpeculation) -> Plan:
         """The plan of the round that begins."""
         self._rounds += 1
         self._renew_in -= 1
@@ -153,12 +155,15 @@ class Choice:
             self.renew()
         is_due = self._rounds >= self._last_turn + self._turn_pause
         if self._turn is None and len(self._best) > 1 and is_due:
-            self._begin_turn()
-        return self._turn or self.plan
+            self._begin_turn(request)
+        return self._turn if self._turn is not None and self._tries(request) else self.plan
 
-    def spend(self, result: RoundResult, seconds: float) -> None:
+    def _tries(self, request: RequestSpeculation) -> bool:
+        return self._scout is None or self._scout is request
+
+    def spend(self, request: RequestSpeculation, result: RoundResult, seconds: float) -> None:
         """Count a round towards the turn in progress, if there is one."""
-        if self._turn is not None:
+        if self._turn is not None and self._tries(request):
             self._turn_rounds -= result.proposed > 0
             self._lost += seconds * self._speed(self.plan) - result.committed
 
@@ -174,15 +179,20 @@ class Choice:
         others = [plan for way, plan in self._best.items() if way is not self.plan.way]
         return min(others, key=lambda plan: self._tried.get(plan.way, 0), default=self.plan)
 
-    def _begin_turn(self) -> None:
-        """Let the rounds of all go as they might: one that drafts beside others takes what it never takes otherwise."""
+    def _begin_turn(self, request: RequestSpeculation) -> None:
+        """Let the rounds of all go as they might: one that drafts beside others takes what it never takes otherwise.
+
+        What a draft that nobody has seen is worth, one request finds out at less expense.
+        """
         self._turn = turn = self._next_turn()
         self._tried[turn.way] = self._last_turn = self._rounds
-        self.costs.doubt(turn.way, self.load, turn.tokens)
+        self._scout = request if turn.tokens and not self.gains.acceptance.count else None
         self._lost = 0.0
         self.gains.turns += 1
         self._turn_number = self.gains.turns
-        self._turn_rounds = TURN_ROUNDS * len(self.requests)
+        if self._scout is None:
+            self.costs.doubt(turn.way, self.load, turn.tokens)
+        self._turn_rounds = TURN_ROUNDS * (len(self.requests) if self._scout is None else 1)
         self._turn_end = self._rounds + (WINDOW if turn.tokens else TURN_ROUNDS) * len(self.requests)
         self._plan_turn()
 
@@ -317,7 +327,7 @@ class RequestSpeculation:
             self.choice = self._controller.choice(self.target, self._terms, load)
             self.choice.requests.add(self)
         self._granted = self._outcomes
-        shared, self._outcomes = self.choice.begin_round()
+        shared, self._outcomes = self.choice.begin_round(self)
         self.tokens = self._chosen(self.choice, shared) if self.is_adaptive else self.max_tokens
         return self.tokens
 
@@ -389,7 +399,7 @@ class RequestSpeculation:
                 # Many requests that begin to draft ahead together first wait for each other's steps.
                 choice.costs.add_rest(way, load, self._beside)
             self._beside = 0.0
-        choice.spend(result, cost.seconds)
+        choice.spend(self, result, cost.seconds)
         if cost.is_uniform(load) and not cost.was_late:
             choice.count(Way.ASKED if way is Way.LED else way, proposed, cost.seconds)
 

@@ -110,7 +110,7 @@ class Choice:
         """Of recent rounds that went as they were chosen to."""
         self.requests: set[RequestSpeculation] = set()
         """Those that it decides for now."""
-        self._rounds = 0
+        self._rounds = self._untold = 0
         self._renew_in, self._pause = 0, 1
         self._turn: Plan | None = None
         """The plan that is tried."""
@@ -166,6 +166,14 @@ class Choice:
         if self._turn is not None and self._tries(request):
             self._turn_rounds -= result.proposed > 0
             self._lost += seconds * self._speed(self.plan) - result.committed
+
+    def is_told(self) -> bool:
+        """True if a round of the target alone is to be counted: of all that share its steps one at a time, in turn."""
+        self._untold += 1
+        if self._untold <= len(self.requests) and len(self.requests) > 1:
+            return False
+        self._untold = 0
+        return True
 
     def count(self, way: Way, proposed: int, seconds: float) -> None:
         """Count a uniform round at this load."""
@@ -231,7 +239,7 @@ class Choice:
             each[0] = shortest
         self._choose(is_first)
         self._renew_in = self._pause * len(self.requests)
-        self._pause = min(2 * self._pause, TURN_ROUNDS)
+        self._pause = min(2 * self._pause, TURN_ROUNDS if self.plan.tokens else WINDOW)
 
     def ahead_seconds(self, proposed: int, outcomes: int) -> float:
         """Predicted seconds in which rounds that draft ahead make as much as a proposal of so many tokens does."""
@@ -390,16 +398,18 @@ class RequestSpeculation:
         if self._granted and way is not Way.DRAFTED and len(choice.expected) > proposed:
             # A miss after which the target goes on alone belongs to the round that follows it.
             self._beside += cost.seconds - choice.ahead_seconds(proposed, self._granted)
+        choice.spend(self, result, cost.seconds)
         if proposed or not self._granted:
             self._alike_rounds = self._alike_rounds + 1 if way is self._last_way else 1
             self._last_way = way
+            if not proposed and not choice.is_told():
+                return
             if way is not Way.AHEAD:
                 choice.costs.add(load, cost, is_settled=self._alike_rounds > 1)
             elif (load == 1 or self._alike_rounds > 2) and self._granted:
                 # Many requests that begin to draft ahead together first wait for each other's steps.
                 choice.costs.add_rest(way, load, self._beside)
             self._beside = 0.0
-        choice.spend(self, result, cost.seconds)
         if cost.is_uniform(load) and not cost.was_late:
             choice.count(Way.ASKED if way is Way.LED else way, proposed, cost.seconds)
 

@@ -172,7 +172,9 @@ class CostModel:
                 that was asked for, and for the first proposal the draft read all that was committed before.
         """
         shared = cost.verify_sequences
-        self.target.add(shared, cost.verify_tokens, cost.verify_seconds, 1.0 / shared)
+        # Of the target alone one request at a time tells, of proposals all that share a step.
+        share = 1.0 / shared if cost.proposed else 1.0
+        self.target.add(shared, cost.verify_tokens, cost.verify_seconds, share)
         way = Way.DRAFTED if cost.proposed else Way.LED if cost.was_led else Way.ASKED
         if not is_settled and way is not Way.ASKED:
             return
@@ -193,12 +195,13 @@ class CostModel:
             begin = trips if before is None else before
             known[load_class(load)] = [1.0, begin] if begin else [0.0, seconds]
         entry = known[load_class(load)]
-        entry[0] = min(entry[0] + 1.0 / load, float(WINDOW))
+        share = 1.0 if way in (Way.LED, Way.ASKED) else 1.0 / load
+        entry[0] = min(entry[0] + share, float(WINDOW))
         # Requests that wait for each other make long rounds common: only what is twice a surprise is a pause.
         limit = 2.0 * SURPRISE * max(entry[1], trips) or seconds
         if way is Way.AHEAD:
             limit = self.verify_seconds(load, 0) * SURPRISE + max(entry[1], 0.0)
-        entry[1] += (min(seconds, limit) - entry[1]) / load / entry[0]
+        entry[1] += (min(seconds, limit) - entry[1]) * share / entry[0]
 
     def _known_rest(self, way: Way, load: int) -> float | None:
         """The mean at the nearest load; None before any such round."""

@@ -161,6 +161,10 @@ class Choice:
     def _tries(self, request: RequestSpeculation) -> bool:
         return self._scout is None or self._scout is request
 
+    def is_scouted_by(self, request: RequestSpeculation) -> bool:
+        """True while the request alone drafts: its rounds do not tell what those of all would take."""
+        return self._turn is not None and self._scout is request and len(self.requests) > 1
+
     def spend(self, request: RequestSpeculation, result: RoundResult, seconds: float) -> None:
         """Count a round towards the turn in progress, if there is one."""
         if self._turn is not None and self._tries(request):
@@ -405,7 +409,8 @@ class RequestSpeculation:
             if not proposed and not choice.is_told():
                 return
             if way is not Way.AHEAD:
-                choice.costs.add(load, cost, is_settled=self._alike_rounds > 1)
+                is_settled = self._alike_rounds > 1 and not choice.is_scouted_by(self)
+                choice.costs.add(load, cost, is_settled=is_settled)
             elif (load == 1 or self._alike_rounds > 2) and self._granted:
                 # Many requests that begin to draft ahead together first wait for each other's steps.
                 choice.costs.add_rest(way, load, self._beside)

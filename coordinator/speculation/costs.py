@@ -190,9 +190,8 @@ class CostModel:
         trips = {Way.ASKED: self.trips[0], Way.DRAFTED: sum(self.trips)}.get(way, 0.0)
         known = self._rests[way]
         if load_class(load) not in known:
-            # The first rounds are cold: what is known of the way, or at another load, counts as much as one.
-            before = self._known_rest(way, load)
-            begin = trips if before is None else before
+            # The first rounds are cold: what was expected of them counts as much as one.
+            begin = self.rest_seconds(way, load)
             known[load_class(load)] = [1.0, begin] if begin else [0.0, seconds]
         entry = known[load_class(load)]
         share = 1.0 if way in (Way.LED, Way.ASKED) else 1.0 / load

@@ -406,6 +406,7 @@ class RequestSpeculation:
         if proposed or not self._granted:
             self._alike_rounds = self._alike_rounds + 1 if way is self._last_way else 1
             self._last_way = way
+            beside, self._beside = self._beside, 0.0
             if not proposed and not choice.is_told():
                 return
             if way is not Way.AHEAD:
@@ -413,8 +414,7 @@ class RequestSpeculation:
                 choice.costs.add(load, cost, is_settled=is_settled)
             elif (load == 1 or self._alike_rounds > 2) and self._granted:
                 # Many requests that begin to draft ahead together first wait for each other's steps.
-                choice.costs.add_rest(way, load, self._beside)
-            self._beside = 0.0
+                choice.costs.add_rest(way, load, beside)
         if cost.is_uniform(load) and not cost.was_late:
             choice.count(Way.ASKED if way is Way.LED else way, proposed, cost.seconds)
 

@@ -138,6 +138,60 @@ def test_of_many_requests_that_begin_to_draft_ahead_the_first_two_rounds_do_not_
     assert [rest > 0.0 for rest in rests] == [False, load == 1, load == 1, True]
 
 
+def test_drafting_ahead_is_charged_with_the_rounds_alone_after_its_misses() -> None:
+    """Where every other round is one, no two rounds that draft ahead follow each other."""
+    controller = SpeculationController()
+    controller.introduce("target", model_of(0.01), 0.0001)
+    controller.introduce("draft", model_of(0.001), 0.0001)
+    request = controller.request(KIND, K, draft_ahead=8, is_adaptive=False)
+    request.target = "target"
+    rests = []
+    for seconds_alone in [0.02] * 12 + [0.05] * 12:
+        request.begin_round(8)
+        request.end_round(round_result(K, 2, RoundCost(K, 0.05, 0.02, 8, 8 * (K + 1)), awaited=True))
+        request.begin_round(8)
+        request.end_round(round_result(0, 0, RoundCost(0, seconds_alone, 0.01, 8, 8)))
+        assert request.choice is not None
+        rests.append(request.choice.costs.rest_seconds(Way.AHEAD, 8))
+    assert rests[0] == rests[1] == 0.0, "they wait for each other at first"
+    assert 0.0 < rests[11] < rests[23]
+
+
+def test_of_many_requests_one_finds_out_what_an_unknown_draft_is_worth() -> None:
+    """Until it pays by what it told: the others' rounds, and what rounds of all cost, stay as they are."""
+    controller = SpeculationController()
+    controller.introduce("target", model_of(0.01), 0.0001)
+    controller.introduce("draft", model_of(0.0005, many=0.02), 0.0001)
+    requests = [begun(controller) for _ in range(16)]
+    drafting = set()
+    for _ in range(40):
+        for request in requests:
+            count = request.begin_round(16)
+            drafting |= {request} if count else set()
+            request.end_round(round_result(count, 0, RoundCost(count, 0.012, 0.01, 16, 16 + count)))
+    assert len(drafting) == 1
+    costs = controller.costs("target", "draft")
+    assert costs.rest_seconds(Way.DRAFTED, 16) == pytest.approx(2 * costs.rest_seconds(Way.ASKED, 16))
+    assert controller.gains(KIND).acceptance.rates(1)[0] < 0.6
+
+
+def test_of_requests_that_share_the_steps_of_the_target_alone_one_round_each_is_counted_in_turn() -> None:
+    controller = SpeculationController()
+    controller.introduce("target", model_of(0.01), 0.0001)
+    controller.introduce("draft", model_of(0.05), 0.0001)
+    requests = [begun(controller) for _ in range(8)]
+    told = []
+    for number in range(90):
+        for place, request in enumerate(requests):
+            request.begin_round(8)
+            assert request.choice is not None
+            before = request.choice.measured_seconds
+            request.end_round(round_result(0, 0, RoundCost(0, 0.012, 0.01, 8, 8)))
+            told += [(number, place)] if request.choice.measured_seconds != before else []
+    assert len(told) == 90 * 8 // 9
+    assert {place for _, place in told} == set(range(8)), "not always the first, which waits least"
+
+
 def test_a_newer_profile_replaces_what_was_known() -> None:
     controller = SpeculationController()
     controller.introduce("target", model_of(0.01), 0.0001)

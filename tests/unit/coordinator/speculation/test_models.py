@@ -160,3 +160,15 @@ def test_the_way_to_a_target_that_leads_costs_only_rounds_with_a_proposal() -> N
     model.add(1, asked._replace(seconds=asked.verify_seconds + 0.0001, was_led=True))
     assert model.rest_seconds(Way.LED, 1) == pytest.approx(0.0001)
     assert model.seconds(1, 0) == pytest.approx(model.verify_seconds(1, 0) + 0.0001)
+
+
+def test_the_coordinators_work_beside_a_target_that_leads_is_expected_of_a_proposal_as_well() -> None:
+    """Else the target alone, which is measured, looks slow beside rounds that were never made."""
+    model = CostModel(StepCosts(PROFILE), StepCosts(PROFILE), 0.001, 0.002, leads=True)
+    leading = round_of(16, 0)._replace(was_led=True)
+    for _ in range(20):
+        model.add(16, leading._replace(seconds=leading.verify_seconds + 0.004))
+    assert model.rest_seconds(Way.LED, 16) == pytest.approx(0.004)
+    assert model.rest_seconds(Way.DRAFTED, 16) == pytest.approx(0.003 + 2 * 0.004)
+    model.add_rest(Way.DRAFTED, 16, 0.003)
+    assert model.rest_seconds(Way.DRAFTED, 16) > 0.009, "a first round is cold, and counts little"

@@ -353,17 +353,6 @@ def _kv_bytes(model: TinyModel, tokens: int) -> int:
     return tokens * 4 * sum(layer.values_per_token for layer in model.loaded.layers)
 
 
-@pytest.mark.parametrize("prefix_reuse", [True, False])
-async def test_the_youngest_gives_up_its_pages_and_begins_again(llama: TinyModel, prefix_reuse: bool) -> None:
-    prompts = [[(13 * number + step) % 90 + 3 for step in range(60)] for number in range(5)]
-    expected = [plain_greedy(llama.reference, prompt, 80) for prompt in prompts]
-    limits: dict[str, Any] = {"max_length": 140, "kv_cache_bytes": _kv_bytes(llama, 6 * _PAGE_TOKENS)}
-    async with running(llama.backends, GreedyHead(), prefix_reuse=prefix_reuse, **limits) as engine:
-        assert await greedy_together(engine, prompts, 80) == expected
-        assert engine.usage.preemption_count > 0, "five of them need fifteen pages, and there are six"
-        await settle(engine)
-
-
 async def test_pages_of_idle_sequences_go_to_those_that_could_not_run(
     llama: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

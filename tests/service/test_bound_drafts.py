@@ -25,12 +25,9 @@ from tandem.replica import Role
 from tandem.types import GenerationRequest
 from target_service.servicer import TargetServicer
 from target_service.settings import TargetSettings
-from tests.dflash_models import save_dflash
-from tests.eagle_heads import save_eagle
 from tests.end_to_end.chi_square import critical_value, statistic, visible_distance
 from tests.end_to_end.models import save_model, six_tokens
-from tests.heads import save_eagle3
-from tests.medusa_heads import save_medusa
+from tests.heads import save_dflash, save_eagle, save_eagle3, save_medusa
 from tests.mtp_models import SEPARATE_FAMILIES, MtpTarget
 from tests.service.clients import Completed, complete, complete_all
 from tests.service.fakes import coordinated, serving

@@ -34,11 +34,18 @@ from tandem.types import (
 )
 from target_service.service import TargetService
 from target_service.settings import TargetSettings
-from tests.dflash_models import DFlashReference, save_dflash
-from tests.eagle_heads import EagleReference, save_eagle
 from tests.end_to_end.models import load_reference, random_model, save_model
-from tests.heads import FLAGS, Eagle3Reference, save_eagle3
-from tests.medusa_heads import MedusaReference, save_medusa
+from tests.heads import (
+    FLAGS,
+    DFlashReference,
+    Eagle3Reference,
+    EagleReference,
+    MedusaReference,
+    save_dflash,
+    save_eagle,
+    save_eagle3,
+    save_medusa,
+)
 from tests.mtp_models import FAMILIES, MtpTarget
 from tests.paths import DEMO_DRAFT, DEMO_EAGLE3, DEMO_TARGET
 

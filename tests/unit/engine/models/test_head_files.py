@@ -21,11 +21,8 @@ from tandem.engine.models.heads.interface import DraftHead
 from tandem.engine.models.heads.mtp import MtpHead
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.errors import ModelFolderError
-from tests.dflash_models import save_dflash
-from tests.eagle_heads import save_eagle
 from tests.end_to_end.models import random_model, save_model
-from tests.heads import save_eagle3
-from tests.medusa_heads import save_medusa
+from tests.heads import save_dflash, save_eagle, save_eagle3, save_medusa
 from tests.mtp_models import FAMILIES, MtpTarget
 from tests.paths import SMOLLM2_EAGLE3
 

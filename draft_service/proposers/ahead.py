@@ -272,7 +272,7 @@ class BranchDrafting:
             self.base_length + accepted if ends is None else ends[accepted] for accepted, _ in self._outcomes
         ]
         lengths[0] += self._lead_count
-        return BranchStep(token_ids, lengths, self._depth, self._max_depth)
+        return BranchStep(self.sequence, token_ids, lengths, self._depth, self._max_depth)
 
     def _keep_within_bytes(self) -> None:
         """Give up the last branches where a round's messages would be too long; each depth has its share."""

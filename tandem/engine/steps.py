@@ -25,8 +25,9 @@ SMALL_STEP_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class BranchStep:
-    """The next token of each branch."""
+    """The next token of each branch of a sequence."""
 
+    sequence: Sequence
     token_ids: SequenceOf[int]
     """One for each branch that goes on: the first ones of `trunk_lengths`."""
     trunk_lengths: SequenceOf[int]
@@ -41,38 +42,22 @@ class BranchStep:
         """Tokens behind the trunk that the branches take up in the end."""
         return len(self.trunk_lengths) * self.max_depth
 
-
-@dataclass(frozen=True, slots=True)
-class SequenceBranches:
-    """The branches of one sequence in a step."""
-
-    sequence: Sequence
-    step: BranchStep
-
     @property
     def token_count(self) -> int:
-        """Branches that go on: each has one token in the step."""
-        return len(self.step.token_ids)
-
-    def token_ids(self) -> SequenceOf[int]:
-        return self.step.token_ids
-
-    @property
-    def written(self) -> int:
-        """Tokens of the sequence's pages that are in use before the step."""
-        return self.sequence.length + self.step.depth * len(self.step.trunk_lengths)
+        return len(self.token_ids)
 
     def positions(self) -> list[int]:
-        return [length + self.step.depth for length in self.step.trunk_lengths[: self.token_count]]
+        return [length + self.depth for length in self.trunk_lengths[: self.token_count]]
 
     def span(self, group: int) -> Span:
-        return self.sequence.tables[group], self.written, self.written + self.token_count
+        written = self.sequence.length + self.depth * len(self.trunk_lengths)
+        return self.sequence.tables[group], written, written + self.token_count
 
 
 class Packing:
     """The tokens of a step in one row, part after part."""
 
-    def __init__(self, parts: SequenceOf[Segment | SequenceBranches]) -> None:
+    def __init__(self, parts: SequenceOf[Segment | BranchStep]) -> None:
         self.parts = parts
         """In the order in which their tokens are packed; all are segments, or all are branches."""
         self.token_count = sum([part.token_count for part in parts])
@@ -82,7 +67,7 @@ class Packing:
         return [part for part in self.parts if isinstance(part, Segment)]
 
     def token_ids(self) -> list[int]:
-        return [token_id for part in self.parts for token_id in part.token_ids()]
+        return [token_id for part in self.parts for token_id in part.token_ids]
 
     def positions(self) -> list[int]:
         """Each token's position in its sequence, packed."""
@@ -154,7 +139,7 @@ class StepBackend(ABC):
             Logits, [len(rows), vocabulary_size] in the model's dtype or a wider one; valid until the next step.
         """
 
-    def run_branches(self, parts: SequenceOf[SequenceBranches]) -> Tensor:
+    def run_branches(self, parts: SequenceOf[BranchStep]) -> Tensor:
         """Runs one step of branches; see `can_branch`. All tokens of the sequences have to be in the cache. What is
         written behind them is nobody's: the sequences may grow over it.
 

@@ -16,7 +16,7 @@ from typing import Any
 from tandem.engine.interface import KvUsage
 from tandem.engine.kv_cache.arena import CacheShape
 from tandem.engine.kv_cache.sequence import Segment, Sequence
-from tandem.engine.steps import SequenceBranches
+from tandem.engine.steps import BranchStep
 from tandem.engine_vllm.worker import Part, Step
 
 _numbers = count(1)
@@ -199,13 +199,13 @@ class BlockCache:
         for branch in self._branches.pop(sequence, ()):
             self._let_go(branch)
 
-    def branches(self, part: SequenceBranches) -> list[Sequence] | None:
+    def branches(self, step: BranchStep) -> list[Sequence] | None:
         """The branches that go on, as sequences of their own, each with its token to be computed.
 
         They share the blocks of the tokens before the first of them leaves; what lies in a block that is not full is
         computed again for each. None where there is no room, or they were given up.
         """
-        trunk, step = part.sequence, part.step
+        trunk = step.sequence
         if step.depth == 0:
             self.trim(trunk)
             if (held := self._held.get(trunk)) is None:
@@ -216,7 +216,7 @@ class BlockCache:
                 branch = Sequence(trunk.tables, trunk.max_length, trunk.vocabulary_size)
                 branch.token_ids = trunk.token_ids[:length]
                 self._branches[trunk].append(branch)
-        branches = self._branches.get(trunk, [])[: part.token_count]
+        branches = self._branches.get(trunk, [])[: step.token_count]
         for branch, token_id in zip(branches, step.token_ids, strict=False):
             branch.token_ids.append(token_id)
             if step.depth == 0:

@@ -22,7 +22,7 @@ from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.models.checkpoint import Checkpoint, open_checkpoint, tokenizer_hash
 from tandem.engine.models.loading import end_ids_within
 from tandem.engine.rows import verifications
-from tandem.engine.steps import Machinery, SequenceBranches, StepBackend
+from tandem.engine.steps import BranchStep, Machinery, StepBackend
 from tandem.engine_vllm.adapter import Core, load_core, uses_v2_runner
 from tandem.engine_vllm.cache import BlockCache
 from tandem.engine_vllm.worker import EXTENSION, NO_PROPOSER
@@ -262,7 +262,7 @@ class VllmSteps(StepBackend):
             raise
         return RemoteLogits(self._model)
 
-    def run_branches(self, parts: SequenceOf[SequenceBranches]) -> Tensor:
+    def run_branches(self, parts: SequenceOf[BranchStep]) -> Tensor:
         """See `StepBackend`. Branches are sequences that share the blocks of their trunk. Logits of those for which
         there is no room are NaN, with which they end."""
         branches: list[Sequence | None] = []

@@ -21,7 +21,7 @@ from tandem.engine.kv_cache.arena import KvArena, LayerCache, PageReader, PageWr
 from tandem.engine.kv_cache.sequence import Segment
 from tandem.engine.models.attention import Scoring, forward_arguments, grouped_attention
 from tandem.engine.models.loading import LoadedModel
-from tandem.engine.steps import Packing, SequenceBranches, StepBackend, run_modules
+from tandem.engine.steps import BranchStep, Packing, StepBackend, run_modules
 
 
 class _Seen(NamedTuple):
@@ -41,8 +41,9 @@ class Group:
     """Parts of a step with equally many tokens, whose attention is one call: segments of similar lengths, or the
     branches of one sequence."""
 
-    def __init__(self, part: Segment | SequenceBranches, model: LoadedModel) -> None:
+    def __init__(self, part: Segment | BranchStep, model: LoadedModel) -> None:
         self.parts = [part]
+        self._segments = [part] if isinstance(part, Segment) else []
         self.width = part.token_count
         """Tokens of each part."""
         self.longest = self._total = part.span(0)[2]
@@ -51,16 +52,17 @@ class Group:
         self._readers: dict[tuple[int, int], PageReader] = {}
         self._spans: dict[tuple[int | None, int, bool], _Seen] = {}
 
-    def take(self, part: Segment | SequenceBranches) -> bool:
+    def take(self, part: Segment | BranchStep) -> bool:
         """Lets a segment join if it has the same width and pads little."""
         # Wider blocks keep the kernel busy one sequence at a time
-        if isinstance(part, SequenceBranches) or part.token_count != self.width or self.width > 32:
+        if isinstance(part, BranchStep) or part.token_count != self.width or self.width > 32:
             return False
         longest, count = max(self.longest, part.end), len(self.parts) + 1
         # Beyond so many superfluous keys another kernel call is cheaper (measured on a CPU, 8 heads of 32)
         if count * longest - (self._total + part.end) > count * 256:
             return False
         self.parts.append(part)
+        self._segments.append(part)
         self.longest = longest
         self._total += part.end
         return True
@@ -104,9 +106,7 @@ class Group:
             reader = PageReader.of_tables(tables, first - skipped, self.longest, self._model.device)
             self._readers[layer.group, first - skipped] = reader
         found = reader.read(storage)[:, :, skipped : skipped + self.longest - first]
-        for index, part in enumerate(self.parts):
-            if not isinstance(part, Segment):
-                continue  # see `clear_room`
+        for index, part in enumerate(self._segments):  # for branches see `clear_room`
             if part.end < self.longest:
                 found[index, :, part.end - first :].zero_()
             if layer.window is not None and (unseen := part.start - layer.window + 1 - first) > 0:
@@ -134,8 +134,8 @@ class Group:
         if isinstance(part, Segment):
             hidden = keys > queries
         else:
-            behind, branches = slots - part.sequence.length, len(part.step.trunk_lengths)
-            trunks = queries - part.step.depth
+            behind, branches = slots - part.sequence.length, len(part.trunk_lengths)
+            trunks = queries - part.depth
             own = (behind >= 0) & (behind % branches == torch.arange(self.width, device=device)[:, None])
             # Position of each slot's token in the branch that sees it.
             keys = torch.where(own, trunks + behind // branches, slots)
@@ -153,9 +153,7 @@ class StepLayout(Packing):
     Attention is called once for each group of sequences in each layer; what layers share (masks, indices) is made once.
     """
 
-    def __init__(
-        self, parts: SequenceOf[Segment | SequenceBranches], arena: KvArena, model: LoadedModel
-    ) -> None:
+    def __init__(self, parts: SequenceOf[Segment | BranchStep], arena: KvArena, model: LoadedModel) -> None:
         self._groups: list[Group] = []
         if all(isinstance(part, Segment) for part in parts):  # so that similar ones follow each other
             parts = sorted(parts, key=lambda part: (part.token_count, part.span(0)[2]))
@@ -222,11 +220,11 @@ class StepLayout(Packing):
         return torch.cat(outputs) if outputs else query[:0, :, : value.shape[-1]]
 
 
-def clear_room(arena: KvArena, part: SequenceBranches) -> None:
+def clear_room(arena: KvArena, part: BranchStep) -> None:
     """Zero what the branches will see of others' leftovers: a mask hides numbers, but not NaN."""
-    sequence, step = part.sequence, part.step
-    end = sequence.length + step.room
-    if step.depth == 0 and sequence.clean_length < end:
+    sequence = part.sequence
+    end = sequence.length + part.room
+    if part.depth == 0 and sequence.clean_length < end:
         arena.zero(sequence.tables, max(sequence.clean_length, sequence.length), end)
         sequence.clean_length = end
 
@@ -253,7 +251,7 @@ class SerialBackend(StepBackend):
         reader = PageReader.of_tables([segment.sequence.table], 0, segment.end, self._device)
         cache = Cache(layers=[_ArenaLayer(layer, segment, writer, reader) for layer in self._arena.layers])
         positions = torch.arange(segment.start, segment.end, device=self._device)[None]
-        token_ids = torch.tensor([segment.token_ids()], device=self._device)
+        token_ids = torch.tensor([segment.token_ids], device=self._device)
         arguments = forward_arguments(self._module, input_ids=token_ids, position_ids=positions)
         output = self._module(**arguments, past_key_values=cache, use_cache=True)
         logits: Tensor = output.logits[0]
@@ -297,7 +295,7 @@ class EagerBackend(StepBackend):
         layout = StepLayout(segments, self._arena, model)
         return run_modules(model.module, layout, layout.packed_rows(segments, rows), model.device)
 
-    def run_branches(self, parts: SequenceOf[SequenceBranches]) -> Tensor:
+    def run_branches(self, parts: SequenceOf[BranchStep]) -> Tensor:
         model = self._model
         for part in parts:
             clear_room(self._arena, part)

@@ -17,7 +17,7 @@ from torch import Tensor
 from tandem.engine.core.jobs import StepRecord
 from tandem.engine.core.timing import StepWatchdog
 from tandem.engine.kv_cache.sequence import Segment, Sequence
-from tandem.engine.steps import BranchStep, Machinery, SequenceBranches
+from tandem.engine.steps import BranchStep, Machinery
 from tandem.errors import InvalidRequestError, TandemError
 from tandem.types import Delta, common_length
 
@@ -93,8 +93,6 @@ class _Branches:
     """Logits of the first of the trunk's last positions, [positions, vocabulary_size], that a branch of the sequence's
     job before has computed."""
     lead: Lead | None = None
-    step: BranchStep | None = None
-    """The one that is to come."""
     trunk_length: int = 0
     """Tokens before the branches, the lead included."""
     ran: list[tuple[BranchStep, Tensor]] = field(default_factory=list)
@@ -103,11 +101,6 @@ class _Branches:
     @property
     def row_count(self) -> int:
         return self.job.row_count - sum(len(logits) for logits in self.known)
-
-    @property
-    def part(self) -> SequenceBranches:
-        assert self.step is not None, "it has begun"
-        return SequenceBranches(self.job.sequence, self.step)
 
     def continuation(self, max_lead: int) -> tuple[list[int], Tensor, Lead | None] | None:
         """The branch that the sequence's uncomputed tokens begin with, as far as it was computed; None for another
@@ -148,7 +141,7 @@ class BackgroundWork:
         self._on_step = on_step
         self._watchdog = watchdog
         self._waiting: dict[Sequence, BackgroundJob] = {}
-        self._begun: dict[Sequence, _Branches] = {}
+        self._begun: dict[Sequence, tuple[_Branches, BranchStep]] = {}
         """Those with a step to come, in the order of their turns."""
         self._kept: dict[Sequence, _Branches] = {}
         """The branches of sequences that have computed nothing since, for the next job's delta."""
@@ -188,7 +181,7 @@ class BackgroundWork:
                 self._advance(begun, began)
         except Exception as error:
             logger.exception("background step failed")
-            for each in (*trunks, *begun):
+            for each in (*trunks, *(branches for branches, _ in begun)):
                 self._fail(each.job, error)
         finally:
             self._watchdog.end()
@@ -245,12 +238,12 @@ class BackgroundWork:
         room = self._cache.take_spare(sequence, sequence.spare_tokens)
         return _Branches(job, room, known, lead) if room > 0 else None
 
-    def _next_branches(self) -> list[_Branches]:
+    def _next_branches(self) -> list[tuple[_Branches, BranchStep]]:
         """Take jobs whose turn it is, as many as have branches that fit into one step."""
-        taken: list[_Branches] = []
+        taken: list[tuple[_Branches, BranchStep]] = []
         tokens = 0
-        for sequence, begun in [*self._begun.items()]:
-            tokens += begun.part.token_count
+        for sequence, (_, step) in [*self._begun.items()]:
+            tokens += step.token_count
             if taken and tokens > _MAX_STEP_TOKENS:
                 break
             taken.append(self._begun.pop(sequence))
@@ -275,22 +268,22 @@ class BackgroundWork:
         trunk.known = ()
         self._follow(trunk, partial(trunk.job.begin, rows, trunk.room, trunk.lead))
 
-    def _advance(self, begun: SequenceOf[_Branches], began: float) -> None:
-        parts = [each.part for each in begun]
-        counts = [part.token_count for part in parts]
+    def _advance(self, begun: SequenceOf[tuple[_Branches, BranchStep]], began: float) -> None:
+        steps = [step for _, step in begun]
+        counts = [step.token_count for step in steps]
         tokens = sum(counts)
         self._watchdog.begin(tokens)
-        logits = _parts(self._runner.run_branches(parts), counts)
-        for each, part, own in zip(begun, parts, logits, strict=True):
-            self._keep(each, part, own)
-            self._follow(each, partial(each.job.advance, own))  # behind the others
+        logits = _parts(self._runner.run_branches(steps), counts)
+        for (branches, step), own in zip(begun, logits, strict=True):
+            self._keep(branches, step, own)
+            self._follow(branches, partial(branches.job.advance, own))  # behind the others
         record = self._count(len(begun), tokens, tokens, began)
-        for each in begun:
-            each.job.count_step(record)
+        for branches, _ in begun:
+            branches.job.count_step(record)
 
-    def _keep(self, branches: _Branches, part: SequenceBranches, logits: Tensor) -> None:
+    def _keep(self, branches: _Branches, step: BranchStep, logits: Tensor) -> None:
         """Keep a copy of a step's logits while there is room. Branches without are computed again."""
-        sequence, step = part.sequence, part.step
+        sequence = step.sequence
         if step.depth == 0:
             branches.trunk_length = sequence.length
             self._kept[sequence] = branches
@@ -305,13 +298,13 @@ class BackgroundWork:
     def _follow(self, branches: _Branches, next_step: Callable[[], BranchStep | None]) -> None:
         """Let a job take its logits and say what to run next. Its failure is no other job's."""
         try:
-            branches.step = next_step()
+            step = next_step()
         except Exception as error:
             logger.exception("background job failed")
             self._fail(branches.job, error)
             return
-        if branches.step is not None:
-            self._begun[branches.job.sequence] = branches
+        if step is not None:
+            self._begun[step.sequence] = branches, step
 
     def _fail(self, job: BackgroundJob, error: Exception) -> None:
         self._begun.pop(job.sequence, None)

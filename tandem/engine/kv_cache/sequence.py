@@ -172,6 +172,7 @@ class Segment:
         """Length of the sequence's KV after the step."""
         return self.sequence.computed_length + self.token_count
 
+    @property
     def token_ids(self) -> list[int]:
         return self.sequence.token_ids[self.start : self.end]
 

@@ -31,7 +31,7 @@ from tandem.engine.kv_cache.arena import KvArena
 from tandem.engine.kv_cache.sequence import Segment
 from tandem.engine.models.loading import LoadedModel
 from tandem.engine.rows import Sampler
-from tandem.engine.steps import Packing, SequenceBranches, StepBackend, run_modules
+from tandem.engine.steps import BranchStep, Packing, StepBackend, run_modules
 from tandem.errors import ConfigurationError
 from tandem.types import SamplingParams
 
@@ -104,7 +104,7 @@ class PlannedBackend(CpuNativeBackend):
             return self._replayed(self._plans[size], packing, rows)
         return self._try_out(size, packing, rows)
 
-    def run_branches(self, parts: SequenceOf[SequenceBranches]) -> Tensor:
+    def run_branches(self, parts: SequenceOf[BranchStep]) -> Tensor:
         """See `StepBackend`; by the model's modules where there is no plan of the size."""
         packing = Packing(parts)
         plan = self._plans.get(next((size for size in TOKEN_COUNTS if size >= packing.token_count), 0))

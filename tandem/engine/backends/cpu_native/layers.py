@@ -20,7 +20,7 @@ from tandem.engine.backends.cpu_native.library.kernels import (
 from tandem.engine.kv_cache.arena import KvArena
 from tandem.engine.kv_cache.sequence import Segment
 from tandem.engine.models.attention import Scoring
-from tandem.engine.steps import Packing, SequenceBranches
+from tandem.engine.steps import BranchStep, Packing
 
 _INTO_RESIDUAL = frozenset(("o_proj", "down_proj"))
 """Names that most of transformers' decoders give the layers that add to the residual stream."""
@@ -171,13 +171,13 @@ def places(packing: Packing, group: int = 0) -> list[int]:
 
     The numbers name the sequences' page tables by address: they are of use while these live.
     """
-    are_branches = isinstance(packing.parts[0], SequenceBranches)
+    are_branches = isinstance(packing.parts[0], BranchStep)
     numbers = [-len(packing.parts) if are_branches else len(packing.parts)]
     for part in packing.parts:
         table, start, end = part.span(group)
         numbers += (table.address, start, end - start)
-        if isinstance(part, SequenceBranches):
-            lengths = part.step.trunk_lengths
+        if isinstance(part, BranchStep):
+            lengths = part.trunk_lengths
             numbers += (part.sequence.length, len(lengths), *lengths[: part.token_count])
     return numbers
 

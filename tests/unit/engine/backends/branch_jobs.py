@@ -57,7 +57,7 @@ class Branches:
 
     def _step(self) -> BranchStep:
         depth = len(self.logits)
-        return BranchStep(TOKENS[depth], self.leaves_after, depth, len(TOKENS))
+        return BranchStep(self.sequence, TOKENS[depth], self.leaves_after, depth, len(TOKENS))
 
     def count_step(self, record: StepRecord) -> None:
         self.steps += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from tandem.engine.backends.cpu_native.library.kernels import KernelCall, Kernel
 from tandem.engine.kv_cache.arena import PAGE_TOKENS, KvArena, LayerGeometry, PageTable, pages_for
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.models.attention import Scoring
-from tandem.engine.steps import BranchStep, Packing, SequenceBranches
+from tandem.engine.steps import BranchStep, Packing
 
 _CPU = torch.device("cpu")
 _PAGE_TOKENS = PAGE_TOKENS
@@ -82,7 +82,8 @@ class Work:
 
 
 def _branches(trunk: int, lengths: list[int], depth: int, count: int) -> Work:
-    step = BranchStep([0] * count, lengths, depth, depth + 1)
+    nobody = Sequence(PageTable(_PAGE_TOKENS, 1), 1, 10)
+    step = BranchStep(nobody, [0] * count, lengths, depth, depth + 1)
     return Work(trunk + depth * len(lengths), count, step, trunk)
 
 
@@ -166,7 +167,7 @@ class Case:
     def _packing(self, indices: SequenceOf[int], sequences: list[Sequence]) -> Packing:
         works = zip(sequences, (self.works[index] for index in indices), strict=True)
         pairs = [(sequence, work.count, work.step) for sequence, work in works]
-        if branches := [SequenceBranches(sequence, step) for sequence, _, step in pairs if step is not None]:
+        if branches := [replace(step, sequence=sequence) for sequence, _, step in pairs if step is not None]:
             return Packing(branches)
         return Packing([Segment(sequence, count) for sequence, count, _ in pairs])
 

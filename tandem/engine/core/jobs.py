@@ -133,9 +133,8 @@ class _Lead:
     """The last that somebody waits for, or waited for."""
     begun: int = 0
     """The last that has begun."""
-    number: int = 0
-    job: Job[Any] | None = None
-    """The job of that number, the latest: it runs, has run, or waits until it may."""
+    waiting: Job[Any] | None = None
+    """The one after that, until it may begin."""
 
 
 class Leads:
@@ -155,8 +154,7 @@ class Leads:
         if sequence not in self._leads:
             self._leads[sequence] = _Lead(allowed=job.lead)
         lead = self._leads[sequence]
-        lead.job = following
-        lead.number += 1
+        lead.waiting = following
         return self._next(lead)
 
     def grant(self, sequence: Sequence, asked: int, count: int) -> Job[Any] | None:
@@ -180,8 +178,9 @@ class Leads:
         return lead is not None and lead.begun > lead.asked
 
     def _next(self, lead: _Lead) -> Job[Any] | None:
-        if lead.begun == lead.number or lead.number > lead.allowed:
+        if lead.waiting is None or lead.begun >= lead.allowed:
             return None
-        lead.begun = lead.number
+        job, lead.waiting = lead.waiting, None
+        lead.begun += 1
         self.begun_count += 1
-        return lead.job
+        return job

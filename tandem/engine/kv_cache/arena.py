@@ -446,21 +446,13 @@ class PageReader:
         """A copy of keys or values, [sequences, kv_heads, pages * page_tokens, dim]."""
         _, page_tokens, heads, dim = storage.shape
         sequences, count = self._pages.shape
-        by_head = storage.transpose(1, 2)
-        if not by_head.is_contiguous():
-            found = storage.index_select(0, self._pages.flatten())
-            return found.view(sequences, count * page_tokens, heads, dim).transpose(1, 2)
         # One head's numbers in one page are one row, so that a single copy puts them in order.
-        rows = by_head.view(-1, page_tokens * dim).index_select(0, self._rows_of(heads))
-        return rows.view(sequences, heads, count * page_tokens, dim)
-
-    def _rows_of(self, heads: int) -> Tensor:
-        found = self._rows.get(heads)
-        if found is None:
+        rows = self._rows.get(heads)
+        if rows is None:
             numbers = torch.arange(heads, device=self._pages.device)
-            rows = self._pages[:, None] * heads + numbers[None, :, None]
-            found = self._rows[heads] = rows.flatten()
-        return found
+            rows = self._rows[heads] = (self._pages[:, None] * heads + numbers[None, :, None]).flatten()
+        found = storage.transpose(1, 2).view(-1, page_tokens * dim).index_select(0, rows)
+        return found.view(sequences, heads, count * page_tokens, dim)
 
 
 def _long_runs(spans: SequenceOf[Span]) -> list[tuple[int, int, int]]:

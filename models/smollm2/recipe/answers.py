@@ -194,10 +194,14 @@ def main() -> None:
     parser.add_argument(
         "--held-out", type=int, help="ask as many held-out questions in place of the training's"
     )
+    parser.add_argument(
+        "--skip", type=int, default=0, help="leave out as many questions, which were answered before"
+    )
     parser.add_argument("--temperature", type=float, help="by default several in turn")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     asked = training_questions() if options.held_out is None else held_out_questions()[: options.held_out]
+    asked = asked[options.skip :]
     temperatures = TEMPERATURES if options.temperature is None else (options.temperature,)
     questions = list(zip(asked, itertools.cycle(temperatures), strict=False))
     tokens = asyncio.run(answer(options.folder, questions, options.minutes))

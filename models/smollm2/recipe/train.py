@@ -34,8 +34,8 @@ from tandem.model_sources.find import find_model
 STEPS_FROM = {0.65: 3, 0.35: 2, 0.0: 1}
 """Tokens of a proposal that the head is trained on, by the share of the time from which on: each costs as much as the
 first, which has to be right for any other to count. A trained head learns all four."""
-AGAIN_RATE = 0.4
-"""Share of the learning rates at which a trained head goes on."""
+AGAIN_RATE = 0.6
+"""Share of the learning rates at which a trained head goes on; the second training had 0.4."""
 
 logger = logging.getLogger(__name__)
 

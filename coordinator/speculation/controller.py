@@ -315,8 +315,8 @@ class RequestSpeculation:
         self._last_way: Way | None = None
         self._alike_rounds = 0
         """Rounds since the last one of another way of working."""
-        self._beside = 0.0
-        """Seconds since the last proposal beyond those that drafting ahead was predicted to take."""
+        self._beside = self._made = 0.0
+        """Since the last proposal: seconds beyond those predicted of drafting ahead, and tokens then expected."""
         self._is_beginning = True
         controller.beginning += 1
 
@@ -402,19 +402,21 @@ class RequestSpeculation:
         if self._granted and way is not Way.DRAFTED and len(choice.expected) > proposed:
             # A miss after which the target goes on alone belongs to the round that follows it.
             self._beside += cost.seconds - choice.ahead_seconds(proposed, self._granted)
+            self._made += choice.expected[proposed]
         choice.spend(self, result, cost.seconds)
         if proposed or not self._granted:
             self._alike_rounds = self._alike_rounds + 1 if way is self._last_way else 1
             self._last_way = way
-            beside, self._beside = self._beside, 0.0
+            beside, made = self._beside, self._made
+            self._beside = self._made = 0.0
             if not proposed and not choice.is_told():
                 return
             if way is not Way.AHEAD:
                 is_settled = self._alike_rounds > 1 and not choice.is_scouted_by(self)
                 choice.costs.add(load, cost, is_settled=is_settled)
-            elif (load == 1 or self._alike_rounds > 2) and self._granted:
+            elif (load == 1 or self._alike_rounds > 2) and made:
                 # Many requests that begin to draft ahead together first wait for each other's steps.
-                choice.costs.add_rest(way, load, beside)
+                choice.costs.add_rest(way, load, beside * choice.expected[proposed] / made)
         if cost.is_uniform(load) and not cost.was_late:
             choice.count(Way.ASKED if way is Way.LED else way, proposed, cost.seconds)
 

@@ -157,6 +157,22 @@ def test_drafting_ahead_is_charged_with_the_rounds_alone_after_its_misses() -> N
     assert 0.0 < rests[11] < rests[23]
 
 
+def test_rounds_that_draft_ahead_are_predicted_as_fast_as_they_are_with_those_alone_after_misses() -> None:
+    controller = SpeculationController()
+    controller.introduce("target", model_of(0.01), 0.0001)
+    controller.introduce("draft", model_of(0.001), 0.0001)
+    request = controller.request(KIND, K, draft_ahead=8, is_adaptive=False)
+    request.target = "target"
+    for _ in range(200):
+        request.begin_round(1)
+        request.end_round(round_result(K, 2, RoundCost(K, 0.016, 0.011, 1, K + 1), awaited=True))
+        request.begin_round(1)
+        request.end_round(round_result(0, 0, RoundCost(0, 0.012, 0.01, 1, 1)))
+    assert request.choice is not None
+    made = request.choice.expected[K] + 1.0
+    assert request.choice.tokens_per_second[K] == pytest.approx(made / (0.016 + 0.012), rel=0.1)
+
+
 def test_of_many_requests_one_finds_out_what_an_unknown_draft_is_worth() -> None:
     """Until it pays by what it told: the others' rounds, and what rounds of all cost, stay as they are."""
     controller = SpeculationController()

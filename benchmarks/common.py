@@ -1,4 +1,4 @@
-"""What benchmarks share: services as processes, turns, command lines, and tables in Markdown."""
+"""Shared by benchmarks: services as processes, turns, command lines, and tables in Markdown."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class BenchSettings(Options):
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all contenders share."""
+    """The part that all contenders share."""
 
     settings: BenchSettings
     pair: Pair
@@ -148,7 +148,7 @@ class Setup:
         return folder if folder.is_dir() and checkpoint_method(folder) == method else None
 
     def as_json(self) -> dict[str, Any]:
-        """What a peer reads: the settings, the models' folders as text, and the limits."""
+        """Input of a peer: the settings, the models' folders as text, and the limits."""
         limits = {"max_length": self.max_length, "max_sequences": self.max_sequences}
         folders = {"target": str(self.pair.target), "draft": str(self.pair.draft)}
         return {**self.settings.model_dump(mode="json"), **folders, **limits}

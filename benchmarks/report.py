@@ -126,7 +126,7 @@ class Report(Data):
     settings: BenchSettings
     cells: tuple[Cell, ...]
     tables: tuple[Table, ...] = ()
-    """What else was measured."""
+    """Further measurements."""
     prefix_ratio: float | None = None
     """Time to the first token of a prompt whose beginning was served before, by that of the first time."""
     absent: dict[str, str] = Field(default_factory=dict)

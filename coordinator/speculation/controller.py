@@ -114,8 +114,9 @@ class Choice:
         self._renew_in, self._pause = 0, 1
         self._turn: Plan | None = None
         """The plan that is tried."""
-        self._scout: RequestSpeculation | None = None
-        """The only one to try it, where nothing is known of the draft; None: all do."""
+        self.scout: RequestSpeculation | None = None
+        """The only one to try it, where nothing is known of the draft; None: all do. Beside others, its rounds do not
+        tell what those of all would take."""
         self._turn_number, self._lost = 0, 0.0
         """Turns of the kind when it began, and tokens that it has lost so far."""
         self._last_turn = self._turn_pause = self._turn_end = self._turn_rounds = 0
@@ -150,7 +151,7 @@ class Choice:
             or self._rounds >= self._turn_end
             or self._turn_number != self.gains.turns  # another load has come, and has tried it
         ):
-            self._turn, self._renew_in = None, 0
+            self._turn, self.scout, self._renew_in = None, None, 0
         if self._renew_in <= 0:
             self.renew()
         is_due = self._rounds >= self._last_turn + self._turn_pause
@@ -159,11 +160,7 @@ class Choice:
         return self._turn if self._turn is not None and self._tries(request) else self.plan
 
     def _tries(self, request: RequestSpeculation) -> bool:
-        return self._scout is None or self._scout is request
-
-    def is_scouted_by(self, request: RequestSpeculation) -> bool:
-        """True while the request alone drafts: its rounds do not tell what those of all would take."""
-        return self._turn is not None and self._scout is request and len(self.requests) > 1
+        return self.scout is None or self.scout is request
 
     def spend(self, request: RequestSpeculation, result: RoundResult, seconds: float) -> None:
         """Count a round towards the turn in progress, if there is one."""
@@ -198,13 +195,12 @@ class Choice:
         """
         self._turn = turn = self._next_turn()
         self._tried[turn.way] = self._last_turn = self._rounds
-        self._scout = request if turn.tokens and not self.gains.acceptance.count else None
+        self.scout = request if turn.tokens and not self.gains.acceptance.count else None
+        self.costs.doubt(turn.way, self.load, turn.tokens)
         self._lost = 0.0
         self.gains.turns += 1
         self._turn_number = self.gains.turns
-        if self._scout is None:
-            self.costs.doubt(turn.way, self.load, turn.tokens)
-        self._turn_rounds = TURN_ROUNDS * (len(self.requests) if self._scout is None else 1)
+        self._turn_rounds = TURN_ROUNDS * (len(self.requests) if self.scout is None else 1)
         self._turn_end = self._rounds + (WINDOW if turn.tokens else TURN_ROUNDS) * len(self.requests)
         self._plan_turn()
 
@@ -412,7 +408,8 @@ class RequestSpeculation:
             if not proposed and not choice.is_told():
                 return
             if way is not Way.AHEAD:
-                is_settled = self._alike_rounds > 1 and not choice.is_scouted_by(self)
+                is_of_all = choice.scout is not self or len(choice.requests) == 1
+                is_settled = self._alike_rounds > 1 and is_of_all
                 choice.costs.add(load, cost, is_settled=is_settled)
             elif (load == 1 or self._alike_rounds > 2) and made:
                 # Many requests that begin to draft ahead together first wait for each other's steps.

@@ -57,6 +57,22 @@ def model_of(step_seconds: float, version: int = 0, *, many: float | None = None
     return ModelInfo("model", "", 10, "", 100, "", step_profile=profile)
 
 
+def profiled(draft_seconds: float, *, many: float | None = None) -> SpeculationController:
+    """A controller that knows a target with steps of 10 ms, and a draft whose steps take so long."""
+    controller = SpeculationController()
+    controller.introduce("target", model_of(0.01), 0.0001)
+    controller.introduce("draft", model_of(draft_seconds, many=many), 0.0001)
+    return controller
+
+
+def draft_ahead_and_miss(request: RequestSpeculation, load: int, seconds: float, alone: float) -> None:
+    """A round that drafts ahead, and one of the target alone after its miss."""
+    request.begin_round(load)
+    request.end_round(round_result(K, 2, RoundCost(K, seconds, 0.011, load, load * (K + 1)), awaited=True))
+    request.begin_round(load)
+    request.end_round(round_result(0, 0, RoundCost(0, alone, 0.01, load, load)))
+
+
 def test_a_fixed_length_request_keeps_its_length_and_informs_the_others() -> None:
     controller = SpeculationController()
     fixed = begun(controller, is_adaptive=False)
@@ -69,9 +85,7 @@ def test_a_fixed_length_request_keeps_its_length_and_informs_the_others() -> Non
 
 def test_a_burst_is_decided_at_the_load_that_it_will_be() -> None:
     """A draft that does not pay at 16 requests would read the prompts of the first ones in vain."""
-    controller = SpeculationController()
-    controller.introduce("target", model_of(0.01), 0.0001)
-    controller.introduce("draft", model_of(0.0005, many=0.02), 0.0001)
+    controller = profiled(0.0005, many=0.02)
     running = begun(controller)
     running.begin_round(1)
     requests = [begun(controller) for _ in range(32)]
@@ -123,9 +137,7 @@ def test_a_fixed_number_of_outcomes_is_always_drafted_for() -> None:
 @pytest.mark.parametrize("load", [1, 8])
 def test_of_many_requests_that_begin_to_draft_ahead_the_first_two_rounds_do_not_count(load: int) -> None:
     """They wait for each other's steps, which says nothing about those that follow."""
-    controller = SpeculationController()
-    controller.introduce("target", model_of(0.01), 0.0001)
-    controller.introduce("draft", model_of(0.001), 0.0001)
+    controller = profiled(0.001)
     request = controller.request(KIND, K, draft_ahead="auto")
     request.target = "target"
     rests = []
@@ -140,17 +152,12 @@ def test_of_many_requests_that_begin_to_draft_ahead_the_first_two_rounds_do_not_
 
 def test_drafting_ahead_is_charged_with_the_rounds_alone_after_its_misses() -> None:
     """Where every other round is one, no two rounds that draft ahead follow each other."""
-    controller = SpeculationController()
-    controller.introduce("target", model_of(0.01), 0.0001)
-    controller.introduce("draft", model_of(0.001), 0.0001)
+    controller = profiled(0.001)
     request = controller.request(KIND, K, draft_ahead=8, is_adaptive=False)
     request.target = "target"
     rests = []
     for seconds_alone in [0.02] * 12 + [0.05] * 12:
-        request.begin_round(8)
-        request.end_round(round_result(K, 2, RoundCost(K, 0.05, 0.02, 8, 8 * (K + 1)), awaited=True))
-        request.begin_round(8)
-        request.end_round(round_result(0, 0, RoundCost(0, seconds_alone, 0.01, 8, 8)))
+        draft_ahead_and_miss(request, 8, 0.05, seconds_alone)
         assert request.choice is not None
         rests.append(request.choice.costs.rest_seconds(Way.AHEAD, 8))
     assert rests[0] == rests[1] == 0.0, "they wait for each other at first"
@@ -158,16 +165,11 @@ def test_drafting_ahead_is_charged_with_the_rounds_alone_after_its_misses() -> N
 
 
 def test_rounds_that_draft_ahead_are_predicted_as_fast_as_they_are_with_those_alone_after_misses() -> None:
-    controller = SpeculationController()
-    controller.introduce("target", model_of(0.01), 0.0001)
-    controller.introduce("draft", model_of(0.001), 0.0001)
+    controller = profiled(0.001)
     request = controller.request(KIND, K, draft_ahead=8, is_adaptive=False)
     request.target = "target"
     for _ in range(200):
-        request.begin_round(1)
-        request.end_round(round_result(K, 2, RoundCost(K, 0.016, 0.011, 1, K + 1), awaited=True))
-        request.begin_round(1)
-        request.end_round(round_result(0, 0, RoundCost(0, 0.012, 0.01, 1, 1)))
+        draft_ahead_and_miss(request, 1, 0.016, 0.012)
     assert request.choice is not None
     made = request.choice.expected[K] + 1.0
     assert request.choice.tokens_per_second[K] == pytest.approx(made / (0.016 + 0.012), rel=0.1)
@@ -175,9 +177,7 @@ def test_rounds_that_draft_ahead_are_predicted_as_fast_as_they_are_with_those_al
 
 def test_of_many_requests_one_finds_out_what_an_unknown_draft_is_worth() -> None:
     """Until it pays by what it told: the others' rounds, and what rounds of all cost, stay as they are."""
-    controller = SpeculationController()
-    controller.introduce("target", model_of(0.01), 0.0001)
-    controller.introduce("draft", model_of(0.0005, many=0.02), 0.0001)
+    controller = profiled(0.0005, many=0.02)
     requests = [begun(controller) for _ in range(16)]
     drafting = set()
     for _ in range(40):
@@ -192,9 +192,7 @@ def test_of_many_requests_one_finds_out_what_an_unknown_draft_is_worth() -> None
 
 
 def test_of_requests_that_share_the_steps_of_the_target_alone_one_round_each_is_counted_in_turn() -> None:
-    controller = SpeculationController()
-    controller.introduce("target", model_of(0.01), 0.0001)
-    controller.introduce("draft", model_of(0.05), 0.0001)
+    controller = profiled(0.05)
     requests = [begun(controller) for _ in range(8)]
     told = []
     for number in range(90):
@@ -209,9 +207,7 @@ def test_of_requests_that_share_the_steps_of_the_target_alone_one_round_each_is_
 
 
 def test_a_newer_profile_replaces_what_was_known() -> None:
-    controller = SpeculationController()
-    controller.introduce("target", model_of(0.01), 0.0001)
-    controller.introduce("draft", model_of(0.0005), 0.0001)
+    controller = profiled(0.0005)
     assert begun(controller).begin_round(1) == K
     controller.introduce("draft", model_of(0.02), 0.0001)
     assert begun(controller).begin_round(1) == K, "the same version: nothing new"
@@ -222,9 +218,7 @@ def test_a_newer_profile_replaces_what_was_known() -> None:
 @pytest.mark.parametrize("leads", [False, True])
 def test_a_predicted_gain_is_at_most_what_a_whole_proposal_makes(leads: bool) -> None:
     """Rounds of the target alone that waited for others, under load, do not make drafting pay more than it can."""
-    controller = SpeculationController()
-    controller.introduce("target", model_of(0.01), 0.0001)
-    controller.introduce("draft", model_of(0.0005), 0.0001)
+    controller = profiled(0.0005)
     request = controller.request(KIND, K, leads=leads)
     request.target = "target"
     alone = 0
@@ -297,9 +291,7 @@ def test_of_equal_acceptance_the_rule_wins_under_which_the_target_leads_while_it
 
 def test_rounds_that_the_target_leads_take_their_mean_however_unevenly_they_are_read() -> None:
     """A late round's answer is followed at once by the next one's, which waited for it."""
-    controller = SpeculationController()
-    controller.introduce("target", model_of(0.01), 0.0001)
-    controller.introduce("draft", model_of(0.02), 0.0001)
+    controller = profiled(0.02)
     request = controller.request(KIND, K, leads=True)
     request.target = "target"
     for number in range(200):
@@ -317,9 +309,7 @@ def test_the_target_alone_is_measured_by_rounds_of_all_its_sequences() -> None:
 
 
 def test_rules_learn_what_rounds_cost_from_each_other() -> None:
-    controller = SpeculationController()
-    controller.introduce("target", model_of(0.01), 0.0001)
-    controller.introduce("draft", model_of(0.0005), 0.0001)
+    controller = profiled(0.0005)
     simulate(begun(controller), 100, 2.0, 1)
     other = controller.request(request_kind("draft", "block", 1.0), K)
     other.target = "target"
@@ -329,9 +319,7 @@ def test_rules_learn_what_rounds_cost_from_each_other() -> None:
 
 
 def test_a_turn_takes_as_many_rounds_of_each_request_however_many_others_there_are() -> None:
-    controller = SpeculationController()
-    controller.introduce("target", model_of(0.01), 0.0001)
-    controller.introduce("draft", model_of(0.0005), 0.0001)
+    controller = profiled(0.0005)
     lengths = simulate(begun(controller), 2000, 1.5, 1, load=16)
     turns = [len(list(rounds)) for is_drafted, rounds in groupby(lengths[200:], bool) if is_drafted]
     assert turns
@@ -340,9 +328,7 @@ def test_a_turn_takes_as_many_rounds_of_each_request_however_many_others_there_a
 
 def test_a_turn_that_another_load_has_overtaken_is_dropped() -> None:
     """Requests that arrive together pass the lower loads in a moment; their turns are not to wait for the end."""
-    controller = SpeculationController()
-    controller.introduce("target", model_of(0.01), 0.0001)
-    controller.introduce("draft", model_of(0.02), 0.0001)
+    controller = profiled(0.02)
     request = begun(controller)
     request.begin_round(1)
     for load in range(1, 17):

@@ -50,12 +50,8 @@ class CoordinatorService(Service):
         observer: Observer | None = None,
         http_socket: socket.socket | None = None,
     ) -> None:
-        """Set everything up; nothing is connected yet.
-
-        Args:
-            observer: In place of the one that the settings ask for.
-            http_socket: A socket that listens for HTTP already; None: bind one.
-        """
+        """Set everything up; nothing is connected yet. The observer replaces the settings' own; the socket listens for
+        HTTP already."""
         self._settings = settings
         self.live_config = LiveConfig(settings)
         self.observer = observer or observer_for(settings, is_read=settings.http_port is not None)
@@ -72,11 +68,7 @@ class CoordinatorService(Service):
         """Answer HTTP while the services are not ready yet, if only with that."""
 
     def open_other_endpoints(self, calls: RunningCalls) -> None:
-        """Take the address for HTTP, when there is one.
-
-        Raises:
-            ConfigurationError: it cannot be bound.
-        """
+        """Take the address for HTTP, when there is one."""
         self._calls = calls
         if self._settings.http_port is not None:
             # Imported here, so that HTTP is loaded only where it is on.
@@ -110,13 +102,7 @@ class CoordinatorService(Service):
         AdminServicer(self.administration).add_to(server)
 
     async def start(self) -> None:
-        """Wait for the services, and refuse models that do not go together.
-
-        Raises:
-            ServiceUnavailableError: a service is not ready in time.
-            IncompatibleModelsError: draft and target break a rule.
-            ConfigurationError: the Prometheus port cannot be bound, or the chat template is none.
-        """
+        """Wait for the services, and refuse models that do not go together."""
         self.observer.start()
         if self.answers_while_starting:
             self._start_http()

@@ -46,20 +46,12 @@ class Administrator(ABC):
 
     @abstractmethod
     async def drain(self, address: str, *, allow_last_target: bool, by: str) -> ReplicaSnapshot:
-        """Send no new sequences to a replica, and let it finish its own.
-
-        Raises:
-            NotFoundError: there is no such replica.
-            InvalidRequestError: it is the last target, and `allow_last_target` is false.
-        """
+        """Send no new sequences to a replica, and let it finish its own; the last target only if
+        `allow_last_target`."""
 
     @abstractmethod
     async def resume(self, address: str, *, by: str) -> ReplicaSnapshot:
-        """Give a replica new sequences again.
-
-        Raises:
-            NotFoundError: there is no such replica.
-        """
+        """Give a replica new sequences again."""
 
     @abstractmethod
     async def requests(self) -> list[admin.RequestReport]:
@@ -67,32 +59,18 @@ class Administrator(ABC):
 
     @abstractmethod
     async def abort(self, request_id: str, *, reason: str, by: str) -> admin.RequestReport:
-        """End the request whose id begins like this.
-
-        Raises:
-            NotFoundError: there is none.
-            InvalidRequestError: there are several.
-        """
+        """End the request whose id begins like this."""
 
     @abstractmethod
     async def stats(self) -> admin.Stats:
         """Statistics since the start."""
 
     async def request(self, request_id: str) -> admin.RequestReport:
-        """The request whose id begins like this.
-
-        Raises:
-            NotFoundError: there is none.
-            InvalidRequestError: there are several.
-        """
+        """The request whose id begins like this."""
         return found_request(await self.requests(), request_id)
 
     async def watch(self, interval_seconds: float) -> AsyncGenerator[admin.Stats]:
-        """Statistics at a fixed interval.
-
-        Raises:
-            InvalidRequestError: the interval is too short.
-        """
+        """Statistics at a fixed interval."""
         if not interval_seconds >= MIN_INTERVAL_SECONDS:
             raise InvalidRequestError(
                 f"interval_seconds is {interval_seconds:g}; it must be at least {MIN_INTERVAL_SECONDS:g}"
@@ -108,11 +86,7 @@ class Administrator(ABC):
     async def update_config(
         self, values: Mapping[str, str], reset: Collection[str], *, by: str
     ) -> list[admin.ConfigOption]:
-        """Change options for new requests; see `LiveConfig.change`.
-
-        Raises:
-            InvalidRequestError: with a sentence for each option that cannot be changed like this.
-        """
+        """Change options for new requests; see `LiveConfig.change`."""
         if not values and not reset:
             raise InvalidRequestError("no option is named; name at least one to set or to reset")
         return self.live_config.change(values, reset, by)
@@ -220,12 +194,7 @@ RequestT = TypeVar("RequestT", ActiveRequest, admin.RequestReport)
 
 
 def found_request(requests: Sequence[RequestT], beginning: str) -> RequestT:
-    """The request whose id begins like this.
-
-    Raises:
-        NotFoundError: there is none.
-        InvalidRequestError: there are several, or nothing was given.
-    """
+    """The only request whose id begins like this, or the one with exactly this id."""
     if not beginning:
         raise InvalidRequestError("request_id is empty; it must be an id, or the beginning of one")
     found = [request for request in requests if request.request_id.startswith(beginning)]

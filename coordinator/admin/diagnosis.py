@@ -209,9 +209,8 @@ def relative_cost(replicas: Sequence[ReplicaSnapshot], num_speculative_tokens: i
 def gain(cumulative: Sequence[float], cost: float) -> float:
     """Expected speed-up over the target alone (Leviathan et al. 2023, arXiv 2211.17192, Theorem 3.8).
 
-    Args:
-        cumulative: For each position of a proposal, the share of its tokens that is accepted, shape [K].
-        cost: Time to draft one token over the time to verify a proposal, which is taken not to depend on K.
+    `cumulative` is the share of accepted tokens at each position of a proposal, shape [K]; `cost` the time to draft one
+    token over the time to verify a proposal, which is taken not to depend on K.
     """
     return (1.0 + sum(cumulative)) / (1.0 + len(cumulative) * cost)
 

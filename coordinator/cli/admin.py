@@ -357,11 +357,7 @@ async def reset_options(
 
 
 def pairs(words: Sequence[str]) -> dict[str, str]:
-    """KEY VALUE KEY VALUE ..., or KEY=VALUE.
-
-    Raises:
-        ConfigurationError: the last key has no value.
-    """
+    """KEY VALUE KEY VALUE ..., or KEY=VALUE."""
     found: dict[str, str] = {}
     rest = iter(words)
     for word in rest:

@@ -29,22 +29,14 @@ class Contexts:
     by_name: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def get(self, name: str) -> Mapping[str, Any]:
-        """One of them.
-
-        Raises:
-            ConfigurationError: there is none of that name.
-        """
+        """One of them."""
         if name not in self.by_name:
             known = ", ".join(self.by_name) or "none"
             raise ConfigurationError(f"there is no context {name!r}; {self.path} has: {known}")
         return self.by_name[name]
 
     def save(self) -> None:
-        """Write the file, for its owner's eyes only: it may hold a token.
-
-        Raises:
-            ConfigurationError: it cannot be written.
-        """
+        """Write the file, for its owner's eyes only: it may hold a token."""
         content = {"current": self.current, "contexts": self.by_name}
         # Written beside the file and moved over it: a reader never finds half a file.
         scratch = self.path.with_name(f".{self.path.name}.{os.getpid()}")
@@ -58,11 +50,7 @@ class Contexts:
 
 
 def read_contexts() -> Contexts:
-    """Content of the file, by the XDG base directory specification; empty when there is none.
-
-    Raises:
-        ConfigurationError: it cannot be read, or holds something else.
-    """
+    """Content of the file, by the XDG base directory specification; empty when there is none."""
     base = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config")
     path = base.expanduser() / "tandem" / "config.yaml"
     try:
@@ -114,11 +102,7 @@ class Connection:
 
 
 def connect(options: ConnectionOptions, click: typer.Context) -> Connection:
-    """Merge the options, the environment and the contexts.
-
-    Raises:
-        ConfigurationError: there is no such context, or an option has a value that it cannot have.
-    """
+    """Merge the options, the environment and the contexts."""
     given = {name: value for name, value in asdict(options).items() if value is not None}
     by_hand = {name for name in given if is_by_hand(click, name)}
     values = merged(given, by_hand, read_contexts())
@@ -134,16 +118,8 @@ def connect(options: ConnectionOptions, click: typer.Context) -> Connection:
 
 
 def merged(given: Mapping[str, Any], by_hand: set[str], contexts: Contexts) -> dict[str, Any]:
-    """The strongest value of each setting.
-
-    Args:
-        given: From the command line and the environment.
-        by_hand: Those of them that the command line has.
-        contexts: The user's.
-
-    Raises:
-        ConfigurationError: there is no such context.
-    """
+    """The strongest value of each setting. `by_hand` are those of the given ones that the command line has, and not the
+    environment."""
     name = given.get("context") or contexts.current
     context = contexts.get(name) if name else {}
     if "context" in by_hand:

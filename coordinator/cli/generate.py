@@ -226,11 +226,7 @@ class RequestOptions:
     )
 
     def request(self, prompt: str | tuple[int, ...]) -> GenerationRequest:
-        """The request for a prompt.
-
-        Raises:
-            ConfigurationError: a value cannot be read, or is out of range.
-        """
+        """The request for a prompt."""
         lists = {
             "stop": tuple(self.stop or ()),
             "stop_token_ids": tuple(self.stop_token_ids or ()),

@@ -43,11 +43,7 @@ class _Verbs(TyperGroup):
         return list(VERBS)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command of the first words, which may be two: `doctor draft` is a verb beside `doctor`.
-
-        Raises:
-            ConfigurationError: it is `logs`, which other servers' tools have.
-        """
+        """The command of the first words, which may be two: `doctor draft` is a verb beside `doctor`."""
         if (both := " ".join(args[:2])) in VERBS:
             args = [both, *args[2:]]
         elif args[0] in _LISTS and (len(args) == 1 or args[1].startswith("-")):

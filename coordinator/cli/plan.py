@@ -92,11 +92,7 @@ class StepOptions:
     )
 
     def times(self) -> planning.StepTimes:
-        """The step times and acceptance.
-
-        Raises:
-            ConfigurationError: an option is missing or out of range.
-        """
+        """The step times and acceptance."""
         if self.verify_ms is None or self.draft_step_ms is None or self.acceptance is None:
             raise ConfigurationError(
                 "--verify-ms was given without --draft-step-ms and --acceptance; give all three"
@@ -134,11 +130,7 @@ class PairOptions:
         return self.target is not None or self.draft is not None
 
     def up_words(self) -> list[str]:
-        """Options of `tandem up` for this pair.
-
-        Raises:
-            ConfigurationError: no service could start with it, or there is no draft.
-        """
+        """Options of `tandem up` for this pair."""
         if self.draft == NO_DRAFT:
             raise ConfigurationError(
                 "--draft is none; a plan compares a draft with the target alone: name one, or ngram or suffix"
@@ -154,14 +146,8 @@ class PairOptions:
 async def measured_through(
     address: str, batches: Sequence[int], max_tokens: int, temperature: float
 ) -> dict[int, planning.Rounds]:
-    """Rounds by batch size, at proposals of 0 to `max_tokens` tokens.
-
-    Args:
-        address: Of a coordinator whose proposals have a fixed length.
-
-    Raises:
-        ServiceUnavailableError: the draft proposed nothing.
-    """
+    """Rounds by batch size, at proposals of 0 to `max_tokens` tokens, of a coordinator whose proposals have a fixed
+    length."""
     lengths = [0, *(length for length in _LENGTHS if length < max_tokens), max_tokens]
     async with Client(address) as client, AdminClient(address) as admin:
         seconds = {batch: await _round_seconds(client, batch, lengths, temperature) for batch in batches}

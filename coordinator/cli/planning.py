@@ -233,14 +233,10 @@ class Fleet:
         return self.verify_seconds(batch) + self.proposed * self.draft_step_seconds(batch)
 
     def period_seconds(self, clients: int, drafts: int | None = None) -> float:
-        """Seconds of a client's round with drafts elsewhere.
+        """Seconds of a client's round with drafts elsewhere, for the clients of all targets together.
 
         A target's clients are in groups of which one is verified while the others draft. Who comes back while a step
-        runs waits for its end, so the number of groups is whole.
-
-        Args:
-            clients: Of all targets together.
-            drafts: How many drafts there are; by default the fleet's. 0: the targets go on alone.
+        runs waits for its end, so the number of groups is whole. With 0 drafts the targets go on alone.
         """
         drafts = self.drafts if drafts is None else drafts
         each = clients / self.targets

@@ -183,11 +183,7 @@ class _Draft(NamedTuple):
 
 
 def service_arguments(options: UpOptions) -> ServiceArguments:
-    """The command line of each service.
-
-    Raises:
-        ConfigurationError: an option is invalid for every service; raised before any is started.
-    """
+    """The command line of each service."""
     file = as_words(config_file=options.config_file)
     shared, _ = read_options(ConfigSettings, file, os.environ, "tandem up")
     options = _with_model(options, shared)
@@ -465,11 +461,7 @@ class _Cluster:
         self._progress = _Progress()
 
     async def run(self) -> None:
-        """Run until a signal, or until a child ends.
-
-        Raises:
-            ServiceUnavailableError: a child ended.
-        """
+        """Run until a signal, or until a child ends."""
         with stop_signals(before_end=self._kill) as stopping, suppress(CancelledByEventError):
             await unless(self._stopped(stopping), self._serve())
 

@@ -120,9 +120,7 @@ class ThinkSpans:
     def inside(self, committed: Sequence[int], proposed: Sequence[int]) -> list[bool]:
         """For each proposed token, whether it lies inside a think span. The marker that ends a span belongs to it.
 
-        Args:
-            committed: Prompt and committed tokens; the call reads only those added since the last one.
-            proposed: The tokens that may follow them.
+        Of the committed tokens, prompt included, the call reads only those added since the last one.
         """
         for token_id in committed[self._followed :]:
             self._is_inside = self._after(self._is_inside, token_id)
@@ -189,11 +187,7 @@ class Completion:
         grammar: GrammarState | None = None,
         max_forced: int = 0,
     ) -> None:
-        """
-        Args:
-            grammar: What the completion may be; None for anything.
-            max_forced: Most tokens that may be proposed because nothing else may follow.
-        """
+        """With a `grammar` up to `max_forced` tokens are proposed because nothing else may follow."""
         self.token_ids = list(prompt)
         """Prompt and committed tokens."""
         self.tally = RoundTally()
@@ -214,11 +208,7 @@ class Completion:
         self._max_forced = max_forced
 
     def go_on_after(self, token_ids: Sequence[int]) -> None:
-        """Commit tokens that an earlier stream has delivered, with their text.
-
-        Raises:
-            InvalidRequestError: they end the completion.
-        """
+        """Commit tokens that an earlier stream has delivered, with their text."""
         self._commit_up_to_end(token_ids)
         if self.finish_reason is not None:
             raise InvalidRequestError("delivered_token_ids end the completion; nothing is left to generate")
@@ -283,11 +273,7 @@ class Completion:
         return proposal if count == len(proposal) else proposal.cut(count)
 
     def extend(self, proposal: Proposal, acceptance: Acceptance) -> Chunk:
-        """Commit the accepted tokens up to the completion's end, and drop those past it.
-
-        Raises:
-            ProtocolError: the grammar forbids one of them: the target has not heeded it.
-        """
+        """Commit the accepted tokens up to the completion's end, and drop those past it."""
         token_ids = _kept(proposal, acceptance)
         texts = self._commit_up_to_end(token_ids) if self._may_end(token_ids) else self._commit_all(token_ids)
         count, proposed = len(texts), len(proposal.token_ids)

@@ -96,17 +96,9 @@ def token_probs(own: Round, index: int, token_id: int) -> tuple[float, float]:
 async def prompt_logprobs(
     prompt: Completion, verifier: Verifier, top_count: int, most: int
 ) -> tuple[TokenLogprobs, ...]:
-    """Log probabilities of a prompt's tokens, as if each had been proposed.
-
-    Args:
-        prompt: A completion that has not begun, which this uses up.
-        verifier: Answers with dense rows.
-        top_count: How many of the most probable tokens to give at each position.
-        most: Tokens to verify at a time: messages have room for so many rows and one more.
-
-    Raises:
-        ProtocolError: a row is not dense.
-    """
+    """Log probabilities of a prompt's tokens, as if each had been proposed, `most` at a time: messages have room for so
+    many rows and one more. The prompt, a completion that has not begun, is used up; the verifier answers with dense
+    rows."""
     token_ids = prompt.token_ids[:]
     found = [TokenLogprobs(math.nan)]
     while len(found) < len(token_ids):
@@ -120,11 +112,7 @@ async def prompt_logprobs(
 def token_logprobs(
     verification: Verification, token_ids: Sequence[int], top_count: int
 ) -> tuple[TokenLogprobs, ...]:
-    """Log probabilities of the tokens that a round keeps, from the rows at their positions.
-
-    Raises:
-        ProtocolError: a row is not dense.
-    """
+    """Log probabilities of the tokens that a round keeps, from the rows at their positions."""
     return tuple(
         _at(row, token_id, top_count) for row, token_id in zip(verification.rows, token_ids, strict=False)
     )

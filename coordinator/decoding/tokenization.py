@@ -88,11 +88,7 @@ _LONG_CHARACTERS = 32_000
 
 
 def read_tokenizer(files: dict[str, bytes]) -> Tokenizer:
-    """The tokenizer that a target service's files describe.
-
-    Raises:
-        ProtocolError: the files lack tokenizer.json.
-    """
+    """The tokenizer that a target service's files describe."""
     if TOKENIZER_FILE not in files:
         raise ProtocolError(f"target service: it sent no {TOKENIZER_FILE}, only {sorted(files) or 'nothing'}")
     tokenizer = Tokenizer.from_str(files[TOKENIZER_FILE].decode())

@@ -47,14 +47,8 @@ def is_full(member: Member[DraftClient]) -> bool:
 
 def expected_seconds(member: Member[DraftClient], token_count: int, unread: int = 0) -> float:
     """When a draft's next proposal of so many tokens would be here: its way, its queue, and its steps with one sequence
-    more, by its own profile and by what it says of the sequences of all its callers.
-
-    Args:
-        unread: Tokens that it must read before.
-
-    Returns:
-        Seconds; 0 for a draft without a profile, of which nothing is expected.
-    """
+    more, by its own profile and by what it says of the sequences of all its callers; before them it reads `unread`
+    tokens. Seconds; 0 for a draft without a profile, of which nothing is expected."""
     load = member.client.load or DraftLoad()
     steps = member.model.step_profile.seconds if member.model is not None else {}
     if not steps:
@@ -227,15 +221,8 @@ class DraftPlacement:
     async def asked(
         self, tokens: Tokens, count: int, seconds: float, budget: AheadBudget | None
     ) -> tuple[Proposal | None, float | None]:
-        """Ask the draft for up to `count` tokens.
-
-        Returns:
-            The proposal, None while it is late; and the seconds of the step, None if it waited for an earlier one,
-            since that says nothing about the time of steps.
-
-        Raises:
-            TandemError: the draft has failed.
-        """
+        """Ask the draft for up to `count` tokens: the proposal, None while it is late; and the seconds of the step,
+        None if it waited for an earlier one, since that says nothing about the time of steps."""
         current = self.current
         assert current is not None
         was_idle, began = current.sequence.is_idle, time.monotonic()

@@ -92,14 +92,7 @@ class FailoverVerifier:
         self._next_move = 0.0
 
     async def verify(self, completion: Completion, proposal: Proposal) -> Verification:
-        """The target's row at each position of the proposal, and at the one after it.
-
-        Raises:
-            InvalidRequestError: each target refuses the request, though the coordinator has checked it.
-            CapacityError: no target has room for it.
-            ServiceUnavailableError: no target is ready in time.
-            TandemError: the only target sends invalid answers, or the request has lost too many.
-        """
+        """The target's row at each position of the proposal, and at the one after it."""
         self._rounds.proposed()
         self._leave_if_draining()
         trouble = _Trouble(max(completion.length - self._options.prompt_length, 0))

@@ -231,11 +231,7 @@ async def _texts_of(
 async def requests_of(
     body: Sampled, models: Models, chats: Chats, bounds: RequestBounds
 ) -> list[GenerationRequest]:
-    """A request for each completion: those of the first prompt, then those of the second.
-
-    Raises:
-        InvalidRequestError: with a sentence for each rule that the body breaks.
-    """
+    """A request for each completion: those of the first prompt, then those of the second."""
     sentences = list(body.refusals())
     if isinstance(body, ChatBody) and body.may_call and bounds.structured_output == "refuse":
         sentences.append(

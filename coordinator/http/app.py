@@ -70,12 +70,8 @@ class App:
         metrics: Callable[[], Awaitable[tuple[bytes, str] | None]],
         calls: RunningCalls,
     ) -> None:
-        """Set up the endpoints.
-
-        Args:
-            status: Returns the status that the page shows.
-            metrics: Returns the metrics in Prometheus's text form and its content type; None when none are collected.
-        """
+        """Set up the endpoints. `metrics` returns Prometheus's text form and its content type; None when none are
+        collected."""
         self._calls = calls
         self._chats = chats
         self._status = status

@@ -69,12 +69,8 @@ class Share:
         self._bytes = self._counted = 0
 
     def add(self, count: int) -> None:
-        """Count more bytes.
-
-        Raises:
-            CapacityError: there is no room for them. All are given back at once: the request takes a while to end, and
-                every other one that grows meanwhile would be refused as well.
-        """
+        """Count more bytes. When there is no room for them all are given back at once: the request takes a while to
+        end, and every other one that grows meanwhile would be refused as well."""
         self._bytes += count
         counted = max(self._bytes - _FREE_BYTES, 0)
         of, more = self._of, counted - self._counted
@@ -146,18 +142,7 @@ class BodyReader:
     async def read(
         self, request: Request, model: type[BodyT], turns: Turns, max_length: int, max_logit_biases: int
     ) -> BodyT:
-        """The body of a request. `request.state.ignored_fields` has the names of ignored fields.
-
-        Args:
-            model: What its body must be.
-            max_length: A prompt may have so many token ids.
-            max_logit_biases: And a request so many biases.
-
-        Raises:
-            CapacityError: too many bytes of bodies are held.
-            HttpError: it is not JSON by its content type, too large, or too slow in coming.
-            InvalidRequestError: it is no JSON, or has other fields or types than it should.
-        """
+        """The body of a request. `request.state.ignored_fields` has the names of ignored fields."""
         # A page of another origin can post a plain form here without the browser asking us first, but no JSON.
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type != "application/json":
@@ -209,12 +194,7 @@ class BodyReader:
         return b"".join(parts)
 
     def parse(self, model: type[BodyT], content: bytes) -> tuple[BodyT, tuple[str, ...]]:
-        """The body, and the names of its ignored fields.
-
-        Raises:
-            ValidationError: it is not valid JSON, or has a field of a wrong type.
-            InvalidRequestError: it has a field that is unknown and may not be ignored.
-        """
+        """The body, and the names of its ignored fields."""
         body = model.model_validate_json(content)
         names = tuple(body.unknown())
         if self._is_strict:

@@ -34,21 +34,13 @@ class Chats:
     """Makes prompts of chats by the configured template, else by the model's own."""
 
     def __init__(self, override: Path | None) -> None:
-        """Read the configured template, if there is one.
-
-        Raises:
-            ConfigurationError: it cannot be read.
-        """
+        """Read the configured template, if there is one."""
         self._override = None if override is None else _read(override)
         self.template: ChatTemplate | None = None
         """None until `meet`, and when the model has none."""
 
     async def meet(self, tokenizer_files: Mapping[str, bytes], *, is_checked: bool) -> None:
-        """Take the template from the target's tokenizer files, and compile it now if it `is_checked`.
-
-        Raises:
-            ConfigurationError: it is no template.
-        """
+        """Take the template from the target's tokenizer files, and compile it now if it `is_checked`."""
         self.template = read_chat_template(tokenizer_files, self._override)
         if self.template is not None and is_checked:
             await self.template.check()
@@ -68,12 +60,7 @@ class Chats:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> tuple[int, ...]:
-        """The token ids of a chat's prompt. Other arguments are those of transformers' `apply_chat_template`.
-
-        Raises:
-            InvalidRequestError: there is no template, it does not take the messages, or the prompt is too large.
-            CapacityError: too many chats wait for their prompts.
-        """
+        """The token ids of a chat's prompt. Other arguments are those of transformers' `apply_chat_template`."""
         if not 1 <= len(messages) <= MAX_CHAT_MESSAGES:
             raise InvalidRequestError(
                 f"the chat has {plural(len(messages), 'message')}; it must have 1 to {MAX_CHAT_MESSAGES}"
@@ -105,12 +92,8 @@ class ChatTemplate:
         origin: str,
         refusal: type[ConfigurationError] = ConfigurationError,
     ) -> None:
-        """A template that is compiled at its first use.
-
-        Args:
-            origin: Where it came from, for error messages.
-            refusal: The error that an unusable template raises, here and in `check`.
-        """
+        """A template that is compiled at its first use. One from this origin that cannot be used raises the `refusal`,
+        here and in `check`."""
         self.calls = parser_of(source)
         """Form in which the model writes calls of tools."""
         self.is_instruct = "assistant" in source
@@ -128,11 +111,7 @@ class ChatTemplate:
         )
 
     async def check(self) -> None:
-        """Compile it.
-
-        Raises:
-            ConfigurationError: it is no Jinja template, or takes too much time or memory.
-        """
+        """Compile it."""
         try:
             await self._process.answer(None)
         except JobError as error:
@@ -149,13 +128,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         max_bytes: int = 1 << 20,
     ) -> str:
-        """The prompt that the chat makes. It may have up to twice `max_bytes`; the caller measures it.
-
-        Raises:
-            InvalidRequestError: the template does not take these messages, and says why; or it takes too much time or
-                memory, or writes far more than that.
-            CapacityError: too many chats wait for their prompts.
-        """
+        """The prompt that the chat makes. It may have up to twice `max_bytes`; the caller measures it."""
         context: dict[str, Any] = {
             **self._special_tokens,
             "tools": None,
@@ -224,12 +197,7 @@ def _part(index: int, part: Mapping[str, Any]) -> str:
 
 
 def read_chat_template(files: Mapping[str, bytes], override: str | None = None) -> ChatTemplate | None:
-    """The given template, or that of a model's tokenizer files; None when there is none.
-
-    Raises:
-        ModelFolderError: the model's files hold no valid template.
-        ConfigurationError: the given template is too large.
-    """
+    """The given template, or that of a model's tokenizer files; None when there is none."""
     config = _config(files)
     special_tokens = _special_tokens(config)
     if override is not None:

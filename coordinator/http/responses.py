@@ -20,11 +20,7 @@ _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 def chat_of(body: ResponsesBody) -> ChatBody:
-    """The chat that a response answers.
-
-    Raises:
-        InvalidRequestError: the input is something else than text.
-    """
+    """The chat that a response answers."""
     messages = [] if body.instructions is None else [Message(role="system", content=body.instructions)]
     if isinstance(body.input, str):
         messages.append(Message(role="user", content=body.input))

@@ -235,11 +235,7 @@ class Sampled(AboutCaller):
 
     @property
     def grammar(self) -> Grammar | None:
-        """The grammar of the completion; None for any text.
-
-        Raises:
-            InvalidRequestError: the fields about it contradict each other, or one is not as it should be.
-        """
+        """The grammar of the completion; None for any text."""
         forms = [*_of_format(self.response_format), *_of_outputs(self.structured_outputs)]
         guided = ((form, f"guided_{form}") for form in ("json", "regex", "choice", "grammar"))
         forms += [(form, name, value) for form, name in guided if (value := getattr(self, name)) is not None]

@@ -143,12 +143,7 @@ class WholeAnswer(Response):
         return self._make_body()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, unless the client leaves first.
-
-        Raises:
-            CapacityError: too many bytes of such answers are held.
-            TandemError: the completion failed.
-        """
+        """Answer, unless the client leaves first."""
         with closing(Share(self._held)) as share, suppress(CancelledByEventError):
             pieces = list(flattened(await unless(_disconnect(receive), self._gather(share))))
             self.headers["content-length"] = str(sum(map(len, pieces)))

@@ -45,11 +45,8 @@ class HttpServer:
     def __init__(
         self, settings: CoordinatorSettings, app: ASGIApp, listening: socket.socket | None = None
     ) -> None:
-        """Bind the address of the settings, unless a listening socket is given: processes that share a port share it.
-
-        Raises:
-            ConfigurationError: the address cannot be bound, or a file cannot be read.
-        """
+        """Bind the address of the settings, unless a listening socket is given: processes that share a port share
+        it."""
         assert settings.http_port is not None
         tls, host = _reloaded_context(settings), settings.http_host
         self._socket = listening or listening_socket(host, settings.http_port)
@@ -168,11 +165,7 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A socket that listens for HTTP.
-
-    Raises:
-        ConfigurationError: the address cannot be bound.
-    """
+    """A socket that listens for HTTP."""
     bound = bound_socket(host, port, "--http-host and --http-port")
     # Connections have these from here.
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)

@@ -39,11 +39,7 @@ def parser_of(template: str) -> Parser:
 
 
 def functions_of(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[str, Any]]:
-    """The functions of a request's tools by name.
-
-    Raises:
-        InvalidRequestError: one is no function with a name, or two have the same.
-    """
+    """The functions of a request's tools by name."""
     found: dict[str, Mapping[str, Any]] = {}
     for index, tool in enumerate(tools or ()):
         function = tool.get("function")
@@ -59,11 +55,7 @@ def functions_of(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping
 
 
 def demanded(choice: Any, functions: Mapping[str, Mapping[str, Any]], *, parallel: bool) -> Grammar | None:
-    """The grammar of the calls that a `tool_choice` demands; None where the model chooses.
-
-    Raises:
-        InvalidRequestError: the choice is no known one, or demands what is not there.
-    """
+    """The grammar of the calls that a `tool_choice` demands; None where the model chooses."""
     if choice in (None, "none", "auto"):
         return None
     named = choice.get("function", {}).get("name") if isinstance(choice, dict) else None

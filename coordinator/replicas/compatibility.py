@@ -34,11 +34,7 @@ class Deployment:
 
 
 def check_models(deployment: Deployment) -> None:
-    """Refuse models that do not fit each other or the configuration.
-
-    Raises:
-        IncompatibleModelsError: with a sentence for each broken rule.
-    """
+    """Refuse models that do not fit each other or the configuration."""
     if sentences := broken(MODEL_RULES, deployment):
         raise IncompatibleModelsError("; ".join(sentences))
 
@@ -111,11 +107,7 @@ def _tokenizer(deployment: Deployment) -> Iterator[str]:
 
 
 def check_coverage(config: SpeculativeConfig, draft: ModelInfo, coverage: Coverage) -> None:
-    """Refuse a mapping that keeps too little of the draft.
-
-    Raises:
-        IncompatibleModelsError: it does.
-    """
+    """Refuse a mapping that keeps too little of the draft."""
     if coverage.text_share < MIN_TEXT_SHARE and config.vocabulary_mapping != "slem":
         raise IncompatibleModelsError(
             f"the target has {coverage.text_share:.0%} of the tokens that the draft {draft.name} writes; it must have "

@@ -90,11 +90,7 @@ class Step:
         return self
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: object) -> None:
-        """Count the answer.
-
-        Raises:
-            ServiceUnavailableError: the cancellation that the task has met is `give_up`'s and no one else's.
-        """
+        """Count the answer. A cancellation that is `give_up`'s and no one else's becomes an error."""
         self.unanswered.end(self, is_answered=error is None)
         is_given_up = isinstance(error, asyncio.CancelledError) and self.silent_seconds > 0.0
         if is_given_up and self.task is not None and self.task.uncancel() == 0:

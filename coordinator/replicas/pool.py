@@ -408,19 +408,12 @@ class Pool(Generic[ClientT]):
         """Send no new sequences to this address until it is resumed, even if another replica takes it over.
 
         The sequences there move to another replica, or stay until they end.
-
-        Raises:
-            InvalidRequestError: there is no such replica.
         """
         self._known(address).drain(reason)
         self._drained[address] = reason
 
     def resume(self, address: str) -> None:
-        """Send new sequences to this address again, if its name still includes it.
-
-        Raises:
-            InvalidRequestError: there is no such replica.
-        """
+        """Send new sequences to this address again, if its name still includes it."""
         member = self._known(address)
         self._drained.pop(address, None)
         if address in self._missed:

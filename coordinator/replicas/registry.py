@@ -58,12 +58,7 @@ class ReplicaRegistry:
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self, waits: Callable[[str], None] = lambda _: None) -> None:
-        """Return once there is a target and, where drafts are configured, a matching draft or none in time.
-
-        Raises:
-            ServiceUnavailableError: a service is not ready in time.
-            IncompatibleModelsError: draft and target break a rule.
-        """
+        """Return once there is a target and, where drafts are configured, a matching draft or none in time."""
         await self.targets.start()
         self._watching = asyncio.create_task(self._watch_for_hangs())
         await self._first(self.targets, self._settings.start_timeout_seconds, waits)

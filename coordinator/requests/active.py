@@ -87,11 +87,7 @@ class ActiveRequests:
 
     @contextmanager
     def running(self, request: ActiveRequest) -> Iterator[ActiveRequest]:
-        """List the request for as long as the block lasts.
-
-        Raises:
-            AbortedError: the request was ended.
-        """
+        """List the request for as long as the block lasts."""
         self._active[request.request_id] = request
         request.task = asyncio.current_task()
         outcome = "failed"

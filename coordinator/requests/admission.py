@@ -28,14 +28,8 @@ class Peers:
 
     @contextmanager
     def stream(self, peer: str) -> Iterator[None]:
-        """Count a stream of this peer for as long as the block lasts.
-
-        Args:
-            peer: Its address from `peer_of_grpc` or `peer_of_host`; empty: unknown, and not bounded.
-
-        Raises:
-            CapacityError: it has the maximum already.
-        """
+        """Count a stream of this peer (`peer_of_grpc`, `peer_of_host`) while the block lasts. An unknown one, "", is
+        not bounded."""
         if not peer:
             yield
             return
@@ -119,16 +113,7 @@ class Admission:
 
     @asynccontextmanager
     async def place(self, deadline_seconds: float | None, client: str = "") -> AsyncIterator[Place]:
-        """A place for as long as the block lasts. The request may release it in between.
-
-        Args:
-            deadline_seconds: How long the client waits at most; None: forever.
-            client: The client's address; empty: not known.
-
-        Raises:
-            CapacityError: too many run and wait already. It says when to try again.
-            DeadlineError: there was no place within that time.
-        """
+        """A place for as long as the block lasts, had within the deadline. The request may release it in between."""
         if self._refuses(client):
             raise self.refusal()
         try:

@@ -46,11 +46,7 @@ def _unless_large(read: Any, content: bytes, *, is_chat: bool) -> Any:
 
 
 async def parsed(request: UnparsedRequest, completions: RequestRunner) -> Any:
-    """The message in the bytes of a large request.
-
-    Raises:
-        InvalidRequestError: it is larger than any request may be, cannot be read, or holds too many items.
-    """
+    """The message in the bytes of a large request, with its size and its counts checked."""
     models, bounds = completions.models, completions.bounds
     size = len(request.content)
     limit = max_chat_bytes(models, bounds) if request.is_chat else max_bytes(models, bounds)

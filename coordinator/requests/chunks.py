@@ -75,13 +75,8 @@ class ChunkQueue:
     """
 
     def __init__(self, stream_interval: int = 1, pacer: ChunkPacer | None = None) -> None:
-        """Begin without chunks.
-
-        Args:
-            stream_interval: Join chunks until they have so many tokens, as vLLM does; 1: deliver each as it comes. The
-                first tokens of a completion and its end never wait.
-            pacer: Shared with the other requests; None: one of its own.
-        """
+        """Join chunks until they have `stream_interval` tokens, as vLLM does; the first tokens of a completion and its
+        end never wait. Requests share a pacer."""
         self._interval = stream_interval
         self._pacer = pacer or ChunkPacer()
         self._held: list[Chunk] = []
@@ -188,17 +183,10 @@ async def stream_of(
     stream_interval: int = 1,
     pacer: ChunkPacer | None = None,
 ) -> AsyncGenerator[Chunk]:
-    """Yield a request's chunks. The request ends with its reader, and at its deadline.
+    """Yield a request's chunks. The request ends with its reader, and at its deadline, whatever it waits for.
 
-    Args:
-        run: The request.
-        deadline_seconds: Seconds until the request is cancelled, whatever it waits for; None: never.
-        stream_interval: Tokens that a chunk has at least, except for the first, the last, and one before a pause.
-        pacer: Shared with the other requests; None: one of its own.
-
-    Raises:
-        DeadlineError: the deadline has passed. The error says how many tokens were delivered.
-        TandemError: the request failed.
+    A chunk has at least `stream_interval` tokens, except for the first, the last, and one before a pause. Requests
+    share a pacer.
     """
     queue, delivered, has_expired = ChunkQueue(stream_interval, pacer), 0, False
     task = asyncio.create_task(run(queue))

@@ -25,12 +25,7 @@ class CheckedGrammars:
         """Those that are tried now: requests with one grammar wait for one trial."""
 
     async def open(self, grammar: Grammar) -> GrammarState:
-        """The state before the first token.
-
-        Raises:
-            InvalidRequestError: the grammar cannot be compiled, or takes too much time or memory.
-            CapacityError: too many grammars wait.
-        """
+        """The state before the first token."""
         key = grammar.kind.value, grammar.source
         if key not in self._known:
             if (trial := self._tried.get(key)) is None:

@@ -90,11 +90,7 @@ class Models:
         return self.encoder.max_bytes(self.target.max_length)
 
     async def planned_grammar(self, grammar: Grammar, prompt: Sequence[int]) -> GrammarState:
-        """The state of a request's grammar before the first token, with the think span that may come before.
-
-        Raises:
-            InvalidRequestError: it cannot be compiled, or not within the limits.
-        """
+        """The state of a request's grammar before the first token, with the think span that may come before."""
         if self.grammars is None:
             raise InvalidRequestError("structured output is asked for; there is no compiler of grammars here")
         spans = think_spans(self.tokenizer)
@@ -105,11 +101,7 @@ class Models:
     async def encode(
         self, text: str, bounds: RequestBounds, *, add_special_tokens: bool = True
     ) -> tuple[int, ...]:
-        """The token ids of a prompt's text.
-
-        Raises:
-            InvalidRequestError: it is too large to be tokenized.
-        """
+        """The token ids of a prompt's text."""
         refuse(too_much_text(text, bounds, self.max_text_bytes))
         return await self.encoder.encode(text, add_special_tokens=add_special_tokens)
 
@@ -211,11 +203,7 @@ class Plan:
         )
 
     def begin(self) -> Completion:
-        """The completion, which holds only the prompt, and what an earlier stream has delivered.
-
-        Raises:
-            InvalidRequestError: that ends it.
-        """
+        """The completion, which holds only the prompt, and what an earlier stream has delivered."""
         completion = Completion(
             self.prompt,
             self.limits,
@@ -230,11 +218,7 @@ class Plan:
         return completion
 
     def accept(self, completion: Completion, proposal: Proposal, verification: Verification) -> Acceptance:
-        """The acceptance rule with this round's random numbers.
-
-        Raises:
-            RowError: the answers of draft and target do not fit each other.
-        """
+        """The acceptance rule with this round's random numbers."""
         spans = self.think_spans
         thinking = () if spans is None else spans.inside(completion.token_ids, proposal.token_ids)
         return self.rule.accept(Round(proposal, verification, self.sampling, thinking))
@@ -256,11 +240,7 @@ async def make_plan(
     models: Models,
     choose_rule: ChooseRule = first_rule,
 ) -> Plan:
-    """Check a request that is within its bounds, and decide how it is completed.
-
-    Raises:
-        InvalidRequestError: with a sentence for each broken rule.
-    """
+    """Check a request that is within its bounds, and decide how it is completed."""
     is_penalized = settings.speculation and request.speculation and bool(keep_out(request, settings, models))
     if not settings.speculation or is_penalized or (request.echo and never_proposes(request)):
         request = replace(request, speculation=False)

@@ -116,19 +116,9 @@ class RequestRunner:
         traceparent: str = "",
         peer: str = "",
     ) -> AsyncGenerator[Chunk]:
-        """Stream a completion.
-
-        Args:
-            deadline_seconds: How long its client waits at most; None: forever.
-            request_id: Its name in logs, traces and the list of requests; None: make one up.
-            traceparent: The client's W3C trace context; empty when it sent none.
-            peer: The client's address from `coordinator.requests.admission`; empty when it is unknown.
-
-        Raises:
-            CapacityError: too many requests run and wait, in all or of this client.
-            InvalidRequestError: with a sentence for each rule that the request breaks.
-            TandemError: the target failed.
-        """
+        """Stream a completion. The id is its name in logs, traces and the list of requests; `traceparent` the
+        client's W3C trace context, and `peer` its address from `coordinator.requests.admission`, each empty when it
+        is unknown."""
         request_id = request_id or uuid.uuid4().hex
         observer = self._observer.begin(request_id, traceparent)
         with _observed(observer), self._peers.stream(peer):
@@ -139,14 +129,7 @@ class RequestRunner:
                     yield chunk
 
     def refuse(self, traceparent: str) -> NoReturn:
-        """Refuse an unread request, since the queue is full.
-
-        Args:
-            traceparent: The client's W3C trace context; empty when it sent none.
-
-        Raises:
-            CapacityError: always.
-        """
+        """Refuse an unread request, since the queue is full."""
         with _observed(self._observer.begin(uuid.uuid4().hex, traceparent)):
             raise self.admission.refusal()
 

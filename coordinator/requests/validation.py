@@ -32,33 +32,20 @@ class BoundedRequest:
 
 
 def check_bounds(subject: BoundedRequest) -> None:
-    """Refuse a request that asks for too much.
-
-    Raises:
-        InvalidRequestError: with a sentence for each bound that it goes beyond.
-    """
+    """Refuse a request that asks for too much."""
     refuse(broken(BOUND_RULES, subject))
 
 
 def check_counts(message: Any, bounds: RequestBounds, prompt_tokens: int, max_length: int) -> None:
-    """Refuse a message with too many items, before a request is made of it.
-
-    Args:
-        message: A GenerateRequest of the protocol, whose fields have the names of the request's.
-
-    Raises:
-        InvalidRequestError: with a sentence for each count that is too high.
-    """
+    """Refuse a GenerateRequest of the protocol with too many items, before a request is made of it: its fields have the
+    same names."""
     subject = BoundedRequest(message, bounds, 0, max_length)
     refuse([*too_long(prompt_tokens, max_length), *broken(_COUNT_RULES, subject)])
 
 
 def too_much_text(text: str, bounds: RequestBounds, max_text_bytes: int | None = None) -> Iterator[str]:
-    """Yield the reason why a prompt's text is too large to be tokenized; nothing when it is not.
-
-    Args:
-        max_text_bytes: Bytes beyond which any text has too many tokens; None where there is no such bound.
-    """
+    """Yield the reason why a prompt's text is too large to be tokenized, if it is: too many bytes, or more than
+    `max_length` tokens can hold."""
     # Lone surrogates cannot travel over the wire, but occur in Python.
     size = len(text.encode("utf-8", "surrogatepass"))
     if size > bounds.max_prompt_bytes:
@@ -196,11 +183,7 @@ def is_separate_model(draft: ModelInfo | None) -> bool:
 
 
 def check_request(subject: TokenizedRequest) -> None:
-    """Refuse a request that can never be completed.
-
-    Raises:
-        InvalidRequestError: with a sentence for each broken rule.
-    """
+    """Refuse a request that can never be completed."""
     refuse(broken(REQUEST_RULES, subject))
 
 

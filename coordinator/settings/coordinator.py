@@ -72,13 +72,8 @@ class RequestBounds(Options):
 
 
 def encryption_rule(subject: str, advice: str, *addresses: str) -> Rule[Any]:
-    """The rule that services on other machines are reached by TLS, or the process is `insecure`.
-
-    Args:
-        subject: The process, for the documentation.
-        advice: What to give, or to set.
-        addresses: Options that name the services.
-    """
+    """The rule that services on other machines, which the options name, are reached by TLS, or the process is
+    `insecure`."""
 
     def check(options: Any) -> Iterator[str]:
         if options.insecure or options.service_credentials.uses_tls:

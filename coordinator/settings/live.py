@@ -61,17 +61,10 @@ class LiveConfig:
         return [self._option(name, value) for name, value in values.items()]
 
     def change(self, values: Mapping[str, str], reset: Iterable[str], by: str) -> list[ConfigOption]:
-        """Change options for new requests: all of them, or none.
+        """Change options for new requests, all of them or none: the named options with their new values.
 
-        Args:
-            values: Values by option, spelled as on the command line; null or nothing unsets an option.
-            reset: Options that return to the value at the coordinator's start.
-
-        Returns:
-            The named options with their new values.
-
-        Raises:
-            InvalidRequestError: with a sentence for each option that cannot be changed like this.
+        Values are spelled as on the command line; null or nothing unsets an option. Options to reset return to the
+        value at the coordinator's start.
         """
         values = {spelled(name): value for name, value in values.items()}
         reset = [spelled(name) for name in reset]

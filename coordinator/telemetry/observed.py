@@ -120,11 +120,8 @@ class ObservedRequest(RequestObserver):
         span: Span,
         trace_rounds: float = 0.0,
     ) -> None:
-        """
-        Args:
-            span: The request's own, recorded or not: the services' spans continue it.
-            trace_rounds: Share of the traced requests whose rounds have spans.
-        """
+        """The services' spans continue the request's own, recorded or not. `trace_rounds` is the share of the traced
+        requests whose rounds have spans."""
         self._metrics = metrics
         self._all_streams = streams
         self._tracer = tracer if span.is_recording() else None
@@ -353,15 +350,11 @@ def _described(stats: SpeculationStats) -> dict[str, Any]:
 
 async def probe_event_loop(observe: Callable[[float], None], interval_seconds: float = 0.005) -> None:
     """Measure until it is cancelled how long the event loop takes to get to what has come: a thread wakes it at regular
-    intervals.
+    intervals, and `observe` receives each wait in seconds. A probe costs some 20 us.
 
     gRPC hands over an answer the same way: its own thread wakes the loop, whose next turn wakes the task that reads. So
     a probe waits as long as an answer that comes at the same moment. A loop that is held up for long is probed all the
     while, so that a long wait counts as often as it deserves.
-
-    Args:
-        observe: Receives each wait in seconds, on the event loop.
-        interval_seconds: Time between two probes. A probe costs some 20 us.
     """
     loop, ended = asyncio.get_running_loop(), threading.Event()
 

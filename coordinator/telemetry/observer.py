@@ -80,11 +80,7 @@ class Observer:
     """Observes all requests, and the process."""
 
     def start(self) -> None:
-        """Begin to serve and send what is observed.
-
-        Raises:
-            ConfigurationError: the Prometheus port cannot be bound.
-        """
+        """Begin to serve and send what is observed."""
 
     def ready(self, model_name: str, state: Callable[[], State]) -> None:
         """The services are connected: name the target model from now on, and report the coordinator's state."""

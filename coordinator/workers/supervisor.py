@@ -77,11 +77,7 @@ class Supervisor:
         """Set once any worker takes requests."""
 
     async def run(self) -> int:
-        """Run until a signal, then drain all workers; the exit code is 0, or that of a worker that could not start.
-
-        Raises:
-            ConfigurationError: an address cannot be bound.
-        """
+        """Run until a signal, then drain all workers; the exit code is 0, or that of a worker that could not start."""
         settings, hub, loop = self._settings, self._hub, asyncio.get_running_loop()
         host, http_port = settings.http_host, settings.http_port
         check_free(settings.host, settings.port)

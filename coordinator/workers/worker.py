@@ -121,11 +121,7 @@ class Peer(AdminClient):
         return self.last_metrics
 
     async def metrics_text(self) -> bytes:
-        """Read its metrics in Prometheus's text form.
-
-        Raises:
-            grpc.RpcError: there is no answer in time.
-        """
+        """Read its metrics in Prometheus's text form."""
         ask: Any = self._channel.unary_unary(f"/{_METRICS}/Get")
         answer: bytes = await ask(b"", timeout=self._timeout)
         return answer

@@ -52,9 +52,6 @@ def load_pair(
     Args:
         settings: The target's. The head runs on its device and in its dtype.
         head_folder: The head's checkpoint; None for the layers for multi-token prediction in the target's own.
-
-    Raises:
-        ConfigurationError: the target cannot be served as the settings ask, or the head is not one of this target's.
     """
     method = head_method(settings, head_folder)
     # Refuses before the target's weights are read.

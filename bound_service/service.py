@@ -16,11 +16,7 @@ from target_service.settings import TargetSettings, check_extraction
 
 
 def head_folder(settings: TargetSettings) -> Path | None:
-    """Return the head's folder; None if the target's own checkpoint has it.
-
-    Raises:
-        ConfigurationError: the settings name no folder, or one where none belongs.
-    """
+    """Return the head's folder; None if the target's own checkpoint has it."""
     folder = settings.draft_model
     if canonical_method(settings.speculative_method or "") in OWN_METHODS:
         if folder is not None:
@@ -39,11 +35,7 @@ def head_folder(settings: TargetSettings) -> Path | None:
 
 
 def head_method(settings: TargetSettings, folder: Path | None) -> str:
-    """Return the method that the settings name, or else the one that the head's checkpoint implies.
-
-    Raises:
-        ConfigurationError: it is none of those that read a target's hidden states.
-    """
+    """Return the method that the settings name, or else the one that the head's checkpoint implies."""
     given = settings.speculative_method
     if folder is None:
         return canonical_method(given or MTP)
@@ -68,11 +60,6 @@ class BoundService(ModelService):
     )
 
     def __init__(self, settings: TargetSettings) -> None:
-        """Prepare to load both.
-
-        Raises:
-            ConfigurationError: the settings name no draft, or another method than the ones that run here.
-        """
         check_extraction(settings)
         super().__init__(settings)
         self._settings = settings

@@ -27,11 +27,6 @@ class DraftService(ModelService):
     full_names = (draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name,)
 
     def __init__(self, settings: DraftSettings) -> None:
-        """Prepare the method that the settings name.
-
-        Raises:
-            ConfigurationError: an option of that method is wrong or missing.
-        """
         super().__init__(settings)
         self._load_proposer = self._loader(settings)
         self._servicer = DraftServicer(self._observer)

@@ -41,7 +41,6 @@ class DraftServicer(DraftServiceServicer):
     def Propose(
         self, request_iterator: AsyncIterator[draft_pb2.ProposeRequest], context: Context
     ) -> AsyncIterator[draft_pb2.ProposeResponse]:
-        """The sequences of a coordinator."""
         translation: Translation[DraftOptions, ProposeStep, wire.Answer] = Translation(
             DraftOptions,
             wire.requests_from_proto,

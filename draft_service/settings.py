@@ -46,11 +46,6 @@ class DraftSettings(DraftingOptions, SourceOptions, ModelServerSettings):
 
     @property
     def checkpoint(self) -> Path:
-        """Folder of the draft model's checkpoint.
-
-        Raises:
-            ConfigurationError: none was given.
-        """
         if self.model is not None:
             return self.model
         if self.draft_model_path is not None:

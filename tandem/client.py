@@ -109,11 +109,7 @@ class Tries:
         self._tried = 0
 
     def message(self, request: GenerationRequest) -> generation_pb2.GenerateRequest:
-        """The next try's message.
-
-        Raises:
-            InvalidRequestError: see `as_message`.
-        """
+        """The next try's message."""
         self._is_echoed = request.echo  # the prompt would be among the tokens
         delivered = (*request.delivered_token_ids, *self.delivered)
         return as_message(replace(request, delivered_token_ids=delivered))
@@ -152,11 +148,7 @@ _ADVICE = {
 
 @contextmanager
 def coordinator_errors(address: str) -> Iterator[None]:
-    """Raise gRPC errors of the block as ours, naming the coordinator and the next step.
-
-    Raises:
-        TandemError: the branch of the tree that the status code stands for.
-    """
+    """Raise gRPC errors of the block as ours, naming the coordinator and the next step."""
     try:
         with errors_of(f"coordinator {address}"):
             yield
@@ -243,11 +235,7 @@ def as_request(prompt: Prompt, options: Options) -> GenerationRequest:
 
 
 def as_message(request: GenerationRequest) -> generation_pb2.GenerateRequest:
-    """The request as a message.
-
-    Raises:
-        InvalidRequestError: a value has a wrong type, or is out of the protocol's range.
-    """
+    """The request as a message."""
     for name, bits in _BITS.items():
         value, limit = getattr(request, name), 1 << (bits - 1)
         if isinstance(value, int) and not -limit <= value < limit:

@@ -19,11 +19,6 @@ class FairPlaces:
     """
 
     def __init__(self, places: int, extra: int) -> None:
-        """
-        Args:
-            places: Places for everybody.
-            extra: Places beyond them, for clients that hold few; see `extra_places`.
-        """
         self.held = 0
         """Places that are taken."""
         self._places, self._extra = places, extra
@@ -33,7 +28,6 @@ class FairPlaces:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait."""
         return sum(len(queue) for queue in self._queues.values())
 
     def has_room(self, client: str) -> bool:
@@ -56,7 +50,6 @@ class FairPlaces:
             raise
 
     def leave(self, client: str) -> None:
-        """Give a place back."""
         self.held -= 1
         self._held_by[client] -= 1
         if not self._held_by[client]:
@@ -69,7 +62,6 @@ class FairPlaces:
                 future.set_result(None)
 
     def refuse_waiting(self, error: Exception) -> None:
-        """End all waits with an error."""
         queues, self._queues = self._queues, {}
         for queue in queues.values():
             for _, future in queue:

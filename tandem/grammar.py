@@ -49,11 +49,7 @@ def grammar_limits() -> LLParserLimits:
 
 
 def definition(grammar: Grammar) -> str:
-    """The grammar as llguidance reads it. Not every definition can be compiled.
-
-    Raises:
-        InvalidRequestError: the source is no JSON, or no grammar in any notation.
-    """
+    """The grammar as llguidance reads it. Not every definition can be compiled."""
     try:
         if grammar.kind is GrammarKind.JSON_OBJECT:
             return LLMatcher.grammar_from_json_schema('{"type": "object"}', defaults=JSON_OPTIONS)  # type: ignore[arg-type]
@@ -112,11 +108,7 @@ class Grammars:
         return cls(tokenizer_file.read_text, model.vocabulary_size, model.eos_token_ids)
 
     async def open(self, grammar: Grammar) -> GrammarState:
-        """The state before the first token.
-
-        Raises:
-            InvalidRequestError: the grammar cannot be compiled, or not within the limits.
-        """
+        """The state before the first token."""
         found = self._compiled.get(grammar)
         if found is None:
             found = await asyncio.get_running_loop().run_in_executor(self._thread, self._compile, grammar)
@@ -270,13 +262,6 @@ class GrammarState:
         """The masks at each position of a proposal and behind it, int32 [len(proposed) + 1, words].
 
         Behind a token that the grammar forbids, which is rejected, all ids are allowed.
-
-        Args:
-            before: The completion's tokens before the proposal.
-            proposed: The proposal.
-
-        Raises:
-            InvalidRequestError: the grammar forbids a token before the proposal, or exceeds the limits.
         """
         rows = np.zeros((len(proposed) + 1, self.words), dtype=np.int32)
         tokens = list(before)

@@ -60,11 +60,7 @@ class ReplicaSnapshot:
 
 
 def replica_at(replicas: Sequence[ReplicaSnapshot], address: str) -> ReplicaSnapshot:
-    """The replica at an address.
-
-    Raises:
-        NotFoundError: there is none.
-    """
+    """The replica at an address."""
     found = next((replica for replica in replicas if replica.address == address), None)
     if found is None:
         known = ", ".join(replica.address for replica in replicas) or "none"

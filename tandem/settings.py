@@ -179,17 +179,14 @@ class ModelServerSettings(RevisionOptions, ServerSettings):
 
     @property
     def device_count(self) -> int:
-        """Devices that the model is split over."""
         return self.tensor_parallel_size
 
     @property
     def compute_device(self) -> str:
-        """Device of the model, as torch names it."""
         return self.device
 
     @property
     def compute_dtype(self) -> str:
-        """The type to compute in, with auto decided."""
         if self.dtype != "auto":
             return self.dtype
         return "float32" if self.compute_device == "cpu" else "bfloat16"

@@ -41,11 +41,7 @@ def _opened(number: int, mode: Literal["r", "w"]) -> TextIO:
 
 
 def write_out(text: str) -> None:
-    """Write to stdout at once.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
+    """Write to stdout at once."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()

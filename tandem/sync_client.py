@@ -65,7 +65,6 @@ class SyncClient:
         self.close()
 
     def close(self) -> None:
-        """Close the connection; requests still running are cancelled."""
         self._channel.close()
 
     def generate(

@@ -516,17 +516,14 @@ class VerifyStep:
         max_length: int,
         proposal: Callable[[int, int, int], Sequence[int]],
     ) -> Delta | None:
-        """The delta with which a target can go on by itself behind the answer to this step.
+        """The delta with which a target can go on by itself behind the answer to this step; None where it may not, or
+        where the sequence ends.
 
         Args:
-            answer: The answer.
             end_token_ids: Ids behind which no token follows.
             max_length: Length of the sequence at which none follows.
             proposal: What the draft proposes after an outcome, by the answer's base length, the number of accepted
                 tokens, and the token that follows them.
-
-        Returns:
-            None where it may not, or where the sequence ends.
         """
         if not self.lead or self.row_kind is not RowKind.TOKEN:
             return None

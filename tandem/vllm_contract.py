@@ -106,11 +106,7 @@ RUNNER_ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
 
 
 def check_engine(runner: str = "V1") -> None:
-    """Compare the installed vLLM with what the engine uses of it.
-
-    Raises:
-        ConfigurationError: it is not installed, or differs.
-    """
+    """Compare the installed vLLM with what the engine uses of it."""
     try:
         version = _version()
     except ImportError as error:
@@ -124,11 +120,7 @@ def check_engine(runner: str = "V1") -> None:
 
 
 def check_runner(missing: SequenceOf[str]) -> None:
-    """Refuse a model runner that has been made without some of `RUNNER_ATTRIBUTES`, if any.
-
-    Raises:
-        ConfigurationError: names the first.
-    """
+    """Refuse a model runner that has been made without some of `RUNNER_ATTRIBUTES`, if any."""
     for name in missing:
         _refuse(f"its model runner has no {name}")
 
@@ -152,11 +144,7 @@ def _refuse(difference: str) -> NoReturn:
 
 
 def check_plugin() -> None:
-    """Compare how the installed vLLM calls a proposer with how the plug-in is called.
-
-    Raises:
-        ConfigurationError: it calls proposers differently, or not at all.
-    """
+    """Compare how the installed vLLM calls a proposer with how the plug-in is called."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     version = _version()

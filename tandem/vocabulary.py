@@ -48,9 +48,6 @@ class Vocabulary:
         Args:
             model_size: Ids from here on are unknown to the model; None: there are none.
             owner: Whose it is, for the error: the draft's or the target's.
-
-        Raises:
-            ConfigurationError: it is neither byte-level nor of sentencepiece's kind.
         """
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -245,11 +242,7 @@ class Transcript:
         return len(self._ends)
 
     def apply(self, delta: Delta) -> Delta:
-        """Apply a delta of the target's tokens; the delta of the draft's tokens that follows from it.
-
-        Raises:
-            InvalidRequestError: it leaves a gap.
-        """
+        """Apply a delta of the target's tokens; the delta of the draft's tokens that follows from it."""
         if not 0 <= delta.base_length <= self.length:
             raise InvalidRequestError(
                 f"the delta starts at token {delta.base_length}, but the sequence has {self.length} tokens; "

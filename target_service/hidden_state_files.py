@@ -34,11 +34,7 @@ _MOST_WAITING = 64
 
 
 def hidden_state_files(settings: TargetSettings, model: LoadedModel) -> HiddenStateFiles | None:
-    """The files that the settings ask for; None if they ask for none.
-
-    Raises:
-        ConfigurationError: the layers are not the model's, or the folder cannot be written to.
-    """
+    """The files that the settings ask for; None if they ask for none."""
     if settings.shared_storage_path is None:
         return None
     folder = settings.shared_storage_path
@@ -74,13 +70,7 @@ class HiddenStateFiles:
     """
 
     def __init__(self, folder: Path, model: LoadedModel, layer_ids: SequenceOf[int]) -> None:
-        """
-        Args:
-            layer_ids: residual streams by the number of layers before them.
-
-        Raises:
-            ConfigurationError: the model's steps do not pack sequences.
-        """
+        """`layer_ids` are residual streams by the number of layers before them."""
         self._folder = folder
         self._layer_count = len(layer_ids)
         self._writer = ThreadPoolExecutor(1, "hidden-states")

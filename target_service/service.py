@@ -18,11 +18,6 @@ class TargetService(ModelService):
     full_names = (target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name,)
 
     def __init__(self, settings: TargetSettings) -> None:
-        """Prepare to load the model.
-
-        Raises:
-            ConfigurationError: the settings name a draft, which another package hosts.
-        """
         if settings.draft_model is not None:
             raise ConfigurationError(
                 f"--draft-model is {settings.draft_model}; a target with a draft beside it is started by "

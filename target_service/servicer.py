@@ -40,7 +40,6 @@ class TargetServicer(TargetServiceServicer):
     def Verify(
         self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: Context
     ) -> AsyncIterator[target_pb2.VerifyResponse]:
-        """The sequences of a coordinator."""
         return self.streams.serve(request_iterator, self.serve_sequence, _TRANSLATION)
 
     async def serve_sequence(self, sequence: VerifiedFor) -> None:

@@ -47,11 +47,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 def load_verifier(
     settings: TargetSettings, on_step: OnStep = None, on_failure: Callable[[], None] | None = None
 ) -> Verifier:
-    """Load the model that the settings name.
-
-    Raises:
-        ConfigurationError: it cannot be served as they ask.
-    """
+    """Load the model that the settings name."""
     if settings.uses_vllm:
         from tandem.engine_vllm.engine import load_vllm
 
@@ -68,11 +64,7 @@ def load_verifier(
 
 
 def load_target(settings: TargetSettings) -> LoadedModel:
-    """Load the model alone.
-
-    Raises:
-        ConfigurationError: it cannot be loaded as the settings ask.
-    """
+    """Load the model alone."""
     return load_model(
         settings.model, device=settings.device, dtype=settings.compute_dtype, threads=settings.threads
     )
@@ -87,11 +79,7 @@ def make_verifier(
     bound: BoundSequences | None = None,
     files: HiddenStateFiles | None = None,
 ) -> Verifier:
-    """Put a loaded model to work.
-
-    Raises:
-        ConfigurationError: it cannot be served as the settings ask.
-    """
+    """Put a loaded model to work."""
     backends = choose_backends(
         model, compile_mode=settings.compile, compile_cache=settings.compile_cache, tap=tap
     )
@@ -137,11 +125,6 @@ class Verifier(EngineOwner[SequenceEngine[Any]]):
 
         Args:
             on_led: Takes the answers to the steps with which it goes on by itself; None where no step allows any.
-
-        Raises:
-            CapacityError: there is no room for another.
-            InvalidRequestError: it may become longer than the model can read, adjusts logits of ids that the model
-                does not have, or has a grammar that cannot be used.
         """
         info = self._engine.info
         if options.adjustments:
@@ -165,11 +148,7 @@ class Verifier(EngineOwner[SequenceEngine[Any]]):
             self._engine.release(cached)
 
     async def open_grammar(self, grammar: Grammar) -> GrammarState:
-        """A grammar's state before the first token.
-
-        Raises:
-            InvalidRequestError: it cannot be used.
-        """
+        """A grammar's state before the first token."""
         if self._grammars is None:
             file = next((path for path in self.tokenizer_files if path.name == TOKENIZER_FILES[0]), None)
             if file is None:
@@ -231,11 +210,7 @@ class VerifiedSequence:
         return True
 
     def expect(self, drafted: DraftedOutcomes) -> None:
-        """Learn what the draft proposes after outcomes of a round.
-
-        Raises:
-            InvalidRequestError: an id is not in the vocabulary.
-        """
+        """Learn what the draft proposes after outcomes of a round."""
         own = [token_id for token_id in drafted.token_ids if token_id != ENDED]
         token_ids = (*own, *drafted.lead_token_ids)
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._vocabulary_size):
@@ -255,13 +230,7 @@ class VerifiedSequence:
             self.on_led(answer)
 
     async def verify(self, step: VerifyStep) -> Verification:
-        """Apply the step's delta and compute the requested rows.
-
-        Raises:
-            InvalidRequestError: the delta or a support does not fit the sequence or the model, or a token before the
-                proposal not the grammar.
-            NonFiniteLogitsError: the model computed logits that are not finite.
-        """
+        """Apply the step's delta and compute the requested rows."""
         for support in step.supports:
             if len(support) and not (support.min() >= 0 and support.max() < self._vocabulary_size):
                 raise InvalidRequestError(
@@ -289,11 +258,7 @@ class VerifiedSequence:
 
 
 def check_ids(wanted: LogitAdjustments, vocabulary_size: int) -> None:
-    """Refuse ids that the model does not have, and adjustments that leave it no token.
-
-    Raises:
-        InvalidRequestError: an id is outside the vocabulary, or every id is suppressed.
-    """
+    """Refuse ids that the model does not have, and adjustments that leave it no token."""
     for token_id in (*wanted.biases, *wanted.suppressed_token_ids):
         if not 0 <= token_id < vocabulary_size:
             raise InvalidRequestError(

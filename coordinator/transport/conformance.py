@@ -64,16 +64,11 @@ class Conversation:
         await self.write(wire.requests_to_proto(requests).SerializeToString())
 
     async def write(self, message: bytes) -> None:
-        """Send the bytes of a message."""
         with errors_of("draft service"):
             await self._call.write(message)
 
     async def next(self, sequence: int) -> wire.Answer | Ending:
-        """The next answer or end of a sequence.
-
-        Raises:
-            ProtocolError: nothing in time, or something that cannot be read.
-        """
+        """The next answer or end of a sequence."""
         waiting = asyncio.create_task(self._arrived[sequence].get())
         try:
             await asyncio.wait(
@@ -117,11 +112,9 @@ class Conversation:
         return code
 
     async def half_close(self) -> None:
-        """Say that no message follows."""
         await self._call.done_writing()
 
     async def close(self) -> None:
-        """End the stream."""
         self._call.cancel()
         self._reading.cancel()
         await asyncio.gather(self._reading, return_exceptions=True)
@@ -154,7 +147,6 @@ class Subject:
 
     @property
     def max_length(self) -> int:
-        """Longest sequence that is played."""
         return min(_MAX_LENGTH, self.model.max_length or _MAX_LENGTH)
 
     def prompt(self, first: int = 0) -> tuple[int, ...]:
@@ -172,7 +164,6 @@ class Subject:
 
     @asynccontextmanager
     async def conversation(self) -> AsyncIterator[Conversation]:
-        """A stream."""
         talk = Conversation(self.channel, self.seconds)
         try:
             yield talk
@@ -552,11 +543,7 @@ CHECKS: dict[str, Callable[[Subject], Awaitable[str]]] = {
 
 
 async def conformance(channel: grpc.aio.Channel, seconds: float) -> list[Finding]:
-    """Everything that a draft service does as the protocol says, and what not.
-
-    Raises:
-        TandemError: the service does not say what it serves, so that nothing can be tested.
-    """
+    """Everything that a draft service does as the protocol says, and what not."""
     async with asyncio.timeout(seconds):
         model = await DraftClient(channel).model_info()
     draft = Subject(channel, model, seconds)

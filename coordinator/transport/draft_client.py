@@ -58,12 +58,7 @@ class DraftLimits:
 def check_proposal(
     proposal: Proposal, base_length: int, max_tokens: int, vocabulary_size: int, *, with_token_logits: bool
 ) -> None:
-    """Refuse a proposal that the target could not verify, or no rule could decide on.
-
-    Raises:
-        ProtocolError: it extends another sequence, is too long, holds unknown ids, lacks the logits that were
-            asked for, or carries distributions from which its tokens cannot have been drawn.
-    """
+    """Refuse a proposal that the target could not verify, or no rule could decide on."""
     token_ids = proposal.token_ids
     wrong = ""
     if proposal.base_length != base_length:
@@ -82,11 +77,7 @@ def check_proposal(
 
 
 def check_distribution(token_id: int, distribution: SparseDistribution, vocabulary_size: int) -> None:
-    """Refuse a distribution that the token cannot have been drawn from.
-
-    Raises:
-        ProtocolError: it is none, gives the token no probability, or names unknown ids.
-    """
+    """Refuse a distribution that the token cannot have been drawn from."""
     # Supports are short: numpy takes longer to begin than Python's own functions to end.
     support, probs = distribution.token_ids.tolist(), distribution.probs.tolist()
     total, wrong = sum(probs), ""
@@ -128,7 +119,6 @@ class Arrivals:
         self._fires_at = 0.0
 
     def notify(self) -> None:
-        """Something arrived."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -142,7 +132,6 @@ class Arrivals:
         return waiter
 
     def close(self) -> None:
-        """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -174,11 +163,6 @@ class PendingOutcomes:
     """The outcomes of the round in progress. Bounded by what was granted. No clock."""
 
     def __init__(self, vocabulary_size: int, row_kind: RowKind) -> None:
-        """
-        Args:
-            vocabulary_size: The target's; ids must be below it.
-            row_kind: The draft's kind of row: which distributions must come with the tokens.
-        """
         self._vocabulary_size = vocabulary_size
         self._needs_distributions = row_kind is RowKind.SUPPORT
         self._base_length = 0
@@ -204,11 +188,7 @@ class PendingOutcomes:
         return self._budget is not None and self._outcome(token_ids) != _NO_OUTCOME
 
     def expect(self, base_length: int, proposed: Sequence[int], budget: AheadBudget | None) -> None:
-        """A round begins that extends so many tokens by this proposal.
-
-        Args:
-            budget: What the draft may push; None for nothing.
-        """
+        """A round begins that extends so many tokens by this proposal."""
         if budget is not None:
             self._granted += budget.token_count
         self._base_length, self._proposed, self._budget = base_length, tuple(proposed), budget
@@ -220,15 +200,10 @@ class PendingOutcomes:
 
     @property
     def is_granted(self) -> bool:
-        """True if the draft may push outcomes of the round in progress."""
         return self._budget is not None
 
     def add(self, drafted: DraftedOutcomes, now: float = 0.0) -> bool:
-        """Take one depth of the outcomes, which has arrived now; false for one of an earlier round, which is dropped.
-
-        Raises:
-            ProtocolError: it is more than was granted, or does not fit what came before.
-        """
+        """Take one depth of the outcomes, which has arrived now; false for one of an earlier round: it is dropped."""
         self._granted -= 1
         if drafted.base_length < self._base_length:
             if self._granted < 0:
@@ -391,7 +366,6 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
 
     @property
     def is_late(self) -> bool:
-        """True if a round has waited for an answer in vain."""
         return self._late_since is not None
 
     @property
@@ -468,10 +442,6 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
     ) -> Proposal | None:
         """Up to `count` tokens that may follow; None while the draft is late.
 
-        Args:
-            patience_seconds: How long to wait.
-            budget: How far the draft may then draft ahead.
-
         Raises:
             TandemError: the draft failed, or proposed what cannot be verified. It is of no use any more.
         """
@@ -497,12 +467,10 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
         return proposal
 
     async def finish(self) -> None:
-        """End the sequence; the service lets go of it at once."""
         if not self._is_asked:
             await super().finish()
 
     def cancel(self) -> None:
-        """Drop it, whatever is being done for it."""
         super().cancel()
         self._arrivals.close()
 
@@ -530,7 +498,6 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
         return answer
 
     def take(self, answer: wire.Answer) -> None:
-        """Take a proposal or outcomes."""
         if isinstance(answer, DraftedOutcomes):
             if self._outcomes.add(answer, time.monotonic()) and self._on_outcomes is not None:
                 self._on_outcomes(answer)
@@ -543,7 +510,6 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
         self._arrivals.notify()
 
     def notify(self) -> None:
-        """Nothing follows."""
         self._outcomes.expect(0, (), None)
         self._arrivals.notify()
 
@@ -565,11 +531,7 @@ class DraftClient:
         )
 
     async def model_info(self) -> ModelInfo:
-        """The draft service's model, or its drafting method.
-
-        Raises:
-            TandemError: the service failed.
-        """
+        """The draft service's model, or its drafting method."""
         with errors_of("draft service"):
             answer = await self._stub.GetModelInfo(draft_pb2.DraftServiceGetModelInfoRequest())
         self._heard(answer)
@@ -585,11 +547,7 @@ class DraftClient:
             self.load = wire.load_from_proto(message.load)
 
     async def map_vocabulary(self, target: TargetTokenizer) -> Coverage:
-        """Let it draft for a target with another tokenizer.
-
-        Raises:
-            TandemError: it cannot, or failed.
-        """
+        """Let it draft for a target with another tokenizer."""
         with errors_of("draft service"):
             answer = await self._stub.MapVocabulary(wire.tokenizer_to_proto(target))
         return coverage_from_proto(answer.coverage)

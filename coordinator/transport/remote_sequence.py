@@ -19,7 +19,6 @@ class RemoteSequence:
 
     @property
     def length(self) -> int:
-        """How many tokens the service holds."""
         return self._agreed + len(self._tail)
 
     def kept_length(self, committed: Sequence[int]) -> int:

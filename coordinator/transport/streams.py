@@ -276,7 +276,6 @@ class Streams(Generic[RequestT, AnswerT]):
         self._latest: _Stream[RequestT, AnswerT] | None = None
 
     def open(self) -> _Stream[RequestT, AnswerT]:
-        """The stream for a new sequence."""
         if self._latest is None or not self._latest.takes_more:
             self._latest = _Stream(self._method)
         return self._latest

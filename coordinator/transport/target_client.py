@@ -159,21 +159,11 @@ class TargetClient:
         self._rounds = MessageRounds()
 
     async def model_info(self) -> ModelInfo:
-        """Its model.
-
-        Raises:
-            TandemError: the service failed.
-        """
         with errors_of("target service"):
             answer = await self._stub.GetModelInfo(target_pb2.TargetServiceGetModelInfoRequest())
         return model_info_from_proto(answer.model_info)
 
     async def tokenizer_files(self) -> dict[str, bytes]:
-        """Its tokenizer's files by name.
-
-        Raises:
-            TandemError: the service failed.
-        """
         files: defaultdict[str, bytes] = defaultdict(bytes)
         with errors_of("target service"):
             async for part in self._stub.GetTokenizer(target_pb2.GetTokenizerRequest()):
@@ -181,11 +171,7 @@ class TargetClient:
         return dict(files)
 
     async def probe(self) -> None:
-        """Ask it to verify one token.
-
-        Raises:
-            TandemError: it failed, or did not answer in time.
-        """
+        """Ask it to verify one token."""
         options = TargetOptions("probe", _GREEDY, max_length=2, prompt_length=1)
         sequence = self.sequence(options, _NO_REQUEST)
         try:
@@ -308,13 +294,11 @@ class TargetSequence(StreamedSequence[_Request, wire.Answer]):
             self.send(drafted)
 
     async def finish(self) -> None:
-        """End the sequence; the service lets go of it at once."""
         self._end_lead()
         if not self.is_new:
             await super().finish()
 
     def cancel(self) -> None:
-        """Drop the sequence, whatever the target is doing for it."""
         self._end_lead()
         super().cancel()
 
@@ -389,6 +373,5 @@ class TargetSequence(StreamedSequence[_Request, wire.Answer]):
         return Delta(delta.base_length, delta.token_ids[: answer.next_proposed + 1])
 
     def notify(self) -> None:
-        """Nothing follows."""
         if self.error is not None and self._answer is not None and not self._answer.done():
             self._answer.set_exception(self.error)

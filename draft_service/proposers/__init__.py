@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 def check_start(delta: Delta, length: int) -> None:
     """Refuse a delta that begins outside a sequence of so many tokens.
 
-    Raises:
-        InvalidRequestError: it does. What was proposed and not sent back is not there, even where a KV cache holds it.
+    What was proposed and not sent back is not there, even where a KV cache holds it.
     """
     if not 0 <= delta.base_length <= length:
         raise InvalidRequestError(

@@ -70,13 +70,8 @@ class AheadDrafter:
     def begin(
         self, step: ProposeStep, delta: Delta, proposed_count: int, trunk: MappedTrunk | None = None
     ) -> None:
-        """Draft ahead of the verification of the last tokens of the sequence.
-
-        Args:
-            delta: Makes the sequence the trunk, in the target's tokens.
-            proposed_count: How many of the trunk's last tokens are the proposal.
-            trunk: The trunk in the draft's tokens, where these are others.
-        """
+        """Draft ahead of the verification of the last `proposed_count` tokens of the trunk, which the delta makes of
+        the sequence in the target's tokens. `trunk` is it in the draft's, where these are others."""
         if step.ahead is None or self.options.with_token_logits:
             return
         if proposed_count > MAX_AHEAD_TOKENS:

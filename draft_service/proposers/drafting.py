@@ -25,9 +25,7 @@ Outcome = Done[Proposal] | Failed | Continue
 def check_room(cached: CachedSequence, length: int, token_count: int) -> None:
     """Refuse a proposal of more tokens than fit behind the first `length` ones.
 
-    Raises:
-        InvalidRequestError: they do not. The noise keys of all tokens are made at once, so a huge count would fill the
-            memory before the first draw.
+    The noise keys of all tokens are made at once, so a huge count would fill the memory before the first draw.
     """
     room = cached.max_length - length + 1  # the draft does not read the last token
     if token_count > max(room, 0):
@@ -173,11 +171,7 @@ def _extended_copies(
 def extended(
     draftings: Sequence[Drafting], logits: Tensor, sampler: Sampler = TORCH_SAMPLER
 ) -> list[Outcome]:
-    """Draw one more token for each proposal.
-
-    Args:
-        logits: [len(draftings), vocabulary_size].
-    """
+    """Draw one more token for each proposal, from logits [len(draftings), vocabulary_size]."""
     vocabularies: dict[int, list[int]] = {}
     for i, drafting in enumerate(draftings):
         vocabularies.setdefault(id(drafting.shared), []).append(i)

@@ -59,12 +59,7 @@ class BoundProposer(EngineOwner[Engine[Drafting, Proposal]]):
         *,
         repeats: bool = False,
     ) -> None:
-        """
-        Args:
-            backends: Run the head, which is in their model (`tandem.engine.hidden_states.as_model`).
-            limits: Of the head's engine. Other prompts' pages are not reused: a pair's keys depend on a token that
-                its own sequence does not show.
-        """
+        """`backends` run the head, which is in their model (`tandem.engine.hidden_states.as_model`)."""
         self._head = head
         self.vocabularies = None
         """It reads the target's own tokens."""
@@ -78,6 +73,7 @@ class BoundProposer(EngineOwner[Engine[Drafting, Proposal]]):
             Engine(
                 backends,
                 partial(_extend, head=head, pairings=states.pairings, sampler=backends.sampler),
+                # A pair's keys depend on a token that its own sequence does not show.
                 replace(limits, prefix_reuse=False),
                 on_failure=on_failure,
             )
@@ -89,12 +85,6 @@ class BoundProposer(EngineOwner[Engine[Drafting, Proposal]]):
 
     @asynccontextmanager
     async def sequence(self, options: DraftOptions) -> AsyncIterator[BoundSequence]:
-        """Keep a sequence in the head's KV cache for as long as the context lives.
-
-        Raises:
-            CapacityError: there is no room for another.
-            InvalidRequestError: it may become longer than the model can read, or has a grammar that cannot be used.
-        """
         grammar = None
         if options.grammar is not None and self.open_grammar is not None:
             grammar = await self.open_grammar(options.grammar)
@@ -135,12 +125,7 @@ class BoundSequence:
 
     async def propose(self, step: ProposeStep) -> Proposal:
         """Apply the step's delta and draw the tokens that follow; none as long as the target has not read all tokens
-        but the last.
-
-        Raises:
-            InvalidRequestError: the delta does not fit the sequence or the model, or the tokens do not.
-            NonFiniteLogitsError: the model computed logits that are not finite.
-        """
+        but the last."""
         began = time.perf_counter()
         kept = self._tokens.kept_length(step.delta)
         if self._repeats is not None and kept < len(self._tokens):

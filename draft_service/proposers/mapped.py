@@ -62,20 +62,11 @@ class Vocabularies:
         return None if shared is None else shared.coverage
 
     async def add(self, target: TargetTokenizer) -> Coverage:
-        """Take the tokenizer of a target.
-
-        Raises:
-            ConfigurationError: it is no tokenizer, another one than the hash says, or one that cannot be mapped.
-        """
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self._added, target)
 
     def mapped(self, options: DraftOptions) -> Mapped:
-        """How a sequence is drafted for.
-
-        Raises:
-            ServiceUnavailableError: its target's vocabulary is not known any more.
-        """
+        """How a sequence is drafted for."""
         shared = self._known.get(options.tokenizer_hash)
         if shared is None:
             raise ServiceUnavailableError(
@@ -277,10 +268,6 @@ class MappedSequence:
 
         With a budget, what may follow the proposal is then drafted ahead and pushed. A step that asks for nothing else
         has no answer of its own: None.
-
-        Raises:
-            InvalidRequestError: the delta does not fit the sequence.
-            NonFiniteLogitsError: the draft computed logits that are not finite.
         """
         check_start(step.delta, self._length)
         self._length = step.delta.length

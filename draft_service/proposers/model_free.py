@@ -123,11 +123,7 @@ class ModelFreeProposer:
 
     @asynccontextmanager
     async def sequence(self, options: DraftOptions) -> AsyncIterator[ModelFreeSequence]:
-        """Keep a sequence for as long as the context lives. Others learn from it only if it ends without an error.
-
-        Raises:
-            InvalidRequestError: it may become longer than this service allows.
-        """
+        """Keep a sequence for as long as the context lives. Others learn from it only if it ends without an error."""
         if self._max_length and options.max_length > self._max_length:
             raise InvalidRequestError(
                 f"a sequence of up to {options.max_length} tokens was asked for; this service takes "
@@ -154,11 +150,7 @@ class ModelFreeSequence:
         """Nothing is drafted ahead: an answer takes less time than its way."""
 
     async def propose(self, step: ProposeStep) -> Proposal:
-        """Apply the step's delta and look up the tokens that may follow: each distribution is one-hot.
-
-        Raises:
-            InvalidRequestError: the delta does not fit the sequence.
-        """
+        """Apply the step's delta and look up the tokens that may follow: each distribution is one-hot."""
         began = time.perf_counter()
         kept = self._tokens.kept_length(step.delta)
         if kept < len(self._tokens):
@@ -198,9 +190,6 @@ class TokenState:
         """Number of present tokens that a delta leaves unchanged.
 
         It is more than the base length where the delta repeats present tokens: a repeated step costs nothing.
-
-        Raises:
-            InvalidRequestError: the delta leaves a gap, is too long, or holds a number that cannot be a token id.
         """
         self._check(delta)
         present = self.token_ids[delta.base_length : delta.length]
@@ -214,7 +203,6 @@ class TokenState:
             self.prompt_length = len(self)
 
     def response(self) -> array[int]:
-        """The tokens that came after the prompt."""
         return self.token_ids[self.prompt_length or 0 :]
 
     def _check(self, delta: Delta) -> None:

@@ -37,11 +37,7 @@ from tandem.types import Delta, DraftOptions, ModelInfo, Proposal, ProposeStep, 
 def load_standalone(
     settings: DraftSettings, on_step: OnStep = None, on_failure: Callable[[], None] | None = None
 ) -> StandaloneProposer:
-    """Load the model that the settings name.
-
-    Raises:
-        ConfigurationError: the model cannot be served with these settings.
-    """
+    """Load the model that the settings name."""
     folder = settings.checkpoint
     runner: ModelRunner
     drafts_ahead, has_vocabularies, sampler = True, True, TORCH_SAMPLER
@@ -97,8 +93,6 @@ class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
     ) -> None:
         """
         Args:
-            draft_top_k: Default of `DraftOptions.draft_top_k`.
-            support_mass: Default of `DraftOptions.draft_support_mass`.
             grammars: Compiles what sequences may be; None: proposals heed no grammar.
             vocabularies: Those of targets with other tokenizers; None: there can be none.
         """
@@ -120,13 +114,6 @@ class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
 
     @asynccontextmanager
     async def sequence(self, options: DraftOptions) -> AsyncIterator[StandaloneSequence | MappedSequence]:
-        """Keep a sequence in the KV cache for as long as the context lives.
-
-        Raises:
-            CapacityError: there is no room for another.
-            InvalidRequestError: it may become longer than the model can read, or has a grammar that cannot be used.
-            ServiceUnavailableError: the vocabulary of its target is not known any more.
-        """
         mapped = None
         if (
             options.tokenizer_hash not in ("", self._engine.info.tokenizer_hash)
@@ -181,10 +168,6 @@ class StandaloneSequence:
 
         With a budget, what may follow the proposal is then drafted ahead and pushed. A step that asks for nothing else
         has no answer of its own: None.
-
-        Raises:
-            InvalidRequestError: the delta does not fit the sequence or the model, or the tokens do not.
-            NonFiniteLogitsError: the model computed logits that are not finite.
         """
         check_start(step.delta, self._length)
         check_room(self.cached, step.delta.length, step.token_count)
@@ -218,9 +201,6 @@ class StandaloneSequence:
             base_length: Length of the sequence in the target's tokens, where these are others.
             shared: The tokens to draw among, as `Drafting` has them.
             before: The completion's tokens, likewise, where the target's are others.
-
-        Raises:
-            NonFiniteLogitsError: the model computed logits that are not finite.
         """
         base_length = delta.length if base_length is None else base_length
         drafting = Drafting(

@@ -75,10 +75,6 @@ def read_options(
 
     An inferred value has the origin of the value that it was inferred from. So it overrides nothing except a name that
     turned out to be a method.
-
-    Raises:
-        ConfigurationError: an option of the command line is unknown, or a file or JSON text cannot be read.
-        SystemExit: --help was asked for.
     """
     values: dict[str, Any] = {}
     origins: dict[str, Origin] = {}
@@ -115,11 +111,7 @@ def _from_command_line(cls: type[Options], arguments: Sequence[str], program: st
 
 
 def command_line(cls: type[Options], program: str, width: int | None = None) -> ArgumentParser:
-    """The command line of a settings class, with its help.
-
-    Args:
-        width: Of the help, in characters; by default the terminal's, up to 100.
-    """
+    """The command line of a settings class, with its help."""
     wide = width or min(shutil.get_terminal_size().columns, 100)
     parser = ArgumentParser(
         prog=program,

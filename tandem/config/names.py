@@ -177,11 +177,7 @@ DEVICES = "cpu, cuda, cuda:N, gpu or gpu:N"
 
 
 def as_torch(name: str) -> str:
-    """The device as torch names it: gpu:1 is cuda:1.
-
-    Raises:
-        ValueError: there is no device of that name.
-    """
+    """The device as torch names it: gpu:1 is cuda:1."""
     if _DEVICE.fullmatch(name) is None:
         raise ValueError(f"it must be {DEVICES}")
     return name.replace("gpu", "cuda")

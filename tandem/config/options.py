@@ -76,7 +76,6 @@ class Options(BaseModel):
 
     @classmethod
     def rules(cls) -> Rules:
-        """All rules for these options."""
         return tuple(rule for base in reversed(cls.__mro__) for rule in vars(base).get("own_rules", ()))
 
     @classmethod
@@ -198,12 +197,7 @@ def allowed_range(field: FieldInfo) -> str:
 def unknown_option(
     given: str, known: Mapping[str, str], value: object = None, own_prefix: str = ENVIRONMENT_PREFIX
 ) -> str:
-    """The sentence for an unknown option, as it was given: `name`, `--name` or `TANDEM_NAME`.
-
-    Args:
-        given: The user's spelling.
-        own_prefix: Prefix of the service's environment variables.
-    """
+    """The sentence for an unknown option, as it was given: `name`, `--name` or `TANDEM_NAME`."""
     name = given.removeprefix("--").removeprefix(own_prefix).removeprefix(ENVIRONMENT_PREFIX)
     name = name.replace("-", "_").lower()
     if reason := REFUSED_OPTIONS.get(name):
@@ -217,11 +211,7 @@ def unknown_option(
 def normalized(
     values: Mapping[str, Any], fields: Container[str], *, with_file: bool = True
 ) -> dict[str, Any]:
-    """The values under one spelling, over those of their config file, with inferred values added.
-
-    Raises:
-        ConfigurationError: two spellings disagree, or a file or JSON text cannot be read.
-    """
+    """The values under one spelling, over those of their config file, with inferred values added."""
     values = spelled_one_way(values, fields)
     if with_file and (path := values.get("config_file")):
         section = read_section(Path(path), values.get("section_name"))
@@ -237,13 +227,8 @@ def spelled_one_way(
     A null value counts as not given, as in vLLM. A separate option is stronger than the JSON form.
 
     Args:
-        values: Values from one source.
-        fields: Names of the options of the class.
         is_shared: True if other processes read the same source. There an alias stays an alias, even where a class has
             its own option of that name: a service's `--model` is the one it serves, `TANDEM_MODEL` is the draft's.
-
-    Raises:
-        ConfigurationError: an option has two values under two names, or the JSON form is not a JSON object.
     """
     own = dict(values)
     inside = own.pop(_JSON_OPTION, None)
@@ -317,11 +302,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
 
 
 def read_section(path: Path, section: str | None = None) -> dict[str, Any]:
-    """The options in a TOML, YAML or JSON file, or in one of its sections.
-
-    Raises:
-        ConfigurationError: the file cannot be read, or has no such section.
-    """
+    """The options in a TOML, YAML or JSON file, or in one of its sections."""
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         raise ConfigurationError(f"config_file is {path}; its name must end in {', '.join(_READERS)}")

@@ -52,11 +52,7 @@ def broken(rules: Sequence[Rule[SubjectT]], subject: SubjectT, unreadable: Colle
 
 
 def refuse(sentences: Iterable[str]) -> None:
-    """Refuse a request for all of these reasons at once; do nothing without any.
-
-    Raises:
-        InvalidRequestError: with the sentences.
-    """
+    """Refuse a request for all of these reasons at once; do nothing without any."""
     if joined := "; ".join(sentences):
         raise InvalidRequestError(joined)
 

@@ -34,11 +34,7 @@ LookupMatch = Literal["latest", "earliest"]
 
 
 def checked_method(name: str) -> str:
-    """A drafting method's own name.
-
-    Raises:
-        ValueError: there is no such method in this version.
-    """
+    """A drafting method's own name."""
     method = canonical_method(name)
     if reason := REFUSED_METHODS.get(method):
         raise ValueError(f"it is not available in this version: {reason}")

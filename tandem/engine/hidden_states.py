@@ -40,13 +40,6 @@ class HiddenStateTap:
     """Reads the states while the model's own modules run or are traced."""
 
     def __init__(self, target: LoadedModel, head: StateReader) -> None:
-        """
-        Args:
-            head: chooses the layers, and combines their states.
-
-        Raises:
-            ConfigurationError: the model's steps do not pack sequences, so their states cannot be told apart.
-        """
         if not target.is_packed:
             raise ConfigurationError(
                 f"the target {target.info.name} runs its sequences one by one, and a drafting head needs steps that "
@@ -113,11 +106,8 @@ class HiddenStateTap:
         held before and after the copy held the sequence's own states throughout; on CUDA both threads' work is in
         order on one stream.
 
-        Args:
-            parts: sequences of the target, each with its first position and the one after its last.
-
-        Returns:
-            [positions, state_size] for each part; None where the states are not there.
+        A part is a sequence of the target with its first position and the one after its last. Returns [positions,
+        state_size] for each; None where the states are not there.
         """
         found: list[Tensor | None] = [None] * len(parts)
         for _ in range(3):  # again where the target's engine has meanwhile replaced a page by an equal one
@@ -303,15 +293,8 @@ class HeadModel(nn.Module):
     def computed(self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any) -> PassStates:
         """Computes a pass and nothing else, so that it can be traced.
 
-        Args:
-            token_ids: int64 [1, tokens]
-            positions: int64 [1, tokens]
-            states: [tokens, state_size], as `PairedStates.of_step` gives them.
-            step: see `DraftHead.advanced`.
-
-        Returns:
-            Logits of what the head can say, [1, tokens, width], and the states of a proposal's next pass, [tokens,
-            state_size]; `finished` takes both.
+        Arguments are those of `DraftHead.advanced`. Returns logits of what the head can say, [1, tokens, width], and
+        the states of a proposal's next pass, [tokens, state_size]; `finished` takes both.
         """
         hidden, fed_back = self.head.advanced(token_ids, positions, states, step)
         return self.head.own_logits(hidden)[None], fed_back

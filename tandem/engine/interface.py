@@ -75,11 +75,7 @@ class RowRequest:
 
     def with_tokens(self, token_ids: Sequence[int]) -> RowRequest:
         """The request with what its rows need of the sequence's tokens, and without the grammar, which stays in the
-        process that has the sequence.
-
-        Raises:
-            InvalidRequestError: the grammar forbids a token before the proposal, or exceeds its limits.
-        """
+        process that has the sequence."""
         if self.grammar is None:
             return replace(self, token_ids=token_ids) if self.sampling.penalizes else self
         base = self.base_length
@@ -91,14 +87,8 @@ class RowRequest:
     def go_on(
         self, answer: Verification, token_ids: Sequence[int] = ()
     ) -> tuple[Verification, RowRequest | None]:
-        """How the sequence goes on by itself, as the table of outcomes is now.
-
-        Args:
-            token_ids: All of the sequence's tokens, the proposal's at the end, where a grammar asks for them.
-
-        Returns:
-            The answer, which says so, and the request that follows it; None where there is none.
-        """
+        """How the sequence goes on by itself, as the table of outcomes is now: the answer, which says so, and the
+        request that follows it, if any. `token_ids` are all of the sequence's, where a grammar asks for them."""
         delta = self.step.led_delta(answer, self.end_token_ids, self.max_length, self.outcomes.find)
         if delta is None or (self.grammar is not None and self._is_forced(self.grammar, delta, token_ids)):
             return answer, None
@@ -210,11 +200,7 @@ class EngineSettings:
         )
 
     def longest_sequence(self, model_name: str, model_length: int) -> int:
-        """The longest sequence of a model that was made for `model_length` tokens.
-
-        Raises:
-            ConfigurationError: `max_length` is more than that.
-        """
+        """The longest sequence of a model that was made for `model_length` tokens."""
         if self.max_length is None:
             return model_length
         if self.max_length > model_length:

@@ -85,8 +85,7 @@ class Sampler:
     ) -> Tensor:
         """The distribution of each row, float64 [R, V]; see `tandem.sampling.warping.warp`.
 
-        Args:
-            columns: their `parameter_rows` on the device of the logits, so that the host need not wait for it.
+        `columns` are their `parameter_rows` on the device of the logits, so that the host need not wait for it.
         """
         probs: Tensor = warp(logits, sampling, columns)
         return probs

@@ -86,14 +86,8 @@ class Packing:
 
 
 def run_modules(module: Any, packing: Packing, rows: SequenceOf[int], device: torch.device) -> Tensor:
-    """One forward pass by the model's own modules.
-
-    Args:
-        rows: indices of the packed tokens whose logits are wanted.
-
-    Returns:
-        Logits, [len(rows), vocabulary_size] in the dtype that the module's last layer gives.
-    """
+    """One forward pass by the model's own modules: logits [len(rows), vocabulary_size] of the packed tokens with these
+    indices, in the dtype that the module's last layer gives."""
     keeps_all = list(rows) == list(range(packing.token_count))
     numbers = [np.array((packing.token_ids(), packing.positions()), dtype=np.int64)]
     packed, *kept = to_device(numbers if keeps_all else [*numbers, np.array(rows, dtype=np.int64)], device)

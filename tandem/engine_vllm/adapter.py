@@ -72,17 +72,14 @@ class Core:
 
     @property
     def config(self) -> Any:
-        """Its `VllmConfig`."""
         return self.engine.vllm_config
 
     @property
     def executor(self) -> Any:
-        """Its `Executor`, which calls the workers."""
         return self.engine.model_executor
 
     @property
     def manager(self) -> Any:
-        """Its `KVCacheManager`."""
         return self.engine.scheduler.kv_cache_manager
 
     @property
@@ -92,7 +89,6 @@ class Core:
 
     @property
     def kv_config(self) -> Any:
-        """Its `KVCacheConfig`."""
         return self.manager.kv_cache_config
 
     def is_attention(self, spec: Any) -> bool:
@@ -126,11 +122,7 @@ def _single(spec: Any) -> list[Any]:
 
 
 def load_core(options: Mapping[str, Any], on_failure: Callable[[], None] | None) -> Core:
-    """Start vLLM's workers, load the weights and allocate the KV cache.
-
-    Raises:
-        ConfigurationError: vLLM refuses the model or an option, in its own words.
-    """
+    """Start vLLM's workers, load the weights and allocate the KV cache."""
     check_engine("V2" if uses_v2_runner() else "V1")
     began = time.perf_counter()
     try:

@@ -66,10 +66,6 @@ def load_vllm(
     Args:
         proposal_length: Length of the proposals for which CUDA graphs are captured; 0 for a model of which steps want
             one row of each sequence.
-
-    Raises:
-        ModelFolderError: the folder holds no checkpoint.
-        ConfigurationError: vLLM cannot serve it as the settings ask.
     """
     checkpoint = open_checkpoint(folder)
     given = dict(load_config or {})

@@ -39,11 +39,6 @@ class DemoPair:
     draft: Path
 
     def head(self, method: str) -> Path:
-        """Folder of a drafting head for the target.
-
-        Raises:
-            ConfigurationError: there is none for this method.
-        """
         folder = self.target.parent / method
         if not (folder / "config.json").is_file():
             raise ConfigurationError(
@@ -53,11 +48,7 @@ class DemoPair:
 
 
 def demo_pair() -> DemoPair:
-    """Find the bundled pair.
-
-    Raises:
-        ConfigurationError: this installation does not contain the pair.
-    """
+    """Find the bundled pair."""
     for folder in _FOLDERS:
         pair = DemoPair(folder / "target", folder / "draft")
         if (pair.target / "config.json").is_file() and (pair.draft / "config.json").is_file():
@@ -88,11 +79,7 @@ def smollm2_missing() -> list[str]:
 
 
 def require_engine() -> None:
-    """Check, without importing them, that the packages which run a model are installed.
-
-    Raises:
-        ConfigurationError: some are not; the sentence names the extra.
-    """
+    """Check, without importing them, that the packages which run a model are installed."""
     missing = [name for name in _ENGINE_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigurationError(

@@ -58,10 +58,6 @@ def checked_folder(settings: ModelServerSettings, reference: str | Path) -> Path
 
     Called before torch is imported, which takes seconds: a wrong folder is refused at once, and some of torch's
     threads read the environment only then.
-
-    Raises:
-        ModelFolderError: there is no such model, or its folder holds no checkpoint that can be served.
-        ServiceUnavailableError: see `find_model`.
     """
     folder = find_model(reference, settings.revision)
     open_checkpoint(folder)

@@ -44,10 +44,6 @@ def fetch(model_id: str, revision: str | None = None) -> Path:
 
     `HF_ENDPOINT`, `HF_HOME`, `HF_TOKEN` and `HF_HUB_OFFLINE` have the same effect as for every user of
     `huggingface_hub`.
-
-    Raises:
-        ModelFolderError: `huggingface_hub` is not installed, or the hub has no such model, revision or permission.
-        ServiceUnavailableError: the hub does not answer, and the cache does not have the model.
     """
     if importlib.util.find_spec("huggingface_hub") is None:
         raise ModelFolderError(

@@ -46,11 +46,7 @@ def joined(host: str, port: int) -> str:
 
 
 def parse_address(text: str) -> Address:
-    """The parts of host:port.
-
-    Raises:
-        ValueError: it is not of that form.
-    """
+    """The parts of host:port."""
     if text.startswith(("unix:", "unix-abstract:", "vsock:")):
         return Address(text, -1)
     host, _, port = text.rpartition(":")
@@ -62,11 +58,7 @@ def parse_address(text: str) -> Address:
 
 
 def split_addresses(text: str) -> tuple[Address, ...]:
-    """The addresses of a text with commas between them.
-
-    Raises:
-        ValueError: one of them is not of the form host:port.
-    """
+    """The addresses of a text with commas between them."""
     return tuple(parse_address(part.strip()) for part in text.split(",") if part.strip())
 
 
@@ -75,9 +67,6 @@ async def resolve(host: str, port: int) -> list[str]:
 
     For a name with addresses of both families only the IPv4 ones count: otherwise a replica with one of each would
     count twice.
-
-    Raises:
-        OSError: the name has no address, or no name server answered.
     """
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -68,11 +68,7 @@ def open_channel(
     credentials: Credentials = PLAIN,
     keepalive: Keepalive = CLIENT_KEEPALIVE,
 ) -> grpc.aio.Channel:
-    """A channel to a service. Connects on first use.
-
-    Raises:
-        ConfigurationError: a file of the credentials cannot be read, or makes no sense.
-    """
+    """A channel to a service. Connects on first use."""
     options = _options(credentials, message_limit_bytes, keepalive)
     channel = (
         grpc.aio.secure_channel(address, credentials.channel_credentials(), options=options)
@@ -86,11 +82,7 @@ def open_channel(
 
 
 def open_sync_channel(address: str, credentials: Credentials = PLAIN) -> grpc.Channel:
-    """Open a blocking channel. The token is not attached: callers take it from `credentials.header`.
-
-    Raises:
-        ConfigurationError: a file of the credentials cannot be read, or makes no sense.
-    """
+    """Open a blocking channel. The token is not attached: callers take it from `credentials.header`."""
     options = _options(credentials, DEFAULT_MESSAGE_LIMIT_BYTES, CLIENT_KEEPALIVE)
     if credentials.uses_tls:
         return grpc.secure_channel(address, credentials.channel_credentials(), options=options)
@@ -112,11 +104,7 @@ def _options(
 
 @contextmanager
 def errors_of(service: str) -> Iterator[None]:
-    """Raise gRPC errors of the block as ours, naming the service.
-
-    Raises:
-        TandemError: the branch of the tree that the status code stands for.
-    """
+    """Raise gRPC errors of the block as ours, naming the service."""
     try:
         yield
     except grpc.RpcError as error:

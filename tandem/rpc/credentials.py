@@ -36,15 +36,7 @@ class ReloadedFile(Generic[ValueT]):
     """
 
     def __init__(self, paths: Sequence[Path], make: Callable[[Sequence[bytes]], ValueT]) -> None:
-        """Read the files for the first time.
-
-        Args:
-            paths: The files.
-            make: The value, from their contents. Raises ConfigurationError when they make no sense.
-
-        Raises:
-            ConfigurationError: a file cannot be read, or `make` refuses.
-        """
+        """`make` makes the value of the files' contents. It raises ConfigurationError when they make no sense."""
         self._paths = paths
         self._make = make
         try:
@@ -147,11 +139,6 @@ class Credentials:
         return self
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Channel credentials for TLS.
-
-        Raises:
-            ConfigurationError: a file cannot be read, or only one of certificate and key was given.
-        """
         if (self.cert_file is None) != (self.key_file is None):
             raise ConfigurationError(
                 "a certificate was given without its key, or a key without its certificate"
@@ -171,11 +158,7 @@ class Credentials:
         return tuple(versions)
 
     def header(self) -> Callable[[], Metadata] | None:
-        """Return a function that yields a call's metadata; None when no token is sent.
-
-        Raises:
-            ConfigurationError: the token's file cannot be read, or holds none.
-        """
+        """Return a function that yields a call's metadata; None when no token is sent."""
         if self.token_file is not None:
             reloaded = ReloadedFile(
                 [self.token_file], lambda contents: first_token(contents[0], self.token_file)
@@ -192,11 +175,7 @@ PLAIN = Credentials()
 
 
 def first_token(content: bytes, path: Path | None) -> str:
-    """The token of a file: its first line that is not empty.
-
-    Raises:
-        ConfigurationError: there is none, or it holds characters that a header cannot.
-    """
+    """The token of a file: its first line that is not empty."""
     lines = [line.strip() for line in content.decode("utf-8", "replace").splitlines()]
     token = next(filter(None, lines), "")
     if not is_token(token):

@@ -39,11 +39,7 @@ class Child:
         return cls(name, process, stop_seconds)
 
     async def line(self, mark: str) -> str:
-        """Text after the mark in the first line of stdout that has it.
-
-        Raises:
-            ServiceUnavailableError: it ended without such a line.
-        """
+        """Text after the mark in the first line of stdout that has it."""
         async for line in self.lines():
             _, found, rest = line.partition(mark)
             if found:
@@ -72,12 +68,10 @@ class Child:
         return f"the {self.name} service ended with exit code {code}"
 
     def kill(self) -> None:
-        """End it at once."""
         if self.process.returncode is None:
             self.process.kill()
 
     async def stop(self) -> None:
-        """Ask it to stop, and kill it when it does not."""
         if self.process.returncode is not None:
             return
         self.process.terminate()

@@ -30,11 +30,7 @@ class Health(IntEnum):
 
 
 def check(address: str, credentials: Credentials = PLAIN, timeout_seconds: float = 4.0) -> Health:
-    """Ask the server at host:port how it is. The timeout leaves time within the 5 s that containers are given.
-
-    Raises:
-        ConfigurationError: a file of the credentials cannot be read.
-    """
+    """Ask the server at host:port how it is. The timeout leaves time within the 5 s that containers are given."""
     with open_sync_channel(address, credentials) as channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(

@@ -52,11 +52,7 @@ class SlowReaderWatchdog:
         self._next_look: asyncio.TimerHandle | None = None
 
     async def take(self, write: Awaitable[None]) -> None:
-        """Wait until the reader of the running task's stream has taken a message.
-
-        Raises:
-            DeadlineError: it took nothing for too long.
-        """
+        """Wait until the reader of the running task's stream has taken a message."""
         task, patience = asyncio.current_task(), self._patience
         if task is None or patience is None:
             await write
@@ -137,9 +133,6 @@ def remade(
     """Copy a method handler with another behaviour.
 
     Args:
-        handler: The method's.
-        behaviour: In place of its own.
-        deserializer: In place of its own; None: keep that.
         at_once: Start before the first request arrives, and take requests as a stream. gRPC calls a method with a
             single request only once that has arrived, so a call that never sends it would stay.
     """
@@ -193,12 +186,7 @@ class RunningCalls:
         return refusing(handler, ServiceUnavailableError(self.closed_because))
 
     def check_room(self) -> None:
-        """Refuse what counts as a call without being one.
-
-        Raises:
-            ServiceUnavailableError: no new call is taken.
-            CapacityError: too many run.
-        """
+        """Refuse what counts as a call without being one."""
         if self.closed_because:
             raise ServiceUnavailableError(self.closed_because)
         if len(self) >= self._max_calls:
@@ -206,11 +194,7 @@ class RunningCalls:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Count the task that runs the block as a call.
-
-        Raises:
-            ServiceUnavailableError: the call was cut off.
-        """
+        """Count the task that runs the block as a call."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -374,11 +358,6 @@ class ErrorBoundary:
     """Stands before every method of a server: its errors, its unreadable requests, and readers that take nothing."""
 
     def __init__(self, calls: RunningCalls, stalled_reader_timeout_seconds: float | None = None) -> None:
-        """Guard the methods of a server.
-
-        Args:
-            stalled_reader_timeout_seconds: How long one message of a stream may wait for its reader. None: without end.
-        """
         self._calls = calls
         self._readers = SlowReaderWatchdog(stalled_reader_timeout_seconds)
 

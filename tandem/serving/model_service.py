@@ -66,11 +66,7 @@ class ModelService(Service):
         """
 
     def with_folder(self, settings: SettingsT, reference: str | Path) -> SettingsT:
-        """The settings with the checked folder of the model that a reference names, which may be fetched first.
-
-        Raises:
-            ConfigurationError: there is no such model, or the packages that run one are missing.
-        """
+        """The settings with the checked folder of the model that a reference names, which may be fetched first."""
         require_engine()
         # Imported here, since it needs these packages
         from tandem.model_sources.find import checked_folder
@@ -83,11 +79,6 @@ class ModelService(Service):
             streams.calls = calls
 
     async def start(self) -> None:
-        """Load the models, and start them.
-
-        Raises:
-            ConfigurationError: they cannot run as the settings ask.
-        """
         self._observer.start()
         self._loop = asyncio.get_running_loop()
         announce(f"tandem {self.name}: loading {self._shown_model or 'the draft'}")

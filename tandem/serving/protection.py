@@ -64,16 +64,7 @@ def scope_of(method: str) -> Scope:
 
 
 def authorize(scope: Scope, authorization: str | None, tokens: Tokens) -> None:
-    """Permit or refuse a call.
-
-    Args:
-        authorization: The authorization header; None when there is none.
-        tokens: The server's tokens.
-
-    Raises:
-        UnauthenticatedError: a token is needed, but missing or unknown.
-        PermissionDeniedError: the token is a client's and the call is an admin's, or admin calls are off.
-    """
+    """Permit or refuse a call."""
     if scope is Scope.OPEN:
         return
     is_admin = scope is Scope.ADMIN
@@ -95,11 +86,7 @@ def authorize(scope: Scope, authorization: str | None, tokens: Tokens) -> None:
 
 
 def parse_tokens(content: bytes, source: str) -> tuple[str, ...]:
-    """The tokens of a file, one on each line.
-
-    Raises:
-        ConfigurationError: the file has no token, or an invalid one. The error never contains it.
-    """
+    """The tokens of a file, one on each line. An error never contains one."""
     words = [line.strip() for line in content.decode("utf-8", "replace").splitlines()]
     tokens = tuple(filter(None, words))
     if not tokens:
@@ -192,7 +179,6 @@ class ProtectionOptions(Options):
 
     @property
     def uses_tls(self) -> bool:
-        """True if connections are encrypted."""
         return self.tls_cert_file is not None
 
     @property
@@ -223,11 +209,7 @@ class AdminOptions(ProtectionOptions):
 
 
 def token_source(options: ProtectionOptions, host: str) -> Callable[[], Tokens]:
-    """The current tokens of a server.
-
-    Raises:
-        ConfigurationError: a file cannot be read, or is empty.
-    """
+    """The current tokens of a server."""
     client, admin = tokens_of(options.auth_token, options.auth_token_file), tokens_of(None, None)
     if isinstance(options, AdminOptions):
         admin = tokens_of(options.admin_token, options.admin_token_file)
@@ -264,11 +246,7 @@ def exposure_rule(host: str, *port: str) -> Rule[Any]:
 
 
 def tokens_of(token: SecretStr | None, file: Path | None) -> Callable[[], tuple[str, ...]]:
-    """The current tokens of an option or its file; none when neither is set.
-
-    Raises:
-        ConfigurationError: the file cannot be read, or is empty.
-    """
+    """The current tokens of an option or its file; none when neither is set."""
     if file is not None:
         reloaded = ReloadedFile([file], lambda contents: parse_tokens(contents[0], str(file)))
         return lambda: reloaded.value
@@ -279,11 +257,7 @@ def tokens_of(token: SecretStr | None, file: Path | None) -> Callable[[], tuple[
 def server_credentials(
     cert_file: Path, key_file: Path, client_ca_file: Path | None = None
 ) -> grpc.ServerCredentials:
-    """Server credentials. Each new connection uses the files' current certificate.
-
-    Raises:
-        ConfigurationError: a file cannot be read, or the files do not match.
-    """
+    """Server credentials. Each new connection uses the files' current certificate."""
 
     def configuration(contents: Sequence[bytes]) -> grpc.ServerCertificateConfiguration:
         server_context(paths, contents)  # gRPC itself would only fail each handshake
@@ -317,9 +291,6 @@ def server_context(paths: Sequence[Path], contents: Sequence[bytes]) -> ssl.SSLC
     Args:
         paths: The files of certificate and key, and that of the clients' authorities where there is one.
         contents: Their contents when they were read; they may have changed since.
-
-    Raises:
-        ConfigurationError: the contents do not match.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -385,11 +356,7 @@ def warn_of_expiry(paths: Sequence[Path], now: datetime) -> timedelta:
 
 
 def end_of(pem: bytes, path: Path) -> datetime:
-    """The moment at which the first certificate of a PEM file's chain expires.
-
-    Raises:
-        ConfigurationError: the file holds no certificate.
-    """
+    """The moment at which the first certificate of a PEM file's chain expires."""
     # Imported here, so that it is loaded only with TLS.
     from cryptography import x509
 

@@ -101,7 +101,6 @@ class Readiness:
             await self.health.set(name, status)
 
     async def open(self) -> None:
-        """Admit calls."""
         self._calls.closed_because = ""
         await self.announce(health_pb2.HealthCheckResponse.SERVING)
 
@@ -111,7 +110,6 @@ class Readiness:
         await self.announce(health_pb2.HealthCheckResponse.NOT_SERVING)
 
     async def close(self) -> None:
-        """Refuse new calls; running ones continue."""
         self._calls.closed_because = f"the {self.name} service is draining"
         # Each watcher holds a lock while its answer is written; one that does not read must not hold up the drain.
         with suppress(TimeoutError):
@@ -203,10 +201,6 @@ async def serve(
 
     Returns:
         True if the server was ever ready.
-
-    Raises:
-        ConfigurationError: the address cannot be bound, or the service cannot start with its options.
-        TandemError: the service could not continue.
     """
     read_all_wake_ups()
     calls = RunningCalls(f"the {service.name} service is still starting", settings.max_concurrent_streams)
@@ -276,11 +270,7 @@ async def _drain(calls: RunningCalls, seconds: float, service_name: str) -> None
 def new_server(
     settings: ServerSettings, calls: RunningCalls, *steps: Step, shares_port: bool = False
 ) -> grpc.aio.Server:
-    """Create a server with the error boundary, authentication, a limit on anonymous calls, readiness, and these steps.
-
-    Raises:
-        ConfigurationError: a file of tokens cannot be read, or holds none.
-    """
+    """Create a server: error boundary, authentication, limit on anonymous calls, readiness, and these steps."""
     boundary = ErrorBoundary(calls, settings.stalled_reader_timeout_seconds)
     authorized = authorizing(token_source(settings, settings.host))
     return grpc.aio.server(
@@ -321,11 +311,7 @@ def _bind(server: grpc.aio.Server, settings: ServerSettings, *, shares_port: boo
 
 
 def check_free(host: str, port: int) -> None:
-    """Refuse an address that cannot be bound, before gRPC does: it writes lines of its own to stderr.
-
-    Raises:
-        ConfigurationError: saying which address, and why.
-    """
+    """Refuse an address that cannot be bound, before gRPC does: it writes lines of its own to stderr."""
     bound_socket(host, port, "--host and --port").close()
 
 
@@ -351,11 +337,7 @@ def bound_socket(host: str, port: int, options: str, reuse: int = socket.SO_REUS
 
 
 async def unless(event: Coroutine[Any, Any, object], work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """Do the work, unless the event comes first, which cancels it.
-
-    Raises:
-        CancelledByEventError: the event came.
-    """
+    """Do the work, unless the event comes first, which cancels it."""
     task, stop = asyncio.ensure_future(work), asyncio.ensure_future(event)
     try:
         await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -369,11 +351,7 @@ async def unless(event: Coroutine[Any, Any, object], work: Coroutine[Any, Any, R
 
 
 def announce(line: str) -> None:
-    """Write a line to stdout at once.
-
-    Raises:
-        OutputError: stdout cannot be written.
-    """
+    """Write a line to stdout at once."""
     write_out(line + "\n")
 
 
@@ -434,11 +412,7 @@ def main(
 
 
 def settings_of_process(settings_class: type[SettingsT], arguments: Sequence[str], program: str) -> SettingsT:
-    """The settings of this process, with whose log it begins.
-
-    Raises:
-        ConfigurationError: an option is wrong.
-    """
+    """The settings of this process, with whose log it begins."""
     fill_closed()
     settings = load_settings(settings_class, arguments, program)
     configure(settings.log_level, settings.log_format)

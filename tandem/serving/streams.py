@@ -46,9 +46,6 @@ class ServedSequence(Generic[OptionsT, StepT, AnswerT]):
 
         Args:
             pushed: Answers to send unasked, until then; an error ends the sequence.
-
-        Raises:
-            InvalidRequestError: a step is invalid, or the stream ended without a Finish.
         """
         if pushed is not None:
             self._pushing = asyncio.create_task(self._push(pushed))
@@ -63,7 +60,6 @@ class ServedSequence(Generic[OptionsT, StepT, AnswerT]):
             yield request
 
     async def answer(self, answer: AnswerT) -> None:
-        """Answer a step."""
         self.say(answer)
         await self._room()
 
@@ -84,7 +80,6 @@ class ServedSequence(Generic[OptionsT, StepT, AnswerT]):
         self._arrived.put_nowait(request)
 
     def close(self) -> None:
-        """The sequence is over."""
         while not self._arrived.empty():
             self._arrived.get_nowait()
             self._arrived.task_done()
@@ -127,11 +122,7 @@ class SequenceStreams:
         serve_sequence: Callable[[ServedSequence[OptionsT, StepT, AnswerT]], Awaitable[None]],
         translation: Translation[OptionsT, StepT, AnswerT],
     ) -> AsyncGenerator[Any]:
-        """Serve the sequences of a stream; yield messages, as few as possible.
-
-        Raises:
-            InvalidRequestError: a message of the stream cannot be read.
-        """
+        """Serve the sequences of a stream; yield messages, as few as possible."""
         stream = _Stream(self.calls, serve_sequence, translation)
         reading = asyncio.create_task(stream.read(requests))
         try:
@@ -163,11 +154,7 @@ class _Stream(Generic[OptionsT, StepT, AnswerT]):
         self._is_read = False
 
     async def read(self, requests: AsyncIterator[Any]) -> None:
-        """Distribute received messages until the stream ends.
-
-        Raises:
-            InvalidRequestError: a message cannot be read; its sequences end with it.
-        """
+        """Distribute received messages until the stream ends."""
         try:
             async for message in requests:
                 for number, request in self._translation.read(message):
@@ -209,7 +196,6 @@ class _Stream(Generic[OptionsT, StepT, AnswerT]):
         return taken
 
     async def close(self) -> None:
-        """End what still runs."""
         await asyncio.gather(*self._cancel(), return_exceptions=True)
 
     def _cancel(self) -> list[asyncio.Task[None]]:

@@ -47,7 +47,6 @@ class Series:
         self.total = 0.0
 
     def observe(self, value: float) -> None:
-        """Count a value."""
         self.counts[bisect_left(self._bounds, value)] += 1
         self.total += value
 
@@ -75,11 +74,9 @@ class Histogram(Collector):
         registry.register(self)
 
     def labels(self, *values: str) -> Series:
-        """The series of these labels."""
         return self._series.setdefault(values, Series(self._bounds))
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        """Counts up to now."""
         family = HistogramMetricFamily(self._name, self._text, labels=self._label_names)
         names = [*(repr(float(bound)) for bound in self._bounds), "+Inf"]
         for values, series in [*self._series.items()]:
@@ -149,11 +146,7 @@ class AtScrape(Collector, Generic[ValueT]):
 
 
 def serve_metrics(options: TelemetryOptions, registry: CollectorRegistry) -> WSGIServer | None:
-    """Serve the metrics of a registry at the Prometheus port; None where there is none.
-
-    Raises:
-        ConfigurationError: the port cannot be bound.
-    """
+    """Serve the metrics of a registry at the Prometheus port; None where there is none."""
     host, port = options.prometheus_host, options.prometheus_port
     if port is None:
         return None

@@ -90,11 +90,6 @@ class Telemetry:
         return None if self._server is None else self._server.server_port
 
     def start(self) -> None:
-        """Begin to serve and send.
-
-        Raises:
-            ConfigurationError: the Prometheus port cannot be bound.
-        """
         self._server = serve_metrics(self._options, self.registry)
         if self._exports is not None:
             self._exports.start()

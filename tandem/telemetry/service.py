@@ -112,7 +112,6 @@ class ServiceMetrics:
             self._total = total.labels(*labels)
 
     def count_step(self, record: StepRecord) -> None:
-        """The engine ran a step."""
         self._step_seconds.observe(record.seconds)
         self._model_seconds.observe(record.model_seconds)
         self._batch_sequences.observe(record.sequence_count)
@@ -120,7 +119,6 @@ class ServiceMetrics:
         self._total.inc(record.token_count)
 
     def gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
-        """Show a value of this moment."""
         gauge = Gauge(f"tandem_{name}", text, _LABELS, registry=self._registry)
         gauge.labels(*self._labels).set_function(value)
 

@@ -39,11 +39,7 @@ class ServiceObserver:
     """Observer of the engine's steps."""
 
     def start(self) -> None:
-        """The service begins to start.
-
-        Raises:
-            ConfigurationError: telemetry cannot be served as it is set up.
-        """
+        """The service begins to start."""
 
     def ready(self, model_name: str, kv_usage: Callable[[], KvUsage | None]) -> None:
         """The service is ready.

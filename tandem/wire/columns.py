@@ -1,6 +1,7 @@
 """Messages for many sequences: a few byte strings hold the values of all of them.
 
 `struct` writes and reads each, so that a message for one sequence costs little, and one for sixty-four not much more.
+Whatever reads columns raises a ProtocolError where their bytes or their lengths do not fit together.
 """
 
 from __future__ import annotations
@@ -54,11 +55,7 @@ def ints_to_bytes(values: Sequence[int]) -> bytes:
 
 
 def ints_from_bytes(data: bytes, what: str) -> tuple[int, ...]:
-    """Read little-endian signed 32-bit integers.
-
-    Raises:
-        ProtocolError: the bytes are no such integers.
-    """
+    """Read little-endian signed 32-bit integers."""
     _check_size(data, 4, what)
     return unpack(f"<{len(data) // 4}i", data)
 
@@ -69,7 +66,7 @@ def ids_to_bytes(parts: Sequence[IntArray]) -> bytes:
 
 
 def ids_from_bytes(data: bytes, what: str, count: int | None = None) -> IntArray:
-    """Read little-endian signed 32-bit integers as an array. See `floats_from_bytes`."""
+    """Read little-endian signed 32-bit integers as an array."""
     _check_size(data, 4, what, count)
     return np.frombuffer(data, "<i4").astype(np.int64)
 
@@ -80,21 +77,13 @@ def floats_to_bytes(values: FloatArray | Float32Array) -> bytes:
 
 
 def floats_from_bytes(data: bytes, what: str, count: int | None = None) -> Float32Array:
-    """An array over the message's own bytes, without a copy.
-
-    Args:
-        data: The bytes, little-endian binary32.
-        count: Number of values; None: any.
-
-    Raises:
-        ProtocolError: the bytes are not so many values.
-    """
+    """An array over the message's own bytes, without a copy."""
     _check_size(data, 4, what, count)
     return np.frombuffer(data, "<f4")
 
 
 def records_from_bytes(form: Struct, data: bytes, what: str, count: int | None = None) -> list[Any]:
-    """Read records of one form, as tuples. See `floats_from_bytes`."""
+    """Read records of one form, as tuples."""
     _check_size(data, form.size, what, count)
     return list(form.iter_unpack(data))
 
@@ -109,11 +98,7 @@ def _check_size(data: bytes, width: int, what: str, count: int | None = None) ->
 
 
 def bounds(sizes: Iterable[int], total: int, what: str) -> list[tuple[int, int]]:
-    """Start and stop of each of several parts of a column.
-
-    Raises:
-        ProtocolError: a size is negative, or their sum is not the total.
-    """
+    """Start and stop of each of several parts of a column."""
     found, start = [], 0
     for size in sizes:
         if size < 0:
@@ -126,11 +111,7 @@ def bounds(sizes: Iterable[int], total: int, what: str) -> list[tuple[int, int]]
 
 
 def split(data: bytes, sizes: Iterable[int], what: str) -> list[tuple[int, ...]]:
-    """Read integers as parts of these sizes.
-
-    Raises:
-        ProtocolError: as `ints_from_bytes` and `bounds`.
-    """
+    """Read integers as parts of these sizes."""
     values = ints_from_bytes(data, what)
     return [values[start:stop] for start, stop in bounds(sizes, len(values), what)]
 
@@ -148,11 +129,7 @@ def answers_to_bytes(answers: Iterable[tuple[int, Verification | Proposal | Draf
 
 
 def answers_from_bytes(data: bytes) -> Iterator[tuple[int, int, int, StepCost | None]]:
-    """Read the common part of answers: sequence, base length, number of rows or tokens, cost.
-
-    Raises:
-        ProtocolError: the bytes are no such records.
-    """
+    """Read the common part of answers: sequence, base length, number of rows or tokens, cost."""
     _check_size(data, _ANSWER.size, "the column of answers")
     cost, latest = None, (0.0, 0, 0)
     for number, base_length, count, *figures in _ANSWER.iter_unpack(data):
@@ -205,7 +182,6 @@ class Outbox(Generic[PartT]):
         return len(self._parts)
 
     def put(self, sequence: int, part: PartT) -> None:
-        """Add what is said of a sequence."""
         size = size_of(part)
         self._parts.append((sequence, part, size))
         self.waiting_bytes += size

@@ -34,11 +34,7 @@ sampling_to_proto = _SAMPLING.to_proto
 
 
 def sampling_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
-    """The sampling parameters of a message.
-
-    Raises:
-        InvalidRequestError: one of them is out of range.
-    """
+    """The sampling parameters of a message."""
     sampling = _SAMPLING.from_proto(message)
     refuse(broken(_SAMPLING_RULES, sampling))
     return sampling
@@ -60,11 +56,7 @@ row_kind_to_proto, row_kind_from_proto = enum_codec(RowKind, types_pb2.RowKind.D
 
 
 def check_delta(delta: Delta) -> None:
-    """Refuse a delta that no sequence has room for.
-
-    Raises:
-        InvalidRequestError: its base length is negative.
-    """
+    """Refuse a delta that no sequence has room for."""
     if delta.base_length < 0:
         raise InvalidRequestError(f"delta.base_length is {delta.base_length}; it must be at least 0")
 
@@ -132,11 +124,7 @@ def logits_to_tensor(logits: Float32Array) -> types_pb2.Tensor:
 
 
 def logits_from_tensor(tensor: types_pb2.Tensor, what: str) -> Float32Array:
-    """Logits as binary32, whatever type they travelled in.
-
-    Raises:
-        ProtocolError: its type is unknown, or its bytes do not fill its shape.
-    """
+    """Logits as binary32, whatever type they travelled in."""
     shape = tuple(tensor.shape)
     count = int(np.prod(shape))
     width = 4 if tensor.data_type == types_pb2.DATA_TYPE_FLOAT32 else 2

@@ -77,11 +77,7 @@ def requests_to_proto(requests: Iterable[tuple[int, Request]]) -> draft_pb2.Prop
 def requests_from_proto(
     message: draft_pb2.ProposeRequest,
 ) -> Iterator[tuple[int, Request | InvalidRequestError]]:
-    """The requests of a message, by number of their sequence; an error in place of one that is out of range.
-
-    Raises:
-        ProtocolError: the columns do not fit together.
-    """
+    """The requests of a message, by number of their sequence; an error in place of one that is out of range."""
     return read_requests(message, _options_from_proto, _steps_from_proto)
 
 
@@ -168,11 +164,7 @@ def tokenizer_to_proto(tokenizer: TargetTokenizer) -> Iterator[draft_pb2.MapVoca
 
 
 async def tokenizer_from_proto(parts: AsyncIterator[draft_pb2.MapVocabularyRequest]) -> TargetTokenizer:
-    """The tokenizer in some messages.
-
-    Raises:
-        InvalidRequestError: it is too large, or without a hash or a size.
-    """
+    """The tokenizer in some messages."""
     first, content = draft_pb2.MapVocabularyRequest(), bytearray()
     async for part in parts:
         if not first.tokenizer_hash:
@@ -256,11 +248,7 @@ def _distributions_to_proto(
 
 
 def answers_from_proto(message: draft_pb2.ProposeResponse) -> Iterator[tuple[int, Answer | Ending]]:
-    """The answers of a message, by number of the sequence.
-
-    Raises:
-        ProtocolError: the columns do not fit together.
-    """
+    """The answers of a message, by number of the sequence."""
     for proposals in message.proposals:
         yield from _proposals_from_proto(proposals)
     for outcomes in message.outcomes:
@@ -288,11 +276,7 @@ def _proposals_from_proto(message: draft_pb2.ProposalColumns) -> Iterator[tuple[
 
 
 def outcomes_from_proto(message: draft_pb2.OutcomeColumns) -> Iterator[tuple[int, DraftedOutcomes]]:
-    """The outcomes of a message, by number of the sequence.
-
-    Raises:
-        ProtocolError: the columns do not fit together.
-    """
+    """The outcomes of a message, by number of the sequence."""
     answers = list(answers_from_bytes(message.records))
     depths = records_from_bytes(_DEPTH, message.depths, "the column of depths", len(answers))
     counts, outcomes = [count for _, _, count, _ in answers], [count for _, count, _ in depths]
@@ -316,11 +300,7 @@ def sums_to_one(total: float) -> bool:
 def _distributions_from_proto(
     message: draft_pb2.DistributionColumns, counts: Sequence[int]
 ) -> list[tuple[SparseDistribution, ...]]:
-    """For each answer the distributions of its tokens, of which it has so many; none where all are deterministic.
-
-    Raises:
-        ProtocolError: the columns do not fit together, or there are distributions, but not one for each token.
-    """
+    """For each answer the distributions of its tokens, of which it has so many; none where all are deterministic."""
     if not message.ByteSize():
         return [()] * len(counts)
     sizes = ints_from_bytes(message.support_sizes, "the column of support sizes")

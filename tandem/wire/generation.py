@@ -54,11 +54,7 @@ def request_to_proto(request: GenerationRequest) -> generation_pb2.GenerateReque
 
 
 def request_from_proto(message: generation_pb2.GenerateRequest) -> GenerationRequest:
-    """The request of a message.
-
-    Raises:
-        InvalidRequestError: it has no prompt, or names an unknown row kind.
-    """
+    """The request of a message."""
     return _REQUEST.from_proto(message, prompt=_prompt(message), speculation=not message.disable_speculation)
 
 

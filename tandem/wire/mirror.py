@@ -101,11 +101,7 @@ class Mirror(Generic[DataT, MessageT]):
         return values
 
     def from_proto(self, message: MessageT, **apart: Any) -> DataT:
-        """The value in a message, with the fields that the caller converts.
-
-        Raises:
-            InvalidRequestError: the message has an unknown value of an enum.
-        """
+        """The value in a message, with the fields that the caller converts."""
         values = apart
         values.update(zip(self._read_same, self._get_read(message), strict=True))
         for field in self._decoded:

@@ -101,11 +101,7 @@ def requests_to_proto(requests: Iterable[tuple[int, Request]]) -> target_pb2.Ver
 def requests_from_proto(
     message: target_pb2.VerifyRequest,
 ) -> Iterator[tuple[int, Request | InvalidRequestError]]:
-    """The requests of a message, by number of their sequence; an error in place of one that is out of range.
-
-    Raises:
-        ProtocolError: the columns do not fit together.
-    """
+    """The requests of a message, by number of their sequence; an error in place of one that is out of range."""
     yield from read_requests(message, _options_from_proto, _steps_from_proto)
     if message.HasField("outcomes"):
         for sequence, drafted in outcomes_from_proto(message.outcomes):
@@ -273,11 +269,7 @@ class Answer:
     next_proposed: int = -1
 
     def verification(self, step: VerifyStep) -> Verification:
-        """The verification that answers `step`.
-
-        Raises:
-            ProtocolError: it does not have the rows that were requested.
-        """
+        """The verification that answers `step`."""
         count, kind = self.stop - self.start, self.block.kind
         if count != step.row_count:
             raise ProtocolError(f"{count} rows came for {step.row_count} that were requested")
@@ -288,11 +280,7 @@ class Answer:
 
 
 def answers_from_proto(message: target_pb2.VerifyResponse) -> Iterator[tuple[int, Answer | Ending]]:
-    """The answers of a message, by number of the sequence.
-
-    Raises:
-        ProtocolError: the columns do not fit together.
-    """
+    """The answers of a message, by number of the sequence."""
     for columns in message.verifications:
         block = _read_block(columns)
         records = list(answers_from_bytes(columns.records))

@@ -85,11 +85,7 @@ class DistrustedError(Exception):
 
 
 def trusted(make: Callable[[], T], error_of: Callable[[T], float], limit: float) -> T:
-    """Makes a replacement and returns it if its error, in spreads, is at most `limit`.
-
-    Raises:
-        DistrustedError: making or trying it failed, or its error is too large or not a number.
-    """
+    """Makes a replacement and returns it if its error, in spreads, is at most `limit`."""
     try:
         made = make()
         error = error_of(made)
@@ -184,11 +180,6 @@ def trial_segments(arena: KvArena, vocabulary_size: int, lengths: SequenceOf[Len
 
     The sequences take turns for their pages, the last ones first: whoever reads pages in the order of the arena reads
     those of others. As in service, pages before a window may be those of others.
-
-    Args:
-        arena: must be large enough.
-        vocabulary_size: the tokens are below.
-        lengths: of each sequence.
     """
     cache, size = PagedCache(arena, reuses_prefixes=False), arena.page_tokens
     segments = []

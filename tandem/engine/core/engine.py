@@ -70,14 +70,6 @@ class Engine(Generic[PayloadT, ResultT]):
         on_failure: Callable[[], None] | None = None,
         prepare: Prepare[PayloadT] = None,
     ) -> None:
-        """Allocates the KV cache.
-
-        Args:
-            on_step: called after each step, on the engine's thread; for metrics.
-
-        Raises:
-            ConfigurationError: the settings cannot be met.
-        """
         self.model = model
         self.max_length = settings.longest_sequence(model.info.name, model.info.max_length)
         """Longest sequence, in tokens."""
@@ -150,11 +142,7 @@ class Engine(Generic[PayloadT, ResultT]):
 
     async def warm_up(self) -> None:
         """Runs steps of several sizes, so that no request pays for what is set up when a size is first wanted, and
-        measures some; of a large model only the small ones, which are all that the time allows for.
-
-        Raises:
-            NonFiniteLogitsError: the model computes NaN or infinity.
-        """
+        measures some; of a large model only the small ones, which are all that the time allows for."""
         steps = self._served(self._runner.warm_up_steps)
         profiled = self._served(
             (width,) * count for count, width in product(_PROFILED_SEQUENCES, _PROFILED_TOKENS)
@@ -236,11 +224,6 @@ class Engine(Generic[PayloadT, ResultT]):
         (`put_back`).
 
         Every sequence must be given back with `release`, whatever happens.
-
-        Raises:
-            InvalidRequestError: `max_length` is more than the engine serves, or less than 1.
-            CapacityError: too many are open and too many wait already.
-            ServiceUnavailableError: the engine is closing.
         """
         if self._is_stopping:
             raise _not_running()
@@ -306,11 +289,7 @@ class Engine(Generic[PayloadT, ResultT]):
             self._rejoin.came_back(sequence)
 
     def put_back(self, job: BackgroundJob) -> None:
-        """Runs branches of a sequence while there is no job to run, a step at a time, until a job of it comes.
-
-        Raises:
-            ServiceUnavailableError: the engine is closing.
-        """
+        """Runs branches of a sequence while there is no job to run, a step at a time, until a job of it comes."""
         with self._wakeup:
             if self._is_stopping:
                 raise _not_running()

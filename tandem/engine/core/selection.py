@@ -58,7 +58,6 @@ class Backends:
 
     @property
     def sampler(self) -> Sampler:
-        """The fastest for the model's device."""
         return TORCH_SAMPLER if self.native is None else KernelSampler(self.native.kernels)
 
     def steps(self, arena: KvArena) -> StepBackend:

@@ -85,7 +85,6 @@ class PageTable:
 
     @property
     def held_pages(self) -> list[int]:
-        """The pages that it holds, in order."""
         pages: list[int] = self._numbers[self.first : self._count].tolist()
         return pages
 
@@ -145,7 +144,6 @@ class LayerGeometry:
 
     @property
     def values_per_token(self) -> int:
-        """Numbers stored for each token."""
         return self.kv_heads * (self.key_dim + self.value_dim)
 
 
@@ -352,11 +350,7 @@ def arena_pages(
     dtype: torch.dtype,
     device: torch.device,
 ) -> int:
-    """Number of pages of the arena.
-
-    Raises:
-        ConfigurationError: not even one sequence of `max_length` fits what the settings allow.
-    """
+    """Number of pages of the arena."""
     size, groups = PAGE_TOKENS, group_layers(layers)
     windows = [group.window for group in groups]
     page_bytes = bytes_of_page(layers, dtype)
@@ -390,12 +384,8 @@ class PageWriter:
     """Writes the tokens of a step to their places, in every layer of a group."""
 
     def __init__(self, pages: Tensor, offsets: Tensor, runs: SequenceOf[tuple[int, int, int]] = ()) -> None:
-        """
-        Args:
-            pages: int64 [tokens], the page of each token.
-            offsets: int64 [tokens], its place there.
-            runs: instead of both, page, first and last place of consecutive tokens in one page.
-        """
+        """`pages` and `offsets` are those of each token, int64 [tokens]; or else `runs` of consecutive tokens in one
+        page: page, first and last place."""
         self._pages, self._offsets, self._runs = pages, offsets, runs
 
     @classmethod

@@ -71,7 +71,6 @@ class PagePool:
 
     @property
     def available_count(self) -> int:
-        """Pages that nobody holds."""
         return len(self._unused) + len(self._kept)
 
     @property
@@ -80,7 +79,6 @@ class PagePool:
         return len(self._kept)
 
     def holders(self, page: int) -> int:
-        """Number of sequences that hold a page."""
         return self._holders[page]
 
     def take(self) -> int:

@@ -88,11 +88,6 @@ class Sequence:
         self._roll_back(kept_length)
 
     def append(self, token_id: int) -> None:
-        """Adds one token.
-
-        Raises:
-            InvalidRequestError: the sequence is at its limit, or the id is unknown.
-        """
         # Once per drafted token, hence not by way of `apply`.
         if not self.can_extend:
             raise self._too_long(self.length + 1)
@@ -101,11 +96,7 @@ class Sequence:
         self.token_ids.append(token_id)
 
     def want_rows(self, row_count: int) -> None:
-        """Makes sure that the last `row_count` positions will be run, again if their KV is there already.
-
-        Raises:
-            InvalidRequestError: the sequence has fewer tokens than that.
-        """
+        """Makes sure that the last `row_count` positions will be run, again if their KV is there already."""
         if row_count > self.length:
             raise InvalidRequestError(
                 f"Rows were asked for the last {row_count} positions, but the sequence has {self.length} tokens."
@@ -204,18 +195,12 @@ class SequenceCache(Protocol):
         """True if the tokens from the first uncomputed one up to `end` may be written at once."""
 
     def make_ready(self, sequence: Sequence, end: int) -> bool:
-        """Gives the sequence pages of its own for its uncomputed tokens up to `end`.
-
-        Returns:
-            False if there are too few pages. Those that it got stay with it.
-        """
+        """Gives the sequence pages of its own for its uncomputed tokens up to `end`; false if there are too few pages.
+        Those that it got stay with it."""
 
     def take_spare(self, sequence: Sequence, count: int) -> int:
-        """Finds room for so many tokens behind its last one, as far as there are pages that nobody holds.
-
-        Returns:
-            The number of tokens for which there is room.
-        """
+        """Finds room for so many tokens behind its last one, as far as there are pages that nobody holds; returns the
+        number of tokens for which there is room."""
 
     def take_over(self, sequence: Sequence, positions: TokenIds[int]) -> None:
         """Makes what lies at these positions the keys and values of the sequence's first uncomputed tokens."""

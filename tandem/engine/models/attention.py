@@ -113,11 +113,7 @@ def describe_mask(mask_function: Callable[..., Tensor], **_: object) -> Tensor:
 
 
 def window_of(mask: Tensor | None) -> int | None:
-    """The window that `describe_mask` found: positions a token sees, its own included; None for all before it.
-
-    Raises:
-        UnsupportedAttentionError: the model made its mask by other means, or sees anything but a window.
-    """
+    """The window that `describe_mask` found: positions a token sees, its own included; None for all before it."""
     if mask is None or mask.dtype != torch.int64 or mask.numel() != 1 or int(mask) == _SEES_SOMETHING_ELSE:
         raise UnsupportedAttentionError("attention is neither causal nor a causal sliding window")
     return None if int(mask) == _SEES_EVERYTHING else int(mask)
@@ -171,9 +167,6 @@ def probe(module: Any, device: torch.device) -> tuple[tuple[LayerGeometry, ...],
     Returns:
         The geometry of each attention layer, by `layer_idx`; and true if tokens of several sequences can share a row.
         Otherwise each sequence has a forward pass of its own, with transformers' attention and masks.
-
-    Raises:
-        UnsupportedAttentionError: the cache of some layer is more than keys and values by position.
     """
     try:
         layers = _probe_packed(module, device)

@@ -23,11 +23,7 @@ MAX_CONFIG_BYTES = 16 << 20
 
 
 def read_object(path: Path, why: str, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """The JSON object in a file; `why` completes the sentence about a file that is not there.
-
-    Raises:
-        ModelFolderError: the file is not there, too large, no JSON, or holds another value than an object.
-    """
+    """The JSON object in a file; `why` completes the sentence about a file that is not there."""
     try:
         if not path.is_file():
             raise ModelFolderError(f"the model folder {path.parent} has no {path.name}; {why}")
@@ -55,11 +51,7 @@ def _constant(name: str) -> float:
 
 
 def check_size(path: Path, max_bytes: int) -> None:
-    """Refuse a file that is larger than any of its kind.
-
-    Raises:
-        ModelFolderError: it is.
-    """
+    """Refuse a file that is larger than any of its kind."""
     size = path.stat().st_size
     if size > max_bytes:
         raise ModelFolderError(
@@ -95,14 +87,7 @@ class Weights:
 
 
 def find_weights(folder: Path, max_tensors: int | None = None) -> Weights:
-    """The weights of a model folder.
-
-    Args:
-        max_tensors: How many tensors a file may have; None for any number.
-
-    Raises:
-        ModelFolderError: there are none, some are missing, or a file is damaged or has too many tensors.
-    """
+    """The weights of a model folder."""
     files = _weight_files(folder)
     shapes = [shape for file in files for shape in _shapes(file, max_tensors)]
     sizes = [prod(shape) for _, shape in shapes]
@@ -222,11 +207,7 @@ def _listed(value: object) -> list[Any]:
 
 
 def check_numbers(path: Path, config: Mapping[str, Any], tensor_count: int) -> None:
-    """Refuse a config with sizes that no model has, or with more layers than the checkpoint has tensors.
-
-    Raises:
-        ModelFolderError: with all numbers that are wrong.
-    """
+    """Refuse a config with sizes that no model has, or with more layers than the checkpoint has tensors."""
     sentences = [sentence for section in _sections(config) for sentence in _wrong(section, tensor_count)]
     if sentences:
         raise ModelFolderError(f"the file {path} describes no model that can be: {'; '.join(sentences)}")
@@ -309,11 +290,7 @@ def _opened(folder: Path) -> Checkpoint:
 
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """Ids that end a text: those of generation_config.json, else those of config.json, else none.
-
-    Raises:
-        ModelFolderError: a file does not parse, or the value is neither an id nor a list of ids.
-    """
+    """Ids that end a text: those of generation_config.json, else those of config.json, else none."""
     for name in (GENERATION_CONFIG_FILE, CONFIG_FILE):
         path = folder / name
         if not path.is_file():
@@ -328,20 +305,13 @@ def tokenizer_hash(folder: str | Path) -> str:
     """SHA-256, in hexadecimal, of the mapping from token to id, added tokens included.
 
     Two folders with the same hash give every id the same meaning, however their files are laid out.
-
-    Raises:
-        ModelFolderError: there is no tokenizer.json, or it does not parse.
     """
     path = _check_tokenizer_file(Path(folder))
     return vocabulary_hash(parsed_tokenizer(path.read_bytes(), str(path)))
 
 
 def parsed_tokenizer(content: bytes, where: str) -> Tokenizer:
-    """The tokenizer in the content of a tokenizer.json; `where` completes "the file" for errors.
-
-    Raises:
-        ModelFolderError: it is no tokenizer, or one that cannot be used.
-    """
+    """The tokenizer in the content of a tokenizer.json; `where` completes "the file" for errors."""
     try:
         tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # tokenizers raises bare Exception, whatever the cause

@@ -59,17 +59,7 @@ def load_model(
     threads: int | None = None,
     name: str | None = None,
 ) -> LoadedModel:
-    """Loads a decoder-only Hugging Face checkpoint.
-
-    Args:
-        device: ``cpu``, ``cuda`` or ``cuda:N``.
-        dtype: ``float32``, ``bfloat16`` or ``float16``; the weights are converted to it.
-        name: the model's name; by default that of `tandem.model_sources.hub.model_name`.
-
-    Raises:
-        ModelFolderError: the folder holds no checkpoint that can be served.
-        ConfigurationError: the device or the dtype is not available.
-    """
+    """Loads a decoder-only Hugging Face checkpoint."""
     torch_device, torch_dtype = _device(device), _dtype(dtype)
     if threads is not None:
         torch.set_num_threads(threads)
@@ -230,11 +220,7 @@ def _max_length(config: Any) -> int:
 
 
 def empty_model(checkpoint: Checkpoint, config: Any) -> Any:
-    """Return the model that the config describes, without memory for its numbers.
-
-    Raises:
-        ModelFolderError: it has far more numbers than the files hold, or transformers cannot make a model of it.
-    """
+    """Return the model that the config describes, without memory for its numbers."""
     try:
         with torch.device("meta"):
             made: Any = transformers.AutoModelForCausalLM
@@ -276,9 +262,6 @@ def check_finite(module: nn.Module, checkpoint: Checkpoint) -> None:
 
     The extremes of each tensor show it, since NaN is both; all are read from the device at once. Minus infinity is
     valid in buffers, as a mask.
-
-    Raises:
-        ModelFolderError: with the name of the first such tensor.
     """
     weights, buffers = _extremes(module.named_parameters()), _extremes(module.named_buffers())
     wrong = [name for name, (low, high) in weights.items() if not (isfinite(low) and isfinite(high))]

@@ -228,7 +228,6 @@ class DraftedRow:
         return NOTHING
 
     async def finish(self) -> None:
-        """End the sequence; the draft frees it at once."""
         if self.task is not None:
             await asyncio.wait({self.task}, timeout=_CLOSE_SECONDS)
         try:

@@ -47,7 +47,6 @@ class Counts:
     """Time that steps waited for proposals, in all."""
 
     def since(self, before: Counts) -> Counts:
-        """The counts since a copy of these."""
         return Counts(*(getattr(self, each.name) - getattr(before, each.name) for each in fields(self)))
 
     def line(self) -> str:

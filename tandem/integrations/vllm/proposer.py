@@ -84,7 +84,6 @@ class WaysOfDrafting:
     The time of a step cannot be predicted: vLLM makes it, not a service of ours."""
 
     def __init__(self, ways: Sequence[Way]) -> None:
-        """Begin with the first way."""
         self.best = ways[0]
         self._made = {way: [0.0, 0.0] for way in ways}
         """Tokens and seconds of the steps in each way."""
@@ -186,7 +185,6 @@ class Patience:
 
     @property
     def seconds(self) -> float:
-        """Seconds that the next step may wait."""
         if self._fixed_seconds is not None:
             return self._fixed_seconds
         step = self._step.value
@@ -295,7 +293,6 @@ class StepDrafter:
         self._answered_at: float | None = None
 
     def start(self) -> None:
-        """Start to follow the drafts, and to report."""
         reason = self.link.start(self._settings.start_wait_seconds)
         if reason:
             logger.error("Tandem proposes nothing until a draft is ready: %s", reason)
@@ -312,11 +309,8 @@ class StepDrafter:
         self.link.close()
 
     def begin_step(self, scheduled: Any) -> None:
-        """Let drafts read new prompts while vLLM does, and forget requests that have ended.
-
-        Args:
-            scheduled: vLLM's `SchedulerOutput`.
-        """
+        """Let drafts read new prompts while vLLM does, and forget requests that have ended, as vLLM's `SchedulerOutput`
+        says."""
         new = scheduled.scheduled_new_reqs
         # A name that comes again is a request that was preempted, or whose prompt has grown
         over = [*scheduled.finished_req_ids, *(data.req_id for data in new)]
@@ -493,10 +487,6 @@ class Drafts:
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        """
-        Raises:
-            ConfigurationError: an option is wrong.
-        """
         self._settings = read_settings()
         self._config = vllm_config
         self._has_failed = False
@@ -515,13 +505,11 @@ class Drafts:
         self.steps.start()
 
     def begin_step(self, scheduled: Any) -> None:
-        """vLLM begins a step, as its `SchedulerOutput` says."""
         with self._switched_off_by_errors():
             if self.steps is not None and not self._has_failed:
                 self.steps.begin_step(scheduled)
 
     def propose(self, row_count: int, rows: Callable[[], Sequence[BatchRow]]) -> list[Proposal]:
-        """A proposal for each row of vLLM's batch."""
         proposals = [NOTHING] * row_count
         with self._switched_off_by_errors():
             if self.steps is not None and not self._has_failed:
@@ -554,29 +542,17 @@ class TandemProposer:
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        """
-        Raises:
-            ConfigurationError: this vLLM calls proposers differently, or an option is wrong.
-        """
         check_plugin()
         self.drafts = Drafts(vllm_config)
         self._runner: Any = None
 
     def attach(self, runner: Any) -> None:
-        """Take the model runner that calls this, which knows the requests and takes the distributions.
-
-        Raises:
-            ConfigurationError: it is not as that of the tested release.
-        """
+        """Take the model runner that calls this, which knows the requests and takes the distributions."""
         check_runner(lacking(runner, RUNNER_ATTRIBUTES))
         self._runner = runner
 
     def load_model(self, model: object = None) -> None:
-        """Connect to the drafts. The model itself is not needed; vLLM calls this when it has loaded it.
-
-        Raises:
-            ConfigurationError: vLLM was started without our worker class.
-        """
+        """Connect to the drafts. The model itself is not needed; vLLM calls this when it has loaded it."""
         if self._runner is None:
             raise ConfigurationError(
                 f"start vLLM with --worker-cls {WORKER}, which lets Tandem's drafts be drawn"

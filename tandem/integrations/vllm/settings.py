@@ -47,11 +47,7 @@ class VllmSettings(ServiceAccessOptions, TelemetryOptions, FilledSettings):
 
 
 def read_settings() -> VllmSettings:
-    """The settings that the environment holds.
-
-    Raises:
-        ConfigurationError: an option is wrong, or none names a draft.
-    """
+    """The settings that the environment holds."""
     settings = load_settings(VllmSettings, (), "vllm")
     if settings.draft_address is None:
         raise ConfigurationError(

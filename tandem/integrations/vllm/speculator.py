@@ -34,14 +34,7 @@ class TandemSpeculator(BaseSpeculator):  # type: ignore[misc]
     supports_mm_inputs = False
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
-        """
-        Args:
-            vllm_config: vLLM's `VllmConfig`.
-            req_states: vLLM's `RequestState`.
-
-        Raises:
-            ConfigurationError: the method is another one, or an option is wrong.
-        """
+        """Takes vLLM's `VllmConfig` and `RequestState`."""
         method = vllm_config.speculative_config.method
         if method != METHOD:
             raise ConfigurationError(

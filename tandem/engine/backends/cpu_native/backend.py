@@ -209,11 +209,7 @@ class NativeModel:
 def load_native(model: LoadedModel, mode: str = "auto", folder: Path | None = None) -> NativeModel | None:
     """Finds or compiles the kernels, checks them, and packs the model's linear layers for them.
 
-    Returns:
-        None where torch's own must do; a log line says why when it is for want of a compiler or a wrong result.
-
-    Raises:
-        ConfigurationError: `mode` is ``on`` and the kernels cannot be used.
+    None where torch's own must do; a log line says why when it is for want of a compiler or a wrong result.
     """
     if mode == "off":
         return None
@@ -233,11 +229,7 @@ def load_native(model: LoadedModel, mode: str = "auto", folder: Path | None = No
 
 
 def load_kernels(device: torch.device, dtype: torch.dtype, folder: Path | None = None) -> Kernels:
-    """The kernels, each compared with torch: those that came with the installation, or else those compiled here.
-
-    Raises:
-        BuildError: there are none for this device and dtype, they cannot be built, or their results are wrong.
-    """
+    """The kernels, each compared with torch: those that came with the installation, or else those compiled here."""
     if device.type != "cpu" or dtype not in DTYPES:
         raise BuildError(f"there are none for {dtype} on {device}")
     if bundled := bundled_kernels():

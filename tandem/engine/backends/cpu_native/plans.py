@@ -206,9 +206,6 @@ def kernel_calls(
     """The calls that write an operation's result to `output`; a concatenation has one for each part.
 
     The tensors must outlive the calls. The named arguments of a copy say what `output` is already.
-
-    Raises:
-        UnknownOperationError: torch has to compute it.
     """
     operation, maker = _POINTWISE.get(target), _MAKERS.get(target)
     is_copy = operation is Operation.COPY
@@ -607,9 +604,7 @@ class ExecutionPlan:
     ) -> None:
         """Lays out memory and binds the calls. The arena is not touched.
 
-        Args:
-            token_count: of the pass.
-            states: [token_count, state_size], any that a drafting head may read, to try its calls with.
+        A drafting head's calls are tried with any `states`, [token_count, state_size].
         """
         inputs = torch.zeros(2, token_count, dtype=torch.long)
         where = torch.zeros(attention.group_count, 1 + 6 * token_count, dtype=torch.long)  # see `places`
@@ -635,8 +630,7 @@ class ExecutionPlan:
     def replay(self, packing: Packing, rows: SequenceOf[int], states: Tensor | None = None) -> Tensor:
         """Runs a step of no more tokens than the plan's, and stores keys and values. A drafting head reads `states`.
 
-        Returns:
-            The logits of the tokens that `rows` names, [len(rows), vocabulary_size]; no later replay changes them.
+        Returns logits, [len(rows), vocabulary_size], which no later replay changes.
         """
         count = packing.token_count
         self._token_ids[:count] = packing.token_ids()

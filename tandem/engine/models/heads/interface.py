@@ -72,11 +72,6 @@ class DraftHead(nn.Module, StateReader):
     """Beginnings of the names of parameters that the checkpoint has with others, and those."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the config.
-
-        Raises:
-            ModelFolderError: there is none, its format is another one, or a number in it is missing or wrong.
-        """
         super().__init__()
         self.register_buffer("target_ids", None, persistent=False)
         self.file = HeadFile.of(folder)
@@ -85,12 +80,7 @@ class DraftHead(nn.Module, StateReader):
         None where the config leaves one to the target."""
 
     def load(self, target: LoadedModel) -> Self:
-        """Build the head for its target, in the target's dtype and on its device, and read its tensors.
-
-        Raises:
-            ModelFolderError: a tensor is missing or has another shape than the config says, or the head belongs to
-                another target.
-        """
+        """Build the head for its target, in the target's dtype and on its device, and read its tensors."""
         folder, config = self.file.folder, text_config(target)
         for key, own in self.expected.items():
             others = target.info.vocabulary_size if key == "vocab_size" else config.hidden_size
@@ -199,11 +189,6 @@ class HeadFile:
 
     @classmethod
     def of(cls, folder: Path) -> HeadFile:
-        """Read the file.
-
-        Raises:
-            ModelFolderError: there is none, or it is no JSON object.
-        """
         return cls(folder / CONFIG_FILE, read_object(folder / CONFIG_FILE, "a drafting head needs one"))
 
     @property
@@ -219,7 +204,6 @@ class HeadFile:
         return str(names[0]) if isinstance(names, list) and names else default
 
     def number(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """A whole number, `default` where it is absent."""
         value = self.content.get(key)
         if value is None and default is not None:
             return default
@@ -268,7 +252,6 @@ class LlamaHead(DraftHead):
     """`LlamaConfig` of the layer. Any: its annotations allow None, which its own constructor replaces."""
 
     def take_shape(self, layer: HeadFile, owner: str) -> None:
-        """Read the shape of the one layer."""
         layer.check(
             owner,
             num_hidden_layers=1, hidden_act="silu", attention_bias=False, mlp_bias=False, use_sliding_window=False,
@@ -348,14 +331,6 @@ class HeadTensors:
     """
 
     def __init__(self, folder: Path, renamed: Mapping[str, str]) -> None:
-        """
-        Args:
-            folder: where the checkpoint is.
-            renamed: prefixes of names, and what the head's module calls them.
-
-        Raises:
-            ModelFolderError: there are no weights, or a file is damaged.
-        """
         self._folder = folder
         stored = stored_tensors(find_weights(folder).files, torch.device("cpu"))
         self._stored: dict[str, tuple[str, StoredTensor]] = {}
@@ -400,9 +375,6 @@ class HeadTensors:
             count: tokens that the head can say.
             vocabulary_size: the target's tokens.
             are_offsets: the tensor holds the target's id minus the head's own.
-
-        Raises:
-            ModelFolderError: the tensor is missing, or the ids are not distinct ones of the target.
         """
         ids = self.read(name, (count,), "the size of the head's vocabulary").long()
         if are_offsets:

@@ -46,11 +46,7 @@ class BuildError(Exception):
 
 
 def built_kernels(folder: Path | None = None, target: str | None = None) -> Path:
-    """The shared library, compiled now unless it was before.
-
-    Raises:
-        BuildError: there is no compiler, or it fails.
-    """
+    """The shared library, compiled now unless it was before."""
     compiler = _compiler()
     if folder is None:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "tandem", "kernels")
@@ -146,14 +142,7 @@ _NEEDED: Final = {
 
 
 def bundled_kernels(folder: Path = OBJECTS, flags: frozenset[str] | None = None) -> Path | None:
-    """The fastest library of a folder that a processor can run.
-
-    Args:
-        folder: has a file NAME.so for some of `TARGETS`.
-
-    Returns:
-        None where there is none, as in a checkout or on a processor that is not x86-64.
-    """
+    """The fastest library of a folder that a processor can run; None in a checkout, or if it is not x86-64."""
     flags = _flags() if flags is None else flags
     for target in reversed(TARGETS):
         library = folder / f"{target}.so"

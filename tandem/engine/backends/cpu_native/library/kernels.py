@@ -135,11 +135,7 @@ EXPECTED: Final = {
 
 
 def check_interface(library: ctypes.CDLL) -> None:
-    """Compare a loaded library's numbers with `EXPECTED`.
-
-    Raises:
-        BuildError: the library states other numbers, or none.
-    """
+    """Compare a loaded library's numbers with `EXPECTED`."""
     try:
         describe: Any = library.tandem_interface
     except AttributeError:
@@ -162,11 +158,6 @@ class Kernels:
     """One loaded library. Its functions release the GIL while they run."""
 
     def __init__(self, library: Path) -> None:
-        """Load the library.
-
-        Raises:
-            BuildError: the library does not load, or was compiled from other sources.
-        """
         try:
             loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_LOCAL)
         except OSError as error:
@@ -200,11 +191,7 @@ class Kernels:
         return outputs
 
     def run(self, *calls: KernelCall) -> None:
-        """Run calls one after the other. Their memory must belong to live tensors.
-
-        Raises:
-            IndexError: a look-up is out of its table's range.
-        """
+        """Run calls one after the other. Their memory must belong to live tensors."""
         self.joined(calls)()
 
     def joined(self, calls: SequenceOf[KernelCall]) -> JoinedCalls:

@@ -15,10 +15,20 @@ import numpy as np
 import pytest
 import torch
 
-from coordinator.rejection import AcceptanceRule, Round, resolve
+from coordinator.rejection import KEYED, AcceptanceRule, Round, resolve
+from coordinator.rejection.rounds import Race
 from tandem.config import SpeculativeConfig
 from tandem.engine.interface import RowRequest
-from tandem.sampling.noise import Purpose, proposal_keys, sample, stream_key, token_uniforms
+from tandem.sampling.noise import (
+    Purpose,
+    proposal_keys,
+    recovery_keys,
+    sample,
+    stream_key,
+    target_keys,
+    token_uniforms,
+    uniform,
+)
 from tandem.sampling.warping import warp
 from tandem.types import (
     Acceptance,
@@ -160,3 +170,15 @@ def test_the_sample_is_the_argmax_over_the_whole_vocabulary() -> None:
         exponential = -np.log(token_uniforms(key, VOCABULARY_SIZE)[0])
         assert acceptance.next_token_id == (weights / exponential).argmax()
     assert from_outside > 10
+
+
+def test_the_coordinator_draws_with_the_keys_of_the_round() -> None:
+    """Noise of the proposal, of acceptance and of recovery is never reused."""
+    ids = np.arange(50)
+    own = Round(Proposal(20, (1,) * 8), Verification(20, ()), SamplingParams(seed=3))
+    assert KEYED.uniform(own, 2) == uniform(3, 22, Purpose.ACCEPTANCE, 20)
+    winner = token_uniforms(recovery_keys(3, 20, 9)[4:5], 50)[0].argmax()
+    assert KEYED.sample([Race(own, 4, ids, np.ones(50), -1, 0.0)]) == [winner]
+    empty = Round(Proposal(20), Verification(20, ()), own.sampling)
+    winner = token_uniforms(target_keys(3, 20, 1), 50)[0].argmax()
+    assert KEYED.sample([Race(empty, 0, ids, np.ones(50), -1, 0.0)]) == [winner]

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.rejection import KEYED, MessageRounds, Noise, Round, RowError, rules
+from coordinator.rejection import KEYED, MessageRounds, Round, RowError, rules
 from coordinator.rejection.block import block
 from coordinator.rejection.rounds import Decide, decide_each
 from tandem.types import (
     Acceptance,
-    NextToken,
     Proposal,
     SamplingParams,
     SparseDistribution,
@@ -75,20 +74,6 @@ def test_acceptances_are_those_one_by_one(rule: str, seed: int, shapes: list[tup
     assert [*map(shown, decide_each(RULES[rule], rounds))] == one_by_one(RULES[rule], rounds)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_rounds_end_in_every_way(rule: str) -> None:
-    generator = np.random.default_rng(3)
-    rounds = [make_round(generator, 4, 24, 0.8) for _ in range(200)]
-    found = RULES[rule](rounds, KEYED)
-    assert {each.accepted_count for each in found} == {0, 1, 2, 3, 4}
-    outside = [
-        acceptance.next_token_id not in own.proposal.distributions[acceptance.accepted_count].token_ids
-        for own, acceptance in zip(rounds, found, strict=True)
-        if acceptance.next_token is NextToken.RECOVERED
-    ]
-    assert 0 < sum(outside) < len(outside)
-
-
 def set_probs(own: Round, value: float) -> Round:
     """The first row gives each token this probability."""
     first, *others = own.verification.rows
@@ -136,24 +121,6 @@ def test_an_unusual_round_is_decided_and_changes_no_other(name: str, rule: str) 
     unusual = UNUSUAL[name](make_round(generator, 4, 24, 0.8))
     rounds = [*usual[:3], unusual, *usual[3:]]
     assert [*map(shown, decide_each(RULES[rule], rounds))] == one_by_one(RULES[rule], rounds)
-
-
-def test_rounds_of_a_message_are_decided_by_one_call() -> None:
-    calls: list[int] = []
-
-    def counting(rounds: Sequence[Round], noise: Noise) -> list[Acceptance]:
-        calls.append(len(rounds))
-        return rules.residual(rounds, noise)
-
-    generator = np.random.default_rng(6)
-    message = MessageRounds()
-    for _ in range(2):  # rounds that come after a decision are decided with each other
-        rounds = [make_round(generator, 3, 10, 0.8) for _ in range(5)]
-        together = [message.add("the message", counting, own) for own in rounds]
-        assert calls == []
-        assert [each.acceptance() for each in together] == rules.residual(rounds, KEYED)
-        assert calls == [5]
-        calls.clear()
 
 
 def test_a_broken_round_of_a_message_breaks_no_other() -> None:

@@ -65,31 +65,12 @@ def test_without_a_profile_sequences_decide_alone() -> None:
     assert chosen(near, far) is near
 
 
-def test_the_quicker_draft_is_chosen_until_its_queue_is_longer() -> None:
-    quick, slow = Draft(), Draft(profile=StepProfile({(1, 1): 0.02}))
-    assert chosen(slow, quick) is quick
-    quick.load = DraftLoad(wait_seconds=0.1)
-    assert chosen(slow, quick) is slow
-
-
-def test_a_near_draft_is_chosen_before_a_far_one() -> None:
-    near, far = Draft(DraftLoad(sequences=1)), Draft(round_trip_seconds=0.030)
-    assert chosen(far, near) is near
-
-
 def test_sequences_of_others_count_between_equals() -> None:
     busy, idle = (
         Draft(DraftLoad(sequences=3), profile=StepProfile()),
         Draft(open_sequences=1, profile=StepProfile()),
     )
     assert chosen(busy, idle) is idle
-
-
-def test_a_draft_with_a_free_place_is_chosen_even_if_it_is_slower() -> None:
-    full, free = Draft(DraftLoad(is_full=True)), Draft(round_trip_seconds=0.5)
-    assert chosen(full, free) is free
-    free.load = DraftLoad(is_full=True)
-    assert chosen(full, free) is full
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.floats(0, 0.1), st.booleans()), min_size=1, max_size=6))

@@ -62,17 +62,6 @@ def extend(target: Completion, proposed: tuple[int, ...], accepted: int, next_to
     return target.extend(Proposal(target.length, proposed), Acceptance(accepted, next_token, kind))
 
 
-def test_accepted_tokens_and_the_next_one_are_committed() -> None:
-    target = completion()
-    chunk = extend(target, (10, 11, 12), 2, next_token=20)
-    assert target.token_ids == [5, 6, 10, 11, 20]
-    assert chunk.token_ids == (10, 11, 20)
-    assert chunk.drafted == (True, True, False)
-    assert sum(chunk.text_lengths) == len(chunk.text)
-    assert chunk.summary is None
-    assert target.can_extend
-
-
 @pytest.mark.parametrize("cut", range(1, 12))
 def test_a_completion_goes_on_after_what_was_delivered(cut: int) -> None:
     """Stop strings and characters may lie across the place where a stream broke."""
@@ -104,17 +93,6 @@ def test_a_rule_may_supply_no_token() -> None:
     target = completion()
     chunk = target.extend(Proposal(2, (10, 11)), Acceptance(2, -1, NextToken.NONE))
     assert chunk.token_ids == (10, 11)
-
-
-@pytest.mark.parametrize(("max_length", "max_tokens"), [(5, 50), (100, 3)])
-def test_a_limit_inside_the_accepted_run_ends_the_completion(max_length: int, max_tokens: int) -> None:
-    target = completion(max_length=max_length, max_tokens=max_tokens)
-    assert target.room == 3
-    chunk = extend(target, (10, 11, 12, 13), 4)
-    assert target.token_ids == [5, 6, 10, 11, 12]
-    assert target.room == 0
-    assert chunk.summary is not None
-    assert chunk.summary.finish_reason is FinishReason.LENGTH
 
 
 def summary_of(chunk: Chunk) -> Summary:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +12,7 @@ from coordinator.decoding.completion import Completion, Detokenizer, Limits, Sto
 from coordinator.decoding.loop import generate
 from coordinator.rejection import KEYED, Round
 from coordinator.rejection.rules import greedy
-from tandem.types import Acceptance, Chunk, Proposal, SamplingParams, TokenRow, Verification
+from tandem.types import Acceptance, Proposal, SamplingParams, TokenRow, Verification
 from tests.paths import DEMO_TARGET
 
 TOKENIZER = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))
@@ -21,13 +21,11 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass
 class ScriptedTarget:
-    """Continues a fixed text, and records the calls."""
+    """Continues a fixed text."""
 
     says: list[int]
-    proposal_lengths: list[int] = field(default_factory=list)
 
     async def verify(self, completion: Completion, proposal: Proposal) -> Verification:
-        self.proposal_lengths.append(len(proposal))
         rows = range(completion.length, completion.length + len(proposal) + 1)
         return Verification(completion.length, tuple(TokenRow(self.says[i]) for i in rows))
 
@@ -47,31 +45,6 @@ def accept(proposal: Proposal, verification: Verification) -> Acceptance:
     return greedy([Round(proposal, verification, GREEDY)], KEYED)[0]
 
 
-async def run(
-    target: ScriptedTarget, drafter: ScriptedDrafter, max_tokens: int
-) -> tuple[Completion, list[Chunk]]:
-    completion = Completion(
-        (target.says[0],),
-        Limits(1000, max_tokens),
-        Detokenizer(TOKENIZER),
-        StopStrings(()),
-        request_id="r",
-        seed=0,
-    )
-    return completion, [chunk async for chunk in generate(completion, drafter, target, accept)]
-
-
-async def test_a_round_emits_the_accepted_tokens_and_one_more() -> None:
-    target = ScriptedTarget([1, 2, 3, 4, 5, 6, 7, 8, 9])
-    completion, chunks = await run(target, ScriptedDrafter([[], [3, 4, 99], [6, 7]]), max_tokens=7)
-    assert [chunk.token_ids for chunk in chunks] == [(2,), (3, 4, 5), (6, 7, 8)]
-    assert [chunk.drafted for chunk in chunks] == [(False,), (True, True, False), (True, True, False)]
-    assert target.proposal_lengths == [0, 3, 2]
-    assert (completion.stats.rounds, completion.stats.drafted, completion.stats.accepted) == (3, 5, 4)
-    assert chunks[-1].summary is not None
-    assert all(chunk.summary is None for chunk in chunks[:-1])
-
-
 token_ids = st.integers(1, 3)
 
 
@@ -83,6 +56,9 @@ token_ids = st.integers(1, 3)
 async def test_the_output_is_the_targets_whatever_is_proposed(
     says: list[int], script: list[list[int]], max_tokens: int
 ) -> None:
-    completion, chunks = await run(ScriptedTarget(says), ScriptedDrafter(script), max_tokens)
+    limits, detokenizer = Limits(1000, max_tokens), Detokenizer(TOKENIZER)
+    completion = Completion((says[0],), limits, detokenizer, StopStrings(()), request_id="r", seed=0)
+    drafter, target = ScriptedDrafter(script), ScriptedTarget(says)
+    chunks = [chunk async for chunk in generate(completion, drafter, target, accept)]
     assert completion.token_ids == says[: 1 + max_tokens]
     assert [token for chunk in chunks for token in chunk.token_ids] == says[1 : 1 + max_tokens]

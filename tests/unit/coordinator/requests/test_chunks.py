@@ -178,39 +178,27 @@ async def test_a_reader_that_stops_holds_up_the_rounds_after_one_interval() -> N
 class Rounds:
     """A completion of three chunks, each from a round that lasts until it is released."""
 
-    def __init__(self, error_in: int | None = None) -> None:
-        self.begun = 0
-        self.requested = 0
+    def __init__(self, released: int, error_in: int | None = None) -> None:
         self.ending: str | None = None
-        self.may_end = asyncio.Semaphore(0)
+        self._released = asyncio.Semaphore(released)
         self._error_in = error_in
 
     async def chunks(self) -> AsyncGenerator[Chunk]:
         try:
             for number in range(3):
-                self.begun += 1
-                question = asyncio.create_task(self._ask())
-                await self.may_end.acquire()
-                await question
+                await self._released.acquire()
                 if number == self._error_in:
                     raise ServiceUnavailableError("lost")
-                yield Chunk(str(number), (number,), (False,), (1,), summary=SUMMARY if number == 2 else None)
+                yield numbered(number, is_last=number == 2)
             self.ending = "complete"
         except BaseException as error:
             self.ending = type(error).__name__
             raise
 
-    async def _ask(self) -> None:
-        self.requested += 1
-
     async def run(self, queue: ChunkQueue) -> None:
         async with aclosing(self.chunks()) as chunks:
             async for chunk in chunks:
                 await queue.put(chunk)
-
-    def let(self, count: int) -> None:
-        for _ in range(count):
-            self.may_end.release()
 
 
 async def turns(count: int = 10) -> None:
@@ -219,41 +207,30 @@ async def turns(count: int = 10) -> None:
 
 
 async def test_the_completion_ends_after_its_last_chunk_was_taken() -> None:
-    rounds = Rounds()
-    rounds.let(3)
+    rounds = Rounds(released=3)
     async with aclosing(stream_of(rounds.run, None)) as chunks:
-        assert [(await anext(chunks)).text for _ in range(3)] == ["0", "1", "2"]
+        assert [(await anext(chunks)).token_ids for _ in range(3)] == [(0,), (1,), (2,)]
         await turns()
         assert rounds.ending is None
         assert await anext(chunks, None) is None
     assert rounds.ending == "complete"
 
 
-async def test_a_leaving_reader_cancels_the_current_round() -> None:
-    rounds = Rounds()
-    rounds.let(1)
-    async with aclosing(stream_of(rounds.run, None)) as chunks:
-        await anext(chunks)
-        assert rounds.ending is None
-    assert rounds.ending == "CancelledError"
-
-
-async def test_a_leaving_reader_closes_the_generator_between_two_rounds() -> None:
-    rounds = Rounds()
-    rounds.let(3)
-    async with aclosing(stream_of(rounds.run, None)) as chunks:
-        await anext(chunks)
-        await turns()
-    assert rounds.ending == "GeneratorExit"
-
-
-async def test_an_unread_error_is_not_left_behind(caplog: pytest.LogCaptureFixture) -> None:
-    rounds = Rounds(error_in=1)
-    rounds.let(3)
+@pytest.mark.parametrize(
+    ("rounds", "ending"),
+    [
+        pytest.param(Rounds(1), "CancelledError", id="within a round"),
+        pytest.param(Rounds(3), "GeneratorExit", id="between two rounds"),
+        pytest.param(Rounds(3, error_in=1), "ServiceUnavailableError", id="before an error was read"),
+    ],
+)
+async def test_a_leaving_reader_ends_the_rounds(
+    rounds: Rounds, ending: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async with aclosing(stream_of(rounds.run, None)) as chunks:
         await anext(chunks)
         await turns()
-    assert rounds.ending == "ServiceUnavailableError"
-    del rounds, chunks
+    assert rounds.ending == ending
+    del chunks
     await turns()
-    assert not caplog.records
+    assert not caplog.records, "no error is left behind"

@@ -15,7 +15,7 @@ from coordinator.speculation.ahead import (
     tokens_after_hit,
     tokens_after_miss,
 )
-from coordinator.speculation.costs import CostModel, StepCosts, Way
+from coordinator.speculation.costs import CostModel, StepCosts
 from coordinator.speculation.gains import GainModel
 from tandem.types import MAX_AHEAD_TOKENS, AheadBudget, StepProfile
 
@@ -54,31 +54,6 @@ def test_hit_rates_follow_the_observed_outcomes() -> None:
     assert gains.hit_rate(1) == pytest.approx(0.4, abs=0.04)
     assert gains.hit_rate(4) == pytest.approx(0.8, abs=0.04)
     assert gains.hit_rate(64) >= gains.hit_rate(4)
-
-
-@pytest.mark.parametrize("load", [1, 8])
-def test_the_rest_is_what_rounds_take_beyond_their_prediction(load: int) -> None:
-    costs, chance = _costs(1.2e-3), random.Random(3)
-
-    def count(rounds: int, seconds: float) -> None:
-        for _ in range(rounds * load):
-            costs.add_rest(Way.AHEAD, load, seconds * chance.uniform(0.7, 1.3))
-
-    count(100, 4e-3)
-    assert costs.rest_seconds(Way.AHEAD, load) == pytest.approx(4e-3, rel=0.1)
-    assert costs.rest_seconds(Way.AHEAD, 4) == costs.rest_seconds(Way.AHEAD, load), "the nearest load's"
-    count(6, 1e-3)
-    slow = costs.rest_seconds(Way.AHEAD, load)
-    costs.doubt(Way.AHEAD, load, 4)
-    count(6, 1e-3)
-    assert costs.rest_seconds(Way.AHEAD, load) < 2e-3 < slow, "after doubt, few rounds tell"
-
-
-def test_a_pause_of_the_machine_hardly_moves_the_rest() -> None:
-    costs = _costs(1.2e-3)
-    for seconds in (*[0.0] * 50, 2.0):
-        costs.add_rest(Way.AHEAD, 1, seconds)
-    assert costs.rest_seconds(Way.AHEAD, 1) < 1e-3
 
 
 def test_a_long_proposal_grants_no_more_than_a_draft_takes() -> None:

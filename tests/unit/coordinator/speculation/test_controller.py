@@ -134,36 +134,6 @@ def test_a_fixed_number_of_outcomes_is_always_drafted_for() -> None:
         assert fixed.ahead_budget == AheadBudget(8, K)
 
 
-@pytest.mark.parametrize("load", [1, 8])
-def test_of_many_requests_that_begin_to_draft_ahead_the_first_two_rounds_do_not_count(load: int) -> None:
-    """They wait for each other's steps, which says nothing about those that follow."""
-    controller = profiled(0.001)
-    request = controller.request(KIND, K, draft_ahead="auto")
-    request.target = "target"
-    rests = []
-    for awaited in (False, True, True, True):
-        request.begin_round(load)
-        cost = RoundCost(K, 1.0, 0.5, load, load * (K + 1), 0.1, load)
-        request.end_round(round_result(K, K, cost, awaited=awaited))
-        assert request.choice is not None
-        rests.append(request.choice.costs.rest_seconds(Way.AHEAD, load))
-    assert [rest > 0.0 for rest in rests] == [False, load == 1, load == 1, True]
-
-
-def test_drafting_ahead_is_charged_with_the_rounds_alone_after_its_misses() -> None:
-    """Where every other round is one, no two rounds that draft ahead follow each other."""
-    controller = profiled(0.001)
-    request = controller.request(KIND, K, draft_ahead=8, is_adaptive=False)
-    request.target = "target"
-    rests = []
-    for seconds_alone in [0.02] * 12 + [0.05] * 12:
-        draft_ahead_and_miss(request, 8, 0.05, seconds_alone)
-        assert request.choice is not None
-        rests.append(request.choice.costs.rest_seconds(Way.AHEAD, 8))
-    assert rests[0] == rests[1] == 0.0, "they wait for each other at first"
-    assert 0.0 < rests[11] < rests[23]
-
-
 def test_rounds_that_draft_ahead_are_predicted_as_fast_as_they_are_with_those_alone_after_misses() -> None:
     controller = profiled(0.001)
     request = controller.request(KIND, K, draft_ahead=8, is_adaptive=False)
@@ -189,21 +159,6 @@ def test_of_many_requests_one_finds_out_what_an_unknown_draft_is_worth() -> None
     costs = controller.costs("target", "draft")
     assert costs.rest_seconds(Way.DRAFTED, 16) == pytest.approx(2 * costs.rest_seconds(Way.ASKED, 16))
     assert controller.gains(KIND).acceptance.rates(1)[0] < 0.6
-
-
-def test_of_requests_that_share_the_steps_of_the_target_alone_one_round_each_is_counted_in_turn() -> None:
-    controller = profiled(0.05)
-    requests = [begun(controller) for _ in range(8)]
-    told = []
-    for number in range(90):
-        for place, request in enumerate(requests):
-            request.begin_round(8)
-            assert request.choice is not None
-            before = request.choice.measured_seconds
-            request.end_round(round_result(0, 0, RoundCost(0, 0.012, 0.01, 8, 8)))
-            told += [(number, place)] if request.choice.measured_seconds != before else []
-    assert len(told) == 90 * 8 // 9
-    assert {place for _, place in told} == set(range(8)), "not always the first, which waits least"
 
 
 def test_a_newer_profile_replaces_what_was_known() -> None:
@@ -299,13 +254,6 @@ def test_rounds_that_the_target_leads_take_their_mean_however_unevenly_they_are_
         cost = RoundCost(0, 0.019 if number % 2 else 0.001, 0.01, 1, 1, was_led=True)
         request.end_round(round_result(0, 0, cost))
     assert controller.costs("target", "draft", leads=True).seconds(1, 0) == pytest.approx(0.01, rel=0.1)
-
-
-def test_the_target_alone_is_measured_by_rounds_of_all_its_sequences() -> None:
-    """Those of a few, while the others draft, wait for the draft's work on a shared machine."""
-    few, all_of_them = RoundCost(0, 0.02, 0.01, 5, 5), RoundCost(0, 0.02, 0.01, 15, 15)
-    assert not few.is_uniform(16)
-    assert all_of_them.is_uniform(16)
 
 
 def test_rules_learn_what_rounds_cost_from_each_other() -> None:

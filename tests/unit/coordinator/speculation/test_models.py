@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from random import Random
-
 import pytest
 
 from coordinator.speculation.costs import CostModel, StepCosts, Way
@@ -31,30 +29,6 @@ def test_sizes_that_were_not_measured_are_predicted_from_smaller_ones() -> None:
 def test_a_step_of_fewer_sequences_costs_something_whatever_the_profile() -> None:
     falling = StepProfile({(1, 1): 0.01, (1, 5): 0.005, (8, 1): 0.01, (8, 5): 0.005})
     assert StepCosts(falling).seconds(1, 100) > 0.0
-
-
-def test_pauses_of_the_machine_hardly_move_a_profile() -> None:
-    costs, random = StepCosts(PROFILE), Random(1)
-    for number in range(400):
-        costs.add(1, 5, 10.0 if number % 50 == 10 else 0.014 * random.uniform(0.9, 1.1), 1.0)
-    assert costs.seconds(1, 5) == pytest.approx(0.014, rel=0.15)
-    paused = StepCosts(PROFILE)
-    for seconds in (1.0, *[0.014] * 4):
-        paused.add(1, 5, seconds, 1.0)
-    assert paused.seconds(1, 5) < 0.014 * 1.25
-
-
-def test_what_slows_the_target_alone_slows_all_sizes_and_a_slow_proposal_only_its_own() -> None:
-    costs = StepCosts(PROFILE)
-    for _ in range(200):
-        costs.add(1, 1, 2 * PROFILE.seconds[1, 1], 1.0)
-    assert costs.seconds(1, 1) == pytest.approx(2 * PROFILE.seconds[1, 1], rel=0.05)
-    assert 1.3 < costs.seconds(8, 8) / StepCosts(PROFILE).seconds(8, 8) < 2.1
-    costs = StepCosts(PROFILE)
-    for _ in range(200):
-        costs.add(1, 5, 0.028, 1.0)
-    assert costs.seconds(1, 5) == pytest.approx(0.028, rel=0.05)
-    assert costs.seconds(8, 8) == StepCosts(PROFILE).seconds(8, 8)
 
 
 def test_without_a_profile_the_first_steps_give_the_level() -> None:
@@ -114,25 +88,6 @@ def test_expected_tokens_are_the_sum_of_products_of_rates() -> None:
     assert expected_tokens([0.5, 0.5]) == [1.0, 1.5, 1.75]
     assert expected_tokens([]) == [1.0]
     assert expected_tokens([0.8], 0.5) == [1.0, 1.4]
-
-
-@pytest.mark.parametrize(("before", "after"), [(3, 0), (0, 3)])
-def test_a_draft_that_changes_is_noticed_within_a_window(before: int, after: int) -> None:
-    gains = ConditionalRates()
-    for _ in range(1000):
-        gains.add(3, before)
-    for _ in range(24):
-        gains.add(3, after)
-    assert gains.rates(1)[0] == pytest.approx(after / 3, abs=0.35)
-
-
-def test_rates_at_best_come_close_to_the_known_ones_with_more_proposals() -> None:
-    gains = ConditionalRates()
-    first = gains.rates(1, 1.0)[0] - gains.rates(1)[0]
-    for number in range(200):
-        gains.add(1, number % 2)
-    assert first > 0.1
-    assert 0.0 < gains.rates(1, 1.0)[0] - gains.rates(1)[0] < 0.05
 
 
 def test_a_requests_own_acceptance_is_separate_from_the_common_one() -> None:

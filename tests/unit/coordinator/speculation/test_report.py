@@ -13,17 +13,6 @@ from tests.unit.coordinator.cli import samples
 from tests.unit.coordinator.speculation.test_controller import K, begun, simulate
 
 
-def state(load: int, draft: float, accepted: int, rounds: int = 300) -> SpeculationState:
-    """State of a request whose draft takes this share of a verification for each token."""
-    request = begun(SpeculationController())
-    simulate(request, rounds, draft, accepted, load)
-    return report.decided(request)
-
-
-def test_a_draft_that_pays_is_on() -> None:
-    assert state(1, 0.05, K).is_on
-
-
 def test_a_small_gain_is_not_called_a_loss() -> None:
     controller = SpeculationController()
     simulate(begun(controller, is_adaptive=False), 300, 0.98, K)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import deque
 from dataclasses import replace
@@ -20,10 +19,8 @@ from coordinator.stats.speculation import (
     add,
     conditional_rates,
     cumulative_rates,
-    describe,
     log_line,
     mean_acceptance_length,
-    proposals,
     since,
     tokens_per_pass,
 )
@@ -113,18 +110,6 @@ async def test_the_last_minute_forgets() -> None:
     assert (log.last_minute().drafted, log.last_minute().accepted) == (2, 0)
     clock.now += 300.0
     assert log.last_minute() == SpeculationStats()
-
-
-@pytest.mark.parametrize("stats", [EXAMPLE, SpeculationStats()])
-def test_the_description_contains_every_statistic(stats: SpeculationStats) -> None:
-    described = json.loads(json.dumps(describe(stats)))
-    assert described["acceptance_length"] == pytest.approx(acceptance_length(stats), abs=1e-6)
-    assert described["tokens_per_pass"] == pytest.approx(tokens_per_pass(stats), abs=1e-6)
-    assert described["per_position"]["conditional"] == pytest.approx(conditional_rates(stats), abs=1e-6)
-    assert described["per_position"]["cumulative"] == pytest.approx(cumulative_rates(stats), abs=1e-6)
-    assert described["acceptance_rate"] == pytest.approx(acceptance_rate(stats), abs=1e-6)
-    counts = [described[name] for name in ("rounds", "proposals", "drafted", "accepted")]
-    assert counts == [stats.rounds, proposals(stats), stats.drafted, stats.accepted]
 
 
 def test_a_new_counter_has_rate_zero() -> None:

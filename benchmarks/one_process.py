@@ -29,7 +29,7 @@ from coordinator.requests.plan import Models, Plan, make_plan
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.stats.speculation import add
 from coordinator.transport.draft_client import NoDrafter
-from coordinator.transport.remote_sequence import RemoteSequence
+from coordinator.transport.streams import RemoteSequence
 from draft_service.proposers import DraftedSequence
 from draft_service.proposers.standalone import StandaloneProposer, load_standalone
 from draft_service.settings import DraftSettings

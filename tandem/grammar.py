@@ -154,9 +154,8 @@ class Grammars:
 def known_tokens(tokenizer: str | TokenizerWrapper, **options: Any) -> LLTokenizer:
     """A tokenizer, or the content of its tokenizer.json, as llguidance knows it: by the bytes of its tokens.
 
-    Raises:
-        ValueError: they are not known: it is neither byte-level nor of sentencepiece's kind, or has tokens of some
-            kilobytes.
+    A ValueError says that they are not known: it is neither byte-level nor of sentencepiece's kind, or has tokens of
+    some kilobytes.
     """
     try:
         return LLTokenizer(tokenizer, **options)
@@ -193,11 +192,8 @@ class GrammarState:
         self._is_free = False
 
     def follow(self, token_ids: list[int]) -> bool:
-        """Go to the state behind these tokens, all of the completion's; False where the grammar forbids one of them.
-
-        Raises:
-            InvalidRequestError: the grammar exceeds the limits.
-        """
+        """Go to the state behind these tokens, all of the completion's; False where the grammar forbids one of them. An
+        InvalidRequestError says that it exceeds the limits."""
         begin = self._thought(token_ids)
         self._is_first, self._is_free = not token_ids, begin < 0
         own = [] if self._is_free else token_ids[begin:]
@@ -244,11 +240,7 @@ class GrammarState:
 
     def fill(self, row: MaskArray) -> None:
         """Write the mask of the next token into a row of zeros, shape [words]. Where nothing is constrained, or nothing
-        can follow, all ids are allowed.
-
-        Raises:
-            InvalidRequestError: the grammar exceeds the limits.
-        """
+        can follow, all ids are allowed. An InvalidRequestError says that the grammar exceeds the limits."""
         if self._is_free or self._matcher.is_stopped():
             row[:] = _ALL
             return

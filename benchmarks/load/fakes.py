@@ -25,8 +25,7 @@ import grpc.aio
 import numpy as np
 import uvloop
 
-from draft_service.load import LoadTracker
-from draft_service.servicer import DraftedFor, DraftServicer
+from draft_service.servicer import DraftedFor, DraftServicer, LoadTracker
 from tandem.logs import configure
 from tandem.model_sources.bundled import demo_pair
 from tandem.serving.interceptors import Context, RunningCalls

@@ -46,7 +46,6 @@ class DraftLimits:
     """Bounds of a proposal."""
 
     num_speculative_tokens: int
-    """Tokens to propose in a round."""
     vocabulary_size: int
     """The target's; proposed ids must be below it."""
     keeps_proposals: bool = False
@@ -403,12 +402,8 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
     ) -> Proposal | None:
         """The continuation that was drafted ahead of what the last verification said; None where there is none.
 
-        Args:
-            wanted: Tokens that are worth waiting for while the draft is still at the continuation.
-            at_most_seconds: Bound on that wait.
-
-        Raises:
-            TandemError: the draft failed since. It is of no use any more.
+        While the draft is still at it, so many tokens as `wanted` says are worth waiting for. Raises a TandemError
+        where the draft has failed since: it is of no use any more.
         """
         outcomes, token_ids, now = self._outcomes, completion.token_ids, time.monotonic()
         unfinished = outcomes.unfinished(token_ids, now)
@@ -442,8 +437,7 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
     ) -> Proposal | None:
         """Up to `count` tokens that may follow; None while the draft is late.
 
-        Raises:
-            TandemError: the draft failed, or proposed what cannot be verified. It is of no use any more.
+        Raises a TandemError where it failed or proposed what cannot be verified: it is of no use any more.
         """
         until = time.monotonic() + patience_seconds
         try:

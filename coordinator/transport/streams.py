@@ -21,10 +21,9 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
 from coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
-from coordinator.transport.remote_sequence import RemoteSequence
 from tandem.errors import ProtocolError, TandemError
 from tandem.rpc.channels import Traffic, ending_of, failure
-from tandem.types import Cancel, Finish
+from tandem.types import Cancel, Delta, Finish, common_length
 from tandem.wire.columns import Outbox
 from tandem.wire.status import Ending
 
@@ -53,6 +52,36 @@ class Method(Generic[RequestT, AnswerT]):
     read: Callable[[bytes], Iterable[tuple[int, AnswerT | Ending]]]
     """Reads a message of the service, as answers to sequences by number. Raises a ProtocolError or a DecodeError where
     that is impossible."""
+
+
+class RemoteSequence:
+    """The tokens on the other side of a stream, as far as the coordinator knows them.
+
+    Committed tokens never change, so only those past the last known agreement are kept and compared.
+    """
+
+    def __init__(self) -> None:
+        self._agreed = 0
+        self._tail: list[int] = []
+
+    @property
+    def length(self) -> int:
+        return self._agreed + len(self._tail)
+
+    def kept_length(self, committed: Sequence[int]) -> int:
+        """How many tokens, from the first on, the service holds and the coordinator committed."""
+        return self._agreed + common_length(self._tail, committed[self._agreed :])
+
+    def delta_to(self, committed: Sequence[int], proposed: Sequence[int] = ()) -> Delta:
+        """The change that makes the service hold the committed tokens and then the proposed ones."""
+        wanted = [*committed[self._agreed :], *proposed]
+        matched = common_length(self._tail, wanted)
+        delta = Delta(self._agreed + matched, wanted[matched:])
+        # Proposed tokens may yet be rejected: the agreement to rely on ends where they begin.
+        agreed = min(delta.base_length, len(committed))
+        self._tail = wanted[agreed - self._agreed :]
+        self._agreed = agreed
+        return delta
 
 
 class StreamedSequence(ABC, Generic[RequestT, AnswerT]):
@@ -85,11 +114,7 @@ class StreamedSequence(ABC, Generic[RequestT, AnswerT]):
 
     @abstractmethod
     def take(self, answer: AnswerT) -> None:
-        """Take an answer.
-
-        Raises:
-            TandemError: it ends the sequence.
-        """
+        """Take an answer. A TandemError that it raises ends the sequence."""
 
     @abstractmethod
     def notify(self) -> None:

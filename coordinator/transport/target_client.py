@@ -46,12 +46,7 @@ from tandem.wire.common import model_info_from_proto
 
 
 def check_rows(verification: Verification, vocabulary_size: int, *, with_statistics: bool = False) -> None:
-    """Refuse rows that no model of that vocabulary has, and support rows that lack the statistics asked for.
-
-    Raises:
-        ProtocolError: an id is unknown, a dense row has another width, a number is no probability or logit, or
-            statistics are missing.
-    """
+    """Refuse rows that no model of that vocabulary has, and support rows that lack the statistics asked for."""
     for row in verification.rows:
         if isinstance(row, TokenRow):
             if 0 <= row.token_id < vocabulary_size:
@@ -251,12 +246,8 @@ class TargetSequence(StreamedSequence[_Request, wire.Answer]):
     ) -> Verification:
         """The target's row at each position of the proposal, and at the one after it.
 
-        Args:
-            committed: The prompt and the completion's tokens, a list that grows with it.
-            stats: Counts the rounds that the target begins by itself.
-
-        Raises:
-            TandemError: the service failed, refused, or sent an invalid answer. The sequence is of no further use.
+        `committed` are the prompt's and the completion's tokens, a list that grows. Raises a TandemError where the
+        service failed, refused, or sent an invalid answer: the sequence is of no further use.
         """
         self._committed, self._stats = committed, stats or self._stats
         delta = self._remote.delta_to(committed, proposal.token_ids)

@@ -335,18 +335,13 @@ def rank(
     sampler: Sampler,
     trunk: MappedTrunk | None = None,
 ) -> Ranking | None:
-    """Rank the likely tokens at each position of a proposal and after it.
+    """Rank the likely tokens at each position of a proposal and after it; None where the logits are not finite.
 
     The target chooses argmax(log p + G) under `strict`, and argmax(log w + G2) under `residual` and `block`. G and G2
     are keyed noise that the draft can compute as well, so it ranks by log q + noise; without noise at temperature 0,
     and where the target draws with noise of its own.
 
-    Args:
-        logits: [len(proposed) + 1, vocabulary_size]; with a trunk, its `rows`.
-        trunk: Says what the columns are, where the draft has other tokens than the target.
-
-    Returns:
-        None where the logits are not finite.
+    Logits are [len(proposed) + 1, vocabulary_size]; with a trunk, its `rows`, whose columns it says.
     """
     count = min(16, logits.shape[-1])
     places = [*range(len(proposed) + 1)] if trunk is None else trunk.places

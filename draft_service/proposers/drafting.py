@@ -250,9 +250,7 @@ def _with_token(drafting: Drafting, column: int, logits: Tensor, unmasked: Tenso
 def _drawn(draftings: Sequence[Drafting], logits: Tensor, sampler: Sampler, ids: Tensor | None) -> list[int]:
     """Draw a column for each row, -1 where its logits are not finite, and record the distributions that travel.
 
-    Args:
-        logits: [len(draftings), V].
-        ids: The target's id of each column, which keys its noise, [V]; None: columns are ids.
+    Logits are [len(draftings), V]. `ids` are the target's of each column, which key its noise; None: columns are ids.
     """
     found = [-1] * len(draftings)
     sparse = [i for i, d in enumerate(draftings) if d.options.row_kind is RowKind.SUPPORT]
@@ -302,12 +300,8 @@ def _draw_sparse(
 
 
 def _of_mass(probs: Tensor, masses: Sequence[float]) -> Tensor:
-    """Keep the fewest columns that hold each row's mass, and set the others to 0. Sampling needs no sum of one.
-
-    Args:
-        probs: float64 [R, M], descending.
-        masses: Mass to keep for each row, up to 1.
-    """
+    """Keep the fewest columns that hold each row's mass, up to 1, and set the others to 0. Probs are float64 [R, M],
+    descending. Sampling needs no sum of one."""
     if min(masses) >= 1.0:
         return probs
     wanted = torch.tensor(masses, dtype=probs.dtype, device=probs.device)[:, None]

@@ -114,7 +114,6 @@ class Shared:
     grammars: Grammars
     """Compiles what sequences may be, in the target's tokens."""
     coverage: Coverage
-    """Coverage and cost of the mapping."""
 
     def mapped(self, options: DraftOptions) -> Mapped:
         """How a sequence with these options is drafted for."""
@@ -152,7 +151,6 @@ class Mapped:
     tokens: SharedTokens | None
     """The tokens that the draft draws among; None: all of its own, and its text is tokenized anew."""
     draft_options: DraftOptions
-    """Options with which the draft opens the sequence."""
 
 
 class MappedTrunk:

@@ -194,13 +194,10 @@ class StandaloneSequence:
         shared: SharedTokens | None = None,
         before: list[int] | None = None,
     ) -> Proposal:
-        """Apply a delta and draw tokens, without drafting ahead.
+        """Apply a delta of the draft's tokens and draw tokens, without drafting ahead.
 
-        Args:
-            delta: In the draft's tokens.
-            base_length: Length of the sequence in the target's tokens, where these are others.
-            shared: The tokens to draw among, as `Drafting` has them.
-            before: The completion's tokens, likewise, where the target's are others.
+        Where the target's tokens are others, `base_length` and `before` are of those, and `shared` are the tokens to
+        draw among; see `Drafting`.
         """
         base_length = delta.length if base_length is None else base_length
         drafting = Drafting(

@@ -36,7 +36,6 @@ class Origin(StrEnum):
     ENVIRONMENT = "environment"
     FILE = "file"
     INFERRED = "inferred"
-    """Inferred from another option."""
     DEFAULT = "default"
 
 

@@ -144,7 +144,6 @@ def read_config(folder: Path) -> Mapping[str, Any]:
 
 
 NAMES = ("greedy", "residual", "block", "strict", "typical-acceptance", "logit-comparison", "synthetic")
-"""The acceptance rules."""
 
 RULE_ALIASES = {"probabilistic": "residual", "standard": "residual", "typical": "typical-acceptance"}
 """Other words for some of them; the first two are vLLM's."""
@@ -156,7 +155,6 @@ AUTO_NAMES = ("strict", "block", "residual")
 """All of them lossless; the first are tried first. Under `strict` ids travel alone, and a target goes on by itself."""
 
 SPELLINGS = (*NAMES, *RULE_ALIASES, AUTO)
-"""All that can be written."""
 
 
 def canonical_name(name: str) -> str:
@@ -173,7 +171,6 @@ def default_name(speculative_method: str | None) -> str:
 _DEVICE = re.compile(r"cpu|(?:cuda|gpu)(:\d+)?")
 
 DEVICES = "cpu, cuda, cuda:N, gpu or gpu:N"
-"""Accepted names of a device."""
 
 
 def as_torch(name: str) -> str:

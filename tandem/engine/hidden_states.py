@@ -230,13 +230,11 @@ class PairedStates:
         return torch.tensor(found, device=self.tap.target.device)
 
     def keep(self, segments: SequenceOf[Segment], states: Tensor) -> None:
-        """Keeps the head's state after each segment, with which a proposal goes on.
+        """Keeps the head's state after each segment of the step, of its output [tokens, state_size]: a proposal goes
+        on with it.
 
-        Args:
-            segments: of the step that has run.
-            states: [tokens, state_size], its output. By CPU kernels a head in bfloat16 has a residual stream in
-                float32; what it reads next has the head's dtype all the same, or its queries and keys would be of
-                another type than its KV cache.
+        By CPU kernels a head in bfloat16 has a residual stream in float32; what it reads next has the head's dtype
+        all the same, or its queries and keys would be of another type than its KV cache.
         """
         end = 0
         for segment in segments:

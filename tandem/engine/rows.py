@@ -132,16 +132,10 @@ def adjusted(logits: Tensor, wanted: LogitAdjustments, prompt_length: int, base_
     """A request's changes to the logits of successive positions: biases, and a minimum number of tokens.
 
     Biases are those of OpenAI's `logit_bias` (transformers' `SequenceBiasLogitsProcessor` with single tokens). The
-    minimum is vLLM's `min_tokens` (transformers' `MinNewTokensLengthLogitsProcessor`): each position of a proposal has
-    its own count of tokens before it.
+    minimum is vLLM's `min_tokens` (transformers' `MinNewTokensLengthLogitsProcessor`): each position of a proposal
+    has its own count of tokens before it; `base_length` is that of the first. The ids must be in the vocabulary.
 
-    Args:
-        wanted: The changes; their ids must be in the vocabulary.
-        prompt_length: Tokens of the prompt; those after it count towards `min_tokens`.
-        base_length: How many tokens stand before the first row's position.
-
-    Returns:
-        float32 [R, V]. A suppressed id has -inf.
+    Returns float32 [R, V]. A suppressed id has -inf.
     """
     scores = logits.to(torch.float32, copy=True)
     if wanted.biases:
@@ -196,18 +190,13 @@ def penalized(
 ) -> Tensor:
     """The logits of one sequence's rows with penalties on tokens that occurred before, position by position.
 
-    Each row sees all tokens before its own position, including a proposal's tokens, as if the target had written them.
-    Repetition is that of transformers' `RepetitionPenaltyLogitsProcessor` (Keskar et al. 2019, arXiv 1909.05858,
-    section 4.1), over prompt and completion. Frequency and presence are those of OpenAI's API and of vLLM, over the
-    completion alone. In this order, as in vLLM.
+    Each row sees all tokens before its own position, including a proposal's tokens, as if the target had written
+    them. Repetition is that of transformers' `RepetitionPenaltyLogitsProcessor` (Keskar et al. 2019, arXiv
+    1909.05858, section 4.1), over prompt and completion. Frequency and presence are those of OpenAI's API and of
+    vLLM, over the completion alone. In this order, as in vLLM.
 
-    Args:
-        logits: [R, V], any floating type; the rows of the last R positions.
-        token_ids: All tokens, the proposal's at the end. The last row is for the token after them.
-        prompt_length: How many of the first tokens are the prompt.
-
-    Returns:
-        float32 [R, V].
+    Logits are [R, V], of any floating type; the last row is for the token after all of `token_ids`, the proposal's at
+    the end. Returns float32 [R, V].
     """
     scores = logits.float()
     if sampling.repetition_penalty != 1.0:
@@ -277,15 +266,8 @@ class RowsOfKind:
         return []
 
     def launch(self, logits: Tensor, inputs: Sequence[Tensor], sampler: Sampler) -> list[Tensor]:
-        """Computes on the device, without waiting for it.
-
-        Args:
-            logits: [rows of the requests in order, vocabulary_size], any floating type.
-            inputs: those of `inputs`, on the device.
-
-        Returns:
-            Tensors that the host reads.
-        """
+        """Computes on the device, without waiting for it, what the host reads: of logits [rows of the requests in
+        order, vocabulary_size], of any floating type, and of `inputs`."""
         return [logits.float()]
 
     def rows(self, found: Sequence[HostArray]) -> list[Rows]:

@@ -126,20 +126,16 @@ class StepBackend(ABC):
     def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Tensor:
         """Runs one step. The segments' keys and values are then in the KV cache.
 
-        Args:
-            rows: indices of the tokens whose logits are wanted, ascending, counted segment after segment.
-
-        Returns:
-            Logits, [len(rows), vocabulary_size] in the model's dtype or a wider one; valid until the next step.
+        Returns logits of the tokens with these indices, ascending, counted segment after segment: [len(rows),
+        vocabulary_size] in the model's dtype or a wider one; valid until the next step.
         """
 
     def run_branches(self, parts: SequenceOf[BranchStep]) -> Tensor:
         """Runs one step of branches; see `can_branch`. All tokens of the sequences have to be in the cache. What is
         written behind them is nobody's: the sequences may grow over it.
 
-        Returns:
-            The logits that follow each branch's token, [branches of all parts, vocabulary_size], in their order; valid
-            until the next step.
+        Returns the logits that follow each branch's token, [branches of all parts, vocabulary_size], in their order;
+        valid until the next step.
         """
         raise NotImplementedError
 

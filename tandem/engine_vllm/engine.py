@@ -61,12 +61,8 @@ def load_vllm(
     load_config: Mapping[str, Any] | None = None,
     on_failure: Callable[[], None] | None = None,
 ) -> VllmModel:
-    """Load a model into vLLM's workers.
-
-    Args:
-        proposal_length: Length of the proposals for which CUDA graphs are captured; 0 for a model of which steps want
-            one row of each sequence.
-    """
+    """Load a model into vLLM's workers, with CUDA graphs for proposals of this length; 0 for a model of which steps
+    want one row of each sequence."""
     checkpoint = open_checkpoint(folder)
     given = dict(load_config or {})
     load_format = given.pop("load_format", settings.load_format or "safetensors")

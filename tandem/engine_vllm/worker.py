@@ -205,11 +205,8 @@ def _logits(runner: Any, state: Any, parts: Sequence[Part]) -> Tensor | None:
     """The rows that are wanted, in the order of the parts: vLLM orders requests as it likes, and computes a row of
     each.
 
-    Args:
-        runner: Of the kind that vLLM calls V1.
-        state: What its `execute_model` left. Its logits are [sum of all draft counts + 1, vocabulary_size], request
-            after request; only the first rank may have them.
-        parts: The step's.
+    For the runner that vLLM calls V1, whose `execute_model` left logits [sum of all draft counts + 1,
+    vocabulary_size], request after request; only the first rank may have them.
     """
     logits: Tensor | None = state.logits
     if logits is None:

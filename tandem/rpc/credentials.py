@@ -92,7 +92,6 @@ def _unreadable(error: OSError) -> ConfigurationError:
 Metadata = tuple[tuple[str, str], ...]
 
 AUTHORIZATION = "authorization"
-"""The header that carries the token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,16 +127,10 @@ def _unit_interval(bits: Array) -> Array:
 def stream_keys(
     seeds: Array, positions: Array, purposes: Purpose | Array, round_bases: Array | int = 0
 ) -> Array:
-    """Return the keys of many streams. The arrays are int64 and broadcast with each other.
+    """Return the keys of many streams: int64 of the shape to which the arguments, int64 as well, broadcast.
 
-    Args:
-        seeds: Request seeds; an array of at least one dimension.
-        positions: Index in its sequence of the token that is chosen; an array of at least one dimension.
-        purposes: One purpose for all streams, or an array.
-        round_bases: Base lengths of the rounds; 0 for the purpose TARGET (see the module docstring).
-
-    Returns:
-        int64 of the broadcast shape. For one seed, different arguments never give the same key.
+    `positions` are the indices in their sequences of the tokens that are chosen; `round_bases` is 0 for the purpose
+    TARGET (see the module docstring). For one seed, different arguments never give the same key.
     """
     words = positions + (purposes << 2 * _LENGTH_BITS) + (round_bases << _LENGTH_BITS)
     return _mix(_mix(seeds) + words * _GOLDEN)
@@ -166,11 +160,8 @@ def proposal_keys(seed: int, base_length: int, count: int) -> IntArray:
 def recovery_keys(seed: int, base_length: int, count: int) -> IntArray:
     """Return the keys for sampling the token after the accepted run, in the round that extends `base_length` tokens.
 
-    Entry i applies if i tokens are accepted, and so chooses the token at `base_length` + i. Target, coordinator and a
-    draft that anticipates them sample with the same keys.
-
-    Returns:
-        int64 [count]; a proposal of K tokens needs K + 1.
+    Entry i applies if i tokens are accepted, and so chooses the token at `base_length` + i; a proposal of K tokens
+    needs K + 1. Target, coordinator and a draft that anticipates them sample with the same keys.
     """
     positions = range(base_length, base_length + count)
     keys = [stream_key(seed, position, Purpose.RECOVERY, base_length) for position in positions]
@@ -178,15 +169,10 @@ def recovery_keys(seed: int, base_length: int, count: int) -> IntArray:
 
 
 def token_uniforms(keys: Array, token_ids: Array | int) -> Array:
-    """Return the uniforms that each row's key gives to token ids.
+    """Return the uniforms that each row's key gives to token ids: float64 [R, V], strictly between 0 and 1.
 
-    Args:
-        keys: int64 [R].
-        token_ids: int64 [V] for the same ids in every row, int64 [R, V] for each row's own, or the
-            vocabulary's size for all ids in order.
-
-    Returns:
-        float64 [R, V] on the keys' device, strictly between 0 and 1.
+    Keys are int64 [R]; token ids int64 [V] for the same ids in every row, [R, V] for each row's own, or the
+    vocabulary's size for all ids in order.
     """
     if isinstance(token_ids, int):
         xp = _namespace(keys)

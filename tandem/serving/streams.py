@@ -104,7 +104,6 @@ class Translation(Generic[OptionsT, StepT, AnswerT]):
     read: Callable[[Any], Iterable[tuple[int, Any]]]
     """Reads the requests of a message, by number of their sequence; raises ProtocolError where its parts do not fit."""
     write: Callable[[Iterable[tuple[int, AnswerT | Ending]]], Any]
-    """Makes a message of answers."""
     notes: type | tuple[()] = ()
     """Requests that do not wait for the step in progress, and are not answered."""
 

@@ -91,7 +91,6 @@ _CONVENTIONS: Mapping[str, str] = {
     "tandem_request_time_per_output_token_seconds": "gen_ai.server.time_per_output_token",
     "tandem_e2e_request_latency_seconds": "gen_ai.server.request.duration",
 }
-"""Names of the semantic conventions for generative AI."""
 _UNITS = {"seconds": "s", "bytes": "By", "pos": "{token}", "length": "{token}"}
 """UCUM's units, by the last word of a name."""
 _COUNTED = {

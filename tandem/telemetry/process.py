@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, Protocol, cast
+from typing import Any, cast
 from wsgiref.simple_server import WSGIServer
 
 import prometheus_client
@@ -47,28 +47,14 @@ from tandem.telemetry.settings import TelemetryOptions, sends
 logger = logging.getLogger(__name__)
 
 
-class Exports(Protocol):
-    """Carries traces and metrics out."""
-
-    tracer: Tracer
-    """Makes spans."""
-
-    def start(self) -> None:
-        """Begin to send."""
-
-    def close(self, deadline: float) -> None:
-        """Send the rest until the deadline (monotonic clock), then drop it."""
-
-
 class Telemetry:
     """Traces and metrics of one process. Made once, started once, closed once."""
 
-    def __init__(self, options: TelemetryOptions, service: str, exports: Exports | None = None) -> None:
+    def __init__(self, options: TelemetryOptions, service: str, exports: OtlpExports | None = None) -> None:
         """Register the process's own metrics, and choose the exporters; `start` opens the port and begins to send."""
         self._options = options
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry(auto_describe=True)
-        """Every metric of the process."""
         ProcessCollector(registry=self.registry)
         info = prometheus_client.Gauge(
             "tandem_build_info", "Always 1.", ("service", "version"), registry=self.registry

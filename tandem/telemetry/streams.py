@@ -36,7 +36,6 @@ class ServiceObserver:
     """Observes a draft or target service."""
 
     on_step: OnStep = None
-    """Observer of the engine's steps."""
 
     def start(self) -> None:
         """The service begins to start."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from dataclasses import replace
 
@@ -12,7 +11,6 @@ from coordinator.speculation.controller import RequestSpeculation
 from tandem.types import ProposeStep, StepCost
 from tests.service.ahead_draft import (
     EXPECTED,
-    REQUEST,
     AheadDraft,
     Pushes,
     ViolatingDraft,
@@ -20,8 +18,7 @@ from tests.service.ahead_draft import (
     completed,
     wrong_tokens,
 )
-from tests.service.clients import complete, until
-from tests.service.fakes import NOT_SERVING, FakeDraft, FakeTarget, fleet
+from tests.service.fakes import FakeDraft
 
 STEP_SECONDS = 0.02
 
@@ -87,23 +84,6 @@ async def test_a_silent_draft_is_waited_for_once(caplog: pytest.LogCaptureFixtur
     assert done.token_ids == EXPECTED
     assert done.stats.ahead.hits > 0
     assert [record.message for record in caplog.records].count("draft late") == 1
-
-
-@pytest.mark.parametrize("way", ["stops", "drains"])
-async def test_a_draft_that_leaves_with_outcomes_outstanding_is_replaced(way: str) -> None:
-    target, drafts = FakeTarget(), [AheadDraft(), AheadDraft()]
-    target.step_seconds = 0.03
-    async with fleet(target, *drafts, draft_ahead=8) as (client, services, _):
-        task = asyncio.create_task(complete(client, REQUEST))
-        await until(lambda: sum(each.granted for each in drafts) > 2)
-        going, other = sorted(services[1:], key=lambda each: -each.fake.running)
-        await (going.stop() if way == "stops" else going.say(NOT_SERVING))
-        await until(lambda: other.fake.running == 1)
-        assert not task.done()
-        done = await task
-        await until(lambda: not any(each.running for each in drafts))
-    assert done.token_ids == EXPECTED
-    assert all(each.granted for each in drafts)
 
 
 def of_the_past(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:

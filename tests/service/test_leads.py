@@ -25,7 +25,7 @@ from tandem.client import Client
 from tandem.config.speculative import DraftingOptions
 from tandem.engine.interface import RowRequest
 from tandem.engine.models.loading import LoadedModel
-from tandem.errors import ServiceUnavailableError, TandemError
+from tandem.errors import TandemError
 from tandem.telemetry.streams import NO_SERVICE_OBSERVER
 from tandem.types import (
     GenerationRequest,
@@ -85,8 +85,6 @@ class LeadingEngine:
         self.patience_seconds = 10.0
         """How long to wait for an outcome at most; 0 where it may never come."""
         self.open_count = 0
-        self.on_step: Callable[[], None] = lambda: None
-        """Called in each step; what it raises ends the sequence."""
         self._next_token = next_token
 
     async def open(self, max_length: int, *, client: str = "") -> Led:
@@ -125,7 +123,6 @@ class LeadingEngine:
             request = request.following(answer)
 
     async def _step(self, sequence: Led, request: RowRequest) -> Verification:
-        self.on_step()
         step, tokens = request.step, sequence.tokens
         tokens[step.delta.base_length :] = step.delta.token_ids
         base_length = request.base_length
@@ -270,45 +267,6 @@ async def test_a_draft_without_an_outcome_is_asked_after_a_round_of_the_target_a
     assert sum(count > 0 for count in draft.requested) >= done.stats.rounds // 4
 
 
-class Proxied(LeadingTarget):
-    """Ends its sequence with the step of this number, once, in the middle of a lead."""
-
-    def __init__(self, last: int) -> None:
-        super().__init__()
-        self._left = last
-        self.engine.on_step = self._count
-        self.engine.patience_seconds = 0.1  # what was pushed before a loss does not come again
-
-    def _count(self) -> None:
-        self._left -= 1
-        if not self._left:
-            raise ServiceUnavailableError("gone")
-
-
-@pytest.mark.parametrize("last", [2, 3, 4, 9])
-async def test_the_text_survives_a_loss_of_the_target(last: int) -> None:
-    targets, draft = [Proxied(last), Proxied(5)], AheadDraft()
-    async with fleet(*targets, draft, draft_ahead=4) as running:
-        for request in RULES.values():
-            done = await complete(running.client, request)
-            assert done.token_ids == EXPECTED
-        await until(lambda: not any(each.engine.open_count for each in targets))
-    assert sum(each.opened for each in targets) == 4, "one for each request, and one for each loss"
-
-
-async def test_the_text_survives_a_loss_of_the_draft() -> None:
-    target, drafts = LeadingTarget(), [AheadDraft(), AheadDraft()]
-    target.engine.patience_seconds = 0.005
-    for each in drafts:
-        each.depth_seconds = 0.001
-    async with fleet(target, *drafts, draft_ahead=4) as running:
-        task = asyncio.create_task(complete(running.client, REQUEST))
-        await until(lambda: sum(each.granted for each in drafts) > 1 or task.done())
-        going = max(running.services[1:], key=lambda each: each.fake.running)
-        await going.stop()
-        assert (await task).token_ids == EXPECTED
-
-
 async def test_a_target_lets_go_of_a_lead_when_its_coordinator_is_gone() -> None:
     target, draft = LeadingTarget(), AheadDraft()
     async with asyncio.timeout(BOUND_SECONDS), served(target, draft) as services:
@@ -423,32 +381,6 @@ async def test_sixteen_streams_have_the_text_of_each_alone(
     async with alone(model, 8, max_sequences=16) as (client, _):
         found = await asyncio.gather(*(complete(client, REQUESTS[name]) for name in names))
     assert [each.token_ids for each in found] == [plain[name].token_ids for name in names]
-
-
-@pytest.mark.parametrize("lead", [1, 8])
-async def test_a_completion_ends_at_the_same_token_wherever_that_lies_in_a_lead_alone(
-    model: LoadedModel, plain: dict[str, Completed], lead: int
-) -> None:
-    request = REQUESTS["strict, temperature 1.0"]
-    whole = plain["strict, temperature 1.0"]
-    positions = [n for n in range(1, 12) if whole.token_ids[n] not in whole.token_ids[:n]]
-    assert len(positions) > lead, "every position of a lead is an end"
-    by_id = [replace(request, stop_token_ids=(whole.token_ids[n],)) for n in positions]
-    by_length = [replace(request, max_tokens=n + 1) for n in positions]
-    by_text = [replace(request, stop=(whole.text[:n],)) for n in range(1, 12)]
-    without = await completions(model, 0, [*by_id, *by_length, *by_text])
-    async with alone(model, lead) as (client, service):
-        stats = service.completions.stats
-        for index, expected in enumerate(without[: 2 * len(positions)]):
-            found = await complete(client, [*by_id, *by_length][index])
-            assert (found.text, found.token_ids) == (expected.text, expected.token_ids)
-            assert len(found.token_ids) == positions[index % len(positions)] + 1
-        # The target knows ends by an id and by the length itself.
-        assert stats.snapshot()[0].lead.wasted == 0
-        for request, expected in zip(by_text, without[2 * len(positions) :], strict=True):
-            found = await complete(client, request)
-            assert (found.text, found.token_ids) == (expected.text, expected.token_ids)
-        assert 0 < stats.snapshot()[0].lead.wasted <= lead * len(by_text)
 
 
 def lost_at(count: int, *, is_answered: bool) -> Faults:

@@ -24,7 +24,7 @@ from coordinator.speculation.controller import RequestSpeculation
 from coordinator.telemetry.metrics import WAIT_PLACES
 from coordinator.telemetry.observed import ObservedRequests
 from draft_service.servicer import DraftServicer
-from tandem.telemetry.process import Telemetry
+from tandem.telemetry.process import OtlpExports, Telemetry
 from tandem.telemetry.service import ObservedService
 from tandem.telemetry.settings import TelemetryOptions
 from tandem.types import (
@@ -44,7 +44,7 @@ from tests.service.clients import until
 from tests.service.fakes import FakeDraft, FakeTarget, counting, serving
 
 
-class MemoryExports:
+class MemoryExports(OtlpExports):
     """Keeps spans instead of sending them."""
 
     def __init__(self, sample_ratio: float = 1.0) -> None:

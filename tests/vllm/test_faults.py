@@ -70,25 +70,6 @@ def _full() -> None:
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-async def test_memory_that_is_full_fails_a_step_and_a_hang_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with twin_of(tmp_path, FAMILIES["llama"](), step_timeout_seconds=0.2) as twin:
-        expected = int(twin.logits([5, 6, 7])[-1].argmax())
-        assert await _asked(twin) == expected
-        _steps(monkeypatch, after=_full)
-        with pytest.raises(TandemError, match="step failed"):
-            await _asked(twin)
-        goes_on = threading.Event()
-        _steps(monkeypatch, before=goes_on.wait)
-        asked = asyncio.ensure_future(_asked(twin))
-        while not twin.engine.overdue_seconds:  # noqa: ASYNC110  the engine tells nobody
-            await asyncio.sleep(0.01)
-        goes_on.set()
-        assert await asked == expected
-        assert not twin.engine.overdue_seconds
-
-
 def _health(channel: grpc.aio.Channel) -> AsyncIterator[str]:
     """The service's readiness, now and whenever it changes."""
     watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())

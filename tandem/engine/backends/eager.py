@@ -188,15 +188,8 @@ class StepLayout(Packing):
         """Stores keys and values of all tokens; then the last tokens of each segment, its block, see each other both
         ways and all before them.
 
-        Args:
-            module: the calling layer, with its `layer_idx`.
-            query: [block_tokens, heads, key_dim]
-            key: [step_tokens, kv_heads, key_dim]
-            value: [step_tokens, kv_heads, value_dim]
-            is_in_block: bool [step_tokens]
-
-        Returns:
-            [block_tokens, heads, value_dim]
+        `query` is [block_tokens, heads, key_dim], `key` and `value` [step_tokens, kv_heads, dim], `is_in_block` bool
+        [step_tokens]; the result is [block_tokens, heads, value_dim].
         """
         layer_index: int = module.layer_idx  # type: ignore[assignment]
         layer = self._arena.layers[layer_index]

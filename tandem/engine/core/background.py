@@ -55,16 +55,9 @@ class BackgroundJob(Protocol):
         """Number of tokens behind the trunk that are of use if a branch of the sequence's last job has them."""
 
     def begin(self, logits: Tensor, room: int, lead: Lead | None) -> BranchStep | None:
-        """Choose the branches.
-
-        Args:
-            logits: [row_count, vocabulary_size] of the trunk's last positions.
-            room: Tokens that fit behind the trunk and the lead.
-            lead: Tokens behind the trunk that are in the cache; a branch may go on behind them.
-
-        Returns:
-            The first step; None for no branches.
-        """
+        """Choose the branches by the logits of the trunk's last positions, [row_count, vocabulary_size]; the first
+        step, or None for no branches. `room` counts tokens that fit behind the trunk and the lead; a branch may go on
+        behind the lead, whose tokens are in the cache."""
 
     def advance(self, logits: Tensor) -> BranchStep | None:
         """Take the logits that follow each branch, [branches, vocabulary_size], and return what to run next."""
@@ -106,9 +99,8 @@ class _Branches:
         """The branch that the sequence's uncomputed tokens begin with, as far as it was computed; None for another
         continuation. Only the branches from the trunk's end go on with the lead.
 
-        Returns:
-            The places of its tokens' keys and values; the logits that follow each of those tokens which the sequence
-            has; and up to `max_lead` tokens that the branch has behind the sequence's last one.
+        Returns the places of its tokens' keys and values; the logits that follow each of those tokens which the
+        sequence has; and up to `max_lead` tokens that the branch has behind the sequence's last one.
         """
         sequence = self.job.sequence
         pending = sequence.token_ids[sequence.computed_length :]

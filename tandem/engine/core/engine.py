@@ -72,7 +72,6 @@ class Engine(Generic[PayloadT, ResultT]):
     ) -> None:
         self.model = model
         self.max_length = settings.longest_sequence(model.info.name, model.info.max_length)
-        """Longest sequence, in tokens."""
         machinery = model.allocate(settings, self.max_length)
         shape = self._shape = machinery.shape
         # Two pages are enough for each sequence of a warm-up, in each group of layers.

@@ -74,12 +74,6 @@ def choose_backends(
     compile_cache: Path | None = None,
     tap: HiddenStateTap | None = None,
 ) -> Backends:
-    """The backends that this machine has for a model.
-
-    Args:
-        compile_mode: ``auto`` uses CPU kernels where they work, ``on`` demands them, ``off`` leaves all to torch.
-
-    Raises:
-        ConfigurationError: `compile_mode` is ``on`` and the kernels cannot be used.
-    """
+    """The backends that this machine has for a model. `compile_mode` ``auto`` uses CPU kernels where they work, ``on``
+    demands them (ConfigurationError), ``off`` leaves all to torch."""
     return Backends(model, load_native(model, compile_mode, compile_cache), tap)

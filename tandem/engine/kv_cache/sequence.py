@@ -40,7 +40,6 @@ class Sequence:
         self.spare_tokens = spare_tokens
         """Tokens behind its end for which room is wanted, if there is any: for branches."""
         self.max_length = max_length
-        """Longest that the sequence may become, in tokens."""
         self.vocabulary_size = vocabulary_size
         self.token_ids: list[int] = []
         self.computed_length = 0

@@ -58,17 +58,10 @@ class AttentionStep(Protocol):
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> Tensor:
-        """Stores this step's keys and values and attends.
+        """Stores this step's keys and values and attends, for the calling layer with its `layer_idx`.
 
-        Args:
-            module: the calling layer, with its `layer_idx`.
-            query: [1, heads, step_tokens, key_dim]
-            key: [1, kv_heads, step_tokens, key_dim]
-            value: [1, kv_heads, step_tokens, value_dim]
-            scoring: how scores become weights.
-
-        Returns:
-            [1, step_tokens, heads, value_dim]
+        Queries are [1, heads, step_tokens, key_dim], keys and values [1, kv_heads, step_tokens, dim]; the result is
+        [1, step_tokens, heads, value_dim].
         """
         ...
 
@@ -122,19 +115,14 @@ def window_of(mask: Tensor | None) -> int | None:
 def grouped_attention(
     query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring, *, is_causal: bool = False
 ) -> Tensor:
-    """Attention of equally wide blocks of queries, each to its own keys.
+    """Attention of equally wide blocks of queries, each to its own keys; the result is like `query`, with value_dim
+    last.
 
-    Args:
-        query: [batch, kv_heads, repeats * width, key_dim]: query heads that share a KV head are rows of one matrix, so
-            that grouped-query attention needs no copy of the keys. When `is_causal`, [batch, heads, width, key_dim].
-        keys: [batch, kv_heads, length, key_dim]
-        values: [batch, kv_heads, length, value_dim]
-        scoring: its mask, [batch or 1, 1, repeats * width, length], is added to the scores; None where every key is
-            seen. Its sinks are [kv_heads, repeats * width].
-        is_causal: query i sees the keys up to i; there is then no mask.
-
-    Returns:
-        Like `query`, with value_dim in the last place.
+    `query` is [batch, kv_heads, repeats * width, key_dim]: query heads that share a KV head are rows of one matrix,
+    so that grouped-query attention needs no copy of the keys. When `is_causal`, it is [batch, heads, width, key_dim],
+    query i sees the keys up to i, and there is no mask. `keys` and `values` are [batch, kv_heads, length, dim]. The
+    mask of `scoring`, [batch or 1, 1, repeats * width, length], is added to the scores; its sinks are [kv_heads,
+    repeats * width].
     """
     scale, softcap, sinks, mask = scoring
     if softcap is None and sinks is None:
@@ -164,9 +152,8 @@ logger = logging.getLogger(__name__)
 def probe(module: Any, device: torch.device) -> tuple[tuple[LayerGeometry, ...], bool]:
     """Runs one token to see what attention is asked for, and sets the attention function accordingly.
 
-    Returns:
-        The geometry of each attention layer, by `layer_idx`; and true if tokens of several sequences can share a row.
-        Otherwise each sequence has a forward pass of its own, with transformers' attention and masks.
+    Returns the geometry of each attention layer, by `layer_idx`; and true if tokens of several sequences can share a
+    row. Otherwise each sequence has a forward pass of its own, with transformers' attention and masks.
     """
     try:
         layers = _probe_packed(module, device)

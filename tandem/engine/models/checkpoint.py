@@ -83,7 +83,6 @@ class Weights:
     value_count: int
     """Numbers in all of the tensors."""
     names: frozenset[str]
-    """The tensors' names."""
 
 
 def find_weights(folder: Path, max_tensors: int | None = None) -> Weights:
@@ -250,7 +249,6 @@ class Checkpoint:
     """Class name, for instance ``LlamaForCausalLM``."""
     model_type: str
     config: Mapping[str, Any]
-    """`config.json` as it stands."""
     weights: Weights
     eos_token_ids: tuple[int, ...]
     """Ids that end a text; empty when the folder names none."""

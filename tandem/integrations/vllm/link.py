@@ -138,7 +138,6 @@ class Batch:
     until: float = 0.0
     """Time at which the step goes on without missing answers, by the monotonic clock."""
     ended: Sequence[DraftedRow] = ()
-    """Sequences that have ended."""
     budget: AheadBudget | None = None
     """Budget for drafting ahead of the step."""
     expected: Sequence[float] = ()

@@ -99,15 +99,10 @@ def unpack_linears(module: nn.Module) -> None:
 
 
 def packed(weight: Tensor, block: int) -> Tensor:
-    """A matrix in the kernel's order.
+    """A matrix [outputs, inputs] of float32 or bfloat16 in the kernel's order, so many outputs side by side.
 
-    Args:
-        weight: [outputs, inputs], float32 or bfloat16.
-        block: how many outputs lie side by side; `Kernels.block`.
-
-    Returns:
-        float32 [blocks, inputs, block]; or bfloat16 [blocks, pairs of inputs, block, 2]. Missing outputs of the last
-        block are zero, and so is the missing input of the last pair.
+    float32 [blocks, inputs, block]; or bfloat16 [blocks, pairs of inputs, block, 2]. Missing outputs of the last
+    block are zero, and so is the missing input of the last pair.
     """
     narrow = weight.bfloat16()
     is_narrow = weight.dtype == torch.bfloat16 or torch.equal(narrow.to(weight.dtype), weight)

@@ -445,14 +445,9 @@ class PlanCompiler(Interpreter):
         places: Tensor,
         states: Tensor | None = None,
     ) -> None:
-        """Binds; the arena is not touched.
-
-        Args:
-            inputs: int64 [2, tokens], from which the calls will read ids and positions.
-            places: from where they will read what `tandem.engine.backends.cpu_native.layers.places` says, a row for
-                each group of layers.
-            states: [tokens, state_size], from where a drafting head's pass will read states.
-        """
+        """Binds; the arena is not touched. The calls will read ids and positions from `inputs`, int64 [2, tokens], what
+        `layers.places` says from a row of `places` for each group of layers, and those of a drafting head `states`,
+        [tokens, state_size]."""
         super().__init__(graph, garbage_collect_values=False)
         self._attention = attention
         self._kernels = attention.kernels

@@ -105,11 +105,8 @@ class DraftHead(nn.Module, StateReader):
         return self.to(target.device).eval().requires_grad_(False)
 
     def build(self, target: LoadedModel, tensors: Container[str] = ()) -> None:
-        """Make the modules, with any numbers.
-
-        Args:
-            tensors: names of the checkpoint's, which say what a config leaves open.
-        """
+        """Make the modules, with any numbers. `tensors` are names of the checkpoint's, which say what a config leaves
+        open."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -124,15 +121,9 @@ class DraftHead(nn.Module, StateReader):
         return tensors.read(with_prefix_of(self.written, name), parameter.shape)
 
     def advanced(self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any) -> PassStates:
-        """One pass over pairs of several sequences.
-
-        Args:
-            token_ids: int64 [1, tokens], the token of each pair.
-            positions: int64 [1, tokens], of the pairs in their sequences.
-            states: [tokens, state_size]
-            step: the pass, as attention layers see it (`tandem.engine.models.attention.AttentionStep`).
-
-        """
+        """One pass over pairs of several sequences: their tokens and positions, int64 [1, tokens] both, and states,
+        [tokens, state_size]. `step` is it as attention layers see it
+        (`tandem.engine.models.attention.AttentionStep`)."""
         raise NotImplementedError
 
     def own_logits(self, hidden: Tensor) -> Tensor:
@@ -165,17 +156,10 @@ class BlockHead(DraftHead):
     def of_blocks(
         self, token_ids: Tensor, positions: Tensor, states: Tensor, is_in_block: Tensor, step: Any
     ) -> Tensor:
-        """One pass over context and blocks of several sequences.
+        """One pass over context and blocks of several sequences; see `advanced`. The states of tokens of a block are
+        zeros; `is_in_block` is bool [tokens], and `step` an `eager.StepLayout`.
 
-        Args:
-            token_ids: int64 [1, tokens]
-            positions: int64 [1, tokens], of the tokens in their sequences.
-            states: [tokens, state_size]; zeros for tokens of a block.
-            is_in_block: bool [tokens]
-            step: the pass (`tandem.engine.backends.eager.StepLayout`).
-
-        Returns:
-            The input of `logits`, [tokens, state_size]; zeros for tokens of the context.
+        Returns the input of `logits`, [tokens, state_size]; zeros for tokens of the context.
         """
         raise NotImplementedError
 
@@ -349,11 +333,7 @@ class HeadTensors:
         return self._stored[name][1].to().shape[0] if name in self._stored else None
 
     def read(self, name: str, shape: Sequence[int], reason: str = "by config.json") -> Tensor:
-        """A tensor as it is stored.
-
-        Raises:
-            ModelFolderError: it is missing or has another shape; the sentence says for what reason that is wrong.
-        """
+        """A tensor as it is stored; the sentence that refuses another shape says for what reason it is wrong."""
         if name not in self._stored:
             raise ModelFolderError(
                 f"the drafting head in {self._folder} has no tensor {name}; it must have one of shape "
@@ -369,13 +349,8 @@ class HeadTensors:
         return tensor
 
     def target_ids(self, name: str, count: int, vocabulary_size: int, *, are_offsets: bool) -> Tensor:
-        """The target's id of each id of a reduced vocabulary, int64 [count].
-
-        Args:
-            count: tokens that the head can say.
-            vocabulary_size: the target's tokens.
-            are_offsets: the tensor holds the target's id minus the head's own.
-        """
+        """The target's id of each id of a reduced vocabulary, int64 [count]. With `are_offsets` the tensor holds the
+        target's id minus the head's own."""
         ids = self.read(name, (count,), "the size of the head's vocabulary").long()
         if are_offsets:
             ids = ids + torch.arange(count)

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from coordinator.decoding.completion import Completion
 from coordinator.telemetry.observer import NO_OBSERVER
 from coordinator.transport.draft_client import DraftLimits, DraftSequence, check_proposal
-from coordinator.transport.remote_sequence import RemoteSequence
-from coordinator.transport.streams import Method, Streams
+from coordinator.transport.streams import Method, RemoteSequence, Streams
 from tandem.errors import ProtocolError
 from tandem.types import (
     AheadBudget,

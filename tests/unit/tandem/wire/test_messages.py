@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.transport.remote_sequence import RemoteSequence
+from coordinator.transport.streams import RemoteSequence
 from tandem.admin import ConfigOption, CoordinatorState, Diagnosis
 from tandem.config.layers import Origin
 from tandem.errors import InvalidRequestError, ProtocolError

@@ -164,7 +164,6 @@ class Kernels:
             raise BuildError(f"the compiled kernels do not load: {error}") from None
         check_interface(loaded)
         self.library = library
-        """The file that was loaded."""
         loaded.tandem_block.restype = _INTEGER
         self.block: int = loaded.tandem_block()
         """Outputs of a linear layer that are packed side by side."""
@@ -253,11 +252,7 @@ class JoinedCalls:
         self._address = ctypes.addressof(self._steps)
 
     def __call__(self) -> None:
-        """Run them.
-
-        Raises:
-            IndexError: a look-up is out of its table's range.
-        """
+        """Run them; an IndexError says that a look-up is out of its table's range."""
         count = len(self._calls)
         if self._replay(self._address, count) != count:
             raise IndexError("an id is not in the table that is looked up")

@@ -228,20 +228,15 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-async def test_proposals_are_the_references(name: str, target: tuple[Any, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("are_many", [False, pytest.param(True, marks=pytest.mark.soak)])
+async def test_proposals_are_the_references(
+    name: str, are_many: bool, target: tuple[Any, Path], tmp_path: Path
+) -> None:
     model, folder = target
     save, reference = VARIANTS[name]
     head = save(tmp_path / "eagle-head", model)
-    await check(model, folder, head, reference(head, model), PROMPTS, 8)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("name", VARIANTS)
-async def test_many_prompts(name: str, target: tuple[Any, Path], tmp_path: Path) -> None:
-    model, folder = target
-    save, reference = VARIANTS[name]
-    head = save(tmp_path / "eagle-head", model)
-    await check(model, folder, head, reference(head, model), MANY, 64, max_sequences=20)
+    prompts, new_tokens = (MANY, 64) if are_many else (PROMPTS, 8)
+    await check(model, folder, head, reference(head, model), prompts, new_tokens, max_sequences=20)
 
 
 @pytest.mark.soak

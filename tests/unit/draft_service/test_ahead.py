@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from draft_service.proposers.standalone import StandaloneProposer, StandaloneSeq
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.selection import Backends
 from tandem.engine.interface import EngineSettings
-from tandem.engine.models.loading import LoadedModel
+from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.engine.rows import TORCH_SAMPLER
 from tandem.errors import InvalidRequestError
 from tandem.types import (
@@ -39,7 +39,7 @@ from tandem.types import (
 )
 from tandem.wire.draft import answers_to_proto
 from tests.service.clients import until
-from tests.unit.engine.tiny_models import MAX_LENGTH, VOCABULARY_SIZE
+from tests.unit.engine.tiny_models import CONFIGS, MAX_LENGTH, VOCABULARY_SIZE, save_checkpoint
 
 SECONDS = 20.0
 PROMPT = (5, 17, 80, 3, 44)
@@ -301,37 +301,6 @@ async def test_a_released_sequence_is_not_drafted_for(make_model: MakeModel) -> 
         assert queue_of(sequence).qsize() < 63, "the budget allows more"
 
 
-@pytest.mark.parametrize("options", [GREEDY, STRICT], ids=["greedy", "strict"])
-async def test_verifications_that_end_before_the_draft_has_read_the_last_one(
-    make_model: MakeModel, options: DraftOptions
-) -> None:
-    """Several sequences go on with pushed outcomes at any moment, with proposals of any length."""
-    async with proposing(make_model("llama"), max_sequences=16) as proposer:
-
-        async def rounds(seed: int) -> None:
-            chance = random.Random(seed)
-            prompt, count = (seed, *PROMPT), K
-            async with proposer.sequence(options) as sequence:
-                first = await proposed(sequence, ProposeStep(Delta(0, prompt), K, BUDGET))
-                tokens = [*prompt, *first.token_ids]
-                sent = len(prompt)
-                for _ in range(60):
-                    kept = len(tokens) - count + chance.randint(0, count)
-                    following = [chance.randrange(VOCABULARY_SIZE)]
-                    if chance.random() < 0.7:
-                        outcomes = await outcomes_of(sequence)
-                        if outcomes.depth == 0:
-                            kept = outcomes.base_length + outcomes.accepted_counts[0]
-                            following = [outcomes.next_token_ids[0], outcomes.token_ids[0]]
-                    tokens[kept:], count = following, chance.randint(0, len(following) - 1)
-                    base, sent = min(kept, sent), len(tokens)
-                    step = ProposeStep(Delta(base, tuple(tokens[base:])), 0, BUDGET, count)
-                    assert await sequence.propose(step) is None
-                    await asyncio.sleep(chance.choice((0.0, 0.002)))
-
-        await asyncio.gather(*(rounds(seed) for seed in range(16)))
-
-
 PROPOSED = (1, 2)
 
 
@@ -449,3 +418,16 @@ def test_where_the_targets_noise_is_unknown_the_likeliest_outcomes_come_first(se
     assert found.token_ids == likeliest
     assert shuffled is not None
     assert shuffled.token_ids != likeliest
+
+
+@pytest.fixture(scope="module")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> LoadedModel:
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp(family)
+            save_checkpoint(made[family], CONFIGS[family]())
+        return load_model(made[family], device="cpu", dtype="float32", threads=1)
+
+    return make

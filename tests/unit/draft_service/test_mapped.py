@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +52,7 @@ from tandem.vocabulary import Vocabulary
 from tests.paths import DEMO_TARGET
 from tests.service.other_tokenizer import renumbered
 from tests.unit.draft_service.test_ahead import proposed
-from tests.unit.draft_service.test_standalone import SAMPLED, job, logits_of, proposals
+from tests.unit.draft_service.test_standalone import SAMPLED, OtherProcess, job, logits_of, proposals
 from tests.unit.tandem.tiny_tokenizers import END, content_of, tokenizer_of
 
 SHARED_DRAFT = np.array([1, 4, 5, 9, 20, 33, 49])
@@ -294,16 +294,6 @@ async def met(proposer: StandaloneProposer, options: DraftOptions) -> DraftOptio
     return replace(options, tokenizer_hash=tokenizer_hash)
 
 
-class Kept:
-    """Logits that stay with a worker, as vLLM's do."""
-
-    def __init__(self, logits: Tensor) -> None:
-        self._logits = logits
-
-    def apply(self, function: Callable[[Any, Tensor], Any], payload: Any) -> Any:
-        return function(payload, self._logits)
-
-
 @asynccontextmanager
 async def demo(
     folder: Path, options: DraftOptions, *, keeps_logits: bool = False
@@ -313,7 +303,7 @@ async def demo(
 
     def head(ready: Sequence[Job[Drafting]], logits: Tensor) -> list[Outcome]:
         if keeps_logits:
-            return propose_where_logits_are(ready, Kept(logits))
+            return propose_where_logits_are(ready, OtherProcess(logits))
         return propose_head(ready, logits)
 
     engine = Engine(Backends(model), head, EngineSettings(max_sequences=3))
@@ -455,12 +445,6 @@ async def test_the_tokenizers_of_the_last_targets_are_kept(vocabularies: Vocabul
 async def test_a_wrong_tokenizer_is_refused(vocabularies: Vocabularies, content: bytes, reason: str) -> None:
     with pytest.raises(ConfigurationError, match=reason):
         await vocabularies.add(replace(sent("small"), content=content))
-
-
-async def test_a_gap_is_refused(vocabularies: Vocabularies) -> None:
-    sequence, _, _ = await scripted(vocabularies, "")
-    with pytest.raises(InvalidRequestError, match="starts at token 2"):
-        await sequence.propose(ProposeStep(Delta(2, (1,)), 1))
 
 
 async def test_an_answered_proposal_is_no_part_of_the_sequence(vocabularies: Vocabularies) -> None:

@@ -1,4 +1,4 @@
-"""Drafting without a model: lookups agree with plain searches, suffix trees forget, and options are checked."""
+"""Drafting without a model: lookups agree with plain searches, trees forget, options are checked, text repeats."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from draft_service.proposers.model_free import ModelFreeSequence, SequenceLimits, TokenIndex, TokenState
 from draft_service.proposers.ngram import NgramIndex, ngram_proposer
+from draft_service.proposers.repeats import Odds, Repeats
 from draft_service.proposers.suffix import ResponseCache, SuffixIndex, SuffixTree, suffix_proposer
 from draft_service.service import DraftService
 from draft_service.settings import DraftSettings
@@ -289,15 +290,6 @@ def test_memory_is_as_documented() -> None:
         tracemalloc.stop()
 
 
-async def test_a_sequence_is_looked_up_as_deltas_change_it() -> None:
-    async with ngram_proposer(lookup(2, 3), SequenceLimits()).sequence(OPTIONS) as sequence:
-        assert await proposal(sequence, 0, [1, 2, 3, 4], 0) == ()
-        for _ in range(2):  # a repeated step changes nothing
-            assert await proposal(sequence, 4, [1, 2], 4) == (3, 4, 1, 2)
-        assert await proposal(sequence, 5, [9], 4) == ()
-        assert await proposal(sequence, 0, [7, 8, 9, 7, 8], 1) == (9,), "a failover sends everything"
-
-
 @pytest.mark.parametrize(
     ("base_length", "token_ids", "sentence"),
     [
@@ -361,3 +353,63 @@ def test_invalid_options_are_refused_before_loading(arguments: Sequence[str], se
     with pytest.raises(ConfigurationError) as refusal:
         DraftService(draft_settings(*arguments))
     assert sentence in str(refusal.value)
+
+
+PROMPT = (1, 2, 3, 4, 5, 6, 1, 2)
+
+
+class Text:
+    """A sequence that is proposed for and written on."""
+
+    def __init__(self, odds: Odds, prompt: Sequence[int] = PROMPT) -> None:
+        self._tokens = TokenState(4096)
+        self.repeats = Repeats(self._tokens, odds)
+        self.write(*prompt)
+
+    def write(self, *token_ids: int, base: int | None = None) -> None:
+        delta = Delta(len(self._tokens) if base is None else base, token_ids)
+        kept = self._tokens.kept_length(delta)
+        if kept < len(self._tokens):
+            self.repeats.forget(kept)
+        self._tokens.apply(delta, kept)
+
+
+async def repeated_of(odds: Odds, *, repeats_right: bool, head_right: int) -> list[bool]:
+    """Which of 2,000 proposals were repeated, where the head foresees so many tokens and repeats all or none."""
+    found = []
+    for _ in range(2000):
+        text = Text(odds)
+        repeated = await text.repeats.propose(4)
+        found.append(bool(repeated))
+        own = (7, 7, 7, 7)
+        if not repeated:
+            text.repeats.proposed(own)
+        right = (4 if repeats_right else 0) if repeated else head_right
+        text.write(*(repeated or own)[:right], 99)
+        await text.repeats.propose(0)
+    return found
+
+
+async def test_what_followed_before_is_proposed_and_nothing_where_nothing_did() -> None:
+    text = Text(Odds())
+    assert await text.repeats.propose(3) == (3, 4, 5)
+    text.write(3, 9)
+    assert await text.repeats.propose(3) == ()
+
+
+async def test_tokens_that_were_taken_back_are_not_repeated() -> None:
+    text = Text(Odds(), (1, 2, 3, 1, 2, 4, 1, 2))
+    assert await text.repeats.propose(1) == (4,)
+    text.write(5, 1, 2, base=5)
+    assert await text.repeats.propose(1) == (5,)
+
+
+async def test_the_better_of_both_ways_is_taken() -> None:
+    assert all(await repeated_of(Odds(), repeats_right=True, head_right=2))
+    odds = Odds()
+    first = await repeated_of(odds, repeats_right=False, head_right=2)
+    assert first[0], "it was tried"
+    later = await repeated_of(odds, repeats_right=False, head_right=2)
+    assert 0 < sum(later) < 0.1 * len(later), "it is tried again now and then"
+    await repeated_of(odds, repeats_right=True, head_right=0)
+    assert all((await repeated_of(odds, repeats_right=True, head_right=0))[-100:]), "the text has changed"

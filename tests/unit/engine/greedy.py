@@ -62,11 +62,12 @@ async def running(
     head: Head[Any, Any],
     *,
     on_step: Callable[[StepRecord], None] | None = None,
+    on_failure: Callable[[], None] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Engine[Any, Any]]:
     """Run an engine during the block."""
     backends = model if isinstance(model, Backends) else Backends(model)
-    engine = Engine(backends, head, EngineSettings(**settings), on_step)
+    engine = Engine(backends, head, EngineSettings(**settings), on_step, on_failure=on_failure)
     engine.start()
     try:
         yield engine

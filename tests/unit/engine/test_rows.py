@@ -1,27 +1,297 @@
-"""Rows describe the target's distribution exactly, in any batch."""
+"""Rows describe the target's distribution exactly, in any batch, after penalties, biases, `min_tokens` and grammars."""
 
 from __future__ import annotations
+
+from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import (
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
 
 from tandem.engine.interface import RowRequest
-from tandem.engine.rows import verifications
+from tandem.engine.rows import adjusted, masked, penalized, verifications
+from tandem.errors import InvalidRequestError
 from tandem.sampling.noise import recovery_keys, sample, target_keys
 from tandem.sampling.warping import warp
-from tandem.types import Delta, DenseRow, IntArray, RowKind, SamplingParams, SupportRow, TokenRow, VerifyStep
+from tandem.types import (
+    Delta,
+    DenseRow,
+    IntArray,
+    LogitAdjustments,
+    RowKind,
+    SamplingParams,
+    SupportRow,
+    TokenRow,
+    Verification,
+    VerifyStep,
+)
+from target_service.verifier import check_ids
 from tests.unit.engine.verified import verified
+from tests.unit.tandem.tiny_grammars import VOCABULARY_SIZE as SMALL_VOCABULARY
+from tests.unit.tandem.tiny_grammars import ids_in, state_of
 
-VOCABULARY_SIZE = 50
-NO_IDS: IntArray = np.empty(0, dtype=np.int64)
+VOCABULARY_SIZE = 12
+TOKENS = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3)
+"""Six of the prompt, one committed, three proposed."""
+PROMPT_LENGTH = 6
+ROW_COUNT = 4
+BASE_LENGTH = len(TOKENS) - ROW_COUNT + 1
+CONTEXTS = [TOKENS[:length] for length in range(BASE_LENGTH, len(TOKENS) + 1)]
+"""The tokens before each row's position."""
+BIASES = {2: 4.0, 7: -100.0, 11: -0.5}
+ENDS = (0, 8)
+WANTED = LogitAdjustments(BIASES, 3, ENDS)
 
 
-def logits_of(row_count: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(row_count, VOCABULARY_SIZE, generator=torch.Generator().manual_seed(seed)) * 3
+def logits_of(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    rows = torch.randn(ROW_COUNT, VOCABULARY_SIZE, generator=torch.Generator().manual_seed(1)) * 3
+    return rows.to(dtype)
+
+
+def reference(processors: list[Any], logits: torch.Tensor) -> torch.Tensor:
+    """Each row as transformers computes it from the tokens before its position."""
+    chain: Any = LogitsProcessorList(processors)
+    rows = [
+        chain(torch.tensor([seen]), row[None].float()) for seen, row in zip(CONTEXTS, logits, strict=True)
+    ]
+    return torch.cat(rows)
+
+
+def bias_processor() -> SequenceBiasLogitsProcessor:
+    return SequenceBiasLogitsProcessor([[[token_id], bias] for token_id, bias in BIASES.items()])
 
 
 def request(
+    kind: RowKind,
+    sampling: SamplingParams,
+    adjustments: LogitAdjustments | None = None,
+    supports: tuple[IntArray, ...] = (),
+) -> RowRequest:
+    step = VerifyStep(Delta(BASE_LENGTH, TOKENS[BASE_LENGTH:]), kind, ROW_COUNT, supports)
+    return RowRequest(step, sampling, PROMPT_LENGTH, adjustments, token_ids=TOKENS)
+
+
+@pytest.mark.parametrize("penalty", [1.3, 0.7])
+def test_repetition_agrees_with_transformers_at_each_position(penalty: float) -> None:
+    logits = logits_of()
+    found = penalized(logits, TOKENS, PROMPT_LENGTH, SamplingParams(repetition_penalty=penalty))
+    assert torch.equal(found, reference([RepetitionPenaltyLogitsProcessor(penalty)], logits))
+
+
+@pytest.mark.parametrize(("frequency", "presence"), [(0.5, 0.0), (0.0, 0.7), (-1.5, 2.0)])
+def test_frequency_and_presence_count_the_completion_alone(frequency: float, presence: float) -> None:
+    logits = logits_of()
+    sampling = SamplingParams(frequency_penalty=frequency, presence_penalty=presence)
+    found = penalized(logits, TOKENS, PROMPT_LENGTH, sampling)
+    for row, seen, changed in zip(logits.tolist(), CONTEXTS, found.tolist(), strict=True):
+        counts = Counter(seen[PROMPT_LENGTH:])
+        expected = [
+            logit - frequency * counts[token] - presence * (counts[token] > 0)
+            for token, logit in enumerate(row)
+        ]
+        assert changed == pytest.approx(expected, abs=1e-5)
+
+
+def test_repetition_comes_before_the_others() -> None:
+    both = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.5)
+    first = penalized(logits_of(), TOKENS, PROMPT_LENGTH, SamplingParams(repetition_penalty=1.3))
+    second = penalized(first, TOKENS, PROMPT_LENGTH, SamplingParams(frequency_penalty=0.5))
+    assert torch.equal(penalized(logits_of(), TOKENS, PROMPT_LENGTH, both), second)
+
+
+def test_a_token_that_is_proposed_twice_counts_twice() -> None:
+    found = penalized(torch.zeros(3, VOCABULARY_SIZE), (0, 7, 7), 1, SamplingParams(frequency_penalty=1.0))
+    assert found[:, 7].tolist() == [0.0, -1.0, -2.0]
+
+
+def test_rows_of_the_prompt_itself_are_not_held_to_what_follows_it() -> None:
+    assert not penalized(torch.zeros(2, 3), (0, 1, 2, 0), 4, SamplingParams(presence_penalty=1.0)).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_biases_agree_with_transformers(dtype: torch.dtype) -> None:
+    logits = logits_of(dtype)
+    before = logits.clone()
+    found = adjusted(logits, LogitAdjustments(BIASES), PROMPT_LENGTH, BASE_LENGTH)
+    assert torch.equal(found, reference([bias_processor()], logits))
+    assert torch.equal(logits, before), "neighbours may read the same logits"
+
+
+@pytest.mark.parametrize("min_tokens", range(7))
+def test_min_tokens_counts_at_each_position(min_tokens: int) -> None:
+    logits = logits_of()
+    processor = MinNewTokensLengthLogitsProcessor(PROMPT_LENGTH, min_tokens, list(ENDS))
+    found = adjusted(logits, LogitAdjustments({}, min_tokens, ENDS), PROMPT_LENGTH, BASE_LENGTH)
+    assert torch.equal(found, reference([processor], logits))
+    # One token is committed before the first row.
+    suppressed = min(max(min_tokens - 1, 0), ROW_COUNT)
+    assert found[:, list(ENDS)].isinf().all(dim=1).tolist() == [row < suppressed for row in range(ROW_COUNT)]
+
+
+def assert_rows(
+    tokens: Verification,
+    dense: Verification,
+    support: Verification,
+    expected: torch.Tensor,
+    sampled: SamplingParams,
+) -> None:
+    """Greedy token rows, dense rows, and support rows without a support are those of these logits."""
+    assert tokens.rows == tuple(map(TokenRow, expected.argmax(dim=-1).tolist()))
+    for row, logits_row in zip(dense.rows, expected, strict=True):
+        assert isinstance(row, DenseRow)
+        assert np.array_equal(row.logits, logits_row.numpy())
+    for row, probs_row in zip(support.rows, warp(expected, [sampled] * len(expected)), strict=True):
+        assert isinstance(row, SupportRow)
+        assert row.outside_mass == pytest.approx(1.0)
+        assert probs_row[row.outside_token_id] > 0.0
+
+
+@pytest.mark.parametrize(
+    ("penalty", "wanted"), [(1.0, WANTED), (1.3, WANTED), (50.0, None)], ids=["adjusted", "both", "penalized"]
+)
+def test_every_kind_of_row_has_the_changed_logits(penalty: float, wanted: LogitAdjustments | None) -> None:
+    """In the order of transformers and of vLLM: adjustments before penalties."""
+    logits = logits_of()
+    greedy = SamplingParams(temperature=0.0, repetition_penalty=penalty)
+    sampled = SamplingParams(temperature=0.8, seed=3, repetition_penalty=penalty)
+    processors: list[Any] = [] if wanted is None else [bias_processor()]
+    if penalty != 1.0:
+        processors.append(RepetitionPenaltyLogitsProcessor(penalty))
+    if wanted is not None:
+        processors.append(MinNewTokensLengthLogitsProcessor(PROMPT_LENGTH, 3, list(ENDS)))
+    expected = reference(processors, logits)
+    assert not torch.equal(expected.argmax(dim=-1), logits.argmax(dim=-1)), "or nothing is shown"
+    kinds = [(RowKind.TOKEN, greedy), (RowKind.DENSE, sampled), (RowKind.SUPPORT, sampled)]
+    tokens, dense, support = verified(
+        [request(kind, sampling, wanted) for kind, sampling in kinds], logits.repeat(len(kinds), 1)
+    )
+    assert_rows(tokens, dense, support, expected, sampled)
+
+
+def test_other_requests_are_unchanged() -> None:
+    logits, plain = logits_of(), SamplingParams(temperature=0.0)
+    penalizing = SamplingParams(temperature=0.0, repetition_penalty=9.0)
+    (alone,) = verified([request(RowKind.TOKEN, plain)], logits)
+    together = verified(
+        [
+            request(RowKind.TOKEN, plain, WANTED),
+            request(RowKind.TOKEN, plain),
+            request(RowKind.TOKEN, penalizing),
+        ],
+        logits.repeat(3, 1),
+    )
+    assert together[1].rows == alone.rows
+    assert together[0].rows != alone.rows != together[2].rows
+
+
+def test_a_support_row_gives_a_suppressed_token_no_probability() -> None:
+    supports = tuple(np.array(ENDS) for _ in range(ROW_COUNT))
+    wanted = LogitAdjustments({}, 3, ENDS)
+    asked = request(RowKind.SUPPORT, SamplingParams(temperature=1.0), wanted, supports)
+    (verification,) = verified([asked], logits_of())
+    masses = [float(row.probs.sum()) for row in verification.rows if isinstance(row, SupportRow)]
+    assert [mass > 0.0 for mass in masses] == [False, False, True, True]
+
+
+def test_ids_outside_the_vocabulary_are_refused() -> None:
+    check_ids(LogitAdjustments({11: 1.0}, 2, (0,)), 12)
+    for wanted in (LogitAdjustments({12: 1.0}), LogitAdjustments({}, 1, (-1,))):
+        with pytest.raises(InvalidRequestError, match=r"must be in 0\.\.11"):
+            check_ids(wanted, 12)
+    with pytest.raises(InvalidRequestError, match="every token ends"):
+        check_ids(LogitAdjustments({}, 1, (0, 1)), 2)
+
+
+PROMPT = (4, 4, 4)
+MASKED_TOKENS = (*PROMPT, 0, 1, 4)
+"""One committed, two proposed."""
+WORDS = ("abca", "abcb", "abb", "ac", "abac")
+MASKED_ROWS = 3
+LOGITS = torch.randn(MASKED_ROWS, SMALL_VOCABULARY, generator=torch.Generator().manual_seed(1))
+
+
+def masked_request(
+    kind: RowKind, sampling: SamplingParams, supports: tuple[IntArray, ...] = ()
+) -> RowRequest:
+    step = VerifyStep(Delta(4, MASKED_TOKENS[4:]), kind, MASKED_ROWS, supports)
+    own = RowRequest(step, sampling, len(PROMPT), grammar=state_of(*WORDS))
+    return own.with_tokens(MASKED_TOKENS)
+
+
+def expected() -> torch.Tensor:
+    """By enumeration of the words."""
+    allowed = [{1}, {0, 1, 4}, {0, 1}]
+    rows = LOGITS.clone()
+    for row, own in zip(rows, allowed, strict=True):
+        row[[i for i in range(SMALL_VOCABULARY) if i not in own]] = -torch.inf
+    return rows
+
+
+def test_every_kind_of_row_is_that_of_the_masked_logits() -> None:
+    greedy, sampled = SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, seed=3)
+    kinds = [
+        (RowKind.TOKEN, greedy),
+        (RowKind.DENSE, sampled),
+        (RowKind.SUPPORT, sampled),
+        (RowKind.TOKEN, sampled),
+    ]
+    own = [masked_request(kind, sampling) for kind, sampling in kinds]
+    assert all(each.grammar is None for each in own), "a grammar stays in the process of its sequence"
+    rows = [ids_in(mask) for mask in own[0].masks] if own[0].masks is not None else []
+    assert rows[1:] == [{0, 1, 4}, {0, 1}]
+    wanted = expected()
+    wanted[0] = -torch.inf
+    wanted[0, sorted(rows[0])] = LOGITS[0, sorted(rows[0])]
+    tokens, dense, support, drawn = verified(own, LOGITS.repeat(len(own), 1))
+    assert_rows(tokens, dense, support, wanted, sampled)
+    for drawn_row, probs_row in zip(drawn.rows, warp(wanted, [sampled] * MASKED_ROWS), strict=True):
+        assert isinstance(drawn_row, TokenRow)
+        assert probs_row[drawn_row.token_id] > 0.0
+
+
+def test_penalties_see_the_tokens_and_masks_come_last() -> None:
+    sampling = SamplingParams(temperature=0.0, repetition_penalty=50.0)
+    own = masked_request(RowKind.DENSE, sampling)
+    assert own.token_ids == MASKED_TOKENS
+    (found,) = verified([own], LOGITS)
+    row: Any = found.rows[1]
+    assert np.isinf(row.logits).tolist() == np.isinf(expected()[1].numpy()).tolist()
+
+
+def test_a_committed_token_that_the_grammar_forbids_is_refused() -> None:
+    step = VerifyStep(Delta(0, (*PROMPT, 2, 2)), RowKind.TOKEN, 1)
+    with pytest.raises(InvalidRequestError, match="token 1 of the completion is forbidden"):
+        RowRequest(step, SamplingParams(), len(PROMPT), grammar=state_of(*WORDS)).with_tokens((*PROMPT, 2, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masks_leave_the_logits_as_they_are(dtype: torch.dtype) -> None:
+    logits = LOGITS.to(dtype)
+    before = logits.clone()
+    rows = np.array([[0b101, 0], [-1, -1], [1 << 10, 0]], dtype=np.int32)
+    found = masked(logits, rows)
+    assert torch.equal(logits, before)
+    assert found.dtype == torch.float32
+    assert found.isfinite().sum(dim=1).tolist() == [2, SMALL_VOCABULARY, 1]
+    assert torch.equal(found[1], logits[1].float())
+
+
+WIDTH = 50
+NO_IDS: IntArray = np.empty(0, dtype=np.int64)
+
+
+def wide_logits(row_count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(row_count, WIDTH, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def asked_for(
     kind: RowKind,
     row_count: int,
     sampling: SamplingParams,
@@ -38,17 +308,17 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def test_sampled_token_rows_are_drawn_with_the_shared_noise() -> None:
-    logits = logits_of(3)
-    (verification,) = verified([request(RowKind.TOKEN, 3, WARPED)], logits)
+    logits = wide_logits(3)
+    (verification,) = verified([asked_for(RowKind.TOKEN, 3, WARPED)], logits)
     keys = torch.from_numpy(target_keys(WARPED.seed, verification.base_length, 3))
     expected = sample(warp(logits, [WARPED] * 3), keys).tolist()
     assert verification.rows == tuple(TokenRow(token_id) for token_id in expected)
 
 
 def test_support_rows_split_the_distribution_into_inside_and_outside() -> None:
-    logits = logits_of(3)
+    logits = wide_logits(3)
     supports = (np.array([3, 9, 41]), np.array([7]))
-    (verification,) = verified([request(RowKind.SUPPORT, 3, WARPED, supports)], logits)
+    (verification,) = verified([asked_for(RowKind.SUPPORT, 3, WARPED, supports)], logits)
     probs = warp(logits, [WARPED] * 3).numpy()
     for i, (row, support) in enumerate(zip(verification.rows, (*supports, NO_IDS), strict=True)):
         assert isinstance(row, SupportRow)
@@ -61,17 +331,17 @@ def test_support_rows_split_the_distribution_into_inside_and_outside() -> None:
 
 def test_a_row_without_support_draws_what_a_token_row_draws() -> None:
     """A step without a proposal has nothing to recover."""
-    logits = logits_of(1)
-    (support,) = verified([request(RowKind.SUPPORT, 1, WARPED)], logits)
-    (token,) = verified([request(RowKind.TOKEN, 1, WARPED)], logits)
+    logits = wide_logits(1)
+    (support,) = verified([asked_for(RowKind.SUPPORT, 1, WARPED)], logits)
+    (token,) = verified([asked_for(RowKind.TOKEN, 1, WARPED)], logits)
     drawn = [row.outside_token_id for row in support.rows if isinstance(row, SupportRow)]
     assert drawn == [row.token_id for row in token.rows if isinstance(row, TokenRow)]
 
 
 def test_raced_recovery_samples_with_the_keys_of_the_round() -> None:
     supports = (np.array([3, 9, 41]), np.array([7]))
-    logits = logits_of(3)
-    (verification,) = verified([request(RowKind.SUPPORT, 3, WARPED, supports)], logits)
+    logits = wide_logits(3)
+    (verification,) = verified([asked_for(RowKind.SUPPORT, 3, WARPED, supports)], logits)
     probs = warp(logits, [WARPED] * 3)
     outside = probs.clone()
     for row, support in enumerate(supports):
@@ -85,20 +355,20 @@ def test_raced_recovery_samples_with_the_keys_of_the_round() -> None:
 
 
 def test_no_mass_outside_means_no_sample() -> None:
-    logits = logits_of(1)
+    logits = wide_logits(1)
     sampling = SamplingParams(temperature=1.0, top_k=2)
     support = np.flatnonzero(warp(logits, [sampling])[0].numpy())
-    (verification,) = verified([request(RowKind.SUPPORT, 1, sampling, (support,))], logits)
+    (verification,) = verified([asked_for(RowKind.SUPPORT, 1, sampling, (support,))], logits)
     (row,) = verification.rows
     assert isinstance(row, SupportRow)
     assert (row.outside_mass, row.outside_token_id, row.outside_prob) == (0.0, -1, 0.0)
 
 
 def test_statistics_are_those_of_the_whole_row() -> None:
-    logits = logits_of(1)
+    logits = wide_logits(1)
     sampling = SamplingParams(temperature=1.3)
     support = np.array([4, 30])
-    kind = request(RowKind.SUPPORT, 1, sampling, (support,), with_statistics=True)
+    kind = asked_for(RowKind.SUPPORT, 1, sampling, (support,), with_statistics=True)
     (verification,) = verified([kind], logits)
     (row,) = verification.rows
     assert isinstance(row, SupportRow)
@@ -112,21 +382,23 @@ def test_statistics_are_those_of_the_whole_row() -> None:
 
 
 def test_dense_rows_are_the_logits() -> None:
-    logits = logits_of(2).bfloat16()
-    (verification,) = verified([request(RowKind.DENSE, 2, WARPED)], logits)
+    logits = wide_logits(2).bfloat16()
+    (verification,) = verified([asked_for(RowKind.DENSE, 2, WARPED)], logits)
     rows = [row.logits for row in verification.rows if isinstance(row, DenseRow)]
     np.testing.assert_array_equal(rows, logits.float().numpy())
 
 
 def test_rows_do_not_depend_on_the_batch() -> None:
     requests = [
-        request(RowKind.TOKEN, 2, GREEDY),
-        request(RowKind.SUPPORT, 3, WARPED, (np.array([1, 2]),)),
-        request(RowKind.DENSE, 1, WARPED),
-        request(RowKind.TOKEN, 1, SamplingParams(temperature=1.0, seed=8)),
-        request(RowKind.SUPPORT, 2, SamplingParams(temperature=0.5, min_p=0.1, seed=9), with_statistics=True),
+        asked_for(RowKind.TOKEN, 2, GREEDY),
+        asked_for(RowKind.SUPPORT, 3, WARPED, (np.array([1, 2]),)),
+        asked_for(RowKind.DENSE, 1, WARPED),
+        asked_for(RowKind.TOKEN, 1, SamplingParams(temperature=1.0, seed=8)),
+        asked_for(
+            RowKind.SUPPORT, 2, SamplingParams(temperature=0.5, min_p=0.1, seed=9), with_statistics=True
+        ),
     ]
-    logits = logits_of(sum(kind.step.row_count for kind in requests))
+    logits = wide_logits(sum(kind.step.row_count for kind in requests))
     blocks = torch.split(logits, [kind.step.row_count for kind in requests])
     together = verified(requests, logits)
     for kind, block, verification in zip(requests, blocks, together, strict=True):
@@ -144,21 +416,21 @@ def _plain(row: object) -> object:
 SAMPLED = SamplingParams(temperature=1.0, seed=3)
 SUPPORTS = (np.array([3, 9]), np.array([7]))
 ASKED = {
-    "greedy token": request(RowKind.TOKEN, 3, GREEDY),
-    "sampled token": request(RowKind.TOKEN, 3, SAMPLED),
-    "truncated token": request(RowKind.TOKEN, 3, WARPED),
-    "support": request(RowKind.SUPPORT, 3, SAMPLED, SUPPORTS),
-    "truncated support": request(RowKind.SUPPORT, 3, WARPED, SUPPORTS, with_statistics=True),
-    "greedy support": request(RowKind.SUPPORT, 3, GREEDY, SUPPORTS, with_statistics=True),
-    "whole support": request(RowKind.SUPPORT, 3, SAMPLED, (np.arange(VOCABULARY_SIZE),) * 2),
-    "dense": request(RowKind.DENSE, 3, SAMPLED),
+    "greedy token": asked_for(RowKind.TOKEN, 3, GREEDY),
+    "sampled token": asked_for(RowKind.TOKEN, 3, SAMPLED),
+    "truncated token": asked_for(RowKind.TOKEN, 3, WARPED),
+    "support": asked_for(RowKind.SUPPORT, 3, SAMPLED, SUPPORTS),
+    "truncated support": asked_for(RowKind.SUPPORT, 3, WARPED, SUPPORTS, with_statistics=True),
+    "greedy support": asked_for(RowKind.SUPPORT, 3, GREEDY, SUPPORTS, with_statistics=True),
+    "whole support": asked_for(RowKind.SUPPORT, 3, SAMPLED, (np.arange(WIDTH),) * 2),
+    "dense": asked_for(RowKind.DENSE, 3, SAMPLED),
 }
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("kind", ASKED)
 def test_non_finite_logits_affect_only_their_own_request(kind: str, number: float) -> None:
-    logits = logits_of(9)
+    logits = wide_logits(9)
     expected = verifications([ASKED[kind]] * 3, logits)
     for row in range(3, 6):
         spoilt = logits.clone()
@@ -171,7 +443,7 @@ def test_non_finite_logits_affect_only_their_own_request(kind: str, number: floa
 
 @pytest.mark.parametrize("kind", ASKED)
 def test_tokens_with_minus_infinity_are_valid(kind: str) -> None:
-    logits = logits_of(3)
+    logits = wide_logits(3)
     logits[:, 20:] = -torch.inf
     assert None not in verifications([ASKED[kind]], logits)
 
@@ -179,6 +451,6 @@ def test_tokens_with_minus_infinity_are_valid(kind: str) -> None:
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
 @pytest.mark.parametrize("kind", ASKED)
 def test_a_single_non_finite_logit_fails_the_request(kind: str, number: float) -> None:
-    logits = logits_of(3)
+    logits = wide_logits(3)
     logits[2, 40] = number
     assert verifications([ASKED[kind]], logits) == [None]

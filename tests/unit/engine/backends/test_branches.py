@@ -78,29 +78,6 @@ async def test_a_failing_job_does_not_affect_others_in_its_step(llama: TinyModel
     assert len(jobs[1].logits) == jobs[1].enough
 
 
-async def test_a_job_of_the_sequence_ends_its_branches_and_keeps_its_trunk(llama: TinyModel) -> None:
-    async with running(llama.loaded, RowsHead()) as engine:
-        sequence = await engine.open(64, 64)
-        await rows(engine, sequence, Delta(0, _TRUNK[:5]), 1)
-        job = Branches(sequence, Delta(5, _TRUNK[5:]))
-        engine.put_back(job)
-        # At once: the background has hardly begun. The delta must count all the same.
-        found = await rows(engine, sequence, Delta(8, [7]), 1)
-        assert torch.allclose(found, plain_logits(llama.reference, [*_TRUNK, 7])[-1:], atol=1e-3)
-        assert len(job.logits) < job.enough
-        assert engine._background.is_empty
-
-
-async def test_a_trunk_that_does_not_fit_is_an_error_of_that_job(llama: TinyModel) -> None:
-    async with running(llama.loaded, RowsHead()) as engine:
-        sequence = await engine.open(16)
-        await rows(engine, sequence, Delta(0, _TRUNK), 1)
-        job = Branches(sequence, Delta(12, [1]))
-        await run_together(engine, job)
-        assert "starts at token 12" in str(job.error)
-        assert len(await rows(engine, sequence, Delta(8, [7]), 1)) == 1
-
-
 async def test_jobs_go_before_branches(llama: TinyModel) -> None:
     """Jobs that wait run first; at most one step of the background had begun when they came."""
     order: list[str] = []
@@ -216,16 +193,6 @@ async def test_a_lead_that_did_not_come_true_is_read_by_nobody(llama: TinyModel)
         await own.run(first)
         assert first.lead is not None
         first.check_branches(own.model.reference, [*_TRUNK, *_PATH[:2]])
-
-
-async def test_another_job_of_the_sequence_forgets_its_branches(llama: TinyModel) -> None:
-    async with drafted(llama) as own:
-        await rows(own.engine, own.sequence, Delta(8, [1, 2, 3, 4, 5, 6]), 1)
-        second = await own.run(
-            Branches(own.sequence, Delta(8, _PATH), 3, leaves_after=(8, 9, 10, 11, 11), max_lead=4)
-        )
-        second.check_trunk(own.model.reference, [*_TRUNK, *_PATH])
-        assert own.records[0].token_count == 3
 
 
 async def test_branches_whose_pages_went_to_others_are_computed_again(llama: TinyModel) -> None:

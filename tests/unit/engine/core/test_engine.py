@@ -1,11 +1,14 @@
-"""The engine batches jobs, survives their failures, hands pages on, and notices a step that does not end."""
+"""The engine batches jobs, survives failures, hands pages on, notices hangs, and serves clients that do anything."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import random
 import threading
 from collections.abc import Sequence as SequenceOf
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -28,7 +31,7 @@ from tandem.errors import (
 )
 from tandem.types import Delta
 from tests.service.clients import until
-from tests.unit.engine.conftest import TinyModel
+from tests.unit.engine.conftest import MakeModel, TinyModel
 from tests.unit.engine.greedy import (
     Generation,
     GreedyHead,
@@ -149,15 +152,11 @@ async def test_releasing_takes_effect_between_steps(llama: TinyModel) -> None:
 
 async def test_every_step_is_recorded(llama: TinyModel) -> None:
     records: list[StepRecord] = []
-    engine: Engine[Any, Any] = Engine(
-        Backends(llama.loaded), GreedyHead(), EngineSettings(prefill_chunk_tokens=3), on_step=records.append
-    )
-    engine.start()
-    await engine.warm_up()
-    await settle(engine)
-    records.clear()
-    await greedy(engine, _PROMPT, 3)
-    await engine.close()
+    async with running(llama.loaded, GreedyHead(), on_step=records.append, prefill_chunk_tokens=3) as engine:
+        await engine.warm_up()
+        await settle(engine)
+        records.clear()
+        await greedy(engine, _PROMPT, 3)
     assert [record.token_count for record in records] == [3, 2, 1, 1]
     assert [record.row_count for record in records] == [0, 1, 1, 1]
     assert all(
@@ -177,17 +176,12 @@ async def test_a_step_waits_for_those_of_the_last(llama: TinyModel, monkeypatch:
     # Without a timeout, only a returning sequence ends a wait, however slow the machine is.
     monkeypatch.setattr("tandem.engine.core.scheduler._PATIENCE", 1e6)
     records: list[StepRecord] = []
-    engine = Engine(Backends(llama.loaded), RowsHead(), EngineSettings(), records.append)
-    engine.start()
+    async with asyncio.timeout(30), running(llama.loaded, RowsHead(), on_step=records.append) as engine:
 
-    async def one() -> None:
-        engine.release(await _one_by_one(engine, 20))
+        async def one() -> None:
+            engine.release(await _one_by_one(engine, 20))
 
-    try:
-        async with asyncio.timeout(30):
-            await asyncio.gather(*(one() for _ in range(3)))
-    finally:
-        await engine.close()
+        await asyncio.gather(*(one() for _ in range(3)))
     together = [record.sequence_count for record in records]
     # One that comes a step later than the others ends a step later.
     assert together[2:-2] == [3] * len(together[2:-2]), (
@@ -208,15 +202,6 @@ async def test_a_step_does_not_wait_for_a_sequence_that_was_released(
             assert not waiting.done(), "the step waits for the first sequence"
             engine.release(first)
             assert len(await waiting) == 1
-
-
-async def test_a_step_stops_waiting_for_a_silent_sequence(llama: TinyModel) -> None:
-    async with running(llama.backends, RowsHead()) as engine:
-        async with asyncio.timeout(10):
-            _, second = await asyncio.gather(_one_by_one(engine, 3), _one_by_one(engine, 3))
-            for length in range(4, 40):  # the first, still open, sends nothing more
-                row = await engine.submit(Job(second, Delta(0, (length,) * length), 1, None))
-                assert len(row) == 1
 
 
 class _FailsOnce:
@@ -276,19 +261,15 @@ async def test_an_exception_in_the_thread_ends_every_wait(llama: TinyModel) -> N
         raise KeyError("a bug")
 
     gave_up = asyncio.Event()
-    engine: Engine[Any, Any] = Engine(
-        Backends(llama.loaded), RowsHead(), EngineSettings(), on_step=broken, on_failure=gave_up.set
-    )
-    engine.start()
-    sequence, other = await engine.open(8), await engine.open(8)
-    jobs = [rows(engine, sequence, Delta(0, _PROMPT), 1) for _ in range(2)]
-    results = await asyncio.wait_for(asyncio.gather(*jobs, return_exceptions=True), 5)
-    assert [type(result) for result in results] == [ServiceUnavailableError] * 2
-    with pytest.raises(ServiceUnavailableError):
-        await asyncio.wait_for(rows(engine, other, Delta(0, _PROMPT), 1), 5)
-    assert not engine.is_running
-    await asyncio.wait_for(gave_up.wait(), 5)
-    await engine.close()
+    async with running(llama.loaded, RowsHead(), on_step=broken, on_failure=gave_up.set) as engine:
+        sequence, other = await engine.open(8), await engine.open(8)
+        jobs = [rows(engine, sequence, Delta(0, _PROMPT), 1) for _ in range(2)]
+        results = await asyncio.wait_for(asyncio.gather(*jobs, return_exceptions=True), 5)
+        assert [type(result) for result in results] == [ServiceUnavailableError] * 2
+        with pytest.raises(ServiceUnavailableError):
+            await asyncio.wait_for(rows(engine, other, Delta(0, _PROMPT), 1), 5)
+        assert not engine.is_running
+        await asyncio.wait_for(gave_up.wait(), 5)
 
 
 async def test_an_engine_whose_steps_all_fail_gives_up(llama: TinyModel) -> None:
@@ -296,18 +277,14 @@ async def test_an_engine_whose_steps_all_fail_gives_up(llama: TinyModel) -> None
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     gave_up = asyncio.Event()
-    engine: Engine[Any, Any] = Engine(
-        Backends(llama.loaded), broken, EngineSettings(), on_failure=gave_up.set
-    )
-    engine.start()
-    sequence = await engine.open(8)
-    for _ in range(8):
-        assert not gave_up.is_set()
-        with pytest.raises(TandemError):
-            await asyncio.wait_for(engine.submit(Job(sequence, Delta(0, _PROMPT), 1, None)), 5)
-    await asyncio.wait_for(gave_up.wait(), 5)
-    assert not engine.is_running
-    await engine.close()
+    async with running(llama.loaded, broken, on_failure=gave_up.set) as engine:
+        sequence = await engine.open(8)
+        for _ in range(8):
+            assert not gave_up.is_set()
+            with pytest.raises(TandemError):
+                await asyncio.wait_for(engine.submit(Job(sequence, Delta(0, _PROMPT), 1, None)), 5)
+        await asyncio.wait_for(gave_up.wait(), 5)
+        assert not engine.is_running
 
 
 def _fill(engine: Engine[Any, Any], pages: SequenceOf[int], value: float) -> None:
@@ -448,3 +425,106 @@ def test_a_first_step_that_compiles_is_forgotten(clock: Clock) -> None:
     for _ in range(400):
         step(watchdog, clock, tokens=1, seconds=0.01)
     assert watchdog.bound_seconds(512) == LEAST_SECONDS
+
+
+_MAX_LENGTH = 96
+_TOTAL_TOKENS = 3 * 128
+
+
+@dataclass
+class Client:
+    """One user of the engine, who opens sequences, extends, rolls back, repeats, cancels and releases."""
+
+    engine: Engine[Any, Any]
+    reference: Any
+    draw: random.Random
+    text: list[int] = field(default_factory=list)
+    is_sure: bool = True
+    """True if the engine is known to have the same text; False after a cancelled request."""
+    answers: list[tuple[asyncio.Task[Tensor], list[int], int]] = field(default_factory=list)
+    """Requests in flight: the task, the tokens that it should see, and its number of rows."""
+
+    async def act(self, count: int) -> None:
+        sequence = await self._opened()
+        for _ in range(count):
+            match self.draw.randrange(8):
+                case 0 if self.text:  # the whole text again, as to a fresh replica
+                    self._say(sequence, Delta(0, list(self.text)))
+                case 1 if self.answers:
+                    await self._turns()
+                    self.answers.pop()[0].cancel()
+                    self.is_sure = False
+                case 2:
+                    await self._check()
+                case 3 if self.draw.random() < 0.3:
+                    await self._leave(sequence)
+                    sequence = await self._opened()
+                case _:
+                    # Few ids, so that texts often agree by chance.
+                    new = [self.draw.randrange(3, 7) for _ in range(self.draw.randrange(1, 31))]
+                    length = len(self.text)
+                    base = self.draw.choice((length, length, self.draw.randrange(length + 1)))
+                    base = base if self.is_sure else 0
+                    self._say(sequence, Delta(min(base, _MAX_LENGTH - len(new)), new))
+            await self._turns()
+        await self._check()
+        self.engine.release(sequence)
+
+    async def _opened(self) -> Sequence:
+        while self.draw.random() < 0.3:  # it gives up waiting
+            with suppress(TimeoutError):
+                self.engine.release(await asyncio.wait_for(self.engine.open(_MAX_LENGTH), 0.0005))
+        self.text, self.is_sure = [], True
+        return await self.engine.open(_MAX_LENGTH)
+
+    def _say(self, sequence: Sequence, delta: Delta) -> None:
+        self.text[delta.base_length :] = delta.token_ids
+        self.is_sure = self.is_sure or delta.base_length == 0
+        rows = self.draw.randrange(len(self.text) + 1)
+        job = Job(sequence, delta, rows, None)
+        self.answers.append((asyncio.create_task(self.engine.submit(job)), list(self.text), rows))
+
+    async def _check(self) -> None:
+        for task, text, count in self.answers:
+            rows = await asyncio.wait_for(task, 20)
+            if count:
+                assert torch.allclose(rows, plain_logits(self.reference, text)[-count:], atol=1e-3)
+        self.answers.clear()
+
+    async def _leave(self, sequence: Sequence) -> None:
+        """Release the sequence, with or without waiting for the answers."""
+        if self.draw.random() < 0.5:
+            await self._check()
+        for task, _, _ in self.answers:
+            task.cancel()
+        self.answers.clear()
+        self.engine.release(sequence)
+
+    async def _turns(self) -> None:
+        for _ in range(self.draw.randrange(3)):
+            await asyncio.sleep(0.0005)
+        usage = self.engine.usage
+        assert usage.total_tokens == _TOTAL_TOKENS
+        assert usage.reserved_tokens + usage.retained_tokens <= _TOTAL_TOKENS
+
+
+@pytest.mark.parametrize(("chunk", "prefix_reuse"), [(5, True), (64, False)])
+@pytest.mark.parametrize("family", ["llama", "mistral", "falcon"])
+async def test_random_interleavings(
+    family: str, chunk: int, prefix_reuse: bool, tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "IDLE_SECONDS", 0.02)  # clients sit on their pages as long as they like
+    model = tiny_model(family)
+    backends = model.backends if model.backends.native is None else model.with_plans
+    room = _TOTAL_TOKENS * 4 * sum(layer.values_per_token for layer in model.loaded.layers)
+    limits: dict[str, Any] = {
+        "max_length": _MAX_LENGTH,
+        "max_sequences": 6,
+        "kv_cache_bytes": room,
+        "prefix_reuse": prefix_reuse,
+    }
+    async with running(backends, RowsHead(), prefill_chunk_tokens=chunk, **limits) as engine:
+        clients = [Client(engine, model.reference, random.Random(n)) for n in range(9)]
+        await asyncio.gather(*(client.act(30) for client in clients))
+        await settle(engine)
+        assert engine.usage.preemption_count > 0

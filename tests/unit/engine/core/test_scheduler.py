@@ -5,28 +5,24 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-import math
 import threading
-from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from tandem.engine.core.engine import RowEngine
-from tandem.engine.core.jobs import Job, Leads, StepRecord
+from tandem.engine.core.jobs import Job, StepRecord
 from tandem.engine.core.scheduler import PageScheduler, RejoinWindow, next_segments
 from tandem.engine.interface import EngineSettings, RowRequest
 from tandem.engine.kv_cache.arena import PageTable
+from tandem.engine.kv_cache.paged_cache import PagedCache
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.errors import TandemError
-from tandem.grammar import MaskArray
 from tandem.types import Delta, RowKind, SamplingParams, TargetOptions, TokenRow, Verification, VerifyStep
 from target_service.verifier import Verifier
 from tests.unit.engine.conftest import TinyModel
 from tests.unit.engine.greedy import plain_greedy
+from tests.unit.engine.kv_cache.test_pages import new_arena, new_sequence
 
 _CHUNK = 100
 
@@ -141,124 +137,31 @@ def test_a_client_is_waited_for_again_once_it_returns_in_time() -> None:
     assert together[4:] == [{fast, slow}] * 8
 
 
-class Led:
-    """A sequence whose jobs follow each other. The sequence itself is of no concern."""
-
-    def __init__(self, lead: int) -> None:
-        self.leads = Leads()
-        self.sequence: Any = object()
-        self.job = self._job(lead)
-        self.begun: list[Job[None]] = []
-
-    def _job(self, lead: int = 0) -> Job[None]:
-        return Job(self.sequence, Delta(0, ()), 1, None, lead)
-
-    def answered(self) -> bool:
-        """The latest job was answered; true if another has begun."""
-        following = self._job()
-        begins = self.leads.follow(self.job, following)
-        self.job = following
-        return self._begin(begins)
-
-    def asked(self, number: int, lead: int) -> bool:
-        """Somebody asked for the job of this number; true if another has begun."""
-        return self._begin(self.leads.grant(self.sequence, number, lead))
-
-    def _begin(self, job: Job[None] | None) -> bool:
-        if job is None:
-            return False
-        assert job is self.job, "the latest"
-        assert job not in self.begun, "only once"
-        self.begun.append(job)
-        return True
-
-    def ended(self) -> int:
-        """The lead ends; how many jobs were for nothing."""
-        assert self.leads.end(self.sequence)
-        assert not self.leads.end(self.sequence), "it has ended"
-        return self.leads.wasted_count
+def paged(free: int) -> tuple[PageScheduler, list[Sequence]]:
+    """A scheduler with so many free pages, and three sequences that each need one more for their next token. The first
+    runs ahead of what was asked for, and the last is the youngest."""
+    cache = PagedCache(new_arena(5 + free), reuses_prefixes=False)
+    first, *others = [new_sequence() for _ in range(4)]
+    for sequence in (first, *others):
+        sequence.apply(Delta(0, [5] * 65))
+        assert cache.make_ready(sequence, 64)
+        sequence.advance(64)
+    assert cache.make_ready(first, 65), "nobody begins with the last page, but who has begun may take it"
+    return PageScheduler(cache, lambda _: None, lambda sequence: sequence is others[0]), others
 
 
-@pytest.mark.parametrize("lead", [0, 1, 8])
-def test_as_many_jobs_begin_as_are_allowed(lead: int) -> None:
-    led = Led(lead)
-    assert [led.answered() for _ in range(lead)] == [True] * lead
-    assert led.leads.is_ahead(led.sequence) == (lead > 0)
-    assert not led.answered(), "the last one waits"
-    assert led.ended() == led.leads.begun_count == lead
-
-
-def test_a_question_lets_the_next_begin() -> None:
-    led = Led(1)
-    assert led.answered()
-    assert not led.answered()
-    assert led.asked(1, 1)
-    assert led.leads.is_ahead(led.sequence)
-    assert not led.asked(2, 0), "it runs already"
-    assert not led.leads.is_ahead(led.sequence)
-    assert not led.answered()
-    assert led.ended() == 0
-
-
-class Pages:
-    """A cache with so many free pages, of which each sequence needs one for its next step."""
-
-    def __init__(self, free: int, *holders: Any) -> None:
-        self.free = free
-        self.holders = list(holders)
-        self.ready: set[Any] = set()
-        self.preempted: list[Any] = []
-
-    def is_ready(self, sequence: Any, _: int) -> bool:
-        return sequence in self.ready
-
-    def make_ready(self, sequence: Any, _: int) -> bool:
-        if sequence not in self.ready and self.free:
-            self.free -= 1
-            self.ready.add(sequence)
-        return sequence in self.ready
-
-    def preempt(self, sequence: Any) -> None:
-        self.preempted.append(sequence)
-        self.holders.remove(sequence)
-        self.free += 1
-
-    def trim(self, sequence: Any) -> None:
-        pass
-
-
-@dataclass(eq=False)
-class Numbered:
-    """A sequence by its age, or a segment of it."""
-
-    serial: int
-    idle_since: float = math.inf
-    end: int = 1
-
-    @property
-    def sequence(self) -> Numbered:
-        return self
-
-
-def segments(*serials: int) -> list[Any]:
-    return [Numbered(serial) for serial in serials]
-
-
-@pytest.mark.parametrize(("free", "ready"), [(0, [1]), (1, [1]), (2, [1, 0])])
+@pytest.mark.parametrize(("free", "ready"), [(0, [1]), (1, [1]), (2, [0, 1])])
 def test_where_pages_are_short_leads_stop_first(free: int, ready: list[int]) -> None:
-    led, waited, other = segments(1, 2, 3)
-    cache = Pages(free, led.sequence, waited.sequence, other.sequence)
-    scheduler = PageScheduler(cast("Any", cache), lambda _: None, lambda sequence: sequence is led.sequence)
-    both = [led, waited]
-    assert scheduler.with_pages(both) == [both[index] for index in sorted(ready)]
-    assert cache.preempted == ([other.sequence] if not free else []), "for the one that somebody waits for"
+    scheduler, sequences = paged(free)
+    found = scheduler.with_pages([Segment(sequence, 1) for sequence in sequences[:2]])
+    assert [segment.sequence for segment in found] == [sequences[index] for index in ready]
+    assert (sequences[2].computed_length == 0) == (not free), "for the one that somebody waits for"
 
 
 def test_a_lead_alone_takes_no_page_of_others() -> None:
-    led, other = segments(1, 2)
-    cache = Pages(0, led.sequence, other.sequence)
-    assert PageScheduler(cast("Any", cache), lambda _: None, lambda _: True).with_pages([led]) == []
-    assert cache.preempted == []
+    scheduler, sequences = paged(0)
+    assert scheduler.with_pages([Segment(sequences[0], 1)]) == []
+    assert [sequence.computed_length for sequence in sequences] == [64] * 3
 
 
 async def test_a_lead_delays_no_other_sequence(llama: TinyModel) -> None:
@@ -288,34 +191,6 @@ async def test_a_lead_delays_no_other_sequence(llama: TinyModel) -> None:
         assert steps[3] == 2
     finally:
         may_go_on.set()
-        await engine.close()
-
-
-async def test_masks_are_computed_beside_the_pass(llama: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    are_begun = threading.Event()
-
-    class Only7:
-        def masks(self, before: SequenceOf[int], proposed: SequenceOf[int]) -> MaskArray:
-            are_begun.set()
-            rows = np.zeros((len(proposed) + 1, 2 * -(-llama.loaded.info.vocabulary_size // 64)), np.int32)
-            rows[:, 0] = 1 << 7
-            return rows
-
-    engine = RowEngine(llama.backends, EngineSettings())
-    run = engine._runner.run
-
-    def waiting(segments: SequenceOf[Segment], rows: SequenceOf[int]) -> torch.Tensor:
-        assert are_begun.wait(10)
-        return run(segments, rows)
-
-    monkeypatch.setattr(engine._runner, "run", waiting)
-    engine.start()
-    try:
-        sequence = await engine.open(100)
-        step = VerifyStep(Delta(0, [5, 6, 7]), RowKind.TOKEN, 1)
-        request = RowRequest(step, SamplingParams(temperature=0.0), 3, grammar=cast("Any", Only7()))
-        assert (await engine.run(sequence, request)).rows == (TokenRow(7),)
-    finally:
         await engine.close()
 
 

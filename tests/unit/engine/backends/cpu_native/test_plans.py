@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tandem.engine.backends.cpu_native.backend import TOKEN_COUNTS, CpuNativeBackend, PlannedBackend
-from tandem.engine.backends.cpu_native.layers import WIDEST_SEGMENT
 from tandem.engine.backends.cpu_native.plans import ExecutionPlan, TraceError, _drop_repeated_casts, traced
 from tandem.engine.kv_cache.arena import PAGE_TOKENS, KvArena, PageTable
 from tandem.engine.kv_cache.sequence import Segment, Sequence
@@ -134,20 +133,6 @@ def test_padding_does_not_change_results(llama_runner: Runner) -> None:
                for layer, before in zip(llama_runner.arena.layers, spared, strict=True))  # fmt: skip
 
 
-def test_long_prompts_go_in_parts_that_a_plan_holds(llama: TinyModel, tiny_model: MakeModel) -> None:
-    runner = Runner(llama)
-    assert runner.backend.prompt_tokens(512) == 512, (
-        "it is not known yet that a plan computes the wanted rows only"
-    )
-    _both_ways(runner, _segments([(9, 5)]), [4])
-    assert [runner.backend.prompt_tokens(most) for most in (7, 512)] == [7, WIDEST_SEGMENT]
-    runner.planned._is_trusted = False
-    assert runner.backend.prompt_tokens(512) == 512
-    bounded = Runner(tiny_model("gemma2"))
-    _both_ways(bounded, _segments([(9, 5)]), [4])
-    assert bounded.backend.prompt_tokens(512) == 512, "its modules compute the wanted rows only"
-
-
 @pytest.fixture
 def two_threads() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -203,25 +188,6 @@ async def test_a_plan_that_is_wrong_is_never_used(
     reasons = [record.__dict__["reason"] for record in caplog.records]
     assert len(reasons) == 1
     assert reasons[0].startswith("its error is" if fault == "numbers" else "RuntimeError: no such kernel")
-
-
-@pytest.mark.parametrize(("count", "is_trusted"), [(9, True), (10, False)])
-def test_only_padding_excuses_the_error_of_another_order_of_additions(
-    llama_runner: Runner, monkeypatch: pytest.MonkeyPatch, count: int, is_trusted: bool
-) -> None:
-    right = ExecutionPlan.replay
-    planned = llama_runner.planned
-
-    def rounded(self: ExecutionPlan, packing: Packing, rows: SequenceOf[int]) -> Tensor:
-        return right(self, packing, rows) + planned.reference.spread
-
-    monkeypatch.setattr(ExecutionPlan, "replay", rounded)
-    segments = _segments([(9, count)])
-    with torch.inference_mode():
-        _with_past(llama_runner, segments)  # a page that was never written may hold anything
-        llama_runner.run(segments, list(range(count)))
-    assert planned._is_trusted == is_trusted
-    assert (10 in planned._plans) == is_trusted
 
 
 @pytest.mark.parametrize("family", sorted(_USUAL))

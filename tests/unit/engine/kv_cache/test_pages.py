@@ -1,15 +1,25 @@
-"""A computed prefix is reused as far as windows allow, and sequences that reuse it produce the same text."""
+"""Any order of growth, rollback, sharing and preemption: each sequence reads what it computed, and no page is lost.
+
+Every token's key is made of the tokens before it, as a model's is, so a page that is shared wrongly shows. Layers with
+windows have page tables of their own, and see what their windows reach alone. A computed prefix is reused as far as
+windows allow, and sequences that reuse it produce the same text.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tandem.engine.core.jobs import Job, StepRecord
+from tandem.engine.core.jobs import StepRecord
 from tandem.engine.core.scheduler import PageScheduler
 from tandem.engine.interface import EngineSettings
+from tandem.engine.kv_cache import arena
 from tandem.engine.kv_cache.arena import (
     ROLLBACK_TOKENS,
     KvArena,
@@ -24,16 +34,191 @@ from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.errors import ConfigurationError, InvalidRequestError
 from tandem.types import Delta
 from tests.unit.engine.conftest import MakeModel, TinyModel
-from tests.unit.engine.greedy import (
-    Generation,
-    GreedyHead,
-    greedy,
-    greedy_together,
-    plain_greedy,
-    running,
-    settle,
-)
-from tests.unit.engine.kv_cache.keys import Windows, compute, keys_of, new_arena, new_sequence, stored
+from tests.unit.engine.greedy import GreedyHead, greedy, plain_greedy, running, settle
+
+Windows = tuple[int | None, ...]
+"""Of the layers."""
+
+MAX_LENGTH = 300
+
+
+def new_arena(page_count: int, windows: Windows = (None,)) -> KvArena:
+    """A layer for each window."""
+    layers = [LayerGeometry(1, 1, 1, window) for window in windows]
+    return KvArena(layers, page_count, torch.float32, torch.device("cpu"))
+
+
+def new_sequence(max_length: int = MAX_LENGTH, windows: Windows = (None,)) -> Sequence:
+    tables = [PageTable(64, max_length, window=window) for window in windows]
+    return Sequence(tables, max_length, vocabulary_size=1000)
+
+
+def keys_of(token_ids: list[int], layer: int = 0) -> list[float]:
+    """A number for each token that depends on all tokens before it and on the layer, exactly a float32."""
+    keys, key = [], 1
+    for token_id in token_ids:
+        key = (key * 31 + token_id + 1) % 1_000_003
+        keys.append(key + layer / 4)
+    return keys
+
+
+def compute(arena: KvArena, cache: PagedCache, sequence: Sequence, count: int) -> None:
+    """Compute a step: write the next tokens' keys, then publish their pages."""
+    start, end = sequence.computed_length, sequence.computed_length + count
+    for index, layer in enumerate(arena.layers):
+        slots = torch.from_numpy(sequence.tables[layer.group].slots(start, end))
+        keys = torch.tensor(keys_of(sequence.token_ids, index)[start:end])
+        layer.keys[slots // 64, slots % 64, 0, 0] = keys
+    sequence.advance(count)
+    cache.computed(sequence)
+
+
+def stored(arena: KvArena, sequence: Sequence, index: int = 0) -> list[float]:
+    """The keys that the next token sees in a layer."""
+    layer = arena.layers[index]
+    table, end = sequence.tables[layer.group], sequence.computed_length
+    first = 0 if table.window is None else max(0, end - table.window + 1)
+    assert not end or table.first <= first // 64, "the page is still its own"
+    slots = torch.from_numpy(table.slots(first, end))
+    found: list[float] = layer.keys[slots // 64, slots % 64, 0, 0].tolist()
+    return found
+
+
+_PAGES = 7
+"""For each group of layers."""
+_ROLLBACK = 20
+_STALE = -1.0
+
+_tokens = st.lists(
+    st.tuples(st.integers(0, 1), st.sampled_from([1, 17, 40, 64])), min_size=1, max_size=3
+).map(lambda runs: [token_id for token_id, count in runs for _ in range(count)])
+"""Of two ids in a few lengths, so that texts often begin alike for more than a page, or for a part of one."""
+_windows = st.sampled_from([(None,), (None,), (None, 40), (24,), (None, 24, 100)])
+_choice = st.integers(0, 1 << 16)
+_share = st.floats(0, 1)
+
+
+class PagedCaches(RuleBasedStateMachine):
+    """Sequences that share one small cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequences: list[Sequence] = []
+
+    @initialize(reuses_prefixes=st.booleans(), windows=_windows)
+    def start(self, reuses_prefixes: bool, windows: Windows) -> None:
+        self.arena = new_arena(_PAGES * len(windows), windows)
+        self.arena.layers[0].keys.fill_(_STALE)
+        self.cache = PagedCache(self.arena, reuses_prefixes=reuses_prefixes)
+
+    @rule(token_ids=_tokens)
+    def open(self, token_ids: list[int]) -> None:
+        sequence = new_sequence(windows=self.arena.windows)
+        self.sequences.append(sequence)
+        sequence.apply(Delta(0, token_ids))
+
+    @precondition(lambda self: self.sequences)
+    @rule(choice=_choice, token_ids=_tokens, keep=_share)
+    def change(self, choice: int, token_ids: list[int], keep: float) -> None:
+        """Roll back to anywhere and go on with other tokens."""
+        sequence = self._pick(choice)
+        base_length = min(round(keep * sequence.length), MAX_LENGTH - len(token_ids))
+        sequence.apply(Delta(base_length, token_ids))
+
+    @precondition(lambda self: self.sequences)
+    @rule(choice=_choice, share=_share, rows=st.integers(0, 80))
+    def step(self, choice: int, share: float, rows: int) -> None:
+        sequence = self._pick(choice)
+        sequence.want_rows(min(rows, sequence.length))
+        self.cache.reuse(sequence, min(rows, sequence.length))
+        assert sequence.pending_count >= min(rows, sequence.length)
+        count = max(1, round(share * sequence.pending_count))
+        if sequence.pending_count and self.cache.make_ready(sequence, sequence.computed_length + count):
+            compute(self.arena, self.cache, sequence, count)
+            for table in sequence.tables:
+                reach = math.inf if table.window is None else table.window - 1 + _ROLLBACK
+                assert 64 * (table.first + 1) > sequence.computed_length - reach, "it keeps no more than that"
+
+    @precondition(lambda self: self.sequences)
+    @rule(choice=_choice, tokens=st.integers(0, 100))
+    def branch(self, choice: int, tokens: int) -> None:
+        """Write behind the end, as branches do."""
+        sequence = self._pick(choice)
+        if sequence.pending_count or not self.cache.is_ready(sequence, sequence.length):
+            return
+        self.cache.take_spare(sequence, tokens)
+        for layer in self.arena.layers:
+            table = sequence.tables[layer.group]
+            for position in range(sequence.length, table.capacity):
+                layer.keys[table[position // 64], position % 64] = _STALE
+
+    @precondition(lambda self: self.sequences)
+    @rule(choice=_choice, how=st.sampled_from(["preempt", "distrust", "trim"]))
+    def take_back(self, choice: int, how: str) -> None:
+        getattr(self.cache, how)(self._pick(choice))
+
+    @precondition(lambda self: self.sequences)
+    @rule(choice=_choice)
+    def release(self, choice: int) -> None:
+        self.cache.release(self.sequences.pop(choice % len(self.sequences)))
+
+    @invariant()
+    def each_reads_what_it_computed(self) -> None:
+        for sequence in self.sequences:
+            if self.cache._lacks_seen_pages(sequence):
+                assert sequence.computed_length == 0, "it begins again"
+                continue
+            for index in range(len(self.arena.layers)):
+                found, end = stored(self.arena, sequence, index), sequence.computed_length
+                assert found == keys_of(sequence.token_ids, index)[end - len(found) : end]
+
+    @invariant()
+    def no_page_is_lost_or_given_twice(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        pool, groups = self.cache._pool, self.arena.group_count
+        held = [page for sequence in self.sequences for table in sequence.tables for page in table.held_pages]
+        pages = range(self.arena.page_count)
+        assert [pool.holders(page) for page in pages] == [held.count(page) for page in pages]
+        assert pool.available_count == len(pages) - len(set(held))
+        assert self.cache.usage().reserved_tokens == 64 * len(set(held)) // groups
+
+    def _pick(self, choice: int) -> Sequence:
+        return self.sequences[choice % len(self.sequences)]
+
+
+def test_paged_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "ROLLBACK_TOKENS", _ROLLBACK)  # so that windows move within a few pages
+    case = PagedCaches.TestCase
+    case.settings = settings(max_examples=100, stateful_step_count=40)
+    case().runTest()
+
+
+def test_the_same_computed_twice_at_once_is_kept_once() -> None:
+    cache = PagedCache(new_arena(8))
+    both = [new_sequence(), new_sequence()]
+    for sequence in both:
+        sequence.apply(Delta(0, [5] * 130))
+        assert cache.make_ready(sequence, 130)
+    for sequence in both:
+        sequence.advance(130)
+        cache.computed(sequence)
+    first, second = (sequence.table.pages for sequence in both)
+    assert first[:2] == second[:2]
+    assert first[2] != second[2]
+    assert cache.usage().reserved_tokens == 4 * 64
+
+
+def test_nobody_begins_with_the_last_pages_of_those_who_were_first() -> None:
+    cache = PagedCache(new_arena(200))
+    first, second = new_sequence(20_000), new_sequence(20_000)
+    first.apply(Delta(0, [3] * 64 * 190))
+    assert cache.make_ready(first, first.length)
+    second.apply(Delta(0, [4] * 64 * 9))
+    assert not cache.make_ready(second, 64), "one page in a hundred stays free"
+    second.apply(Delta(0, [4] * 64 * 8))
+    assert cache.make_ready(second, 64)
+
 
 _PREFIX = [(11 * step) % 90 + 3 for step in range(100)]
 
@@ -63,23 +248,13 @@ async def test_a_reused_prefix_is_not_computed_again(family: str, tiny_model: Ma
     assert costs == [101 + 7, 1 + 7, 1 + 7, 1 + 7]
 
 
-async def test_open_sequences_share_as_well(llama: TinyModel) -> None:
-    count = _Counting()
-    async with running(llama.loaded, GreedyHead(), on_step=count) as engine:
-        await engine.submit(Job(await engine.open(192), Delta(0, _PREFIX), 0, Generation(1)))
-        prompts = [[*_PREFIX, 60 + index] for index in range(8)]
-        count.take()
-        texts = await greedy_together(engine, prompts, 5)
-    assert texts == [plain_greedy(llama.reference, prompt, 5) for prompt in prompts]
-    assert count.take() == 8 * (1 + 4)
-
-
 async def test_kept_prefixes_make_room_least_recently_used_first(llama: TinyModel) -> None:
     count, costs = _Counting(), []
     room = 2 * 128 * 4 * sum(layer.values_per_token for layer in llama.loaded.layers)
     first, second, third = ([id_] * 80 for id_ in (5, 6, 7))
-    limits = {"max_length": 128, "kv_cache_bytes": room}
-    async with running(llama.loaded, GreedyHead(), on_step=count, **limits) as engine:
+    async with running(
+        llama.loaded, GreedyHead(), on_step=count, max_length=128, kv_cache_bytes=room
+    ) as engine:
         for prompt in (first, second, first, third, first, second):
             assert await greedy(engine, prompt, 1) == plain_greedy(llama.reference, prompt, 1)
             await settle(engine)
@@ -88,18 +263,9 @@ async def test_kept_prefixes_make_room_least_recently_used_first(llama: TinyMode
     assert costs == [80, 80, 1, 80, 1, 80], "the third took the second's place, not the first's"
 
 
-async def test_no_prefix_is_kept_if_that_is_switched_off(llama: TinyModel) -> None:
-    count = _Counting()
-    async with running(llama.loaded, GreedyHead(), on_step=count, prefix_reuse=False) as engine:
-        for _ in range(2):
-            await greedy(engine, _PREFIX, 1)
-            await settle(engine)
-            assert (count.take(), engine.usage.retained_tokens) == (100, 0)
-
-
 META = torch.device("meta")
 LAYERS = [LayerGeometry(8, 128, 128)] * 32
-MAX_LENGTH = 131_072
+LONGEST = 131_072
 CHATS = 100
 BYTES = 60 * 10**9
 
@@ -109,13 +275,13 @@ class Service:
 
     def __init__(self) -> None:
         settings = EngineSettings(max_sequences=128, kv_cache_bytes=BYTES)
-        count = arena_pages(LAYERS, settings, MAX_LENGTH, torch.bfloat16, META)
+        count = arena_pages(LAYERS, settings, LONGEST, torch.bfloat16, META)
         arena = KvArena(LAYERS, count, torch.bfloat16, META)
         self.cache = PagedCache(arena)
         self.scheduler = PageScheduler(self.cache, lambda _: None)
 
     def open(self) -> Sequence:
-        return Sequence(PageTable(64, MAX_LENGTH), MAX_LENGTH, vocabulary_size=128_256)
+        return Sequence(PageTable(64, LONGEST), LONGEST, vocabulary_size=128_256)
 
     def run(self, sequences: Iterable[Sequence]) -> int:
         """A step of all tokens that are not computed; returns how many sequences ran."""
@@ -133,7 +299,7 @@ def service() -> Service:
 
 def test_a_hundred_chats_without_a_limit_run(service: Service) -> None:
     """Reserved at once, the whole length of three would fill the memory."""
-    assert service.cache.usage().total_tokens // MAX_LENGTH == 3
+    assert service.cache.usage().total_tokens // LONGEST == 3
     chats = [service.open() for _ in range(CHATS)]
     for number, chat in enumerate(chats):
         chat.apply(Delta(0, [number, *range(1999)]))
@@ -193,32 +359,6 @@ def _beginning(cache: PagedCache, token_ids: list[int], windows: Windows) -> int
     found = sequence.computed_length
     cache.release(sequence)
     return found
-
-
-def test_a_prefix_is_taken_over_as_far_as_all_that_is_seen_is_there() -> None:
-    """The window's layer has lost the fifth of six blocks: a token after five or six of them would see it."""
-    windows: Windows = (None, 60)
-    arena = new_arena(40, windows)
-    cache = PagedCache(arena)
-    text = list(range(6 * 64 + 1))
-    sequence = _run(cache, arena, text)
-    chains = sequence.chains
-    cache.release(sequence)
-    blocks = [cache._pool.full_block(([0, *chains])[i], text[64 * i : 64 * i + 64]) for i in range(6)]
-    assert _beginning(cache, text, windows) == 6 * 64
-    known = blocks[4]
-    assert known is not None
-    cache._pool.forget(known.pages[1])
-    assert _beginning(cache, text[: 6 * 64 + 1], windows) == 6 * 64, "the last block holds all that is seen"
-    assert _beginning(cache, text[: 5 * 64 + 1], windows) == 4 * 64
-    last = blocks[5]
-    assert last is not None
-    cache._pool.forget(last.pages[1])
-    assert _beginning(cache, text, windows) == 4 * 64
-    again = _run(cache, arena, text)
-    assert stored(arena, again, 1) == keys_of(text, 1)[-59:]
-    cache.release(again)
-    assert _beginning(cache, text, windows) == 6 * 64, "what was lost is computed and known again"
 
 
 @pytest.mark.parametrize("reuses_prefixes", [True, False])

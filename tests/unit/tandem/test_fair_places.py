@@ -50,28 +50,6 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_newcomer_does_not_wait_behind_those_of_one_client() -> None:
-    guests = Guests(FairPlaces(8, 1))
-    for _ in range(300):
-        await guests.comes("192.0.2.1")
-    assert len(guests.inside) == 8
-    newcomer = await guests.comes("192.0.2.2")
-    assert newcomer in guests.inside, "the extra place"
-    second = await guests.comes("192.0.2.2")
-    assert second in guests.waiting
-    await guests.leaves(guests.inside[0])
-    assert second in guests.inside, "its client holds one place, the other seven"
-
-
-async def test_a_client_with_few_may_take_the_extra_places_and_one_with_many_may_not() -> None:
-    guests = Guests(FairPlaces(8, 3))
-    for _ in range(12):
-        await guests.comes("192.0.2.1")
-    for _ in range(5):
-        await guests.comes("192.0.2.2")
-    assert guests.held_by() == {"192.0.2.1": 8, "192.0.2.2": 3}
-
-
 async def test_equal_clients_are_served_in_order_of_arrival() -> None:
     guests = Guests(FairPlaces(1, 0))
     first = await guests.comes("192.0.2.1")

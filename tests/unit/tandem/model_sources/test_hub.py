@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,7 @@ from tandem.model_sources.find import find_model
 from tandem.model_sources.hub import is_model_id, model_name
 from tests.paths import DEMO_DRAFT, ROOT
 
-
-@dataclass
-class Repository:
-    """The files of each revision. `refusal` is what the hub answers in place of them: its X-Error-Code."""
-
-    revisions: Mapping[str, Mapping[str, bytes]] = field(default_factory=dict)
-    refusal: str | None = None
+Files = Mapping[str, bytes]
 
 
 @dataclass
@@ -41,12 +35,68 @@ class Hub:
     fetched: list[str]
 
 
+def commit(revision: str) -> str:
+    """Forty hexadecimal digits, as a commit has."""
+    return hashlib.sha1(revision.encode(), usedforsecurity=False).hexdigest()
+
+
+def routes(repositories: Mapping[str, Mapping[str, Files]]) -> dict[str, tuple[dict[str, str], bytes]]:
+    """The headers and the body of each path: a repository's revisions by name and by commit, which the library asks
+    for."""
+    found: dict[str, tuple[dict[str, str], bytes]] = {}
+    for model_id, revisions in repositories.items():
+        for name, files in revisions.items():
+            tree = [
+                {"type": "file", "path": path, "size": len(content), "oid": commit(path)}
+                for path, content in files.items()
+            ]
+            for revision in (name, commit(name)):
+                api = f"/api/models/{model_id}"
+                info = {"id": model_id, "sha": commit(name), "siblings": []}
+                found[f"{api}/revision/{revision}"] = {}, json.dumps(info).encode()
+                found[f"{api}/tree/{revision}"] = {}, json.dumps(tree).encode()
+                for path, content in files.items():
+                    tag = hashlib.sha1(content, usedforsecurity=False).hexdigest()
+                    headers = {"ETag": f'"{tag}"', "X-Repo-Commit": commit(name)}
+                    found[f"/{model_id}/resolve/{revision}/{path}"] = headers, content
+    return found
+
+
 @contextmanager
-def serving(repositories: Mapping[str, Repository]) -> Iterator[Hub]:
-    """Serve the repositories on a free port."""
-    fetched: list[str] = []
-    handler = type("Handler", (_Handler,), {"repositories": repositories, "fetched": fetched})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+def serving(repositories: Mapping[str, Mapping[str, Files]], gated: str) -> Iterator[Hub]:
+    """Serve the repositories on a free port, beside one that is gated."""
+    known, fetched = routes(repositories), list[str]()
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002
+            """Say nothing."""
+
+        def answer(self) -> None:
+            path = unquote(urlsplit(self.path).path)
+            headers, body = known.get(path, ({}, b""))
+            if path in known:
+                self.send_response(200)
+            else:
+                known_model = any(
+                    path.startswith((f"/api/models/{each}/", f"/{each}/")) for each in repositories
+                )
+                refusal = (
+                    "GatedRepo" if gated in path else "RevisionNotFound" if known_model else "RepoNotFound"
+                )
+                self.send_response(403 if gated in path else 404)
+                headers = {"X-Error-Code": refusal}
+            for name, value in {**headers, "Content-Length": str(len(body))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+                fetched.extend(
+                    [path.partition("/resolve/")[2].partition("/")[2]] if "/resolve/" in path else []
+                )
+
+        do_HEAD = do_GET = answer  # noqa: N815
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
@@ -55,87 +105,6 @@ def serving(repositories: Mapping[str, Repository]) -> Iterator[Hub]:
         server.shutdown()
         server.server_close()
         thread.join()
-
-
-class _RefusedError(Exception):
-    """A status, and the X-Error-Code."""
-
-
-class _Handler(BaseHTTPRequestHandler):
-    repositories: Mapping[str, Repository]
-    fetched: list[str]
-
-    def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002
-        """Say nothing."""
-
-    def _answer(self) -> None:
-        parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
-        try:
-            match parts:
-                case ["api", "models", owner, name, "revision", revision]:
-                    self._files(f"{owner}/{name}", revision)
-                    self._send_json({"id": f"{owner}/{name}", "sha": _commit(revision), "siblings": []})
-                case ["api", "models", owner, name, "tree", revision]:
-                    files = self._files(f"{owner}/{name}", revision)
-                    self._send_json([_entry(path, content) for path, content in files.items()])
-                case [owner, name, "resolve", revision, *path]:
-                    files = self._files(f"{owner}/{name}", revision)
-                    self._send_file("/".join(path), files["/".join(path)], revision)
-                case _:
-                    raise _RefusedError(404, "RepoNotFound")
-        except _RefusedError as refusal:
-            self._refuse(*refusal.args)
-
-    def _files(self, model_id: str, revision: str) -> Mapping[str, bytes]:
-        """The files of a revision."""
-        repository = self.repositories.get(model_id)
-        if repository is None:
-            raise _RefusedError(404, "RepoNotFound")
-        if repository.refusal is not None:
-            raise _RefusedError(403, repository.refusal)
-        for name, files in repository.revisions.items():
-            if revision in (name, _commit(name)):
-                return files
-        raise _RefusedError(404, "RevisionNotFound")
-
-    do_HEAD = do_GET = _answer  # noqa: N815
-
-    def _refuse(self, status: int, code: str) -> None:
-        self.send_response(status)
-        self.send_header("X-Error-Code", code)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def _send_json(self, content: object) -> None:
-        self._send(json.dumps(content).encode(), {"Content-Type": "application/json"})
-
-    def _send_file(self, path: str, content: bytes, commit: str) -> None:
-        if self.command == "GET":
-            self.fetched.append(path)
-        # The library asks for files by commit.
-        self._send(content, {"ETag": f'"{_digest(content)}"', "X-Repo-Commit": commit})
-
-    def _send(self, body: bytes, headers: Mapping[str, str]) -> None:
-        self.send_response(200)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-
-def _commit(revision: str) -> str:
-    """Forty hexadecimal digits, as a commit has."""
-    return _digest(revision.encode())
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha1(content, usedforsecurity=False).hexdigest()
-
-
-def _entry(path: str, content: bytes) -> dict[str, object]:
-    return {"type": "file", "path": path, "size": len(content), "oid": _digest(content)}
 
 
 CHECKPOINT = {
@@ -155,10 +124,10 @@ NOT_WANTED = {
     "consolidated.safetensors": b"once more",
 }
 REPOSITORIES = {
-    "acme/model": Repository(
-        {"main": CHECKPOINT | NOT_WANTED, "v1": CHECKPOINT | {"model.safetensors": b"older weights"}}
-    ),
-    "acme/gated": Repository(refusal="GatedRepo"),
+    "acme/model": {
+        "main": CHECKPOINT | NOT_WANTED,
+        "v1": CHECKPOINT | {"model.safetensors": b"older weights"},
+    }
 }
 # The library reads HF_ENDPOINT when it is imported, so a process of its own asks.
 ASK = """
@@ -177,7 +146,7 @@ print(json.dumps(answers))
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[Hub]:
-    with serving(REPOSITORIES) as hub:
+    with serving(REPOSITORIES, gated="acme/gated") as hub:
         yield hub
 
 

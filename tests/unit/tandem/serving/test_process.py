@@ -1,10 +1,12 @@
-"""Processes of services: heap after startup, log lines, standard streams that fail, and their end with their parent."""
+"""Processes of services: heap after startup, log lines, standard streams that fail, parents, and why they ended."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tandem.logs import configure
+from tandem.serving.children import Child
 from tandem.serving.server import YOUNG_OBJECTS
 from tests.end_to_end.processes import TANDEM, clean_environment, is_alive, until
 
@@ -211,3 +214,22 @@ def test_less_severe_lines_are_left_out(capsys: pytest.CaptureFixture[str]) -> N
     configure("warning", "text")
     logging.getLogger("tandem.x").info("detail")
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        ("sys.exit(3)", "ended with exit code 3"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "was ended by SIGKILL"),
+        ("os.kill(os.getpid(), signal.SIGRTMIN + 1)", f"was ended by signal {signal.SIGRTMIN + 1}"),
+        (
+            "os.kill(os.getpid(), signal.SIGILL)",
+            "this CPU lacks or the system does not allow; try --dtype float32",
+        ),
+    ],
+)
+async def test_the_reason_is_told(end: str, told: str) -> None:
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", f"import os, signal, sys; {end}")
+    sentence = await Child("draft", process, 1.0).obituary()
+    assert sentence.startswith("the draft service ")
+    assert sentence.endswith(told)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
@@ -148,21 +149,6 @@ async def test_a_drain_is_announced_to_all_and_waits_for_calls_but_not_for_watch
         assert await asyncio.wait_for(server, QUICK_SECONDS)
 
 
-async def test_calls_that_outlast_the_drain_get_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    service = Scripted(slow := Slow())
-    server = asyncio.create_task(serve(ServerSettings(drain_timeout_seconds=0.1), service))
-    async with open_channel(await announced(capsys, "ready on ")) as channel:
-        call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(generation_pb2.GenerateRequest())
-        await slow.begun.wait()
-        await call.read()
-        service.request_drain()
-        async with asyncio.timeout(QUICK_SECONDS):
-            assert await call.code() is grpc.StatusCode.UNAVAILABLE
-        assert await call.details() == "the fake service has drained for as long as it may, and stops"
-        assert await server
-    assert service.ended == 1
-
-
 @pytest.mark.slow
 async def test_a_second_signal_ends_the_process_at_once(unused_port: int) -> None:
     process = await asyncio.create_subprocess_exec(
@@ -264,27 +250,22 @@ async def test_an_error_at_startup_ends_the_server() -> None:
     assert service.is_closed
 
 
-@pytest.fixture
-def servicer() -> health.HealthServicer:
-    return health.HealthServicer()
-
-
-@pytest.fixture
-def address(servicer: health.HealthServicer) -> Iterator[str]:
+@contextmanager
+def health_server(status: int, credentials: grpc.ServerCredentials | None = None) -> Iterator[str]:
+    """The address of a server that says this of its health."""
+    servicer = health.HealthServicer()
+    servicer.set("", status)
     with ThreadPoolExecutor(1) as pool:
         server = grpc.server(pool)
         health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-        port = server.add_insecure_port("127.0.0.1:0")
+        any_port = "127.0.0.1:0"
+        if credentials is None:
+            port = server.add_insecure_port(any_port)
+        else:
+            port = server.add_secure_port(any_port, credentials)
         server.start()
         yield f"127.0.0.1:{port}"
         server.stop(None).wait()
-
-
-def test_the_exit_code_tells_serving_from_not_serving(servicer: health.HealthServicer, address: str) -> None:
-    servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
-    assert check(address) == Health.NOT_SERVING
-    servicer.set("", health_pb2.HealthCheckResponse.SERVING)
-    assert check(address) == Health.SERVING
 
 
 def test_a_missing_or_silent_server_is_unreachable() -> None:
@@ -297,29 +278,23 @@ def test_a_missing_or_silent_server_is_unreachable() -> None:
 
 
 def test_a_server_with_mutual_tls_is_asked_with_the_certificate_that_the_environment_names(
-    servicer: health.HealthServicer, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     files = issued(tmp_path)
     pair = [(files.key.read_bytes(), files.cert.read_bytes())]
     mutual = grpc.ssl_server_credentials(pair, files.ca.read_bytes(), require_client_auth=True)
-    servicer.set("", health_pb2.HealthCheckResponse.SERVING)
-    with ThreadPoolExecutor(1) as pool:
-        server = grpc.server(pool)
-        health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-        address = f"127.0.0.1:{server.add_secure_port('127.0.0.1:0', mutual)}"
-        server.start()
+    with health_server(health_pb2.HealthCheckResponse.SERVING, mutual) as address:
         environment = {"TANDEM_CLIENT_TLS_CA_FILE": str(files.ca)}
         assert check(address, credentials_of(environment), timeout_seconds=1.0) == Health.UNREACHABLE
         environment["TANDEM_CLIENT_TLS_CERT_FILE"] = str(files.cert)
         environment["TANDEM_CLIENT_TLS_KEY_FILE"] = str(files.key)
         assert check(address, credentials_of(environment)) == Health.SERVING
-        server.stop(None).wait()
 
 
-def test_the_command_exits_with_that_code_and_words(servicer: health.HealthServicer, address: str) -> None:
-    servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+def test_the_command_exits_with_that_code_and_words() -> None:
     command = [sys.executable, "-P", "-m", "tandem.serving.healthcheck"]
-    done = subprocess.run([*command, address], capture_output=True, text=True, check=False)
+    with health_server(health_pb2.HealthCheckResponse.NOT_SERVING) as address:
+        done = subprocess.run([*command, address], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (3, "not serving\n")
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (2, "error: 0 addresses were given; give one, host:port\n")

@@ -10,14 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.pairs import parse_shaped
-from benchmarks.shaping import (
-    ENTROPY_NATS,
-    agreement_and_overlap,
-    first_layers,
-    random_target,
-    scale_later_layers,
-    shaped_pair,
-)
+from benchmarks.shaping import ENTROPY_NATS, shaped_pair
 from tandem.engine.models.checkpoint import open_checkpoint, tokenizer_hash
 from tandem.errors import ConfigurationError
 
@@ -92,18 +85,6 @@ def test_services_can_load_the_folders_and_every_id_has_a_word(folders: tuple[Pa
     assert tokenizer_hash(target) == tokenizer_hash(draft)
     config = json.loads((target / "config.json").read_text())
     assert len(AutoTokenizer.from_pretrained(target)) == config["vocab_size"]
-
-
-def test_without_its_later_layers_the_target_is_the_draft() -> None:
-    target = random_target(parse_shaped("shaped:1M:1:0.5").shape())
-    draft = first_layers(target, 1)
-    assert agreement_and_overlap(target, draft)[0] < 0.9
-
-    scale_later_layers(target, 1, 0.0)
-
-    agreement, overlap = agreement_and_overlap(target, draft)
-    assert agreement == 1.0
-    assert overlap == pytest.approx(1.0)
 
 
 def test_a_draft_with_all_layers_is_refused(tmp_path: Path) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from coordinator.admin.administration import state_of
-from coordinator.admin.diagnosis import acceptance, diagnose, gain, relative_cost
+from coordinator.admin.diagnosis import acceptance, diagnose, relative_cost
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.stats.speculation import cumulative_rates
 from tandem import __version__
@@ -130,14 +128,6 @@ def test_acceptance_is_judged_by_what_drafting_gains(
     finding = acceptance(status(TARGET, replace(DRAFT, step_seconds=step_seconds), stats=stats))
     assert finding.severity is severity
     assert words in finding.detail + finding.advice
-
-
-@given(st.lists(st.floats(0.0, 1.0), max_size=8), st.floats(0.001, 2.0))
-def test_the_gain_agrees_with_the_theorem(rates: list[float], cost: float) -> None:
-    cumulative = sorted(rates, reverse=True)
-    expected_tokens = 1 + sum(cumulative)
-    assert gain(cumulative, cost) == pytest.approx(expected_tokens / (len(rates) * cost + 1))
-    assert gain([], cost) == 1.0
 
 
 def test_the_cost_of_a_draft_token_is_measured_in_verifications() -> None:

@@ -1,4 +1,4 @@
-"""A draft is chosen by its way, its queue and its steps with one sequence more, and by whether it has room."""
+"""A draft is chosen by its way, queue, steps, whether it has room, and the beginnings of texts that it has read."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.failover.placement import earliest, expected_seconds
+from coordinator.replicas import pool
+from coordinator.replicas.pool import Prefixes
 from tandem.types import DraftLoad, StepProfile
 
 PROFILE = StepProfile({(1, 1): 0.010, (4, 1): 0.012, (16, 1): 0.020, (1, 64): 0.016})
@@ -80,3 +82,21 @@ def test_the_chosen_one_is_never_much_later_than_the_earliest(states: list[tuple
     free = [each for each in drafts if each.load is not None and not each.load.is_full] or drafts
     assert found in free
     assert expected(found) <= 1.1 * min(map(expected, free)) + 0.001
+
+
+def test_the_longest_known_beginning_counts() -> None:
+    held = Prefixes()
+    held.add("a", range(300))
+    held.add("b", [*range(100), *range(500, 700)])
+    assert held.held(range(300)) == {"b": 64, "a": 256}
+    assert held.held([*range(100), *range(500, 700)]) == {"b": 256}
+    assert held.held(range(63)) == {}
+    assert held.held(range(1, 300)) == {}
+
+
+def test_old_beginnings_go() -> None:
+    held = Prefixes()
+    for first in range(pool._MAX_PREFIXES + 1):
+        held.add("a", range(first, first + 64))
+    assert held.held(range(64)) == {}
+    assert held.held(range(1, 65)) == {"a": 64}

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.cli import plan as plan_verb
 from coordinator.cli.plan import PairOptions
 from coordinator.cli.planning import Fleet, StepTimes, break_even, fleet_plan, measured_rounds, plan
 from tandem.errors import ConfigurationError
 from tandem.speculation_state import SpeculationDecision
-from tandem.types import GenerationRequest
 from tests.commands import run_here
 
 
@@ -52,22 +46,6 @@ def test_unmeasurable_pairs_are_refused_before_anything_starts(options: PairOpti
         options.up_words()
 
 
-async def test_rounds_that_come_two_at_once_take_half_as_long_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-
-    class Client:
-        async def generate(self, request: GenerationRequest) -> AsyncIterator[SimpleNamespace]:
-            nonlocal now
-            for number in range(9):
-                now += 0.0 if number % 2 else 0.016
-                yield SimpleNamespace(token_ids=(number,), proposed=0)
-
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    client: Any = Client()
-    found = await plan_verb._round_seconds(client, 1, [0], temperature=0.0)
-    assert found == {0: pytest.approx(0.008)}
-
-
 # ---- the table
 
 FIGURES = StepTimes(0.0065, 0.0012, (0.8,), per_8_rows=0.0)
@@ -79,13 +57,6 @@ def test_without_messages_the_speedup_is_the_usual_formula() -> None:
         expected = sum(0.8**i for i in range(row.tokens + 1)) / (row.tokens * 1.2 / 6.5 + 1.0)
         assert row.speedup == pytest.approx(expected)
         assert row.speedup_without_wire == pytest.approx(expected)
-
-
-def test_the_best_length_is_the_one_with_the_highest_speedup() -> None:
-    found = plan(replace(FIGURES, round_trip_seconds=0.0005).rounds(1), 1)
-    assert found.best_speedup == max(row.speedup for row in found.lengths)
-    assert found.lengths[found.best_tokens].speedup == found.best_speedup
-    assert found.lengths[found.best_tokens].speedup < found.lengths[found.best_tokens].speedup_without_wire
 
 
 def test_at_the_break_even_acceptance_drafting_begins_to_pay() -> None:
@@ -145,13 +116,6 @@ def test_more_clients_are_never_quicker_nor_more_drafts_slower(
     period = fleet.period_seconds(clients, drafts)
     assert fleet.period_seconds(clients, drafts + 1) <= period * 1.001
     assert fleet.period_seconds(clients + 4, drafts) >= period * 0.999
-
-
-def test_a_saturated_fleet_reaches_the_law_but_for_whole_clients() -> None:
-    found = fleet_plan(SATURATED, 16)
-    assert found.law == pytest.approx(1 + 4 * 12 / 65)
-    assert found.clients == 27  # the law: 27.8
-    assert found.rate == pytest.approx(SATURATED.tokens_per_round / 0.113)
 
 
 def test_few_drafts_with_costly_batches_are_not_enough() -> None:

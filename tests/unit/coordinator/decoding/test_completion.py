@@ -100,35 +100,28 @@ def summary_of(chunk: Chunk) -> Summary:
     return chunk.summary
 
 
-def test_a_stop_token_ends_the_completion_before_its_text() -> None:
-    chunk = extend(completion(), (10, STOP_ID, 12), 3)
-    assert chunk.token_ids == (10, STOP_ID)
-    assert chunk.text == TOKENIZER.decode([10])
-    assert (summary_of(chunk).finish_reason, summary_of(chunk).stop_reason) == (FinishReason.STOP, STOP_ID)
+A, CD = ids_of("a"), ids_of("cd")
 
 
-def test_the_stop_token_can_be_included() -> None:
-    chunk = extend(completion(included=True), (10, STOP_ID), 2)
-    assert chunk.text == TOKENIZER.decode([10, STOP_ID])
-
-
-def test_ignoring_the_end_of_sequence_leaves_the_stop_tokens() -> None:
-    chunk = extend(completion(eos_token_ids=()), (EOS, STOP_ID), 2)
-    assert chunk.token_ids == (EOS, STOP_ID)
-    assert summary_of(chunk).stop_reason == STOP_ID
-
-
-def test_an_end_of_sequence_has_no_stop_reason() -> None:
-    assert summary_of(extend(completion(max_tokens=1), (EOS,), 1)).finish_reason is FinishReason.STOP
-    assert summary_of(extend(completion(), (EOS,), 1)).stop_reason is None
-    assert summary_of(extend(completion(stop_token_ids={EOS}), (EOS,), 1)).stop_reason is None
-
-
-def test_the_stop_string_can_be_included() -> None:
-    token_ids = ids_of("ab") + ids_of("cd") + ids_of("zz")
-    chunk = extend(completion(stop=("cd",), included=True), token_ids, len(token_ids))
-    assert chunk.text == "abcd"
-    assert summary_of(chunk).stop_reason == "cd"
+@pytest.mark.parametrize(
+    ("limits", "proposed", "kept", "text", "reason"),
+    [
+        ({}, (*A, STOP_ID, 12), 2, "a", STOP_ID),
+        ({"included": True}, (*A, STOP_ID), 2, "a" + TOKENIZER.decode([STOP_ID]), STOP_ID),
+        ({"eos_token_ids": ()}, (EOS, STOP_ID), 2, "", STOP_ID),
+        ({}, (EOS,), 1, "", None),
+        ({"max_tokens": 1}, (EOS,), 1, "", None),
+        ({"stop_token_ids": {EOS}}, (EOS,), 1, "", None),
+        ({"stop": ("cd",)}, (*A, *CD, 12), 1 + len(CD), "a", "cd"),
+        ({"stop": ("cd",), "included": True}, (*A, *CD, 12), 1 + len(CD), "acd", "cd"),
+    ],
+)
+def test_stop_tokens_and_strings_end_the_completion(
+    limits: dict[str, Any], proposed: tuple[int, ...], kept: int, text: str, reason: int | str | None
+) -> None:
+    chunk = extend(completion(**limits), proposed, len(proposed))
+    assert (chunk.token_ids, chunk.text) == (proposed[:kept], text)
+    assert (summary_of(chunk).finish_reason, summary_of(chunk).stop_reason) == (FinishReason.STOP, reason)
 
 
 def test_only_a_limit_ends_a_completion_before_min_tokens() -> None:

@@ -7,7 +7,7 @@ threshold has a wrong measure.
 
 The token after the accepted run comes from a race. The law of the race is put in its place:
 tokens that race win in proportion to their weights, the exponentials being independent (that they are, and that the
-race is run with them, is tested in `test_raced_recovery.py`).
+race is run with them, is tested in `test_seeds.py`).
 """
 
 from __future__ import annotations

@@ -9,10 +9,20 @@ import numpy as np
 import pytest
 import torch
 
-from coordinator.rejection import STRATEGIES, AcceptanceRule, Round, resolve
+from coordinator.rejection import KEYED, STRATEGIES, AcceptanceRule, Round, resolve
+from coordinator.rejection.rounds import Race
 from tandem.config import SpeculativeConfig
 from tandem.engine.interface import RowRequest
-from tandem.sampling.noise import proposal_keys, sample, target_keys
+from tandem.sampling.noise import (
+    Purpose,
+    proposal_keys,
+    recovery_keys,
+    sample,
+    stream_key,
+    target_keys,
+    token_uniforms,
+    uniform,
+)
 from tandem.sampling.warping import warp
 from tandem.types import (
     Acceptance,
@@ -214,3 +224,36 @@ def test_dense_and_support_rows_give_the_same_tokens(
         accepted.append(dense.accepted_count)
     # Every number of accepted tokens occurred.
     assert min(accepted) < max(accepted)
+
+
+def test_the_token_after_the_run_is_the_argmax_over_the_whole_vocabulary() -> None:
+    """Target and coordinator race with the same keys: whoever knows the seed can compute it, as a draft does that
+    anticipates the round."""
+    rule = resolve(SpeculativeConfig(rejection_sampling_strategy="residual"), SAMPLING[0])
+    prompt, from_outside = (0, 0), 0
+    for seed in range(300):
+        sampling = SamplingParams(temperature=1.0, seed=seed)
+        proposal, acceptance = one_round(rule, TARGET, DRAFT, prompt, 2, sampling)
+        count = acceptance.accepted_count
+        weights = warp(TARGET.logits(prompt + proposal.token_ids[:count])[None], [sampling])[0]
+        if count < len(proposal):
+            drawn = proposal.distributions[count]
+            assert isinstance(drawn, SparseDistribution)
+            weights[drawn.token_ids] = np.maximum(weights[drawn.token_ids] - drawn.probs, 0.0)
+            from_outside += acceptance.next_token_id not in drawn.token_ids
+        key = np.array([stream_key(seed, len(prompt) + count, Purpose.RECOVERY, len(prompt))])
+        exponential = -np.log(token_uniforms(key, TARGET.vocabulary_size)[0])
+        assert acceptance.next_token_id == (weights / exponential).argmax()
+    assert from_outside > 10
+
+
+def test_the_coordinator_draws_with_the_keys_of_the_round() -> None:
+    """Noise of the proposal, of acceptance and of recovery is never reused."""
+    ids = np.arange(50)
+    own = Round(Proposal(20, (1,) * 8), Verification(20, ()), SamplingParams(seed=3))
+    assert KEYED.uniform(own, 2) == uniform(3, 22, Purpose.ACCEPTANCE, 20)
+    winner = token_uniforms(recovery_keys(3, 20, 9)[4:5], 50)[0].argmax()
+    assert KEYED.sample([Race(own, 4, ids, np.ones(50), -1, 0.0)]) == [winner]
+    empty = Round(Proposal(20), Verification(20, ()), own.sampling)
+    winner = token_uniforms(target_keys(3, 20, 1), 50)[0].argmax()
+    assert KEYED.sample([Race(empty, 0, ids, np.ones(50), -1, 0.0)]) == [winner]

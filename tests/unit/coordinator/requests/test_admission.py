@@ -1,8 +1,10 @@
-"""The clients that count as one peer."""
+"""The clients that count as one peer, places and queue, and the bounds of a request."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -33,76 +35,44 @@ def test_a_host_name_is_its_own_peer() -> None:
     assert peer_of_host("somewhere") == "somewhere"
 
 
-class Guest:
-    """Takes a place, and keeps it until released."""
+@asynccontextmanager
+async def occupied(admission: Admission, count: int) -> AsyncIterator[None]:
+    """So many requests have places or wait for them."""
 
-    def __init__(self, admission: Admission, deadline_seconds: float | None = None) -> None:
-        self.is_in = False
-        self._leave = asyncio.Event()
-        self.task = asyncio.create_task(self._stay(admission, deadline_seconds))
+    async def stay() -> None:
+        async with admission.place(None):
+            await asyncio.Event().wait()
 
-    async def _stay(self, admission: Admission, deadline_seconds: float | None) -> None:
-        async with admission.place(deadline_seconds):
-            self.is_in = True
-            await self._leave.wait()
-
-    async def leaves(self) -> None:
-        self._leave.set()
-        await self.task
-
-
-async def arrived(admission: Admission, count: int) -> list[Guest]:
-    """The guests that requested a place. A guest without a reference is collected, and its place goes to the next."""
-    guests = [Guest(admission) for _ in range(count)]
+    guests = [asyncio.create_task(stay()) for _ in range(count)]
     await asyncio.sleep(0)
-    return guests
-
-
-async def settle() -> None:
-    for _ in range(3):
-        await asyncio.sleep(0)
-
-
-async def test_first_come_first_served_and_the_others_are_refused_at_once() -> None:
-    admission = Admission(2, 3)
-    guests = await arrived(admission, 6)
-    await settle()
-    assert [guest.is_in for guest in guests] == [True, True, False, False, False, False]
-    assert (admission.running, admission.queued) == (2, 3)
-    with pytest.raises(CapacityError, match="2 requests run and 3 wait") as refusal:
-        await guests[5].task
-    assert refusal.value.retry_after_seconds is not None
-    guests[1].task.cancel()
-    await settle()
-    assert [guest.is_in for guest in guests[:5]] == [True, True, True, False, False]
-    for guest in (guests[0], *guests[2:5]):
-        await guest.leaves()
-    assert (admission.running, admission.queued) == (0, 0)
+    yield
+    for guest in guests:
+        guest.cancel()
+    await asyncio.gather(*guests, return_exceptions=True)
 
 
 async def test_waiting_ends_at_the_deadline() -> None:
     admission = Admission(1, 1)
-    (first,) = await arrived(admission, 1)
-    with pytest.raises(DeadlineError, match=r"waited 0\.01 s"):
-        async with admission.place(0.01):
-            pass
-    assert (admission.running, admission.queued) == (1, 0)
-    await first.leaves()
+    async with occupied(admission, 1):
+        with pytest.raises(DeadlineError, match=r"waited 0\.01 s"):
+            async with admission.place(0.01):
+                pass
+        assert (admission.running, admission.queued) == (1, 0)
 
 
-async def test_the_retry_hint_is_the_time_until_the_queue_moves() -> None:
+async def test_a_refusal_says_when_the_queue_moves() -> None:
     now = 0.0
     admission = Admission(1, 1, clock=lambda: now)
     async with admission.place(None):
         now = 0.2
-    guests = await arrived(admission, 2)
-    with pytest.raises(CapacityError) as refusal:
-        async with admission.place(None):
-            pass
+    async with occupied(admission, 2):
+        assert (admission.running, admission.queued) == (1, 1)
+        with pytest.raises(CapacityError, match="1 request runs and 1 wait") as refusal:
+            async with admission.place(None):
+                pass
     # Two are before it, each of 0.2 seconds.
     assert refusal.value.retry_after_seconds == pytest.approx(0.4)
-    for guest in guests:
-        await guest.leaves()
+    assert (admission.running, admission.queued) == (0, 0)
 
 
 @pytest.mark.parametrize(

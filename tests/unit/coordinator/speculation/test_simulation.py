@@ -8,11 +8,10 @@ from functools import cache
 from itertools import chain, repeat
 from random import Random
 from statistics import fmean, median
-from typing import Protocol
 
 import pytest
 
-from coordinator.speculation.controller import TURN_SHARE, SpeculationController
+from coordinator.speculation.controller import TURN_SHARE, RequestSpeculation, SpeculationController
 from coordinator.speculation.gains import expected_tokens, request_kind
 from coordinator.stats.rounds import RoundCost, RoundResult
 from tandem.types import ModelInfo, StepProfile
@@ -87,19 +86,6 @@ class Profile:
         return max(range(MAX_TOKENS + 1), key=lambda proposed: self.speed(load, proposed))
 
 
-class Speculation(Protocol):
-    """The controller's part in a request, or an oracle's."""
-
-    def begin_round(self, load: int) -> int:
-        """Return the number of tokens to propose."""
-
-    def end_round(self, result: RoundResult) -> None:
-        """A round has ended."""
-
-    def end(self) -> None:
-        """The request has ended."""
-
-
 @dataclass(frozen=True)
 class Oracle:
     """Chooses with knowledge of the true costs and acceptance."""
@@ -114,6 +100,9 @@ class Oracle:
 
     def end(self) -> None:
         """Nothing to end."""
+
+
+Speculation = RequestSpeculation | Oracle
 
 
 @dataclass

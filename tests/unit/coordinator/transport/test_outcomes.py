@@ -81,20 +81,6 @@ def test_the_first_outcome_has_what_the_draft_is_ahead_with() -> None:
     assert outcomes.ready_count((*came, 4, 7, 9, 1)) == 0, "that was ahead of the last round"
 
 
-@pytest.mark.parametrize(
-    ("lead", "kind", "message"),
-    [
-        ((7, 8, 9), RowKind.TOKEN, "it is 3 tokens ahead at depth 0 of its outcomes; 3 tokens were granted"),
-        ((VOCABULARY_SIZE,), RowKind.TOKEN, "it drafted token id 12 ahead"),
-        ((7,), RowKind.SUPPORT, "by tokens without distributions; the rule needs one for each"),
-    ],
-)
-def test_a_lead_that_cannot_be_used_is_refused(lead: tuple[int, ...], kind: RowKind, message: str) -> None:
-    first = replace(FIRST, distributions=tuple(support(token_id) for token_id in FIRST.token_ids))
-    with pytest.raises(ProtocolError, match=message):
-        pending(replace(first, lead_token_ids=lead), kind=kind)
-
-
 def test_a_continuation_that_the_draft_still_drafts_says_when_its_next_token_is_due() -> None:
     outcomes = PendingOutcomes(VOCABULARY_SIZE, RowKind.TOKEN)
     outcomes.expect(BASE, PROPOSED, BUDGET)
@@ -145,6 +131,11 @@ def test_late_outcomes_are_tolerated_however_far_the_draft_is_behind() -> None:
             assert not outcomes.add(DraftedOutcomes(BASE + 2 * number, depth, (4,)))
 
 
+def supported(*distributions: SparseDistribution, lead: tuple[int, ...] = ()) -> tuple[DraftedOutcomes, ...]:
+    return (replace(FIRST, distributions=distributions, lead_token_ids=lead),)
+
+
+OWN = tuple(support(token_id) for token_id in FIRST.token_ids)
 WRONG: dict[str, tuple[tuple[DraftedOutcomes, ...], str]] = {
     "a round to come": ((replace(FIRST, base_length=BASE + 1),), "none were asked for there"),
     "a depth left out": ((SECOND,), "depth 0 must follow"),
@@ -165,35 +156,38 @@ WRONG: dict[str, tuple[tuple[DraftedOutcomes, ...], str]] = {
     "an unknown token": ((DraftedOutcomes(BASE, 0, (VOCABULARY_SIZE,), (0,), (5,)),),
         "drafted token id 12 ahead; ids must be in 0..11"),
     "an unknown next token": ((DraftedOutcomes(BASE, 0, (1,), (0,), (-1,)),), "drafted token id -1 ahead"),
+    "more depths than granted": ((FIRST, SECOND, replace(SECOND, depth=2), replace(SECOND, depth=3)),
+        "below the 3 that were granted"),
+    "a lead of too many": (supported(lead=(7, 8, 9)),
+        "it is 3 tokens ahead at depth 0 of its outcomes; 3 tokens were granted"),
+    "a lead with an unknown token": (supported(lead=(VOCABULARY_SIZE,)), "it drafted token id 12 ahead"),
+}  # fmt: skip
+WRONG_SUPPORTS: dict[str, tuple[tuple[DraftedOutcomes, ...], str]] = {
+    "a lead without distributions": (supported(*OWN, lead=(7,)),
+        "by tokens without distributions; the rule needs one for each"),
+    "none": (supported(), "pushed 3 tokens with 0 distributions; the rule needs one for each"),
+    "too few": (supported(*OWN[:2]), "pushed 3 tokens with 2 distributions"),
+    "without its token": (supported(OWN[0], OWN[0], OWN[2]), "to which its own distribution gives no probability"),
+    "of an unknown token": (supported(OWN[0], support(5, VOCABULARY_SIZE), OWN[2]),
+        "the probability of an unknown token"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", WRONG)
-def test_invalid_outcomes_are_refused(kind: str) -> None:
-    (*before, lie), sentence = WRONG[kind]
-    outcomes = pending(*before)
-    with pytest.raises(ProtocolError, match=f"^draft service: .*{sentence}"):
-        outcomes.add(lie)
-
-
-def test_more_depths_than_granted_are_refused() -> None:
-    outcomes = pending(FIRST, SECOND, replace(SECOND, depth=2))
-    with pytest.raises(ProtocolError, match="below the 3 that were granted"):
-        outcomes.add(replace(SECOND, depth=3))
-
-
 @pytest.mark.parametrize(
-    ("supports", "sentence"),
+    ("kind", "pushed", "sentence"),
     [
-        ((), "pushed 3 tokens with 0 distributions; the rule needs one for each"),
-        ((support(4), support(5)), "pushed 3 tokens with 2 distributions"),
-        ((support(4), support(4), support(6)), "to which its own distribution gives no probability"),
-        ((support(4), support(5, VOCABULARY_SIZE), support(6)), "the probability of an unknown token"),
+        pytest.param(kind, *case, id=name)
+        for kind, wrong in ((RowKind.TOKEN, WRONG), (RowKind.SUPPORT, WRONG_SUPPORTS))
+        for name, case in wrong.items()
     ],
 )
-def test_supports_of_no_use_are_refused(supports: tuple[SparseDistribution, ...], sentence: str) -> None:
-    with pytest.raises(ProtocolError, match=sentence):
-        pending(kind=RowKind.SUPPORT).add(replace(FIRST, distributions=supports))
+def test_invalid_outcomes_are_refused(
+    kind: RowKind, pushed: tuple[DraftedOutcomes, ...], sentence: str
+) -> None:
+    *before, lie = pushed
+    outcomes = pending(*before, kind=kind)
+    with pytest.raises(ProtocolError, match=f"^draft service: .*{sentence}"):
+        outcomes.add(lie)
 
 
 def test_supports_that_fill_the_memory_are_refused() -> None:

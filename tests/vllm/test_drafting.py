@@ -43,7 +43,7 @@ from tests.unit.draft_service.test_mapped import (
     met,
 )
 from tests.unit.engine.tiny_models import MAX_LENGTH, save_checkpoint
-from tests.unit.engine_vllm.test_branches import drafted_rounds
+from tests.unit.engine_vllm.test_engine import drafted_rounds
 from tests.vllm.families import FAMILIES
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]

@@ -20,7 +20,6 @@ class FairPlaces:
 
     def __init__(self, places: int, extra: int) -> None:
         self.held = 0
-        """Places that are taken."""
         self._places, self._extra = places, extra
         self._held_by: Counter[str] = Counter()
         self._queues: dict[str, deque[_Turn]] = {}

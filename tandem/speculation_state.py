@@ -63,7 +63,6 @@ class SpeculationDecision:
     draft: str
     """Name of the draft's model."""
     rule: str
-    """Name of the acceptance rule."""
     temperatures: str
     """Range of temperatures, for instance "0.85-1.15"."""
     load: int

@@ -226,7 +226,6 @@ class RowStatistics:
     entropy: float
     """Shannon entropy, in nats."""
     max_prob: float
-    """Highest probability."""
     argmax_token_id: int
     """The token that has it; the lowest id among equals."""
     ranks: IntArray
@@ -248,7 +247,6 @@ class SupportRow:
     probs: FloatArray
     """The target's probabilities there, shape [support_size]."""
     outside_mass: float
-    """Probability outside the support."""
     outside_token_id: int
     """A sample of the target restricted to outside the support; -1 when there is no mass there."""
     statistics: RowStatistics | None = None
@@ -309,9 +307,7 @@ class Acceptance:
 
 
 MAX_LEAD = 8
-"""Bound of a step's lead."""
 MAX_BRANCHES = 64
-"""Bound of a budget's branches."""
 MAX_AHEAD_TOKENS = 64
 """Bound of a budget's tokens for each branch."""
 
@@ -385,11 +381,8 @@ class Coverage:
     """How much of a draft's vocabulary a target's covers."""
 
     shared_tokens: int
-    """Tokens that both have."""
     draft_tokens: int
-    """Tokens of the draft's vocabulary."""
     target_tokens: int
-    """Tokens of the target's."""
     text_share: float
     """Share of the draft's tokens that both have in a sample of prose, code, JSON and several languages. It estimates
     the share of the draft's probability that token-level intersection keeps."""
@@ -463,7 +456,6 @@ class DraftLoad:
     """How busy a draft service is, with the sequences of all its callers."""
 
     sequences: int = 0
-    """Open sequences."""
     waiting: int = 0
     """Sequences that wait for a place."""
     is_full: bool = False

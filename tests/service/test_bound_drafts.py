@@ -14,7 +14,6 @@ from typing import Any
 
 import grpc.aio
 import pytest
-import torch
 
 from bound_service.loading import BoundPair, load_pair
 from coordinator.service import CoordinatorService
@@ -32,6 +31,7 @@ from tests.mtp_models import SEPARATE_FAMILIES, MtpTarget
 from tests.service.clients import Completed, complete, complete_all
 from tests.service.fakes import coordinated, serving
 from tests.service.test_drafting_ahead import PLACES, exact_places
+from tests.unit.engine.greedy import plain_greedy
 
 
 def small_target() -> Any:
@@ -167,16 +167,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @cache
 def by_transformers(model: Any, prompt: tuple[int, ...]) -> tuple[int, ...]:
     """Greedy text by transformers' own loop; every method must give it."""
-    ids = torch.tensor([prompt])
-    output = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=TOKENS,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return tuple(int(each) for each in output[0, len(prompt) :])
+    return tuple(plain_greedy(model, prompt, TOKENS))
 
 
 async def completed(

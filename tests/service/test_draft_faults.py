@@ -27,15 +27,10 @@ from tests.service import engines
 from tests.service.clients import complete, until
 from tests.service.engines import pair
 from tests.service.fakes import FakeDraft, FakeTarget, cluster
-from tests.service.test_draft_loss import Failing, HangingFrom
+from tests.service.test_draft_loss import Failing, Hanging
 from tests.service.test_target_loss import REQUESTS as ALL
 
 PATIENCE_SECONDS = 0.05
-
-
-class Hanging(FakeDraft):
-    async def respond(self, tokens: Sequence[int], count: int) -> None:
-        await asyncio.Event().wait()
 
 
 class Late(FakeDraft):
@@ -116,8 +111,8 @@ def _column(name: str, content: bytes) -> Callable[[], FakeDraft]:
 
 
 FAULTS: dict[str, Callable[[], FakeDraft]] = {
-    "hanging": Hanging,
-    "hanging later": HangingFrom,
+    "hanging": lambda: Hanging(0),
+    "hanging later": lambda: Hanging(2),
     "late": Late,
     "refusing": lambda: Failing(*range(1000), code=grpc.StatusCode.RESOURCE_EXHAUSTED),
     "dying": lambda: Failing(*range(3, 1000)),

@@ -37,20 +37,16 @@ class Failing(FakeDraft):
         return self.proposal(tokens, count)
 
 
-class HangingFrom(FakeDraft):
-    """Answers no step from the third on."""
+class Hanging(FakeDraft):
+    """Answers as many steps as this and no more. Before the first it is as one that has no room yet."""
+
+    def __init__(self, answered: int) -> None:
+        super().__init__()
+        self._answered = answered
 
     async def respond(self, tokens: Sequence[int], count: int) -> Proposal:
-        if len(self.requested) > 2:
+        if len(self.requested) > self._answered:
             await asyncio.Event().wait()
-        return self.proposal(tokens, count)
-
-
-class Full(FakeDraft):
-    """Has no room yet, and does not begin."""
-
-    async def respond(self, tokens: Sequence[int], count: int) -> Proposal:
-        await asyncio.Event().wait()
         return self.proposal(tokens, count)
 
 
@@ -114,7 +110,7 @@ async def completed_on(first: FakeDraft, other: FakeDraft) -> Completed:
 
 async def test_a_hanging_draft_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.failover.placement._ABANDON_SECONDS", 0.1)
-    hanging, other = HangingFrom(), FakeDraft()
+    hanging, other = Hanging(2), FakeDraft()
     assert (await completed_on(hanging, other)).token_ids == EXPECTED
     assert other.opened == 1
 
@@ -122,7 +118,7 @@ async def test_a_hanging_draft_is_replaced(monkeypatch: pytest.MonkeyPatch) -> N
 async def test_a_draft_that_waits_for_room_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be full; a request that moved to another full draft would lose its place in the queue."""
     monkeypatch.setattr("coordinator.failover.placement._ABANDON_SECONDS", 0.1)
-    full, other = Full(), FakeDraft()
+    full, other = Hanging(0), FakeDraft()
     assert (await completed_on(full, other)).token_ids == EXPECTED
     assert (full.opened, other.opened) == (1, 0)
 

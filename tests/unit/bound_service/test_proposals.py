@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
-import torch
 
 from bound_service.loading import BoundPair, load_pair
 from bound_service.service import BoundService
@@ -48,6 +47,7 @@ from tests.heads import (
 )
 from tests.mtp_models import FAMILIES, MtpTarget
 from tests.paths import DEMO_DRAFT, DEMO_EAGLE3, DEMO_TARGET
+from tests.unit.engine.greedy import plain_greedy
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -136,14 +136,6 @@ class Reference(Protocol):
         """The most probable tokens after these."""
 
 
-def continued(model: Any, prompt: tuple[int, ...], new_tokens: int) -> list[int]:
-    """Greedy text by transformers' own loop."""
-    ids = torch.tensor([prompt])
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False,
-                            eos_token_id=None, pad_token_id=0)  # fmt: skip
-    return [int(each) for each in output[0, len(prompt) :]]
-
-
 async def check(
     model: Any,
     folder: Path,
@@ -159,7 +151,7 @@ async def check(
         requests = [Request(pair, str(index), prompt) for index, prompt in enumerate(prompts)]
         texts = await asyncio.gather(*(request.run(new_tokens) for request in requests))
     for prompt, text, request in zip(prompts, texts, requests, strict=True):
-        assert text == continued(model, prompt, new_tokens)
+        assert text == plain_greedy(model, prompt, new_tokens)
         lengths = [len(proposal) for _, proposal in request.proposals]
         assert lengths == [0] + [proposed] * (len(lengths) - 1), "a proposal in every round but the first"
         for length, proposal in request.proposals[1:]:
@@ -267,7 +259,7 @@ async def test_a_head_catches_up_behind_what_was_repeated(target: tuple[Any, Pat
         texts = await asyncio.gather(*(request.run(48) for request in requests))
     repeated = own = behind = 0
     for prompt, text, request in zip(PROMPTS, texts, requests, strict=True):
-        assert text == continued(model, prompt, 48)
+        assert text == plain_greedy(model, prompt, 48)
         was_repeated = False
         for length, proposal in request.proposals:
             tokens = request.tokens[:length]

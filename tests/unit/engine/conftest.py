@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +67,7 @@ def _quiet_and_single_threaded() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
     """Makes a model of a family, once in a session."""
-    made: dict[str, TinyModel] = {}
-
-    def make(family: str) -> TinyModel:
-        if family not in made:
-            made[family] = saved_model(tmp_path_factory.mktemp(family), CONFIGS[family]())
-        return made[family]
-
-    return make
+    return cache(lambda family: saved_model(tmp_path_factory.mktemp(family), CONFIGS[family]()))
 
 
 @pytest.fixture(scope="session")

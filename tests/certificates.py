@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -18,14 +19,18 @@ class Files:
     key: Path
 
 
-def issued(folder: Path, authority: trustme.CA | None = None, not_after: datetime | None = None) -> Files:
-    """Create a certificate for localhost and 127.0.0.1, by default of a new authority."""
+def issued(
+    folder: Path,
+    authority: trustme.CA | None = None,
+    not_after: datetime | None = None,
+    names: Sequence[str] = (),
+) -> Files:
+    """Create a certificate for these names, localhost and 127.0.0.1, by default of a new authority."""
     authority = authority or trustme.CA()
     folder.mkdir(parents=True, exist_ok=True)
-    certificate = authority.issue_cert("localhost", "127.0.0.1", not_after=not_after)
-    files = Files(folder / "ca.pem", folder / "cert.pem", folder / "key.pem")
+    certificate = authority.issue_cert(*names, "localhost", "127.0.0.1", not_after=not_after)
+    files = Files(folder / "ca.crt", folder / "tls.crt", folder / "tls.key")
     authority.cert_pem.write_to_path(files.ca)
     certificate.private_key_pem.write_to_path(files.key)
-    chain = b"".join(blob.bytes() for blob in certificate.cert_chain_pems)
-    files.cert.write_bytes(chain)
+    files.cert.write_bytes(b"".join(blob.bytes() for blob in certificate.cert_chain_pems))
     return files

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from deploy.gpus import Override
@@ -83,3 +85,11 @@ def services(
             needed: how for needed, how in service.get("depends_on", {}).items() if needed in chosen
         }
     return chosen
+
+
+def set_environment(patch: pytest.MonkeyPatch, variables: Mapping[str, object]) -> None:
+    """Set these variables, and none of Tandem's beside them."""
+    for variable in [variable for variable in os.environ if variable.startswith("TANDEM_")]:
+        patch.delenv(variable)
+    for variable, value in variables.items():
+        patch.setenv(variable, str(value))

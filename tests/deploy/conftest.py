@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import trustme
 
+from tests.certificates import issued
 from tests.deploy.compose import services
 from tests.deploy.containers import TEST_OPTIONS, Cluster, why_not
 from tests.deploy.images import Image, build_code, image
@@ -46,12 +47,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make the certificates that deploy/compose.tls.yml expects in CERTIFICATES."""
     folder, authority = tmp_path_factory.mktemp("certificates"), trustme.CA()
     for service, names in (("draft", ["draft-service"]), ("target", ["target-service"]), ("coordinator", [])):
-        own = folder / service
-        own.mkdir()
-        issued = authority.issue_cert(*names, "localhost")
-        authority.cert_pem.write_to_path(own / "ca.crt")
-        issued.private_key_pem.write_to_path(own / "tls.key")
-        (own / "tls.crt").write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
+        issued(folder / service, authority, names=names)
     (folder / "coordinator" / "tokens").write_text(f"{CLIENT_TOKEN}\n", encoding="utf-8")
     return folder
 

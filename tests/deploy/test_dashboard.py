@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -16,7 +19,6 @@ from coordinator.telemetry.observer import State
 from tandem.integrations.vllm.metrics import Counts, CountsCollector, wait_histogram
 from tandem.telemetry.service import ServiceMetrics
 from tandem.types import SpeculationStats
-from tests.deploy.dashboard import DASHBOARD, VLLM_DASHBOARD, queries
 from tests.paths import ROOT
 from tests.unit.coordinator.cli.samples import REPLICAS, STATUS
 
@@ -92,3 +94,33 @@ def test_grafana_finds_what_the_dashboard_names() -> None:
     assert ["./deploy/grafana/dashboards", provider["options"]["path"]] in mounts
     home = compose["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
     assert home == f"{provider['options']['path']}/{DASHBOARD.name}"
+
+
+DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "tandem.json"
+VLLM_DASHBOARD = DASHBOARD.with_name("vllm.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    panel: str
+    expression: str
+    legend: str
+
+
+def panels(dashboard: Path = DASHBOARD) -> list[dict[str, Any]]:
+    """All panels without the titles of rows, which have no queries."""
+    found = json.loads(dashboard.read_text(encoding="utf-8"))["panels"]
+    return [panel for panel in found if panel["type"] != "row"]
+
+
+def filled(expression: str) -> str:
+    """The query for all models, over a minute."""
+    return expression.replace("$__rate_interval", "1m").replace("$model", ".*")
+
+
+def queries(dashboard: Path = DASHBOARD) -> list[Query]:
+    return [
+        Query(panel["title"], filled(target["expr"]), target["legendFormat"])
+        for panel in panels(dashboard)
+        for target in panel["targets"]
+    ]

@@ -15,8 +15,8 @@ import pytest
 
 from tests.deploy.compose import services
 from tests.deploy.containers import TEST_OPTIONS, Cluster, Container, why_not
-from tests.deploy.dashboard import filled, panels
 from tests.deploy.images import Image
+from tests.deploy.test_dashboard import filled, panels
 from tests.end_to_end.processes import until
 from tests.paths import HELD_OUT_PROMPTS, ROOT
 

@@ -14,7 +14,8 @@ from coordinator.settings.coordinator import CoordinatorSettings
 from draft_service.settings import DraftSettings
 from tandem.settings import ModelServerSettings, ServerSettings, load_settings
 from target_service.settings import TargetSettings
-from tests.deploy.dockerfile import Dockerfile
+from tests.deploy.compose import set_environment
+from tests.deploy.images import Dockerfile
 from tests.deploy.kubernetes.rendered import KUBERNETES, OVERLAYS, Manifests, named, render, rendered
 from tests.paths import ROOT
 
@@ -60,11 +61,8 @@ def test_every_option_is_one_that_the_services_know(overlay: str, monkeypatch: p
         if overlay == "vllm" and name != "draft":
             continue
         with monkeypatch.context() as patch:
-            for variable in [variable for variable in os.environ if variable.startswith("TANDEM_")]:
-                patch.delenv(variable)
             given = environment_of(objects, name) | {f"TANDEM_{name.upper()}_HOST": "0.0.0.0"}
-            for variable, value in given.items():
-                patch.setenv(variable, value)
+            set_environment(patch, given)
             loaded = load_settings(settings, (), name)
             fields = {field.upper() for field in settings.model_fields}
             own = f"TANDEM_{name.upper()}_"
@@ -128,10 +126,7 @@ def test_the_alerts_are_those_of_compose() -> None:
 def test_the_plug_in_of_vllm_knows_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
     plug_in = pytest.importorskip("tandem.integrations.vllm.settings")
     given = environment_of(rendered("vllm"), "vllm")
-    for variable in [variable for variable in os.environ if variable.startswith("TANDEM_")]:
-        monkeypatch.delenv(variable)
-    for variable, value in given.items():
-        monkeypatch.setenv(variable, value)
+    set_environment(monkeypatch, given)
     settings = plug_in.read_settings()
     assert settings.draft_address == "draft:50053"
     assert settings.service_credentials.uses_tls

@@ -63,7 +63,6 @@ $(VLLM)/.installed: pyproject.toml
 
 test-vllm: setup $(VLLM)/.installed ## Install vLLM for CPUs and run the tests that need it
 	PYTHONPATH=. $(VLLM)/bin/python -m pytest -v -rs -W default -m 'not soak' tests/vllm $(ARGS)
-	$(BIN)/python -m pytest -v -rs --vllm-python $(CURDIR)/$(VLLM)/bin/python tests/end_to_end/test_vllm.py $(ARGS)
 
 # Libraries of others, in an environment of their own: they pin other versions than we do.
 CLIENTS := .clients

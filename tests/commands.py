@@ -8,9 +8,8 @@ import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from typing import TextIO
 from unittest import mock
-
-import pytest
 
 from coordinator.cli.main import main
 from tests.end_to_end.processes import clean_environment
@@ -23,44 +22,33 @@ class Ran:
     err: str
 
 
-def run_here(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """Run `tandem` with these arguments, in an environment that sets none of its options."""
+def _run(arguments: tuple[str, ...], stdin: TextIO) -> Ran:
     out, err, code = io.StringIO(), io.StringIO(), 0
     with (
         redirect_stdout(out),
         redirect_stderr(err),
-        mock.patch.object(sys, "stdin", io.StringIO(stdin)),
+        mock.patch.object(sys, "stdin", stdin),
         mock.patch.object(sys, "argv", ["tandem", *arguments]),
-        mock.patch.dict(os.environ, clean_environment(), clear=True),
     ):
         try:
             main()
         except SystemExit as end:
-            code = _code(end)
-    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    return Ran(code, out.getvalue(), err.getvalue())
 
 
-def _code(end: SystemExit) -> int:
-    return end.code if isinstance(end.code, int) else int(end.code is not None)
+def run_here(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """Run `tandem` with these arguments, in an environment that sets none of its options."""
+    with mock.patch.dict(os.environ, clean_environment(), clear=True):
+        ran = _run(arguments, io.StringIO(stdin))
+    return subprocess.CompletedProcess(arguments, ran.code, ran.out, ran.err)
 
 
 class Commands:
-    """Runs commands, and keeps what they print."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self._monkeypatch = monkeypatch
-        self._capsys = capsys
+    """Runs commands in the environment of the test."""
 
     def run(self, *arguments: str) -> Ran:
-        self._monkeypatch.setattr(sys, "argv", ["tandem", *arguments])
-        self._capsys.readouterr()
-        code = 0
-        try:
-            main()
-        except SystemExit as end:
-            code = _code(end)
-        captured = self._capsys.readouterr()
-        return Ran(code, captured.out, captured.err)
+        return _run(arguments, sys.stdin)
 
     def succeed(self, *arguments: str) -> str:
         """Run a command that must exit 0 with an empty stderr, and return its output."""

@@ -1,6 +1,5 @@
 """Settings of all tests."""
 
-import os
 import signal
 from pathlib import Path
 
@@ -19,14 +18,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--vllm-python",
-        default=os.environ.get("TEST_VLLM_PYTHON", ""),
-        help="Python of an environment with vLLM and Tandem (`make test-vllm` makes one); by default TEST_VLLM_PYTHON",
-    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -247,12 +247,10 @@ def save_eagle(
 
     Args:
         folder: where; a raw checkpoint says by the folder's name alone what it is.
-        target: a model of transformers.
         form: ``raw`` as SafeAILab publishes it, wrapped as ``vllm``'s `EAGLEConfig`, or ``speculators``.
         bias: of the first layer.
         norms: those of the speculators format's `layernorms`.
         embedding: ``none``, ``copied`` from the target, or its ``own``.
-        seed: of the weights.
     """
     size, numbers = target.config.hidden_size, Numbers(seed)
     tensors = _layer_tensors(target, seed)
@@ -369,15 +367,12 @@ def save_medusa(
     """Write a checkpoint by FasterDecoding's names (`published`) or by those of vLLM's `MedusaModel`.
 
     Args:
-        folder: where.
-        target: a model of transformers.
         published: `{head}.{layer}.linear`, and no widths in the config.
         layers: residual blocks of each head.
         bias: these have biases.
         draft_vocabulary: tokens that the heads can say, with a `token_map`; None for all.
         whole_outputs: the output layers have all rows nevertheless.
         shared_output: all heads have one output layer.
-        seed: of the weights.
     """
     size, vocabulary, numbers = target.config.hidden_size, target.config.vocab_size, Numbers(seed)
     rows = draft_vocabulary if draft_vocabulary is not None and not whole_outputs else vocabulary
@@ -448,11 +443,8 @@ def save_dflash(
     """Write a draft for a model of transformers; its mask is the vocabulary's last token.
 
     Args:
-        folder: where.
-        target: the model.
         block_size: tokens of a block, the last one of the text among them.
         layer_ids: layers of the target whose outputs the draft reads, counted from 0.
-        seed: of the weights.
         wrapped: in the speculators format.
         draft_vocabulary: tokens that the draft can say, with `d2t` and an output layer of its own; only there.
     """

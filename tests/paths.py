@@ -8,6 +8,5 @@ ROOT = Path(__file__).resolve().parents[1]
 DEMO_TARGET = ROOT / "models" / "demo" / "target"
 DEMO_DRAFT = ROOT / "models" / "demo" / "draft"
 DEMO_EAGLE3 = ROOT / "models" / "demo" / "eagle3"
-DEMO_UNIGRAM = ROOT / "models" / "demo" / "unigram"
 SMOLLM2_EAGLE3 = ROOT / "models" / "smollm2" / "eagle3"
 HELD_OUT_PROMPTS = ROOT / "models" / "demo" / "heldout_prompts.json"

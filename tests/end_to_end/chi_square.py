@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
+
+from tests.service.clients import Completed
 
 CellT = TypeVar("CellT", bound=Hashable)
 
@@ -50,3 +52,38 @@ def visible_distance(total: int, freedom: int) -> float:
         else:
             high = noncentrality
     return math.sqrt(high / (4.0 * total))
+
+
+def assert_drawn_from(
+    probs: Mapping[tuple[int, ...], float],
+    completed: Sequence[Completed],
+    places: slice = slice(None),
+    distance: float = math.inf,
+    *,
+    is_alone: bool = False,
+) -> None:
+    """Fail unless the tokens at these places have this distribution.
+
+    A correct implementation fails with a probability of 1 in 10 000, decided once because the seeds are fixed.
+
+    Args:
+        probs: of the first tokens of a completion.
+        completed: under seeds of their own.
+        places: positions to compare.
+        distance: a deviation by this total variation distance must be detected with a probability above 0.99.
+        is_alone: the target drafts nothing.
+    """
+    accepted, drafted = (
+        sum(getattr(each.stats, name) for each in completed) for name in ("accepted", "drafted")
+    )
+    assert drafted == 0 if is_alone else 0.05 < accepted / drafted < 0.95, (
+        "both accepted and recovered tokens"
+    )
+    expected: defaultdict[tuple[int, ...], float] = defaultdict(float)
+    for tokens, mass in probs.items():
+        expected[tokens[places]] += mass
+    counts = Counter(each.token_ids[places] for each in completed)
+    assert set(counts) <= set(expected), "a token without probability was emitted"
+    value, freedom = statistic(counts, expected)
+    assert value < critical_value(freedom)
+    assert visible_distance(len(completed), freedom) < distance

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.models import random_model, save_model
-from tests.end_to_end.processes import Nursery, address_of, coordinator, nursery
+from tests.end_to_end.processes import Nursery, address_of, coordinator, nursery, ready
 from tests.paths import DEMO_DRAFT, DEMO_TARGET, HELD_OUT_PROMPTS
 
 
@@ -32,17 +32,17 @@ def services() -> Nursery:
 
 @pytest.fixture(scope="session")
 def target_address(services: Nursery) -> str:
-    return services.started("target_service", DEMO_TARGET).address
+    return ready([services.model_service("target_service", DEMO_TARGET)])[0].address
 
 
 @pytest.fixture(scope="session")
 def draft_address(services: Nursery) -> str:
-    return services.started("draft_service", DEMO_DRAFT).address
+    return ready([services.model_service("draft_service", DEMO_DRAFT)])[0].address
 
 
 @pytest.fixture(scope="session")
 def random_draft_address(services: Nursery, random_draft_folder: Path) -> str:
-    return services.started("draft_service", random_draft_folder).address
+    return ready([services.model_service("draft_service", random_draft_folder)])[0].address
 
 
 @pytest.fixture(scope="session")
@@ -55,13 +55,12 @@ def address(target_address: str, draft_address: str) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def paced_pair(services: Nursery) -> tuple[str, str]:
     """Addresses of the demo pair with slowed steps, so that any machine has time to draft ahead."""
-    roles = (("target", DEMO_TARGET), ("draft", DEMO_DRAFT))
-    made = [services.paced_service(role, model, "25,1") for role, model in roles]
-    for each in made:
-        each.start()
-    for each in made:
-        each.await_ready()
-    target, draft = made
+    # Minimum durations of a verification and of a draft's step, in milliseconds
+    pace = ("--pace", "25,1")
+    target, draft = ready(
+        services.model_service("benchmarks.pace", model, "--role", role, *pace)
+        for role, model in (("target", DEMO_TARGET), ("draft", DEMO_DRAFT))
+    )
     return target.address, draft.address
 
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -126,9 +126,6 @@ class Service:
     def story(self) -> str:
         return f"{self.package} {self.address}\n{self.process.story}"
 
-    def await_ready(self) -> None:
-        address_of(self.process)
-
     def signal(self, number: signal.Signals) -> None:
         self.process.signal(number)
 
@@ -158,18 +155,6 @@ class Nursery:
     def model_service(self, package: str, model: Path, *arguments: str) -> Service:
         return self.service(package, "--model", str(model), "--threads", "1", *arguments)
 
-    def paced_service(self, role: str, model: Path, pace: str) -> Service:
-        """Create a target or draft whose steps have a minimum duration: `VERIFY_MS,DRAFT_STEP_MS`."""
-        paced = ("--role", role, "--pace", pace)
-        return self.model_service("benchmarks.pace", model, *paced)
-
-    def started(self, package: str, model: Path, *arguments: str) -> Service:
-        """Start a service with a model, and wait until it is ready. It lives until the nursery ends."""
-        made = self.model_service(package, model, *arguments)
-        made.start()
-        made.await_ready()
-        return made
-
     def fork(self, package: str, *arguments: str, environment: dict[str, str] | None = None) -> Process:
         """Start a package's service with these variables beside the clean environment."""
         self._forks += 1
@@ -191,6 +176,17 @@ class Nursery:
     def close(self) -> None:
         self._popen.communicate()  # the nursery ends at the end of its stdin
         self._folder.cleanup()
+
+
+def ready(services: Iterable[Service]) -> list[Service]:
+    """Start those that do not run, and wait until all are ready."""
+    made = list(services)
+    for each in made:
+        if not each.is_alive:
+            each.start()
+    for each in made:
+        address_of(each.process)
+    return made
 
 
 @cache

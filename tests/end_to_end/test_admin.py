@@ -117,12 +117,10 @@ def cluster(target: str, draft: str) -> Iterator[str]:
 
 
 @pytest.fixture
-def commands(
-    cluster: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Commands:
+def commands(cluster: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Commands:
     monkeypatch.setenv("TANDEM_CLIENT_ADDRESS", cluster)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    return Commands(monkeypatch, capsys)
+    return Commands()
 
 
 VERBS = {

@@ -17,7 +17,7 @@ from benchmarks.load import generator
 from benchmarks.peers import Workload, load_transformers
 from benchmarks.report import Report
 from tests.commands import run_here
-from tests.end_to_end.processes import Nursery
+from tests.end_to_end.processes import Nursery, ready
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
 
 
@@ -32,10 +32,9 @@ def starts(services: Nursery, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         is_open = package == "coordinator" and "--speculation-policy" not in options
         policy = ("--speculation-policy", "fixed") if is_open else ()
         made = services.service(package, *options, *policy)
-        made.start()
         packages.append(package)
         try:
-            await asyncio.to_thread(made.await_ready)
+            await asyncio.to_thread(ready, [made])
             yield made.address, made.pid
         finally:
             made.kill()

@@ -14,18 +14,18 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import pytest
 
 from tandem.client import Client
 from tandem.errors import TandemError
 from tandem.types import GenerationRequest
-from tests.end_to_end.disturbed import addresses, request, revived, started, streamed
-from tests.end_to_end.processes import Nursery, Service, nursery, until
+from tests.end_to_end.processes import Nursery, Service, nursery, ready, until
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
+from tests.service.clients import complete
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +40,19 @@ RECONNECT_SECONDS = 30.0
 _TELL_EVERY = 20
 
 
+def request(prompt: str, rule: str, max_tokens: int) -> GenerationRequest:
+    """Requests whose text is a function of the target alone: greedy, or strict with a seed."""
+    if rule == "greedy":
+        return GenerationRequest(prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return GenerationRequest(
+        prompt, max_tokens=max_tokens, temperature=1.0, seed=11, rejection_sampling_strategy="strict",
+        ignore_eos=True,
+    )  # fmt: skip
+
+
 @dataclass
 class Record:
-    """Pauses that clients saw."""
+    """What clients saw."""
 
     chunks: list[int]
     """Number of chunks of each stream."""
@@ -51,21 +61,8 @@ class Record:
     """Streams that ended because the coordinator did."""
     coordinator_returned: float = -math.inf
     """When it was there again after the last strike on it; infinity until it is."""
-    pauses: list[tuple[float, float]] = field(default_factory=list)
-    """The longer pauses, with their begin and end."""
-    outages: list[tuple[float, float]] = field(default_factory=list)
-    """Intervals without a live target or coordinator."""
-
-    def longest_pause(self, *, with_target: bool) -> float:
-        """Return the durations in seconds of pauses with a live target, or of those in an interval without one."""
-        return max(
-            (
-                end - start
-                for start, end in self.pauses
-                if with_target != any(start < until and since < end for since, until in self.outages)
-            ),
-            default=0.0,
-        )
+    longest_pause: float = 0.0
+    """In seconds, between two chunks of a stream."""
 
 
 class Campaign:
@@ -87,19 +84,14 @@ class Campaign:
         self._began = time.monotonic()
         self.done: Counter[str] = Counter()
 
-    @property
-    def strikes(self) -> int:
-        return self.done.total()
-
     def tell(self) -> None:
         logger.info(
-            "%d strikes in %.0f s, %d streams completed, %d broken; longest pause %.2f s, without a target %.2f s: %s",
-            self.strikes,
+            "%d strikes in %.0f s, %d streams completed, %d broken; longest pause %.2f s: %s",
+            self.done.total(),
             time.monotonic() - self._began,
             self._record.completed,
             self._record.broken,
-            self._record.longest_pause(with_target=True),
-            self._record.longest_pause(with_target=False),
+            self._record.longest_pause,
             dict(sorted(self.done.items())),
         )
 
@@ -109,18 +101,25 @@ class Campaign:
         way = self._chance.choice(("kill", "stop", "restart"))
         names = " and ".join(sorted(each.package.removesuffix("_service") for each in victims))
         self.done[f"{way} {names}"] += 1
-        with self._outage(victims):
-            if way == "kill":
-                for each in victims:
-                    each.kill()
-                await asyncio.sleep(self._chance.uniform(0.0, 0.5))
-            elif way == "restart":
-                for each in victims:
-                    each.signal(signal.SIGTERM)
-                await asyncio.to_thread(_await_ends, victims)
-            else:
-                await self._stop(victims)
-            await asyncio.to_thread(revived, victims)
+        if self._coordinator in victims:
+            self._record.coordinator_returned = math.inf
+        if way == "kill":
+            for each in victims:
+                each.kill()
+            await asyncio.sleep(self._chance.uniform(0.0, 0.5))
+        elif way == "restart":
+            for each in victims:
+                each.signal(signal.SIGTERM)
+            await asyncio.to_thread(_await_ends, victims)
+        else:
+            for each in victims:
+                each.signal(signal.SIGSTOP)
+            await asyncio.sleep(self._chance.uniform(0.0, LONGEST_STOP_SECONDS))
+            for each in victims:
+                each.signal(signal.SIGCONT)
+        await asyncio.to_thread(ready, victims)
+        if self._coordinator in victims:
+            self._record.coordinator_returned = time.monotonic()
 
     def _victims(self) -> list[Service]:
         everyone = [*self._drafts, *self._targets, self._coordinator]
@@ -132,26 +131,6 @@ class Campaign:
             [self._chance.choice(self._drafts), self._chance.choice(self._targets)],
         )
         return list(self._chance.choice(pairs))
-
-    async def _stop(self, victims: Sequence[Service]) -> None:
-        for each in victims:
-            each.signal(signal.SIGSTOP)
-        await asyncio.sleep(self._chance.uniform(0.0, LONGEST_STOP_SECONDS))
-        for each in victims:
-            each.signal(signal.SIGCONT)
-
-    @contextmanager
-    def _outage(self, victims: Sequence[Service]) -> Iterator[None]:
-        """Record an interval without coordinator or any target, until the latter can have been reached again."""
-        since = time.monotonic()
-        has_coordinator = self._coordinator not in victims
-        if not has_coordinator:
-            self._record.coordinator_returned = math.inf
-        yield
-        if not has_coordinator:
-            self._record.coordinator_returned = time.monotonic()
-        if set(self._targets) <= set(victims) or not has_coordinator:
-            self._record.outages.append((since, time.monotonic() + 1.0))
 
 
 def _await_ends(victims: Sequence[Service]) -> None:
@@ -167,17 +146,16 @@ async def streaming(
     client: Client, requests: Sequence[GenerationRequest], record: Record, over: asyncio.Event
 ) -> AsyncIterator[None]:
     """Run one stream per request, repeated without a pause; await all at the end."""
-    expected = [await streamed(client, each) for each in requests]
+    expected = [await complete(client, each) for each in requests]
 
     async def keep_streaming(number: int) -> None:
         while not over.is_set():
-            text, token_ids, began = "", list[int](), time.monotonic()
+            text, token_ids, began = "", tuple[int, ...](), time.monotonic()
             last = began
             try:
                 async for chunk in client.generate(requests[number]):
                     now = time.monotonic()
-                    if now - last > 1.0:
-                        record.pauses.append((last, now))
+                    record.longest_pause = max(record.longest_pause, now - last)
                     last = now
                     text += chunk.text
                     token_ids += chunk.token_ids
@@ -225,19 +203,20 @@ async def assert_nothing_lost(
     ]
     chance = random.Random(seed)
     record, over = Record([0] * streams), asyncio.Event()
+    addresses = [",".join(each.address for each in services) for services in (targets, drafts)]
     coordinator = nursery().service(
-        "coordinator", "--target-address", addresses(targets), "--draft-address", addresses(drafts),
+        "coordinator", "--target-address", addresses[0], "--draft-address", addresses[1],
         "--speculation-policy", "fixed", "--draft-ahead", ahead,
     )  # fmt: skip
-    revived([coordinator])
+    ready([coordinator])
     campaign = Campaign(chance, drafts, targets, coordinator, record)
     try:
         async with Client(coordinator.address) as client, streaming(client, requests, record, over):
-            for _ in range(strikes):
+            for strike in range(strikes):
                 await all_progress(record)
                 await asyncio.sleep(chance.uniform(0.0, 0.2))
                 await campaign.strike()
-                if campaign.strikes % _TELL_EVERY == 0:
+                if strike % _TELL_EVERY == 0:
                     campaign.tell()
             await all_progress(record)
     finally:
@@ -266,5 +245,5 @@ async def test_kills_stops_and_restarts_lose_no_token(
 
 def pairs(services: Nursery) -> tuple[list[Service], list[Service]]:
     """Two targets and two drafts, which are ready."""
-    targets = started(services.model_service("target_service", DEMO_TARGET) for _ in range(2))
-    return targets, started(services.model_service("draft_service", DEMO_DRAFT) for _ in range(2))
+    targets = ready(services.model_service("target_service", DEMO_TARGET) for _ in range(2))
+    return targets, ready(services.model_service("draft_service", DEMO_DRAFT) for _ in range(2))

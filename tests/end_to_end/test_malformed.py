@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import grpc
@@ -180,17 +180,26 @@ VERIFY = tuple(
 )
 
 
-@dataclass(frozen=True)
+CALLS: dict[str, tuple[str, tuple[Message, ...]]] = {
+    "coordinator": ("/tandem.v1.GenerationService/Generate", (GENERATE,)),
+    "draft": ("/tandem.v1.DraftService/Propose", PROPOSE),
+    "target": ("/tandem.v1.TargetService/Verify", VERIFY),
+}
+"""The main method of each service, and the messages of a valid call."""
+
+
 class Served:
     """A service's process, and its main method called with raw bytes."""
 
-    process: Process
-    call: Callable[[list[bytes]], Any]
-    good: list[bytes]
+    def __init__(self, process: Process, channel: grpc.Channel, path: str, good: Sequence[Message]) -> None:
+        self.process = process
+        self.good = [message.SerializeToString() for message in good]
+        self._is_unary = len(good) == 1
+        self._method: Any = channel.unary_stream(path) if self._is_unary else channel.stream_stream(path)
 
     def answers(self, messages: list[bytes]) -> int:
         """Send the messages, and return the number of answers; fail unless the call ends properly."""
-        call = self.call(messages)
+        call = self._method(messages[0] if self._is_unary else iter(messages), timeout=CALL_SECONDS)
         count = 0
         try:
             for _ in call:
@@ -206,57 +215,29 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def target() -> Iterator[Process]:
-    with model_service("target_service", DEMO_TARGET) as process:
-        yield process
+def services() -> Iterator[dict[str, Served]]:
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        processes = {
+            "target": enter(model_service("target_service", DEMO_TARGET)),
+            "draft": enter(model_service("draft_service", DEMO_DRAFT)),
+        }
+        addresses = address_of(processes["target"]), address_of(processes["draft"])
+        processes["coordinator"] = enter(coordinator(*addresses, "--log-level", "warning"))
+        yield {
+            name: Served(process, enter(grpc.insecure_channel(address_of(process))), *CALLS[name])
+            for name, process in processes.items()
+        }
+        for process in processes.values():
+            assert "unexpected error" not in process.stderr, process.stderr[-4000:]
 
 
-@pytest.fixture(scope="module")
-def draft() -> Iterator[Process]:
-    with model_service("draft_service", DEMO_DRAFT) as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
-def front(target: Process, draft: Process) -> Iterator[Process]:
-    with coordinator(address_of(target), address_of(draft), "--log-level", "warning") as process:
-        yield process
-
-
-def served(process: Process, path: str, good: tuple[Message, ...]) -> Iterator[Served]:
-    with grpc.insecure_channel(address_of(process)) as channel:
-        if len(good) == 1:
-            method: Any = channel.unary_stream(path)
-            yield Served(process, lambda messages: method(messages[0], timeout=CALL_SECONDS), _contents(good))
-        else:
-            stream: Any = channel.stream_stream(path)
-            yield Served(
-                process, lambda messages: stream(iter(messages), timeout=CALL_SECONDS), _contents(good)
-            )
-    assert "unexpected error" not in process.stderr, process.stderr[-4000:]
-
-
-def _contents(messages: tuple[Message, ...]) -> list[bytes]:
-    return [message.SerializeToString() for message in messages]
-
-
-@pytest.fixture(scope="module")
-def generation(front: Process) -> Iterator[Served]:
-    yield from served(front, "/tandem.v1.GenerationService/Generate", (GENERATE,))
-
-
-@pytest.fixture(scope="module")
-def proposing(draft: Process) -> Iterator[Served]:
-    yield from served(draft, "/tandem.v1.DraftService/Propose", PROPOSE)
-
-
-@pytest.fixture(scope="module")
-def verifying(target: Process) -> Iterator[Served]:
-    yield from served(target, "/tandem.v1.TargetService/Verify", VERIFY)
-
-
-def check(service: Served, sent: st.SearchStrategy[list[bytes]], examples: int) -> None:
-    """Send this many malformed streams, and then a valid one."""
+@pytest.mark.parametrize("examples", [EXAMPLES, pytest.param(SOAK_EXAMPLES, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_service_survives_malformed_messages(services: dict[str, Served], name: str, examples: int) -> None:
+    """And then answers a valid call."""
+    service, (_, good) = services[name], CALLS[name]
+    sent = streams(good) if len(good) > 1 else contents(good[0]).map(lambda content: [content])
     health = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
     # No shrinking: an example that hangs would hang again in each smaller form.
@@ -275,27 +256,7 @@ def check(service: Served, sent: st.SearchStrategy[list[bytes]], examples: int) 
     assert service.answers(service.good) > 0
 
 
-COUNTS = pytest.mark.parametrize("examples", [EXAMPLES, pytest.param(SOAK_EXAMPLES, marks=pytest.mark.soak)])
-
-
-@COUNTS
-def test_the_coordinator_survives_malformed_messages(generation: Served, examples: int) -> None:
-    check(generation, contents(GENERATE).map(lambda content: [content]), examples)
-
-
-@COUNTS
-def test_the_draft_service_survives_malformed_messages(proposing: Served, examples: int) -> None:
-    check(proposing, streams(PROPOSE), examples)
-
-
-@COUNTS
-def test_the_target_service_survives_malformed_messages(verifying: Served, examples: int) -> None:
-    check(verifying, streams(VERIFY), examples)
-
-
-def test_messages_above_the_limit_are_refused(
-    generation: Served, proposing: Served, verifying: Served
-) -> None:
-    for service in (generation, proposing, verifying):
+def test_messages_above_the_limit_are_refused(services: dict[str, Served]) -> None:
+    for service in services.values():
         assert service.answers([b"\0" * (5 << 20)]) == 0
         assert service.answers(service.good) > 0

@@ -1,4 +1,5 @@
-"""Shutdown: running calls finish within bounds, new ones are refused, and no process is left."""
+"""Starts that fail, with one sentence and not with code 0, and shutdowns: running calls finish within bounds, new ones
+are refused, and no process is left."""
 
 from __future__ import annotations
 
@@ -42,6 +43,25 @@ END_SECONDS = 45.0
 """Bound on an exit after a drain: the drain timeout, 30 s unless set, and the time to exit on a busy machine."""
 QUICK_SECONDS = 25.0
 """Bound on an exit without running calls."""
+
+
+@pytest.mark.parametrize(
+    ("code", "options", "sentence"),
+    [
+        (1, ("--start-timeout-seconds", "0.5"), "target service at 127.0.0.1:1 was not ready within 0.5 s"),
+        (1, ("--start-timeout-seconds", "0.5", "--workers", "2"), "was not ready within 0.5 s"),
+        (2, ("--method", "ngram"), "speculative_method is ngram; it needs a draft service"),
+    ],
+)
+def test_a_start_that_fails_is_explained_in_one_sentence(
+    target_address: str, code: int, options: tuple[str, ...], sentence: str
+) -> None:
+    address = "127.0.0.1:1" if code == 1 else target_address
+    with service("coordinator", "--target-address", address, *options, "--log-level", "error") as process:
+        assert process.wait() == code
+        (line,) = process.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert sentence in line
 
 
 async def generation(client: Client) -> asyncio.Task[clients.Completed]:

@@ -26,7 +26,6 @@ MAX_TOKENS = 64
 MAX_LENGTH = 1024
 """The demo pair's."""
 PENALTY = 1.3
-MIN_TOKENS = 17
 
 METHODS = {
     # Short n-grams are found even in the short prompts of a test.
@@ -167,40 +166,7 @@ async def test_a_repetition_penalty_agrees_with_transformers(
         wanted = requests(prompts[:4], repetition_penalty=PENALTY, speculation=speculation)
         completed = await complete_all(model_free_address, wanted)
         assert token_ids(completed) == penalized
-        assert any(completion.stats.drafted for completion in completed) == speculation
-
-
-async def test_a_draft_does_not_change_completions_with_penalties(
-    model_free_address: str, prompts: list[str]
-) -> None:
-    options: dict[str, Any] = {"frequency_penalty": 0.2, "presence_penalty": 0.3}
-    alone = await complete_all(model_free_address, requests(prompts[:6], speculation=False, **options))
-    drafted = await complete_all(model_free_address, requests(prompts[:6], **options))
-    assert token_ids(drafted) == token_ids(alone)
-    assert accepted(drafted) > 0
-
-
-async def test_biases_and_min_tokens_agree_with_transformers(address: str, prompts: list[str]) -> None:
-    model, tokenizer = load_reference(DEMO_TARGET), AutoTokenizer.from_pretrained(DEMO_TARGET)
-    newline, prompts = int(tokenizer("\n").input_ids[-1]), prompts[:3]
-    unbiased = token_ids(await complete_all(address, requests(prompts, max_tokens=40)))
-    bias = dict.fromkeys((each[1] for each in unbiased), -5.0) | {newline: 2.0}
-    expected = generated(
-        prompts,
-        40,
-        sequence_bias=[[[token_id], value] for token_id, value in bias.items()],
-        min_new_tokens=MIN_TOKENS,
-        eos_token_id=[model.config.eos_token_id, newline],
-    )
-    assert expected != unbiased
-    assert all(len(each) > MIN_TOKENS for each in expected)
-    ends = {"min_tokens": MIN_TOKENS, "stop_token_ids": (newline,), "ignore_eos": False}
-    for speculation in (False, True):
-        wanted = requests(prompts, max_tokens=40, speculation=speculation, logit_bias=bias, **ends)
-        completed = await complete_all(address, wanted)
-        assert token_ids(completed) == expected
-        assert any(completion.summary.stop_reason == newline for completion in completed)
-        assert any(completion.stats.accepted for completion in completed) == speculation
+        assert bool(accepted(completed)) == speculation
 
 
 def seeded(prompts: list[str], temperature: float, **options: Any) -> list[GenerationRequest]:
@@ -223,16 +189,3 @@ async def test_the_draft_and_its_proposal_length_change_no_seeded_text(
         assert all(completion.stats.drafted for completion in completed)
         counts.append(accepted(completed))
     assert counts[0] > counts[1], "the two drafts must differ in what is accepted"
-
-
-async def test_shrinking_proposals_change_no_seeded_text(
-    target_address: str, random_draft_address: str, prompts: list[str]
-) -> None:
-    """Sixteen requests at once with an untrained draft: the adaptive policy proposes little, or nothing at all."""
-    adaptive = ("--speculation-policy", "adaptive")
-    with coordinator(target_address, random_draft_address, *adaptive) as process:
-        alone = await complete_all(address_of(process), seeded(prompts, 1.0, speculation=False))
-        completed = await complete_all(address_of(process), 8 * seeded(prompts, 1.0))
-    assert token_ids(completed) == 8 * token_ids(alone)
-    stats = [completion.stats for completion in completed]
-    assert sum(each.drafted for each in stats) < 0.75 * 4 * sum(each.rounds for each in stats)

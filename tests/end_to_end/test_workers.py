@@ -183,12 +183,6 @@ async def test_a_killed_worker_is_started_again_as_it_was_and_a_drain_ends_all(
         assert not workers_of(process)
 
 
-def test_a_start_that_fails_is_explained_once() -> None:
-    with coordinator("127.0.0.1:1", None, "--workers", "2", "--start-timeout-seconds", "0.3") as process:
-        assert process.wait(SECONDS) == 1
-        assert process.stderr.count("error: ") == 1
-
-
 def test_a_taken_port_is_refused(two: Process, services: tuple[str, str]) -> None:
     port = address_of(two).rpartition(":")[2]
     with coordinator(*services, "--workers", "2", "--port", port) as process:

@@ -13,11 +13,7 @@ from tests.service.clients import Completed, complete, until
 from tests.service.fakes import FakeDraft, FakeTarget, fleet
 
 TOKENS = 50
-
-
 EXPECTED = tuple(range(11, 11 + TOKENS))
-
-
 REQUEST = GenerationRequest((10,), max_tokens=TOKENS, temperature=0.0, num_speculative_tokens=2)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tandem.engine.models.loading import LoadedModel
-from tests.service.engines import tiny_model
-from tests.service.http_cluster import TEMPLATE
+from tests.service import engines, http_cluster
+from tests.service.engines import MakePair, tiny_model
+from tests.service.http_cluster import TEMPLATE, MakeApi
 
 
 @pytest.fixture
@@ -26,3 +28,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 @pytest.fixture(scope="session")
 def other_model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return tiny_model(tmp_path_factory.mktemp("draft"), seed=2)
+
+
+@pytest.fixture(scope="session")
+def pair(model: LoadedModel, other_model: LoadedModel) -> MakePair:
+    return partial(engines.pair, model, other_model)
+
+
+@pytest.fixture
+def api(model: LoadedModel, other_model: LoadedModel, template: Path) -> MakeApi:
+    return partial(http_cluster.api, model, other_model, template)

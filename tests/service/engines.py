@@ -4,10 +4,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,11 +18,14 @@ import grpc.aio
 
 from benchmarks.load.fakes import LeaveError
 from coordinator.service import CoordinatorService
+from draft_service.proposers import Proposer
 from draft_service.proposers.drafting import propose_head
 from draft_service.proposers.mapped import Vocabularies
+from draft_service.proposers.model_free import SequenceLimits
 from draft_service.proposers.standalone import StandaloneProposer
 from draft_service.servicer import DraftServicer
 from tandem.client import Client
+from tandem.config.speculative import DraftingOptions
 from tandem.engine.core.engine import Engine, RowEngine
 from tandem.engine.core.selection import Backends
 from tandem.engine.interface import EngineSettings
@@ -34,7 +38,7 @@ from target_service.servicer import TargetServicer, VerifiedFor
 from target_service.verifier import Verifier
 from tests.end_to_end.models import random_model, save_model
 from tests.paths import DEMO_TARGET
-from tests.service.fakes import coordinated, hooked, refusal, serving
+from tests.service.fakes import HANG_SECONDS, coordinated, hooked, refusal, serving
 
 EngineT = TypeVar("EngineT", bound=Engine[Any, Any])
 
@@ -186,17 +190,68 @@ async def draft(
             yield served
 
 
+NewProposer = Callable[[DraftingOptions, SequenceLimits], Proposer]
+
+
+def model_free(
+    new: NewProposer,
+    servicer: DraftServicer | None = None,
+    max_length: int | None = None,
+    **options: Any,
+) -> DraftServicer:
+    """Let this servicer, or a plain one, draft without a model."""
+    servicer = servicer or DraftServicer()
+    servicer.proposer = new(DraftingOptions(**options), SequenceLimits(max_length))
+    return servicer
+
+
+@asynccontextmanager
+async def services(
+    target_model: LoadedModel,
+    drafting: LoadedModel | DraftServicer | None,
+    *faults: Faults,
+    step_seconds: float = 0.0,
+    max_sequences: int = 8,
+    **options: Any,
+) -> AsyncIterator[tuple[str, str | None]]:
+    """Addresses of a target for each set of faults (one without any, by default), and of a draft if there is one.
+
+    The options are the draft's, if it has a model.
+    """
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        targets = [
+            (await enter(target(target_model, each, step_seconds, max_sequences)))[0]
+            for each in faults or (Faults(),)
+        ]
+        address = None
+        if isinstance(drafting, DraftServicer):
+            address, _ = await enter(serving(drafting))
+        elif drafting is not None:
+            address, _ = await enter(draft(drafting, max_sequences=max_sequences, **options))
+        yield ",".join(targets), address
+
+
 @asynccontextmanager
 async def pair(
-    target_model: LoadedModel, draft_model: LoadedModel, *faults: Faults, **options: Any
+    target_model: LoadedModel,
+    drafting: LoadedModel | DraftServicer | None,
+    *faults: Faults,
+    max_sequences: int = 8,
+    **options: Any,
 ) -> AsyncIterator[tuple[Client, CoordinatorService]]:
-    """A client of a coordinator over a target for each set of faults (one without any, by default) and one draft.
+    """A client of a coordinator with these options over such services, and the coordinator.
 
     No draft is late on a busy machine, and no outcome is drafted ahead unless a test says so: rounds begin where they
     did in another run.
     """
-    async with AsyncExitStack() as stack:
-        enter = stack.enter_async_context
-        targets = [(await enter(target(target_model, each)))[0] for each in faults or (Faults(),)]
-        drafting, _ = await enter(draft(draft_model))
-        yield await enter(coordinated(",".join(targets), drafting, **({"draft_ahead": "off"} | options)))
+    async with (
+        asyncio.timeout(HANG_SECONDS),
+        services(target_model, drafting, *faults, max_sequences=max_sequences) as addresses,
+        coordinated(*addresses, **({"draft_ahead": "off"} | options)) as running,
+    ):
+        yield running
+
+
+MakePair = Callable[..., AbstractAsyncContextManager[tuple[Client, CoordinatorService]]]
+"""`pair` of certain models."""

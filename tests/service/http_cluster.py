@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -13,12 +14,19 @@ from tokenizers import Tokenizer
 
 from coordinator.service import CoordinatorService
 from coordinator.settings.coordinator import CoordinatorSettings
+from tandem.engine.models.loading import LoadedModel
 from tandem.serving.interceptors import RunningCalls
 from tests.paths import DEMO_TARGET
-from tests.service.fakes import FakeDraft, FakeTarget, served, settings_over
+from tests.service.engines import services
+from tests.service.fakes import FakeDraft, FakeTarget, served, settings_for, settings_over
 
 TOKENIZER = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}{{ tool.function.name }} {% endfor %}{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.arguments.city }}{% endfor %}"
+    "{{ '\\n' }}{% endfor %}"
+)
 SECONDS = 20.0
 
 
@@ -71,3 +79,21 @@ async def http_coordinator(settings: CoordinatorSettings) -> AsyncIterator[HttpC
         assert url is not None
         http = await stack.enter_async_context(httpx2.AsyncClient(base_url=url, timeout=30.0))
         yield HttpCluster(url, http, service, calls)
+
+
+@asynccontextmanager
+async def api(
+    target_model: LoadedModel, draft_model: LoadedModel, template: Path, **options: Any
+) -> AsyncIterator[AsyncOpenAI]:
+    """OpenAI's client of a coordinator over services with these models."""
+    own: dict[str, Any] = {"http_port": 0, "chat_template": template, "served_model_name": "m"}
+    async with (
+        services(target_model, draft_model) as addresses,
+        http_coordinator(settings_for(*addresses, **(own | options))) as cluster,
+        openai(cluster, timeout=120.0) as client,
+    ):
+        yield client
+
+
+MakeApi = Callable[..., AbstractAsyncContextManager[AsyncOpenAI]]
+"""`api` of certain models."""

@@ -10,14 +10,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, aclosing, suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from coordinator.settings.coordinator import CoordinatorSettings
 from draft_service.proposers.drafting import propose_head
 from draft_service.proposers.standalone import StandaloneProposer
 from draft_service.servicer import DraftServicer
@@ -30,11 +29,11 @@ from tandem.errors import AbortedError, ServiceUnavailableError, TandemError
 from tandem.types import GenerationRequest
 from target_service.servicer import TargetServicer
 from target_service.verifier import Verifier
-from tests.end_to_end.processes import address_of, service
+from tests.end_to_end.processes import address_of, coordinator
 from tests.paths import DEMO_TARGET, ROOT
 from tests.service.clients import complete, until
 from tests.service.engines import started
-from tests.service.fakes import FakeDraft, FakeTarget, coordinating, fleet, serving
+from tests.service.fakes import FakeDraft, FakeTarget, coordinated, fleet, serving
 
 logger = logging.getLogger(__name__)
 """Logs the numbers for docs/measurements.md; `make soak` shows them."""
@@ -72,20 +71,15 @@ asyncio.run(main())
 class Cluster:
     """Both services with real engines, and a coordinator, all in this process."""
 
-    max_sequences: int = MAX_SEQUENCES
     step_seconds: float = STEP_SECONDS
     steps: int = 0
     """Those of both engines."""
     engines: list[Engine[Any, Any]] = field(default_factory=list)
-    target_address: str = ""
-    draft_address: str = ""
+    services: tuple[str, str] = ("", "")
+    """Addresses of the target and of the draft."""
     address: str = ""
     idle_tasks: Counter[str] = field(default_factory=Counter)
     """Tasks that run while there is no request."""
-
-    @property
-    def target(self) -> Engine[Any, Any]:
-        return self.engines[0]
 
     @property
     def leftovers(self) -> list[str]:
@@ -120,27 +114,24 @@ def _running_tasks() -> Counter[str]:
 @pytest.fixture
 async def cluster(model: LoadedModel, request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
     """A cluster; a test may say how many sequences it has room for."""
-    made = Cluster(getattr(request, "param", MAX_SEQUENCES))
-    verifying, proposing = TargetServicer(), DraftServicer()
-    async with AsyncExitStack() as stack:
-        enter = stack.enter_async_context
-        limits = EngineSettings(max_sequences=made.max_sequences)
-        target = await enter(started(RowEngine(Backends(model), limits, made.step)))
-        draft = await enter(started(Engine(Backends(model), propose_head, limits, made.step)))
+    made, verifying, proposing = Cluster(), TargetServicer(), DraftServicer()
+    limits = EngineSettings(max_sequences=getattr(request, "param", MAX_SEQUENCES))
+    async with (
+        started(RowEngine(Backends(model), limits, made.step)) as target,
+        started(Engine(Backends(model), propose_head, limits, made.step)) as draft,
+        serving(verifying) as (target_address, _),
+        serving(proposing) as (draft_address, _),
+    ):
         made.engines += [target, draft]
         verifying.verifier = Verifier(target, [TOKENIZER])
         proposing.proposer = StandaloneProposer(draft, draft_top_k=8)
-        made.target_address, _ = await enter(serving(verifying))
-        made.draft_address, _ = await enter(serving(proposing))
-        settings = CoordinatorSettings(
-            target_address=made.target_address, draft_address=made.draft_address, speculation_policy="fixed"
-        )
-        made.address = await enter(coordinating(settings))
-        async with Client(made.address) as client:
+        made.services = target_address, draft_address
+        async with coordinated(*made.services) as (client, _):
+            made.address = client.address
             await complete(client, GenerationRequest((5,), max_tokens=2))
-        await until(lambda: _running_tasks()[GRPC_CALL] <= WATCHES, 10.0)
-        made.idle_tasks = _running_tasks()
-        yield made
+            await until(lambda: _running_tasks()[GRPC_CALL] <= WATCHES, 10.0)
+            made.idle_tasks = _running_tasks()
+            yield made
 
 
 async def test_a_killed_client_process_leaves_nothing_behind(cluster: Cluster) -> None:
@@ -159,8 +150,7 @@ async def test_a_killed_client_process_leaves_nothing_behind(cluster: Cluster) -
 
 async def test_a_killed_coordinator_process_leaves_nothing_behind(cluster: Cluster) -> None:
     """To the services the coordinator is a client."""
-    services = "--target-address", cluster.target_address, "--draft-address", cluster.draft_address
-    with service("coordinator", *services) as process:
+    with coordinator(*cluster.services, "--speculation-policy", "adaptive") as process:
         async with Client(await asyncio.to_thread(address_of, process)) as client:
             chunks = client.generate(LONG)
             await anext(chunks)

@@ -108,8 +108,6 @@ def unasked_proposal(draft: AheadDraft, tokens: list[int], step: ProposeStep) ->
 
 
 HARMLESS: tuple[Violation, ...] = (wrong_tokens, wrong_lead)
-
-
 FATAL: tuple[Violation, ...] = (endless_past, unasked_proposal)
 """Unit tests of `PendingOutcomes` refuse the others."""
 

@@ -4,7 +4,6 @@ text by it."""
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -24,13 +23,13 @@ from tandem.replica import Role
 from tandem.types import GenerationRequest
 from target_service.servicer import TargetServicer
 from target_service.settings import TargetSettings
-from tests.end_to_end.chi_square import critical_value, statistic, visible_distance
-from tests.end_to_end.models import save_model, six_tokens
+from tests.end_to_end.chi_square import assert_drawn_from
+from tests.end_to_end.models import exact, save_model, six_tokens
 from tests.heads import save_dflash, save_eagle, save_eagle3, save_medusa
 from tests.mtp_models import SEPARATE_FAMILIES, MtpTarget
 from tests.service.clients import Completed, complete, complete_all
-from tests.service.fakes import coordinated, serving
-from tests.service.test_drafting_ahead import PLACES, exact_places
+from tests.service.fakes import HANG_SECONDS, coordinated, serving
+from tests.service.test_drafting_ahead import PLACES
 from tests.unit.engine.greedy import plain_greedy
 
 
@@ -75,29 +74,6 @@ def accepted(completed: Sequence[Completed]) -> int:
     return sum(sum(each.drafted) for each in completed)
 
 
-def check_distribution(model: Any, rule: GenerationRequest, completed: Sequence[Completed]) -> None:
-    """Chi-square over tokens of rounds with proposals; a correct implementation fails with a probability of 1 in
-    10 000, decided once where the seeds are fixed.
-
-    Args:
-        model: the target, as transformers runs it.
-        rule: one of the requests, which differ in their seeds alone.
-        completed: their texts.
-    """
-    drafted = sum(each.stats.drafted for each in completed)
-    share = accepted(completed) / drafted
-    assert 0.1 < share < 0.9, (
-        f"the test needs both accepted and recovered tokens, and {share:.0%} were accepted"
-    )
-    counts = Counter(each.token_ids[PLACES] for each in completed)
-    expected = exact_places(model, rule)
-    assert set(counts) <= set(expected)
-    value, freedom = statistic(counts, expected)
-    assert value < critical_value(freedom)
-    assert visible_distance(len(completed), freedom) < 0.45
-
-
-SECONDS = 120.0
 TOKENS = 24
 GREEDY = GenerationRequest(
     (3, 4), max_tokens=TOKENS, temperature=0.0, num_speculative_tokens=4, ignore_eos=True
@@ -174,7 +150,7 @@ async def completed(
     pair: Pair, *batches: Sequence[GenerationRequest], **settings: object
 ) -> tuple[list[list[Completed]], int]:
     """Complete one batch after the other, each at once; also the number of preempted sequences."""
-    async with asyncio.timeout(SECONDS), pair.host(**settings) as hosted, over(hosted) as (address, _):
+    async with asyncio.timeout(HANG_SECONDS), pair.host(**settings) as hosted, over(hosted) as (address, _):
         found = [await complete_all(address, batch) for batch in batches]
         return found, hosted.pair.verifier.kv_usage().preemption_count
 
@@ -188,7 +164,7 @@ async def test_the_draft_is_found_and_greedy_and_seeded_texts_are_the_targets(pa
     alone = [replace(request, speculation=False) for request in SEEDED]
     batches = MANY[:1], MANY, MANY, SEEDED[:1], SEEDED, alone
     hosted: Host
-    async with asyncio.timeout(SECONDS), pair.host() as hosted, over(hosted) as (address, service):
+    async with asyncio.timeout(HANG_SECONDS), pair.host() as hosted, over(hosted) as (address, service):
         by_role = {each.role: each for each in service.replicas.snapshots()}
         assert by_role[Role.DRAFT].address == by_role[Role.TARGET].address == hosted.address
         model = by_role[Role.DRAFT].model
@@ -246,7 +222,7 @@ async def test_residual_sampling_keeps_the_targets_distribution(pair: Pair) -> N
     if pair.method in ("dflash", *OWN_LAYERS):
         rule = replace(rule, temperature=3.0)  # both accept and reject often enough then
     (found,), _ = await completed(pair, [replace(rule, seed=seed) for seed in range(160)])
-    check_distribution(pair.model, rule, found)
+    assert_drawn_from(exact(pair.model, rule, PLACES.stop), found, PLACES, 0.45)
 
 
 @TWO_METHODS
@@ -254,7 +230,7 @@ async def test_a_lost_target_takes_its_draft_along_and_the_text_stays(pair: Pair
     """Sixteen requests over two targets with drafts, one of which dies; each goes on with the other target and its
     draft."""
     async with (
-        asyncio.timeout(SECONDS),
+        asyncio.timeout(HANG_SECONDS),
         pair.host() as first,
         pair.host() as second,
         over(first, second) as (address, service),

@@ -1,6 +1,5 @@
-"""Libraries of others that ask for structured output and tools: each in a process of its own, against real services.
-
-`make test-clients` installs them in environments of their own; those that it does not find are skipped.
+"""Libraries of others, each in a process of its own: LangChain completes over fakes; `make test-clients` has several
+ask for structured output and tools over real services. Those that it does not find are skipped.
 """
 
 from __future__ import annotations
@@ -13,10 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.engine.models.loading import LoadedModel
-from tests.service.test_structured_http import cluster
-
-pytestmark = pytest.mark.soak
+from tests.service.fakes import FakeDraft, FakeTarget
+from tests.service.http_cluster import TOKENIZER, MakeApi, http_cluster, text
 
 SECONDS = 500.0
 PYTHONS = os.environ.get("CLIENTS_PYTHON", sys.executable).split(os.pathsep)
@@ -48,17 +45,6 @@ TAIL = """
 print(json.dumps([version("{package}"), found]))
 """
 SCRIPTS = {
-    "openai": (
-        "openai",
-        """
-client = openai.OpenAI(base_url=URL, api_key="none")
-done = client.chat.completions.parse(model="m", messages=ASK, response_format=Weather, **SAMPLING)
-take(done.choices[0].message.parsed)
-done = client.chat.completions.create(model="m", messages=ASK, tools=[TOOL], tool_choice="required", **SAMPLING)
-take(json.loads(done.choices[0].message.tool_calls[0].function.arguments))
-take(client.responses.parse(model="m", input="A city", text_format=Weather, temperature=1).output_parsed)
-""",
-    ),
     "langchain-openai": (
         "langchain_openai",
         """
@@ -126,13 +112,12 @@ async def answered(script: str, url: str) -> tuple[int | None, str, str]:
     return code, out.decode(), err.decode()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("package", SCRIPTS)
-async def test_structured_output_and_tools_reach_it(
-    model: LoadedModel, other_model: LoadedModel, tmp_path: Path, package: str
-) -> None:
+async def test_structured_output_and_tools_reach_it(api: MakeApi, package: str) -> None:
     module, script = SCRIPTS[package]
     script = HEAD.format(module=module) + script + TAIL.format(package=package)
-    async with asyncio.timeout(SECONDS), cluster(model, other_model, tmp_path) as client:
+    async with asyncio.timeout(SECONDS), api() as client:
         url = str(client.base_url).removesuffix("/v1/")
         code, out, err = await answered(script, url)
     if code == MISSING:
@@ -144,3 +129,32 @@ async def test_structured_output_and_tools_reach_it(
     for each in found:
         assert each["city"] in ("Oslo", "Køge")
         assert 1 <= each["days"] <= 9
+
+
+LANGCHAIN = """
+import json, sys
+from langchain_openai import ChatOpenAI, OpenAI
+options = dict(base_url=sys.argv[1] + "/v1", api_key="none", model="fake", temperature=0, max_tokens=5)
+chat = ChatOpenAI(**options)
+plain = OpenAI(**options)
+print(json.dumps({
+    "chat": chat.invoke("a").content,
+    "chat_stream": "".join(piece.content for piece in chat.stream("a")),
+    "plain": plain.invoke("def f():"),
+    "plain_stream": "".join(plain.stream("def f():")),
+}))
+"""
+
+
+@pytest.mark.slow
+async def test_langchain_completes(template: Path) -> None:
+    async with (
+        asyncio.timeout(SECONDS),
+        http_cluster(FakeTarget(), FakeDraft(), chat_template=template) as cluster,
+    ):
+        code, out, err = await answered(LANGCHAIN, cluster.url)
+    assert code == 0, err[-2000:]
+    printed: dict[str, str] = json.loads(out.strip().splitlines()[-1])
+    for kind, prompt in (("chat", "user: a\n"), ("plain", "def f():")):
+        last = TOKENIZER.encode(prompt).ids[-1]
+        assert printed[kind] == printed[f"{kind}_stream"] == text(last + 1, last + 5)

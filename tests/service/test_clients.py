@@ -8,15 +8,12 @@ import sys
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any, get_type_hints
 
 import grpc
 import grpc.aio
 import pytest
-from google.protobuf.descriptor_pool import DescriptorPool
-from google.protobuf.message_factory import GetMessageClass
-from grpc_reflection.v1alpha import reflection
-from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from tandem.client import Client, Completed, Options, Retries
 from tandem.errors import DeadlineError, InvalidRequestError, ServiceUnavailableError, UnauthenticatedError
@@ -28,20 +25,13 @@ from tandem.v1 import generation_pb2, generation_pb2_grpc
 from tandem.wire.generation import chunk_to_proto
 from tandem.wire.status import Ending
 from tests.end_to_end import processes
-from tests.generate_only import GenerateOnly
 from tests.paths import ROOT
 from tests.service.clients import until
-from tests.service.fakes import FakeDraft, FakeTarget, cluster, serving
+from tests.service.fakes import FakeDraft, FakeTarget, GenerateOnly, cluster, serving
 
 SECONDS = 20.0
-
-
 TOKEN = "a-token-of-many-characters"
-
-
 BOTH = pytest.mark.parametrize("kind", ["async", "sync"])
-
-
 UNAVAILABLE, EXHAUSTED = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
@@ -91,12 +81,9 @@ class FlakyCoordinator(GenerateOnly):
 
 @asynccontextmanager
 async def serving_flaky(servicer: FlakyCoordinator, auth_token: str | None = None) -> AsyncIterator[str]:
-    """Serve this coordinator with reflection; yield the address."""
+    """Serve this coordinator; yield the address."""
 
-    def register(server: grpc.aio.Server) -> None:
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
-        reflection.enable_server_reflection(["tandem.v1.GenerationService", reflection.SERVICE_NAME], server)
-
+    register = partial(generation_pb2_grpc.add_GenerationServiceServicer_to_server, servicer)
     async with serving(register, auth_token=auth_token) as (address, _):
         yield address
 
@@ -276,37 +263,3 @@ async def test_a_token_goes_with_every_call(kind: str) -> None:
         assert (await completer(kind, address, credentials=Credentials(token=TOKEN))("x")).text == "a"
         with pytest.raises(UnauthenticatedError):
             await completer(kind, address)("x")
-
-
-def by_reflection(address: str) -> tuple[set[str], str]:
-    """Call the server as grpcurl does: everything about the method comes from reflection."""
-    with grpc.insecure_channel(address) as plain:
-        channel = grpc.intercept_channel(plain, WithToken())
-        database = ProtoReflectionDescriptorDatabase(channel)
-        names = set(database.get_services())
-        service = DescriptorPool(database).FindServiceByName("tandem.v1.GenerationService")
-        method = service.methods_by_name["Generate"]
-        request_type, response_type = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
-        call: Any = channel.unary_stream(
-            f"/{service.full_name}/{method.name}",
-            request_serializer=lambda message: message.SerializeToString(),
-            response_deserializer=response_type.FromString,
-        )
-        return names, "".join(response.text for response in call(request_type(text="x", max_tokens=5)))
-
-
-def with_token(continuation: Any, details: Any, request: Any) -> Any:
-    """Add the token to a call, to those of reflection too."""
-    return continuation(details._replace(metadata=[("authorization", f"Bearer {TOKEN}")]), request)
-
-
-class WithToken(grpc.UnaryStreamClientInterceptor, grpc.StreamStreamClientInterceptor):
-    intercept_unary_stream = staticmethod(with_token)  # type: ignore[assignment]
-    intercept_stream_stream = staticmethod(with_token)  # type: ignore[assignment]
-
-
-async def test_a_call_can_be_built_from_reflection_alone() -> None:
-    async with serving_flaky(FlakyCoordinator(), TOKEN) as address:
-        names, text = await asyncio.to_thread(by_reflection, address)
-    assert "tandem.v1.GenerationService" in names
-    assert text == "a"

@@ -19,13 +19,10 @@ import pytest
 
 from coordinator.transport.conformance import CHECKS, Subject, conformance
 from coordinator.transport.draft_client import DraftClient
-from draft_service.proposers import Proposer
-from draft_service.proposers.model_free import SequenceLimits
 from draft_service.proposers.ngram import ngram_proposer
 from draft_service.proposers.suffix import suffix_proposer
 from draft_service.servicer import DraftedFor, DraftServicer
 from tandem.admin import Severity
-from tandem.config.speculative import DraftingOptions
 from tandem.engine.models.loading import LoadedModel
 from tandem.errors import InvalidRequestError, ProtocolError
 from tandem.serving.interceptors import Context
@@ -39,11 +36,10 @@ from tandem.v1.draft_pb2 import (
 )
 from tests.commands import run_here
 from tests.paths import ROOT
-from tests.service.engines import draft
+from tests.service.engines import NewProposer, draft, model_free
 from tests.service.fakes import NOT_SERVING, hooked, served, serving
 
 Answer = Proposal | DraftedOutcomes
-NewProposer = Callable[[DraftingOptions, SequenceLimits], Proposer]
 SECONDS = 30.0
 """An answer may take so long, where one comes."""
 
@@ -60,15 +56,9 @@ async def test_a_draft_model_conforms(model: LoadedModel) -> None:
         assert await problems(address) == []
 
 
-def model_free(servicer: DraftServicer, new: NewProposer = ngram_proposer) -> DraftServicer:
-    """Have it draft without a model."""
-    servicer.proposer = new(DraftingOptions(), SequenceLimits(64))
-    return servicer
-
-
 @pytest.mark.parametrize("new", [ngram_proposer, suffix_proposer])
 async def test_a_draft_without_a_model_conforms(new: NewProposer) -> None:
-    async with serving(model_free(DraftServicer(), new)) as (address, _):
+    async with serving(model_free(new)) as (address, _):
         assert await problems(address) == []
 
 
@@ -298,7 +288,7 @@ async def test_a_fault_is_found(name: str, fault: Callable[[], Faulty], model: L
 
 
 async def test_a_draft_that_does_not_serve_is_found() -> None:
-    async with served(model_free(DraftServicer())) as (one,):
+    async with served(model_free(ngram_proposer)) as (one,):
         await one.say(NOT_SERVING)
         await fails(one.address, "health")
 
@@ -320,7 +310,7 @@ async def command(*words: str) -> tuple[int, str, str]:
 
 
 async def test_the_command_says_what_fails() -> None:
-    async with serving(model_free(Faulty(proposal=misplaced))) as (address, _):
+    async with serving(model_free(ngram_proposer, Faulty(proposal=misplaced))) as (address, _):
         code, out, _ = await command(address, "--json")
         report = json.loads(out)
         assert (code, report["conforms"]) == (1, False)
@@ -330,7 +320,7 @@ async def test_the_command_says_what_fails() -> None:
 
 
 async def test_the_command_passes_a_draft_and_names_one_that_is_not_there() -> None:
-    async with serving(model_free(DraftServicer())) as (address, _):
+    async with serving(model_free(ngram_proposer)) as (address, _):
         code, out, _ = await command(address)
     assert code == 0
     assert f"{len(CHECKS)} checks: {len(CHECKS)} fine" in out

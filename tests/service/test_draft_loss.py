@@ -1,25 +1,39 @@
-"""A lost, late or useless draft costs only the speed-up while that lasts; a draining draft is left."""
+"""A lost, late, faulty or useless draft costs only the speed-up while that lasts; a draining draft is left."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import grpc
+import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
+from benchmarks.load.fakes import VOCABULARY_SIZE
+from draft_service.proposers.drafting import propose_head
+from tandem.engine.core import engine as core_engine
+from tandem.engine.core.jobs import Continue, Done, Failed, Job
+from tandem.engine.models.loading import LoadedModel
+from tandem.errors import ProtocolError, TandemError
 from tandem.replica import ReplicaState
-from tandem.types import GenerationRequest, Proposal
-from tests.service.clients import Completed, complete, until
-from tests.service.fakes import NOT_SERVING, SERVING, FakeDraft, FakeTarget, fleet, refusal
+from tandem.serving.interceptors import Context
+from tandem.types import FinishReason, GenerationRequest, Proposal, SparseDistribution
+from tandem.v1 import draft_pb2
+from tests.service import engines
+from tests.service.clients import complete, until
+from tests.service.engines import pair
+from tests.service.fakes import NOT_SERVING, SERVING, FakeDraft, FakeTarget, cluster, fleet, refusal
+from tests.service.test_target_loss import REQUESTS as ALL
 
 TOKENS = 50
 PAUSED_BEFORE = 4 * TOKENS // 5
 """Proposals after which a useless draft is paused at the latest: when exactly depends on what rounds take."""
 EXPECTED = tuple(range(11, 11 + TOKENS))
-
-
 REQUEST = GenerationRequest((10,), max_tokens=TOKENS, temperature=0.0, num_speculative_tokens=2, seed=1)
 
 
@@ -92,35 +106,27 @@ async def test_a_draft_that_returns_is_used_again() -> None:
     assert completed.stats.accepted == completed.stats.drafted > 0
 
 
-async def completed_on(first: FakeDraft, other: FakeDraft) -> Completed:
-    """Start a completion on the first draft, and then another draft."""
-    target = FakeTarget()
+@pytest.mark.parametrize(
+    ("answered", "opened"),
+    # The second may be full; a request that moved to another full draft would lose its place in the queue.
+    [(2, (1, 1)), (0, (1, 0))],
+)
+async def test_a_hanging_draft_is_replaced_and_one_that_has_no_room_yet_is_not(
+    answered: int, opened: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.failover.placement._ABANDON_SECONDS", 0.1)
+    target, drafts = FakeTarget(), (Hanging(answered), FakeDraft())
     target.step_seconds = 0.02
-    async with fleet(target, first, other, draft_patience_seconds=0.05) as (client, services, service):
+    async with fleet(target, *drafts, draft_patience_seconds=0.05) as (client, services, service):
         await services[2].say(NOT_SERVING)
         states = service.replicas.snapshots
         await until(lambda: any(each.state is ReplicaState.DRAINING for each in states()))
         task = asyncio.create_task(complete(client, REQUEST))
-        await until(lambda: first.opened == 1)
+        await until(lambda: drafts[0].opened == 1)
         await services[2].say(SERVING)
-        completed = await task
-        await until(lambda: not first.running)
-    return completed
-
-
-async def test_a_hanging_draft_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.failover.placement._ABANDON_SECONDS", 0.1)
-    hanging, other = Hanging(2), FakeDraft()
-    assert (await completed_on(hanging, other)).token_ids == EXPECTED
-    assert other.opened == 1
-
-
-async def test_a_draft_that_waits_for_room_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be full; a request that moved to another full draft would lose its place in the queue."""
-    monkeypatch.setattr("coordinator.failover.placement._ABANDON_SECONDS", 0.1)
-    full, other = Hanging(0), FakeDraft()
-    assert (await completed_on(full, other)).token_ids == EXPECTED
-    assert (full.opened, other.opened) == (1, 0)
+        assert (await task).token_ids == EXPECTED
+        await until(lambda: not drafts[0].running)
+    assert (drafts[0].opened, drafts[1].opened) == opened
 
 
 async def test_a_paused_request_leaves_a_draft_that_drains() -> None:
@@ -171,3 +177,193 @@ async def test_a_useless_draft_is_not_paused_where_that_is_switched_off() -> Non
     async with fleet(FakeTarget(), draft) as (client, *_):
         await complete(client, REQUEST)
     assert len(draft.requested) == TOKENS - 1
+
+
+PATIENCE_SECONDS = 0.05
+
+
+class Late(FakeDraft):
+    """Answers once after the coordinator's patience is over, and in time before and after."""
+
+    async def respond(self, tokens: Sequence[int], count: int) -> Proposal:
+        if len(self.requested) == 2:
+            await asyncio.sleep(3 * PATIENCE_SECONDS)
+        return self.proposal(tokens, count)
+
+
+class Leaving(FakeDraft):
+    async def respond(self, tokens: Sequence[int], count: int) -> Proposal | None:
+        return None if len(self.requested) > 2 else self.proposal(tokens, count)
+
+
+class Garbled(FakeDraft):
+    def __init__(self, garble: Callable[[Proposal], Proposal]) -> None:
+        super().__init__()
+        self._garble = garble
+
+    async def respond(self, tokens: Sequence[int], count: int) -> Proposal:
+        proposal = self.proposal(tokens, count)
+        return self._garble(proposal) if count and len(self.requested) > 2 else proposal
+
+
+class GarbledColumns(FakeDraft):
+    def __init__(self, garble: Callable[[draft_pb2.DistributionColumns], object]) -> None:
+        super().__init__()
+        self._garble = garble
+
+    async def Propose(  # noqa: N802 - gRPC's name
+        self, request_iterator: AsyncIterator[draft_pb2.ProposeRequest], context: Context
+    ) -> AsyncIterator[draft_pb2.ProposeResponse]:
+        async for response in super().Propose(request_iterator, context):
+            if len(self.requested) > 2:
+                for block in response.proposals:
+                    if block.token_ids:
+                        self._garble(block.distributions)
+            yield response
+
+
+def _supports(ids: tuple[int, ...], probs: tuple[float, ...]) -> Callable[[], FakeDraft]:
+    """A draft that names these ids and probabilities, at every position."""
+    support = SparseDistribution(np.array(ids), np.array(probs))
+    return lambda: Garbled(lambda proposal: replace(proposal, distributions=(support,) * len(proposal)))
+
+
+def _first_id(token_id: int) -> Callable[[], FakeDraft]:
+    support = SparseDistribution(np.array([token_id]), np.ones(1))
+    return lambda: Garbled(
+        lambda proposal: replace(
+            proposal,
+            token_ids=(token_id, *proposal.token_ids[1:]),
+            distributions=(support, *proposal.distributions[1:]),
+        )
+    )
+
+
+def _one_too_many(proposal: Proposal) -> Proposal:
+    return replace(
+        proposal,
+        token_ids=proposal.token_ids + (5,) * 100,
+        distributions=proposal.distributions + proposal.distributions[:1] * 100,
+    )
+
+
+def _other_base(proposal: Proposal) -> Proposal:
+    return replace(proposal, base_length=proposal.base_length - 1)
+
+
+def _too_many_distributions(proposal: Proposal) -> Proposal:
+    return replace(proposal, distributions=proposal.distributions + proposal.distributions[:1])
+
+
+def _column(name: str, content: bytes) -> Callable[[], FakeDraft]:
+    return lambda: GarbledColumns(lambda columns: setattr(columns, name, content))
+
+
+FAULTS: dict[str, Callable[[], FakeDraft]] = {
+    "hanging": lambda: Hanging(0),
+    "hanging later": lambda: Hanging(2),
+    "late": Late,
+    "refusing": lambda: Failing(*range(1000), code=grpc.StatusCode.RESOURCE_EXHAUSTED),
+    "dying": lambda: Failing(*range(3, 1000)),
+    "leaving": Leaving,
+    "unknown id": _first_id(VOCABULARY_SIZE),
+    "negative id": _first_id(-1),
+    "another base": lambda: Garbled(_other_base),
+    "one too many": lambda: Garbled(_one_too_many),
+    "no sum": _supports((5,), (0.0,)),
+    "unknown support": _supports((5, VOCABULARY_SIZE), (1.0, 0.0)),
+    "not in its support": _supports((5,), (1.0,)),
+    "repeated support": _supports((5, 5), (0.5, 0.5)),
+    "too many distributions": lambda: Garbled(_too_many_distributions),
+    "a column of other sizes": _column("support_sizes", b"\1\0\0\0\2\0\0\0"),
+    "a column without sums": _column("probabilities", bytes(8)),
+    "a column of cut bytes": _column("probabilities", bytes(7)),
+    "a column of unknown ids": _column("support_ids", b"\xff" * 8),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_faulty_draft_leaves_the_targets_own_tokens(fault: str) -> None:
+    request = GenerationRequest((10,), max_tokens=30, num_speculative_tokens=2, seed=1)
+    draft = FAULTS[fault]()
+    async with cluster(FakeTarget(), draft, draft_patience_seconds=PATIENCE_SECONDS) as client:
+        for temperature in (1.0, 0.0):
+            completed = await complete(client, replace(request, temperature=temperature))
+            assert completed.token_ids == tuple(range(11, 41))
+            assert completed.finish_reason is FinishReason.LENGTH
+        await until(lambda: not draft.running)
+
+
+async def test_a_late_answer_is_dropped_and_the_draft_is_used_again() -> None:
+    """The late answer proposes tokens of a finished round; as an answer to a later round it would be invalid."""
+    target, draft = FakeTarget(), Late()
+    # The target must not finish before the draft answers again.
+    target.step_seconds = PATIENCE_SECONDS / 2
+    async with cluster(target, draft, draft_patience_seconds=PATIENCE_SECONDS) as client:
+        completed = await complete(client, GenerationRequest((10,), max_tokens=50, temperature=0.0))
+    assert len(draft.requested) > 2
+    assert completed.stats.accepted == completed.stats.drafted > 0
+
+
+async def test_a_draft_without_logits_is_not_used_for_logit_comparison() -> None:
+    request = GenerationRequest(
+        (10,), max_tokens=30, temperature=1.0, seed=1, rejection_sampling_strategy="logit-comparison"
+    )
+    draft = FakeDraft()
+    async with cluster(FakeTarget(), draft, draft_patience_seconds=PATIENCE_SECONDS) as client:
+        completed = await complete(client, request)
+    assert completed.token_ids == tuple(range(11, 41))
+    assert completed.stats.accepted == 0
+    assert draft.requested
+
+
+Outcomes = Sequence[Done[Any] | Failed | Continue]
+REQUESTS = {name: request for name, request in ALL.items() if name != "block"}
+
+
+class Spoilt:
+    """A head that replaces logits by NaN from its `first` call on."""
+
+    def __init__(self, head: Any, first: int) -> None:
+        self._head = head
+        self._first = first
+        self.calls = 0
+
+    def __call__(self, ready: Sequence[Job[Any]], logits: Tensor, **named: Any) -> Outcomes:
+        self.calls += 1
+        given = logits * torch.nan if self.calls >= self._first else logits
+        outcomes: Outcomes = self._head(ready, given, **named)
+        return outcomes
+
+
+@pytest.mark.parametrize("rule", REQUESTS)
+async def test_non_finite_logits_of_the_target_end_the_request_with_internal(
+    rule: str, model: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(core_engine, "row_head", Spoilt(core_engine.row_head, first=3))
+    async with pair(model, model) as (client, _):
+        with pytest.raises(TandemError) as raised, caplog.at_level(logging.ERROR):
+            await complete(client, REQUESTS[rule])
+    assert isinstance(raised.value, ProtocolError) or type(raised.value) is TandemError
+    lines = [record for record in caplog.records if record.message == "logits are not finite"]
+    assert len(lines) == 1
+    assert "not finite numbers" in str(lines[0].__dict__["reason"])
+    assert lines[0].exc_info is None
+
+
+@pytest.mark.parametrize("rule", REQUESTS)
+async def test_non_finite_logits_of_the_draft_cost_only_the_speed_up(
+    rule: str, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = REQUESTS[rule]
+    async with pair(model, model) as (client, _):
+        undisturbed = await complete(client, request)
+    spoilt = Spoilt(propose_head, first=1)
+    monkeypatch.setattr(engines, "propose_head", spoilt)
+    async with pair(model, model) as (client, _):
+        completed = await complete(client, request)
+    assert spoilt.calls > 0
+    assert completed.stats.drafted == 0
+    assert len(completed.token_ids) == len(undisturbed.token_ids)
+    if rule != "residual":  # its text depends on where rounds begin
+        assert completed.text == undisturbed.text

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Iterable
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -14,15 +14,9 @@ import numpy as np
 import pytest
 
 from benchmarks.load.fakes import FakeTarget, NextToken, counting, rows
-from coordinator.service import CoordinatorService
 from coordinator.speculation.controller import RequestSpeculation
-from draft_service.proposers import Proposer
-from draft_service.proposers.model_free import SequenceLimits
 from draft_service.proposers.ngram import ngram_proposer
 from draft_service.proposers.suffix import suffix_proposer
-from draft_service.servicer import DraftServicer
-from tandem.client import Client
-from tandem.config.speculative import DraftingOptions
 from tandem.engine.interface import RowRequest
 from tandem.engine.models.loading import LoadedModel
 from tandem.errors import TandemError
@@ -48,17 +42,8 @@ from tests.service.ahead_draft import (
     wrong_tokens,
 )
 from tests.service.clients import Completed, complete, until
-from tests.service.engines import Fault, Faults, target
-from tests.service.fakes import (
-    Fleet,
-    coordinated,
-    coordinating,
-    fleet,
-    refusal,
-    served,
-    serving,
-    settings_over,
-)
+from tests.service.engines import Fault, Faults, NewProposer, model_free, pair
+from tests.service.fakes import HANG_SECONDS, Fleet, coordinated, fleet, refusal, served
 
 
 @dataclass(eq=False)
@@ -256,7 +241,6 @@ async def test_what_a_draft_pushes_never_changes_the_text(lie: Violation) -> Non
 async def test_a_draft_without_an_outcome_is_asked_after_a_round_of_the_target_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.undo()
     monkeypatch.setattr(RequestSpeculation, "tokens_after_miss", lambda *_: 0)
     target, draft = LeadingTarget(), ViolatingDraft(other_outcome)
     target.engine.patience_seconds = 0.0
@@ -269,20 +253,19 @@ async def test_a_draft_without_an_outcome_is_asked_after_a_round_of_the_target_a
 
 async def test_a_target_lets_go_of_a_lead_when_its_coordinator_is_gone() -> None:
     target, draft = LeadingTarget(), AheadDraft()
-    async with asyncio.timeout(BOUND_SECONDS), served(target, draft) as services:
-        settings = settings_over(services, draft_ahead=4)
-        async with coordinating(settings) as address, Client(address) as client:
+    async with asyncio.timeout(HANG_SECONDS), served(target, draft) as services:
+        addresses = [each.address for each in services]
+        async with coordinated(*addresses, draft_ahead=4) as (client, _):
             chunks = client.generate(REQUEST)
             while not (await anext(chunks)).drafted_ahead:
                 pass
             assert target.engine.open_count == 1
         await chunks.aclose()
         await until(lambda: not target.engine.open_count)
-        async with coordinating(settings) as address, Client(address) as client:
+        async with coordinated(*addresses, draft_ahead=4) as (client, _):
             assert (await complete(client, REQUEST)).token_ids == EXPECTED
 
 
-BOUND_SECONDS = 60.0
 LEADS = (1, 8)
 GREEDY = GenerationRequest("def f(", max_tokens=24, temperature=0.0, ignore_eos=True)
 REQUESTS = {
@@ -312,24 +295,11 @@ MODEL_FREE = ("greedy", "strict, temperature 0.7", "strict, temperature 1.0")
 """Requests whose rule may have a lead beside a draft."""
 
 
-@asynccontextmanager
-async def alone(
-    model: LoadedModel, lead: int, *faults: Faults, max_sequences: int = 8
-) -> AsyncIterator[tuple[Client, CoordinatorService]]:
-    """A client of a coordinator with this lead, over a target for each set of faults and no draft."""
-    async with asyncio.timeout(BOUND_SECONDS), AsyncExitStack() as stack:
-        targets = [
-            await stack.enter_async_context(target(model, each, max_sequences=max_sequences))
-            for each in faults or (Faults(),)
-        ]
-        addresses = ",".join(address for address, _ in targets)
-        yield await stack.enter_async_context(coordinated(addresses, target_lead=lead))
-
-
 async def completions(
     model: LoadedModel, lead: int, requests: Iterable[GenerationRequest], *faults: Faults
 ) -> list[Completed]:
-    async with alone(model, lead, *faults) as (client, _):
+    """By a target for each set of faults, without a draft."""
+    async with pair(model, None, *faults, target_lead=lead) as (client, _):
         return [await complete(client, request) for request in requests]
 
 
@@ -350,22 +320,16 @@ async def test_the_text_does_not_depend_on_the_lead(
         assert found.stats.lead.rounds == len(found.token_ids) - 1, name
 
 
-@pytest.mark.parametrize("make", [ngram_proposer, suffix_proposer])
+@pytest.mark.parametrize("new", [ngram_proposer, suffix_proposer])
 async def test_the_text_does_not_depend_on_the_lead_with_a_draft_without_a_model(
-    model: LoadedModel, make: Callable[[DraftingOptions, SequenceLimits], Proposer]
+    model: LoadedModel, new: NewProposer
 ) -> None:
     """Matches in the prompt are proposed; in the rounds of the target alone it leads."""
     biases = {300: 40.0, 301: 40.0, 302: 40.0}
     requests = [replace(REQUESTS[name], prompt=(*biases,) * 4, logit_bias=biases) for name in MODEL_FREE]
     wanted = await completions(model, 0, requests)
     for lead in (0, 2):
-        servicer = DraftServicer()
-        servicer.proposer = make(DraftingOptions(prompt_lookup_min=1), SequenceLimits())
-        async with asyncio.timeout(BOUND_SECONDS), AsyncExitStack() as stack:
-            enter = stack.enter_async_context
-            verifying, _ = await enter(target(model, Faults()))
-            proposing, _ = await enter(serving(servicer))
-            client, _ = await enter(coordinated(verifying, proposing, target_lead=lead))
+        async with pair(model, model_free(new, prompt_lookup_min=1), target_lead=lead) as (client, _):
             for request, plain in zip(requests, wanted, strict=True):
                 found = await complete(client, request)
                 alone = await complete(client, replace(request, speculation=False))
@@ -378,7 +342,7 @@ async def test_sixteen_streams_have_the_text_of_each_alone(
     model: LoadedModel, plain: dict[str, Completed]
 ) -> None:
     names = [*REQUESTS] * 2
-    async with alone(model, 8, max_sequences=16) as (client, _):
+    async with pair(model, None, target_lead=8, max_sequences=16) as (client, _):
         found = await asyncio.gather(*(complete(client, REQUESTS[name]) for name in names))
     assert [each.token_ids for each in found] == [plain[name].token_ids for name in names]
 
@@ -404,7 +368,7 @@ async def test_the_text_survives_a_loss_in_the_middle_of_a_lead(
     names = ("greedy", "strict, temperature 1.0", "residual, temperature 0.7")
     for lead, step in ((1, 1), (8, 2), (8, 7)):
         faulty = [lost_at(number, is_answered=is_answered) for number in (step, 5)]
-        async with alone(model, lead, *faulty) as (client, _):
+        async with pair(model, None, *faulty, target_lead=lead) as (client, _):
             for name in names:
                 for each in faulty:
                     each.steps = each.answers = each.opened = 0
@@ -446,7 +410,7 @@ async def test_a_target_whose_lead_contradicts_its_rows_is_left(
 
 
 async def test_a_cancelled_request_wastes_no_more_than_its_lead(model: LoadedModel) -> None:
-    async with alone(model, 2) as (client, service):
+    async with pair(model, None, target_lead=2) as (client, service):
         async with aclosing(client.generate(replace(GREEDY, max_tokens=400))) as chunks:
             async for _ in chunks:
                 break

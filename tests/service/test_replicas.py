@@ -1,10 +1,14 @@
-"""States of replicas that start, stop, drain, hang or have other models, and names of several replicas."""
+"""States of replicas that start, stop, drain, hang or have other models, names of several replicas, and drafts that
+coordinators share.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +16,31 @@ import grpc.aio
 import pytest
 
 from coordinator.replicas.registry import ReplicaRegistry
+from coordinator.service import CoordinatorService
 from coordinator.settings.coordinator import CoordinatorSettings
-from tandem.errors import InvalidRequestError, ServiceUnavailableError
+from draft_service.servicer import DraftedFor
+from tandem.client import Client
+from tandem.errors import ServiceUnavailableError
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.rpc.addresses import Resolver
 from tandem.rpc.channels import Keepalive
 from tandem.rpc.credentials import Credentials
 from tandem.serving.interceptors import Context
-from tests.service.clients import until
-from tests.service.fakes import NOT_SERVING, SERVING, Fake, FakeDraft, FakeTarget, Served, addresses, served
+from tandem.types import GenerationRequest, StepProfile, Verification, VerifyStep
+from tests.service.clients import complete, until
+from tests.service.fakes import (
+    NOT_SERVING,
+    SERVING,
+    Fake,
+    FakeDraft,
+    FakeTarget,
+    Served,
+    addresses,
+    coordinator,
+    fleet,
+    served,
+    settings_over,
+)
 
 SECONDS = 20.0
 """Bound on the wait for an expected change."""
@@ -233,22 +253,6 @@ async def test_a_draft_that_returns_with_another_method_is_judged_as_new() -> No
         assert replicas.fleet.draft == draft.model_info
 
 
-async def test_an_operator_drains_and_resumes() -> None:
-    async with followed(FakeTarget(), FakeTarget()) as (replicas, (first, second)):
-        for each in (first, second):
-            await becomes(replicas, each.address, ReplicaState.READY)
-        replicas.pool(Role.TARGET).drain(first.address)
-        assert shot(replicas, first.address).state is ReplicaState.DRAINING
-        assert shot(replicas, first.address).reason
-        member = replicas.targets.choose()
-        assert member is not None
-        assert member.address == second.address
-        replicas.pool(Role.TARGET).resume(first.address)
-        assert shot(replicas, first.address).state is ReplicaState.READY
-        with pytest.raises(InvalidRequestError, match="there is no draft replica"):
-            replicas.pool(Role.DRAFT).drain(first.address)
-
-
 async def test_the_least_busy_replica_is_chosen_and_among_equals_the_fastest() -> None:
     async with followed(FakeTarget(), FakeTarget()) as (replicas, (first, second)):
         for each in (first, second):
@@ -286,6 +290,11 @@ async def test_a_name_stands_for_all_of_its_addresses() -> None:
         member = replicas.targets.member(first.address)
         assert member is not None
         member.open_sequences = 1
+        known["targets"].remove("127.0.0.1")
+        await replicas.targets.look()
+        known["targets"].append("127.0.0.1")
+        await replicas.targets.look()
+        assert member.is_ready, "it was missing once"
         known["targets"].remove("127.0.0.1")
         for _ in range(3):
             await replicas.targets.look()
@@ -328,23 +337,70 @@ async def test_an_operators_drain_survives_a_missing_dns_record() -> None:
         await becomes(replicas, target.address, ReplicaState.READY)
 
 
-async def test_a_replica_missing_from_dns_once_is_kept() -> None:
-    async with served(FakeTarget()) as (target,), named(target) as (replicas, known):
-        hosts = known["targets"]
-        member = replicas.targets.member(target.address)
-        assert member is not None
-        replicas.pool(Role.TARGET).drain(target.address)
+REQUEST = GenerationRequest((10,), max_tokens=30, temperature=0.0, num_speculative_tokens=2)
+
+
+def profiled() -> FakeDraft:
+    """A draft that says that its steps take much longer with every sequence: no round trip of a busy machine does."""
+    draft = FakeDraft()
+    steps = {(count, 1): 1.0 * count for count in range(1, 9)}
+    draft.model_info = replace(draft.model_info, step_profile=StepProfile(steps, 1))
+    return draft
+
+
+async def test_two_coordinators_spread_over_the_drafts_that_they_share() -> None:
+    drafts = profiled(), profiled()
+    holds = asyncio.Event()
+
+    class Held(FakeTarget):
+        async def verified(self, tokens: Sequence[int], step: VerifyStep) -> Verification:
+            await holds.wait()
+            return await super().verified(tokens, step)
+
+    target = Held()
+    async with AsyncExitStack() as stack:
+        services = await stack.enter_async_context(served(target, *drafts))
+        clients = []
         for _ in range(2):
-            hosts.clear()
-            await replicas.targets.look()
-            assert replicas.targets.member(target.address) is member
-            replicas.pool(Role.TARGET).resume(target.address)
-            assert "no longer stands for" in shot(replicas, target.address).reason
-            hosts.append("127.0.0.1")
-            await replicas.targets.look()
-            assert replicas.targets.member(target.address) is member
-            assert member.is_ready
-        hosts.clear()
-        await replicas.targets.look()
-        await replicas.targets.look()
-        assert replicas.targets.member(target.address) is None
+            address, service = await stack.enter_async_context(coordinator(settings_over(services)))
+            await until(partial(_is_ready, service))
+            clients.append(await stack.enter_async_context(Client(address)))
+        first = asyncio.create_task(complete(clients[0], REQUEST))
+        await until(lambda: sum(draft.running for draft in drafts) == 1)
+        # The second coordinator has opened nothing, and learns from the draft itself that it is in use
+        await until(lambda: _heard(service))
+        second = asyncio.create_task(complete(clients[1], REQUEST))
+        await until(lambda: sum(draft.running for draft in drafts) == 2)
+        assert [draft.running for draft in drafts] == [1, 1]
+        holds.set()
+        await asyncio.gather(first, second)
+
+
+def _is_ready(service: CoordinatorService) -> bool:
+    return all(each.state is ReplicaState.READY for each in service.replicas.snapshots())
+
+
+def _heard(service: CoordinatorService) -> bool:
+    """True once a draft has told this coordinator of a sequence."""
+    members = service.replicas.drafts.members
+    return any(each.client.load is not None and each.client.load.sequences for each in members)
+
+
+class Full(FakeDraft):
+    """Has no place for anybody, and says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_full = True
+
+    async def serve_sequence(self, sequence: DraftedFor) -> None:
+        self.opened += 1
+        await asyncio.Event().wait()
+
+
+async def test_a_full_draft_costs_no_patience() -> None:
+    full = Full()
+    async with fleet(FakeTarget(), full, draft_patience_seconds=600.0) as (client, *_):
+        found = await complete(client, REQUEST)
+    assert found.token_ids == tuple(range(11, 41))
+    assert full.opened == 1  # it waits there for a place

@@ -236,21 +236,6 @@ async def test_an_ending_sequence_ends_no_other(length: int, error: type[TandemE
         assert await second.ask(4) == 4
 
 
-async def test_a_cancelled_sequence_stops_at_once_and_no_other_does() -> None:
-    async with ends() as both:
-        first, second = both.sequences(2)
-        assert await second.ask(1) == 1
-        held = asyncio.create_task(first.ask(HOLD))
-        await until(lambda: both.service.running == 2)
-        first.cancel()
-        first.cancel()
-        await until(lambda: both.service.running == 1)
-        assert await second.ask(2) == 2
-        for late in (held, first.ask(3)):
-            with pytest.raises(ServiceUnavailableError):
-                await late
-
-
 async def test_finish_returns_after_the_sequence_has_ended() -> None:
     async with ends() as both:
         first, second = both.sequences(2)

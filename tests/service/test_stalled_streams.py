@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +13,8 @@ from coordinator.service import CoordinatorService
 from tandem.admin_client import AdminClient
 from tandem.errors import AbortedError, CapacityError, DeadlineError
 from tandem.types import Chunk, GenerationRequest
-from tests.service import engines
 from tests.service.clients import until
+from tests.service.engines import MakePair
 from tests.service.fakes import Fake, FakeDraft, FakeTarget, cluster, fleet
 
 STALL = 0.2
@@ -114,9 +113,8 @@ RULES: list[dict[str, Any]] = [
 ]
 
 
-async def test_the_tokens_equal_those_of_a_stream_that_was_always_read(tmp_path: Path) -> None:
-    target, draft = engines.tiny_model(tmp_path / "target", 1), engines.tiny_model(tmp_path / "draft", 2)
-    async with engines.pair(target, draft, stalled_stream_seconds=STALL) as (_, service):
+async def test_the_tokens_equal_those_of_a_stream_that_was_always_read(pair: MakePair) -> None:
+    async with pair(stalled_stream_seconds=STALL) as (_, service):
         for rule in RULES:
             request = GenerationRequest(
                 (5, 6, 7), max_tokens=24, num_speculative_tokens=3, ignore_eos=True, **rule
@@ -152,14 +150,13 @@ COUNT = 20
 READ = GenerationRequest((10,), max_tokens=COUNT, temperature=0.0)
 
 
-async def chunks_over_grpc(request: GenerationRequest = READ, **options: Any) -> list[Chunk]:
-    """The chunks of a target that makes one token in a round."""
-    async with cluster(FakeTarget(), **options) as client:
-        return [chunk async for chunk in client.generate(request)]
-
-
-async def test_grpc_gets_the_same_tokens_and_text_in_fewer_chunks() -> None:
-    each, joined = await chunks_over_grpc(), await chunks_over_grpc(stream_interval=INTERVAL)
+async def test_grpc_gets_the_same_tokens_and_text_in_fewer_chunks_once_that_is_configured() -> None:
+    """The target makes one token in a round."""
+    async with cluster(FakeTarget()) as client:
+        each = [chunk async for chunk in client.generate(READ)]
+        async with AdminClient(client.address) as admin:
+            await admin.update_config({"stream_interval": str(INTERVAL)})
+        joined = [chunk async for chunk in client.generate(READ)]
     assert [len(chunk.token_ids) for chunk in each] == [1] * COUNT
     assert [len(chunk.token_ids) for chunk in joined] == [1, INTERVAL, INTERVAL, 3]
     for name in ("text", "token_ids", "drafted", "text_lengths"):
@@ -167,15 +164,7 @@ async def test_grpc_gets_the_same_tokens_and_text_in_fewer_chunks() -> None:
             [part for chunk in chunks for part in getattr(chunk, name)] for chunks in (each, joined)
         )
         assert in_joined == in_each
-    assert [i for chunk in joined for i in chunk.token_ids] == [*range(11, 11 + COUNT)]
+    assert tokens_of(joined) == [*range(11, 11 + COUNT)]
     summary = joined[-1].summary
     assert summary is not None
     assert summary.speculation.rounds == COUNT
-
-
-async def test_it_can_change_while_the_coordinator_runs() -> None:
-    async with cluster(FakeTarget()) as client:
-        assert len([chunk async for chunk in client.generate(READ)]) == COUNT
-        async with AdminClient(client.address) as admin:
-            await admin.update_config({"stream_interval": str(INTERVAL)})
-        assert len([chunk async for chunk in client.generate(READ)]) == 4

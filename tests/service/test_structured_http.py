@@ -1,27 +1,20 @@
-"""Structured output and tools over HTTP, through OpenAI's own client."""
+"""Structured output, tools, echoed prompts and log probabilities over HTTP, through OpenAI's own client."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+import torch
+from tokenizers import Tokenizer
 
-from tandem.engine.models.loading import LoadedModel
-from tests.service.engines import Faults, draft, target
-from tests.service.fakes import settings_for
-from tests.service.http_cluster import http_coordinator
-from tests.service.http_cluster import openai as client_of
+from tests.end_to_end.models import random_model
+from tests.paths import DEMO_TARGET
+from tests.service.engines import TINY
+from tests.service.http_cluster import MakeApi
 
-TEMPLATE = (
-    "{% if tools %}{% for tool in tools %}{{ tool.function.name }} {% endfor %}{% endif %}"
-    "{% for m in messages %}{{ m.role }}: {{ m.content or '' }}"
-    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.arguments.city }}{% endfor %}\n{% endfor %}"
-)
 CITY = {
     "type": "object",
     "properties": {
@@ -38,22 +31,6 @@ TOOLS: Any = [
 NAMED: Any = {"type": "function", "function": {"name": "weather"}}
 FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "city", "strict": True, "schema": CITY}}
 MESSAGES: Any = [{"role": "user", "content": "How is it in Oslo?"}]
-SECONDS = 120.0
-
-
-@asynccontextmanager
-async def cluster(
-    model: LoadedModel, other_model: LoadedModel, folder: Path, **options: Any
-) -> AsyncIterator[openai.AsyncOpenAI]:
-    template = folder / "template.jinja"
-    template.write_text(TEMPLATE, encoding="utf-8")
-    async with AsyncExitStack() as stack:
-        target_address, _ = await stack.enter_async_context(target(model, Faults()))
-        draft_address, _ = await stack.enter_async_context(draft(other_model))
-        own: dict[str, Any] = {"http_port": 0, "chat_template": template, "served_model_name": "m"}
-        settings = settings_for(target_address, draft_address, **own, **options)
-        served = await stack.enter_async_context(http_coordinator(settings))
-        yield await stack.enter_async_context(client_of(served, timeout=SECONDS))
 
 
 def options(**more: Any) -> Any:
@@ -66,10 +43,8 @@ def assert_city(text: str) -> None:
     assert 1 <= value["days"] <= 9
 
 
-async def test_a_response_format_is_kept_to(
-    model: LoadedModel, other_model: LoadedModel, tmp_path: Path
-) -> None:
-    async with cluster(model, other_model, tmp_path) as client:
+async def test_a_response_format_is_kept_to(api: MakeApi) -> None:
+    async with api() as client:
         answer = await client.chat.completions.create(**options(response_format=FORMAT))
         assert_city(answer.choices[0].message.content or "")
         assert answer.choices[0].finish_reason == "stop"
@@ -94,10 +69,8 @@ async def test_a_response_format_is_kept_to(
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
-async def test_demanded_calls_are_made(
-    model: LoadedModel, other_model: LoadedModel, tmp_path: Path, choice: Any
-) -> None:
-    async with cluster(model, other_model, tmp_path) as client:
+async def test_demanded_calls_are_made(api: MakeApi, choice: Any) -> None:
+    async with api() as client:
         asked = options(tools=TOOLS, tool_choice=choice, parallel_tool_calls=False)
         answer = await client.chat.completions.create(**asked)
         (found,) = answer.choices
@@ -126,9 +99,86 @@ async def test_demanded_calls_are_made(
         assert after.usage.prompt_tokens > (answer.usage.prompt_tokens if answer.usage else 0)
 
 
-async def test_what_is_refused(model: LoadedModel, other_model: LoadedModel, tmp_path: Path) -> None:
-    async with cluster(model, other_model, tmp_path, structured_output="refuse") as client:
+async def test_what_is_refused(api: MakeApi) -> None:
+    async with api(structured_output="refuse") as client:
         for more in ({"response_format": FORMAT}, {"tools": TOOLS}):
             with pytest.raises(openai.BadRequestError, match="structured_output is refuse"):
                 await client.chat.completions.create(**options(**more))
         await client.chat.completions.create(**options(tools=TOOLS, tool_choice="none", max_tokens=2))
+
+
+PROMPT = [300 + 7 * index % 900 for index in range(70)]
+"""More than are verified at a time."""
+TOKENIZER = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))
+SCORED: dict[str, Any] = {
+    "model": "m",
+    "temperature": 0,
+    "prompt": PROMPT,
+    "echo": True,
+    "logprobs": 1,
+    "seed": 1234,
+}
+
+
+def expected(token_ids: list[int]) -> torch.Tensor:
+    """By transformers: log probabilities of each next token, [len(token_ids), vocabulary_size]."""
+    with torch.inference_mode():
+        logits: torch.Tensor = random_model(1, **TINY)(torch.tensor([token_ids])).logits[0]
+    return logits.double().log_softmax(-1)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+async def test_a_prompt_is_scored_beside_a_draft(api: MakeApi, max_tokens: int) -> None:
+    async with api() as client:
+        answer = await client.completions.create(**SCORED, max_tokens=max_tokens)
+        stream = await client.completions.create(**SCORED, max_tokens=max_tokens, stream=True)
+        pieces = [piece.choices[0] async for piece in stream]
+    (choice,) = answer.choices
+    assert choice.logprobs is not None
+    said, tops = choice.logprobs.token_logprobs or [], choice.logprobs.top_logprobs or []
+    assert len(said) == len(tops) == len(PROMPT) + max_tokens
+    assert said[0] is tops[0] is None
+    rows = expected(PROMPT)
+    for i, token_id in enumerate(PROMPT[1:]):
+        assert said[i + 1] == pytest.approx(float(rows[i, token_id]), abs=1e-4)
+        assert max(tops[i + 1].values()) == pytest.approx(float(rows[i].max()), abs=1e-4)
+    assert choice.text.startswith(TOKENIZER.decode(PROMPT))
+    assert (choice.logprobs.text_offset or [])[-1] <= len(choice.text)
+    assert choice.finish_reason == "length"
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(PROMPT), max_tokens)
+    assert "".join(piece.text for piece in pieces) == choice.text
+    streamed = [each for piece in pieces if piece.logprobs for each in piece.logprobs.token_logprobs or []]
+    assert streamed == said
+
+
+async def test_a_longer_completion_needs_the_target_alone(api: MakeApi) -> None:
+    asked: Any = {"model": "m", "prompt": "def f(", "max_tokens": 6, "temperature": 0, "echo": True}
+    async with api() as client:
+        with pytest.raises(openai.BadRequestError, match="echo is true and a draft proposes"):
+            await client.completions.create(**asked)
+        alone: Any = {"extra_body": {"speculation": False}}
+        echoed = await client.completions.create(**asked, **alone)
+        plain = await client.completions.create(**asked | {"echo": False}, **alone)
+        assert echoed.choices[0].text == "def f(" + plain.choices[0].text
+        end: Any = {"logit_bias": {"0": 100}, "max_tokens": 2, "echo": False}
+        special: Any = {"extra_body": {"ignore_eos": True, "skip_special_tokens": False}}
+        marked = await client.completions.create(**asked | end, **special)
+        assert marked.choices[0].text == 2 * (TOKENIZER.id_to_token(0) or "")
+        with pytest.raises(openai.BadRequestError, match="max_tokens is 0; it must be at least 1"):
+            await client.completions.create(**asked | {"echo": False, "max_tokens": 0})
+        with pytest.raises(openai.BadRequestError, match="echo is true and logprobs are asked for"):
+            await client.completions.create(**SCORED, max_tokens=1, logit_bias=json.loads('{"5": 1}'))
+
+
+async def test_log_probabilities_are_those_of_the_model(api: MakeApi) -> None:
+    """In rounds of several tokens, of which the draft proposes some."""
+    asked: Any = {**SCORED, "echo": False, "max_tokens": 12, "extra_body": {"return_token_ids": True}}
+    async with api() as client:
+        (choice,) = (await client.completions.create(**asked)).choices
+    assert choice.logprobs is not None
+    assert choice.model_extra is not None
+    token_ids = choice.model_extra["token_ids"]
+    rows = expected([*PROMPT, *token_ids])[len(PROMPT) - 1 : -1]
+    said = [float(row[token_id]) for row, token_id in zip(rows, token_ids, strict=True)]
+    assert choice.logprobs.token_logprobs == pytest.approx(said, abs=1e-4)

@@ -6,9 +6,6 @@ import asyncio
 import itertools
 import json
 import re
-from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +13,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from draft_service.proposers.model_free import SequenceLimits
 from draft_service.proposers.ngram import ngram_proposer
 from draft_service.proposers.suffix import suffix_proposer
-from draft_service.servicer import DraftServicer
-from tandem.client import Client
-from tandem.config.speculative import DraftingOptions
 from tandem.engine.models.loading import LoadedModel
 from tandem.engine.rows import masked
 from tandem.errors import InvalidRequestError, TandemError
@@ -35,12 +28,12 @@ from tandem.types import (
     TokenRow,
     Verification,
 )
-from tests.end_to_end.chi_square import critical_value, statistic
+from tests.end_to_end.chi_square import assert_drawn_from
 from tests.end_to_end.models import random_model
 from tests.paths import DEMO_TARGET
+from tests.service import engines
 from tests.service.clients import Completed, complete
-from tests.service.engines import TINY, Faults, pair, target
-from tests.service.fakes import coordinated, serving
+from tests.service.engines import TINY, Faults, MakePair, NewProposer, model_free
 
 SCHEMA = {
     "type": "object",
@@ -59,15 +52,6 @@ REQUEST = GenerationRequest(
 )
 RULES = ("strict", "residual", "block", "typical-acceptance", "logit-comparison")
 TOKENIZER = DEMO_TARGET / "tokenizer.json"
-BOUND_SECONDS = 300.0
-
-
-@asynccontextmanager
-async def cluster(
-    model: LoadedModel, other_model: LoadedModel, *faults: Faults, **options: Any
-) -> AsyncIterator[Client]:
-    async with asyncio.timeout(BOUND_SECONDS), pair(model, other_model, *faults, **options) as (client, _):
-        yield client
 
 
 def assert_fits(completed: Completed) -> None:
@@ -81,8 +65,8 @@ def assert_fits(completed: Completed) -> None:
     assert completed.summary.stop_reason is None
 
 
-async def test_every_rule_keeps_to_the_grammar(model: LoadedModel, other_model: LoadedModel) -> None:
-    async with cluster(model, other_model) as client:
+async def test_every_rule_keeps_to_the_grammar(pair: MakePair) -> None:
+    async with pair() as (client, _):
         requests = [replace(REQUEST, temperature=0.0)]
         requests += [replace(REQUEST, rejection_sampling_strategy=rule) for rule in RULES]
         requests += [
@@ -96,11 +80,11 @@ async def test_every_rule_keeps_to_the_grammar(model: LoadedModel, other_model: 
 
 @pytest.mark.parametrize("options", [{}, {"draft_ahead": "4"}], ids=["plain", "drafting ahead"])
 async def test_greedy_and_strict_texts_are_those_of_the_target_alone(
-    model: LoadedModel, other_model: LoadedModel, options: dict[str, Any]
+    pair: MakePair, options: dict[str, Any]
 ) -> None:
     """With leads of the target as well, and when the target is lost."""
     faults = (Faults(before={9}), Faults(after={12}), Faults())
-    async with cluster(model, other_model, *faults, target_lead=4, **options) as client:
+    async with pair(*faults, target_lead=4, **options) as (client, _):
         for request in (
             replace(REQUEST, temperature=0.0),
             replace(REQUEST, rejection_sampling_strategy="strict"),
@@ -113,13 +97,11 @@ async def test_greedy_and_strict_texts_are_those_of_the_target_alone(
                 assert together.stats.rounds < len(together.token_ids)
 
 
-async def test_leads_change_no_text_and_are_not_wasted_on_forced_text(
-    model: LoadedModel, other_model: LoadedModel
-) -> None:
+async def test_leads_change_no_text_and_are_not_wasted_on_forced_text(pair: MakePair) -> None:
     """A target that leads stops where the coordinator proposes without a model, and where the text ends."""
     texts: dict[tuple[Grammar, bool], Completed] = {}
     for lead in (0, 2, 8):
-        async with cluster(model, other_model, target_lead=lead, draft_ahead="4") as client:
+        async with pair(target_lead=lead, draft_ahead="4") as (client, _):
             for grammar, speculation in itertools.product((JSON, WORD), (False, True)):
                 request = replace(
                     REQUEST, grammar=grammar, speculation=speculation, rejection_sampling_strategy="strict"
@@ -133,22 +115,17 @@ async def test_leads_change_no_text_and_are_not_wasted_on_forced_text(
                     assert found.stats.rounds == plain.stats.rounds, "forced text takes no more rounds"
 
 
-@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize("new", [ngram_proposer, suffix_proposer])
 async def test_no_forbidden_token_of_a_draft_without_a_model_is_verified(
-    model: LoadedModel, method: str
+    model: LoadedModel, new: NewProposer
 ) -> None:
     """The prompt repeats what the grammar forbids behind its first characters."""
-    servicer, faults = DraftServicer(), Faults()
-    make = ngram_proposer if method == "ngram" else suffix_proposer
-    servicer.proposer = make(DraftingOptions(prompt_lookup_min=1), SequenceLimits())
+    faults = Faults()
     grammar = Grammar(GrammarKind.REGEX, "(a|b|c|d| ){60}e")
     prompt = tuple(Tokenizer.from_file(str(TOKENIZER)).encode("a b c d x y a b c d z " * 8).ids)
     request = replace(REQUEST, prompt=prompt, grammar=grammar, rejection_sampling_strategy="strict")
-    async with asyncio.timeout(BOUND_SECONDS), AsyncExitStack() as stack:
-        enter = stack.enter_async_context
-        verifying, _ = await enter(target(model, faults))
-        proposing, _ = await enter(serving(servicer))
-        client, _ = await enter(coordinated(verifying, proposing, target_lead=0))
+    drafting = model_free(new, prompt_lookup_min=1)
+    async with engines.pair(model, drafting, faults, target_lead=0) as (client, _):
         together = await complete(client, request)
         proposals = [*faults.proposals]
         alone = await complete(client, replace(request, speculation=False))
@@ -161,41 +138,39 @@ async def test_no_forbidden_token_of_a_draft_without_a_model_is_verified(
         assert state.allowed_count(proposed) == len(proposed)
 
 
-async def test_forced_text_takes_a_round(model: LoadedModel, other_model: LoadedModel) -> None:
-    async with cluster(model, other_model) as client:
+async def test_forced_text_takes_a_round(pair: MakePair) -> None:
+    async with pair() as (client, _):
         request = replace(REQUEST, grammar=Grammar(GrammarKind.CHOICE, '["a long text of many words"]'))
         completed = await complete(client, replace(request, speculation=False))
         assert completed.text == "a long text of many words"
         assert completed.stats.rounds == 1 < len(completed.token_ids) == completed.stats.accepted
 
 
-async def test_a_target_that_does_not_heed_the_grammar_is_found_out(
-    model: LoadedModel, other_model: LoadedModel
-) -> None:
+async def test_a_target_that_does_not_heed_the_grammar_is_found_out(pair: MakePair) -> None:
     def careless(answer: Verification) -> Verification:
         return replace(answer, rows=tuple(TokenRow(5) for _ in answer.rows))
 
     faults = Faults(garbled={2: careless})
-    async with cluster(model, other_model, faults, target_lead=0) as client:
+    async with pair(faults, target_lead=0) as (client, _):
         with pytest.raises(TandemError, match="token id 5 is forbidden by the request's grammar"):
             await complete(client, replace(REQUEST, grammar=WORD, temperature=0.0, speculation=False))
 
 
-async def test_refusals_name_what_is_wrong(model: LoadedModel, other_model: LoadedModel) -> None:
+async def test_refusals_name_what_is_wrong(pair: MakePair) -> None:
     bad = replace(REQUEST, grammar=Grammar(GrammarKind.JSON_SCHEMA, '{"uniqueItems": true}'))
-    async with cluster(model, other_model, max_grammar_bytes=100) as client:
+    async with pair(max_grammar_bytes=100) as (client, _):
         with pytest.raises(InvalidRequestError, match="Unimplemented keys"):
             await complete(client, bad)
         with pytest.raises(InvalidRequestError, match="json_schema has 101 bytes; it must be at most 100"):
             await complete(client, replace(REQUEST, grammar=Grammar(GrammarKind.JSON_SCHEMA, " " * 101)))
-    async with cluster(model, other_model, structured_output="refuse") as client:
+    async with pair(structured_output="refuse") as (client, _):
         with pytest.raises(InvalidRequestError, match=r"a json_schema is asked for .* is refuse"):
             await complete(client, REQUEST)
 
 
 @pytest.mark.parametrize("rule", ["residual", "block"])
 async def test_texts_have_the_masked_targets_distribution(
-    model: LoadedModel, other_model: LoadedModel, rule: str
+    model: LoadedModel, pair: MakePair, rule: str
 ) -> None:
     """Chi-square over all completions of a small grammar; their probabilities come from the target's own module."""
     grammar = Grammar(GrammarKind.REGEX, "[ab][cd][ab]")
@@ -213,12 +188,7 @@ async def test_texts_have_the_masked_targets_distribution(
             logits = reference(torch.tensor([[*prompt, *tokens]])).logits[:, -1]
         probs = masked(logits, state.masks(tokens, ()))[0].double().softmax(-1)
         growing |= {(*tokens, int(i)): mass * float(probs[i]) for i in probs.nonzero().flatten()}
-    async with cluster(model, other_model) as client:
+    async with pair() as (client, _):
         request = replace(REQUEST, prompt=prompt, grammar=grammar, rejection_sampling_strategy=rule)
         texts = await asyncio.gather(*(complete(client, replace(request, seed=seed)) for seed in range(120)))
-    counts = Counter(each.token_ids for each in texts)
-    assert set(counts) <= set(expected)
-    accepted, drafted = (sum(getattr(each.stats, name) for each in texts) for name in ("accepted", "drafted"))
-    assert 0.05 < accepted / drafted < 0.95, "the test needs both accepted and recovered tokens"
-    value, freedom = statistic(counts, expected)
-    assert value < critical_value(freedom)
+    assert_drawn_from(expected, texts)

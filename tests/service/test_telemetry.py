@@ -21,7 +21,6 @@ from coordinator.service import CoordinatorService
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.speculation.ahead import DraftAhead
 from coordinator.speculation.controller import RequestSpeculation
-from coordinator.telemetry.metrics import WAIT_PLACES
 from coordinator.telemetry.observed import ObservedRequests
 from draft_service.servicer import DraftServicer
 from tandem.telemetry.process import OtlpExports, Telemetry
@@ -131,7 +130,6 @@ async def observed_cluster(
     trace_rounds: float = 0.0,
     num_speculative_tokens: int = 2,
     draft_ahead: DraftAhead = "off",
-    measure_waits: bool = False,
 ) -> AsyncIterator[ObservedCluster]:
     """Run a coordinator, a target and a draft in this process, each with telemetry."""
     exports = MemoryExports(sample_ratio)
@@ -156,7 +154,6 @@ async def observed_cluster(
             num_speculative_tokens=num_speculative_tokens,
             draft_ahead=draft_ahead,
             trace_rounds=trace_rounds,
-            measure_waits=measure_waits,
         )
         telemetry = Telemetry(settings, "coordinator", exports)
         service = CoordinatorService(settings, ObservedRequests(telemetry, settings))
@@ -379,27 +376,3 @@ async def test_an_invalid_traceparent_is_ignored() -> None:
         assert await cluster.complete(REQUEST, "00-nonsense") == COMPLETION
         await all_ended(cluster, 8)
         assert only_span("text_completion fake", cluster.spans).parent is None
-
-
-STREAMS = 4
-ROUNDS = 3
-"""At least, of one request."""
-
-
-@pytest.mark.parametrize("measures", [True, False])
-async def test_waits_of_answers_and_questions_are_counted_if_asked_for(measures: bool) -> None:
-    async with observed_cluster(FakeTarget(), FakeDraft(), measure_waits=measures) as cluster:
-        requests = [replace(REQUEST, seed=seed) for seed in range(STREAMS)]
-        assert await asyncio.gather(*map(cluster.complete, requests)) == [COMPLETION] * STREAMS
-
-        def waited(figure: str, place: str) -> float | None:
-            return value(cluster.coordinator, f"round_wait_seconds_{figure}", place=place)
-
-        if not measures:
-            assert [waited("count", place) for place in WAIT_PLACES] == [None] * len(WAIT_PLACES)
-            return
-        # One of them may have streams of its own, on which there is nothing to wait for.
-        for place in ("answer", "question"):
-            assert (waited("count", place) or 0.0) >= (STREAMS - 1) * ROUNDS
-            assert (waited("sum", place) or 0.0) > 0.0
-        await until(lambda: (waited("count", "event_loop") or 0.0) > 0)

@@ -20,8 +20,18 @@ from tests.service import vllm_stub
 from tests.service.ahead_draft import AheadDraft
 from tests.service.clients import until
 from tests.service.fakes import FakeDraft, counting
-from tests.service.vllm_drafts import disturbance, fitting, hashed, plugged, run, served, steps_of
-from tests.service.vllm_stub import TOKEN_COUNT, Request, Runner
+from tests.service.vllm_stub import (
+    TOKEN_COUNT,
+    Request,
+    Runner,
+    disturbance,
+    fitting,
+    hashed,
+    plugged,
+    run,
+    served,
+    steps_of,
+)
 
 SECONDS = 30.0
 TOKEN = "a-token-of-many-characters"
@@ -195,15 +205,21 @@ async def test_a_sequence_that_has_its_place_on_a_full_draft_is_waited_for() -> 
         assert runner.accepted > 0
 
 
-async def test_requests_go_on_with_the_next_draft_when_one_is_killed() -> None:
+@pytest.mark.parametrize("is_killed", [True, False])
+async def test_requests_go_on_with_the_next_draft_when_one_is_killed_or_drains(is_killed: bool) -> None:
     drafts = [fitting(FakeDraft(hashed)), fitting(FakeDraft(hashed))]
     runner = CheckedRunner(hashed)
     async with served(*drafts) as [(one, server), (other, _)], plugged(one, other) as proposer:
-        await _both_ready(proposer)
+        pool = await _both_ready(proposer)
         runner.requests = [Request([1, index]) for index in range(16)]
         await run(proposer, runner, 3)
         assert [draft.running for draft in drafts] == [8, 8]
-        await server.stop(None)
+        if is_killed:
+            await server.stop(None)
+        else:
+            loop = steps_of(proposer).link._loop
+            assert loop is not None
+            loop.call_soon_threadsafe(pool.drain, one, "maintenance")
         await run(proposer, runner, 4)
         await until(lambda: drafts[1].running == 16)
         before = runner.accepted
@@ -235,23 +251,6 @@ async def test_a_request_goes_to_the_draft_that_has_read_its_beginning(
         # A text with another beginning goes to the draft that has less to do
         assert sorted(await placed([9] * 72)) == [1, 2]
         assert runner.accepted > 0
-
-
-async def test_sequences_leave_a_draft_that_drains() -> None:
-    drafts = [fitting(FakeDraft(hashed)), fitting(FakeDraft(hashed))]
-    runner = CheckedRunner(hashed)
-    async with served(*drafts) as [(one, _), (other, _)], plugged(one, other) as proposer:
-        pool = await _both_ready(proposer)
-        runner.requests = [Request([1, index]) for index in range(6)]
-        await run(proposer, runner, 2)
-        loop = steps_of(proposer).link._loop
-        assert loop is not None
-        loop.call_soon_threadsafe(pool.drain, one, "maintenance")
-        await run(proposer, runner, 2)
-        await until(lambda: [draft.running for draft in drafts] == [0, 6])
-        before = runner.accepted
-        await run(proposer, runner, 2)
-        assert runner.accepted > before
 
 
 async def _both_ready(proposer: TandemProposer) -> Pool[DraftClient]:

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from tests.end_to_end.disturbed import started
-from tests.end_to_end.processes import Service, nursery
+from tests.end_to_end.processes import Service, nursery, ready
 from tests.end_to_end.test_campaign import assert_nothing_lost
 from tests.paths import DEMO_DRAFT, DEMO_TARGET, HELD_OUT_PROMPTS
 
@@ -30,7 +29,7 @@ def pair() -> tuple[list[Service], list[Service]]:
         [nursery().model_service(package, model, *OPTIONS) for _ in range(2)]
         for package, model in (("target_service", DEMO_TARGET), ("draft_service", DEMO_DRAFT))
     )
-    started([*targets, *drafts])
+    ready([*targets, *drafts])
     return targets, drafts
 
 

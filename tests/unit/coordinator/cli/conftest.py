@@ -16,7 +16,7 @@ def _without_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Commands:
+def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Commands:
     """Commands of a user without contexts."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    return Commands(monkeypatch, capsys)
+    return Commands()

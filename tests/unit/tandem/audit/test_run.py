@@ -362,10 +362,10 @@ def test_variation_is_over_what_both_list() -> None:
 
 
 @pytest.fixture
-def commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Commands:
+def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
     monkeypatch.delenv(KEY, raising=False)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    return Commands(monkeypatch, capsys)
+    return Commands()
 
 
 def test_the_command_says_what_it_found(

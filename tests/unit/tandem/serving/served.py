@@ -16,7 +16,7 @@ from tandem.serving.interceptors import Context
 from tandem.serving.server import Service, serve
 from tandem.settings import ServerSettings
 from tandem.v1 import generation_pb2, generation_pb2_grpc
-from tests.generate_only import GenerateOnly
+from tests.service.fakes import GenerateOnly
 
 Answer = Callable[[], AsyncIterator[generation_pb2.GenerateResponse]]
 SERVICE_NAME = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name

@@ -17,6 +17,7 @@ from tandem.rpc.credentials import Credentials
 from tandem.serving import interceptors
 from tandem.v1 import generation_pb2
 from target_service.servicer import TargetServicer
+from tests.service.clients import until
 from tests.service.fakes import serving
 from tests.unit.tandem.serving.served import Scripted, health_of, running, texts_from
 
@@ -92,6 +93,21 @@ class Endless:
         while True:
             yield generation_pb2.GenerateResponse(text=PIECE)
             self.taken += 1
+
+
+async def test_a_stalled_reader_is_bounded_and_then_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    pieces = Endless()
+    service = Scripted(pieces)
+    async with connected(service, capsys, stalled_reader_timeout_seconds=STALLED_SECONDS) as (_, channel):
+        call = raw(channel, GENERATE)(b"")
+        assert isinstance(await call.read(), bytes)
+        await until(lambda: service.ended == 1, 20 * STALLED_SECONDS, lambda: str(pieces.taken))
+        assert pieces.taken * len(PIECE) < 4 * 65_536, "the server may run ahead of the reader by one window"
+        with suppress(grpc.aio.AioRpcError):
+            while await call.read():  # first the buffered messages, then the status
+                pass
+        assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "not read for 0.3 s" in (await call.details() or "")
 
 
 async def test_a_slow_reader_is_not_ended(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import os
 import platform
 import shlex
 import statistics
+import time
 import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
-from itertools import chain, cycle, islice, product
+from itertools import chain, cycle, islice, pairwise, product
 from pathlib import Path
 
 import uvloop
@@ -25,17 +26,18 @@ from rich.console import Console
 from benchmarks import steps
 from benchmarks.common import Contender, chosen, free_port, one_sentence, read_options, rotated
 from benchmarks.contenders import (
-    CONTENDERS,
     PREFIX_TOKENS,
     Addresses,
     BenchSettings,
-    Kind,
     Setup,
-    coordinator_of,
+    kind_of,
     models,
     prepared,
+    start,
     through,
+    title_of,
 )
+from benchmarks.pace import Pace
 from benchmarks.peers import PHASES, Outcome, Workload
 from benchmarks.report import Cell, Machine, Report, Table, cell_of, show, write
 from tandem.errors import TandemError
@@ -48,12 +50,7 @@ _MACHINES_OWN = ("--vllm-python", "--max-python", "--cache-folder")
 
 
 def parse(arguments: Sequence[str], program: str = "tandem bench") -> BenchSettings:
-    """The settings of a command line.
-
-    Raises:
-        ConfigurationError: with every wrong option, its value and what it must be.
-        SystemExit: --help was asked for, or there is no such option.
-    """
+    """The settings of a command line."""
     words = "Measure ways of decoding with the same weights and prompts, in turn, on this machine."
     return read_options(BenchSettings, arguments, program, words)
 
@@ -85,28 +82,19 @@ def recorded_command(program: str, arguments: Sequence[str]) -> str:
 
 
 async def measure(settings: BenchSettings, progress: Callable[[str], None], command: str) -> Report:
-    """Measure what the settings ask for.
-
-    Raises:
-        TandemError: a service of ours could not start or failed. Another engine's failure is part of the report.
-    """
+    """Measure what the settings ask for."""
     load_before = os.getloadavg()[0]
     progress("preparing the models")
     with prepared(settings) as setup:
         run = _Run(settings, setup, setup.pair.prompts(), progress)
         step_tables = await run.steps() if settings.steps else []
-        kinds = [CONTENDERS[name] for name in settings.contenders]
+        kinds = map(kind_of, settings.contenders)
         async with AsyncExitStack() as stack:
-            addresses = Addresses()
-            shared = (
-                kind.shares_models and not run.is_fresh(kind) and not kind.absent(setup) for kind in kinds
-            )
-            has_phases = settings.phases and not settings.fresh  # they need services that nothing stops
-            if has_phases or any(shared):
+            if settings.phases or any(kind.shares_models and not kind.absent(setup) for kind in kinds):
                 progress("starting the services")
-                addresses = await stack.enter_async_context(models(setup))
-            await run.rounds(await run.start(addresses, stack))
-            phases = await run.phases(addresses) if has_phases else []
+                run.at = await stack.enter_async_context(models(setup))
+            await run.rounds(await run.start(stack))
+            phases = await run.phases() if settings.phases else []
         prefix, prefix_ratio = await run.prefix() if settings.prefix else ([], None)
     return Report(
         taken_at=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
@@ -115,7 +103,7 @@ async def measure(settings: BenchSettings, progress: Callable[[str], None], comm
         pair=setup.pair.info,
         settings=settings,
         cells=run.cells(),
-        tables=(*phases, *prefix, *step_tables),
+        tables=(*run.paced_steps(), *phases, *prefix, *step_tables),
         prefix_ratio=prefix_ratio,
         absent=run.absent,
     )
@@ -127,8 +115,11 @@ class _Run:
     setup: Setup
     prompts: Sequence[tuple[int, ...]]
     progress: Callable[[str], None]
+    at: Addresses = field(default_factory=Addresses)
     outcomes: dict[tuple[str, int, float], list[Outcome]] = field(default_factory=dict)
     """By contender, batch and temperature."""
+    target_steps: dict[tuple[str, int, float], list[tuple[float, ...]]] = field(default_factory=dict)
+    """Likewise, where steps are paced: see `steps_between`."""
     absent: dict[str, str] = field(default_factory=dict)
     """Reason of each contender that did not take part, or failed."""
 
@@ -140,38 +131,33 @@ class _Run:
             rows += await steps.measured(role, self.setup)
         return [steps.table(rows)]
 
-    async def start(self, addresses: Addresses, stack: AsyncExitStack) -> dict[str, Contender]:
+    async def start(self, stack: AsyncExitStack) -> dict[str, Contender]:
         """Start those that can start."""
         started: dict[str, Contender] = {}
         for name in self.settings.contenders:
-            kind = CONTENDERS[name]
-            if reason := kind.absent(self.setup):
+            if reason := kind_of(name).absent(self.setup):
                 self.absent[name] = reason
-            if reason or self.is_fresh(kind):
+            if reason or self._is_fresh(name):
                 continue
-            self.progress(f"starting {kind.title}")
+            self.progress(f"starting {title_of(name)}")
             try:
-                started[name] = await stack.enter_async_context(kind.start(self.setup, addresses))
+                started[name] = await stack.enter_async_context(start(name, self.setup, self.at))
             except TandemError as error:
                 self._failed(name, error)
         return started
 
-    def is_fresh(self, kind: Kind) -> bool:
-        """True if its services start anew for each run."""
-        return self.settings.fresh and kind.shares_models and kind.is_ours
+    def _is_fresh(self, name: str) -> bool:
+        """True if its coordinator starts anew for each run."""
+        return self.settings.fresh and kind_of(name).shares_models and kind_of(name).is_ours
 
-    async def run(self, name: str, started: dict[str, Contender], workload: Workload) -> Outcome:
-        """One contender's completions."""
+    async def _run(self, name: str, started: dict[str, Contender], workload: Workload) -> Outcome:
         if name in started:
             return await started[name](workload)
-        async with (
-            models(self.setup) as addresses,
-            CONTENDERS[name].start(self.setup, addresses) as contender,
-        ):
+        async with start(name, self.setup, self.at) as contender:
             return await contender(workload)
 
     def _failed(self, name: str, error: TandemError) -> None:
-        if CONTENDERS[name].is_ours:
+        if kind_of(name).is_ours:
             raise error
         self.absent[name] = str(error)
 
@@ -186,21 +172,41 @@ class _Run:
                 prompts = chosen(self.prompts, batch, max(number, 0))
                 workload = Workload(prompts, temperature, tokens, seed=1000 * (number + 1))
                 for name in rotated(self.settings.contenders, number):
-                    kind = CONTENDERS[name]
-                    is_cold = number < 0 and self.is_fresh(kind)
+                    kind = kind_of(name)
+                    is_cold = number < 0 and self._is_fresh(name)
                     if name in self.absent or is_cold or batch > (kind.largest_batch or batch):
                         continue
                     what = f"round {number + 1} of {self.settings.rounds}" if number >= 0 else "warm-up"
-                    self.progress(f"{what}: batch {batch}, temperature {temperature:g}, {kind.title}")
+                    self.progress(f"{what}: batch {batch}, temperature {temperature:g}, {title_of(name)}")
                     # The threads of the last one may spin for a moment after their last step
                     await asyncio.sleep(0.2)
+                    began = time.perf_counter()
                     try:
-                        outcome = await self.run(name, started, workload)
+                        outcome = await self._run(name, started, workload)
                     except TandemError as error:
                         self._failed(name, error)
                         continue
                     if number >= 0:
-                        self.outcomes.setdefault((name, batch, temperature), []).append(outcome)
+                        cell = name, batch, temperature
+                        self.outcomes.setdefault(cell, []).append(outcome)
+                        if self.settings.pace and kind.shares_models and kind.is_ours:
+                            noted = (self.setup.logs / "target.steps").read_text()
+                            figures = steps_between(outcome, began, noted)
+                            self.target_steps.setdefault(cell, []).extend(figures)
+
+    def paced_steps(self) -> list[Table]:
+        """The target's steps, of which each takes as long whatever its size: one for all sequences is what a token of
+        the target alone should cost, and the time between two steps is lost."""
+        rows = []
+        for cell, found in self.target_steps.items():
+            steps, rate, gap = (statistics.median(each) for each in zip(*found, strict=True))
+            possible = Pace.from_text(self.settings.pace).verify_seconds
+            rows.append((title_of(cell[0]), *cell[1:], steps, rate * possible, gap))
+        figures = (
+            ("steps per token", "fraction"), ("speed by one token a step", "fraction"), ("between steps", "seconds"),
+        )  # fmt: skip
+        columns = (("contender", ""), ("batch", "number"), ("temperature", "number"), *figures)
+        return [Table(title="Steps of the paced target", columns=columns, rows=tuple(rows))] if rows else []
 
     def cells(self) -> tuple[Cell, ...]:
         """The figures of each contender that finished its rounds."""
@@ -210,12 +216,12 @@ class _Run:
             if key[0] not in self.absent
         )
 
-    async def phases(self, addresses: Addresses) -> list[Table]:
+    async def phases(self) -> list[Table]:
         """Phases of rounds, and bytes for each token at the first batch: through the services by a coordinator of its
         own; in one process from the rounds that were run."""
         rows: list[tuple[str | float | None, ...]] = []
         wire: list[tuple[float, ...]] = []
-        async with timed_coordinator(self.setup, addresses) as timed:
+        async with timed_coordinator(self.setup, self.at) as timed:
             for batch, temperature in self._cells():
                 self.progress(f"where the time goes: batch {batch}, temperature {temperature:g}")
                 prompts = chosen(self.prompts, batch, 0)
@@ -257,11 +263,25 @@ class _Run:
         """Time to the first token after a prefix that was served before, by services of their own."""
         self.progress("a prefix that was served before")
         async with (
-            models(self.setup, prefix_caching=True) as addresses,
-            CONTENDERS["speculative"].start(self.setup, addresses) as contender,
+            models(self.setup, prefix_caching=True) as at,
+            start("speculative", self.setup, at) as contender,
         ):
             table, ratio = await prefix_gain(contender, self.prompts, min(self.settings.rounds, 3))
         return [table], ratio
+
+
+def steps_between(outcome: Outcome, began: float, noted: str) -> Iterator[tuple[float, ...]]:
+    """Steps of the target while all sequences are decoded: how many for each token of a sequence, tokens of a sequence
+    per second, and the median of the seconds between two; nothing where there are no two."""
+    first = max(answer.arrivals[0][0] for answer in outcome.answers)
+    last = min(answer.arrivals[-1][0] for answer in outcome.answers)
+    arrivals = chain.from_iterable(answer.arrivals for answer in outcome.answers)
+    tokens = sum(count for seconds, count in arrivals if first < seconds <= last) / len(outcome.answers)
+    times = [tuple(map(float, line.split()[:2])) for line in noted.splitlines()]
+    times = [each for each in times if first < each[1] - began <= last]
+    if tokens and len(times) > 1:
+        gap = statistics.median(later[0] - sooner[1] for sooner, later in pairwise(times))
+        yield len(times) / tokens, tokens / (last - first), gap
 
 
 def _machine(settings: BenchSettings, load_before: float) -> Machine:
@@ -309,7 +329,7 @@ async def timed_coordinator(setup: Setup, addresses: Addresses) -> AsyncIterator
             found[sample.name, sample.labels.get("phase", sample.labels.get("peer", ""))] += sample.value  # type: ignore[assignment]
         return found
 
-    async with through(coordinator_of(setup, addresses.target, addresses.draft, *words)) as contender:
+    async with through(setup, addresses.target, addresses.draft, *words) as contender:
 
         async def run(workload: Workload) -> tuple[Mapping[str, float], list[float]]:
             before = await asyncio.to_thread(totals)
@@ -327,14 +347,8 @@ async def timed_coordinator(setup: Setup, addresses: Addresses) -> AsyncIterator
 async def prefix_gain(
     contender: Contender, prompts: Sequence[tuple[int, ...]], rounds: int
 ) -> tuple[Table, float]:
-    """Ask for one token after a new prefix, then for one after the same prefix and another ending.
-
-    Returns:
-        Times to the first token, and the median over rounds of the second by the first.
-
-    Raises:
-        TandemError: the contender failed.
-    """
+    """Ask for one token after a new prefix, then for one after the same prefix and another ending: the times to the
+    first token, and the median over rounds of the second by the first."""
 
     async def first_token_seconds(prompt: tuple[int, ...]) -> float:
         outcome = await contender(Workload((prompt,), 0.0, 2))

@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -34,11 +34,7 @@ _READY = "ready on "
 
 @asynccontextmanager
 async def process(package: str, *options: str, port: int = 0) -> AsyncIterator[tuple[str, int]]:
-    """Run a service that logs warnings, by default on a free port; its address and its process id.
-
-    Raises:
-        ServiceUnavailableError: it ended before it was ready.
-    """
+    """Run a service that logs warnings, by default on a free port; its address and its process id."""
     command = ("-P", "-m", package, *options, "--port", str(port), "--log-level", "warning")
     started = await asyncio.create_subprocess_exec(
         sys.executable, *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
@@ -60,13 +56,20 @@ async def process(package: str, *options: str, port: int = 0) -> AsyncIterator[t
 
 @asynccontextmanager
 async def service(package: str, *options: str) -> AsyncIterator[str]:
-    """Run a service on a free port; its address.
-
-    Raises:
-        ServiceUnavailableError: it ended before it was ready.
-    """
+    """Run a service on a free port; its address."""
     async with process(package, *options) as (address, _):
         yield address
+
+
+def model(role: str, folder: Path, *options: str, pace: str = "") -> AbstractAsyncContextManager[str]:
+    """A draft or a target service, whose steps take a minimum time where there is a pace; its address."""
+    paced = ("benchmarks.pace", "--role", role, "--pace", pace)
+    return service(*(paced if pace else (f"{role}_service",)), "--model", str(folder), *options)
+
+
+def coordinator(target: str, draft: str, *options: str) -> AbstractAsyncContextManager[str]:
+    """A coordinator of services at these addresses; its own."""
+    return service("coordinator", "--target-address", target, "--draft-address", draft, *options)
 
 
 def free_port() -> int:
@@ -106,12 +109,7 @@ _FLAGS = {"json_file": "--json", "markdown_file": "--markdown"}
 def read_options(
     kind: type[OptionsT], arguments: Sequence[str], program: str, description: str | None
 ) -> OptionsT:
-    """The options of a command line, one for each field of their class.
-
-    Raises:
-        ConfigurationError: with every wrong option, its value and what it must be.
-        SystemExit: --help was asked for, or there is no such option.
-    """
+    """The options of a command line, one for each field of their class."""
     parser = argparse.ArgumentParser(
         prog=program,
         description=description,

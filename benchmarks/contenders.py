@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -14,14 +14,14 @@ from contextlib import (
     contextmanager,
     suppress,
 )
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from benchmarks.common import CACHE_FOLDER, LISTED, Contender, Positive, free_port, service
+from benchmarks.common import CACHE_FOLDER, LISTED, Contender, Positive, free_port, model, service
 from benchmarks.load.generator import Connection, LoadRequest, Served, http_connection, served_model
 from benchmarks.pace import Pace
 from benchmarks.pairs import Pair, open_pair
@@ -41,10 +41,13 @@ PREFIX_TOKENS = 512
 """As many as the goal for prefix caching names."""
 
 
-def _known(name: str) -> str:
+def _known(word: str) -> str:
+    name, *options = word.split() or [word]
     if name not in CONTENDERS:
         raise ValueError(f"there is no contender {name!r}; it must be one of {', '.join(CONTENDERS)}")
-    return name
+    if options and not CONTENDERS[name].is_ours:
+        raise ValueError(f"{name} has no coordinator, which {' '.join(options)} would be for")
+    return word
 
 
 def _paced(text: str) -> str:
@@ -57,12 +60,14 @@ class BenchSettings(Options):
     """Options of a comparison."""
 
     pair: str = "demo"
-    """demo, TARGET:DRAFT (folders or Hugging Face ids), or shaped:TARGET_PARAMETERS:DRAFT_LAYERS:AGREEMENT, for
-    instance shaped:200M:1:0.8: random weights with the shape of Llama 3.1, whose draft agrees that often."""
+    """demo, random (the demo target, and a draft of random weights), TARGET:DRAFT (folders or Hugging Face ids), or
+    shaped:TARGET_PARAMETERS:DRAFT_LAYERS:AGREEMENT, for instance shaped:200M:1:0.8: random weights with the shape of
+    Llama 3.1, whose draft agrees that often."""
     contenders: Annotated[tuple[Annotated[str, BeforeValidator(_known)], ...], *LISTED] = Field(
         default_factory=lambda: tuple(CONTENDERS)
     )
-    """Ways of decoding to compare, without those of an engine whose Python is not given."""
+    """Ways of decoding to compare, without those of an engine whose Python is not given. One of Tandem's may have
+    options of its coordinator behind its name, as one word: "speculative-ahead --target-lead 0"."""
     batch: Annotated[tuple[Positive, ...], *LISTED] = (1, 4, 16)
     """Requests at once."""
     temperature: Annotated[tuple[Annotated[float, Field(ge=0)], ...], *LISTED] = (0.0, 1.0)
@@ -75,6 +80,10 @@ class BenchSettings(Options):
     """Tokens proposed per verification."""
     rule: str = ""
     """rejection_sampling_strategy of Tandem's contenders. By default the coordinator's."""
+    seeded: bool = True
+    """Send a seed with each request to Tandem."""
+    eos: bool = False
+    """Let completions of Tandem's services end by themselves."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Type that every contender computes in."""
     threads: Positive = Field(default_factory=lambda: len(os.sched_getaffinity(0)))
@@ -93,7 +102,7 @@ class BenchSettings(Options):
     delay: float = Field(default=0.0, ge=0)
     """Milliseconds of delay between the coordinator and a service, one way."""
     fresh: bool = False
-    """Start our services anew for each run, without a warm-up, as a user meets them."""
+    """Start a new coordinator for each run, without a warm-up: it has learnt nothing yet."""
     prefix: bool = True
     """Measure the gain for a prompt whose first 512 tokens were served before."""
     phases: bool = True
@@ -127,6 +136,8 @@ class Setup:
     pair: Pair
     logs: Path
     """Folder for what contenders write to stderr."""
+    options: tuple[str, ...] = ()
+    """Further options of the contender's coordinator."""
 
     @property
     def max_length(self) -> int:
@@ -151,16 +162,12 @@ class Setup:
         """Input of a peer: the settings, the models' folders as text, and the limits."""
         limits = {"max_length": self.max_length, "max_sequences": self.max_sequences}
         folders = {"target": str(self.pair.target), "draft": str(self.pair.draft)}
-        return {**self.settings.model_dump(mode="json"), **folders, **limits}
+        return {**self.settings.model_dump(mode="json"), **folders, **limits, "options": self.options}
 
 
 @contextmanager
 def prepared(settings: BenchSettings) -> Iterator[Setup]:
-    """Open the pair, or make it, and a folder for logs that goes afterwards.
-
-    Raises:
-        ConfigurationError: there is no such pair.
-    """
+    """Open the pair, or make it, and a folder for logs that goes afterwards."""
     with TemporaryDirectory(prefix="tandem-bench-") as logs:
         yield Setup(settings, open_pair(settings.pair, settings.cache_folder, settings.device), Path(logs))
 
@@ -183,22 +190,18 @@ async def models(setup: Setup, *, prefix_caching: bool = False) -> AsyncIterator
     async with AsyncExitStack() as stack:
 
         async def started(role: str) -> str:
-            folder = str(setup.pair.target if role == "target" else setup.pair.draft)
-            words = ("--model", folder, *_model_options(setup, role, prefix_caching))
-            if pace := setup.settings.pace:
-                steps = ("--steps", str(setup.logs / f"{role}.steps"))
-                return await _running(
-                    setup, stack, "benchmarks.pace", "--role", role, "--pace", pace, *steps, *words
-                )
-            return await _running(setup, stack, f"{role}_service", *words)
+            folder, pace = setup.pair.target if role == "target" else setup.pair.draft, setup.settings.pace
+            steps = ("--steps", str(setup.logs / f"{role}.steps")) if pace else ()
+            words = (*steps, *_model_options(setup, role, prefix_caching))
+            return await _running(setup, stack, model(role, folder, *words, pace=pace))
 
         # One after the other: two that load at once slow each other more than they gain.
         yield Addresses(await started("target"), await started("draft"))
 
 
-async def _running(setup: Setup, stack: AsyncExitStack, *command: str) -> str:
-    """The address of a service that is started, behind the delay that is asked for."""
-    address = await stack.enter_async_context(service(*command))
+async def _running(setup: Setup, stack: AsyncExitStack, started: AbstractAsyncContextManager[str]) -> str:
+    """The address of a service, behind the delay that is asked for."""
+    address = await stack.enter_async_context(started)
     if delay := setup.settings.delay:
         words = ("--role", "delay", "--to", address, "--ms", str(delay))
         return await stack.enter_async_context(service("benchmarks.pace", *words))
@@ -208,7 +211,7 @@ async def _running(setup: Setup, stack: AsyncExitStack, *command: str) -> str:
 def coordinator_of(
     setup: Setup, target: str, draft: str | None, *options: str
 ) -> AbstractAsyncContextManager[str]:
-    """A coordinator; without a draft's address it finds the one that the target hosts. The setup's rule wins."""
+    """A coordinator; without a draft's address it finds the one that the target hosts. The setup's options win."""
     rule = setup.settings.rule
     return service(
         "coordinator",
@@ -216,6 +219,7 @@ def coordinator_of(
         *("--num-speculative-tokens", str(setup.settings.num_speculative_tokens)),
         *options,
         *(("--rejection-sampling-strategy", rule) if rule else ()),
+        *setup.options,
     )
 
 
@@ -241,28 +245,20 @@ def _model_options(setup: Setup, role: str, prefix_caching: bool = False) -> Ite
 
 
 def requests_of(workload: Workload, **changes: Any) -> list[GenerationRequest]:
-    """The workload's requests to Tandem.
-
-    Args:
-        changes: Fields of `GenerationRequest` that they all have otherwise.
-    """
+    """The workload's requests to Tandem. Changes are fields that all of them have otherwise than it asks for."""
     common: dict[str, Any] = {
         "max_tokens": workload.max_tokens,
         "temperature": workload.temperature,
         "ignore_eos": True,
     }
     return [
-        GenerationRequest(prompt, **{**common, "seed": workload.seed + number, **changes})
+        GenerationRequest(**common | {"prompt": prompt, "seed": workload.seed + number} | changes)
         for number, prompt in enumerate(workload.prompts)
     ]
 
 
 def through_services(client: Client, **changes: Any) -> Contender:
-    """Tandem as users run it: this process is the client of a coordinator.
-
-    Args:
-        changes: Fields of `GenerationRequest` that all requests have otherwise than a workload asks for.
-    """
+    """Tandem as users run it: this process is the client of a coordinator. Changes: see `requests_of`."""
 
     async def run(workload: Workload) -> Outcome:
         stats = SpeculationStats()
@@ -278,7 +274,7 @@ def through_services(client: Client, **changes: Any) -> Contender:
 
         answers = await asyncio.gather(*map(one, requests_of(workload, **changes)))
         counts = stats.rounds, stats.drafted, stats.accepted, stats.lead.rounds, stats.lead.wasted
-        return Outcome(answers, time.perf_counter() - started, *counts)
+        return Outcome(answers, time.perf_counter() - started, *counts, stats.ahead.hits)
 
     return run
 
@@ -304,18 +300,20 @@ class Kind:
 
 
 @asynccontextmanager
-async def through(coordinator: AbstractAsyncContextManager[str], **changes: Any) -> AsyncIterator[Contender]:
-    """The client of a coordinator, whose requests have these fields."""
-    async with coordinator as address, Client(address) as client:
-        yield through_services(client, **changes)
+async def through(
+    setup: Setup, target: str, draft: str | None, *options: str, **changes: Any
+) -> AsyncIterator[Contender]:
+    """The client of a coordinator over these services. Changes: see `requests_of`."""
+    asked = {"ignore_eos": not setup.settings.eos, **({} if setup.settings.seeded else {"seed": None})}
+    async with coordinator_of(setup, target, draft, *options) as address, Client(address) as client:
+        yield through_services(client, **asked, **changes)
 
 
 def _by_draft(title: str, ahead: str = "off", *, speculation: bool = True) -> Kind:
     """A coordinator before the services that all share."""
 
     def start(setup: Setup, at: Addresses) -> AbstractAsyncContextManager[Contender]:
-        coordinator = coordinator_of(setup, at.target, at.draft, "--draft-ahead", ahead)
-        return through(coordinator, speculation=speculation)
+        return through(setup, at.target, at.draft, "--draft-ahead", ahead, speculation=speculation)
 
     return Kind(title, start, is_ours=True, shares_models=True)
 
@@ -327,10 +325,11 @@ def _by_head(method: str) -> Kind:
     async def start(setup: Setup, _: Addresses) -> AsyncIterator[Contender]:
         async with AsyncExitStack() as stack:
             folders = ("--model", str(setup.pair.target), "--draft-model", str(setup.head_folder(method)))
-            target = await _running(setup, stack, BOUND_PACKAGE, *folders, *_model_options(setup, "target"))
+            bound = service(BOUND_PACKAGE, *folders, *_model_options(setup, "target"))
+            target = await _running(setup, stack, bound)
             # A head's default rule is lossy; the others' contenders leave the target's distribution as it is.
-            coordinator = coordinator_of(setup, target, None, "--rejection-sampling-strategy", "residual")
-            yield await stack.enter_async_context(through(coordinator))
+            lossless = through(setup, target, None, "--rejection-sampling-strategy", "residual")
+            yield await stack.enter_async_context(lossless)
 
     return Kind(f"Tandem, {method}", start, is_ours=True, absent=_no_head(method))
 
@@ -341,8 +340,8 @@ def _by_method(method: str) -> Kind:
     @asynccontextmanager
     async def start(setup: Setup, at: Addresses) -> AsyncIterator[Contender]:
         async with AsyncExitStack() as stack:
-            draft = await _running(setup, stack, "draft_service", "--method", method)
-            yield await stack.enter_async_context(through(coordinator_of(setup, at.target, draft)))
+            draft = await _running(setup, stack, service("draft_service", "--method", method))
+            yield await stack.enter_async_context(through(setup, at.target, draft))
 
     return Kind(f"Tandem, {method}", start, is_ours=True, shares_models=True)
 
@@ -409,9 +408,9 @@ def _through_http(base: str, model: str) -> Contender:
             ]
             started = time.perf_counter()
 
-            async def one(complete: Connection, prompt: tuple[int, ...]) -> Answer:
+            async def one(complete: Connection, prompt: Sequence[int]) -> Answer:
                 served, answer = Served(started), Answer()
-                await complete(LoadRequest(prompt, workload.max_tokens, workload.temperature), served)
+                await complete(LoadRequest(tuple(prompt), workload.max_tokens, workload.temperature), served)
                 for moment in served.chunks:
                     answer.add(moment - started, [-1])
                 return answer
@@ -472,3 +471,18 @@ CONTENDERS: dict[str, Kind] = {
     "max": Kind("MAX", _max, absent=_no_max),
 }
 """By the name that `--contenders` takes."""
+
+
+def kind_of(word: str) -> Kind:
+    """The contender that a word of `--contenders` asks for."""
+    return CONTENDERS[word.split()[0]]
+
+
+def title_of(word: str) -> str:
+    """Its display name, with its own options."""
+    return " ".join((kind_of(word).title, *word.split()[1:]))
+
+
+def start(word: str, setup: Setup, at: Addresses) -> AbstractAsyncContextManager[Contender]:
+    """Start it. An error is a `TandemError`."""
+    return kind_of(word).start(replace(setup, options=tuple(word.split()[1:])), at)

@@ -27,11 +27,7 @@ NUM_SPECULATIVE_TOKENS = 4
 
 
 async def main(model: str, prompt_count: int, max_tokens: int, method: str | None = None) -> None:
-    """Run the demo on a cluster of its own.
-
-    Raises:
-        ConfigurationError: the model cannot be had, or is no model that chats.
-    """
+    """Run the demo on a cluster of its own."""
     console = Console(highlight=False)
     if model == DEMO:
         named = "the bundled models" if method is None else f"the bundled target and {method} drafting"

@@ -117,16 +117,8 @@ class Sampler:
     def generate(
         self, contexts: IntArray, length: int, generator: np.random.Generator
     ) -> tuple[IntArray, IntArray]:
-        """Completions of prompts.
-
-        Args:
-            contexts: [N], the last two tokens of each prompt, V * first + second.
-            length: Tokens of each.
-            generator: Source of all noise.
-
-        Returns:
-            Tokens, and 1 where a proposed token was accepted, both [N, length].
-        """
+        """Tokens behind the last two of N prompts (V * first + second), and 1 where a proposed token was accepted. Both
+        [N, length]."""
         count, size = len(contexts), self.language.size
         tokens = np.zeros((count, length + PROPOSED + 1), np.int64)
         kept = np.zeros_like(tokens)

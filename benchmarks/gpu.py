@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import uvloop
-from pydantic import Field
 
 from benchmarks.bench import measure, parse, recorded_command
-from benchmarks.contenders import CONTENDERS
-from benchmarks.report import Data, Report, Table, markdown, markdown_table
+from benchmarks.report import markdown
 from tandem.errors import ConfigurationError, TandemError
 from tandem.logs import configure
-from tandem.standard_streams import exit_with, write_error
+from tandem.standard_streams import exit_with, write_error, write_out
 
 PROGRAM = "python -m benchmarks.gpu"
 RESULTS = Path(__file__).with_name("results")
@@ -40,28 +38,13 @@ RUNS: dict[str, tuple[str, ...]] = {
 _QUERY = ("index", "name", "memory.total", "driver_version", "power.limit", "pcie.link.gen.max")
 
 
-class GpuReport(Data):
-    """All runs on a machine."""
-
-    version: Literal[1] = 1
-    taken_at: str
-    """Day and time, UTC."""
-    command: str
-    gpus: tuple[str, ...]
-    """nvidia-smi's line about each."""
-    runs: dict[str, Report] = Field(default_factory=dict)
-    failures: dict[str, str] = Field(default_factory=dict)
-    """Runs that failed, and why."""
-
-
-def gpus() -> tuple[str, ...]:
+def gpus() -> list[str]:
     """A line about each GPU; none where there is no nvidia-smi."""
     command = ("nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader")
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     except (OSError, subprocess.CalledProcessError):
-        return ()
-    return tuple(done.stdout.splitlines())
+        return []
 
 
 def options_of(name: str, arguments: Sequence[str]) -> list[str]:
@@ -93,63 +76,26 @@ def run(arguments: Sequence[str]) -> None:
         exit_with(error, 2)
         return
     configure("warning", "text")
-    report = GpuReport(
-        taken_at=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        command=recorded_command(PROGRAM, arguments),
-        gpus=gpus(),
-    )
+    known = gpus()
+    page = ["# GPU benchmark", "\n".join(f"- {line}" for line in known or ["no GPU that nvidia-smi knows"])]
+    runs: dict[str, Any] = {}
+    own.folder.mkdir(parents=True, exist_ok=True)
     for name in names:
-        write_error(f"{name}: {len(report.runs) + len(report.failures) + 1} of {len(names)}\n")
+        write_error(f"{name}: {len(runs) + 1} of {len(names)}\n")
+        command = recorded_command("tandem bench", options_of(name, others))
         try:
-            command = recorded_command("tandem bench", options_of(name, others))
-            measured = uvloop.run(measure(settings[name], lambda what: write_error(f"  {what}\n"), command))
-            report = report.model_copy(update={"runs": {**report.runs, name: measured}})
+            report = uvloop.run(measure(settings[name], lambda what: write_error(f"  {what}\n"), command))
         except TandemError as error:  # the other engine may still run
-            report = report.model_copy(update={"failures": {**report.failures, name: str(error)}})
-        own.folder.mkdir(parents=True, exist_ok=True)
-        (own.folder / "gpu.json").write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        (own.folder / "gpu.md").write_text(page(report), encoding="utf-8")
-    sys.stdout.write(page(report))
+            page.append(f"# {name}: failed\n\n{error}")
+            runs[name] = {"failed": str(error)}
+        else:
+            page.append(markdown(report).replace("# Benchmark", f"# {name}", 1))
+            runs[name] = report.model_dump(mode="json")
+        found = json.dumps({"gpus": known, "runs": runs}, indent=1)
+        (own.folder / "gpu.json").write_text(f"{found}\n", encoding="utf-8")
+        (own.folder / "gpu.md").write_text("\n\n".join(page), encoding="utf-8")
+    write_out("\n\n".join(page))
     write_error(f"the report is {own.folder / 'gpu.md'} and {own.folder / 'gpu.json'}; please send both in\n")
-
-
-def page(report: GpuReport) -> str:
-    """The report as a Markdown document: all speeds in one table, then each run's own tables."""
-    parts = [
-        "# GPU benchmark",
-        f"    {report.command}",
-        report.taken_at,
-        "\n".join(f"- {line}" for line in report.gpus) or "- no GPU that nvidia-smi knows",
-        markdown_table(_speeds(report)),
-        *(f"- {name} failed: {why}" for name, why in report.failures.items()),
-    ]
-    for name, each in report.runs.items():
-        lines = markdown(each).splitlines()
-        parts.append(
-            "\n".join([f"## {name}", *(f"#{line}" if line[:1] == "#" else line for line in lines[1:])])
-        )
-    return "\n\n".join(parts) + "\n"
-
-
-def _speeds(report: GpuReport) -> Table:
-    cases = sorted({(cell.batch, cell.temperature) for run in report.runs.values() for cell in run.cells})
-    found = (
-        (name, CONTENDERS[contender].title, [run.cell(contender, *case) for case in cases])
-        for name, run in report.runs.items()
-        for contender in run.settings.contenders
-    )
-    return Table(
-        title="Tokens per second, medians",
-        columns=(
-            *(("run", ""), ("contender", "")),
-            *((f"batch {batch}, T {heat:g}", "tokens/s") for batch, heat in cases),
-        ),
-        rows=tuple(
-            (name, title, *(cell and cell.speed.median for cell in cells))
-            for name, title, cells in found
-            if any(cells)
-        ),
-    )
 
 
 if __name__ == "__main__":

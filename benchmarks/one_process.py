@@ -9,7 +9,6 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,12 +27,12 @@ from coordinator.decoding.tokenization import PromptEncoder
 from coordinator.requests.plan import Models, Plan, make_plan
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.stats.speculation import add
-from coordinator.transport.draft_client import NoDrafter
 from coordinator.transport.streams import RemoteSequence
 from draft_service.proposers import DraftedSequence
 from draft_service.proposers.standalone import StandaloneProposer, load_standalone
 from draft_service.settings import DraftSettings
 from tandem.serving.server import set_start_aside
+from tandem.settings import load_settings
 from tandem.types import GenerationRequest, Proposal, ProposeStep, SpeculationStats, Verification
 from target_service.settings import TargetSettings
 from target_service.verifier import VerifiedSequence, Verifier, load_verifier
@@ -104,10 +103,13 @@ class LocalPair:
         models = Models(self.target.model_info, self.draft.model_info, PromptEncoder(self.tokenizer))
         plan = await make_plan(request, uuid.uuid4().hex, self.settings, models)
         completion, proposed_before = plan.begin(), False
-        async with self._drafter(plan) as drafter, self.target.sequence(plan.target_options()) as sequence:
-            rounds = RequestRounds()
+        async with (
+            self.draft.sequence(plan.draft_options()) as drafted,
+            self.target.sequence(plan.target_options()) as verified,
+        ):
+            drafter, rounds = LocalDrafter(drafted, plan.num_speculative_tokens), RequestRounds()
             accept = rounds.timed(partial(plan.accept, completion))
-            chunks = generate(completion, drafter, LocalVerifier(sequence, plan, rounds), accept)
+            chunks = generate(completion, drafter, LocalVerifier(verified, plan, rounds), accept)
             async for chunk, result in rounds.results(chunks):
                 # The first one waits until the draft has read the prompt
                 if chunk.proposed and proposed_before:
@@ -115,15 +117,6 @@ class LocalPair:
                         phases[phase].append(getattr(result.times, phase))
                 proposed_before |= chunk.proposed > 0
                 yield completion
-
-    @asynccontextmanager
-    async def _drafter(self, plan: Plan) -> AsyncIterator[LocalDrafter | NoDrafter]:
-        if plan.num_speculative_tokens == 0:
-            yield NoDrafter()
-            return
-        async with self.draft.sequence(plan.draft_options()) as sequence:
-            drafter = LocalDrafter(sequence, plan.num_speculative_tokens)
-            yield drafter
             await drafter.finish()
 
 
@@ -138,10 +131,15 @@ def load(setup: dict[str, Any]) -> Run:
         load_verifier(TargetSettings(**target), None if pace is None else pace.paced("target")),
         load_standalone(DraftSettings(**draft), None if pace is None else pace.paced("draft")),
         Tokenizer.from_file(str(Path(setup["target"]) / "tokenizer.json")),
-        CoordinatorSettings(
-            target_address="127.0.0.1:1",
-            num_speculative_tokens=setup["num_speculative_tokens"],
-            rejection_sampling_strategy=setup["rule"] or None,
+        load_settings(
+            CoordinatorSettings,
+            (
+                *("--target-address", "127.0.0.1:1"),
+                *("--num-speculative-tokens", str(setup["num_speculative_tokens"])),
+                *(("--rejection-sampling-strategy", setup["rule"]) if setup["rule"] else ()),
+                *setup["options"],
+            ),
+            "one-process",
         ),
     )
 

@@ -51,11 +51,7 @@ class Pace:
 
     @staticmethod
     def from_text(text: str) -> Pace:
-        """The pace that a command line names, in milliseconds.
-
-        Raises:
-            ValueError: it is not two or three numbers, the first two above 0 and the third not below.
-        """
+        """The pace that a command line names, in milliseconds."""
         try:
             numbers = [float(part) for part in text.split(",")]
         except ValueError:

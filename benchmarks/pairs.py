@@ -97,11 +97,7 @@ class ShapedPair:
 
 
 def parse_shaped(text: str) -> ShapedPair:
-    """The pair that a `shaped:...` asks for.
-
-    Raises:
-        ConfigurationError: it does not have that form, or asks for what cannot be.
-    """
+    """The pair that a `shaped:...` asks for."""
     try:
         _, size, layers, agreement = text.split(":")
         unit = _UNITS.get(size[-1:].upper())
@@ -144,18 +140,19 @@ class Pair:
 
 
 def open_pair(text: str, cache_folder: Path, device: str) -> Pair:
-    """The pair that `--pair` names; a shaped one is made when it is not in the cache.
-
-    Raises:
-        ConfigurationError: there is no such pair.
-    """
+    """The pair that `--pair` names; a shaped one is made when it is not in the cache."""
     if text.startswith("shaped:"):
         asked = parse_shaped(text)
         from benchmarks.shaping import shaped_pair
 
         target, draft, made = shaped_pair(asked, cache_folder, device)
         return Pair(target, draft, PairInfo(name=text, **made))
-    target, draft = (DEMO / "target", DEMO / "draft") if text == "demo" else _folders(text)
+    if text == "random":
+        from benchmarks.shaping import random_draft
+
+        target, draft = DEMO / "target", random_draft(cache_folder / "random")
+    else:
+        target, draft = (DEMO / "target", DEMO / "draft") if text == "demo" else _folders(text)
     parameters = {"target_parameters": _parameters(target), "draft_parameters": _parameters(draft)}
     return Pair(target, draft, PairInfo(name=text, **parameters))
 
@@ -167,8 +164,8 @@ def _folders(text: str) -> list[Path]:
         if all((folder / "config.json").is_file() for folder in folders):
             return folders
     raise ConfigurationError(
-        f"--pair is {text!r}; it must be demo, the folders or Hugging Face ids of a target and a draft as "
-        f"TARGET:DRAFT, or {_FORM}"
+        f"--pair is {text!r}; it must be demo, random, the folders or Hugging Face ids of a target and a draft "
+        f"as TARGET:DRAFT, or {_FORM}"
     )
 
 

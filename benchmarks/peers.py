@@ -15,7 +15,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,8 +34,8 @@ FIRST_TOKENS = 100
 class Workload:
     """Prompts to complete at once, each by the same number of tokens."""
 
-    prompts: tuple[tuple[int, ...], ...]
-    """Token ids; the batch has as many requests."""
+    prompts: tuple[Sequence[Any], ...]
+    """Token ids, or for Tandem also a text; the batch has as many requests."""
     temperature: float
     max_tokens: int
     """Tokens of each completion; end-of-sequence ids do not end it."""
@@ -77,6 +77,8 @@ class Outcome:
     """Rounds that the target had begun by itself."""
     wasted: int = 0
     """Further rounds that it had begun by itself and that were not wanted."""
+    hits: int = 0
+    """Rounds whose outcome had been drafted for."""
     phases: dict[str, list[float]] = field(default_factory=dict)
     """Seconds of each round with a proposal, by phase; empty where that is not known."""
 
@@ -119,11 +121,7 @@ class PeerError(TandemError):
 async def peer(
     name: str, command: list[str], setup: dict[str, Any], log: Path
 ) -> AsyncIterator[Callable[[Workload], Awaitable[Outcome]]]:
-    """Another engine in a process of its own, which completes workloads; what it writes to stderr goes to a file.
-
-    Raises:
-        PeerError: it did not start; of a workload, it answered with an error, ended, or took too long.
-    """
+    """Another engine in a process of its own, which completes workloads; what it writes to stderr goes to a file."""
     python, *module = command
     with log.open("wb") as errors:
         try:

@@ -64,11 +64,7 @@ _QUESTIONS = {
 
 
 async def chat_prompts(folder: Path, count: int) -> list[Prompt]:
-    """The first `count` questions, as the model in `folder` is asked them.
-
-    Raises:
-        ConfigurationError: the folder has no chat template, or one that cannot be compiled.
-    """
+    """The first `count` questions, as the model in `folder` is asked them."""
     paths = [folder / name for name in (CONFIG_FILE, TEMPLATE_FILE)]
     template = read_chat_template({path.name: path.read_bytes() for path in paths if path.is_file()})
     if template is None:

@@ -13,7 +13,7 @@ from rich import table as rich
 from rich.console import Console, Group
 from rich.text import Text
 
-from benchmarks.contenders import CONTENDERS, BenchSettings
+from benchmarks.contenders import BenchSettings, title_of
 from benchmarks.pairs import PairInfo
 from benchmarks.peers import FIRST_TOKENS, Answer, Outcome
 
@@ -76,6 +76,10 @@ class Cell(Data):
     """Accepted of the proposed tokens; None where that is not known."""
     tokens_per_pass: float | None = None
     """Tokens for each pass of the target; None where that is not known."""
+    led: float | None = None
+    """Share of the rounds that the target had begun before it was asked; None where that is not known."""
+    wasted: float | None = None
+    """Rounds that it had begun in vain, by all that it computed."""
     same_tokens: float | None = None
     """Share of tokens, up to the first that differs, that equal those of the target alone; None above temperature 0."""
 
@@ -141,16 +145,12 @@ class Report(Data):
 def cell_of(
     contender: str, batch: int, temperature: float, outcomes: Sequence[Outcome], references: Sequence[Outcome]
 ) -> Cell:
-    """Statistics of one contender's rounds.
-
-    Args:
-        outcomes: One for each round.
-        references: Outcomes of the target alone in the same rounds, where it took part.
-    """
+    """Statistics of one contender's rounds, beside those of the target alone where it took part."""
     answers = [answer for outcome in outcomes for answer in outcome.answers]
     gaps = sorted(gap for answer in answers for gap in inter_token_seconds(answer))
-    rounds, drafted, accepted = (
-        sum(getattr(outcome, name) for outcome in outcomes) for name in ("rounds", "drafted", "accepted")
+    rounds, drafted, accepted, led, wasted = (
+        sum(getattr(outcome, name) for outcome in outcomes)
+        for name in ("rounds", "drafted", "accepted", "led", "wasted")
     )
     tokens = sum(outcome.token_count for outcome in outcomes)
     is_long = all(len(answer.token_ids) > FIRST_TOKENS for answer in answers)
@@ -170,6 +170,8 @@ def cell_of(
         inter_token_seconds_p99=_quantile(gaps, 0.99),
         acceptance_rate=accepted / drafted if drafted else None,
         tokens_per_pass=tokens / rounds if rounds else None,
+        led=led / rounds if led else None,
+        wasted=wasted / (rounds + wasted) if led else None,
         same_tokens=_same_tokens(outcomes, references) if temperature == 0 else None,
     )
 
@@ -201,7 +203,7 @@ def _same_tokens(outcomes: Sequence[Outcome], references: Sequence[Outcome]) -> 
 
 def tables(report: Report) -> list[Table]:
     """All tables of a report that have rows."""
-    every = (*_speeds(report), _first_tokens(report), *report.tables, _goals(report))
+    every = (*_speeds(report), _first_tokens(report), _leads(report), *report.tables, _goals(report))
     return [table for table in every if table.rows]
 
 
@@ -258,7 +260,7 @@ def _speeds(report: Report) -> Iterator[Table]:
         alone = report.cell("target-alone", batch, temperature)
         rows = tuple(
             (
-                CONTENDERS[name].title,
+                title_of(name),
                 cell.speed.median,
                 f"{cell.speed.low:.1f} to {cell.speed.high:.1f}",
                 None if alone is None else cell.speed.median / alone.speed.median,
@@ -278,25 +280,29 @@ def _first_tokens(report: Report) -> Table:
     rows: list[tuple[str | float | None, ...]] = []
     for cell in report.cells:
         alone = report.cell("target-alone", cell.batch, cell.temperature)
-        if not cell.first_tokens_per_second:
-            continue
-        first, rest = map(statistics.median, (cell.first_tokens_per_second, cell.later_tokens_per_second))
-        by_alone: tuple[float | None, float | None] = None, None
-        if alone is not None and alone.first_tokens_per_second:
-            by_alone = (
-                first / statistics.median(alone.first_tokens_per_second),
-                rest / statistics.median(alone.later_tokens_per_second),
-            )
-        title = CONTENDERS[cell.contender].title
-        rows.append((title, cell.batch, cell.temperature, first, by_alone[0], rest, by_alone[1]))
-    speeds = (
-        ("first", "tokens/s"),
-        ("by target alone", "ratio"),
-        ("rest", "tokens/s"),
-        ("by target alone", "ratio"),
-    )
+        figures: list[float | None] = []
+        for part in ("first_tokens_per_second", "later_tokens_per_second"):
+            own, others = getattr(cell, part), getattr(alone, part, ())
+            if own:
+                speed = statistics.median(own)
+                figures += [speed, speed / statistics.median(others) if others else None]
+        if figures:
+            rows.append((title_of(cell.contender), cell.batch, cell.temperature, *figures))
+    by_alone = ("by target alone", "ratio")
+    speeds = (("first", "tokens/s"), by_alone, ("rest", "tokens/s"), by_alone)
     columns = (("contender", ""), ("batch", "number"), ("temperature", "number"), *speeds)
     return Table(title=f"The first {FIRST_TOKENS} tokens, and the rest", columns=columns, rows=tuple(rows))
+
+
+def _leads(report: Report) -> Table:
+    rows = [
+        (title_of(each.contender), each.batch, each.temperature, each.led, each.wasted)
+        for each in report.cells
+        if each.led is not None
+    ]
+    shares = ("begun early", "share"), ("in vain", "share")
+    columns = (("contender", ""), ("batch", "number"), ("temperature", "number"), *shares)
+    return Table(title="Rounds that the target began by itself", columns=columns, rows=tuple(rows))
 
 
 Side = tuple[str, int]
@@ -349,7 +355,7 @@ def _ratio(report: Report, one: Side, temperature: float, others: Sequence[Side]
 
 
 def _absent(report: Report) -> list[str]:
-    return [f"{CONTENDERS[name].title}: {why}" for name, why in report.absent.items()]
+    return [f"{title_of(name)}: {why}" for name, why in report.absent.items()]
 
 
 def _rich(table: Table) -> rich.Table:

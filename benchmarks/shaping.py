@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from benchmarks.pairs import DEMO, Shape, ShapedPair
@@ -29,11 +29,7 @@ _POSITIONS = 512
 
 
 def shaped_pair(asked: ShapedPair, cache: Path, device: str = "cpu") -> tuple[Path, Path, dict[str, Any]]:
-    """Folders of target and draft, made if they are not in the cache yet, and the fields of `PairInfo` but its name.
-
-    Raises:
-        ConfigurationError: the draft would have as many layers as the target.
-    """
+    """Folders of target and draft, made if they are not in the cache yet, and the fields of `PairInfo` but its name."""
     shape = asked.shape()
     if not 1 <= asked.draft_layers < shape.layers:
         raise ConfigurationError(
@@ -61,6 +57,17 @@ def _make(asked: ShapedPair, shape: Shape, folder: Path, device: str) -> dict[st
         _save(model, folder / name, shape)
         made[f"{name}_parameters"] = sum(parameter.numel() for parameter in model.parameters())
     return made
+
+
+def random_draft(folder: Path) -> Path:
+    """A draft of the demo draft's shape and random weights, in this folder."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        models: Any = AutoModelForCausalLM
+        models.from_config(AutoConfig.from_pretrained(DEMO / "draft")).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / "draft" / name, folder / name)
+    return folder
 
 
 def random_target(shape: Shape, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:

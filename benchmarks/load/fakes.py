@@ -293,12 +293,8 @@ class Steps:
     """Steps of a model that is not there."""
 
     def __init__(self, seconds: float, per_8_tokens: float = 0.0, max_sequences: int = 1 << 20) -> None:
-        """
-        Args:
-            seconds: Of a step with one token.
-            per_8_tokens: Share by which it takes longer for each 8 tokens more.
-            max_sequences: Of a step; others wait for the next one.
-        """
+        """A step with one token takes so long, and a share more for each 8 further tokens. Sequences beyond the maximum
+        wait for the next one."""
         self._seconds, self._per_8_tokens, self._max_sequences = seconds, per_8_tokens, max_sequences
         self._waiting: list[tuple[asyncio.Future[StepCost], int]] = []
         self._more = asyncio.Event()
@@ -346,10 +342,7 @@ class ScriptedDraft(FakeDraft):
     """Guesses at the script."""
 
     def __init__(self, script: Script, steps: Steps, *, is_stepwise: bool = False) -> None:
-        """
-        Args:
-            is_stepwise: Take a step for each token of a proposal, as a model does, and not one for all of them.
-        """
+        """A stepwise draft takes a step for each token of a proposal, as a model does, and not one for all of them."""
         super().__init__()
         self._is_stepwise = is_stepwise
         self.model_info = replace(self.model_info, max_length=_SCRIPTED_LENGTH)

@@ -63,11 +63,7 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> Lengths:
-        """Read MEDIAN, MEDIAN:SIGMA, or MEDIAN:SIGMA:MAXIMUM.
-
-        Raises:
-            ValueError: it is none of these, or a number is out of its range.
-        """
+        """Read MEDIAN, MEDIAN:SIGMA, or MEDIAN:SIGMA:MAXIMUM."""
         try:
             median, *rest = map(float, text.split(":"))
             sigma, maximum = (*rest, *(0.0, 1024.0)[len(rest) :])
@@ -104,12 +100,8 @@ def arrivals(
     prompts: Lengths = SHAREGPT_PROMPTS,
     outputs: Lengths = SHAREGPT_OUTPUTS,
 ) -> list[Arrival]:
-    """Requests in the order of their arrival: a Poisson process, whose gaps are exponential.
-
-    Args:
-        rate: Requests a second on average; infinite: all arrive at the start.
-        seed: Decides everything.
-    """
+    """Requests in the order of their arrival: a Poisson process, whose gaps are exponential. At an infinite rate
+    (requests a second) all arrive at the start."""
     gaps = np.zeros(count) if math.isinf(rate) else _random(seed, _ARRIVALS).exponential(1.0 / rate, count)
     # The first arrives at the start, as the gaps lie between requests.
     times = np.concatenate(([0.0], np.cumsum(gaps)))[:count]
@@ -157,11 +149,7 @@ class Served:
 
 
 def bound_of(text: str) -> tuple[str, float]:
-    """A latency and its bound in seconds, from NAME:MILLISECONDS as `vllm bench serve --goodput` takes it.
-
-    Raises:
-        ValueError: the name or the number is wrong.
-    """
+    """A latency and its bound in seconds, from NAME:MILLISECONDS as `vllm bench serve --goodput` takes it."""
     name, _, number = text.partition(":")
     try:
         milliseconds = float(number)
@@ -204,13 +192,8 @@ class Figures:
 
 
 def figures(all_served: Sequence[Served], bounds: Mapping[str, float], percents: Sequence[float]) -> Figures:
-    """The figures of requests that were served.
-
-    Args:
-        bounds: What a request meets to count for goodput, in seconds by latency. Of its waits between chunks, the
-            longest counts.
-        percents: Percentiles to give, 0 to 100.
-    """
+    """The figures of requests that were served. For goodput a request has to keep all bounds, in seconds by latency;
+    of its waits between chunks, the longest counts."""
     well = [served for served in all_served if not served.error and served.chunks]
     seconds = max(served.ended for served in all_served) - min(served.arrived for served in all_served)
     own = [served.latencies() for served in well]
@@ -278,15 +261,8 @@ def quantiles(before: Counts, after: Counts) -> dict[str, dict[str, float]]:
 
 
 def histogram_quantile(buckets: Sequence[tuple[float, float]], share: float) -> float:
-    """A quantile from a histogram, in proportion inside its bucket, as Prometheus computes it.
-
-    Args:
-        buckets: Upper bound and cumulative count of each, ascending; the last bound is infinite.
-        share: 0 to 1.
-
-    Returns:
-        The quantile; the largest finite bound if it lies beyond; 0 of no values.
-    """
+    """A quantile from upper bounds and cumulative counts, in proportion inside its bucket, as Prometheus computes it:
+    the largest finite bound if it lies beyond; 0 of no values."""
     bounds, counts = zip(*buckets, strict=True)
     ends = [0.0, *bounds[:-1], bounds[-2]]
     return float(np.interp(share * counts[-1], [0.0, *counts], ends)) if counts[-1] else 0.0
@@ -334,11 +310,7 @@ async def grpc_connection(address: str, credentials: Credentials = PLAIN) -> Asy
 
 
 def base_of(url: str) -> str:
-    """The base of an OpenAI-compatible server's paths, which ends in `/v1`.
-
-    Raises:
-        ValueError: it is no URL of a server.
-    """
+    """The base of an OpenAI-compatible server's paths, which ends in `/v1`."""
     try:
         parts = httpx2.URL(url)
     except httpx2.InvalidURL:
@@ -355,11 +327,7 @@ def _client(token: str) -> httpx2.AsyncClient:
 
 
 async def served_model(base: str, token: str = "") -> str:
-    """Name of the first model that a server lists.
-
-    Raises:
-        TandemError: the server cannot be reached, refuses, or lists no model.
-    """
+    """Name of the first model that a server lists."""
     async with _client(token) as client:
         return await first_model(client, base)
 
@@ -663,13 +631,8 @@ async def _over_http(base: str, options: LoadSettings) -> Connect:
 async def send(
     connect: Connect, arrivals: Sequence[Arrival], clients: int, temperature: float, *, is_paced: bool
 ) -> list[Served]:
-    """Send all requests, each at its arrival or when a client is free, and read the answers to their ends.
-
-    Args:
-        clients: Connections, each with at most one request at once.
-        is_paced: Whether a request's latencies begin at its arrival, even if it waits for a free client; else when
-            it is sent.
-    """
+    """Send all requests, each at its arrival or when a client is free, and read the answers to their ends. If they are
+    paced, latencies begin at the arrival, else when a request is sent."""
     began = time.perf_counter()
     places: asyncio.Queue[Connection] = asyncio.Queue()
     async with AsyncExitStack() as stack:

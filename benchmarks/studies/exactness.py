@@ -56,11 +56,7 @@ def reference(folder: Path) -> Backends:
 
 
 def ways(folder: Path) -> Iterator[tuple[str, Backends]]:
-    """Torch's bfloat16 and the kernels'.
-
-    Raises:
-        ConfigurationError: the kernels cannot be used.
-    """
+    """Torch's bfloat16 and the kernels'."""
     yield "torch", Backends(load_model(folder, dtype="bfloat16"))
     yield "kernels", choose_backends(load_model(folder, dtype="bfloat16"), compile_mode="on")
 

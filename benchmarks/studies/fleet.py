@@ -20,10 +20,20 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common import free_port, markdown_head, markdown_row, process, service, several, study_parser
+from benchmarks.common import (
+    coordinator,
+    free_port,
+    markdown_head,
+    markdown_row,
+    model,
+    process,
+    several,
+    study_parser,
+)
 from benchmarks.load.fakes import Script
 from benchmarks.pace import Pace
 from coordinator.cli.planning import Fleet, StepTimes, fleet_plan
@@ -111,19 +121,15 @@ async def fleet(options: argparse.Namespace, clients: int) -> AsyncIterator[tupl
             most = math.ceil(len(range(number, clients, options.targets)) / options.groups)
             bounds = ("--per-8-tokens", str(pace.per_8_rows), "--max-step-sequences", str(most))
             target, _ = await scripted(str(1e3 * pace.verify_seconds), "--role", "target", *bounds)
-            running = coordinator(options, target, ",".join(address for address, _ in drafts))
+            running = taking_turns(options, target, ",".join(address for address, _ in drafts))
             coordinators.append(await stack.enter_async_context(running))
         yield coordinators, [pid for _, pid in drafts]
 
 
-def coordinator(options: argparse.Namespace, target: str, drafts: str) -> AbstractAsyncContextManager[str]:
+def taking_turns(options: argparse.Namespace, target: str, drafts: str) -> AbstractAsyncContextManager[str]:
     """A coordinator of a target and drafts, whose rounds take turns."""
-    return service(
-        "coordinator",
-        *("--target-address", target, "--draft-address", drafts),
-        *("--num-speculative-tokens", str(options.tokens), "--speculation-policy", "fixed"),
-        *("--draft-ahead", "off", "--target-lead", "0", *options.words),
-    )
+    words = ("--num-speculative-tokens", str(options.tokens), "--speculation-policy", "fixed")
+    return coordinator(target, drafts, *words, "--draft-ahead", "off", "--target-lead", "0", *options.words)
 
 
 async def load(
@@ -185,15 +191,13 @@ async def fairness(options: argparse.Namespace) -> None:
     pair = demo_pair()
     async with AsyncExitStack() as stack:
 
-        async def model(role: str) -> str:
-            folder = pair.target if role == "target" else pair.draft
-            words = ("--role", role, "--pace", options.pace, "--model", str(folder), "--threads", "1")
-            return await stack.enter_async_context(service("benchmarks.pace", *words))
+        async def paced(role: str, folder: Path) -> str:
+            return await stack.enter_async_context(model(role, folder, "--threads", "1", pace=options.pace))
 
-        draft = await model("draft")
+        draft = await paced("draft", pair.draft)
+        targets = [await paced("target", pair.target) for _ in range(2)]
         small, large = [
-            await stack.enter_async_context(coordinator(options, await model("target"), draft))
-            for _ in range(2)
+            await stack.enter_async_context(taking_turns(options, each, draft)) for each in targets
         ]
         markdown_head("streams beside it", "tokens/s", "each of theirs")
         for beside in (0, options.fair, 0):

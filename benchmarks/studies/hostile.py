@@ -23,7 +23,7 @@ from itertools import pairwise
 
 import httpx2
 
-from benchmarks.common import free_port, service, study_parser
+from benchmarks.common import coordinator, free_port, model, service, study_parser
 from benchmarks.pairs import DEMO
 from coordinator.settings.coordinator import MAX_CHAT_MESSAGES
 from tandem.client import Client
@@ -45,12 +45,10 @@ async def _services() -> AsyncIterator[tuple[str, int]]:
     """Run the demo pair behind a coordinator; its gRPC address and HTTP port."""
     async with AsyncExitStack() as stack:
         target, draft = [
-            await stack.enter_async_context(service(f"{role}_service", "--model", str(DEMO / role)))
-            for role in ("target", "draft")
+            await stack.enter_async_context(model(role, DEMO / role)) for role in ("target", "draft")
         ]
         port = free_port()
-        words = ("--target-address", target, "--draft-address", draft, "--http-port", str(port))
-        yield await stack.enter_async_context(service("coordinator", *words)), port
+        yield await stack.enter_async_context(coordinator(target, draft, "--http-port", str(port))), port
 
 
 # ---- the measurements

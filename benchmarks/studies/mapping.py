@@ -17,10 +17,11 @@ import math
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -28,12 +29,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from benchmarks.common import markdown_head, markdown_row, service, several, study_parser
+from benchmarks.common import coordinator, markdown_head, markdown_row, model, several, study_parser
+from benchmarks.contenders import through_services
 from benchmarks.pairs import DEMO
+from benchmarks.peers import Outcome, Workload
 from draft_service.proposers.drafting import SharedTokens
 from tandem.client import Client
 from tandem.standard_streams import write_out
-from tandem.types import Delta, GenerationRequest, SpeculationStats
+from tandem.types import Delta
 from tandem.vocabulary import SharedVocabulary, Transcript, Vocabulary
 
 PROMPTS = (
@@ -52,16 +55,6 @@ CODE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A completion."""
-
-    token_ids: tuple[int, ...]
-    stats: SpeculationStats
-    seconds_per_token: float
-    """Behind its first chunk."""
-
-
 async def main(options: argparse.Namespace) -> None:
     """Measure, and print a table in Markdown."""
     prompts = CODE if options.pace else PROMPTS
@@ -70,9 +63,11 @@ async def main(options: argparse.Namespace) -> None:
         words = ["--vocabulary-mapping", options.mapping, "--num-speculative-tokens", str(options.proposed)]
         # Counts do not depend on the time that steps take if the lengths of proposals do not.
         words += [] if options.pace else ["--speculation-policy", "fixed", "--draft-patience-seconds", "60"]
-        clients = [
-            await stack.enter_async_context(_joined(each, draft, words, options)) for each in options.targets
-        ]
+        clients = []
+        for folder in options.targets:
+            target = await stack.enter_async_context(_model("target", folder, options))
+            address = await stack.enter_async_context(coordinator(target, draft, *words))
+            clients.append(await stack.enter_async_context(Client(address)))
         write_out(
             f"draft {options.draft}, {options.mapping}, {options.proposed} proposed, {len(prompts)} prompts of "
             f"{options.max_tokens} tokens, pace {options.pace or 'none'}, load {os.getloadavg()[0]:.1f}\n\n"
@@ -80,80 +75,47 @@ async def main(options: argparse.Namespace) -> None:
         counted = ("texts of the target alone", "accepted", "tokens per pass", "ahead")
         markdown_head("target", "rule", *counted, "ms per token alone", "drafted", "speed-up")
         for rule in options.rules:
-            requests = [
-                GenerationRequest(
-                    prompt,
-                    max_tokens=options.max_tokens,
-                    temperature=0.0 if rule == "greedy" else 0.7,
-                    seed=seed,
-                    ignore_eos=True,
-                    rejection_sampling_strategy=rule,
-                )
+            workloads = [
+                Workload((prompt,), 0.0 if rule == "greedy" else 0.7, options.max_tokens, seed)
                 for seed, prompt in enumerate(prompts)
             ]
             if options.pace:
                 for client in clients:  # the controller learns what pays
-                    await _completed(client, requests[:2])
-                tables = [await _both(client, requests) for client in clients]
+                    await _both(client, rule, workloads[:2])
+                tables = [await _both(client, rule, workloads) for client in clients]
             else:
-                tables = await asyncio.gather(*(_both(client, requests) for client in clients))
-            for target, (drafted, alone) in zip(options.targets, tables, strict=True):
-                _show(target, rule, drafted, alone)
+                tables = await asyncio.gather(*(_both(client, rule, workloads) for client in clients))
+            for target, outcomes in zip(options.targets, tables, strict=True):
+                _show(target, rule, *outcomes)
 
 
-def _show(target: Path, rule: str, drafted: Sequence[Answer], alone: Sequence[Answer]) -> None:
-    equal = sum(one.token_ids == other.token_ids for one, other in zip(drafted, alone, strict=True))
-    tokens = sum(len(each.token_ids) for each in drafted)
-    rounds, proposed, accepted = (
-        sum(getattr(each.stats, name) for each in drafted) for name in ("rounds", "drafted", "accepted")
+def _show(target: Path, rule: str, drafted: Sequence[Outcome], alone: Sequence[Outcome]) -> None:
+    pairs = zip(drafted, alone, strict=True)
+    equal = sum(one.answers[0].token_ids == other.answers[0].token_ids for one, other in pairs)
+    tokens, rounds, proposed, accepted, hits = (
+        sum(getattr(each, name) for each in drafted)
+        for name in ("token_count", "rounds", "drafted", "accepted", "hits")
     )
-    hits = sum(each.stats.ahead.hits for each in drafted)
-    slow, quick = (1e3 * sum(one.seconds_per_token for one in each) / len(each) for each in (alone, drafted))
+    # Milliseconds of a token behind the first chunk
+    slow, quick = (fmean(1e3 / each.speed_between(0, tokens) for each in way) for way in (alone, drafted))
     shares = (accepted / max(proposed, 1), tokens / rounds)
     figures = (f"{share:.2f}" for share in shares)
     times = (f"{each:.2f}" for each in (slow, quick, slow / quick))
     markdown_row(target, rule, f"{equal} of {len(alone)}", *figures, f"{hits / rounds:.0%}", *times)
 
 
-async def _both(client: Client, requests: Sequence[GenerationRequest]) -> tuple[list[Answer], list[Answer]]:
-    drafted = await _completed(client, requests)
-    return drafted, await _completed(client, [replace(each, speculation=False) for each in requests])
+async def _both(client: Client, rule: str, workloads: Sequence[Workload]) -> list[list[Outcome]]:
+    """With the draft, and by the target alone; one text after the other."""
+    ways = [
+        through_services(client, speculation=is_drafted, rejection_sampling_strategy=rule)
+        for is_drafted in (True, False)
+    ]
+    return [[await way(each) for each in workloads] for way in ways]
 
 
-async def _completed(client: Client, requests: Sequence[GenerationRequest]) -> list[Answer]:
-    found: list[Answer] = []
-    for request in requests:
-        tokens, first, begun, stats = list[int](), 0, 0.0, SpeculationStats()
-        async for chunk in client.generate(request):
-            tokens += chunk.token_ids
-            if not first:
-                first, begun = len(tokens), time.perf_counter()
-            if chunk.summary is not None:
-                stats = chunk.summary.speculation
-        seconds = (time.perf_counter() - begun) / max(len(tokens) - first, 1)
-        found.append(Answer(tuple(tokens), stats, seconds))
-    return found
-
-
-@asynccontextmanager
-async def _joined(
-    target: Path, draft: str, words: Sequence[str], options: argparse.Namespace
-) -> AsyncIterator[Client]:
-    """A client of a coordinator over this target and the draft that all share."""
-    async with AsyncExitStack() as stack:
-        verifying = await stack.enter_async_context(_model("target", target, options))
-        address = await stack.enter_async_context(
-            service("coordinator", "--target-address", verifying, "--draft-address", draft, *words)
-        )
-        yield await stack.enter_async_context(Client(address))
-
-
-@asynccontextmanager
-async def _model(role: str, folder: Path, options: argparse.Namespace) -> AsyncIterator[str]:
-    words = ("--model", str(folder), "--max-length", "1024", "--dtype", options.dtype, "--threads", "1")
-    paced = ["benchmarks.pace", "--role", role, "--pace", options.pace]
-    async with service(*(paced if options.pace else [f"{role}_service"]), *words) as address:
-        yield address
+def _model(role: str, folder: Path, options: argparse.Namespace) -> AbstractAsyncContextManager[str]:
+    words = ("--max-length", "1024", "--dtype", options.dtype, "--threads", "1")
+    return model(role, folder, *words, pace=options.pace)
 
 
 # ---- losses
@@ -238,11 +200,7 @@ class Losses:
                 yield is_boundary, self._place(target[i - 1], demo_draft[i - 1], draft)
 
     def _place(self, target: Tensor, demo_draft: Tensor, draft: Tensor) -> list[float]:
-        """
-        Args:
-            target: Probabilities, [the target's vocabulary]; so are the demo draft's.
-            draft: Probabilities, [the draft's vocabulary].
-        """
+        """The figures of `PLACE`, from probabilities over each model's own vocabulary."""
         spelled = torch.zeros_like(target).index_add(0, self._spelled_by, draft[self._spelled])
         target_shared, demo_draft_shared = target[self._target_ids], demo_draft[self._target_ids]
         draft_shared = draft[self._draft_ids]

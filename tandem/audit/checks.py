@@ -343,13 +343,8 @@ async def temperature_is_raw(server: Server, temperature: float) -> tuple[bool, 
 
 
 def kept_and_removed(probs: FloatArray, top_p: float, margin: float) -> tuple[BoolArray, BoolArray]:
-    """Candidates that top-p surely keeps, and those that it surely removes, in any order of equal ones. Both [T, M].
-
-    Args:
-        probs: [T, M], by falling probability.
-        top_p: As in the request.
-        margin: Of a probability, for rounding.
-    """
+    """Candidates that top-p surely keeps, and those that it surely removes, in any order of equal ones, with a margin
+    for rounding. All are [T, M], by falling probability."""
     is_above = probs[:, None, :] > probs[:, :, None] * (1 + 1e-9)
     is_level = probs[:, None, :] >= probs[:, :, None] * (1 - 1e-9)
     above = (is_above * probs[:, None, :]).sum(axis=2)

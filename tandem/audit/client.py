@@ -119,16 +119,8 @@ class Server:
     async def complete(
         self, prompt: str | Sequence[int], *, max_tokens: int, temperature: float, **fields: Any
     ) -> list[Completion]:
-        """Complete a prompt once, or `n` times.
-
-        Args:
-            temperature: 0 is greedy.
-            fields: More of the request's fields; None leaves out one that is sent otherwise.
-
-        Raises:
-            BudgetError: nothing more may be asked.
-            TandemError: the server refused, failed or cannot be reached.
-        """
+        """Complete a prompt once, or `n` times, within the budget. Of more fields, None leaves out one that is sent
+        otherwise."""
         body = self._request(prompt, max_tokens, temperature, fields)
         answer = (await self._post("/completions", body)).json()
         try:
@@ -212,19 +204,8 @@ async def connected(
     body: Mapping[str, Any] | None = None,
     transport: httpx2.AsyncBaseTransport | None = None,
 ) -> AsyncIterator[Server]:
-    """Connect, find the model's name, and find out which optional fields the server accepts.
-
-    Args:
-        url: http://HOST:PORT/v1.
-        budget: What all servers of an audit share.
-        concurrency: Most requests at once.
-        timeout_seconds: Of each request.
-        body: Further fields of each request.
-        transport: For tests.
-
-    Raises:
-        TandemError: it cannot be reached, or refuses what every server must accept.
-    """
+    """Connect, find the model's name, and find out which optional fields the server accepts. The transport is for
+    tests."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
     async with httpx2.AsyncClient(headers=headers, timeout=timeout_seconds, transport=transport) as http:
         base = url.rstrip("/")
@@ -245,14 +226,7 @@ async def connected(
 
 
 async def first_model(http: httpx2.AsyncClient, base: str) -> str:
-    """Name of the first model that a server lists.
-
-    Args:
-        base: http://HOST:PORT/v1.
-
-    Raises:
-        TandemError: the server cannot be reached, refuses, or lists no model.
-    """
+    """Name of the first model that the server at http://HOST:PORT/v1 lists."""
     url = base + "/models"
     with reached(url, http.timeout.read):
         answer = await http.get(url)
@@ -368,11 +342,7 @@ def _completion(choice: Mapping[str, Any], usage: Mapping[str, Any]) -> Completi
 
 @contextmanager
 def reached(url: str, timeout_seconds: float | None = None) -> Iterator[None]:
-    """Say in Tandem's errors why a server cannot be reached.
-
-    Raises:
-        TandemError: the connection failed, was lost, or carries no HTTP/1.1.
-    """
+    """Say in Tandem's errors why a server cannot be reached."""
     try:
         yield
     except httpx2.ReadTimeout:
@@ -407,11 +377,7 @@ _KINDS: Mapping[int, type[TandemError]] = {
 
 
 def raise_for(answer: httpx2.Response, url: str) -> None:
-    """Do nothing for an answer of 200.
-
-    Raises:
-        TandemError: of the status's kind, with the server's own words.
-    """
+    """For any answer but a 200, raise the error of the status's kind, with the server's own words."""
     status = answer.status_code
     if status == 200:
         return

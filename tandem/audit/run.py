@@ -163,11 +163,7 @@ async def audit(
     report: Callable[[str], None] = lambda _: None,
     transports: Sequence[httpx2.AsyncBaseTransport | None] = (None, None),
 ) -> Audit:
-    """Audit a server.
-
-    Raises:
-        TandemError: the server cannot be used at all.
-    """
+    """Audit a server. An error means that it cannot be used at all."""
     began = time.monotonic()
     budget = Budget(options.budget_requests, options.budget_tokens)
     async with AsyncExitStack() as stack:
@@ -273,15 +269,8 @@ async def _calibrate(
 
 
 def expected(name: str, steps: Steps, is_raw: bool) -> tuple[Steps, int]:
-    """The distribution that a look's tokens must have, given what the server reported.
-
-    Args:
-        steps: With the reported probabilities.
-        is_raw: True if these are the ones before temperature and truncation.
-
-    Returns:
-        Steps, and how many tokens top-p should have removed.
-    """
+    """The distribution that a look's tokens must have, given what the server reported, and how many tokens top-p should
+    have removed. Raw probabilities are those before temperature and truncation."""
     if name == MAIN:
         return steps, 0
     if name == COLD or not is_raw:
@@ -318,9 +307,6 @@ async def sampled(
     """Completions with their prompts' places, in the order in which they were asked for.
 
     The order of their ends would depend on what was accepted, so it would select.
-
-    Raises:
-        TandemError: several requests in a row failed.
     """
     waiting: deque[tuple[int, asyncio.Task[list[Completion]]]] = deque()
     numbers = itertools.count()
@@ -415,11 +401,8 @@ async def _two_samples(
 
 
 def compared(found: Sequence[tuple[int, bool, Completion]], permutations: int = 9_999) -> list[TestResult]:
-    """Two-sample tests of first tokens, their pairs, pairs anywhere, lengths and reasons to end.
-
-    Args:
-        found: Prompt's place, True for the reference, and the completion.
-    """
+    """Two-sample tests of first tokens, their pairs, pairs anywhere, lengths and reasons to end: of prompts' places,
+    True for the reference, and completions."""
     kinds: dict[str, list[tuple[object, int]]] = {
         name: [] for name in ("first token", "first two tokens", "pairs of tokens", "length", "reason to end")
     }

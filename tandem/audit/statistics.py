@@ -66,14 +66,9 @@ class Steps:
         return len(self.tokens)
 
     def restricted(self, allowed: BoolArray, temperature: float = 1.0) -> Steps:
-        """The draw given that it fell among the allowed candidates, at another temperature.
-
-        This is exact without the normaliser over the whole vocabulary, which a server does not report.
-
-        Args:
-            allowed: [T, M].
-            temperature: Probabilities become p ** (1 / temperature), renormalised.
-        """
+        """The draw given that it fell among the allowed candidates [T, M], at another temperature: renormalised
+        p ** (1 / temperature). This is exact without the normaliser over the whole vocabulary, which a server does not
+        report."""
         weights = np.where(allowed & (self.ids >= 0), self.probs ** (1 / temperature), 0.0)
         total = weights.sum(axis=1, keepdims=True)
         count = self.ids.shape[1]
@@ -191,11 +186,8 @@ class Calibration:
     """
 
     def __init__(self, is_brief: bool = False, modulus: int | None = None) -> None:
-        """
-        Args:
-            is_brief: Only the tests that need no position: for the shorter looks at other sampling parameters.
-            modulus: Length of a round in which everything is accepted: proposed tokens + 1; None: not known.
-        """
+        """A brief one, for the shorter looks at other sampling parameters, has only the tests that need no position.
+        The modulus is the length of a round in which everything is accepted: proposed tokens + 1, where it is known."""
         self.is_brief, self._modulus = is_brief, modulus
         self.tokens = 0
         """Tokens weighed so far."""
@@ -462,13 +454,8 @@ def permutation_p(
     """p-value of two samples being of one kind, exact whatever the counts, by permutation within strata.
 
     The statistic is the sum over cells of (a - b)**2 / (a + b). It stops early once 50 permutations reach it (Besag and
-    Clifford 1991).
-
-    Args:
-        cells: [N], category of each thing that was counted.
-        units: [N], completion that it belongs to.
-        strata: [units], prompt of each completion; labels are exchanged only within one.
-        is_second: [units], True for the second sample.
+    Clifford 1991). Of each thing that was counted there is its category and its completion, both [N]; of each
+    completion its prompt, labels being exchanged only within one, and whether it is of the second sample.
     """
     generator = np.random.default_rng(seed)
     total = np.bincount(cells)

@@ -45,18 +45,26 @@ def starts(services: Nursery, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.slow
-def test_with_fresh_services_the_first_tokens_are_reported_apart(
+def test_with_a_fresh_coordinator_the_first_tokens_are_reported_apart(
     starts: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     bench.run(
         [
-            *("--pair", f"{DEMO_TARGET}:{DEMO_DRAFT}", "--contenders", "target-alone", "--fresh"),
+            *("--pair", f"{DEMO_TARGET}:{DEMO_DRAFT}", "--no-phases", "--fresh", "--pace", "1,1", "--eos"),
+            *("--contenders", "target-alone --target-lead 0", "speculative-ahead --target-lead 4"),
             *("--rounds", "1", "--max-tokens", "104", "--batch", "1", "--temperature", "0", "--no-prefix"),
         ]
     )
 
-    assert starts == ["target_service", "draft_service", "coordinator"]
-    assert "The first 100 tokens, and the rest" in capsys.readouterr().out
+    assert starts == ["benchmarks.pace"] * 2 + ["coordinator"] * 2
+    printed = capsys.readouterr().out
+    assert "The first 100 tokens, and the rest" in printed
+    led, steps = printed.partition("Rounds that the target began by itself")[2].split(
+        "Steps of the paced target"
+    )
+    assert "drafting ahead --target-lead 4" in led
+    assert "target alone --target-lead 0" not in led
+    assert "target alone --target-lead 0" in steps
 
 
 @pytest.mark.soak
@@ -71,15 +79,14 @@ def test_the_report_of_gpus_without_one(starts: list[str], tmp_path: Path) -> No
         ]
     )
 
-    report = gpu.GpuReport.model_validate_json((tmp_path / "gpu.json").read_text())
-    own = report.runs["engine-tandem"]
+    runs = json.loads((tmp_path / "gpu.json").read_text())["runs"]
+    own, vllm = (Report(**runs[name]) for name in ("engine-tandem", "vllm"))
     assert {cell.contender for cell in own.cells} == {
         *("target-alone", "speculative", "speculative-ahead", "one-process")
     }
     assert {cell.same_tokens for cell in own.cells} == {1.0}
     assert starts.count("target_service") == 1
-    assert report.failures == {}
-    assert "did not start" in report.runs["vllm"].absent["vllm"]
+    assert "did not start" in vllm.absent["vllm"]
 
 
 @pytest.mark.slow

@@ -77,13 +77,7 @@ def are_accepted(
     No rounds need to be run. Speculative decoding emits the target's own text, and a token that it emits was an
     accepted draft token with probability min(1, draft's probability / target's probability). So the target writes its
     text, and a coin with that probability is thrown for every token; at temperature 0 the draft's argmax decides.
-
-    Args:
-        own: The draft's logits, [..., vocabulary].
-        wanted: The target's.
-        chosen: The text's tokens, int64 [...].
-        temperature: Of both.
-        generator: Throws the coins.
+    `own` are the draft's logits, [..., vocabulary], `wanted` the target's, and `chosen` the text's tokens, [...].
     """
     if temperature == 0.0:
         return torch.eq(own.argmax(-1), chosen)

@@ -80,15 +80,8 @@ def train_until_over(
     other_lr: float,
     save: Callable[[], None] = lambda: None,
 ) -> int:
-    """Train in place until the time is up; returns the tokens seen.
-
-    Args:
-        model: Its parameters that require gradients are trained.
-        next_loss: From the share of the time that is used to the loss of the next batch, and its tokens.
-        matrix_lr: Peak learning rate of the matrices of the layers.
-        other_lr: That of everything else.
-        save: Called now and then.
-    """
+    """Train what requires gradients until the time is up; returns the tokens seen. `next_loss` makes of the share of
+    the time that is used the loss of the next batch, and its tokens; `save` is called now and then."""
     optimizers, box = optimizers_of(model, matrix_lr, other_lr), TimeBox(minutes)
     report, saving = TimeBox(REPORT_MINUTES), TimeBox(SAVE_MINUTES)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -234,6 +227,31 @@ def distil(
         return divergence(fraction)(target_logits, draft_logits), batch.tokens.numel()
 
     return train_until_over(draft, next_loss, minutes, DRAFT_MATRIX_LR, DRAFT_OTHER_LR)
+
+
+HEAD_MATRIX_LR, HEAD_OTHER_LR = 0.02, 1e-3
+STEP_WEIGHT = 0.8
+"""Each token of a proposal counts this much of the one before it, as Medusa's heads do."""
+HEAD_ROWS = 4
+"""Texts of a batch; some thousand tokens."""
+
+
+def train_head(
+    head: nn.Module,
+    losses: Callable[[Lessons, Loss], Iterator[Tensor]],
+    lessons: Sequence[Lessons],
+    minutes: float,
+    seed: int,
+) -> int:
+    """Train a drafting head by the losses of each token of a proposal; returns the tokens seen."""
+    batches = endless(lessons, HEAD_ROWS, torch.Generator().manual_seed(seed))
+
+    def next_loss(fraction: float) -> tuple[Tensor, int]:
+        batch = next(batches)
+        found = [STEP_WEIGHT**k * loss for k, loss in enumerate(losses(batch, divergence(fraction)))]
+        return torch.stack(found).sum(), batch.tokens.numel()
+
+    return train_until_over(head, next_loss, minutes, HEAD_MATRIX_LR, HEAD_OTHER_LR)
 
 
 def divergence(fraction: float, last_phase: float = TOTAL_VARIATION_FROM) -> Loss:

@@ -83,12 +83,8 @@ def _sum(chooser: random.Random) -> str:
 
 
 async def answer(folder: Path, questions: Sequence[tuple[str, float]], minutes: float) -> int:
-    """Fill the folder with files of states; returns the number of tokens answered.
-
-    Args:
-        questions: Each with its temperature.
-        minutes: After which no further question is asked.
-    """
+    """Fill the folder with files of states, by questions with their temperatures, until the time is up; returns the
+    number of tokens answered."""
     layers = ",".join(map(str, (*LAYER_IDS, 30)))
     states = ("--shared-storage-path", str(folder), "--eagle-aux-hidden-state-layer-ids", layers)
     model = (
@@ -132,11 +128,7 @@ class Batch:
 
 
 def answer_start(tokens: Sequence[int]) -> int:
-    """Index of the first token after the prompt.
-
-    Raises:
-        ValueError: the text is no chat.
-    """
+    """Index of the first token after the prompt."""
     size = len(ANSWER_MARK)
     for start in range(len(tokens) - size, -1, -1):
         if tuple(tokens[start : start + size]) == ANSWER_MARK:
@@ -160,11 +152,7 @@ def read_batch(paths: Sequence[Path]) -> Batch:
 
 
 def endless_batches(folder: Path, rows: int, generator: torch.Generator) -> Iterator[Batch]:
-    """Batches for ever. Each pass takes every file once that is there when it begins.
-
-    Raises:
-        ValueError: there are not enough files for one batch.
-    """
+    """Batches for ever. Each pass takes every file once that is there when it begins."""
     while True:
         paths = sorted(folder.glob("*.safetensors"))
         if len(paths) < rows:

@@ -13,18 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.demo.recipe.heads.eagle3 import (
-    MATRIX_LR,
-    OTHER_LR,
-    SEED,
-    STEP_WEIGHT,
-    STEPS,
-    new_head,
-    save,
-    unrolled_states,
-)
+from models.demo.recipe.heads.eagle3 import SEED, STEPS, new_head, save, unrolled_states
 from models.demo.recipe.measure import parser_of
-from models.demo.recipe.training import divergence, train_until_over
+from models.demo.recipe.training import (
+    HEAD_MATRIX_LR,
+    HEAD_OTHER_LR,
+    STEP_WEIGHT,
+    divergence,
+    train_until_over,
+)
 from models.smollm2.recipe.answers import Batch, endless_batches, frequent_tokens, read_batch
 from tandem.engine.models import loading
 from tandem.engine.models.heads.eagle import Eagle3Head
@@ -96,7 +93,7 @@ def train(
             logger.info("held-out agreement: %s", agreement(head, last, held_out))
 
     rate = AGAIN_RATE if again else 1.0
-    seen = train_until_over(head, next_loss, minutes, rate * MATRIX_LR, rate * OTHER_LR, keep)
+    seen = train_until_over(head, next_loss, minutes, rate * HEAD_MATRIX_LR, rate * HEAD_OTHER_LR, keep)
     keep()
     return seen
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -16,7 +17,7 @@ from benchmarks import bench, demo, gpu
 from benchmarks.bench import parse
 from benchmarks.common import rotated
 from benchmarks.contenders import CONTENDERS, BenchSettings, prepared
-from benchmarks.gpu import RUNS, GpuReport, gpus, options_of
+from benchmarks.gpu import RUNS, gpus, options_of
 from benchmarks.pace import Pace
 from benchmarks.report import Report
 from benchmarks.studies.memory import (
@@ -144,17 +145,19 @@ def test_a_failed_run_is_reported_and_the_others_go_on(
     assert [settings.engine for settings in asked] == ["vllm", "tandem", "", ""]
     assert {settings.device for settings in asked} == {"cpu"}, "the user's option wins"
     assert {settings.vllm_python for settings in asked} == {Path(sys.executable)}
-    found = GpuReport.model_validate_json((tmp_path / "gpu.json").read_text())
-    assert found.runs.keys() == {"engine-vllm", "vllm", "vllm-draft"}
-    assert found.failures == {"engine-tandem": "target_service did not start: exit code 1"}
+    runs = json.loads((tmp_path / "gpu.json").read_text())["runs"]
+    assert runs.pop("engine-tandem") == {"failed": "target_service did not start: exit code 1"}
+    assert {Report(**each).cells[0].contender for each in runs.values()} == {
+        "target-alone",
+        "vllm",
+        "vllm-draft",
+    }
     page = (tmp_path / "gpu.md").read_text()
     printed = capsys.readouterr()
     assert printed.out == page
     assert "please send both in" in printed.err
-    assert "engine-vllm | Tandem, speculative | 10.0 | 20.0" in page
-    assert "vllm-draft | vLLM, draft model | 40.0 | 80.0" in page
-    assert "- engine-tandem failed: target_service did not start: exit code 1" in page
-    assert "### Batch 2, temperature 0" in page
+    assert "# engine-tandem: failed\n\ntarget_service did not start: exit code 1" in page
+    assert "| vLLM, draft model | 40.0 |" in page.partition("# vllm-draft: demo")[2]
 
 
 @pytest.mark.parametrize(
@@ -187,9 +190,9 @@ def test_the_report_names_every_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "name,memory.total,driver_version" in (tmp_path / "nvidia-smi.asked").read_text()
 
     tool.write_text("#!/bin/sh\nexit 9\n")
-    assert gpus() == ()
+    assert gpus() == []
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    assert gpus() == ()
+    assert gpus() == []
 
 
 def test_the_demo_shows_the_bundled_pair_where_the_package_of_smollm2_is_missing(

@@ -1,17 +1,16 @@
-"""A load: arrivals, lengths, figures, command line, a cluster without models, and a server that answers by the byte."""
+"""A load: arrivals, lengths, figures, the script of fakes, command line, and clients over HTTP."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import statistics
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import httpx2
 import pytest
 
 from benchmarks.common import read_options
@@ -179,17 +178,37 @@ def test_wrong_options_of_a_load_are_refused(words: list[str], sentence: str) ->
     assert sentence in str(refused.value)
 
 
-Answer = Callable[[str, Any], Sequence[bytes]]
-"""From a path and a body (None without one) to the pieces of an answer, each written by itself."""
+CLIENT = httpx2.AsyncClient
+Server = Callable[[httpx2.Request], httpx2.Response]
+Serve = Callable[[Server], list[httpx2.Request]]
 
 
-def events(*objects: object, done: bool = True) -> bytes:
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
+    """Let a function answer all requests over HTTP; they are listed."""
+
+    def serve(answer: Server) -> list[httpx2.Request]:
+        seen: list[httpx2.Request] = []
+
+        def handle(request: httpx2.Request) -> httpx2.Response:
+            seen.append(request)
+            return answer(request)
+
+        transport = httpx2.MockTransport(handle)
+        monkeypatch.setattr(httpx2, "AsyncClient", partial(CLIENT, transport=transport))
+        return seen
+
+    return serve
+
+
+def events(*objects: object, done: bool = True) -> httpx2.Response:
     ends = b"data: [DONE]\n\n" if done else b""
-    return b"".join(b"data: " + json.dumps(each).encode() + b"\n\n" for each in objects) + ends
+    data = (b"data: " + json.dumps(each).encode() + b"\n\n" for each in objects)
+    return httpx2.Response(200, content=b": a comment\n\n" + b"".join(data) + ends)
 
 
-def text(content: str, usage: dict[str, int] | None = None) -> dict[str, Any]:
-    return {"choices": [{"index": 0, "text": content}], "usage": usage}
+def text(content: str) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "text": content}], "usage": None}
 
 
 def usage(tokens: int) -> dict[str, Any]:
@@ -197,75 +216,13 @@ def usage(tokens: int) -> dict[str, Any]:
     return {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": tokens}}
 
 
-def answered(status: str, content: bytes, *more: str) -> list[bytes]:
-    head = [f"HTTP/1.1 {status}", f"content-length: {len(content)}", *more, "", ""]
-    return ["\r\n".join(head).encode() + content]
+def with_usage(_: httpx2.Request) -> httpx2.Response:
+    return events(text("a"), text("bc"), text(""), usage(8))
 
 
-def chunked(*pieces: bytes) -> list[bytes]:
-    head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ncontent-type: text/event-stream\r\n\r\n"
-    chunks = [b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces]
-    return [head, *chunks, b"0\r\n\r\n"]
-
-
-class OpenAiServer:
-    """Its address, and what it was asked."""
-
-    def __init__(self, answer: Answer) -> None:
-        self.url = ""
-        self.connections = 0
-        self.asked: list[tuple[str, dict[str, str], Any]] = []
-        """Path, headers and body of each request."""
-        self._answer = answer
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer the requests of one connection; an answer with `connection: close` ends it."""
-        self.connections += 1
-        try:
-            while head := await reader.readuntil(b"\r\n\r\n"):
-                first, *lines = head.decode().strip().split("\r\n")
-                headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
-                content = await reader.readexactly(int(headers.get("content-length", 0)))
-                body = json.loads(content) if content else None
-                path = first.split()[1]
-                self.asked.append((path, headers, body))
-                pieces = self._answer(path, body)
-                for piece in pieces:
-                    writer.write(piece)
-                    await writer.drain()
-                    await asyncio.sleep(0.001)
-                if b"connection: close" in pieces[0]:
-                    return
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            writer.close()
-
-
-@asynccontextmanager
-async def openai_server(answer: Answer) -> AsyncIterator[OpenAiServer]:
-    """Serve on a free port."""
-    ran = OpenAiServer(answer)
-    server = await asyncio.start_server(ran.serve, "127.0.0.1", 0)
-    ran.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    try:
-        yield ran
-    finally:
-        server.close()
-
-
-WANTED = [Arrival(0.0, 3, 8), Arrival(0.0, 5, 6)]
-WITH_USAGE = chunked(events(text("a"), text("bc"), text(""), usage(8)))
-
-
-async def load(answer: Answer, clients: int = 1, token: str = "") -> tuple[list[Served], OpenAiServer]:
-    async with openai_server(answer) as server:
-        connect = partial(http_connection, base_of(server.url), "some", token)
-        return await send(connect, WANTED, clients, 0.5, is_paced=False), server
-
-
-def always(*pieces: bytes) -> Answer:
-    return lambda path, body: pieces
+async def load(token: str = "") -> list[Served]:
+    connect = partial(http_connection, base_of("http://server"), "some", token)
+    return await send(connect, [Arrival(0.0, 3, 8), Arrival(0.0, 5, 6)], 1, 0.5, is_paced=False)
 
 
 @pytest.mark.parametrize(
@@ -281,16 +238,15 @@ def test_a_url_is_taken_with_or_without_its_version(url: str, spelled: str) -> N
     assert base_of(url) == spelled
 
 
-async def test_tokens_are_those_of_the_usage_and_chunks_those_with_text() -> None:
-    found, server = await load(always(*WITH_USAGE))
+@pytest.mark.parametrize("token", ["", "secret"])
+async def test_tokens_are_those_of_the_usage_and_chunks_those_with_text(serve: Serve, token: str) -> None:
+    asked = serve(with_usage)
+    found = await load(token)
     assert [(served.output_tokens, len(served.chunks), served.error) for served in found] == [(8, 2, "")] * 2
     assert all(served.ended >= served.chunks[-1] >= served.chunks[0] >= served.arrived for served in found)
-    assert server.connections == 1, "a client keeps its connection"
-    path, headers, body = server.asked[0]
-    assert path == "/v1/completions"
-    assert headers["host"] == server.url.removeprefix("http://")
-    assert "authorization" not in headers
-    assert body == {
+    assert asked[0].url.path == "/v1/completions"
+    assert asked[0].headers.get("authorization") == (f"Bearer {token}" if token else None)
+    assert json.loads(asked[0].content) == {
         "model": "some",
         "prompt": [300, 301, 302],
         "max_tokens": 8,
@@ -301,62 +257,45 @@ async def test_tokens_are_those_of_the_usage_and_chunks_those_with_text() -> Non
     }
 
 
-async def test_events_are_read_wherever_the_bytes_are_cut() -> None:
-    content = b": a comment\n\n" + events(text("é"), text("b"), usage(7)).replace(b"\n\n", b"\r\n\r\n")
-    found, _ = await load(always(*chunked(*(content[i : i + 1] for i in range(len(content))))))
-    assert [(served.output_tokens, len(served.chunks)) for served in found] == [(7, 2)] * 2
-
-
-@pytest.mark.parametrize("more", ["connection: close", "x-other: 1"])
-async def test_a_connection_that_the_server_closes_is_opened_again(more: str) -> None:
-    found, server = await load(always(*answered("200 OK", events(text("a"), usage(4)), more)))
-    assert [served.output_tokens for served in found] == [4, 4]
-    assert server.connections == (2 if "close" in more else 1)
-
-
-async def test_each_client_has_a_connection_and_shows_its_token() -> None:
-    _, server = await load(always(*WITH_USAGE), clients=2, token="secret")
-    assert server.connections == 2
-    assert {headers["authorization"] for _, headers, _ in server.asked} == {"Bearer secret"}
-
-
-REFUSED = json.dumps({"error": {"message": "no such field: ignore_eos"}}).encode()
-
-
 @pytest.mark.parametrize(
-    ("pieces", "error", "reason"),
+    ("answer", "error", "reason"),
     [
-        (answered("400 Bad Request", REFUSED), "InvalidRequestError", "answered 400: no such field: ignore_eos"),
-        (answered("429 Too Many Requests", b"{}"), "CapacityError", "answered 429: {}"),
-        (answered("500 Internal Server Error", b"oh"), "TandemError", "answered 500: oh"),
-        (answered("503 Service Unavailable", b""), "ServiceUnavailableError", "answered 503"),
-        (
-            chunked(events(text("a")), events({"error": {"message": "it broke"}}, done=False)),
-            "TandemError",
-            "ended a completion: it broke",
-        ),
-        (chunked(b"data: {]\n\n"), "ProtocolError", "an event of a completion is no JSON object"),
-        ([*chunked(events(text("a")))[:-1], b"none\r\n"], "ProtocolError", "does not speak HTTP/1.1"),
-        ([b"SSH-2.0-OpenSSH_9\r\n\r\n"], "ProtocolError", "does not speak HTTP/1.1"),
+        (httpx2.Response(400, json={"error": {"message": "no such field: ignore_eos"}}), "InvalidRequestError",
+         "answered 400: no such field: ignore_eos"),
+        (httpx2.Response(429, json={}), "CapacityError", "answered 429: {}"),
+        (httpx2.Response(500, text="oh"), "TandemError", "answered 500: oh"),
+        (httpx2.Response(503), "ServiceUnavailableError", "answered 503"),
+        (events(text("a"), {"error": {"message": "it broke"}}, done=False), "TandemError",
+         "ended a completion: it broke"),
+        (httpx2.Response(200, text="data: {]\n\n"), "ProtocolError", "an event of a completion is no JSON object"),
+        (httpx2.RemoteProtocolError("no"), "ProtocolError", "does not speak HTTP/1.1"),
     ],
 )  # fmt: skip
 async def test_failures_are_counted_by_kind_and_the_load_goes_on(
-    pieces: Sequence[bytes], error: str, reason: str
+    serve: Serve, answer: httpx2.Response | Exception, error: str, reason: str
 ) -> None:
-    def first_fails(path: str, body: Any) -> Sequence[bytes]:
-        return pieces if len(body["prompt"]) == 3 else WITH_USAGE
+    def first_fails(request: httpx2.Request) -> httpx2.Response:
+        if len(json.loads(request.content)["prompt"]) != 3:
+            return with_usage(request)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
-    found, _ = await load(first_fails)
+    serve(first_fails)
+    found = await load()
     assert [served.error for served in found] == [error, ""]
     assert reason in found[0].reason
 
 
-async def test_a_server_without_models_is_explained() -> None:
-    async with openai_server(always(*answered("200 OK", b'{"data": []}'))) as server:
-        with pytest.raises(NotFoundError, match="lists no model; name one with --model"):
-            await served_model(base_of(server.url))
-    async with openai_server(always(*answered("404 Not Found", b"nothing here"))) as server:
-        with pytest.raises(NotFoundError, match="answered 404: nothing here"):
-            await served_model(base_of(server.url))
+async def test_a_server_without_models_is_explained(serve: Serve) -> None:
+    serve(lambda _: httpx2.Response(200, json={"data": []}))
+    with pytest.raises(NotFoundError, match="lists no model; name one with --model"):
+        await served_model("http://server/v1")
+    serve(lambda _: httpx2.Response(404, text="nothing here"))
+    with pytest.raises(NotFoundError, match="answered 404: nothing here"):
+        await served_model("http://server/v1")
+
+
+async def test_a_server_that_is_not_there_is_explained() -> None:
     with pytest.raises(ServiceUnavailableError, match=r"http://127\.0\.0\.1:1/v1/models cannot be reached"):
         await served_model(base_of("http://127.0.0.1:1"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from models.demo.recipe.measure import (
     rounds_of,
     short_prompts,
 )
-from models.demo.recipe.training import Lessons, divergence, endless, lessons_of, train_until_over
+from models.demo.recipe.training import Lessons, Loss, lessons_of, train_head
 from tandem.engine.models import loading
 from tandem.engine.models.heads.eagle import Eagle3Head
 
@@ -34,9 +35,6 @@ SEED = 11
 """The seed of the checked-in head."""
 STEPS = 4
 """Tokens of a proposal when acceptance is measured."""
-STEP_WEIGHT = 0.8
-"""Each token counts this much of the one before it, as Medusa's heads do."""
-MATRIX_LR, OTHER_LR = 0.02, 1e-3
 
 logger = logging.getLogger(__name__)
 
@@ -161,20 +159,12 @@ def with_states(target: LlamaForCausalLM, texts: Tensor, layer_ids: Sequence[int
     return Lessons(texts, torch.cat(hidden), torch.cat(read, dim=1))
 
 
-def train(head: Eagle3Head, target: LlamaForCausalLM, lessons: Sequence[Lessons], minutes: float) -> int:
-    """Train the head in place until the time is up; returns the tokens seen."""
-    batches = endless(lessons, 4, torch.Generator().manual_seed(SEED))
-
-    def next_loss(fraction: float) -> tuple[Tensor, int]:
-        batch, compare, total = next(batches), divergence(fraction), torch.zeros(())
-        # Only the first tokens of a proposal: each costs as much as the first
-        for k, hidden in unrolled_states(head, batch, 3):
-            with torch.no_grad():
-                wanted = target_logits(target, batch, k).flatten(0, 1)
-            total = total + STEP_WEIGHT**k * compare(wanted, head.logits(hidden.flatten(0, 1)))
-        return total, batch.tokens.numel()
-
-    return train_until_over(head, next_loss, minutes, MATRIX_LR, OTHER_LR)
+def losses(head: Eagle3Head, target: LlamaForCausalLM, batch: Lessons, compare: Loss) -> Iterator[Tensor]:
+    """Of the first tokens of a proposal alone: each costs as much as the first."""
+    for k, hidden in unrolled_states(head, batch, 3):
+        with torch.no_grad():
+            wanted = target_logits(target, batch, k).flatten(0, 1)
+        yield compare(wanted, head.logits(hidden.flatten(0, 1)))
 
 
 @torch.no_grad()
@@ -206,7 +196,7 @@ def main() -> None:
     head = new_head(options.target, options.output)
     read = lessons_of(target, options.target, options.minutes_reading, options.minutes_writing, SEED)
     lessons = [with_states(target, each.tokens, head.layer_ids) for each in read]
-    seen = train(head, target, lessons, options.minutes_head)
+    seen = train_head(head, partial(losses, head, target), lessons, options.minutes_head, SEED)
     save(head, options.output)
     figures = {"head_tokens_seen": seen, **measured(head, target, options.target)}
     write_json(figures, options.output / "figures.json")

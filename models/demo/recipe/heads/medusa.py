@@ -6,7 +6,8 @@ place of the corpus' next token); the target stays as it is. Run as `python -m m
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,12 @@ from models.demo.recipe.measure import (
     rounds_of,
     short_prompts,
 )
-from models.demo.recipe.training import Lessons, divergence, endless, lessons_of, train_until_over
+from models.demo.recipe.training import HEAD_ROWS, Lessons, Loss, lessons_of, train_head
 from tandem.engine.models import loading
 from tandem.engine.models.heads.medusa import MedusaHeads
 
 HEADS = 4
 """As many as the demo proposes tokens."""
-ROWS_PER_BATCH = 4
-"""Texts; some thousand tokens."""
-MATRIX_LR, OTHER_LR = 0.02, 1e-3
 SEED = 13
 """The seed of the checked-in heads."""
 
@@ -52,21 +50,13 @@ def target_logits(target: LlamaForCausalLM, hidden: Tensor) -> Tensor:
     return own[:, 1:].unfold(1, HEADS, 1).transpose(2, 3)
 
 
-def train(heads: MedusaHeads, target: LlamaForCausalLM, lessons: Sequence[Lessons], minutes: float) -> int:
-    """Train the heads in place until the time is up; returns the tokens seen."""
-    batches = endless(lessons, ROWS_PER_BATCH, torch.Generator().manual_seed(SEED))
-
-    def next_loss(fraction: float) -> tuple[Tensor, int]:
-        batch, compare = next(batches), divergence(fraction)
-        hidden = batch.hidden.float()
-        own = head_logits(heads, hidden)
-        with torch.no_grad():
-            wanted = target_logits(target, hidden)
-        # Each head counts this much of the one before it, as in the paper
-        losses = [0.8**k * compare(wanted[:, :, k], own[:, :, k]) for k in range(HEADS)]
-        return torch.stack(losses).sum(), batch.tokens.numel()
-
-    return train_until_over(heads, next_loss, minutes, MATRIX_LR, OTHER_LR)
+def losses(heads: MedusaHeads, target: LlamaForCausalLM, batch: Lessons, compare: Loss) -> Iterator[Tensor]:
+    """Of each head."""
+    hidden = batch.hidden.float()
+    own = head_logits(heads, hidden)
+    with torch.no_grad():
+        wanted = target_logits(target, hidden)
+    yield from (compare(wanted[:, :, k], own[:, :, k]) for k in range(HEADS))
 
 
 def new_heads(target_folder: Path, folder: Path) -> MedusaHeads:
@@ -101,7 +91,7 @@ def adopt_linear_maps(heads: MedusaHeads, target: LlamaForCausalLM, lessons: Seq
     inner = torch.zeros(width, width, dtype=torch.float64)
     outer = torch.zeros(HEADS, width, width, dtype=torch.float64)
     for group in lessons:
-        for hidden in torch.split(group.hidden, ROWS_PER_BATCH):
+        for hidden in torch.split(group.hidden, HEAD_ROWS):
             known = hidden[:, :-HEADS].flatten(0, 1).float()
             inner += known.T @ known
             for k in range(HEADS):
@@ -121,7 +111,7 @@ def measured(heads: MedusaHeads, target: LlamaForCausalLM, folder: Path) -> dict
     for temperature in (0.0, 0.8):
         written = continue_text(target, prompts, NEW_TOKENS + HEADS, temperature, SEED)
         accepted, coins = [], torch.Generator().manual_seed(SEED)
-        parts = (torch.split(each, ROWS_PER_BATCH) for each in (written.hidden, written.tokens))
+        parts = (torch.split(each, HEAD_ROWS) for each in (written.hidden, written.tokens))
         for hidden, tokens in zip(*parts, strict=True):
             chosen = tokens[:, 2:-1].unfold(1, HEADS, 1)
             both = head_logits(heads, hidden), target_logits(target, hidden)
@@ -143,7 +133,7 @@ def main() -> None:
     minutes = options.minutes_reading, options.minutes_writing
     lessons = lessons_of(target, options.target, *minutes, SEED)
     adopt_linear_maps(heads, target, lessons)
-    seen = train(heads, target, lessons, options.minutes_heads)
+    seen = train_head(heads, partial(losses, heads, target), lessons, options.minutes_heads, SEED)
     # By the names of vLLM's `MedusaModel`.
     tensors = {name: each.detach().bfloat16().contiguous() for name, each in heads.named_parameters()}
     save_file(tensors, options.output / "model.safetensors")

@@ -51,7 +51,7 @@ def test_with_a_fresh_coordinator_the_first_tokens_are_reported_apart(
     bench.run(
         [
             *("--pair", f"{DEMO_TARGET}:{DEMO_DRAFT}", "--no-phases", "--fresh", "--pace", "1,1", "--eos"),
-            *("--contenders", "target-alone --target-lead 0", "speculative-ahead --target-lead 4"),
+            *("--contenders", "target-alone --target-lead 0", "target-alone --target-lead 4"),
             *("--rounds", "1", "--max-tokens", "104", "--batch", "1", "--temperature", "0", "--no-prefix"),
         ]
     )
@@ -62,7 +62,7 @@ def test_with_a_fresh_coordinator_the_first_tokens_are_reported_apart(
     led, steps = printed.partition("Rounds that the target began by itself")[2].split(
         "Steps of the paced target"
     )
-    assert "drafting ahead --target-lead 4" in led
+    assert "target alone --target-lead 4" in led
     assert "target alone --target-lead 0" not in led
     assert "target alone --target-lead 0" in steps
 

@@ -79,11 +79,9 @@ class CoordinatorService(Service):
             self._http = HttpServer(self._settings, app, self._http_socket)
 
     async def status(self) -> Status:
-        """The status that HTTP shows."""
         return await self.administration.status()
 
     async def metrics(self) -> tuple[bytes, str] | None:
-        """The metrics that HTTP shows."""
         return self.observer.prometheus_text()
 
     @property

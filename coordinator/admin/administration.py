@@ -84,12 +84,12 @@ class Administrator(ABC):
         return self.live_config.options()
 
     async def update_config(
-        self, values: Mapping[str, str], reset: Collection[str], *, by: str
+        self, values: Mapping[str, str], reset_names: Collection[str], *, by: str
     ) -> list[admin.ConfigOption]:
         """Change options for new requests; see `LiveConfig.change`."""
-        if not values and not reset:
+        if not values and not reset_names:
             raise InvalidRequestError("no option is named; name at least one to set or to reset")
-        return self.live_config.change(values, reset, by)
+        return self.live_config.change(values, reset_names, by)
 
     async def diagnose(self) -> admin.Diagnosis:
         """Findings, each with what to do about it."""

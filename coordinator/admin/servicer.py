@@ -15,32 +15,21 @@ from tandem.v1 import admin_pb2 as pb
 from tandem.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
 from tandem.wire import admin as wire
 
-_CALLS: Mapping[str, tuple[Callable[[Administrator, Any, str], Awaitable[Any]], Any]] = {
-    "GetStatus": (lambda admin, request, by: admin.status(), wire.STATUS),
-    "ListReplicas": (lambda admin, request, by: admin.replicas(), wire.REPLICA),
-    "DrainReplica": (
-        lambda admin, request, by: admin.drain(
-            request.address, allow_last_target=request.allow_last_target, by=by
-        ),
-        wire.REPLICA,
-    ),
-    "ResumeReplica": (lambda admin, request, by: admin.resume(request.address, by=by), wire.REPLICA),
-    "ListRequests": (lambda admin, request, by: admin.requests(), wire.REQUEST),
-    "GetRequest": (lambda admin, request, by: admin.request(request.request_id), wire.REQUEST),
-    "AbortRequest": (
-        lambda admin, request, by: admin.abort(request.request_id, reason=request.reason, by=by),
-        wire.REQUEST,
-    ),
-    "GetStats": (lambda admin, request, by: admin.stats(), wire.STATS),
-    "GetConfig": (lambda admin, request, by: admin.config(), wire.OPTION),
-    "UpdateConfig": (
-        lambda admin, request, by: admin.update_config(
-            dict(sorted(request.values.items())), list(request.reset_names), by=by
-        ),
-        wire.OPTION,
-    ),
+_CALLS: Mapping[str, tuple[str, Any]] = {
+    "GetStatus": ("status", wire.STATUS),
+    "ListReplicas": ("replicas", wire.REPLICA),
+    "DrainReplica": ("drain", wire.REPLICA),
+    "ResumeReplica": ("resume", wire.REPLICA),
+    "ListRequests": ("requests", wire.REQUEST),
+    "GetRequest": ("request", wire.REQUEST),
+    "AbortRequest": ("abort", wire.REQUEST),
+    "GetStats": ("stats", wire.STATS),
+    "GetConfig": ("config", wire.OPTION),
+    "UpdateConfig": ("update_config", wire.OPTION),
 }
-"""By call: what it asks of the administrator for its caller (`by`), and the form of what it finds."""
+"""By call: the administrator's method, which takes the request's fields by name, and the form of what it finds."""
+_CHANGES = ("drain", "resume", "abort", "update_config")
+"""Methods that are told who calls."""
 
 
 def caller(context: Context) -> str:
@@ -60,15 +49,16 @@ class AdminServicer:
             setattr(self, name, self._handler(name))
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Let a server answer AdminService."""
         add_AdminServiceServicer_to_server(self, server)  # type: ignore[arg-type]
 
     def _handler(self, name: str) -> Callable[[Any, Context], Awaitable[Any]]:
-        (ask, form), response = _CALLS[name], getattr(pb, f"{name}Response")
+        (method, form), response = _CALLS[name], getattr(pb, f"{name}Response")
         (field,) = response.DESCRIPTOR.fields_by_name
 
         async def handle(request: Any, context: Context) -> Any:
-            found = await ask(self._administration, request, self._caller(context))
+            asked = {each.name: getattr(request, each.name) for each in request.DESCRIPTOR.fields}
+            by = {"by": self._caller(context)} if method in _CHANGES else {}
+            found = await getattr(self._administration, method)(**asked, **by)
             answer = map(form.to_proto, found) if isinstance(found, list) else form.to_proto(found)
             return response(**{field: answer})
 
@@ -77,7 +67,6 @@ class AdminServicer:
     async def WatchStats(
         self, request: pb.WatchStatsRequest, context: Context
     ) -> AsyncIterator[pb.WatchStatsResponse]:
-        """Statistics at a fixed interval."""
         # The proto names the second
         interval = request.interval_seconds or 1.0
         async with aclosing(self._administration.watch(interval)) as watch:
@@ -85,5 +74,4 @@ class AdminServicer:
                 yield pb.WatchStatsResponse(stats=wire.STATS.to_proto(stats))
 
     async def Diagnose(self, request: pb.DiagnoseRequest, context: Context) -> pb.DiagnoseResponse:
-        """Findings, each with what to do about it."""
         return wire.DIAGNOSIS.to_proto(await self._administration.diagnose())

@@ -29,7 +29,6 @@ class Contexts:
     by_name: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def get(self, name: str) -> Mapping[str, Any]:
-        """One of them."""
         if name not in self.by_name:
             known = ", ".join(self.by_name) or "none"
             raise ConfigurationError(f"there is no context {name!r}; {self.path} has: {known}")

@@ -23,21 +23,14 @@ from coordinator.cli.app import new_app
 from coordinator.cli.command import command, option, plain_table, print_parts
 from coordinator.cli.connection import ConnectionOptions, connect
 from coordinator.cli.views import percent
+from coordinator.requests.chunks import joined
 from coordinator.stats.rounds import hit_rate
 from coordinator.stats.speculation import acceptance_rate, add, describe_with_state, tokens_per_pass
 from tandem.client import Client, as_message
 from tandem.errors import ConfigurationError, InvalidRequestError
 from tandem.plural import plural
 from tandem.sync_client import SyncClient
-from tandem.types import (
-    ChatMessage,
-    Chunk,
-    GenerationRequest,
-    RowKind,
-    SpeculationStats,
-    Summary,
-    TokenLogprobs,
-)
+from tandem.types import ChatMessage, Chunk, GenerationRequest, RowKind, SpeculationStats
 
 verbs = new_app("")
 
@@ -52,54 +45,48 @@ class Record:
     """A completion as it was received."""
 
     started: float = field(default_factory=time.perf_counter)
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    token_texts: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """For each token, when they were asked for."""
-    rounds: list[dict[str, object]] = field(default_factory=list)
-    """Each round, as `--json` tells it."""
+    chunks: list[Chunk] = field(default_factory=list)
     first_token_seconds: float = 0.0
     total_seconds: float = 0.0
-    summary: Summary | None = None
 
     def add(self, chunk: Chunk, console: Console | None = None) -> None:
         """Record a chunk and its time of arrival, and show it on a console."""
         self.total_seconds = time.perf_counter() - self.started
-        if not self.token_ids:
+        if not any(each.token_ids for each in self.chunks):
             self.first_token_seconds = self.total_seconds
-        self.text += chunk.text
-        self.token_ids += chunk.token_ids
-        self.token_texts += texts_of_tokens(chunk)
-        self.logprobs += chunk.logprobs
-        self.rounds.append(
-            {
-                "proposed": chunk.proposed,
-                "accepted": sum(chunk.drafted),
-                "tokens": len(chunk.token_ids),
-                "drafted_ahead": chunk.drafted_ahead,
-            }
-        )
-        self.summary = chunk.summary
+        self.chunks.append(chunk)
         if console is not None:
             console.print(styled(chunk), end="")
             console.file.flush()
 
+    @property
+    def whole(self) -> Chunk:
+        """What came so far, in one chunk."""
+        return joined(self.chunks or [Chunk("", (), (), ())])
+
     def as_dict(self) -> dict[str, object]:
         """The result of `--json`."""
-        summary = self.summary
+        whole, summary = self.whole, self.whole.summary
         assert summary is not None
         return {
-            "text": self.text,
-            "token_ids": self.token_ids,
-            **({"logprobs": [*self._logprobs()]} if self.logprobs else {}),
+            "text": whole.text,
+            "token_ids": whole.token_ids,
+            **({"logprobs": [*self._logprobs()]} if whole.logprobs else {}),
             "finish_reason": summary.finish_reason.value,
             "usage": {"prompt_tokens": summary.prompt_tokens, "completion_tokens": summary.completion_tokens},
             "speculation": describe_with_state(summary.speculation, summary.speculation_state),
-            "rounds": self.rounds,
+            "rounds": [
+                {
+                    "proposed": chunk.proposed,
+                    "accepted": sum(chunk.drafted),
+                    "tokens": len(chunk.token_ids),
+                    "drafted_ahead": chunk.drafted_ahead,
+                }
+                for chunk in self.chunks
+            ],
             "timing": {
                 "time_to_first_token_seconds": round(self.first_token_seconds, 6),
-                "tokens_per_second": round(len(self.token_ids) / self.total_seconds, 3),
+                "tokens_per_second": round(len(whole.token_ids) / self.total_seconds, 3),
             },
             "request_id": summary.request_id,
             "seed": summary.seed,
@@ -119,7 +106,9 @@ class Record:
         return table
 
     def _logprobs(self) -> Iterator[dict[str, Any]]:
-        for text, token_id, position in zip(self.token_texts, self.token_ids, self.logprobs, strict=True):
+        whole = self.whole
+        texts = texts_of_tokens(whole)
+        for text, token_id, position in zip(texts, whole.token_ids, whole.logprobs, strict=True):
             tops = zip(position.top_token_ids, position.top_logprobs, strict=True)
             top = [{"token_id": top_id, "logprob": logprob} for top_id, logprob in tops]
             yield {"text": text, "token_id": token_id, "logprob": position.logprob, "top": top}
@@ -152,13 +141,14 @@ def styled(chunk: Chunk) -> Text:
 
 def closing_line(records: Sequence[Record]) -> str:
     """Speed of finished completions and the gain of drafting, or the reason why the draft did not work."""
-    stats, tokens = SpeculationStats(), sum(len(record.token_ids) for record in records)
+    wholes = [record.whole for record in records]
+    stats, tokens = SpeculationStats(), sum(len(whole.token_ids) for whole in wholes)
     seconds = sum(record.total_seconds for record in records)
     state = None
-    for record in records:
-        assert record.summary is not None
-        add(stats, record.summary.speculation)
-        state = record.summary.speculation_state or state
+    for whole in wholes:
+        assert whole.summary is not None
+        add(stats, whole.summary.speculation)
+        state = whole.summary.speculation_state or state
     parts = [f"{plural(tokens, 'token')} in {seconds:.2f} s, {tokens / max(seconds, 1e-9):.1f} tokens/s"]
     if stats.drafted:
         saved = tokens - stats.rounds
@@ -226,7 +216,6 @@ class RequestOptions:
     )
 
     def request(self, prompt: str | tuple[int, ...]) -> GenerationRequest:
-        """The request for a prompt."""
         lists = {
             "stop": tuple(self.stop or ()),
             "stop_token_ids": tuple(self.stop_token_ids or ()),
@@ -293,7 +282,7 @@ async def generate(
             if result.as_json:
                 sys.stdout.write(json.dumps(record.as_dict(), ensure_ascii=False) + "\n")
                 sys.stdout.flush()
-            elif record.logprobs:
+            elif record.whole.logprobs:
                 print_parts("", record.logprob_table())
     if not result.as_json and not result.quiet:
         sys.stderr.write(closing_line(records) + "\n")
@@ -332,8 +321,9 @@ def chat(
             except KeyboardInterrupt:
                 pass  # the conversation goes on from what there is
             console.print()
-            messages.append(ChatMessage("assistant", record.text))
-            if record.summary is not None and not chat_options.quiet:
+            whole = record.whole
+            messages.append(ChatMessage("assistant", whole.text))
+            if whole.summary is not None and not chat_options.quiet:
                 sys.stderr.write(closing_line([record]) + "\n")
 
 

@@ -39,7 +39,6 @@ _LISTS = ("replicas", "requests")
 
 class _Verbs(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
-        """Their names, in the order of the help."""
         return list(VERBS)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -66,7 +65,6 @@ class _Verbs(TyperGroup):
         return typer.main.get_group(verbs).commands[cmd_name]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the summaries."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, summary) for name, (_, summary) in VERBS.items()])
         with formatter.section("Short for `tandem admin ...`"):

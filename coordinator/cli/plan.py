@@ -92,7 +92,6 @@ class StepOptions:
     )
 
     def times(self) -> planning.StepTimes:
-        """The step times and acceptance."""
         if self.verify_ms is None or self.draft_step_ms is None or self.acceptance is None:
             raise ConfigurationError(
                 "--verify-ms was given without --draft-step-ms and --acceptance; give all three"

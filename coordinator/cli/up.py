@@ -167,7 +167,6 @@ class ServiceArguments:
 
     @property
     def has_http(self) -> bool:
-        """True if the coordinator answers HTTP."""
         return "--http-port" in self.coordinator
 
 
@@ -429,7 +428,6 @@ class _Progress:
         self._live = Console().status("") if sys.stdout.isatty() else None
 
     def begin(self, services: Sequence[str]) -> None:
-        """Show that these services start."""
         self._phases = dict.fromkeys(services, "starting")
         self._tell(f"starting {' and '.join(services)}")
 
@@ -448,7 +446,6 @@ class _Progress:
             self._live.start()
 
     def end(self) -> None:
-        """Take the live line away."""
         self._phases = {}
         if self._live is not None:
             self._live.stop()

@@ -69,12 +69,10 @@ class StopStrings:
 
     @property
     def are_sought(self) -> bool:
-        """True if there are any."""
         return bool(self._stop)
 
     @property
     def met(self) -> bool:
-        """True if one of the stop strings was met."""
         return self.found is not None
 
     def push(self, text: str) -> str:
@@ -215,7 +213,6 @@ class Completion:
 
     @property
     def stats(self) -> SpeculationStats:
-        """Counts of what speculation did for it so far."""
         return self.tally.stats()
 
     @property
@@ -230,12 +227,10 @@ class Completion:
 
     @property
     def has_begun(self) -> bool:
-        """True if any token was committed."""
         return len(self.token_ids) > self._prompt_length
 
     @property
     def can_extend(self) -> bool:
-        """True if another token may follow."""
         return self.finish_reason is None
 
     def forced(self) -> Proposal | None:

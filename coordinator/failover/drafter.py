@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from coordinator.decoding.completion import Completion
 from coordinator.decoding.rounds import RequestRounds
@@ -25,6 +25,7 @@ from tandem.types import MAX_AHEAD_TOKENS, DraftOptions, Proposal
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, eq=False)
 class FailoverDrafter:
     """Asks one draft for proposals for as long as it lives, then another one, which receives all tokens again.
 
@@ -32,45 +33,37 @@ class FailoverDrafter:
     not its text, so any round can do without.
     """
 
-    def __init__(
-        self,
-        pool: Pool[DraftClient],
-        options: DraftOptions,
-        limits: DraftLimits,
-        rounds: RequestRounds,
-        observer: RequestObserver,
-        speculation: RequestSpeculation,
-        load: Callable[[], int],
-        lead: int = 0,
-        target: FailoverVerifier | None = None,
-    ) -> None:
+    _pool: Pool[DraftClient]
+    _options: DraftOptions
+    _limits: DraftLimits
+    _rounds: RequestRounds
+    _observer: RequestObserver
+    _speculation: RequestSpeculation
+    _load: Callable[[], int]
+    _lead: int = 0
+    """How many rounds the target may begin by itself."""
+    _target: FailoverVerifier | None = None
+    """None: it may begin none with a proposal."""
+    _is_paused: bool = False
+    _is_too_long: bool = False
+    """True once the completion is too long for a draft."""
+    _is_resuming: bool = False
+    """True after `release`, until the next round that asks a draft."""
+    _has_lost: bool = False
+    """True from the loss of a draft until the next proposal."""
+    _went_alone: bool = False
+    """True if the last outcome that nobody had drafted for left the target alone for a round."""
+    _placement: DraftPlacement = field(init=False)
+
+    def __post_init__(self) -> None:
         self._placement = DraftPlacement(
-            pool,
-            options,
-            limits,
+            self._pool,
+            self._options,
+            self._limits,
             self._lost,
-            lambda address: observer.stream("draft", address),
-            target.expect if target is not None and lead else None,
+            lambda address: self._observer.stream("draft", address),
+            self._target.expect if self._target is not None and self._lead else None,
         )
-        self._request_id = options.request_id
-        self._limits = limits
-        self._rounds = rounds
-        self._observer = observer
-        self._speculation = speculation
-        self._load = load
-        self._lead = lead
-        """How many rounds the target may begin by itself."""
-        self._target = target
-        """None: it may begin none with a proposal."""
-        self._is_paused = False
-        self._is_too_long = False
-        """True once the completion is too long for a draft."""
-        self._is_resuming = False
-        """True after `release`, until the next round that asks a draft."""
-        self._has_lost = False
-        """True from the loss of a draft until the next proposal."""
-        self._went_alone = False
-        """True if the last outcome that nobody had drafted for left the target alone for a round."""
 
     async def propose(self, completion: Completion) -> Proposal:
         """Tokens that may follow, fewer than the completion has room for; none when no draft has any in time."""
@@ -111,7 +104,6 @@ class FailoverDrafter:
 
     @property
     def speculation_state(self) -> SpeculationState:
-        """State of speculation for this request now."""
         current = self._placement.current
         if self._is_too_long:
             return speculation_report.off(speculation_report.TOO_LONG)
@@ -122,7 +114,6 @@ class FailoverDrafter:
         return speculation_report.decided(self._speculation)
 
     async def finish(self) -> None:
-        """End the sequence; the service frees it at once."""
         await self._placement.finish()
 
     def release(self) -> None:
@@ -292,5 +283,5 @@ class FailoverDrafter:
         details: dict[str, EventValue] = {"address": address or "", **(more or {})}
         severity = logging.WARNING if name == "draft_lost" else logging.INFO
         message = name.replace("_", " ")
-        logger.log(severity, message, extra={"request_id": self._request_id, **details})
+        logger.log(severity, message, extra={"request_id": self._options.request_id, **details})
         self._observer.event(name, details)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from coordinator.replicas.pool import ClientT, Member, Pool
-from coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
+from coordinator.telemetry.observer import StreamObserver
 from coordinator.transport.draft_client import DraftClient, DraftLimits, DraftSequence, OnOutcomes, Tokens
 from coordinator.transport.target_client import TargetSequence
 from tandem.errors import CapacityError, ServiceUnavailableError, TandemError
@@ -86,39 +86,31 @@ def _sequences(member: Member[DraftClient]) -> int:
     return max(member.open_sequences, 0 if load is None else load.sequences)
 
 
+@dataclass(slots=True, eq=False)
 class DraftPlacement:
     """Keeps a sequence on one draft for as long as that serves it, then on another, which receives all tokens again."""
 
-    def __init__(
-        self,
-        pool: Pool[DraftClient],
-        options: DraftOptions,
-        limits: DraftLimits,
-        lost: Callable[[Member[DraftClient], TandemError], None],
-        observer: Callable[[str], StreamObserver] = lambda _: NO_OBSERVER,
-        on_outcomes: OnOutcomes = None,
-    ) -> None:
-        """`lost` is told of each draft that failed; `observer` returns the observer of a stream to an address."""
-        self.current: OpenSequence[DraftClient, DraftSequence] | None = None
-        """Where the sequence is now; None without a draft."""
-        self.target_address: str | None = None
-        """The target of the same sequence. Drafts that are bound to another one are avoided."""
-        self._pool = pool
-        self._options = options
-        self._limits = limits
-        self._lost = lost
-        self._observer = observer
-        self._on_outcomes = on_outcomes
-        self._losses = 0
-        self._faults = 0
-        """Losses other than a lack of room."""
-        self._rounds = 0
-        """Proposals since the last loss."""
-        self._retry_at: dict[Member[DraftClient], float] = {}
+    _pool: Pool[DraftClient]
+    _options: DraftOptions
+    _limits: DraftLimits
+    _lost: Callable[[Member[DraftClient], TandemError], None]
+    """Is told of each draft that failed."""
+    _observer: Callable[[str], StreamObserver]
+    """Returns the observer of a stream to an address."""
+    _on_outcomes: OnOutcomes = None
+    current: OpenSequence[DraftClient, DraftSequence] | None = None
+    """Where the sequence is now; None without a draft."""
+    target_address: str | None = None
+    """The target of the same sequence. Drafts that are bound to another one are avoided."""
+    _losses: int = 0
+    _faults: int = 0
+    """Losses other than a lack of room."""
+    _rounds: int = 0
+    """Proposals since the last loss."""
+    _retry_at: dict[Member[DraftClient], float] = field(default_factory=dict)
 
     @property
     def address(self) -> str | None:
-        """Address of the draft; None without one."""
         return None if self.current is None else self.current.member.address
 
     @property
@@ -167,7 +159,6 @@ class DraftPlacement:
         sequence.begin(tokens)
 
     def leave(self) -> None:
-        """Drop the sequence on its draft."""
         if self.current is not None:
             self.current.leave()
             self.current = None
@@ -238,7 +229,6 @@ class DraftPlacement:
         return proposal, step_seconds
 
     async def finish(self) -> None:
-        """End the sequence; the draft frees it at once."""
         if self.current is not None:
             await self.current.sequence.finish()
 

@@ -64,32 +64,23 @@ class _Trouble:
         return f"{plural(self.delivered, 'token')} had been delivered"
 
 
+@dataclass(slots=True, eq=False)
 class FailoverVerifier:
     """Asks one target for rows for as long as it lives, then another one, with all tokens and the same proposal.
 
     Noise is keyed by seed, position and base length, so the repeated round has the result of the lost one.
     """
 
-    def __init__(
-        self,
-        pool: Pool[TargetClient],
-        options: TargetOptions,
-        rows: RowChoice,
-        rounds: RequestRounds,
-        observer: RequestObserver,
-        deadline: Deadline,
-        wait_seconds: float,
-    ) -> None:
-        self._pool = pool
-        self._options = options
-        self._rows = rows
-        self._rounds = rounds
-        self._observer = observer
-        self._deadline = deadline
-        self._wait_seconds = wait_seconds
-        self._place: _Place | None = None
-        self._left: _Place | None = None
-        self._next_move = 0.0
+    _pool: Pool[TargetClient]
+    _options: TargetOptions
+    _rows: RowChoice
+    _rounds: RequestRounds
+    _observer: RequestObserver
+    _deadline: Deadline
+    _wait_seconds: float
+    _place: _Place | None = None
+    _left: _Place | None = None
+    _next_move: float = 0.0
 
     async def verify(self, completion: Completion, proposal: Proposal) -> Verification:
         """The target's row at each position of the proposal, and at the one after it."""
@@ -134,7 +125,6 @@ class FailoverVerifier:
             self._place.sequence.expect(drafted)
 
     async def finish(self) -> None:
-        """End the sequence; the service frees it at once."""
         if self._place is not None:
             await self._place.sequence.finish()
 

@@ -99,7 +99,6 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """All of its text."""
         return "".join(self.texts)
 
 

@@ -81,7 +81,6 @@ class Share:
         self._counted = counted
 
     def close(self) -> None:
-        """Give all of them back."""
         self._of.held -= self._counted
         self._bytes = self._counted = 0
 
@@ -102,7 +101,6 @@ class JsonShape:
         self._rest = b""
 
     def feed(self, part: bytes) -> None:
-        """Count the next part of the text."""
         # Pairs first, from the left, as a parser reads them; then a backslash before a quote escapes it.
         text = (self._rest + part).replace(b"\\\\", b"")
         self._rest = b"\\" if text.endswith(b"\\") else b""

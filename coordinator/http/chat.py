@@ -46,7 +46,6 @@ class Chats:
             await self.template.check()
 
     def close(self) -> None:
-        """End the template's process."""
         if self.template is not None:
             self.template.close()
 
@@ -111,7 +110,6 @@ class ChatTemplate:
         )
 
     async def check(self) -> None:
-        """Compile it."""
         try:
             await self._process.answer(None)
         except JobError as error:

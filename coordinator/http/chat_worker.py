@@ -74,7 +74,6 @@ class _Templates:
         self._reads_null = False
 
     def answer(self, job: Any) -> dict[str, Any]:
-        """The answer to a message."""
         try:
             if self._template is None:
                 self._template = template_environment().from_string(job["source"])

@@ -93,7 +93,6 @@ class ResponseObject:
         }
 
     def ended(self, answer: Answer) -> dict[str, Any]:
-        """The whole response."""
         (choice,) = answer.choices
         summary, account = choice.summary, answer.account()
         is_cut = summary is not None and summary.finish_reason is FinishReason.LENGTH

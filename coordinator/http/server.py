@@ -92,7 +92,6 @@ class HttpServer:
         return bounded
 
     def start(self) -> None:
-        """Begin to answer."""
         self._serving = asyncio.create_task(self._server.serve([self._socket]))
 
     async def close(self) -> None:

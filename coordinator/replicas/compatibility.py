@@ -29,7 +29,6 @@ class Deployment:
 
     @property
     def draft_model(self) -> ModelInfo | None:
-        """The draft, if it has a model."""
         return self.draft if self.draft is not None and self.draft.has_model else None
 
 

@@ -35,7 +35,6 @@ class FadingMaximum:
         self._at = 0.0
 
     def add(self, measured: float, now: float) -> None:
-        """Count a measurement."""
         if self.value is not None:
             # A slow answer loses half of its weight in a minute
             measured = max(measured, self.value * 0.5 ** ((now - self._at) / 60.0))
@@ -109,7 +108,6 @@ class UnansweredSteps:
         self._answered_at = clock()
 
     def begin(self, token_count: int, *, is_first: bool) -> Step:
-        """Begin a verification."""
         step = Step(self, token_count, is_first, self._clock())
         self._steps.add(step)
         return step

@@ -137,7 +137,6 @@ class Member(Generic[ClientT]):
         return self._client
 
     def snapshot(self) -> ReplicaSnapshot:
-        """A snapshot of the replica."""
         return ReplicaSnapshot(
             role=self._means.role,
             address=self.address,
@@ -153,7 +152,6 @@ class Member(Generic[ClientT]):
         )
 
     def start(self) -> None:
-        """Begin to follow it."""
         self._task = asyncio.create_task(self._follow())
 
     async def close(self) -> None:
@@ -389,7 +387,6 @@ class Pool(Generic[ClientT]):
             self._refreshing = asyncio.create_task(self._keep_refreshing())
 
     async def close(self) -> None:
-        """Close all connections."""
         if self._refreshing is not None:
             self._refreshing.cancel()
             await asyncio.gather(self._refreshing, return_exceptions=True)

@@ -102,7 +102,6 @@ class ReplicaRegistry:
         return [each.model for each in self.drafts.members if each.model is not None and each.state in alive]
 
     async def close(self) -> None:
-        """Close all connections."""
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
@@ -122,7 +121,6 @@ class ReplicaRegistry:
             draft.tally.add_result(result)
 
     def pool(self, role: Role) -> Pool[TargetClient] | Pool[DraftClient]:
-        """The replicas of a role."""
         return self.targets if role is Role.TARGET else self.drafts
 
     async def _watch_for_hangs(self) -> None:

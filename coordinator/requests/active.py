@@ -52,7 +52,6 @@ class ActiveRequest:
 
     @property
     def completion_tokens(self) -> int:
-        """Number of tokens of its completion."""
         return self.completion.length - len(self.plan.prompt)
 
     def stall(self) -> None:

@@ -50,5 +50,4 @@ class CheckedGrammars:
         return str(answer.get("refused", ""))
 
     def close(self) -> None:
-        """End the process."""
         self._process.close()

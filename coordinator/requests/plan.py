@@ -76,7 +76,6 @@ class Models:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The target's tokenizer."""
         return self.encoder.tokenizer
 
     @property
@@ -101,7 +100,6 @@ class Models:
     async def encode(
         self, text: str, bounds: RequestBounds, *, add_special_tokens: bool = True
     ) -> tuple[int, ...]:
-        """The token ids of a prompt's text."""
         refuse(too_much_text(text, bounds, self.max_text_bytes))
         return await self.encoder.encode(text, add_special_tokens=add_special_tokens)
 
@@ -138,17 +136,18 @@ class Plan:
 
     @property
     def details(self) -> dict[str, EventValue]:
-        """Attributes for observers."""
+        """Attributes of its span; those named gen_ai. follow OpenTelemetry's conventions for generative AI."""
         given = {"top_p": self.request.top_p, "top_k": self.request.top_k}
         return {
-            "model": self.models.target.name,
-            "rule": self.rule.name,
-            "num_speculative_tokens": self.num_speculative_tokens,
-            "prompt_tokens": len(self.prompt),
-            "max_tokens": self.limits.max_tokens,
-            "temperature": self.sampling.temperature,
-            "seed": self.sampling.seed,
-            **{name: value for name, value in given.items() if value is not None},
+            "gen_ai.request.model": self.models.target.name,
+            "gen_ai.response.model": self.models.target.name,
+            "gen_ai.request.max_tokens": self.limits.max_tokens,
+            "gen_ai.request.temperature": self.sampling.temperature,
+            "gen_ai.request.seed": self.sampling.seed,
+            "gen_ai.usage.input_tokens": len(self.prompt),
+            "tandem.rule": self.rule.name,
+            "tandem.num_speculative_tokens": self.num_speculative_tokens,
+            **{f"gen_ai.request.{name}": value for name, value in given.items() if value is not None},
         }
 
     @property

@@ -92,7 +92,6 @@ class RequestRunner:
         """State of the last request that could speculate and has ended."""
 
     def connect(self, replicas: ReplicaRegistry, models: Models) -> None:
-        """Begin to use these services."""
         self.replicas, self._models = replicas, models
 
     @property
@@ -105,7 +104,6 @@ class RequestRunner:
 
     @property
     def bounds(self) -> RequestBounds:
-        """Bounds of a request, as configured now."""
         return self._live_config.current
 
     async def complete(

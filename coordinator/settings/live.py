@@ -66,7 +66,7 @@ class LiveConfig:
         Values are spelled as on the command line; null or nothing unsets an option. Options to reset return to the
         value at the coordinator's start.
         """
-        values = {spelled(name): value for name, value in values.items()}
+        values = {spelled(name): value for name, value in sorted(values.items())}
         reset = [spelled(name) for name in reset]
         refuse(_problems([*values, *reset]))
         now = datetime.now(UTC)

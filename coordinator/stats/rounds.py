@@ -23,7 +23,6 @@ class RoundTimes(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Duration of the whole round."""
         return self.decided - self.began
 
     @property

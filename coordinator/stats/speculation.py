@@ -46,7 +46,6 @@ class MovingMedian:
         return statistics.median(self._last) if self._last else None
 
     def add(self, measured: float) -> None:
-        """Count a measurement."""
         self._last.append(measured)
 
 
@@ -66,7 +65,6 @@ class TokenCounter:
         """Seconds in which tokens were committed, each with their count."""
 
     def add(self, count: int) -> None:
-        """Count tokens now."""
         second = int(self._clock() - self._started)
         if not self._by_second or self._by_second[-1][0] != second:
             self._by_second.append([second, 0])

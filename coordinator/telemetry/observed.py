@@ -44,20 +44,6 @@ _OUTCOMES: tuple[tuple[type[BaseException], str], ...] = (
     (GeneratorExit, "cancelled"),
 )
 
-_DETAILS = {
-    "gen_ai.request.model": "model",
-    "gen_ai.response.model": "model",
-    "gen_ai.request.max_tokens": "max_tokens",
-    "gen_ai.request.temperature": "temperature",
-    "gen_ai.request.top_p": "top_p",
-    "gen_ai.request.top_k": "top_k",
-    "gen_ai.request.seed": "seed",
-    "gen_ai.usage.input_tokens": "prompt_tokens",
-    "tandem.rule": "rule",
-    "tandem.num_speculative_tokens": "num_speculative_tokens",
-}
-"""Attributes of a request's span, by the details of its plan."""
-
 
 class ObservedRequests(Observer):
     """Observes all requests."""
@@ -153,10 +139,8 @@ class ObservedRequest(RequestObserver):
         self._metrics.prompt_tokens.inc(self._prompt_length)
         self._metrics.request_prompt.observe(self._prompt_length)
         if self._tracer is not None:
-            self._span.update_name(f"{_OPERATION} {details['model']}")
-            self._span.set_attributes(
-                {attribute: details[name] for attribute, name in _DETAILS.items() if name in details}
-            )
+            self._span.update_name(f"{_OPERATION} {details['gen_ai.request.model']}")
+            self._span.set_attributes(details)
             self._prefill = self._tracer.start_span("prefill", under(self._span))
 
     def stream(self, role: str, address: str) -> ObservedStream:

@@ -40,7 +40,7 @@ class RequestObserver:
         return NO_OBSERVER
 
     def planned(self, completion: Completion, details: Mapping[str, EventValue]) -> None:
-        """The request was checked: its completion begins. Details by name: rule, num_speculative_tokens, ..."""
+        """The request was checked: its completion begins. The details are attributes of its span."""
 
     def round_ended(self, result: RoundResult) -> None:
         """A round ended."""

@@ -242,11 +242,11 @@ class Hub(Administrator):
         return replace(stats, uptime_seconds=self._uptime)
 
     async def update_config(
-        self, values: Mapping[str, str], reset: Collection[str], *, by: str
+        self, values: Mapping[str, str], reset_names: Collection[str], *, by: str
     ) -> list[admin.ConfigOption]:
         """Change options for new requests, on all workers and on those that start later."""
-        options = await super().update_config(values, reset, by=by)
-        await self._each(lambda worker: worker.update_config(values, reset))
+        options = await super().update_config(values, reset_names, by=by)
+        await self._each(lambda worker: worker.update_config(values, reset_names))
         return options
 
     async def metrics(self) -> list[Metric]:

@@ -184,11 +184,9 @@ class WorkerService(CoordinatorService):
         server.add_generic_rpc_handlers((self._parent,))
 
     async def status(self) -> Status:
-        """The status of all workers."""
         return await self._parent.status()
 
     async def metrics(self) -> tuple[bytes, str] | None:
-        """The metrics of all workers."""
         return await self._parent.metrics_text(), "text/plain; version=0.0.4; charset=utf-8"
 
     async def close(self) -> None:

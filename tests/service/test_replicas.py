@@ -328,6 +328,8 @@ async def test_an_operators_drain_survives_a_missing_dns_record() -> None:
             await until(lambda: member.model is not None)
 
         replicas.pool(Role.TARGET).drain(target.address)
+        with pytest.raises(InvalidRequestError, match="there is no draft replica"):
+            replicas.pool(Role.DRAFT).drain(target.address)
         reason = shot(replicas, target.address).reason
         await go_and_come_back()
         assert (await becomes(replicas, target.address, ReplicaState.DRAINING)).reason == reason

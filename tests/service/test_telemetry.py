@@ -304,7 +304,7 @@ async def test_spans_report_speculation_steps_and_bytes(monkeypatch: pytest.Monk
     # The draft drafts nothing ahead, and whether it is asked instead is a matter of measured times.
     monkeypatch.setattr(RequestSpeculation, "tokens_after_miss", lambda _, count: count)
     async with observed_cluster(FakeTarget(), FakeDraft(wrong_after_twelve), draft_ahead=4) as cluster:
-        await cluster.complete(REQUEST, SAMPLED)
+        await cluster.complete(replace(REQUEST, top_k=3), SAMPLED)
         await all_ended(cluster, 8)
         spans = cluster.spans
         attributes = dict(only_span("text_completion fake", spans).attributes or {})
@@ -324,6 +324,7 @@ async def test_spans_report_speculation_steps_and_bytes(monkeypatch: pytest.Monk
         "gen_ai.request.max_tokens": 8,
         "gen_ai.request.temperature": 0.0,
         "gen_ai.request.seed": 3,
+        "gen_ai.request.top_k": 3,
         "gen_ai.response.finish_reasons": ("length",),
         "gen_ai.usage.input_tokens": 3,
         "gen_ai.usage.output_tokens": 8,

@@ -12,7 +12,7 @@ from coordinator.requests.admission import Admission, peer_of_grpc, peer_of_host
 from coordinator.requests.validation import BoundedRequest, check_bounds
 from coordinator.settings.coordinator import RequestBounds
 from tandem.errors import CapacityError, DeadlineError, InvalidRequestError
-from tandem.types import GenerationRequest
+from tandem.types import GenerationRequest, Grammar, GrammarKind
 
 
 @pytest.mark.parametrize(
@@ -84,10 +84,12 @@ async def test_a_refusal_says_when_the_queue_moves() -> None:
         (GenerationRequest((1,) * 8),
             "the prompt has 8 tokens; it must have at most 7, one less than max_length (8)"),
         (GenerationRequest("a", num_speculative_tokens=33), "num_speculative_tokens is 33; it must be at most 32"),
+        (GenerationRequest("a", grammar=Grammar(GrammarKind.JSON_SCHEMA, " " * 6)),
+            "the structured output's json_schema has 6 bytes; it must be at most 5"),
     ],
 )  # fmt: skip
 def test_a_request_above_the_bounds_is_refused(request_: GenerationRequest, sentence: str) -> None:
-    bounds = RequestBounds(max_prompt_bytes=20, max_stop_strings=2, max_stop_length=4)
+    bounds = RequestBounds(max_prompt_bytes=20, max_stop_strings=2, max_stop_length=4, max_grammar_bytes=5)
     with pytest.raises(InvalidRequestError) as refusal:
         check_bounds(BoundedRequest(request_, bounds, 2, 8))
     assert str(refusal.value) == sentence

@@ -84,11 +84,6 @@ class CoordinatorService(Service):
     async def metrics(self) -> tuple[bytes, str] | None:
         return self.observer.prometheus_text()
 
-    @property
-    def http_url(self) -> str | None:
-        """URL of the HTTP server; None without one."""
-        return None if self._http is None else self._http.url
-
     def register(self, server: grpc.aio.Server) -> None:
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(
             GenerationServicer(self.completions, self.chats), server
@@ -107,7 +102,9 @@ class CoordinatorService(Service):
         await self.replicas.start(self._wait_for)
         target_info = self.replicas.fleet.target
         assert target_info is not None
-        files = await self._tokenizer_files()
+        if (member := self.replicas.targets.choose()) is None:
+            raise ServiceUnavailableError(f"the target service left again: {self.replicas.targets.reasons()}")
+        files = await member.client.tokenizer_files()
         encoder = PromptEncoder(read_tokenizer(files))
         completions = self.completions
         tokens = Grammars(encoder.tokenizer.to_str, target_info.vocabulary_size, target_info.eos_token_ids)
@@ -163,9 +160,3 @@ class CoordinatorService(Service):
         self.completions.stats.close()
         await self.observer.close()
         await self.replicas.close()
-
-    async def _tokenizer_files(self) -> dict[str, bytes]:
-        member = self.replicas.targets.choose()
-        if member is None:
-            raise ServiceUnavailableError(f"the target service left again: {self.replicas.targets.reasons()}")
-        return await member.client.tokenizer_files()

@@ -192,7 +192,11 @@ def use(name: Name) -> None:
 def set_context(name: Name, settings: ConnectionSettings, click: typer.Context) -> None:
     """Create a context, or change the given options of one. The first one becomes the current one."""
     contexts = read_contexts()
-    changes = {key: _kept(value) for key, value in asdict(settings).items() if is_by_hand(click, key)}
+    changes = {
+        key: str(value.expanduser().absolute()) if isinstance(value, Path) else value
+        for key, value in asdict(settings).items()
+        if is_by_hand(click, key)
+    }
     if not changes:
         raise ConfigurationError("nothing was given to set; give at least --address")
     contexts.by_name[name] = contexts.by_name.get(name, {}) | changes
@@ -209,10 +213,6 @@ def delete(name: Name) -> None:
     if contexts.current == name:
         contexts.current = ""
     contexts.save()
-
-
-def _kept(value: object) -> object:
-    return str(value.expanduser().absolute()) if isinstance(value, Path) else value
 
 
 def _table(entries: list[dict[str, Any]]) -> Table:

@@ -290,7 +290,10 @@ async def show_plan(
             raise ConfigurationError(
                 "--verify-ms was given with --target or --draft; give the step times or a pair to measure"
             )
-        sizes = _sizes(steps.batch)
+        if not (sizes := _counts(steps.batch)):
+            raise ConfigurationError(
+                f"--batch is {steps.batch}; it must be numbers from 1 to 4096 with commas between them"
+            )
         if pair.is_named:
             async with _services(pair.up_words()) as address:
                 rounds = await measured_through(address, sizes, steps.max_tokens, pair.temperature)
@@ -334,14 +337,6 @@ def _counts(text: str) -> list[int]:
     parts = text.split(",")
     is_right = all(part.strip().isdigit() and 0 < int(part) <= 4096 for part in parts)
     return [int(part) for part in parts] if is_right else []
-
-
-def _sizes(text: str) -> list[int]:
-    if not (sizes := _counts(text)):
-        raise ConfigurationError(
-            f"--batch is {text}; it must be numbers from 1 to 4096 with commas between them"
-        )
-    return sizes
 
 
 def _fleet(

@@ -165,10 +165,6 @@ class ServiceArguments:
     model: str
     """The model as it was named, or the default."""
 
-    @property
-    def has_http(self) -> bool:
-        return "--http-port" in self.coordinator
-
 
 class _Draft(NamedTuple):
     """A way to draft: a service's, the target's own, or neither."""
@@ -477,7 +473,7 @@ class _Cluster:
         """End the start with its address, the page and the next command."""
         with suppress(ServiceUnavailableError):  # its end is told otherwise
             # In the order of its output.
-            url = await coordinator.line("http on ") if self._arguments.has_http else None
+            url = await coordinator.line("http on ") if "--http-port" in self._arguments.coordinator else None
             address = await coordinator.line("ready on ")
             self._progress.end()
             announce(f"tandem up: ready on {address}")

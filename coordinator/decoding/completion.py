@@ -61,32 +61,24 @@ class StopStrings:
 
     def __init__(self, stop: Sequence[str], *, included: bool = False) -> None:
         """Look for these strings. With `included`, the text ends after the stop string, otherwise before it."""
-        self._stop = stop
+        self.stop = stop
         self.included = included
         self._held = ""
         self.found: str | None = None
         """The stop string that was met."""
 
-    @property
-    def are_sought(self) -> bool:
-        return bool(self._stop)
-
-    @property
-    def met(self) -> bool:
-        return self.found is not None
-
     def push(self, text: str) -> str:
         """The text that is now certain to be part of the completion."""
-        if not self._stop:
+        if not self.stop:
             return text
         text = self._held + text
-        starts = [(start, string) for string in self._stop if (start := text.find(string)) >= 0]
+        starts = [(start, string) for string in self.stop if (start := text.find(string)) >= 0]
         if starts:
             # Of two that begin together, the one that the request named first.
             start, self.found = min(starts, key=itemgetter(0))
             self._held = ""
             return text[: start + len(self.found) * self.included]
-        held = max((_overlap(text, string) for string in self._stop), default=0)
+        held = max((_overlap(text, string) for string in self.stop), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
 
@@ -194,8 +186,9 @@ class Completion:
         self._prompt_length = len(prompt)
         self._limits = limits
         self._end_token_ids = frozenset((*limits.eos_token_ids, *limits.stop_token_ids))
-        self._room = min(limits.max_length - len(prompt), limits.max_tokens)
-        self._room_of_first_end = self._room - limits.min_tokens
+        self.room = min(limits.max_length - len(prompt), limits.max_tokens)
+        """Number of tokens that may still be committed."""
+        self._room_of_first_end = self.room - limits.min_tokens
         """With less room than this, tokens and stop strings may end it."""
         self._detokenizer = detokenizer
         self._stop_strings = stop_strings
@@ -221,11 +214,6 @@ class Completion:
         return len(self.token_ids)
 
     @property
-    def room(self) -> int:
-        """Number of tokens that may still be committed."""
-        return self._room
-
-    @property
     def has_begun(self) -> bool:
         return len(self.token_ids) > self._prompt_length
 
@@ -236,9 +224,9 @@ class Completion:
     def forced(self) -> Proposal | None:
         """A proposal of the tokens that the grammar forces, which no model needs to be asked for; None if it leaves a
         choice."""
-        if self._grammar is None or self._room <= 1:
+        if self._grammar is None or self.room <= 1:
             return None
-        tokens = self._grammar.forced(min(self._max_forced, self._room - 1))
+        tokens = self._grammar.forced(min(self._max_forced, self.room - 1))
         return Proposal(self.length, tuple(tokens)) if tokens else None
 
     def echoed(self) -> Chunk:
@@ -246,7 +234,7 @@ class Completion:
         detokenizer = self._detokenizer.anew()
         texts = list(map(detokenizer.push, self.token_ids))
         texts[-1] += detokenizer.finish()
-        if self._room <= 0:
+        if self.room <= 0:
             self.finish_reason = FinishReason.LENGTH
         return Chunk(
             text="".join(texts),
@@ -286,12 +274,12 @@ class Completion:
 
     def _may_end(self, token_ids: Sequence[int]) -> bool:
         """False if none of these tokens can end it, as is the case in nearly every round."""
-        is_plain = len(token_ids) < self._room and not self._stop_strings.are_sought and self._grammar is None
+        is_plain = len(token_ids) < self.room and not self._stop_strings.stop and self._grammar is None
         return not (is_plain and self._end_token_ids.isdisjoint(token_ids))
 
     def _commit_all(self, token_ids: Sequence[int]) -> list[str]:
         self.token_ids += token_ids
-        self._room -= len(token_ids)
+        self.room -= len(token_ids)
         return list(map(self._detokenizer.push, token_ids))
 
     def _commit_up_to_end(self, token_ids: Sequence[int]) -> list[str]:
@@ -305,18 +293,18 @@ class Completion:
 
     def _commit(self, token_id: int) -> str:
         self.token_ids.append(token_id)
-        self._room -= 1
-        if self._room >= self._room_of_first_end:
+        self.room -= 1
+        if self.room >= self._room_of_first_end:
             text = self._detokenizer.push(token_id)
         elif token_id in self._end_token_ids:
             text = self._end_with(token_id)
         else:
             text = self._stop_strings.push(self._detokenizer.push(token_id))
-            if self._stop_strings.met:
+            if self._stop_strings.found is not None:
                 self._stop(self._stop_strings.found)
         if self._grammar is not None:
             self._constrain(self._grammar, token_id)
-        if self._room <= 0 and self.finish_reason is None:
+        if self.room <= 0 and self.finish_reason is None:
             self.finish_reason = FinishReason.LENGTH
         return text
 
@@ -340,7 +328,7 @@ class Completion:
         self.finish_reason, self._stop_reason = FinishReason.STOP, reason
 
     def _remaining_text(self) -> str:
-        if self._stop_strings.met:
+        if self._stop_strings.found is not None:
             return ""
         return self._stop_strings.push(self._detokenizer.finish()) + self._stop_strings.finish()
 

@@ -19,7 +19,6 @@ from tandem.types import (
     Chunk,
     DenseRow,
     Float32Array,
-    FloatArray,
     GenerationRequest,
     NextToken,
     Proposal,
@@ -121,15 +120,10 @@ def token_logprobs(
 def _at(row: object, token_id: int, top_count: int) -> TokenLogprobs:
     if not isinstance(row, DenseRow):
         raise ProtocolError("target service: it sent a row without logits, and log probabilities need them")
-    logprobs = _log_softmax(row.logits.astype(np.float64))
+    logprobs = row.logits.astype(np.float64) - row.logits.max()
+    logprobs -= np.log(np.exp(logprobs).sum())
     top = _largest(row.logits, top_count)
     return TokenLogprobs(float(logprobs[token_id]), tuple(top), tuple(float(logprobs[i]) for i in top))
-
-
-def _log_softmax(logits: FloatArray) -> FloatArray:
-    shifted: FloatArray = logits - logits.max()
-    shifted -= np.log(np.exp(shifted).sum())
-    return shifted
 
 
 def _largest(values: Float32Array, count: int) -> list[int]:

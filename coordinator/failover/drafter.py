@@ -161,17 +161,14 @@ class FailoverDrafter:
                 return None
             # A bound draft reads and proposes at once; another one reads in this round and proposes in the next.
             is_at_once = member.is_bound or is_resuming
-            if not is_at_once and self._ends_soon(completion):
-                return None
+            few = 2 * (self._limits.num_speculative_tokens + 1)
+            if not is_at_once and completion.has_begun and completion.room <= few:
+                return None  # it ends before the draft has read it
             placement.enter(member, completion)
-            self._rounds.draft_address = member.address
             if not is_at_once:
                 return None
         assert placement.current is not None
         return placement.current.sequence
-
-    def _ends_soon(self, completion: Completion) -> bool:
-        return completion.has_begun and completion.room <= 2 * (self._limits.num_speculative_tokens + 1)
 
     async def _asked(
         self, sequence: DraftSequence, completion: Completion, count: int, forced: Proposal | None

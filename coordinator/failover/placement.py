@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from coordinator.replicas.pool import ClientT, Member, Pool
-from coordinator.telemetry.observer import StreamObserver
+from coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
 from coordinator.transport.draft_client import DraftClient, DraftLimits, DraftSequence, OnOutcomes, Tokens
 from coordinator.transport.target_client import TargetSequence
 from tandem.errors import CapacityError, ServiceUnavailableError, TandemError
@@ -95,7 +95,7 @@ class DraftPlacement:
     _limits: DraftLimits
     _lost: Callable[[Member[DraftClient], TandemError], None]
     """Is told of each draft that failed."""
-    _observer: Callable[[str], StreamObserver]
+    _observer: Callable[[str], StreamObserver] = lambda _: NO_OBSERVER
     """Returns the observer of a stream to an address."""
     _on_outcomes: OnOutcomes = None
     current: OpenSequence[DraftClient, DraftSequence] | None = None
@@ -202,7 +202,8 @@ class DraftPlacement:
 
     def must_read(self, tokens: Tokens) -> bool:
         """True if the draft lacks so many tokens that it reads them in this round, which it then begins to do."""
-        sequence = self._sequence
+        assert self.current is not None
+        sequence = self.current.sequence
         # A draft that lacks more tokens than this reads them while the target goes on alone for a round
         if sequence.unread(tokens) <= 32:
             return False
@@ -231,8 +232,3 @@ class DraftPlacement:
     async def finish(self) -> None:
         if self.current is not None:
             await self.current.sequence.finish()
-
-    @property
-    def _sequence(self) -> DraftSequence:
-        assert self.current is not None, "a draft was entered"
-        return self.current.sequence

@@ -175,17 +175,13 @@ class FailoverVerifier:
             raise error
         place.leave()
         if self._left is not None:
-            self._move_back()
+            self._place, self._left = self._left, None
+            self._rounds.target_address = self._place.member.address
+            self._next_move = time.monotonic() + 10.0
         elif isinstance(error, CapacityError):
             await self._wait_for_room(error, place, trouble)
         else:
             self._count_loss(error, place, trouble)
-
-    def _move_back(self) -> None:
-        assert self._left is not None
-        self._place, self._left = self._left, None
-        self._rounds.target_address = self._place.member.address
-        self._next_move = time.monotonic() + 10.0
 
     async def _wait_for_room(self, error: CapacityError, place: _Place, trouble: _Trouble) -> None:
         """Handle a full target. A sequence that lost its target waits for room; a new request is refused."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -117,6 +117,7 @@ class StreamOptions(Known):
 class Sampled(AboutCaller):
     """Fields of both kinds of completion. `GenerationRequest` has most of them under the same names."""
 
+    default_max_tokens: ClassVar[int | None] = None
     max_tokens: int | None = None
     """Maximum tokens; 400 if there is no room for that many. By default 16 for completions."""
     max_completion_tokens: int | None = None
@@ -224,11 +225,6 @@ class Sampled(AboutCaller):
         return ("priority",) if self.priority else ()
 
     @property
-    def default_max_tokens(self) -> int | None:
-        """Maximum tokens of a request that sets none."""
-        return None
-
-    @property
     def alternatives(self) -> int | None:
         """Number of tokens at each position whose log probability to return; None: no log probabilities."""
         raise NotImplementedError
@@ -265,6 +261,7 @@ class Sampled(AboutCaller):
 class CompletionBody(Sampled):
     """`POST /v1/completions`."""
 
+    default_max_tokens: ClassVar = DEFAULT_COMPLETION_TOKENS
     prompt: str | Items[str] | Items[int] | Items[Items[int]]
     """One or several, each as text or as token ids."""
     logprobs: int | None = None
@@ -287,10 +284,6 @@ class CompletionBody(Sampled):
         if not prompt or isinstance(prompt[0], int):
             return [tuple(prompt)]
         return [part if isinstance(part, str) else tuple(part) for part in prompt]
-
-    @property
-    def default_max_tokens(self) -> int | None:
-        return DEFAULT_COMPLETION_TOKENS
 
     @property
     def alternatives(self) -> int | None:

@@ -202,10 +202,8 @@ class Fleet:
     def judge_draft(self, info: ModelInfo, others: Iterable[ModelInfo] = ()) -> str:
         """Reason why a draft with this model cannot join the others; empty when it can."""
         assert self.target is not None, "drafts are reached after the first target"
-        try:
-            check_models(Deployment(self._config, self.target, info))
-        except IncompatibleModelsError as error:
-            return str(error)
+        if sentences := broken(MODEL_RULES, Deployment(self._config, self.target, info)):
+            return "; ".join(sentences)
         if self.draft is None or not any(others):
             self.draft = info
         if info.has_model != self.draft.has_model:

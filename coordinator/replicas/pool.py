@@ -78,9 +78,7 @@ class Member(Generic[ClientT]):
     not serve is polled instead, since an open Watch would delay its drain.
     """
 
-    def __init__(
-        self, address: str, origin: Address, means: Means[ClientT], changed: Callable[[], None]
-    ) -> None:
+    def __init__(self, address: str, origin: Address, pool: Pool[ClientT]) -> None:
         self.address = address
         """Resolved."""
         self.origin = origin
@@ -92,12 +90,9 @@ class Member(Generic[ClientT]):
         self.model: ModelInfo | None = None
         self.coverage: Coverage | None = None
         """Tokens that a draft with another tokenizer shares with the target; None for one that has its tokenizer."""
-        self.drained_because = ""
-        """Reason for an operator's drain; empty without one."""
-        self.unanswered = UnansweredSteps(means.verification_times)
-        self._means = means
-        self._credentials = means.credentials.for_address(origin)
-        self._changed = changed
+        self.unanswered = UnansweredSteps(pool.means.verification_times)
+        self._means, self._pool = pool.means, pool
+        self._credentials = self._means.credentials.for_address(origin)
         self._state = ReplicaState.CONNECTING
         self._reason = "it was not reached yet"
         self._since = time.monotonic()
@@ -108,6 +103,11 @@ class Member(Generic[ClientT]):
         """Message limit and credentials of the channel."""
         self._client: ClientT | None = None
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def drained_because(self) -> str:
+        """Why it gets no new sequences though it is ready; empty where it does."""
+        return self._pool.why_drained(self.address)
 
     @property
     def state(self) -> ReplicaState:
@@ -177,16 +177,6 @@ class Member(Generic[ClientT]):
         self._must_answer_probe = True
         self.suspect("it left a verification without an answer; it must answer a probe first")
         self.unanswered.give_up(steps)
-
-    def drain(self, reason: str) -> None:
-        """Send no new sequences to it until `resume`."""
-        self.drained_because = reason
-        self._notify_change()
-
-    def resume(self) -> None:
-        """Send new sequences there again."""
-        self.drained_because = ""
-        self._notify_change()
 
     async def _follow(self) -> None:
         while True:
@@ -313,11 +303,12 @@ class Member(Generic[ClientT]):
             state.value,
             extra={"role": self._means.role.value, "address": self.address, "reason": reason},
         )
-        self._notify_change()
+        self.notify_change()
 
-    def _notify_change(self) -> None:
+    def notify_change(self) -> None:
+        """Its state has changed just now."""
         self._since = time.monotonic()
-        self._changed()
+        self._pool.notify_change()
 
     def _health(self) -> health_pb2_grpc.HealthStub:
         return health_pb2_grpc.HealthStub(self._channel)
@@ -349,9 +340,6 @@ def _words(error: grpc.aio.AioRpcError | TandemError | TimeoutError) -> str:
     return error.details() or error.code().name.lower()
 
 
-_GONE = "its name no longer stands for this address"
-
-
 class Pool(Generic[ClientT]):
     """Keeps in touch with every replica of one role."""
 
@@ -365,14 +353,13 @@ class Pool(Generic[ClientT]):
         self.role = means.role
         self.addresses = addresses
         """The addresses as configured."""
-        self._means = means
+        self.means = means
         self._resolver = resolver
         self._resolve_interval_seconds = resolve_interval_seconds
         self._members: dict[str, Member[ClientT]] = {}
         self._unresolved: dict[Address, str] = {}
-        self._drained: dict[str, str] = {}
-        """Reasons for which operators drained addresses. A drain lasts until somebody resumes the address, even
-        while its name omits it."""
+        self._drained: set[str] = set()
+        """Addresses that operators drained. A drain lasts until somebody resumes it, even while its name omits it."""
         self.prefixes = Prefixes()
         """Prefixes that its members have read."""
         self._missed: set[str] = set()
@@ -401,22 +388,26 @@ class Pool(Generic[ClientT]):
         """The replica with that address, as snapshots spell it."""
         return self._members.get(address)
 
-    def drain(self, address: str, reason: str = "an operator drained it") -> None:
+    def drain(self, address: str) -> None:
         """Send no new sequences to this address until it is resumed, even if another replica takes it over.
 
         The sequences there move to another replica, or stay until they end.
         """
-        self._known(address).drain(reason)
-        self._drained[address] = reason
+        member = self._known(address)
+        self._drained.add(address)
+        member.notify_change()
 
     def resume(self, address: str) -> None:
         """Send new sequences to this address again, if its name still includes it."""
         member = self._known(address)
-        self._drained.pop(address, None)
-        if address in self._missed:
-            member.drain(_GONE)
-        else:
-            member.resume()
+        self._drained.discard(address)
+        member.notify_change()
+
+    def why_drained(self, address: str) -> str:
+        """Why this address gets no new sequences, beside its state; empty where it may."""
+        if address in self._drained:
+            return "an operator drained it"
+        return "its name no longer stands for this address" if address in self._missed else ""
 
     def _known(self, address: str) -> Member[ClientT]:
         member = self.member(address)
@@ -460,7 +451,8 @@ class Pool(Generic[ClientT]):
         lines = [f"{shot.address} is {shot.state.value} ({shot.reason})" for shot in self.snapshots()]
         return "; ".join(lines) or "none is configured"
 
-    def _notify_change(self) -> None:
+    def notify_change(self) -> None:
+        """Wake those who wait for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -495,23 +487,21 @@ class Pool(Generic[ClientT]):
         return [joined(host, address.port) for host in hosts]
 
     def _keep(self, found: str, address: Address) -> None:
+        is_back = found in self._missed
         self._missed.discard(found)
-        member = self._members.get(found)
-        if member is None:
-            member = self._members[found] = Member(found, address, self._means, self._notify_change)
-            if found in self._drained:
-                member.drain(self._drained[found])
+        if (member := self._members.get(found)) is None:
+            member = self._members[found] = Member(found, address, self)
             member.start()
-        elif member.drained_because == _GONE:
-            member.resume()
+        elif is_back and found not in self._drained:
+            member.notify_change()
 
     async def _leave(self, gone: str) -> None:
         """Send no new sequences to it, and drop it at the next resolution unless its name includes it again."""
         member = self._members[gone]
         if gone not in self._missed:
             self._missed.add(gone)
-            if not member.drained_because:
-                member.drain(_GONE)
+            if gone not in self._drained:
+                member.notify_change()
         elif member.open_sequences == 0:
             del self._members[gone]
             self._missed.discard(gone)

@@ -115,10 +115,6 @@ class ActiveRequests:
         """All running requests, the oldest first."""
         return [*self._active.values()]
 
-    def get(self, request_id: str) -> ActiveRequest | None:
-        """The request with that id; None when it does not run."""
-        return self._active.get(request_id)
-
 
 logger = logging.getLogger(__name__)
 

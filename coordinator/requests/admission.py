@@ -105,10 +105,12 @@ class Admission:
 
     def refusal(self) -> CapacityError:
         """The error for refused requests, with the time after which to try again."""
+        # Until a place in the queue is free: during one request, as many requests end as can run
+        waits = (self._held_seconds.value or 0.0) * (self.queued + 1) / self._max_running
         return CapacityError(
             f"{plural(self.running, 'request')} {'runs' if self.running == 1 else 'run'} and {self.queued} wait, "
             "which is the most; try again later",
-            self._retry_seconds,
+            min(max(waits, 0.1), 60.0),  # never at once, and within a client's own patience
         )
 
     @asynccontextmanager
@@ -132,13 +134,6 @@ class Admission:
 
     def _refuses(self, client: str) -> bool:
         return not self._places.has_room(client) and self.queued >= self._max_queued
-
-    @property
-    def _retry_seconds(self) -> float:
-        """Estimated seconds until a place in the queue is free: during one request, as many requests end as can
-        run."""
-        waits = (self._held_seconds.value or 0.0) * (self.queued + 1) / self._max_running
-        return min(max(waits, 0.1), 60.0)  # never at once, and within a client's own patience
 
 
 class Place:

@@ -31,7 +31,7 @@ from coordinator.speculation.controller import RequestSpeculation, SpeculationCo
 from coordinator.speculation.gains import request_kind
 from coordinator.stats.rounds import record_outcome
 from coordinator.stats.speculation import StatsLog
-from coordinator.telemetry.observer import EventValue, Observer, RequestObserver
+from coordinator.telemetry.observer import Observer, RequestObserver
 from coordinator.transport.draft_client import DraftLimits, NoDrafter
 from coordinator.transport.target_client import RowChoice
 from tandem.rpc.channels import Deadline
@@ -244,7 +244,13 @@ class RequestRunner:
             keeps_proposals=plan.keeps_proposals,
             max_length=plan.settings.draft_max_length,
         )
-        observer.deciding(lambda: _described(speculation))
+        observer.deciding(
+            lambda: {
+                "tandem.decision.tokens": speculation.tokens,
+                "tandem.decision.load": speculation.load,
+                "tandem.decision.predicted_gain": round(speculation.gain, 3),
+            }
+        )
         return FailoverDrafter(
             self.replicas.drafts,
             options,
@@ -298,14 +304,6 @@ class RequestRunner:
     def _choose_rule(self, names: Sequence[str], temperature: float) -> str:
         draft = self.models.draft_name
         return self.speculation.choose_rule(names, draft, temperature, self.admission.running)
-
-
-def _described(speculation: RequestSpeculation) -> dict[str, EventValue]:
-    return {
-        "tandem.decision.tokens": speculation.tokens,
-        "tandem.decision.load": speculation.load,
-        "tandem.decision.predicted_gain": round(speculation.gain, 3),
-    }
 
 
 @asynccontextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from coordinator.rejection.resolution import checked_strategy
@@ -171,11 +172,6 @@ class TokenizedRequest:
     options: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     """Options of the acceptance rule: the configuration, overridden by the request."""
 
-    @property
-    def speculates_with_model(self) -> bool:
-        """True if a draft model of its own proposes tokens for this request."""
-        return self.request.speculation and is_separate_model(self.draft)
-
 
 def is_separate_model(draft: ModelInfo | None) -> bool:
     """True for a draft with a model of its own, so not for one whose layers lie in the target (as in MAX)."""
@@ -302,7 +298,7 @@ def penalties_of(request: GenerationRequest) -> tuple[str, ...]:
 )
 def _penalties_without_draft_model(subject: TokenizedRequest) -> Iterator[str]:
     """The draft model proposes without penalties, so it would be wrong more and more often; MAX refuses this too."""
-    if not subject.speculates_with_model:
+    if not (subject.request.speculation and is_separate_model(subject.draft)):
         return
     for name in penalties_of(subject.request):
         value = spelled(getattr(subject.request, name))
@@ -388,10 +384,7 @@ def _logits_of_draft_model(subject: TokenizedRequest) -> Iterator[str]:
         )
 
 
-def _request(subject: TokenizedRequest) -> GenerationRequest:
-    return subject.request
-
-
+_request = attrgetter("request")
 MAX_LOGPROBS = 20
 """Maximum alternatives for each position, as with OpenAI."""
 

@@ -71,7 +71,9 @@ class LiveConfig:
         refuse(_problems([*values, *reset]))
         now = datetime.now(UTC)
         changes = {name: change for name, change in self._changes.items() if name not in reset}
-        changes |= {name: _Change(_value(text), by, now) for name, text in values.items()}
+        for name, text in values.items():
+            value = text.strip()
+            changes[name] = _Change(None if value.lower() in _NOTHING else value, by, now)
         before, self.current, self._changes = self.current, self._validated(changes), changes
         named = [name for name in LIVE_OPTIONS if name in values or name in reset]
         for name in named:
@@ -121,7 +123,3 @@ def _problems(names: Iterable[str]) -> Iterable[str]:
             )
         else:
             yield unknown_option(name, {option: option for option in LIVE_OPTIONS})
-
-
-def _value(text: str) -> str | None:
-    return None if text.strip().lower() in _NOTHING else text.strip()

@@ -76,6 +76,8 @@ async def test_a_change_applies_to_new_requests_only() -> None:
         after = await complete(client, REQUEST)
         (option,) = await admin.update_config({}, ["num_speculative_tokens"])
         assert (option.value, option.origin) == (2, Origin.DEFAULT)
+        with pytest.raises(InvalidRequestError, match="no option is named"):
+            await admin.update_config({})
         again = await complete(client, REQUEST)
     assert [len(done.stats.positions) for done in (before, after, again)] == [2, 6, 2]
     assert max(draft.fake.requested) == 6

@@ -168,12 +168,12 @@ def test_stop_strings_agree_with_searching_the_whole_text(stop: list[str], piece
     text = ""
     for piece in pieces:
         text += stop_strings.push(piece)
-        if stop_strings.met:
+        if stop_strings.found is not None:
             break
     text += stop_strings.finish()
     whole = "".join(pieces)
     found = [start for string in stop if (start := whole.find(string)) >= 0]
-    assert stop_strings.met == bool(found)
+    assert (stop_strings.found is not None) == bool(found)
     if not found:
         assert text == whole
     else:

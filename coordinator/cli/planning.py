@@ -266,10 +266,6 @@ class Fleet:
             for groups in range(1, min(max(math.ceil(of_target), 1), 32) + 1)
         )
 
-    def clients_within(self, seconds: float) -> int:
-        """How many clients the fleet serves with rounds of at most so many seconds."""
-        return bisect_right(range(1, 1 << 20), seconds, key=self.period_seconds)
-
     def drafts_for(self, clients: int, seconds: float) -> int | None:
         """The fewest drafts with which so many clients have rounds of at most so many seconds; None: no number does."""
         enough = (
@@ -308,7 +304,7 @@ def fleet_plan(fleet: Fleet, together_clients: int) -> FleetPlan:
     batch = together_clients / fleet.targets
     together = fleet.together_seconds(batch)
     law = together / fleet.verify_seconds(batch)
-    clients = fleet.clients_within(together)
+    clients = bisect_right(range(1, 1 << 20), together, key=fleet.period_seconds)
     lost = fleet.period_seconds(max(clients, 1), fleet.drafts - 1)
     kept = fleet.period_seconds(max(clients, 1))
     return FleetPlan(

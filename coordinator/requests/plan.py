@@ -227,17 +227,12 @@ ChooseRule = Callable[[Sequence[str], float], str]
 """Picks one of the named rules for a temperature, from measurements."""
 
 
-def first_rule(names: Sequence[str], temperature: float) -> str:
-    """The choice without any measurement: the first rule."""
-    return names[0]
-
-
 async def make_plan(
     request: GenerationRequest,
     request_id: str,
     settings: CoordinatorSettings,
     models: Models,
-    choose_rule: ChooseRule = first_rule,
+    choose_rule: ChooseRule = lambda names, temperature: names[0],
 ) -> Plan:
     """Check a request that is within its bounds, and decide how it is completed."""
     is_penalized = settings.speculation and request.speculation and bool(keep_out(request, settings, models))

@@ -135,17 +135,6 @@ def hit_rate(stats: AheadStats) -> float:
     return stats.hits / stats.awaited if stats.awaited else 0.0
 
 
-def describe_ahead(stats: AheadStats) -> dict[str, object]:
-    """All statistics by name, of types that JSON has."""
-    return {
-        "awaited": stats.awaited,
-        "hits": stats.hits,
-        "hit_rate": round(hit_rate(stats), 6),
-        "hits_by_rank": list(stats.hits_by_rank),
-        "saved_seconds": round(stats.saved_seconds, 6),
-    }
-
-
 class RoundTally:
     """Counts rounds by their proposed and their accepted tokens."""
 

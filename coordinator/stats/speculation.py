@@ -12,7 +12,7 @@ from dataclasses import asdict, fields
 from itertools import zip_longest
 from typing import Any
 
-from coordinator.stats.rounds import RoundResult, RoundTally, describe_ahead, hit_rate
+from coordinator.stats.rounds import RoundResult, RoundTally, hit_rate
 from tandem.speculation_state import SpeculationState
 from tandem.types import LeadStats, PositionStats, SpeculationStats
 
@@ -164,7 +164,13 @@ def describe(stats: SpeculationStats) -> dict[str, object]:
             "cumulative": _rounded(cumulative_rates(stats)),
             "conditional": _rounded(conditional_rates(stats)),
         },
-        "ahead": describe_ahead(stats.ahead),
+        "ahead": {
+            "awaited": stats.ahead.awaited,
+            "hits": stats.ahead.hits,
+            "hit_rate": round(hit_rate(stats.ahead), 6),
+            "hits_by_rank": list(stats.ahead.hits_by_rank),
+            "saved_seconds": round(stats.ahead.saved_seconds, 6),
+        },
         "lead": asdict(stats.lead),
     }
 

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, pairwise
@@ -112,16 +112,6 @@ class Record:
             tops = zip(position.top_token_ids, position.top_logprobs, strict=True)
             top = [{"token_id": top_id, "logprob": logprob} for top_id, logprob in tops]
             yield {"text": text, "token_id": token_id, "logprob": position.logprob, "top": top}
-
-
-async def received(chunks: AsyncIterator[Chunk], console: Console | None) -> Record:
-    """A finished completion, which a console shows as it streams."""
-    record = Record()
-    async for chunk in chunks:
-        record.add(chunk, console)
-    if console is not None:
-        console.print()
-    return record
 
 
 def texts_of_tokens(chunk: Chunk) -> list[str]:
@@ -277,8 +267,11 @@ async def generate(
             chunks = client.generate(first, timeout_seconds=where.timeout_seconds, seed=seed)
             if not result.as_json and result.count > 1:
                 sys.stdout.write(f"--- {len(records) + 1} of {result.count}\n")
-            record = await received(chunks, console)
-            records.append(record)
+            records.append(record := Record())
+            async for chunk in chunks:
+                record.add(chunk, console)
+            if console is not None:
+                console.print()
             if result.as_json:
                 sys.stdout.write(json.dumps(record.as_dict(), ensure_ascii=False) + "\n")
                 sys.stdout.flush()

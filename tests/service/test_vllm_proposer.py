@@ -219,7 +219,7 @@ async def test_requests_go_on_with_the_next_draft_when_one_is_killed_or_drains(i
         else:
             loop = steps_of(proposer).link._loop
             assert loop is not None
-            loop.call_soon_threadsafe(pool.drain, one, "maintenance")
+            loop.call_soon_threadsafe(pool.drain, one)
         await run(proposer, runner, 4)
         await until(lambda: drafts[1].running == 16)
         before = runner.accepted

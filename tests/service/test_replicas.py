@@ -20,7 +20,7 @@ from coordinator.service import CoordinatorService
 from coordinator.settings.coordinator import CoordinatorSettings
 from draft_service.servicer import DraftedFor
 from tandem.client import Client
-from tandem.errors import ServiceUnavailableError
+from tandem.errors import InvalidRequestError, ServiceUnavailableError
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.rpc.addresses import Resolver
 from tandem.rpc.channels import Keepalive

@@ -13,7 +13,7 @@ from rich.table import Table
 from benchmarks.common import one_sentence, service, study_parser
 from benchmarks.prompts import Prompt, chat_prompts, held_out_prompts
 from coordinator.cli.command import plain_table
-from coordinator.cli.generate import ACCEPTED_STYLE, Record, received
+from coordinator.cli.generate import ACCEPTED_STYLE, Record
 from coordinator.cli.up import SMOLLM2_METHOD
 from coordinator.stats.speculation import acceptance_rate, add, tokens_per_pass
 from tandem.client import Client
@@ -48,7 +48,10 @@ async def main(model: str, prompt_count: int, max_tokens: int, method: str | Non
         shown = prompts[0].question
         console.print(f"{shown}\n" if shown else prompts[0].text, style="dim", markup=False, end="")
         chunks = client.generate(_request(prompts[0], max_tokens, temperature=0.0))
-        await received(chunks, Console(highlight=False, soft_wrap=True))
+        console, record = Console(highlight=False, soft_wrap=True), Record()
+        async for chunk in chunks:
+            record.add(chunk, console)
+        console.print()
         console.print(
             f"\n{len(prompts)} prompts, {max_tokens} tokens each, in turn without and with up to "
             f"{NUM_SPECULATIVE_TOKENS} proposed tokens:\n"
@@ -99,8 +102,9 @@ async def _comparison(client: Client, prompts: Sequence[Prompt], max_tokens: int
         table.add_row(f"{temperature:g}", "target alone", *_speeds(slow), "", "", "1.00 x")
         stats = SpeculationStats()
         for record in fast:
-            assert record.summary is not None
-            add(stats, record.summary.speculation)
+            summary = record.whole.summary
+            assert summary is not None
+            add(stats, summary.speculation)
         shares = f"{acceptance_rate(stats):.1%}", f"{tokens_per_pass(stats):.2f}"
         table.add_row("", "speculative", *_speeds(fast), *shares, f"{_speed(fast) / _speed(slow):.2f} x")
     return table
@@ -127,7 +131,7 @@ def _request(prompt: Prompt, max_tokens: int, temperature: float) -> GenerationR
 
 
 def _speed(records: Sequence[Record]) -> float:
-    return sum(len(r.token_ids) for r in records) / sum(r.total_seconds for r in records)
+    return sum(len(r.whole.token_ids) for r in records) / sum(r.total_seconds for r in records)
 
 
 def _speeds(records: Sequence[Record]) -> Iterator[str]:

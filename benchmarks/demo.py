@@ -48,10 +48,10 @@ async def main(model: str, prompt_count: int, max_tokens: int, method: str | Non
         shown = prompts[0].question
         console.print(f"{shown}\n" if shown else prompts[0].text, style="dim", markup=False, end="")
         chunks = client.generate(_request(prompts[0], max_tokens, temperature=0.0))
-        console, record = Console(highlight=False, soft_wrap=True), Record()
+        streamed, record = Console(highlight=False, soft_wrap=True), Record()
         async for chunk in chunks:
-            record.add(chunk, console)
-        console.print()
+            record.add(chunk, streamed)
+        streamed.print()
         console.print(
             f"\n{len(prompts)} prompts, {max_tokens} tokens each, in turn without and with up to "
             f"{NUM_SPECULATIVE_TOKENS} proposed tokens:\n"

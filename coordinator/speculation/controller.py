@@ -139,6 +139,11 @@ class Choice:
         """Predicted tokens per second with `compared`, over those of the target alone; 0: unknown."""
         return self._speed(self.compared) / self._speed(ALONE) if self.expected else 0.0
 
+    @property
+    def _is_unseen(self) -> bool:
+        """True if the draft has never proposed anything."""
+        return not self.gains.acceptance.count
+
     def _speed(self, plan: Plan, expected: Sequence[float] = ()) -> float:
         return (expected or self.expected)[plan.tokens] / self._seconds[plan.outcomes][plan.tokens]
 
@@ -155,6 +160,8 @@ class Choice:
         if self._renew_in <= 0:
             self.renew()
         is_due = self._rounds >= self._last_turn + self._turn_pause
+        if self._is_unseen:
+            is_due &= request.rounds > TURN_ROUNDS  # by then it is measured what the target makes alone
         if self._turn is None and len(self._best) > 1 and is_due:
             self._begin_turn(request)
         return self._turn if self._turn is not None and self._tries(request) else self.plan
@@ -168,8 +175,13 @@ class Choice:
             self._turn_rounds -= result.proposed > 0
             self._lost += seconds * self._speed(self.plan) - result.committed
 
-    def is_told(self) -> bool:
-        """True if a round of the target alone is to be counted: of all that share its steps one at a time, in turn."""
+    def is_told(self, request: RequestSpeculation) -> bool:
+        """True if a round of the target alone is to be counted: of all that share its steps one at a time, in turn.
+
+        What is beside a scout is not alone.
+        """
+        if not self._tries(request):
+            return False
         self._untold += 1
         if self._untold <= len(self.requests) and len(self.requests) > 1:
             return False
@@ -195,7 +207,7 @@ class Choice:
         """
         self._turn = turn = self._next_turn()
         self._tried[turn.way] = self._last_turn = self._rounds
-        self.scout = request if turn.tokens and not self.gains.acceptance.count else None
+        self.scout = request if turn.tokens and self._is_unseen else None
         self.costs.doubt(turn.way, self.load, turn.tokens)
         self._lost = 0.0
         self.gains.turns += 1
@@ -210,8 +222,8 @@ class Choice:
         lost = self._seconds[turn.outcomes][turn.tokens] * self._speed(self.plan) - self.expected[turn.tokens]
         lost = max(lost, (HYSTERESIS - 1.0) * made) * TURN_ROUNDS * len(self.requests)
         self._turn_pause = int(max(lost, self._lost) / made / TURN_SHARE)
-        if turn.tokens and not self.gains.acceptance.count:
-            self._turn_pause = 0  # a draft that nobody has ever seen propose is asked at once
+        if turn.tokens and self._is_unseen:
+            self._turn_pause = 0  # a draft that nobody has ever seen propose is asked soon
 
     def renew(self) -> None:
         """Predict again, and change what another choice is clearly better than."""
@@ -271,6 +283,8 @@ class Choice:
         if present.outcomes:
             present = present._replace(outcomes=self._best[Way.AHEAD].outcomes)
         best = max(self._best.values(), key=hope)
+        if self._is_unseen and self.load > 1 and Way.ASKED in self._best:
+            best = present = ALONE  # one request finds out what such a draft is worth
         self.plan = best if is_first or hope(best) > HYSTERESIS * hope(present) else present
         self._best[self.plan.way] = self.plan
         drafting = [plan for plan in self._best.values() if plan.tokens]
@@ -303,7 +317,7 @@ class RequestSpeculation:
         self.tokens = 0
         """K of the round in progress; 0: the target works alone."""
         self._choice_target = ""
-        self._rounds = 0
+        self.rounds = 0
         self._outcomes = self._granted = 0
         """Outcomes that the round in progress drafts ahead for, and those that the round before it did."""
         self._own_tokens: int | None = None
@@ -323,11 +337,11 @@ class RequestSpeculation:
 
     def begin_round(self, load: int) -> int:
         """Number of tokens to propose in the round that begins; 0: the target works alone."""
-        self._rounds += 1
-        if self._rounds == 1:
+        self.rounds += 1
+        if self.rounds == 1:
             # Of many that begin together the first would not know that the others come.
             load = max(load, self._controller.beginning)
-        elif self._rounds == 2:
+        elif self.rounds == 2:
             self._has_begun()
         if self.choice is None or load != self.load or self.target != self._choice_target:
             self.load, self._choice_target = load, self.target
@@ -405,7 +419,7 @@ class RequestSpeculation:
             self._last_way = way
             beside, made = self._beside, self._made
             self._beside = self._made = 0.0
-            if not proposed and not choice.is_told():
+            if not proposed and not choice.is_told(self):
                 return
             if way is not Way.AHEAD:
                 is_of_all = choice.scout is not self or len(choice.requests) == 1
@@ -431,9 +445,9 @@ class RequestSpeculation:
             self.choice.requests.discard(self)
 
     def _chosen(self, choice: Choice, shared: int) -> int:
-        if not shared or (self._rounds == 1 and not choice.plan.tokens):
+        if not shared or (self.rounds == 1 and not choice.plan.tokens):
             return 0
-        if self._rounds % WINDOW == 0:
+        if self.rounds % WINDOW == 0:
             self._own_tokens = self._refined(choice)
         return shared if self._own_tokens is None else min(self._own_tokens, self.max_tokens)
 

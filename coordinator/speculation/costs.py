@@ -92,6 +92,8 @@ class StepCosts:
             self.is_known, self._factor = True, self._factor * ratio
             return
         row, column = self._nearest(sequences, tokens)
+        if tokens > sequences and not column and len(self._tokens) > 1:
+            return  # a step in which few had a proposal tells neither of those without nor of those in which all have
         count = self._counts[row][column] = self._counts[row][column] + weight
         share = max(1.0 / WINDOW, 1.0 / (1.0 + count)) * weight
         if count > WINDOW:
@@ -146,7 +148,7 @@ class CostModel:
         self.trips: tuple[float, ...] = (target_trip_seconds, draft_trip_seconds)
         """By health checks: the first guess, since a check takes longer than a message between two steps."""
         self._rests: dict[Way, dict[int, list[float]]] = {way: {} for way in Way}
-        """By way of working and load class: weight, and mean seconds of a round beside its steps."""
+        """By way of working and load class: weight, mean seconds of a round beside its steps, and the load."""
 
     @property
     def is_known(self) -> bool:
@@ -181,7 +183,8 @@ class CostModel:
         if cost.proposed:
             drafting = max(cost.draft_sequences, 1)
             self.draft.add(drafting, drafting, cost.draft_seconds / cost.proposed, 1.0 / drafting)
-        if cost.is_uniform(load):
+        # A step in which others had a shorter proposal, or none, is waited for as well.
+        if cost.is_uniform(load) or (cost.proposed and cost.verify_tokens <= shared * (cost.proposed + 1)):
             # Below 0 where the target had the answer of a round that it led before the last one was read.
             self.add_rest(way, load, cost.seconds - cost.verify_seconds - cost.draft_seconds)
 
@@ -192,7 +195,7 @@ class CostModel:
         if load_class(load) not in known:
             # The first rounds are cold: what was expected of them counts as much as one.
             begin = self.rest_seconds(way, load)
-            known[load_class(load)] = [1.0, begin] if begin else [0.0, seconds]
+            known[load_class(load)] = [1.0, begin, load] if begin else [0.0, seconds, load]
         entry = known[load_class(load)]
         share = 1.0 if way in (Way.LED, Way.ASKED) else 1.0 / load
         entry[0] = min(entry[0] + share, float(WINDOW))
@@ -203,9 +206,17 @@ class CostModel:
         entry[1] += (min(seconds, limit) - entry[1]) * share / entry[0]
 
     def _known_rest(self, way: Way, load: int) -> float | None:
-        """The mean at the nearest load; None before any such round."""
+        """The mean at the nearest load, less the wait for others that a lower load is spared; None before any round."""
         known, wanted = self._rests[way], load_class(load)
-        return known[min(known, key=lambda other: abs(other - wanted))][1] if known else None
+        if not known:
+            return None
+        nearest = min(known, key=lambda other: abs(other - wanted))
+        _, mean, there = known[nearest]
+        if way is not Way.DRAFTED or nearest <= wanted:
+            return mean
+        return max(
+            mean + self.queue_seconds(load) - self.queue_seconds(int(there)), min(mean, sum(self.trips))
+        )
 
     def rest_seconds(self, way: Way, load: int) -> float:
         """Predicted seconds of a round beside the services' steps."""
@@ -216,15 +227,20 @@ class CostModel:
             return max(self.rest_seconds(Way.DRAFTED, load) - self.rest_seconds(Way.ASKED, load), 0.0)
         if way not in (Way.ASKED, Way.DRAFTED):
             return 0.0
+        is_drafted = way is Way.DRAFTED
+        queue = self.queue_seconds(load) if is_drafted else 0.0
         # A proposal is one more question and answer.
-        other, factor = (Way.ASKED, 2.0) if way is Way.DRAFTED else (Way.DRAFTED, 0.5)
-        known = self._rests[other].values()
-        if known:
-            return factor * min(mean for _, mean in known)
-        if way is Way.ASKED:
-            return self.trips[0]
+        if known := self._rests[Way.ASKED if is_drafted else Way.DRAFTED].values():
+            return (2.0 if is_drafted else 0.5) * min(mean for _, mean, _ in known) + queue
+        # A question wakes more than a health check does: the engine's thread, and the event loop for its answer.
+        way_there = 2.0 * (sum(self.trips) if is_drafted else self.trips[0])
         # What is left beside the steps of a target that leads is the coordinator's own work, for one token.
-        return sum(self.trips) + 2.0 * max(self._known_rest(Way.LED, load) or 0.0, 0.0)
+        own = 2.0 * max(self._known_rest(Way.LED, load) or 0.0, 0.0) if is_drafted else 0.0
+        return way_there + own + queue
+
+    def queue_seconds(self, load: int) -> float:
+        """Guessed seconds that a request with a proposal waits for the end of a step of others: half of one."""
+        return self.verify_seconds(load, 0) / 2.0 if load > 1 else 0.0
 
     def verify_seconds(self, load: int, proposed: int) -> float:
         """Predicted seconds of a verification in which each of `load` sequences has so many proposed tokens."""
@@ -258,7 +274,7 @@ class CostModel:
         verify, step = self.verify_seconds(load, tokens), max(self.draft.seconds(load, load * outcomes), 1e-9)
         # When the draft learns which outcome came, it is amid a step for others.
         begin = self.draft_seconds(load) + step / 2.0
-        miss, way = self.seconds(load, tokens), self.rest_seconds(Way.ASKED, load)
+        miss, way = self.seconds(load, tokens), self.rest_seconds(Way.ASKED, load) + self.queue_seconds(load)
 
         def at_depth(depth: int) -> float:
             drafting = begin + depth * step

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from functools import lru_cache
 
@@ -124,6 +125,18 @@ def _interval(points: Sequence[int], value: float) -> tuple[int, float]:
     return index, (value - points[index]) / (points[index + 1] - points[index])
 
 
+@dataclass(slots=True)
+class _Rest:
+    """What rounds of one way of working take beside their services' steps."""
+
+    load: int
+    """Requests at the first of them."""
+    weight: float
+    """Rounds of all requests that it rests on."""
+    seconds: float
+    """Mean."""
+
+
 class CostModel:
     """Predicts rounds on one target with one draft."""
 
@@ -146,9 +159,9 @@ class CostModel:
         self.alone = Way.LED if leads else Way.ASKED
         """How rounds go without a draft."""
         self.trips: tuple[float, ...] = (target_trip_seconds, draft_trip_seconds)
-        """By health checks: the first guess, since a check takes longer than a message between two steps."""
-        self._rests: dict[Way, dict[int, list[float]]] = {way: {} for way in Way}
-        """By way of working and load class: weight, mean seconds of a round beside its steps, and the load."""
+        """By health checks."""
+        self._rests: dict[Way, dict[int, _Rest]] = {way: {} for way in Way}
+        """By way of working and load class."""
 
     @property
     def is_known(self) -> bool:
@@ -161,8 +174,8 @@ class CostModel:
             self.target.doubt(load, load * (proposed + 1))
             self.draft.doubt(load, load)
         for known in self._rests[way], self._rests[Way.LED if way is Way.ASKED else way]:
-            if (entry := known.get(load_class(load))) is not None:
-                entry[0] = min(entry[0], 1.0)
+            if (rest := known.get(load_class(load))) is not None:
+                rest.weight = min(rest.weight, 1.0)
 
     def add(self, load: int, cost: RoundCost, *, is_settled: bool = True) -> None:
         """Count a round that did not draft ahead, with the sequences that shared the target.
@@ -195,15 +208,15 @@ class CostModel:
         if load_class(load) not in known:
             # The first rounds are cold: what was expected of them counts as much as one.
             begin = self.rest_seconds(way, load)
-            known[load_class(load)] = [1.0, begin, load] if begin else [0.0, seconds, load]
-        entry = known[load_class(load)]
+            known[load_class(load)] = _Rest(load, 1.0, begin) if begin else _Rest(load, 0.0, seconds)
+        rest = known[load_class(load)]
         share = 1.0 if way in (Way.LED, Way.ASKED) else 1.0 / load
-        entry[0] = min(entry[0] + share, float(WINDOW))
+        rest.weight = min(rest.weight + share, float(WINDOW))
         # Requests that wait for each other make long rounds common: only what is twice a surprise is a pause.
-        limit = 2.0 * SURPRISE * max(entry[1], trips) or seconds
+        limit = 2.0 * SURPRISE * max(rest.seconds, trips) or seconds
         if way is Way.AHEAD:
-            limit = self.verify_seconds(load, 0) * SURPRISE + max(entry[1], 0.0)
-        entry[1] += (min(seconds, limit) - entry[1]) * share / entry[0]
+            limit = self.verify_seconds(load, 0) * SURPRISE + max(rest.seconds, 0.0)
+        rest.seconds += (min(seconds, limit) - rest.seconds) * share / rest.weight
 
     def _known_rest(self, way: Way, load: int) -> float | None:
         """The mean at the nearest load, less the wait for others that a lower load is spared; None before any round."""
@@ -211,12 +224,11 @@ class CostModel:
         if not known:
             return None
         nearest = min(known, key=lambda other: abs(other - wanted))
-        _, mean, there = known[nearest]
+        rest = known[nearest]
         if way is not Way.DRAFTED or nearest <= wanted:
-            return mean
-        return max(
-            mean + self.queue_seconds(load) - self.queue_seconds(int(there)), min(mean, sum(self.trips))
-        )
+            return rest.seconds
+        spared = self.queue_seconds(rest.load) - self.queue_seconds(load)
+        return max(rest.seconds - spared, min(rest.seconds, sum(self.trips)))
 
     def rest_seconds(self, way: Way, load: int) -> float:
         """Predicted seconds of a round beside the services' steps."""
@@ -231,7 +243,7 @@ class CostModel:
         queue = self.queue_seconds(load) if is_drafted else 0.0
         # A proposal is one more question and answer.
         if known := self._rests[Way.ASKED if is_drafted else Way.DRAFTED].values():
-            return (2.0 if is_drafted else 0.5) * min(mean for _, mean, _ in known) + queue
+            return (2.0 if is_drafted else 0.5) * min(rest.seconds for rest in known) + queue
         # A question wakes more than a health check does: the engine's thread, and the event loop for its answer.
         way_there = 2.0 * (sum(self.trips) if is_drafted else self.trips[0])
         # What is left beside the steps of a target that leads is the coordinator's own work, for one token.

@@ -276,7 +276,7 @@ def _speeds(report: Report) -> Iterator[Table]:
 
 
 def _first_tokens(report: Report) -> Table:
-    """What a coordinator that has just started makes while it learns, apart from what it makes then."""
+    """Speeds of the first tokens, while a coordinator that has just started learns, apart from those of the rest."""
     rows: list[tuple[str | float | None, ...]] = []
     for cell in report.cells:
         alone = report.cell("target-alone", cell.batch, cell.temperature)

@@ -44,7 +44,7 @@ from tandem.standard_streams import write_out
 from tandem.types import GenerationRequest
 
 _TRIP_SECONDS = 0.001
-"""Of a message and its answer, for the computation."""
+"""Seconds of a message and its answer that the computation assumes."""
 _PROMPT = (300, 301, 302, 303)
 
 

@@ -1,4 +1,4 @@
-"""What others notice of clients that mean harm: `python -m benchmarks.studies.hostile`.
+"""Delays that others see beside clients that mean harm: `python -m benchmarks.studies.hostile`.
 
 `inputs`: 64 clients send the largest inputs that are allowed, over and over, while `/health` is asked and another
 client streams. `http-readers` and `grpc-readers`: 300 streams of one address are never read; good requests of another

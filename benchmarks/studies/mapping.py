@@ -144,8 +144,8 @@ PLACE = (
     "target's mass on these",
     "draft's mass on these",
 )
-"""What is known of one position of a completion: how likely the first token of a proposal would be accepted there, by
-draft, and the probability of the shared tokens."""
+"""Figures of one position of a completion: how likely the first token of a proposal would be accepted there, by draft,
+and the probability of the shared tokens."""
 
 
 class Losses:

@@ -1,4 +1,4 @@
-"""What AdminService tells as JSON, for `tandem admin` and the page."""
+"""The answers of AdminService as JSON, for `tandem admin` and the page."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ Work = Callable[[], object]
 
 
 Row = tuple[str, float | None, float, float, float | None]
-"""Name of the operation; seconds by torch, as a service runs it, and to read the weights once; the first by the second."""
+"""Name of the operation; seconds by torch, as a service runs it, and to read the weights once; first by second."""
 
 
 def table(rows: Iterable[Row]) -> Table:

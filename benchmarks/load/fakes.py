@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
-import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -406,58 +403,19 @@ def main(arguments: Sequence[str]) -> None:
     add("--max-step-sequences", type=int, default=1 << 20, help="of a step")
     add("--stepwise", action="store_true", help="a draft takes a step for each token")
     add("--acceptance", type=float, default=0.72, help="share of right guesses of the draft")
-    add("--killable", action="store_true", help="SIGUSR1 kills it; it is back a second later")
     add("--port", type=int, default=0)
     add("--log-level", default="warning")
     options = parser.parse_args(arguments)
     configure(options.log_level, "text")
-    settings = ServerSettings(port=options.port)
-
-    def run() -> None:
-        script = Script(options.acceptance)
-        steps = Steps(options.step_ms / 1000.0, options.per_8_tokens, options.max_step_sequences)
-        servicer = (
-            ScriptedTarget(script, steps)
-            if options.role == "target"
-            else ScriptedDraft(script, steps, is_stepwise=options.stepwise)
-        )
-        service = ScriptedService(servicer, steps)
-        uvloop.run(serve(settings, service, before_ready=set_start_aside))
-
-    if options.killable:
-        _serve_killably(run)
-    else:
-        run()
-
-
-_RESTART_SECONDS = 1.0
-
-
-def _serve_killably(run: Callable[[], None]) -> None:
-    """Serve in a child process. SIGUSR1 kills it, and a second later another one takes its place.
-
-    A child has its parent's imports: the processor time of a Python that starts would be part of the pauses that are
-    measured.
-    """
-    signals = {signal.SIGUSR1: signal.SIGKILL, signal.SIGTERM: signal.SIGTERM}
-    while True:
-        child = os.fork()
-        if child == 0:
-            for number in signals:
-                signal.signal(number, signal.SIG_DFL)
-            run()
-            os._exit(0)
-
-        def pass_on(number: int, _: object, child: int = child) -> None:
-            with suppress(ProcessLookupError):
-                os.kill(child, signals[signal.Signals(number)])
-
-        for number in signals:
-            signal.signal(number, pass_on)
-        _, status = os.waitpid(child, 0)
-        if not os.WIFSIGNALED(status):
-            return
-        time.sleep(_RESTART_SECONDS)
+    script = Script(options.acceptance)
+    steps = Steps(options.step_ms / 1000.0, options.per_8_tokens, options.max_step_sequences)
+    servicer = (
+        ScriptedTarget(script, steps)
+        if options.role == "target"
+        else ScriptedDraft(script, steps, is_stepwise=options.stepwise)
+    )
+    service = ScriptedService(servicer, steps)
+    uvloop.run(serve(ServerSettings(port=options.port), service, before_ready=set_start_aside))
 
 
 if __name__ == "__main__":

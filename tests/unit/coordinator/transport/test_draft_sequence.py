@@ -130,6 +130,21 @@ def test_what_no_token_can_be_drawn_from_is_refused(ids: list[int], probs: list[
             check_proposal(answer, 4, 1, 100, with_token_logits=False)
 
 
+@pytest.mark.parametrize(
+    ("proposal", "words"),
+    [
+        (Proposal(3, (1,)), "extends 3 tokens; it must extend 4"),
+        (Proposal(4, (1, 2)), "proposed 2 tokens; at most 1"),
+        (Proposal(4, (100,)), "proposed token id 100; ids must be in 0..99"),
+        (Proposal(4, (-1,)), "proposed token id -1"),
+        (Proposal(4, (1,)), "sent no logits"),
+    ],
+)
+def test_a_proposal_that_nobody_asked_for_is_refused(proposal: Proposal, words: str) -> None:
+    with pytest.raises(ProtocolError, match=words):
+        check_proposal(proposal, 4, 1, 100, with_token_logits=True)
+
+
 async def test_a_draft_that_does_not_read_is_told_no_more() -> None:
     """Rounds in which the target goes on alone leave one message to be read, however many they are."""
     service = Service()

@@ -221,17 +221,3 @@ def test_http_is_open_to_this_machine(everything: dict[str, dict[str, Any]]) -> 
     assert environment["TANDEM_COORDINATOR_HTTP_PORT"] == 8000
     variables = {"BIND_ADDRESS": "10.0.0.1", "HTTP_PORT": "8001"}
     assert "10.0.0.1:8001:8000" in services("cpu", variables=variables)["coordinator"]["ports"]
-
-
-def test_only_models_have_torch() -> None:
-    dockerfile = Dockerfile(DOCKERFILE)
-    sources = {
-        name: {copy.stage for copy in dockerfile.copies(name)} for name in ("coordinator", "draft", "target")
-    }
-    assert sources["coordinator"] == {"coordinator-packages", "code"}
-    assert sources["draft"] == sources["target"] == {"model-packages", "code"}
-    installs = {
-        name: "install" in (text := " ".join(dockerfile.stages[name].all("RUN"))) and " torch" in text
-        for name in ("coordinator-packages", "model-packages")
-    }
-    assert installs == {"coordinator-packages": False, "model-packages": True}

@@ -91,19 +91,11 @@ class ViolatingDraft(AheadDraft):
         yield from self._violation(self, tokens, step)
 
 
-async def completed(
-    draft: FakeDraft, *, step_seconds: float = 0.01, keeps_proposals: bool = False, **options: Any
-) -> Completed:
-    """Complete the request over a counting target and this draft, in one stream.
-
-    With `keeps_proposals` the length of proposals must not depend on time, and all of them are accepted.
-    """
+async def completed(draft: FakeDraft, *, step_seconds: float = 0.01, **options: Any) -> Completed:
+    """Complete the request over a counting target and this draft, in one stream."""
     target = FakeTarget()
     target.step_seconds = step_seconds
-    options = {"draft_ahead": 4} | options
-    if keeps_proposals:
-        options |= {"rejection_sampling_strategy": "synthetic", "synthetic_acceptance_rate": 1.0}
-    async with fleet(target, draft, **options) as (client, *_):
+    async with fleet(target, draft, **{"draft_ahead": 4} | options) as (client, *_):
         done = await complete(client, REQUEST)
         await until(lambda: not draft.running)
     return done

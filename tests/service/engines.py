@@ -1,11 +1,8 @@
 """Services with a real engine and a tiny model, with scripted faults."""
 
-# ruff: noqa: N802 - gRPC looks a method up by the name that it has in the proto.
-
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -31,9 +28,7 @@ from tandem.engine.core.selection import Backends
 from tandem.engine.interface import EngineSettings
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.grammar import Grammars
-from tandem.serving.interceptors import Context
 from tandem.types import Verification, VerifyStep
-from tandem.v1 import target_pb2
 from target_service.servicer import TargetServicer, VerifiedFor
 from target_service.verifier import Verifier
 from tests.end_to_end.models import random_model, save_model
@@ -82,8 +77,6 @@ class Faults:
     """Steps at which the stream ends without an error."""
     garbled: dict[int, Fault] = field(default_factory=dict)
     """Steps whose answer is corrupted."""
-    mangled_from: float = math.inf
-    """From this step on, columns of messages are cut."""
     full: bool = False
     """True if there is no room for a new sequence."""
     refused: int = 0
@@ -102,15 +95,6 @@ class FaultyTarget(TargetServicer):
     def __init__(self, faults: Faults) -> None:
         super().__init__()
         self.faults = faults
-
-    async def Verify(
-        self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: Context
-    ) -> AsyncIterator[target_pb2.VerifyResponse]:
-        async for response in super().Verify(request_iterator, context):
-            if self.faults.steps >= self.faults.mangled_from:
-                for block in response.verifications:
-                    block.support_rows.probabilities = block.support_rows.probabilities[:-1]
-            yield response
 
     async def serve_sequence(self, sequence: VerifiedFor) -> None:
         faults = self.faults

@@ -16,8 +16,8 @@ from tandem.admin import CoordinatorState
 from tandem.admin_client import AdminClient
 from tandem.client import Client
 from tandem.config.layers import Origin
-from tandem.errors import InvalidRequestError, NotFoundError, ServiceUnavailableError
-from tandem.replica import ReplicaState, Role
+from tandem.errors import InvalidRequestError, ServiceUnavailableError
+from tandem.replica import Role
 from tandem.speculation_state import SpeculationState
 from tandem.types import GenerationRequest
 from tests.service.clients import complete
@@ -81,29 +81,6 @@ async def test_a_change_applies_to_new_requests_only() -> None:
         again = await complete(client, REQUEST)
     assert [len(done.stats.positions) for done in (before, after, again)] == [2, 6, 2]
     assert max(draft.fake.requested) == 6
-
-
-async def test_a_drained_replica_gets_nothing_new_until_it_is_resumed() -> None:
-    async with cluster() as (admin, client, targets, draft):
-        drained, other = (each.address for each in targets)
-        assert (await admin.drain(drained)).state is ReplicaState.DRAINING
-        status = await admin.status()
-        assert status.state is CoordinatorState.READY, "the warning was overridden"
-        opened = sum(target.fake.opened for target in targets)
-        await asyncio.gather(*(complete(client, REQUEST) for _ in range(4)))
-        assert sorted(target.fake.opened for target in targets) == [0, 4 + opened]
-        with pytest.raises(InvalidRequestError, match=f"{other} is the last target that takes new sequences"):
-            await admin.drain(other)
-        await admin.drain(other, allow_last_target=True)
-        assert (await admin.status()).state is CoordinatorState.UNAVAILABLE
-        assert (await admin.resume(other)).state is ReplicaState.READY
-        await admin.resume(drained)
-        await admin.drain(draft.address)
-        assert (await admin.status()).state is CoordinatorState.DEGRADED
-        with pytest.raises(NotFoundError, match="there is no replica 'nobody:1'; there are: 127"):
-            await admin.drain("nobody:1")
-        with pytest.raises(NotFoundError):
-            await admin.resume("nobody:1")
 
 
 async def test_watched_statistics_grow() -> None:

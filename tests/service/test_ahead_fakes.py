@@ -68,13 +68,6 @@ async def test_a_round_waits_for_the_last_token_of_a_continuation(monkeypatch: p
     assert done.stats.drafted >= 1.25 * done.stats.rounds, "many rounds verify both tokens"
 
 
-async def test_where_proposals_must_not_depend_on_time_a_round_waits_for_the_whole_continuation() -> None:
-    draft = StepwiseDraft()
-    done = await completed(draft, step_seconds=1.6 * STEP_SECONDS, keeps_proposals=True)
-    assert done.token_ids == EXPECTED
-    assert done.stats.ahead.hits >= done.stats.rounds / 2, "a shorter continuation would be a miss"
-
-
 async def test_a_silent_draft_is_waited_for_once(caplog: pytest.LogCaptureFixture) -> None:
     """The draft stops sending, as a stopped process would: outcomes that it pushed before still count."""
     caplog.set_level(logging.INFO)

@@ -1,5 +1,5 @@
-"""Libraries of others, each in a process of its own: LangChain completes over fakes; `make test-clients` has several
-ask for structured output and tools over real services. Those that it does not find are skipped.
+"""Libraries of others, each in a process of its own, ask for structured output and tools over real services
+(`make test-clients`). Those that are not found are skipped.
 """
 
 from __future__ import annotations
@@ -8,12 +8,10 @@ import asyncio
 import json
 import os
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.service.fakes import FakeDraft, FakeTarget
-from tests.service.http_cluster import TOKENIZER, MakeApi, http_cluster, text
+from tests.service.http_cluster import MakeApi
 
 SECONDS = 500.0
 PYTHONS = os.environ.get("CLIENTS_PYTHON", sys.executable).split(os.pathsep)
@@ -129,32 +127,3 @@ async def test_structured_output_and_tools_reach_it(api: MakeApi, package: str) 
     for each in found:
         assert each["city"] in ("Oslo", "Køge")
         assert 1 <= each["days"] <= 9
-
-
-LANGCHAIN = """
-import json, sys
-from langchain_openai import ChatOpenAI, OpenAI
-options = dict(base_url=sys.argv[1] + "/v1", api_key="none", model="fake", temperature=0, max_tokens=5)
-chat = ChatOpenAI(**options)
-plain = OpenAI(**options)
-print(json.dumps({
-    "chat": chat.invoke("a").content,
-    "chat_stream": "".join(piece.content for piece in chat.stream("a")),
-    "plain": plain.invoke("def f():"),
-    "plain_stream": "".join(plain.stream("def f():")),
-}))
-"""
-
-
-@pytest.mark.slow
-async def test_langchain_completes(template: Path) -> None:
-    async with (
-        asyncio.timeout(SECONDS),
-        http_cluster(FakeTarget(), FakeDraft(), chat_template=template) as cluster,
-    ):
-        code, out, err = await answered(LANGCHAIN, cluster.url)
-    assert code == 0, err[-2000:]
-    printed: dict[str, str] = json.loads(out.strip().splitlines()[-1])
-    for kind, prompt in (("chat", "user: a\n"), ("plain", "def f():")):
-        last = TOKENIZER.encode(prompt).ids[-1]
-        assert printed[kind] == printed[f"{kind}_stream"] == text(last + 1, last + 5)

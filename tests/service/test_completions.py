@@ -10,45 +10,13 @@ import pytest
 
 from coordinator.settings.coordinator import MAX_CHAT_MESSAGES
 from tandem.errors import InvalidRequestError
-from tandem.types import ChatMessage, FinishReason, GenerationRequest, PositionStats
+from tandem.types import ChatMessage, FinishReason, GenerationRequest
 from tests.service.clients import complete, until
-from tests.service.fakes import MAX_LENGTH, FakeDraft, FakeTarget, cluster, counting, fleet
+from tests.service.fakes import MAX_LENGTH, FakeDraft, FakeTarget, cluster, fleet
 from tests.service.http_cluster import TOKENIZER
 
 TEMPERATURES = pytest.mark.parametrize("temperature", [0.0, 1.0])
 REQUEST = GenerationRequest((10,), max_tokens=11, temperature=0.0, num_speculative_tokens=4, seed=1)
-
-
-@TEMPERATURES
-async def test_a_proposal_is_accepted_completely(temperature: float) -> None:
-    async with cluster(FakeTarget(), draft := FakeDraft()) as client:
-        completed = await complete(client, replace(REQUEST, temperature=temperature))
-    assert completed.token_ids == tuple(range(11, 22))
-    # One token from the target while the draft reads the prompt, then twice four tokens and the bonus token.
-    assert completed.drafted == (False, *[True] * 4, False, *[True] * 4, False)
-    assert draft.requested == [0, 4, 4]
-    assert completed.stats.rounds == 3
-    assert completed.stats.positions == [PositionStats(2, 2, 2)] * 4
-
-
-@TEMPERATURES
-async def test_a_proposal_is_rejected_completely(temperature: float) -> None:
-    async with cluster(FakeTarget(), FakeDraft(lambda tokens: 7)) as client:
-        completed = await complete(client, replace(REQUEST, temperature=temperature))
-    assert completed.token_ids == tuple(range(11, 22))
-    assert not any(completed.drafted)
-    assert completed.stats.rounds == 11
-    assert completed.stats.accepted == 0 < completed.stats.drafted
-
-
-@TEMPERATURES
-async def test_a_proposal_is_accepted_up_to_its_first_wrong_token(temperature: float) -> None:
-    wrong_at_multiples_of_three = FakeDraft(lambda tokens: 7 if tokens[-1] % 3 == 2 else counting(tokens))
-    async with cluster(FakeTarget(), wrong_at_multiples_of_three) as client:
-        completed = await complete(client, replace(REQUEST, temperature=temperature))
-    assert completed.token_ids == tuple(range(11, 22))
-    # 11 | 7 is refused: 12 | 13 14 and 7 refused: 15 | and so on: the target supplies the multiples of three.
-    assert completed.drafted == tuple(n % 3 != 0 and n != 11 for n in range(11, 22))
 
 
 @TEMPERATURES

@@ -314,7 +314,11 @@ def plain(model: LoadedModel) -> dict[str, Completed]:
 async def test_the_text_does_not_depend_on_the_lead(
     model: LoadedModel, plain: dict[str, Completed], lead: int
 ) -> None:
-    for name, found in zip(REQUESTS, await completions(model, lead, REQUESTS.values()), strict=True):
+    """Nor on how many streams there are."""
+    names = [*REQUESTS] * 2
+    async with pair(model, None, target_lead=lead, max_sequences=16) as (client, _):
+        completed = await asyncio.gather(*(complete(client, REQUESTS[name]) for name in names))
+    for name, found in zip(names, completed, strict=True):
         assert (found.text, found.token_ids) == (plain[name].text, plain[name].token_ids), name
         # Every round but the first, which the request asks for.
         assert found.stats.lead.rounds == len(found.token_ids) - 1, name
@@ -336,15 +340,6 @@ async def test_the_text_does_not_depend_on_the_lead_with_a_draft_without_a_model
                 assert found.token_ids == alone.token_ids == plain.token_ids
                 assert found.stats.drafted > 0
                 assert (alone.stats.lead.rounds > 0) == (lead > 0)
-
-
-async def test_sixteen_streams_have_the_text_of_each_alone(
-    model: LoadedModel, plain: dict[str, Completed]
-) -> None:
-    names = [*REQUESTS] * 2
-    async with pair(model, None, target_lead=8, max_sequences=16) as (client, _):
-        found = await asyncio.gather(*(complete(client, REQUESTS[name]) for name in names))
-    assert [each.token_ids for each in found] == [plain[name].token_ids for name in names]
 
 
 def lost_at(count: int, *, is_answered: bool) -> Faults:

@@ -370,10 +370,3 @@ async def test_only_sampled_requests_make_spans(ratio: float, parent: str) -> No
         await all_ended(cluster, 8)
         assert {span.context.trace_id for span in cluster.spans if span.context} == {int(TRACE, 16)}
         assert len([span for span in cluster.spans if span.name == "text_completion fake"]) == 1
-
-
-async def test_an_invalid_traceparent_is_ignored() -> None:
-    async with observed_cluster(FakeTarget(), FakeDraft()) as cluster:
-        assert await cluster.complete(REQUEST, "00-nonsense") == COMPLETION
-        await all_ended(cluster, 8)
-        assert only_span("text_completion fake", cluster.spans).parent is None

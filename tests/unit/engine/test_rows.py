@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -173,22 +174,6 @@ def test_every_kind_of_row_has_the_changed_logits(penalty: float, wanted: LogitA
         [request(kind, sampling, wanted) for kind, sampling in kinds], logits.repeat(len(kinds), 1)
     )
     assert_rows(tokens, dense, support, expected, sampled)
-
-
-def test_other_requests_are_unchanged() -> None:
-    logits, plain = logits_of(), SamplingParams(temperature=0.0)
-    penalizing = SamplingParams(temperature=0.0, repetition_penalty=9.0)
-    (alone,) = verified([request(RowKind.TOKEN, plain)], logits)
-    together = verified(
-        [
-            request(RowKind.TOKEN, plain, WANTED),
-            request(RowKind.TOKEN, plain),
-            request(RowKind.TOKEN, penalizing),
-        ],
-        logits.repeat(3, 1),
-    )
-    assert together[1].rows == alone.rows
-    assert together[0].rows != alone.rows != together[2].rows
 
 
 def test_a_support_row_gives_a_suppressed_token_no_probability() -> None:
@@ -388,31 +373,6 @@ def test_dense_rows_are_the_logits() -> None:
     np.testing.assert_array_equal(rows, logits.float().numpy())
 
 
-def test_rows_do_not_depend_on_the_batch() -> None:
-    requests = [
-        asked_for(RowKind.TOKEN, 2, GREEDY),
-        asked_for(RowKind.SUPPORT, 3, WARPED, (np.array([1, 2]),)),
-        asked_for(RowKind.DENSE, 1, WARPED),
-        asked_for(RowKind.TOKEN, 1, SamplingParams(temperature=1.0, seed=8)),
-        asked_for(
-            RowKind.SUPPORT, 2, SamplingParams(temperature=0.5, min_p=0.1, seed=9), with_statistics=True
-        ),
-    ]
-    logits = wide_logits(sum(kind.step.row_count for kind in requests))
-    blocks = torch.split(logits, [kind.step.row_count for kind in requests])
-    together = verified(requests, logits)
-    for kind, block, verification in zip(requests, blocks, together, strict=True):
-        (alone,) = verified([kind], block)
-        assert alone.base_length == verification.base_length
-        assert [_plain(row) for row in alone.rows] == [_plain(row) for row in verification.rows]
-
-
-def _plain(row: object) -> object:
-    if isinstance(row, SupportRow):
-        return (row.token_ids.tolist(), row.probs.tolist(), row.outside_mass, row.outside_token_id)
-    return row.logits.tolist() if isinstance(row, DenseRow) else row
-
-
 SAMPLED = SamplingParams(temperature=1.0, seed=3)
 SUPPORTS = (np.array([3, 9]), np.array([7]))
 ASKED = {
@@ -424,7 +384,18 @@ ASKED = {
     "greedy support": asked_for(RowKind.SUPPORT, 3, GREEDY, SUPPORTS, with_statistics=True),
     "whole support": asked_for(RowKind.SUPPORT, 3, SAMPLED, (np.arange(WIDTH),) * 2),
     "dense": asked_for(RowKind.DENSE, 3, SAMPLED),
+    "adjusted": replace(asked_for(RowKind.TOKEN, 3, GREEDY), adjustments=LogitAdjustments({4: 100.0})),
+    "penalized": replace(
+        asked_for(RowKind.TOKEN, 3, SamplingParams(0.0, repetition_penalty=9.0)), token_ids=range(13)
+    ),
 }
+
+
+def test_rows_do_not_depend_on_the_batch() -> None:
+    logits = wide_logits(3 * len(ASKED))
+    together = verified([*ASKED.values()], logits)
+    for request, own, verification in zip(ASKED.values(), logits.split(3), together, strict=True):
+        assert repr(verified([request], own)[0]) == repr(verification)
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])

@@ -78,7 +78,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen2": lambda: hf.Qwen2Config(
         **_GROUPED, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
     ),
-    "qwen3": lambda: hf.Qwen3Config(**_GROUPED, head_dim=16),
+    "qwen3": lambda: hf.Qwen3Config(**_GROUPED, head_dim=44),  # no whole number of vectors
     "qwen3_moe": lambda: hf.Qwen3MoeConfig(**_GROUPED, **_EXPERTS, num_experts=4, head_dim=8),
     "mixtral": lambda: hf.MixtralConfig(
         **_GROUPED, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW

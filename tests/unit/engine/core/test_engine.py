@@ -293,12 +293,12 @@ def _fill(engine: Engine[Any, Any], pages: SequenceOf[int], value: float) -> Non
         layer.values[pages] = value
 
 
-async def test_freed_memory_is_never_read(mistral: TinyModel) -> None:
+@pytest.mark.parametrize("attention", ["kernels", "torch"])
+async def test_freed_memory_is_never_read(mistral: TinyModel, attention: str) -> None:
+    backends = mistral.backends if attention == "kernels" else mistral.loaded
     prompts = [[(7 * index + step) % 90 + 3 for step in range(1 + 5 * index)] for index in range(8)]
     expected = [plain_greedy(mistral.reference, prompt, 12) for prompt in prompts]
-    async with running(
-        mistral.loaded, GreedyHead(), prefix_reuse=False, max_sequences=8, max_length=64
-    ) as engine:
+    async with running(backends, GreedyHead(), prefix_reuse=False, max_sequences=8, max_length=64) as engine:
         _fill(engine, range(engine.usage.total_tokens // 64), math.nan)
         assert await greedy_together(engine, prompts, 12) == expected
         await settle(engine)

@@ -314,71 +314,6 @@ def test_a_hundred_chats_without_a_limit_run(service: Service) -> None:
     assert service.cache.usage().reserved_tokens == CHATS * 4032
 
 
-def test_chats_that_outgrow_the_memory_still_all_go_on_to_their_end(service: Service) -> None:
-    chats = [service.open() for _ in range(CHATS)]
-    for number, chat in enumerate(chats):
-        chat.apply(Delta(0, [number, *range(7999)]))
-    done = 0
-    while waiting := [chat for chat in chats if chat.pending_count]:
-        ran = service.run(waiting)
-        assert ran, "somebody can always run"
-        done += ran
-        for chat in waiting:
-            if not chat.pending_count:
-                service.cache.release(chat)
-    assert done == CHATS
-
-
-def test_a_hundred_requests_hold_one_copy_of_a_common_prefix(service: Service) -> None:
-    prefix = [(7 * step) % 9000 for step in range(4096)]
-    requests = [service.open() for _ in range(CHATS)]
-    for number, request in enumerate(requests):
-        request.apply(Delta(0, [*prefix, number]))
-        service.cache.reuse(request)
-        assert service.run([request]) == 1
-    assert service.cache.usage().reserved_tokens == 4096 + CHATS * 64
-    assert len({tuple(request.table.pages[:64]) for request in requests}) == 1
-
-
-def _run(cache: PagedCache, arena: KvArena, token_ids: list[int]) -> Sequence:
-    """A sequence that takes over what it can, and computes the rest in two steps."""
-    sequence = new_sequence(1024, arena.windows)
-    sequence.apply(Delta(0, token_ids))
-    cache.reuse(sequence, 1)
-    for count in (sequence.pending_count - 1, 1):
-        assert cache.make_ready(sequence, sequence.computed_length + count)
-        compute(arena, cache, sequence, count)
-    return sequence
-
-
-def _beginning(cache: PagedCache, token_ids: list[int], windows: Windows) -> int:
-    """How many tokens of a prompt are known."""
-    sequence = new_sequence(1024, windows)
-    sequence.apply(Delta(0, token_ids))
-    cache.reuse(sequence, 1)
-    found = sequence.computed_length
-    cache.release(sequence)
-    return found
-
-
-@pytest.mark.parametrize("reuses_prefixes", [True, False])
-def test_a_sequence_that_rolls_back_behind_its_windows_computes_again(reuses_prefixes: bool) -> None:
-    windows: Windows = (None, 60)
-    arena = new_arena(24, windows)
-    cache = PagedCache(arena, reuses_prefixes=reuses_prefixes)
-    sequence = _run(cache, arena, [5] * 600)
-    first = sequence.tables[1].first
-    assert first == (600 - 136 - 59) // 64
-    sequence.apply(Delta(600 - 136, [6]))
-    assert sequence.computed_length == 600 - 136, "so far it may"
-    sequence.apply(Delta(first * 64 + 58, [6]))
-    assert sequence.computed_length == 0
-    assert not cache.is_ready(sequence, 1)
-    assert cache.make_ready(sequence, sequence.length)
-    compute(arena, cache, sequence, sequence.pending_count)
-    assert stored(arena, sequence, 1) == keys_of([5] * (first * 64 + 58) + [6], 1)[-59:]
-
-
 def test_rows_that_can_never_be_computed_at_once_are_refused() -> None:
     windows: Windows = (60,)
     cache = PagedCache(new_arena(8, windows))
@@ -391,12 +326,19 @@ def test_rows_that_can_never_be_computed_at_once_are_refused() -> None:
 
 def test_nobody_takes_over_what_a_distrusted_sequence_computed_before_its_window() -> None:
     windows: Windows = (60,)
-    arena = new_arena(24, windows)
-    cache = PagedCache(arena)
-    sequence = _run(cache, arena, [5] * 600)
-    assert _beginning(cache, [5] * 600, windows) > 0
-    cache.distrust(sequence)
-    assert _beginning(cache, [5] * 600, windows) == 0
+    cache = PagedCache(new_arena(24, windows))
+    first, second, third = (new_sequence(1024, windows) for _ in range(3))
+    for sequence in (first, second, third):
+        sequence.apply(Delta(0, [5] * 600))
+    assert cache.make_ready(first, 600)
+    first.advance(600)
+    cache.computed(first)
+    cache.reuse(second)
+    assert second.computed_length == 600
+    cache.release(second)
+    cache.distrust(first)
+    cache.reuse(third)
+    assert third.computed_length == 0
 
 
 SHAPES = {

@@ -62,8 +62,8 @@ def set_index(folder: Path, name: object) -> None:
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "part.safetensors", "b": name}}))
 
 
-def tensor(begin: int, end: int, shape: object, dtype: str = "F32") -> dict[str, object]:
-    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+def tensor(begin: int, end: int, shape: object) -> dict[str, object]:
+    return {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
 
 
 def sparse(path: Path, header_bytes: int) -> None:
@@ -106,25 +106,8 @@ def assert_one_sentence(error: ModelFolderError) -> None:
 
 FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "header of 5 GB": (lambda f: sparse(f / WEIGHTS, 5 << 30), "header too large"),
-    "header beyond the file": (lambda f: (f / WEIGHTS).write_bytes(b"\xff" * 64), "is damaged"),
     "header of nesting": (lambda f: write_weights(f, b"[" * DEEP), "is damaged"),
-    "header of bytes": (lambda f: write_weights(f, b'{"\xff": 1}'), "is damaged"),
-    "header that is a list": (lambda f: write_weights(f, []), "is damaged"),
-    "offset below zero": (lambda f: write_weights(f, {"a": tensor(-8, 0, [2])}), "is damaged"),
-    "offset of text": (
-        lambda f: write_weights(f, {"a": {"dtype": "F32", "shape": [2], "data_offsets": ["a", "b"]}}), "is damaged"),
-    "offset of infinity": (
-        lambda f: write_weights(f, b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,Infinity]}}'), "is damaged"),
-    "overlap": (
-        lambda f: write_weights(f, {"a": tensor(0, 8, [2]), "b": tensor(0, 8, [2])}, bytes(8)),
-        "invalid offset for tensor `[ab]`"),
     "hole": (lambda f: write_weights(f, {"a": tensor(8, 16, [2])}, bytes(16)), "invalid offset for tensor `a`"),
-    "unknown dtype": (lambda f: write_weights(f, {"a": tensor(0, 8, [2], "F31")}, bytes(8)), "unknown variant `F31`"),
-    "shape of another size": (
-        lambda f: write_weights(f, {"a": tensor(0, 8, [3])}, bytes(8)), "invalid shape, data type, or offset"),
-    "shape below zero": (lambda f: write_weights(f, {"a": tensor(0, 8, [-2])}, bytes(8)), "is damaged"),
-    "shape beyond all memory": (
-        lambda f: write_weights(f, {"a": tensor(0, 8, [1 << 40, 1 << 40])}, bytes(8)), "overflow"),
     "index to elsewhere": (lambda f: set_index(f, "../../secret.safetensors"), "'../../secret.safetensors'"),
     "index to the root": (lambda f: set_index(f, "/etc/x.safetensors"), "inside its folder"),
     "index to a pickle": (lambda f: set_index(f, "pytorch_model.bin"), "should name .safetensors files"),
@@ -146,7 +129,6 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "weights that are a pipe": (lambda f: replace_by_pipe(f / WEIGHTS), "has no weights"),
     "weights that are a device": (
         lambda f: replace_by_link(f / WEIGHTS, "/dev/zero"), "has no weights"),
-    "empty weights": (lambda f: (f / WEIGHTS).write_bytes(b""), "is damaged"),
     "tokenizer of 1 GiB": (lambda f: os.truncate(f / "tokenizer.json", 1 << 30), "at most 134217728"),
     "chat template of 1 GiB": (lambda f: sparse(f / "chat_template.jinja", 1 << 30), "at most 1048576"),
     "generation config of nesting": (
@@ -160,8 +142,6 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
         "up to 256 ids"),
     "weights by another name": (lambda f: set_config(f, transformers_weights="../x.safetensors"), "should have none"),
     "truncated": (lambda f: os.truncate(f / WEIGHTS, (f / WEIGHTS).stat().st_size - 100), "is damaged: .*incomplete"),
-    "truncated header": (lambda f: os.truncate(f / WEIGHTS, 20), "is damaged"),
-    "overlong": (lambda f: os.truncate(f / WEIGHTS, (f / WEIGHTS).stat().st_size + 1), "is damaged"),
     "no config": (lambda f: (f / "config.json").unlink(), "has no config.json; a Hugging Face model folder has one"),
     "broken config": (lambda f: (f / "config.json").write_text("{"), "does not parse: .*line 1"),
     "config that is a list": (lambda f: (f / "config.json").write_text("[]"), "holds a list"),

@@ -26,7 +26,6 @@ from tandem.serving.server import Readiness, serve
 from tandem.settings import ServerSettings
 from tandem.v1 import generation_pb2, generation_pb2_grpc
 from tests.certificates import issued
-from tests.paths import ROOT
 from tests.unit.tandem.serving.served import Scripted, announced, health_of, refusal, running, texts_from
 
 
@@ -73,39 +72,7 @@ async def test_a_watcher_of_health_that_does_not_read_holds_up_no_drain() -> Non
     assert calls.closed_because
 
 
-LONG_SECONDS = 60.0
 QUICK_SECONDS = 30.0
-STUCK = """
-import asyncio, sys
-from contextlib import suppress
-import grpc
-from tandem.serving.server import serve
-from tandem.settings import ServerSettings
-from tests.unit.tandem.serving.served import Scripted, texts_from
-
-begun = asyncio.Event()
-
-async def forever():
-    begun.set()
-    await asyncio.Event().wait()
-    yield
-
-async def ask(address):
-    while not begun.is_set():
-        with suppress(grpc.aio.AioRpcError):  # until it listens and is ready
-            await texts_from(address)
-        await asyncio.sleep(0.01)
-
-async def main():
-    port = int(sys.argv[1])
-    server = asyncio.create_task(serve(ServerSettings(port=port, drain_timeout_seconds=60), Scripted(forever)))
-    asking = asyncio.create_task(ask(f"127.0.0.1:{port}"))
-    await begun.wait()
-    print("stuck", flush=True)
-    await server
-
-asyncio.run(main())
-"""
 
 
 class Slow:
@@ -127,7 +94,7 @@ async def test_a_drain_is_announced_to_all_and_waits_for_calls_but_not_for_watch
 ) -> None:
     slow = Slow()
     service = Scripted(slow)
-    server = asyncio.create_task(serve(ServerSettings(drain_timeout_seconds=LONG_SECONDS), service))
+    server = asyncio.create_task(serve(ServerSettings(drain_timeout_seconds=60.0), service))
     address = await announced(capsys, "ready on ")
     async with open_channel(address) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
@@ -147,27 +114,6 @@ async def test_a_drain_is_announced_to_all_and_waits_for_calls_but_not_for_watch
         assert [response.text async for response in call] == ["a", "b"]
         # The watcher is not waited for: the drain would take longer than this.
         assert await asyncio.wait_for(server, QUICK_SECONDS)
-
-
-@pytest.mark.slow
-async def test_a_second_signal_ends_the_process_at_once(unused_port: int) -> None:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", STUCK, str(unused_port), cwd=ROOT, stdout=-1, stderr=-1
-    )
-    try:
-        assert process.stdout is not None
-        async for line in process.stdout:
-            if line == b"stuck\n":
-                break
-        process.send_signal(signal.SIGTERM)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(process.wait(), 1.0)
-        process.send_signal(signal.SIGINT)
-        assert await asyncio.wait_for(process.wait(), QUICK_SECONDS) == 128 + signal.SIGINT
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
 
 
 class Broken(Scripted):

@@ -19,7 +19,7 @@ from tandem.engine.kv_cache.arena import PAGE_TOKENS, KvArena, PageTable
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.steps import Packing
 from tests.unit.engine.conftest import MakeModel, TinyModel
-from tests.unit.engine.greedy import GreedyHead, greedy, greedy_together, plain_greedy, running
+from tests.unit.engine.greedy import GreedyHead, greedy, plain_greedy, running
 from tests.unit.engine.tiny_models import CONFIGS, VOCABULARY_SIZE
 
 _SERIAL = {"falcon", "falcon_alibi", "gptj", "bloom"}
@@ -188,28 +188,6 @@ async def test_a_plan_that_is_wrong_is_never_used(
     reasons = [record.__dict__["reason"] for record in caplog.records]
     assert len(reasons) == 1
     assert reasons[0].startswith("its error is" if fault == "numbers" else "RuntimeError: no such kernel")
-
-
-@pytest.mark.parametrize("family", sorted(_USUAL))
-async def test_texts_are_the_same_with_plans_and_without(
-    family: str, tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tiny_model(family)
-    played = 0
-    right = ExecutionPlan.replay
-
-    def counted(self: ExecutionPlan, packing: Packing, rows: SequenceOf[int]) -> Tensor:
-        nonlocal played
-        played += 1
-        return right(self, packing, rows)
-
-    monkeypatch.setattr(ExecutionPlan, "replay", counted)
-    async with running(model.with_plans, GreedyHead()) as engine:
-        with_plans = await greedy_together(engine, _PROMPTS, 12)
-    assert played > 8
-    async with running(model.backends, GreedyHead()) as engine:
-        without = await greedy_together(engine, _PROMPTS, 12)
-    assert with_plans == without == [plain_greedy(model.reference, prompt, 12) for prompt in _PROMPTS]
 
 
 def test_a_pass_that_depends_on_the_tokens_is_not_traced() -> None:

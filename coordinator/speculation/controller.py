@@ -221,9 +221,12 @@ class Choice:
         turn, made = self._next_turn(), self.expected[self.plan.tokens]
         lost = self._seconds[turn.outcomes][turn.tokens] * self._speed(self.plan) - self.expected[turn.tokens]
         lost = max(lost, (HYSTERESIS - 1.0) * made) * TURN_ROUNDS * len(self.requests)
-        self._turn_pause = int(max(lost, self._lost) / made / TURN_SHARE)
-        if turn.tokens and self._is_unseen:
-            self._turn_pause = 0  # a draft that nobody has ever seen propose is asked soon
+        pause = max(lost, self._lost) / made / TURN_SHARE
+        if turn.tokens:
+            # What rests on few proposals is soon looked at again, and what nobody has ever seen at once. The more
+            # requests there are, the more does each turn tell.
+            pause *= min(self.gains.acceptance.count * len(self.requests) / WINDOW, 1.0)
+        self._turn_pause = int(pause)
 
     def renew(self) -> None:
         """Predict again, and change what another choice is clearly better than."""

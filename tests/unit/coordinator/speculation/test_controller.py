@@ -173,6 +173,14 @@ def test_of_many_requests_one_finds_out_what_an_unknown_draft_is_worth(draft: fl
     assert controller.gains(KIND).acceptance.rates(1)[0] < 0.6
 
 
+def test_a_draft_that_begins_badly_is_soon_looked_at_again() -> None:
+    """Four proposals say little. With a pause as after many, the second look came after 500 rounds."""
+    request = begun(profiled(0.0065))
+    first = simulate(request, 9, 0.65, 0)
+    assert list(map(bool, first)) == [False] * TURN_ROUNDS + [True] * TURN_ROUNDS + [False]
+    assert simulate(request, 200, 0.65, K)[-20:].count(0) <= TURN_ROUNDS
+
+
 def test_a_newer_profile_replaces_what_was_known() -> None:
     controller = profiled(0.0005)
     controller.gains(KIND).acceptance.add(K, K)

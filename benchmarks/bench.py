@@ -13,21 +13,18 @@ import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
-from itertools import chain, cycle, islice, pairwise, product
+from itertools import chain, cycle, islice, product
 from pathlib import Path
 
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
-from benchmarks import steps
 from benchmarks.common import Contender, chosen, free_port, one_sentence, read_options, rotated
 from benchmarks.contenders import (
     PREFIX_TOKENS,
-    Addresses,
     BenchSettings,
     Setup,
     kind_of,
@@ -37,9 +34,8 @@ from benchmarks.contenders import (
     through,
     title_of,
 )
-from benchmarks.pace import Pace
 from benchmarks.peers import PHASES, Outcome, Workload
-from benchmarks.report import Cell, Machine, Report, Table, cell_of, show, write
+from benchmarks.report import Machine, Report, Row, Table, cell_of, show, write
 from tandem.errors import TandemError
 from tandem.logs import configure
 
@@ -86,45 +82,47 @@ async def measure(settings: BenchSettings, progress: Callable[[str], None], comm
     load_before = os.getloadavg()[0]
     progress("preparing the models")
     with prepared(settings) as setup:
-        run = _Run(settings, setup, setup.pair.prompts(), progress)
-        step_tables = await run.steps() if settings.steps else []
+        run = _Run(setup, progress)
+        tables = await run.steps() if settings.steps else []
         kinds = map(kind_of, settings.contenders)
         async with AsyncExitStack() as stack:
             if settings.phases or any(kind.shares_models and not kind.absent(setup) for kind in kinds):
                 progress("starting the services")
-                run.at = await stack.enter_async_context(models(setup))
+                run.setup = await stack.enter_async_context(models(setup))
             await run.rounds(await run.start(stack))
             phases = await run.phases() if settings.phases else []
-        prefix, prefix_ratio = await run.prefix() if settings.prefix else ([], None)
+        prefix = await run.prefix() if settings.prefix else []
     return Report(
         taken_at=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         command=command,
         machine=_machine(settings, load_before),
         pair=setup.pair.info,
         settings=settings,
-        cells=run.cells(),
-        tables=(*run.paced_steps(), *phases, *prefix, *step_tables),
-        prefix_ratio=prefix_ratio,
+        cells=tuple(
+            cell_of(*key, outcomes, run.outcomes.get((REFERENCE, *key[1:]), []))
+            for key, outcomes in run.outcomes.items()
+            if key[0] not in run.absent
+        ),
+        tables=(*phases, *prefix, *tables),
         absent=run.absent,
     )
 
 
-@dataclass(slots=True)
 class _Run:
-    settings: BenchSettings
-    setup: Setup
-    prompts: Sequence[tuple[int, ...]]
-    progress: Callable[[str], None]
-    at: Addresses = field(default_factory=Addresses)
-    outcomes: dict[tuple[str, int, float], list[Outcome]] = field(default_factory=dict)
-    """By contender, batch and temperature."""
-    target_steps: dict[tuple[str, int, float], list[tuple[float, ...]]] = field(default_factory=dict)
-    """Likewise, where steps are paced: see `steps_between`."""
-    absent: dict[str, str] = field(default_factory=dict)
-    """Reason of each contender that did not take part, or failed."""
+    def __init__(self, setup: Setup, progress: Callable[[str], None]) -> None:
+        self.setup = setup
+        self.settings = setup.settings
+        self.progress = progress
+        self.prompts = setup.pair.prompts()
+        self.outcomes: dict[tuple[str, int, float], list[Outcome]] = {}
+        """By contender, batch and temperature."""
+        self.absent: dict[str, str] = {}
+        """Reason of each contender that did not take part, or failed."""
 
     async def steps(self) -> list[Table]:
         """Steps of both models' engines, each in a process that is gone before the services start."""
+        from benchmarks import steps  # of all that is measured, only this needs torch in this process
+
         rows: list[steps.Row] = []
         for role in ("target", "draft"):
             self.progress(f"steps of the {role}")
@@ -141,20 +139,29 @@ class _Run:
                 continue
             self.progress(f"starting {title_of(name)}")
             try:
-                started[name] = await stack.enter_async_context(start(name, self.setup, self.at))
+                started[name] = await stack.enter_async_context(start(name, self.setup))
             except TandemError as error:
                 self._failed(name, error)
         return started
 
     def _is_fresh(self, name: str) -> bool:
         """True if its coordinator starts anew for each run."""
-        return self.settings.fresh and kind_of(name).shares_models and kind_of(name).is_ours
+        return self.settings.fresh and kind_of(name).has_shared_target
 
     async def _run(self, name: str, started: dict[str, Contender], workload: Workload) -> Outcome:
-        if name in started:
-            return await started[name](workload)
-        async with start(name, self.setup, self.at) as contender:
-            return await contender(workload)
+        # The threads of the last one may spin for a moment after their last step
+        await asyncio.sleep(0.2)
+        async with AsyncExitStack() as stack:
+            run = started.get(name)
+            if run is None:
+                run = await stack.enter_async_context(start(name, self.setup))
+            began = time.perf_counter()
+            outcome = await run(workload)
+        if self.settings.pace and kind_of(name).has_shared_target:
+            lines = (self.setup.logs / "target.steps").read_text().splitlines()
+            times = [[float(moment) - began for moment in line.split()[:2]] for line in lines]
+            outcome.steps = [(from_, to) for from_, to in times]
+        return outcome
 
     def _failed(self, name: str, error: TandemError) -> None:
         if kind_of(name).is_ours:
@@ -172,56 +179,25 @@ class _Run:
                 prompts = chosen(self.prompts, batch, max(number, 0))
                 workload = Workload(prompts, temperature, tokens, seed=1000 * (number + 1))
                 for name in rotated(self.settings.contenders, number):
-                    kind = kind_of(name)
                     is_cold = number < 0 and self._is_fresh(name)
-                    if name in self.absent or is_cold or batch > (kind.largest_batch or batch):
+                    if name in self.absent or is_cold or batch > (kind_of(name).largest_batch or batch):
                         continue
                     what = f"round {number + 1} of {self.settings.rounds}" if number >= 0 else "warm-up"
                     self.progress(f"{what}: batch {batch}, temperature {temperature:g}, {title_of(name)}")
-                    # The threads of the last one may spin for a moment after their last step
-                    await asyncio.sleep(0.2)
-                    began = time.perf_counter()
                     try:
                         outcome = await self._run(name, started, workload)
                     except TandemError as error:
                         self._failed(name, error)
                         continue
                     if number >= 0:
-                        cell = name, batch, temperature
-                        self.outcomes.setdefault(cell, []).append(outcome)
-                        if self.settings.pace and kind.shares_models and kind.is_ours:
-                            noted = (self.setup.logs / "target.steps").read_text()
-                            figures = steps_between(outcome, began, noted)
-                            self.target_steps.setdefault(cell, []).extend(figures)
-
-    def paced_steps(self) -> list[Table]:
-        """The target's steps, of which each takes as long whatever its size: one for all sequences is what a token of
-        the target alone should cost, and the time between two steps is lost."""
-        rows = []
-        for cell, found in self.target_steps.items():
-            steps, rate, gap = (statistics.median(each) for each in zip(*found, strict=True))
-            possible = Pace.from_text(self.settings.pace).verify_seconds
-            rows.append((title_of(cell[0]), *cell[1:], steps, rate * possible, gap))
-        figures = (
-            ("steps per token", "fraction"), ("speed by one token a step", "fraction"), ("between steps", "seconds"),
-        )  # fmt: skip
-        columns = (("contender", ""), ("batch", "number"), ("temperature", "number"), *figures)
-        return [Table(title="Steps of the paced target", columns=columns, rows=tuple(rows))] if rows else []
-
-    def cells(self) -> tuple[Cell, ...]:
-        """The figures of each contender that finished its rounds."""
-        return tuple(
-            cell_of(*key, outcomes, self.outcomes.get((REFERENCE, *key[1:]), []))
-            for key, outcomes in self.outcomes.items()
-            if key[0] not in self.absent
-        )
+                        self.outcomes.setdefault((name, batch, temperature), []).append(outcome)
 
     async def phases(self) -> list[Table]:
         """Phases of rounds, and bytes for each token at the first batch: through the services by a coordinator of its
         own; in one process from the rounds that were run."""
-        rows: list[tuple[str | float | None, ...]] = []
-        wire: list[tuple[float, ...]] = []
-        async with timed_coordinator(self.setup, self.at) as timed:
+        rows: list[Row] = []
+        wire: list[Row] = []
+        async with timed_coordinator(self.setup) as timed:
             for batch, temperature in self._cells():
                 self.progress(f"where the time goes: batch {batch}, temperature {temperature:g}")
                 prompts = chosen(self.prompts, batch, 0)
@@ -235,53 +211,31 @@ class _Run:
                     name: [s for each in outcomes for s in each.phases.get(name, ())] for name in PHASES
                 }
                 own = {name: statistics.fmean(seconds) for name, seconds in joined.items() if seconds}
-                for path, found in (("services", means), ("one process", own)):
+                lost = None
+                if means and own:
+                    lost = sum(means[each] - own[each] for each in ("draft", "verify"))
+                for path, found, of_wire in (("services", means, lost), ("one process", own, None)):
                     if found:
-                        lost = (
-                            sum(means[each] - own[each] for each in ("draft", "verify"))
-                            if means and own
-                            else None
-                        )
-                        values = (*(found[name] for name in PHASES), sum(found.values()))
-                        rows.append((path, batch, temperature, *values, lost if found is means else None))
-        names = (("path", ""), ("batch", ""), ("temperature", "number"))
-        phases = (*PHASES, "round", "of it wire")
+                        figures = (*(found[name] for name in PHASES), sum(found.values()), of_wire)
+                        rows.append((path, batch, temperature, *figures))
+        seconds = ((name, "seconds") for name in (*PHASES, "round", "of it wire"))
+        temperature_column = ("temperature", "number")
+        sent = ((f"{peer} service", "bytes") for peer in PEERS)
         return [
-            Table(
-                title="A round by phase, means",
-                columns=(*names, *((name, "seconds") for name in phases)),
-                rows=tuple(rows),
+            Table.of(
+                "A round by phase, means", rows, ("path", ""), ("batch", ""), temperature_column, *seconds
             ),
-            Table(
-                title="On the wire, for each token",
-                columns=(names[2], *((f"{peer} service", "bytes") for peer in PEERS)),
-                rows=tuple(wire),
-            ),
+            Table.of("On the wire, for each token", wire, temperature_column, *sent),
         ]
 
-    async def prefix(self) -> tuple[list[Table], float]:
+    async def prefix(self) -> list[Table]:
         """Time to the first token after a prefix that was served before, by services of their own."""
         self.progress("a prefix that was served before")
         async with (
-            models(self.setup, prefix_caching=True) as at,
-            start("speculative", self.setup, at) as contender,
+            models(self.setup, prefix_caching=True) as setup,
+            start("speculative", setup) as contender,
         ):
-            table, ratio = await prefix_gain(contender, self.prompts, min(self.settings.rounds, 3))
-        return [table], ratio
-
-
-def steps_between(outcome: Outcome, began: float, noted: str) -> Iterator[tuple[float, ...]]:
-    """Steps of the target while all sequences are decoded: how many for each token of a sequence, tokens of a sequence
-    per second, and the median of the seconds between two; nothing where there are no two."""
-    first = max(answer.arrivals[0][0] for answer in outcome.answers)
-    last = min(answer.arrivals[-1][0] for answer in outcome.answers)
-    arrivals = chain.from_iterable(answer.arrivals for answer in outcome.answers)
-    tokens = sum(count for seconds, count in arrivals if first < seconds <= last) / len(outcome.answers)
-    times = [tuple(map(float, line.split()[:2])) for line in noted.splitlines()]
-    times = [each for each in times if first < each[1] - began <= last]
-    if tokens and len(times) > 1:
-        gap = statistics.median(later[0] - sooner[1] for sooner, later in pairwise(times))
-        yield len(times) / tokens, tokens / (last - first), gap
+            return [await prefix_gain(contender, self.prompts, min(self.settings.rounds, 3))]
 
 
 def _machine(settings: BenchSettings, load_before: float) -> Machine:
@@ -314,7 +268,7 @@ Timed = Callable[[Workload], Awaitable[tuple[Mapping[str, float], list[float]]]]
 
 
 @asynccontextmanager
-async def timed_coordinator(setup: Setup, addresses: Addresses) -> AsyncIterator[Timed]:
+async def timed_coordinator(setup: Setup) -> AsyncIterator[Timed]:
     """A coordinator that always proposes and never drafts ahead: rounds without a proposal show neither the phases of a
     round nor what a proposal weighs on the wire, and what is pushed ahead depends on how rounds happen to meet."""
     port = free_port()
@@ -329,7 +283,7 @@ async def timed_coordinator(setup: Setup, addresses: Addresses) -> AsyncIterator
             found[sample.name, sample.labels.get("phase", sample.labels.get("peer", ""))] += sample.value  # type: ignore[assignment]
         return found
 
-    async with through(setup, addresses.target, addresses.draft, *words) as contender:
+    async with through(setup, setup.target_address, setup.draft_address, *words) as contender:
 
         async def run(workload: Workload) -> tuple[Mapping[str, float], list[float]]:
             before = await asyncio.to_thread(totals)
@@ -344,9 +298,7 @@ async def timed_coordinator(setup: Setup, addresses: Addresses) -> AsyncIterator
         yield run
 
 
-async def prefix_gain(
-    contender: Contender, prompts: Sequence[tuple[int, ...]], rounds: int
-) -> tuple[Table, float]:
+async def prefix_gain(contender: Contender, prompts: Sequence[tuple[int, ...]], rounds: int) -> Table:
     """Ask for one token after a new prefix, then for one after the same prefix and another ending: the times to the
     first token, and the median over rounds of the second by the first."""
 
@@ -363,13 +315,9 @@ async def prefix_gain(
         again.append(await first_token_seconds(prefix + prompts[1][-ENDING_TOKENS:]))
     ratio = statistics.median(b / a for a, b in zip(first, again, strict=True))
     spreads = [(statistics.median(each), min(each), max(each)) for each in (first, again)]
-    table = Table(
-        title=f"Time to first token, {PREFIX_TOKENS} tokens of prefix",
-        columns=(
-            ("prefix", ""),
-            *((name, "seconds") for name in ("median", "lowest", "highest")),
-            ("by the first", "ratio"),
-        ),
-        rows=(("the first time", *spreads[0], None), ("again", *spreads[1], ratio)),
+    seconds = ((name, "seconds") for name in ("median", "lowest", "highest"))
+    return Table.of(
+        f"Time to first token, {PREFIX_TOKENS} tokens of prefix",
+        (("the first time", *spreads[0], None), ("again", *spreads[1], ratio)),
+        *(("prefix", ""), *seconds, ("by the first", "ratio")),
     )
-    return table, ratio

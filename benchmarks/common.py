@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import socket
 import sys
@@ -16,7 +15,8 @@ from pydantic import BeforeValidator, Field, ValidationError
 
 from coordinator.cli.app import exit_code
 from tandem.config.options import Options, sentences
-from tandem.errors import ConfigurationError, ServiceUnavailableError, TandemError
+from tandem.errors import ConfigurationError, TandemError
+from tandem.serving.children import Child
 from tandem.standard_streams import exit_with, write_out
 
 if TYPE_CHECKING:
@@ -29,29 +29,19 @@ Contender = Callable[["Workload"], Awaitable["Outcome"]]
 """A started way of decoding: completes a workload's prompts, all at once, or raises a `TandemError`."""
 CACHE_FOLDER = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tandem" / "bench"
 """Default folder of shaped pairs."""
-_READY = "ready on "
 
 
 @asynccontextmanager
 async def process(package: str, *options: str, port: int = 0) -> AsyncIterator[tuple[str, int]]:
     """Run a service that logs warnings, by default on a free port; its address and its process id."""
-    command = ("-P", "-m", package, *options, "--port", str(port), "--log-level", "warning")
-    started = await asyncio.create_subprocess_exec(
-        sys.executable, *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
-    )
-    assert started.stdout is not None
+    words = (*options, "--port", str(port), "--log-level", "warning")
+    child = await Child.start(
+        package, package, words, stop_seconds=60.0
+    )  # longer than a service takes to drain
     try:
-        async for line in started.stdout:
-            _, found, address = line.decode().partition(_READY)
-            if found:
-                yield address.strip(), started.pid
-                return
-        raise ServiceUnavailableError(f"{package} did not start: exit code {await started.wait()}")
+        yield await child.line("ready on "), child.process.pid
     finally:
-        if started.returncode is None:
-            started.terminate()
-            # Longer than a service takes to drain
-            await asyncio.wait_for(started.wait(), 60.0)
+        await child.stop()
 
 
 @asynccontextmanager

@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from benchmarks.common import CACHE_FOLDER, LISTED, Contender, Positive, free_port, model, service
-from benchmarks.load.generator import Connection, LoadRequest, Served, http_connection, served_model
+from benchmarks.load.generator import Connection, Served, http_connection, served_model
 from benchmarks.pace import Pace
 from benchmarks.pairs import Pair, open_pair
 from benchmarks.peers import Answer, Outcome, Workload, peer
@@ -38,7 +38,7 @@ from tandem.types import GenerationRequest, SpeculationStats
 HEAD_METHODS = tuple(method for method in BOUND_METHODS if method not in OWN_METHODS)
 """Drafting methods whose heads have folders of their own."""
 PREFIX_TOKENS = 512
-"""As many as the goal for prefix caching names."""
+"""Of the prefix whose second reading is timed."""
 
 
 def _known(word: str) -> str:
@@ -138,6 +138,9 @@ class Setup:
     """Folder for what contenders write to stderr."""
     options: tuple[str, ...] = ()
     """Further options of the contender's coordinator."""
+    target_address: str = ""
+    """Addresses of the model services that contenders share; empty where none of them needs one."""
+    draft_address: str = ""
 
     @property
     def max_length(self) -> int:
@@ -172,17 +175,9 @@ def prepared(settings: BenchSettings) -> Iterator[Setup]:
         yield Setup(settings, open_pair(settings.pair, settings.cache_folder, settings.device), Path(logs))
 
 
-@dataclass(frozen=True, slots=True)
-class Addresses:
-    """Addresses of the model services that contenders share; empty where none of them needs one."""
-
-    target: str = ""
-    draft: str = ""
-
-
 @asynccontextmanager
-async def models(setup: Setup, *, prefix_caching: bool = False) -> AsyncIterator[Addresses]:
-    """Run a target service and a draft service.
+async def models(setup: Setup, *, prefix_caching: bool = False) -> AsyncIterator[Setup]:
+    """Run a target service and a draft service; the setup with their addresses.
 
     Contenders that share a target would reuse each other's prefixes of the same prompts. So prefix caching is off,
     except where it is measured.
@@ -196,7 +191,8 @@ async def models(setup: Setup, *, prefix_caching: bool = False) -> AsyncIterator
             return await _running(setup, stack, model(role, folder, *words, pace=pace))
 
         # One after the other: two that load at once slow each other more than they gain.
-        yield Addresses(await started("target"), await started("draft"))
+        target = await started("target")
+        yield replace(setup, target_address=target, draft_address=await started("draft"))
 
 
 async def _running(setup: Setup, stack: AsyncExitStack, started: AbstractAsyncContextManager[str]) -> str:
@@ -206,21 +202,6 @@ async def _running(setup: Setup, stack: AsyncExitStack, started: AbstractAsyncCo
         words = ("--role", "delay", "--to", address, "--ms", str(delay))
         return await stack.enter_async_context(service("benchmarks.pace", *words))
     return address
-
-
-def coordinator_of(
-    setup: Setup, target: str, draft: str | None, *options: str
-) -> AbstractAsyncContextManager[str]:
-    """A coordinator; without a draft's address it finds the one that the target hosts. The setup's options win."""
-    rule = setup.settings.rule
-    return service(
-        "coordinator",
-        *("--target-address", target, *(() if draft is None else ("--draft-address", draft))),
-        *("--num-speculative-tokens", str(setup.settings.num_speculative_tokens)),
-        *options,
-        *(("--rejection-sampling-strategy", rule) if rule else ()),
-        *setup.options,
-    )
 
 
 def _model_options(setup: Setup, role: str, prefix_caching: bool = False) -> Iterator[str]:
@@ -257,29 +238,7 @@ def requests_of(workload: Workload, **changes: Any) -> list[GenerationRequest]:
     ]
 
 
-def through_services(client: Client, **changes: Any) -> Contender:
-    """Tandem as users run it: this process is the client of a coordinator. Changes: see `requests_of`."""
-
-    async def run(workload: Workload) -> Outcome:
-        stats = SpeculationStats()
-        started = time.perf_counter()
-
-        async def one(request: GenerationRequest) -> Answer:
-            answer = Answer()
-            async for chunk in client.generate(request):
-                answer.add(time.perf_counter() - started, list(chunk.token_ids))
-                if chunk.summary is not None:
-                    add(stats, chunk.summary.speculation)
-            return answer
-
-        answers = await asyncio.gather(*map(one, requests_of(workload, **changes)))
-        counts = stats.rounds, stats.drafted, stats.accepted, stats.lead.rounds, stats.lead.wasted
-        return Outcome(answers, time.perf_counter() - started, *counts, stats.ahead.hits)
-
-    return run
-
-
-Start = Callable[[Setup, Addresses], AbstractAsyncContextManager[Contender]]
+Start = Callable[[Setup], AbstractAsyncContextManager[Contender]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,22 +257,58 @@ class Kind:
     absent: Callable[[Setup], str] = lambda _: ""
     """Reason why it cannot run with a setup; empty when it can."""
 
+    @property
+    def has_shared_target(self) -> bool:
+        """True for a coordinator before the target that all share."""
+        return self.is_ours and self.shares_models
+
 
 @asynccontextmanager
 async def through(
     setup: Setup, target: str, draft: str | None, *options: str, **changes: Any
 ) -> AsyncIterator[Contender]:
-    """The client of a coordinator over these services. Changes: see `requests_of`."""
-    asked = {"ignore_eos": not setup.settings.eos, **({} if setup.settings.seeded else {"seed": None})}
-    async with coordinator_of(setup, target, draft, *options) as address, Client(address) as client:
-        yield through_services(client, **asked, **changes)
+    """Tandem as users run it: this process is the client of a coordinator over these services.
+
+    Without a draft's address the coordinator finds the one that the target hosts. The setup's options win. Changes: see
+    `requests_of`.
+    """
+    settings = setup.settings
+    asked = {"ignore_eos": not settings.eos, **({} if settings.seeded else {"seed": None}), **changes}
+    coordinator = service(
+        "coordinator",
+        *("--target-address", target, *(() if draft is None else ("--draft-address", draft))),
+        *("--num-speculative-tokens", str(settings.num_speculative_tokens)),
+        *options,
+        *(("--rejection-sampling-strategy", settings.rule) if settings.rule else ()),
+        *setup.options,
+    )
+    async with coordinator as address, Client(address) as client:
+
+        async def run(workload: Workload) -> Outcome:
+            stats = SpeculationStats()
+            started = time.perf_counter()
+
+            async def one(request: GenerationRequest) -> Answer:
+                answer = Answer()
+                async for chunk in client.generate(request):
+                    answer.add(time.perf_counter() - started, list(chunk.token_ids))
+                    if chunk.summary is not None:
+                        add(stats, chunk.summary.speculation)
+                return answer
+
+            answers = await asyncio.gather(*map(one, requests_of(workload, **asked)))
+            counts = stats.rounds, stats.drafted, stats.accepted, stats.lead.rounds, stats.lead.wasted
+            return Outcome(answers, time.perf_counter() - started, *counts)
+
+        yield run
 
 
 def _by_draft(title: str, ahead: str = "off", *, speculation: bool = True) -> Kind:
     """A coordinator before the services that all share."""
 
-    def start(setup: Setup, at: Addresses) -> AbstractAsyncContextManager[Contender]:
-        return through(setup, at.target, at.draft, "--draft-ahead", ahead, speculation=speculation)
+    def start(setup: Setup) -> AbstractAsyncContextManager[Contender]:
+        services = setup.target_address, setup.draft_address
+        return through(setup, *services, "--draft-ahead", ahead, speculation=speculation)
 
     return Kind(title, start, is_ours=True, shares_models=True)
 
@@ -322,7 +317,7 @@ def _by_head(method: str) -> Kind:
     """A target of its own with a head beside it, and a coordinator."""
 
     @asynccontextmanager
-    async def start(setup: Setup, _: Addresses) -> AsyncIterator[Contender]:
+    async def start(setup: Setup) -> AsyncIterator[Contender]:
         async with AsyncExitStack() as stack:
             folders = ("--model", str(setup.pair.target), "--draft-model", str(setup.head_folder(method)))
             bound = service(BOUND_PACKAGE, *folders, *_model_options(setup, "target"))
@@ -338,10 +333,10 @@ def _by_method(method: str) -> Kind:
     """A draft service without a model, and a coordinator, before the target that all share."""
 
     @asynccontextmanager
-    async def start(setup: Setup, at: Addresses) -> AsyncIterator[Contender]:
+    async def start(setup: Setup) -> AsyncIterator[Contender]:
         async with AsyncExitStack() as stack:
             draft = await _running(setup, stack, service("draft_service", "--method", method))
-            yield await stack.enter_async_context(through(setup, at.target, draft))
+            yield await stack.enter_async_context(through(setup, setup.target_address, draft))
 
     return Kind(f"Tandem, {method}", start, is_ours=True, shares_models=True)
 
@@ -382,7 +377,7 @@ def _peer(
 def _transformers(title: str, assistance: str) -> Kind:
     return Kind(
         title,
-        lambda setup, _: _peer(setup, None, "benchmarks.peers", "transformers", assistance=assistance),
+        lambda setup: _peer(setup, None, "benchmarks.peers", "transformers", assistance=assistance),
         largest_batch=1 if assistance else None,
     )
 
@@ -390,8 +385,8 @@ def _transformers(title: str, assistance: str) -> Kind:
 def _vllm(title: str, mode: str, ahead: str = "") -> Kind:
     """vLLM's offline engine; in mode tandem it drafts by the draft service that all share, so many outcomes ahead."""
 
-    def start(setup: Setup, addresses: Addresses) -> AbstractAsyncContextManager[Contender]:
-        plug_in = {"TANDEM_VLLM_DRAFT_ADDRESS": addresses.draft, "TANDEM_VLLM_DRAFT_AHEAD": ahead}
+    def start(setup: Setup) -> AbstractAsyncContextManager[Contender]:
+        plug_in = {"TANDEM_VLLM_DRAFT_ADDRESS": setup.draft_address, "TANDEM_VLLM_DRAFT_AHEAD": ahead}
         extra = {"mode": mode, "ahead": ahead, "environment": plug_in if mode == "tandem" else {}}
         return _peer(setup, setup.settings.vllm_python, "benchmarks.peers", "vllm", **extra)
 
@@ -408,21 +403,21 @@ def _through_http(base: str, model: str) -> Contender:
             ]
             started = time.perf_counter()
 
-            async def one(complete: Connection, prompt: Sequence[int]) -> Answer:
+            async def one(complete: Connection, request: GenerationRequest) -> Answer:
                 served, answer = Served(started), Answer()
-                await complete(LoadRequest(tuple(prompt), workload.max_tokens, workload.temperature), served)
+                await complete(request, served)
                 for moment in served.chunks:
                     answer.add(moment - started, [-1])
                 return answer
 
-            answers = await asyncio.gather(*map(one, connections, workload.prompts))
+            answers = await asyncio.gather(*map(one, connections, requests_of(workload)))
             return Outcome(answers, time.perf_counter() - started)
 
     return run
 
 
 @asynccontextmanager
-async def _max(setup: Setup, _: Addresses) -> AsyncIterator[Contender]:
+async def _max(setup: Setup) -> AsyncIterator[Contender]:
     settings, port = setup.settings, free_port()
     assert settings.max_python is not None
     words = [
@@ -457,7 +452,7 @@ CONTENDERS: dict[str, Kind] = {
     **{method: _by_method(method) for method in MODEL_FREE_METHODS},
     "one-process": Kind(
         "the same loop in one process",
-        lambda setup, _: _peer(setup, None, "benchmarks.one_process"),
+        lambda setup: _peer(setup, None, "benchmarks.one_process"),
         is_ours=True,
     ),
     "transformers": _transformers("transformers generate", ""),
@@ -483,6 +478,6 @@ def title_of(word: str) -> str:
     return " ".join((kind_of(word).title, *word.split()[1:]))
 
 
-def start(word: str, setup: Setup, at: Addresses) -> AbstractAsyncContextManager[Contender]:
+def start(word: str, setup: Setup) -> AbstractAsyncContextManager[Contender]:
     """Start it. An error is a `TandemError`."""
-    return kind_of(word).start(replace(setup, options=tuple(word.split()[1:])), at)
+    return kind_of(word).start(replace(setup, options=tuple(word.split()[1:])))

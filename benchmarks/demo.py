@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import one_sentence, service, study_parser
-from benchmarks.prompts import Prompt, chat_prompts, held_out_prompts
+from benchmarks.prompts import QUESTIONS, Prompt, held_out_prompts
 from coordinator.cli.command import plain_table
 from coordinator.cli.generate import ACCEPTED_STYLE, Record
 from coordinator.cli.up import SMOLLM2_METHOD
@@ -20,7 +20,7 @@ from tandem.client import Client
 from tandem.errors import ModelFolderError
 from tandem.model_sources.bundled import DEMO, SMOLLM2, smollm2_head
 from tandem.model_sources.find import find_model
-from tandem.types import GenerationRequest, SpeculationStats
+from tandem.types import ChatMessage, GenerationRequest, SpeculationStats
 
 NUM_SPECULATIVE_TOKENS = 4
 """The documentation's examples have as many."""
@@ -31,22 +31,21 @@ async def main(model: str, prompt_count: int, max_tokens: int, method: str | Non
     console = Console(highlight=False)
     if model == DEMO:
         named = "the bundled models" if method is None else f"the bundled target and {method} drafting"
-        prompts = held_out_prompts(prompt_count)
     else:
         named = f"{model} and {_drafting(model, method)}"
-        prompts = await chat_prompts(find_model(model), prompt_count)
     console.print(f"Starting the three services with {named} ...")
     drafting = [] if method is None else ["--method", method]
     async with (
         service("coordinator.cli", "up", "--model", model, "--no-http", *drafting) as address,
         Client(address) as client,
     ):
+        prompts = held_out_prompts(prompt_count) if model == DEMO else await _questions(client, prompt_count)
         console.print(
             f"\n[bold]{prompts[0].name}[/bold]: [dim]the prompt[/dim], "
             f"[{ACCEPTED_STYLE}]accepted from the draft[/{ACCEPTED_STYLE}], the target's own\n"
         )
-        shown = prompts[0].question
-        console.print(f"{shown}\n" if shown else prompts[0].text, style="dim", markup=False, end="")
+        end = "\n" if prompts[0].token_ids else ""
+        console.print(prompts[0].text, style="dim", markup=False, end=end)
         chunks = client.generate(_request(prompts[0], max_tokens, temperature=0.0))
         streamed, record = Console(highlight=False, soft_wrap=True), Record()
         async for chunk in chunks:
@@ -87,6 +86,14 @@ def _drafting(model: str, method: str | None) -> str:
     return "its EAGLE-3 head" if has_head else "suffix decoding"
 
 
+async def _questions(client: Client, count: int) -> list[Prompt]:
+    """The first questions, as a model that chats is asked them."""
+    return [
+        Prompt(name, question, await client.chat_prompt([ChatMessage("user", question)]))
+        for name, question in list(QUESTIONS.items())[:count]
+    ]
+
+
 async def _comparison(client: Client, prompts: Sequence[Prompt], max_tokens: int) -> Table:
     """Both ways in turn, prompt by prompt, so that a machine that slows down slows both."""
     columns = ("TEMP", "DECODING", ">TOKENS/S", ">FIRST TOKEN", ">ACCEPTED", ">TOKENS/PASS", ">SPEED-UP")
@@ -119,14 +126,15 @@ async def _run(client: Client, request: GenerationRequest) -> Record:
 
 def _request(prompt: Prompt, max_tokens: int, temperature: float) -> GenerationRequest:
     return GenerationRequest(
-        prompt=prompt.text,
+        prompt=prompt.token_ids or prompt.text,
         max_tokens=max_tokens,
         temperature=temperature,
         seed=7,
         # The fastest lossless rule; with a seed that is strict, so both ways write the same text.
         rejection_sampling_strategy="auto",
         num_speculative_tokens=NUM_SPECULATIVE_TOKENS,
-        ignore_eos=not prompt.is_chat,
+        # The answer to a question ends where the model ends it: behind that it has nothing to say.
+        ignore_eos=not prompt.token_ids,
     )
 
 

@@ -9,6 +9,8 @@ import numpy as np
 
 from tandem.audit.client import LISTED
 from tandem.audit.statistics import BoolArray, FloatArray, IntArray, Steps
+from tandem.sampling.warping import warp
+from tandem.types import SamplingParams
 
 RIGHT = "none"
 FAULTS = {
@@ -68,17 +70,9 @@ def _softmax(logits: FloatArray) -> FloatArray:
 
 
 def _warped(probs: FloatArray, temperature: float, top_p: float) -> FloatArray:
-    if temperature != 1:
-        probs = probs ** (1 / temperature)
-        probs = probs / probs.sum(axis=1, keepdims=True)
-    if top_p < 1:
-        order = np.argsort(-probs, axis=1)
-        ranked = np.take_along_axis(probs, order, axis=1)
-        ranked = np.where(ranked.cumsum(axis=1) - ranked < top_p, ranked, 0.0)
-        probs = np.zeros_like(probs)
-        np.put_along_axis(probs, order, ranked, axis=1)
-        probs = probs / probs.sum(axis=1, keepdims=True)
-    return probs
+    params = SamplingParams(temperature=temperature, top_p=top_p)
+    warped: FloatArray = warp(np.log(probs), [params] * len(probs))
+    return warped
 
 
 def _drawn(probs: FloatArray, uniforms: FloatArray) -> IntArray:

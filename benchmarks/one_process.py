@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -96,29 +95,6 @@ class LocalPair:
     tokenizer: Tokenizer
     settings: CoordinatorSettings
 
-    async def complete(
-        self, request: GenerationRequest, phases: dict[str, list[float]]
-    ) -> AsyncIterator[Completion]:
-        """Run a request; the same completion after each of its rounds."""
-        models = Models(self.target.model_info, self.draft.model_info, PromptEncoder(self.tokenizer))
-        plan = await make_plan(request, uuid.uuid4().hex, self.settings, models)
-        completion, proposed_before = plan.begin(), False
-        async with (
-            self.draft.sequence(plan.draft_options()) as drafted,
-            self.target.sequence(plan.target_options()) as verified,
-        ):
-            drafter, rounds = LocalDrafter(drafted, plan.num_speculative_tokens), RequestRounds()
-            accept = rounds.timed(partial(plan.accept, completion))
-            chunks = generate(completion, drafter, LocalVerifier(verified, plan, rounds), accept)
-            async for chunk, result in rounds.results(chunks):
-                # The first one waits until the draft has read the prompt
-                if chunk.proposed and proposed_before:
-                    for phase in PHASES:
-                        phases[phase].append(getattr(result.times, phase))
-                proposed_before |= chunk.proposed > 0
-                yield completion
-            await drafter.finish()
-
 
 def load(setup: dict[str, Any]) -> Run:
     """Load both models into this process. Setup: see `benchmarks.contenders.Setup.as_json`."""
@@ -155,18 +131,33 @@ def load(setup: dict[str, Any]) -> Run:
 async def _run(pair: LocalPair, workload: Workload) -> Outcome:
     phases: dict[str, list[float]] = {phase: [] for phase in PHASES}
     stats = SpeculationStats()
+    models = Models(pair.target.model_info, pair.draft.model_info, PromptEncoder(pair.tokenizer))
     started = time.perf_counter()
 
-    async def one(request: GenerationRequest, prompt: Sequence[int]) -> Answer:
-        answer, completion = Answer(), None
-        async for completion in pair.complete(request, phases):
-            known = len(prompt) + len(answer.token_ids)
-            answer.add(time.perf_counter() - started, completion.token_ids[known:])
-        if completion is not None:
-            add(stats, completion.stats)
+    async def one(request: GenerationRequest) -> Answer:
+        plan = await make_plan(request, uuid.uuid4().hex, pair.settings, models)
+        completion, answer, proposed_before = plan.begin(), Answer(), False
+        known = completion.length
+        async with (
+            pair.draft.sequence(plan.draft_options()) as drafted,
+            pair.target.sequence(plan.target_options()) as verified,
+        ):
+            drafter, rounds = LocalDrafter(drafted, plan.num_speculative_tokens), RequestRounds()
+            accept = rounds.timed(partial(plan.accept, completion))
+            chunks = generate(completion, drafter, LocalVerifier(verified, plan, rounds), accept)
+            async for chunk, result in rounds.results(chunks):
+                # The first one waits until the draft has read the prompt
+                if chunk.proposed and proposed_before:
+                    for phase in PHASES:
+                        phases[phase].append(getattr(result.times, phase))
+                proposed_before |= chunk.proposed > 0
+                answer.add(time.perf_counter() - started, completion.token_ids[known:])
+                known = completion.length
+            await drafter.finish()
+        add(stats, completion.stats)
         return answer
 
-    answers = await asyncio.gather(*map(one, requests_of(workload), workload.prompts))
+    answers = await asyncio.gather(*map(one, requests_of(workload)))
     seconds = time.perf_counter() - started
     return Outcome(answers, seconds, stats.rounds, stats.drafted, stats.accepted, phases=phases)
 

@@ -15,11 +15,13 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from tandem.errors import TandemError
 
@@ -34,17 +36,12 @@ FIRST_TOKENS = 100
 class Workload:
     """Prompts to complete at once, each by the same number of tokens."""
 
-    prompts: tuple[Sequence[Any], ...]
-    """Token ids, or for Tandem also a text; the batch has as many requests."""
+    prompts: tuple[tuple[int, ...], ...]
+    """Token ids; the batch has as many requests."""
     temperature: float
     max_tokens: int
     """Tokens of each completion; end-of-sequence ids do not end it."""
     seed: int = 0
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> Workload:
-        """The workload whose `asdict` went through JSON."""
-        return Workload(**{**data, "prompts": tuple(map(tuple, data["prompts"]))})
 
 
 @dataclass(slots=True)
@@ -77,8 +74,8 @@ class Outcome:
     """Rounds that the target had begun by itself."""
     wasted: int = 0
     """Further rounds that it had begun by itself and that were not wanted."""
-    hits: int = 0
-    """Rounds whose outcome had been drafted for."""
+    steps: list[tuple[float, float]] = field(default_factory=list)
+    """When the paced target's steps began and ended, in seconds since the batch began; empty where none is paced."""
     phases: dict[str, list[float]] = field(default_factory=dict)
     """Seconds of each round with a proposal, by phase; empty where that is not known."""
 
@@ -103,14 +100,8 @@ class Outcome:
                 total, last = total + count, seconds
         return made / passed * len(self.answers) if passed else 0.0
 
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> Outcome:
-        """The outcome whose `asdict` went through JSON."""
-        answers = [
-            Answer(answer["token_ids"], [(seconds, count) for seconds, count in answer["arrivals"]])
-            for answer in data["answers"]
-        ]
-        return Outcome(**{**data, "answers": answers})
+
+WORKLOADS, OUTCOMES = TypeAdapter(Workload), TypeAdapter(Outcome)
 
 
 class PeerError(TandemError):
@@ -156,7 +147,7 @@ async def peer(
         return answer
 
     async def run(workload: Workload) -> Outcome:
-        return Outcome.from_json(await ask(asdict(workload), 600.0))
+        return OUTCOMES.validate_python(await ask(asdict(workload), 600.0))
 
     try:
         # vLLM compiles its models at start, which takes minutes
@@ -194,7 +185,7 @@ def serve(load: Callable[[dict[str, Any]], Run]) -> None:
     tell({"ready": True})
     for line in sys.stdin:
         try:
-            tell(asdict(run(Workload.from_json(json.loads(line)))))
+            tell(asdict(run(WORKLOADS.validate_json(line))))
         except Exception as error:  # noqa: BLE001 - the benchmark reports any error of an engine and continues
             traceback.print_exc()
             tell({"error": _sentence(error)})

@@ -7,25 +7,17 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator.http.chat import CONFIG_FILE, TEMPLATE_FILE, read_chat_template
-from tandem.errors import ConfigurationError
-
 _HELD_OUT = Path(__file__).resolve().parents[1] / "models" / "demo" / "heldout_prompts.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The beginning of a function, or a question in a model's chat format."""
+    """The beginning of a function, or a question for a model that chats."""
 
     name: str
     text: str
-    question: str = ""
-    """Question for a model that chats; empty where the prompt is to be continued."""
-
-    @property
-    def is_chat(self) -> bool:
-        """True if the answer ends where the model ends it: behind its end-of-turn token it has nothing to say."""
-        return bool(self.question)
+    token_ids: tuple[int, ...] = ()
+    """The question in the model's chat format; empty where the text is to be continued."""
 
 
 def held_out_prompts(count: int) -> list[Prompt]:
@@ -44,8 +36,7 @@ def source_text(length: int) -> str:
     return text
 
 
-# Some answers repeat the question's text, which drafting without a model foresees, and some do not.
-_QUESTIONS = {
+QUESTIONS = {
     "a question": "Why is the sky blue?",
     "a corrected sentence": (
         "Correct the spelling and repeat the whole text: The quick brown fox jumpd over the lazy dog, and then the "
@@ -61,21 +52,4 @@ _QUESTIONS = {
     "a haiku": "Write a haiku about the sea.",
     "the capital of France": "What is the capital of France?",
 }
-
-
-async def chat_prompts(folder: Path, count: int) -> list[Prompt]:
-    """The first `count` questions, as the model in `folder` is asked them."""
-    paths = [folder / name for name in (CONFIG_FILE, TEMPLATE_FILE)]
-    template = read_chat_template({path.name: path.read_bytes() for path in paths if path.is_file()})
-    if template is None:
-        raise ConfigurationError(
-            f"the model in {folder} has no chat template; this demo asks a model that chats"
-        )
-    try:
-        await template.check()
-        return [
-            Prompt(name, await template.prompt([{"role": "user", "content": question}]), question)
-            for name, question in list(_QUESTIONS.items())[:count]
-        ]
-    finally:
-        template.close()
+"""By name. Some answers repeat the question's text, which drafting without a model foresees, and some do not."""

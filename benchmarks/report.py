@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, pairwise, zip_longest
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +14,7 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from benchmarks.contenders import BenchSettings, title_of
+from benchmarks.pace import Pace
 from benchmarks.pairs import PairInfo
 from benchmarks.peers import FIRST_TOKENS, Answer, Outcome
 
@@ -80,6 +81,8 @@ class Cell(Data):
     """Share of the rounds that the target had begun before it was asked; None where that is not known."""
     wasted: float | None = None
     """Rounds that it had begun in vain, by all that it computed."""
+    paced: tuple[float, float, float] | None = None
+    """Of the paced target, see `steps_between`; None where there is none."""
     same_tokens: float | None = None
     """Share of tokens, up to the first that differs, that equal those of the target alone; None above temperature 0."""
 
@@ -89,14 +92,23 @@ class Cell(Data):
         return Spread.of(self.tokens_per_second)
 
 
+Column = tuple[str, str]
+"""Its name, and the unit of its values: one of `_SHOWN`."""
+Row = tuple[str | float | None, ...]
+"""None is shown as nothing."""
+
+
 class Table(Data):
     """Figures of one kind."""
 
     title: str
-    columns: tuple[tuple[str, str], ...]
-    """Name of each, and unit of its values: one of `_SHOWN`."""
-    rows: tuple[tuple[str | float | None, ...], ...]
-    """None is shown as nothing."""
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+
+    @staticmethod
+    def of(title: str, rows: Iterable[Row], *columns: Column) -> Table:
+        """A table with these rows."""
+        return Table(title=title, columns=columns, rows=tuple(rows))
 
     def texts(self) -> list[list[str]]:
         """The rows as they are shown."""
@@ -131,8 +143,6 @@ class Report(Data):
     cells: tuple[Cell, ...]
     tables: tuple[Table, ...] = ()
     """Further measurements."""
-    prefix_ratio: float | None = None
-    """Time to the first token of a prompt whose beginning was served before, by that of the first time."""
     absent: dict[str, str] = Field(default_factory=dict)
     """Contenders that did not take part, or failed, and why."""
 
@@ -172,6 +182,7 @@ def cell_of(
         tokens_per_pass=tokens / rounds if rounds else None,
         led=led / rounds if led else None,
         wasted=wasted / (rounds + wasted) if led else None,
+        paced=_medians(filter(None, map(steps_between, outcomes))),
         same_tokens=_same_tokens(outcomes, references) if temperature == 0 else None,
     )
 
@@ -182,6 +193,25 @@ def inter_token_seconds(answer: Answer) -> list[float]:
     for (before, _), (seconds, count) in zip(answer.arrivals, answer.arrivals[1:], strict=False):
         gaps += [(seconds - before) / count] * count
     return gaps
+
+
+def steps_between(outcome: Outcome) -> tuple[float, float, float] | None:
+    """Steps of the target while all sequences are decoded: how many for each token of a sequence, tokens of a sequence
+    per second, and the median of the seconds between two; None where there are no two."""
+    first = max(answer.arrivals[0][0] for answer in outcome.answers)
+    last = min(answer.arrivals[-1][0] for answer in outcome.answers)
+    arrivals = chain.from_iterable(answer.arrivals for answer in outcome.answers)
+    tokens = sum(count for seconds, count in arrivals if first < seconds <= last) / len(outcome.answers)
+    times = [(began, ended) for began, ended in outcome.steps if first < ended <= last]
+    if not tokens or len(times) < 2:
+        return None
+    gap = statistics.median(later[0] - sooner[1] for sooner, later in pairwise(times))
+    return len(times) / tokens, tokens / (last - first), gap
+
+
+def _medians(found: Iterable[tuple[float, float, float]]) -> tuple[float, float, float] | None:
+    columns = [statistics.median(each) for each in zip(*found, strict=True)]
+    return (columns[0], columns[1], columns[2]) if columns else None
 
 
 def _quantile(ascending: Sequence[float], share: float) -> float:
@@ -203,7 +233,8 @@ def _same_tokens(outcomes: Sequence[Outcome], references: Sequence[Outcome]) -> 
 
 def tables(report: Report) -> list[Table]:
     """All tables of a report that have rows."""
-    every = (*_speeds(report), _first_tokens(report), _leads(report), *report.tables, _goals(report))
+    by_cell = _first_tokens(report), _leads(report), _paced_steps(report)
+    every = (*_speeds(report), *by_cell, *report.tables)
     return [table for table in every if table.rows]
 
 
@@ -272,12 +303,21 @@ def _speeds(report: Report) -> Iterator[Table]:
             if (cell := report.cell(name, batch, temperature)) is not None
         )
         title = f"Batch {batch}, temperature {temperature:g}"
-        yield Table(title=title, columns=tuple(columns.items()), rows=rows)
+        yield Table.of(title, rows, *columns.items())
+
+
+def _of_cells(title: str, rows: Iterable[tuple[Cell, Sequence[float | None]]], *columns: Column) -> Table:
+    """A table with a row for some of the cells."""
+    return Table.of(
+        title,
+        ((title_of(cell.contender), cell.batch, cell.temperature, *figures) for cell, figures in rows),
+        *(("contender", ""), ("batch", "number"), ("temperature", "number"), *columns),
+    )
 
 
 def _first_tokens(report: Report) -> Table:
     """Speeds of the first tokens, while a coordinator that has just started learns, apart from those of the rest."""
-    rows: list[tuple[str | float | None, ...]] = []
+    rows: list[tuple[Cell, list[float | None]]] = []
     for cell in report.cells:
         alone = report.cell("target-alone", cell.batch, cell.temperature)
         figures: list[float | None] = []
@@ -287,71 +327,28 @@ def _first_tokens(report: Report) -> Table:
                 speed = statistics.median(own)
                 figures += [speed, speed / statistics.median(others) if others else None]
         if figures:
-            rows.append((title_of(cell.contender), cell.batch, cell.temperature, *figures))
+            rows.append((cell, figures))
     by_alone = ("by target alone", "ratio")
-    speeds = (("first", "tokens/s"), by_alone, ("rest", "tokens/s"), by_alone)
-    columns = (("contender", ""), ("batch", "number"), ("temperature", "number"), *speeds)
-    return Table(title=f"The first {FIRST_TOKENS} tokens, and the rest", columns=columns, rows=tuple(rows))
+    columns = ("first", "tokens/s"), by_alone, ("rest", "tokens/s"), by_alone
+    return _of_cells(f"The first {FIRST_TOKENS} tokens, and the rest", rows, *columns)
 
 
 def _leads(report: Report) -> Table:
-    rows = [
-        (title_of(each.contender), each.batch, each.temperature, each.led, each.wasted)
-        for each in report.cells
-        if each.led is not None
-    ]
+    rows = ((cell, (cell.led, cell.wasted)) for cell in report.cells if cell.led is not None)
     shares = ("begun early", "share"), ("in vain", "share")
-    columns = (("contender", ""), ("batch", "number"), ("temperature", "number"), *shares)
-    return Table(title="Rounds that the target began by itself", columns=columns, rows=tuple(rows))
+    return _of_cells("Rounds that the target began by itself", rows, *shares)
 
 
-Side = tuple[str, int]
-"""A contender, and its batch."""
-_GOALS: tuple[tuple[Side, float, tuple[Side, ...], float], ...] = (
-    (("speculative", 1), 0.0, (("one-process", 1),), 0.9),
-    (("speculative", 1), 1.0, (("one-process", 1),), 0.9),
-    (("speculative", 1), 0.0, (("assisted", 1), ("assisted-defaults", 1)), 1.5),
-    (("speculative", 1), 0.0, (("transformers", 1),), 2.0),
-    (("speculative", 1), 0.0, (("vllm", 1), ("vllm-ngram", 1), ("vllm-draft", 1)), 1.0),
-    (("speculative", 16), 0.0, (("target-alone", 16),), 1.0),
-    (("speculative", 16), 1.0, (("target-alone", 16),), 1.0),
-    (("target-alone", 16), 0.0, (("target-alone", 1),), 6.0),
-)
-"""One side, temperature, the sides of which the best counts, and the least ratio of tokens per second."""
-_PREFIX_GOAL = 0.25
-"""The project's goal for prefix caching: share of the time to the first token."""
-
-
-def _goals(report: Report) -> Table:
-    """The project's goals that this run measured. Ratios are medians of those within a round."""
-    rows: list[tuple[str, str, float, str]] = []
-    for one, temperature, others, needed in _GOALS:
-        ratio = _ratio(report, one, temperature, others)
-        if ratio is not None:
-            best = " or ".join(name for name, _ in others)
-            name = (
-                f"{one[0]} at batch {one[1]} by {best} at batch {others[0][1]}, temperature {temperature:g}"
-            )
-            rows.append((name, f"at least {needed:g}", ratio, "met" if ratio >= needed else "not met"))
-    if (ratio := report.prefix_ratio) is not None:
-        name = "time to first token with a prefix served before, by the first time"
-        is_met = ratio <= _PREFIX_GOAL
-        rows.append((name, f"at most {_PREFIX_GOAL:g}", ratio, "met" if is_met else "not met"))
-    columns = (("what", ""), ("needed", ""), ("reached", "fraction"), ("", ""))
-    return Table(title="To be reached", columns=columns, rows=tuple(rows))
-
-
-def _ratio(report: Report, one: Side, temperature: float, others: Sequence[Side]) -> float | None:
-    """Tokens per second by those of the fastest of others; None where they were not measured."""
-    own, *found = (report.cell(name, batch, temperature) for name, batch in (one, *others))
-    if own is None:
-        return None
-    ratios = (
-        statistics.median(a / b for a, b in zip(own.tokens_per_second, cell.tokens_per_second, strict=True))
-        for cell in found
-        if cell is not None
-    )
-    return min(ratios, default=None)
+def _paced_steps(report: Report) -> Table:
+    """The target's steps, of which each takes as long whatever its size: one for all sequences is what a token of the
+    target alone should cost, and the time between two steps is lost."""
+    rows: list[tuple[Cell, Sequence[float]]] = []
+    for cell in report.cells:
+        if cell.paced is not None:
+            steps, rate, gap = cell.paced
+            rows.append((cell, (steps, rate * Pace.from_text(report.settings.pace).verify_seconds, gap)))
+    columns = ("steps per token", "fraction"), ("speed by one token a step", "fraction")
+    return _of_cells("Steps of the paced target", rows, *columns, ("between steps", "seconds"))
 
 
 def _absent(report: Report) -> list[str]:

@@ -8,14 +8,15 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
-from typing import TYPE_CHECKING
+
+import torch
 
 from benchmarks.contenders import Setup
 from benchmarks.report import Table
-
-if TYPE_CHECKING:
-    from tandem.engine.core.selection import Backends
-    from tandem.engine.kv_cache.sequence import Sequence
+from tandem.engine.core.selection import Backends, choose_backends
+from tandem.engine.kv_cache.arena import PAGE_TOKENS, KvArena, PageTable, pages_for
+from tandem.engine.kv_cache.sequence import Segment, Sequence
+from tandem.engine.models.loading import load_model
 
 SIZES = ((1, 1), (1, 5), (4, 1), (4, 5), (16, 1), (16, 5), (1, 512))
 """Sequences, and tokens of each: one, a proposal of four with the token before it, and a prompt."""
@@ -34,11 +35,8 @@ Row = tuple[str, float | None, float, float, float | None]
 def table(rows: Iterable[Row]) -> Table:
     """Steps of both models as a table."""
     seconds = ((name, "seconds") for name in ("torch", "as served", "weights read once"))
-    return Table(
-        title="Steps of the engine, medians",
-        columns=(("step: sequences x tokens", ""), *seconds, ("torch by served", "ratio")),
-        rows=tuple(rows),
-    )
+    columns = ("step: sequences x tokens", ""), *seconds, ("torch by served", "ratio")
+    return Table.of("Steps of the engine, medians", rows, *columns)
 
 
 async def measured(role: str, setup: Setup) -> list[Row]:
@@ -52,11 +50,6 @@ def step_rows(role: str, setup: Setup) -> list[Row]:
 
     With one thread of a CPU, times are processor time of that thread, which other work changes least.
     """
-    import torch
-
-    from tandem.engine.core.selection import Backends, choose_backends
-    from tandem.engine.models.loading import load_model
-
     settings = setup.settings
     folder = setup.pair.target if role == "target" else setup.pair.draft
     device = settings.draft_device if role == "draft" and settings.draft_device else settings.device
@@ -104,10 +97,8 @@ class Steps:
     """An engine's steps, run without its scheduler, with pages for so many sequences of so many tokens."""
 
     def __init__(self, backends: Backends, sequences: int, tokens: int) -> None:
-        from tandem.engine.kv_cache.arena import PAGE_TOKENS, KvArena, pages_for
-
         model = backends.model
-        self._page_tokens, self._tokens, self._sequences = PAGE_TOKENS, tokens, sequences
+        self._tokens, self._sequences = tokens, sequences
         self._page_count = sequences * pages_for(tokens, PAGE_TOKENS)
         arena = KvArena(model.layers, self._page_count, model.dtype, model.device)
         self.runner = backends.steps(arena)
@@ -115,18 +106,13 @@ class Steps:
 
     def sequence(self, token_ids: Iterable[int], index: int = 0) -> Sequence:
         """A sequence with these tokens, of which none is computed yet. Those that grow together take turns at pages."""
-        from tandem.engine.kv_cache.arena import PageTable
-        from tandem.engine.kv_cache.sequence import Sequence
-
-        pages = PageTable(self._page_tokens, self._tokens, range(index, self._page_count, self._sequences))
+        pages = PageTable(PAGE_TOKENS, self._tokens, range(index, self._page_count, self._sequences))
         made = Sequence(pages, self._tokens, self.vocabulary_size)
         made.token_ids = list(token_ids)
         return made
 
     def work(self, sequences: int, width: int) -> Work:
         """A step of so many sequences and tokens, to be repeated."""
-        from tandem.engine.kv_cache.sequence import Segment
-
         past = 0 if width > PAST_TOKENS else PAST_TOKENS
         segments = []
         for index in range(sequences):

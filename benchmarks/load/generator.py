@@ -271,19 +271,9 @@ def histogram_quantile(buckets: Sequence[tuple[float, float]], share: float) -> 
 # ---- clients: Tandem's over gRPC, or OpenAI's completions over HTTP, streamed
 
 
-@dataclass(frozen=True, slots=True)
-class LoadRequest:
-    """A completion that a client asks for."""
-
-    prompt: tuple[int, ...]
-    output_tokens: int
-    """Its length: the end-of-sequence token does not end it."""
-    temperature: float
-
-
-Connection = Callable[[LoadRequest, Served], Awaitable[None]]
-"""A client's connection, which has at most one request at once: reads a completion to its end, and notes when its
-chunks come and how many tokens it has, or raises a `TandemError`."""
+Connection = Callable[[GenerationRequest, Served], Awaitable[None]]
+"""A client's connection, which has at most one request at once: reads the completion of token ids to its end, and notes
+when its chunks come and how many tokens it has, or raises a `TandemError`."""
 Connect = Callable[[], AbstractAsyncContextManager[Connection]]
 """Makes a client's connection."""
 
@@ -294,14 +284,8 @@ async def grpc_connection(address: str, credentials: Credentials = PLAIN) -> Asy
     # An answer that comes at the second attempt would hide the refusal of the first.
     async with Client(address, credentials, retries=Retries(attempts=1)) as client:
 
-        async def complete(request: LoadRequest, served: Served) -> None:
-            wanted = GenerationRequest(
-                request.prompt,
-                max_tokens=request.output_tokens,
-                temperature=request.temperature,
-                ignore_eos=True,
-            )
-            async for chunk in client.generate(wanted):
+        async def complete(request: GenerationRequest, served: Served) -> None:
+            async for chunk in client.generate(request):
                 if chunk.token_ids:
                     served.chunks.append(time.perf_counter())
                     served.output_tokens += len(chunk.token_ids)
@@ -338,16 +322,10 @@ async def http_connection(base: str, model: str, token: str = "") -> AsyncIterat
     url = f"{base}/completions"
     async with _client(token) as client:
 
-        async def complete(request: LoadRequest, served: Served) -> None:
-            body = {
-                "model": model,
-                "prompt": request.prompt,
-                "max_tokens": request.output_tokens,
-                "temperature": request.temperature,
-                "ignore_eos": True,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-            }
+        async def complete(request: GenerationRequest, served: Served) -> None:
+            asked = ("prompt", "max_tokens", "temperature", "ignore_eos")
+            body: dict[str, Any] = {name: getattr(request, name) for name in asked}
+            body |= {"model": model, "stream": True, "stream_options": {"include_usage": True}}
             usage: int | None = None
             with reached(url):
                 async with client.stream("POST", url, json=body) as response:
@@ -648,8 +626,11 @@ async def send(
                 )
                 # Prompts differ in their first token, so that no replica finds one of them in its cache.
                 prompt = tuple(_FIRST_ID + (number + place) % _IDS for place in range(arrival.prompt_tokens))
+                wanted = GenerationRequest(
+                    prompt, max_tokens=arrival.output_tokens, temperature=temperature, ignore_eos=True
+                )
                 try:
-                    await complete(LoadRequest(prompt, arrival.output_tokens, temperature), served)
+                    await complete(wanted, served)
                 except TandemError as error:
                     served.error, served.reason = type(error).__name__, str(error)
                 served.ended = time.perf_counter()

@@ -3,7 +3,6 @@
     python -m benchmarks.studies.audit --false-alarms 1000      right samplers, each of its own language and seed
     python -m benchmarks.studies.audit --faults 20              each planted fault of benchmarks/faulty_server.py
     python -m benchmarks.studies.audit --power 100              biases of a total variation of 0.0125
-    python -m benchmarks.studies.audit --reference 20           two samples of 24-token completions
 
 A run has as many tokens as 10 minutes at 100 tokens a second give, in the shares of an audit.
 """
@@ -13,24 +12,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 
 import numpy as np
 
 from benchmarks.common import study_parser
 from benchmarks.faulty_server import FAULTS, PROPOSED, RIGHT, Language, Sampler, steps_of
-from tandem.audit.client import Completion
-from tandem.audit.run import (
-    COLD,
-    GRAM_TOKENS,
-    MAIN,
-    NUCLEUS,
-    REFERENCE_ALPHA,
-    TEMPERATURE,
-    TOP_P,
-    compared,
-    expected,
-)
+from tandem.audit.run import COLD, MAIN, NUCLEUS, TEMPERATURE, TOP_P, expected
 from tandem.audit.statistics import ALPHA, LEVEL, Calibration, Evidence, FloatArray, IntArray, Steps
 from tandem.standard_streams import write_out
 
@@ -42,7 +29,6 @@ VARIATION = 0.0125
 """Mean total variation of the forms of a small fault, whose detection docs/measurements.md reports."""
 _PROMPTS = 24
 """Beginnings of completions."""
-_COMPLETIONS = (100, 400, 1600)
 _LEVELS = (0.01, 0.001, ALPHA, 0.0002)
 """A study shows how many audits have a finding at each."""
 _SHARES = {COLD: 0.05, NUCLEUS: 0.05, MAIN: 0.9}
@@ -156,18 +142,6 @@ def false_alarms(runs: int, tokens: int) -> Iterator[Run]:
         yield judged(*simulated(language, sampler(language), seed, tokens))
 
 
-def told_apart(language: Language, generate: Generate, completions: int, seed: int) -> bool:
-    """True if so many completions of a sampler differ from as many of a right one."""
-    prompts = np.random.default_rng(1).integers(0, language.size**2, _PROMPTS)
-    found = []
-    for is_reference, source in enumerate((generate, sampler(language))):
-        contexts = np.resize(prompts, completions)
-        made, _ = source(MAIN, contexts, np.random.default_rng([seed, is_reference]))
-        texts = [Completion("", "length", tuple(map(str, row))) for row in made[:, :GRAM_TOKENS].tolist()]
-        found += [(place % _PROMPTS, bool(is_reference), text) for place, text in enumerate(texts)]
-    return any(test.adjusted_p is not None and test.adjusted_p < REFERENCE_ALPHA for test in compared(found))
-
-
 def _counted(runs: Sequence[Run]) -> str:
     counts = (f"{sum(run.level < level for run in runs)} at {level:g}" for level in _LEVELS)
     return f"of {len(runs)} by level: {', '.join(counts)}"
@@ -192,16 +166,11 @@ def main(options: argparse.Namespace) -> None:
         show(fault, sampler(language, fault), options.faults, fault)
     for name, generate in small.items() if options.power else ():
         show(name, generate, options.power)
-    lossy = {fault: sampler(language, fault) for fault in ("typical-acceptance", "residual is the target")}
-    for (name, generate), completions in product((lossy | small).items(), _COMPLETIONS):
-        if count := options.reference:
-            told = sum(told_apart(language, generate, completions, seed) for seed in range(count))
-            write_out(f"{name}, {completions:,} completions each: {told} of {count} told apart\n")
 
 
 if __name__ == "__main__":
     parser = study_parser(__doc__)
-    for option in ("--false-alarms", "--faults", "--power", "--reference"):
+    for option in ("--false-alarms", "--faults", "--power"):
         parser.add_argument(option, type=int, default=0, metavar="RUNS")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of each run")
     main(parser.parse_args())

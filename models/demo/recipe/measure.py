@@ -1,4 +1,4 @@
-"""How much of a draft's text the target accepts: `python -m models.demo.recipe.measure`. Also a held-out loss."""
+"""How much of a draft's text the target accepts, and a held-out loss."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 
-from models.demo.recipe.architecture import END_OF_TEXT_ID, continue_text, load_model, read_states
+from models.demo.recipe.architecture import END_OF_TEXT_ID, Continuation, continue_text, read_states
 from models.demo.recipe.corpus import load_tokenizer
 
 DEMO_FOLDER = Path(__file__).parents[1]
@@ -45,15 +45,6 @@ class Rounds:
     def length(self) -> float:
         """Tokens emitted per round, the target's own one included."""
         return 1 + sum(self.by_position) / self.count
-
-    def figures(self, temperature: float) -> dict[str, Any]:
-        """The fields of a head's figures.json."""
-        rates = [round(each / self.count, 4) for each in self.by_position]
-        return {
-            f"acceptance_rates_per_position_at_{temperature}": rates,
-            f"acceptance_rate_at_{temperature}": self.rate,
-            f"acceptance_length_at_{temperature}": self.length,
-        }
 
 
 def rounds_of(texts: Iterable[Sequence[Sequence[bool]]], proposed: int) -> Rounds:
@@ -92,11 +83,6 @@ def held_out_ids(folder: Path) -> list[list[int]]:
     texts = json.loads((DEMO_FOLDER / "heldout_prompts.json").read_text(encoding="utf-8"))
     ids: list[list[int]] = load_tokenizer(folder)([each["prompt"] for each in texts])["input_ids"]
     return ids
-
-
-def short_prompts(folder: Path) -> list[list[int]]:
-    """The first tokens of the held-out prompts that are long enough: heads are measured behind equally long prompts."""
-    return [each[:PROMPT_TOKENS] for each in held_out_ids(folder) if len(each) >= PROMPT_TOKENS]
 
 
 @torch.no_grad()
@@ -138,6 +124,40 @@ def measure_acceptance(
     return rounds_of(texts, DRAFTED_PER_ROUND)
 
 
+Compared = tuple[Tensor, Tensor, Tensor]
+"""Logits [rows, places, K, vocabulary] of a head and of the target, and the tokens of the text [rows, places, K], where
+a proposal of K tokens at each place begins with the place's token."""
+
+
+@torch.no_grad()
+def measured_head(
+    target: LlamaForCausalLM,
+    folder: Path,
+    proposed: int,
+    seed: int,
+    compare: Callable[[Continuation], Iterator[Compared]],
+) -> dict[str, Any]:
+    """The fields of a head's figures.json: its acceptance behind the held-out prompts that are long enough, cut to the
+    same length."""
+    prompts = [each[:PROMPT_TOKENS] for each in held_out_ids(folder) if len(each) >= PROMPT_TOKENS]
+    figures: dict[str, Any] = {}
+    for temperature in (0.0, 0.8):
+        written = continue_text(target, prompts, NEW_TOKENS + proposed, temperature, seed)
+        accepted, coins = [], torch.Generator().manual_seed(seed)
+        for own, wanted, chosen in compare(written):
+            flags = are_accepted(own, wanted, chosen, temperature, coins)
+            accepted += flags[:, PROMPT_TOKENS - 2 :].tolist()
+        found = rounds_of(accepted, proposed)
+        rates = [round(each / found.count, 4) for each in found.by_position]
+        figures |= {
+            f"acceptance_rates_per_position_at_{temperature}": rates,
+            f"acceptance_rate_at_{temperature}": found.rate,
+            f"acceptance_length_at_{temperature}": found.length,
+        }
+    logger.info("%s", figures)
+    return figures
+
+
 def parser_of(about: str | None, head: str = "") -> argparse.ArgumentParser:
     """A command's parser, with the options that the recipes of heads share; its log goes to stderr."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
@@ -147,24 +167,3 @@ def parser_of(about: str | None, head: str = "") -> argparse.ArgumentParser:
         parser.add_argument("--output", type=Path, default=DEMO_FOLDER / head)
         parser.add_argument("--minutes-reading", type=float, default=1.0)
     return parser
-
-
-def main() -> None:
-    """Measure the acceptance of a pair on the held-out prompts."""
-    parser = parser_of(main.__doc__)
-    parser.add_argument("--target", type=Path, default=DEMO_FOLDER / "target")
-    parser.add_argument("--draft", type=Path, default=DEMO_FOLDER / "draft")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    options = parser.parse_args()
-    target, draft = (
-        load_model(each, getattr(torch, options.dtype)) for each in (options.target, options.draft)
-    )
-    prompts = held_out_ids(options.target)
-    for temperature in TEMPERATURES:
-        found = measure_acceptance(target, draft, prompts, temperature)
-        words = "temperature %.1f: acceptance rate %.3f, %.2f tokens per pass"
-        logger.info(words, temperature, found.rate, found.length)
-
-
-if __name__ == "__main__":
-    main()

@@ -6,7 +6,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -15,10 +16,11 @@ import pytest
 
 from benchmarks import bench, demo, gpu
 from benchmarks.bench import parse
-from benchmarks.common import rotated
-from benchmarks.contenders import CONTENDERS, BenchSettings, prepared
+from benchmarks.common import Contender, rotated
+from benchmarks.contenders import CONTENDERS, BenchSettings, Setup, prepared
 from benchmarks.gpu import RUNS, gpus, options_of
 from benchmarks.pace import Pace
+from benchmarks.peers import Answer, Outcome, Workload
 from benchmarks.report import Report
 from benchmarks.studies.memory import (
     DEEPSEEK,
@@ -208,3 +210,26 @@ def test_the_demo_shows_the_bundled_pair_where_the_package_of_smollm2_is_missing
     )
     monkeypatch.setattr(demo, "find_model", Path)
     assert demo.default_model() == "smollm2"
+
+
+async def test_steps_are_timed_from_the_start_of_a_batch_and_not_from_that_of_its_coordinator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+
+    @asynccontextmanager
+    async def start(word: str, setup: Setup) -> AsyncIterator[Contender]:
+        nonlocal now
+        now = 105.0
+
+        async def run(workload: Workload) -> Outcome:
+            return Outcome([Answer()], 1.0)
+
+        yield run
+
+    monkeypatch.setattr(bench, "start", start)
+    with prepared(parse(["--fresh", "--pace", "1,1"])) as setup:
+        (setup.logs / "target.steps").write_text("105.5 106.0 1 1\n")
+        outcome = await bench._Run(setup, print)._run("target-alone", {}, Workload(((1,),), 0.0, 2))
+    assert outcome.steps == [(0.5, 1.0)]

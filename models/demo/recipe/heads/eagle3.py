@@ -7,7 +7,6 @@ The head learns as it will be used, on states of its own behind the first (the p
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,15 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from models.demo.recipe.architecture import continue_text, load_model, write_json
-from models.demo.recipe.measure import (
-    NEW_TOKENS,
-    PROMPT_TOKENS,
-    are_accepted,
-    parser_of,
-    rounds_of,
-    short_prompts,
-)
+from models.demo.recipe.architecture import Continuation, load_model, write_json
+from models.demo.recipe.measure import Compared, measured_head, parser_of
 from models.demo.recipe.training import Lessons, Loss, lessons_of, train_head
 from tandem.engine.models import loading
 from tandem.engine.models.heads.eagle import Eagle3Head
@@ -35,8 +27,6 @@ SEED = 11
 """The seed of the checked-in head."""
 STEPS = 4
 """Tokens of a proposal when acceptance is measured."""
-
-logger = logging.getLogger(__name__)
 
 
 def new_head(target_folder: Path, folder: Path, target_ids: Sequence[int] | None = None) -> Eagle3Head:
@@ -167,23 +157,16 @@ def losses(head: Eagle3Head, target: LlamaForCausalLM, batch: Lessons, compare: 
         yield compare(wanted, head.logits(hidden.flatten(0, 1)))
 
 
-@torch.no_grad()
-def measured(head: Eagle3Head, target: LlamaForCausalLM, folder: Path) -> dict[str, Any]:
-    """Acceptance behind the held-out prompts."""
-    prompts = short_prompts(folder)
-    figures: dict[str, Any] = {}
-    for temperature in (0.0, 0.8):
-        texts = continue_text(target, prompts, NEW_TOKENS + STEPS, temperature, SEED).tokens
-        written, coins = with_states(target, texts, head.layer_ids), torch.Generator().manual_seed(SEED)
-        flags = []
-        for k, hidden in unrolled_states(head, written):
+def compared(head: Eagle3Head, target: LlamaForCausalLM, written: Continuation) -> Iterator[Compared]:
+    """Proposals at each place of some texts."""
+    for texts in torch.split(written.tokens, 16):
+        lessons = with_states(target, texts, head.layer_ids)
+        parts = []
+        for k, hidden in unrolled_states(head, lessons):
             own = head.logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
-            wanted, chosen = target_logits(target, written, k), texts[:, k + 2 : k + 2 + own.shape[1]]
-            flags.append(are_accepted(own, wanted, chosen, temperature, coins))
-        accepted = torch.stack(flags, dim=-1)[:, PROMPT_TOKENS - 2 :].tolist()
-        figures |= rounds_of(accepted, STEPS).figures(temperature)
-    logger.info("%s", figures)
-    return figures
+            parts.append((own, target_logits(target, lessons, k), texts[:, k + 2 : k + 2 + own.shape[1]]))
+        own, wanted, chosen = (torch.stack(each, dim=2) for each in zip(*parts, strict=True))
+        yield own, wanted, chosen
 
 
 def main() -> None:
@@ -198,7 +181,8 @@ def main() -> None:
     lessons = [with_states(target, each.tokens, head.layer_ids) for each in read]
     seen = train_head(head, partial(losses, head, target), lessons, options.minutes_head, SEED)
     save(head, options.output)
-    figures = {"head_tokens_seen": seen, **measured(head, target, options.target)}
+    found = measured_head(target, options.target, STEPS, SEED, partial(compared, head, target))
+    figures = {"head_tokens_seen": seen, **found}
     write_json(figures, options.output / "figures.json")
 
 

@@ -5,26 +5,17 @@ place of the corpus' next token); the target stays as it is. Run as `python -m m
 """
 
 import json
-import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from models.demo.recipe.architecture import continue_text, load_model, write_json
-from models.demo.recipe.measure import (
-    NEW_TOKENS,
-    PROMPT_TOKENS,
-    are_accepted,
-    parser_of,
-    rounds_of,
-    short_prompts,
-)
+from models.demo.recipe.architecture import Continuation, load_model, write_json
+from models.demo.recipe.measure import Compared, measured_head, parser_of
 from models.demo.recipe.training import HEAD_ROWS, Lessons, Loss, lessons_of, train_head
 from tandem.engine.models import loading
 from tandem.engine.models.heads.medusa import MedusaHeads
@@ -33,8 +24,6 @@ HEADS = 4
 """As many as the demo proposes tokens."""
 SEED = 13
 """The seed of the checked-in heads."""
-
-logger = logging.getLogger(__name__)
 
 
 def head_logits(heads: MedusaHeads, hidden: Tensor) -> Tensor:
@@ -103,23 +92,13 @@ def adopt_linear_maps(heads: MedusaHeads, target: LlamaForCausalLM, lessons: Seq
         output.copy_(target.lm_head.weight @ torch.linalg.solve(inner + ridge, each).float().T)
 
 
-@torch.no_grad()
-def measured(heads: MedusaHeads, target: LlamaForCausalLM, folder: Path) -> dict[str, Any]:
-    """Acceptance behind the held-out prompts."""
-    prompts = short_prompts(folder)
-    figures: dict[str, Any] = {}
-    for temperature in (0.0, 0.8):
-        written = continue_text(target, prompts, NEW_TOKENS + HEADS, temperature, SEED)
-        accepted, coins = [], torch.Generator().manual_seed(SEED)
-        parts = (torch.split(each, HEAD_ROWS) for each in (written.hidden, written.tokens))
-        for hidden, tokens in zip(*parts, strict=True):
-            chosen = tokens[:, 2:-1].unfold(1, HEADS, 1)
-            both = head_logits(heads, hidden), target_logits(target, hidden)
-            own, wanted = (logits[:, : chosen.shape[1]] for logits in both)
-            accepted += are_accepted(own, wanted, chosen, temperature, coins)[:, PROMPT_TOKENS - 2 :].tolist()
-        figures |= rounds_of(accepted, HEADS).figures(temperature)
-    logger.info("%s", figures)
-    return figures
+def compared(heads: MedusaHeads, target: LlamaForCausalLM, written: Continuation) -> Iterator[Compared]:
+    """Proposals at each place of some texts."""
+    parts = (torch.split(each, HEAD_ROWS) for each in (written.hidden, written.tokens))
+    for hidden, tokens in zip(*parts, strict=True):
+        chosen = tokens[:, 2:-1].unfold(1, HEADS, 1)
+        own, wanted = head_logits(heads, hidden), target_logits(target, hidden)
+        yield own[:, : chosen.shape[1]], wanted[:, : chosen.shape[1]], chosen
 
 
 def main() -> None:
@@ -137,7 +116,8 @@ def main() -> None:
     # By the names of vLLM's `MedusaModel`.
     tensors = {name: each.detach().bfloat16().contiguous() for name, each in heads.named_parameters()}
     save_file(tensors, options.output / "model.safetensors")
-    figures = {"head_tokens_seen": seen, **measured(heads, target, options.target)}
+    found = measured_head(target, options.target, HEADS, SEED, partial(compared, heads, target))
+    figures = {"head_tokens_seen": seen, **found}
     write_json(figures, options.output / "figures.json")
 
 

@@ -6,7 +6,8 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import isnan
@@ -14,8 +15,10 @@ from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
-from coordinator.http.tools import CallReader, Parser
+from coordinator.http.errors import error_object
+from coordinator.http.tools import CallReader, Parser, Said
 from coordinator.stats.speculation import add, describe_with_state
+from tandem.errors import TandemError
 from tandem.speculation_state import SpeculationState
 from tandem.types import Chunk, FinishReason, SpeculationStats, Summary, TokenLogprobs
 
@@ -47,6 +50,11 @@ def rendered(value: object) -> bytes:
     """The JSON of a small value."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-8", "replace")
+
+
+def data_line(content: Mapping[str, Any]) -> bytes:
+    """An object as the data of an event."""
+    return b"data: " + rendered(content) + b"\n\n"
 
 
 def flattened(value: object) -> Iterator[bytes | bytearray]:
@@ -87,8 +95,11 @@ def parts(pieces: Iterable[bytes | bytearray]) -> Iterator[bytes]:
 class Choice:
     """One of the completions of a request, as far as it has come."""
 
-    texts: list[str] = field(default_factory=list)
-    """The text of each piece."""
+    reader: CallReader | None = None
+    """Divides its text; None where all of it is content."""
+    contents: list[str] = field(default_factory=list)
+    """Of each piece."""
+    reasonings: list[str] = field(default_factory=list)
     characters: int = 0
     tokens: int = 0
     summary: Summary | None = None
@@ -98,8 +109,18 @@ class Choice:
     """Entries of a whole answer for each token, by field; `ids` are those that `return_token_ids` adds."""
 
     @property
-    def text(self) -> str:
-        return "".join(self.texts)
+    def said(self) -> Said:
+        """Its text so far."""
+        calls = [] if self.reader is None else self.reader.calls
+        return Said("".join(self.contents), "".join(self.reasonings), calls)
+
+    @property
+    def finish_reason(self) -> str | None:
+        if self.summary is None:
+            return None
+        has_called = self.reader is not None and self.reader.calls
+        is_stopped = self.summary.finish_reason is FinishReason.STOP
+        return "tool_calls" if has_called and is_stopped else self.summary.finish_reason.value
 
 
 class Answer(ABC):
@@ -130,13 +151,22 @@ class Answer(ABC):
         self._per_prompt = per_prompt
         self._with_ids = with_ids
 
-    def add(self, index: int, chunk: Chunk) -> None:
-        """Note a piece of one of the completions."""
-        choice = self.choices[index]
-        choice.texts.append(chunk.text)
+    def read_calls(self, form: Parser | Literal["demanded"]) -> None:
+        """Read calls of tools out of the completions' texts."""
+        for choice in self.choices:
+            choice.reader = CallReader(form)
+
+    def add(self, index: int, chunk: Chunk) -> Said:
+        """Note a piece of one of the completions: what its text is."""
+        choice, is_last = self.choices[index], chunk.summary is not None
+        reader = choice.reader
+        said = Said(chunk.text) if reader is None else reader.read(chunk.text, is_last=is_last)
+        choice.contents.append(said.content)
+        choice.reasonings.append(said.reasoning)
         choice.characters += len(chunk.text)
         choice.tokens += len(chunk.token_ids)
         choice.summary = chunk.summary
+        return said
 
     def keep(self, index: int, chunk: Chunk) -> int:
         """Note a piece for the whole answer: the number of bytes that it takes."""
@@ -151,28 +181,40 @@ class Answer(ABC):
     def whole(self) -> dict[str, Any]:
         """The whole answer, once every completion has ended. Every piece of it was kept."""
         choices = [
-            self._text(choice.text, is_piece=False)
-            | self._described(index, choice.logprobs, choice.summary, choice.ids)
+            self._whole_text(choice) | self._described(index, choice.logprobs, choice.ids)
             for index, choice in enumerate(self.choices)
         ]
         return {**self._head, "object": self.whole_object, "choices": choices, **self.account()}
 
-    def piece(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
-        """The piece that was added last, as an event; None when it says nothing to the client."""
-        choice = self.choices[index]
-        is_first = len(choice.texts) == 1
-        if not (chunk.text or chunk.summary or chunk.logprobs or self._with_ids or is_first):
+    async def events(
+        self, chunks: AsyncGenerator[tuple[int, Chunk]], *, with_usage: bool
+    ) -> AsyncGenerator[bytes]:
+        """The answer piece by piece, as it is made; `with_usage`: end with the usage."""
+        async with aclosing(chunks):
+            async for index, chunk in chunks:
+                if (piece := self._piece(index, chunk)) is not None:
+                    yield data_line(piece)
+        if with_usage:
+            yield data_line({**self._head, "object": self.piece_object, "choices": [], **self.account()})
+        yield b"data: [DONE]\n\n"
+
+    def failure(self, error: TandemError) -> bytes:
+        """The last event of an answer that fails after it has begun."""
+        return data_line(error_object(error))
+
+    def _piece(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
+        """A piece as an event; None when it says nothing to the client."""
+        choice, said = self.choices[index], self.add(index, chunk)
+        is_first = len(choice.contents) == 1
+        has_text = said.content or said.calls or said.reasoning
+        if not (has_text or chunk.summary or chunk.logprobs or self._with_ids or is_first):
             return None
-        described = self._text(chunk.text, is_piece=True, is_first=is_first)
-        described |= self._described(index, self._logprobs(choice, chunk), chunk.summary, self._ids(chunk))
+        described = self._piece_text(choice, said, is_first=is_first)
+        described |= self._described(index, self._logprobs(choice, chunk), self._ids(chunk))
         piece = {**self._head, "object": self.piece_object, "choices": [described]}
         if self.prompt_tokens:
             piece["usage"] = _usage(self.prompt_tokens[index], choice.tokens)
         return piece
-
-    def last_piece(self) -> dict[str, Any]:
-        """The event with the usage, if the request asked for it."""
-        return {**self._head, "object": self.piece_object, "choices": [], **self.account()}
 
     def account(self) -> dict[str, Any]:
         """Tokens of the completions, and their speculation statistics."""
@@ -198,14 +240,14 @@ class Answer(ABC):
             "speculation": describe_with_state(total, state),
         }
 
-    def _described(
-        self, index: int, logprobs: dict[str, Any], summary: Summary | None, ids: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def _described(self, index: int, logprobs: dict[str, Any], ids: Mapping[str, Any]) -> dict[str, Any]:
         """A completion, or a piece of it, without its text."""
+        choice = self.choices[index]
+        summary = choice.summary
         return {
             "logprobs": {**logprobs, **self.beside_logprobs} if logprobs else None,
             "index": index,
-            "finish_reason": None if summary is None else summary.finish_reason.value,
+            "finish_reason": choice.finish_reason,
             "stop_reason": None if summary is None else summary.stop_reason,
             **({"seed": summary.seed} if self._with_ids and summary is not None else {}),
             **ids,
@@ -234,8 +276,12 @@ class Answer(ABC):
         """The chunk's log probabilities as lists, of which those of all chunks follow each other."""
 
     @abstractmethod
-    def _text(self, text: str, *, is_piece: bool, is_first: bool = False) -> dict[str, Any]:
-        """A completion's text, or a piece of it, as the endpoint shows it."""
+    def _whole_text(self, choice: Choice) -> dict[str, Any]:
+        """A completion's text as the endpoint shows it."""
+
+    @abstractmethod
+    def _piece_text(self, choice: Choice, said: Said, *, is_first: bool) -> dict[str, Any]:
+        """A piece of it."""
 
 
 class CompletionAnswer(Answer):
@@ -260,8 +306,11 @@ class CompletionAnswer(Answer):
         pairs = zip(position.top_token_ids, position.top_logprobs, strict=True)
         return {token_text(self._tokenizer, token_id): _number(logprob) for token_id, logprob in pairs}
 
-    def _text(self, text: str, *, is_piece: bool, is_first: bool = False) -> dict[str, Any]:
-        return {"text": text}
+    def _whole_text(self, choice: Choice) -> dict[str, Any]:
+        return {"text": choice.said.content}
+
+    def _piece_text(self, choice: Choice, said: Said, *, is_first: bool) -> dict[str, Any]:
+        return {"text": said.content}
 
 
 class ChatAnswer(Answer):
@@ -270,45 +319,6 @@ class ChatAnswer(Answer):
     whole_object, piece_object = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl"
     beside_logprobs: Mapping[str, None] = {"refusal": None}
-    _readers: Sequence[CallReader] = ()
-    """For each completion, what reads its calls of tools; empty where there are no tools."""
-
-    def read_calls(self, form: Parser | Literal["demanded"]) -> None:
-        """Read calls of tools out of the completions' texts."""
-        self._readers = [CallReader(form) for _ in self.choices]
-
-    def whole(self) -> dict[str, Any]:
-        body = super().whole()
-        for described, choice, reader in zip(body["choices"], self.choices, self._readers, strict=False):
-            content, _ = reader.read(choice.text)
-            content += reader.finish()
-            calls = [call.whole for call in reader.calls]
-            described["message"] |= {"content": content or None} | ({"tool_calls": calls} if calls else {})
-            described["message"] |= _reasoning(reader)
-            described["finish_reason"] = self._reason(reader, described["finish_reason"])
-        return body
-
-    def piece(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
-        piece = super().piece(index, chunk)
-        if piece is None or not self._readers:
-            return piece
-        reader = self._readers[index]
-        content, calls = reader.read(chunk.text)
-        if chunk.summary is not None:
-            content += reader.finish()
-        (described,) = piece["choices"]
-        reasoning = _reasoning(reader)
-        says_more = chunk.summary or chunk.logprobs or self._with_ids or "role" in described["delta"]
-        if not (content or calls or reasoning or says_more):
-            return None
-        described["delta"] |= (
-            {"content": content or None} | ({"tool_calls": calls} if calls else {}) | reasoning
-        )
-        described["finish_reason"] = self._reason(reader, described["finish_reason"])
-        return piece
-
-    def _reason(self, reader: CallReader, reason: str | None) -> str | None:
-        return "tool_calls" if reader.calls and reason == FinishReason.STOP.value else reason
 
     def _logprobs(self, choice: Choice, chunk: Chunk) -> dict[str, list[Any]]:
         entries = []
@@ -322,16 +332,19 @@ class ChatAnswer(Answer):
         text = token_text(self._tokenizer, token_id)
         return {"token": text, "logprob": _number(logprob), "bytes": list(text.encode("utf-8", "replace"))}
 
-    def _text(self, text: str, *, is_piece: bool, is_first: bool = False) -> dict[str, Any]:
-        if is_piece:
-            return {"delta": {**({"role": "assistant"} if is_first else {}), "content": text}}
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def _whole_text(self, choice: Choice) -> dict[str, Any]:
+        return {"message": {"role": "assistant", **_parts_of(choice, choice.said), "refusal": None}}
+
+    def _piece_text(self, choice: Choice, said: Said, *, is_first: bool) -> dict[str, Any]:
+        return {"delta": {**({"role": "assistant"} if is_first else {}), **_parts_of(choice, said)}}
 
 
-def _reasoning(reader: CallReader) -> dict[str, str]:
-    """The field of what the reader took for reasoning since the last call."""
-    reasoning, reader.reasoning = reader.reasoning, ""
-    return {"reasoning_content": reasoning} if reasoning else {}
+def _parts_of(choice: Choice, said: Said) -> dict[str, Any]:
+    return {
+        "content": said.content if choice.reader is None else said.content or None,
+        **({"tool_calls": said.calls} if said.calls else {}),
+        **({"reasoning_content": said.reasoning} if said.reasoning else {}),
+    }
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -18,7 +17,7 @@ from coordinator.http.answers import Answer, ChatAnswer, CompletionAnswer
 from coordinator.http.bodies import ALONE_HEADER, BodyReader, HeldBytes, fit, ignored_header
 from coordinator.http.chat import Chats
 from coordinator.http.errors import ModelNotFoundError
-from coordinator.http.responses import ResponseObject, chat_of, failure, response_events
+from coordinator.http.responses import ResponseAnswer, chat_of
 from coordinator.http.schema import (
     Body,
     Chat,
@@ -30,8 +29,8 @@ from coordinator.http.schema import (
     StreamOptions,
     TokenizeBody,
 )
-from coordinator.http.sending import DONE, EventStream, WholeAnswer, data_line, merged
-from coordinator.http.tools import HARMONY, CallReader
+from coordinator.http.sending import EventStream, WholeAnswer, merged
+from coordinator.http.tools import HARMONY
 from coordinator.requests.admission import peer_of_host
 from coordinator.requests.plan import Models, keep_out
 from coordinator.requests.runner import RequestRunner
@@ -40,7 +39,7 @@ from coordinator.settings.coordinator import HttpOptions, RequestBounds
 from tandem.config.rule import broken, refuse
 from tandem.errors import InvalidRequestError
 from tandem.serving.interceptors import RunningCalls
-from tandem.types import Chunk, GenerationRequest, Grammar
+from tandem.types import GenerationRequest, Grammar
 
 BodyT = TypeVar("BodyT", bound=Body)
 
@@ -83,60 +82,53 @@ class Api:
 
     async def completions(self, request: Request) -> Response:
         """`POST /v1/completions`."""
-        return await self._complete(request, CompletionBody, CompletionAnswer)
+        body, headers = await self._body(request, CompletionBody)
+        return await self._complete(request, body, CompletionAnswer, headers)
 
     async def chat_completions(self, request: Request) -> Response:
         """`POST /v1/chat/completions`."""
-        return await self._complete(request, ChatBody, ChatAnswer)
+        body, headers = await self._body(request, ChatBody)
+        return await self._complete(request, body, ChatAnswer, headers)
 
     async def responses(self, request: Request) -> Response:
         """`POST /v1/responses`."""
-        body = await self._body(request, ResponsesBody)
+        body, headers = await self._body(request, ResponsesBody)
         refuse(body.refusals())
-        answer, chunks, headers = await self._begin(request, chat_of(body), ChatAnswer)
-        if self._chats.template is not None and self._chats.template.calls == HARMONY:
-            chunks = _texts_of(chunks)
-        described = ResponseObject(body, self.model_name)
-        headers |= ignored_header(request.state.ignored_fields, body.passed_over)
-        if body.stream:
-            return EventStream(response_events(described, answer, chunks), self._calls, headers, failure)
-        ended = partial(described.ended, answer)
-        return WholeAnswer(answer, chunks, ended, self._calls, self._held, headers)
+        return await self._complete(request, chat_of(body), partial(ResponseAnswer, body), headers)
 
     async def tokenize(self, request: Request) -> Response:
         """`POST /tokenize`."""
-        body = await self._body(request, TokenizeBody)
+        body, headers = await self._body(request, TokenizeBody)
         refuse(body.refusals())
         models, bounds = self._completions.models, self._completions.bounds
         if body.prompt is None:
             token_ids = await _chat_prompt(body, models, self._chats, bounds)
         else:
             token_ids = await models.encode(body.prompt, bounds, add_special_tokens=body.add_special_tokens)
-        answer: dict[str, Any] = {
+        answer = {
             "count": len(token_ids),
             "max_model_len": models.target.max_length,
-            "tokens": list(token_ids),
-            "token_strs": None,
+            "tokens": token_ids,
+            "token_strs": [*map(models.tokenizer.id_to_token, token_ids)] if body.return_token_strs else None,
         }
-        if body.return_token_strs:
-            answer["token_strs"] = [models.tokenizer.id_to_token(token_id) for token_id in token_ids]
-        return JSONResponse(answer, headers=ignored_header(request.state.ignored_fields))
+        return JSONResponse(answer, headers=headers)
 
     async def detokenize(self, request: Request) -> Response:
         """`POST /detokenize`."""
-        body = await self._body(request, DetokenizeBody)
+        body, headers = await self._body(request, DetokenizeBody)
         models = self._completions.models
         refuse(outside_vocabulary("tokens holds", body.tokens, models.target))
         # Tens of thousands of ids take long enough for others to notice.
         text = await asyncio.to_thread(models.tokenizer.decode, body.tokens, skip_special_tokens=False)
-        return JSONResponse({"prompt": text}, headers=ignored_header(request.state.ignored_fields))
+        return JSONResponse({"prompt": text}, headers=headers)
 
-    async def _body(self, request: Request, model: type[BodyT]) -> BodyT:
+    async def _body(self, request: Request, model: type[BodyT]) -> tuple[BodyT, dict[str, str]]:
+        """The body, and the header that names what is ignored of it."""
         completions = self._completions
         max_length, biases = completions.models.target.max_length, completions.bounds.max_logit_biases
-        body = await self._reader.read(request, model, completions.turns, max_length, biases)
+        body, unknown = await self._reader.read(request, model, completions.turns, max_length, biases)
         self._check_model(body.model)
-        return body
+        return body, ignored_header(*unknown, *body.passed_over)
 
     def _model(self) -> dict[str, Any]:
         return {
@@ -153,18 +145,9 @@ class Api:
                 f"model is {name!r}; it must be {self.model_name!r}, which is served here"
             )
 
-    async def _complete(self, request: Request, model: type[Sampled], form: type[Answer]) -> Response:
-        body = await self._body(request, model)
-        answer, chunks, headers = await self._begin(request, body, form)
-        headers |= ignored_header(request.state.ignored_fields, body.passed_over)
-        if body.stream:
-            return EventStream(_events(answer, chunks, body.stream_options), self._calls, headers)
-        return WholeAnswer(answer, chunks, answer.whole, self._calls, self._held, headers)
-
-    async def _begin(
-        self, request: Request, body: Sampled, form: type[Answer]
-    ) -> tuple[Answer, AsyncGenerator[tuple[int, Chunk]], dict[str, str]]:
-        """The answer to a body, still empty, the chunks that it will gather, and what its headers say of them."""
+    async def _complete(
+        self, request: Request, body: Sampled, form: Callable[..., Answer], headers: dict[str, str]
+    ) -> Response:
         models = self._completions.models
         bounds = self._completions.bounds
         requests = await requests_of(body, models, self._chats, bounds)
@@ -175,12 +158,12 @@ class Api:
         answer = form(
             request_id, self.model_name, models.tokenizer, len(requests), body.choices, with_ids=with_ids
         )
-        usage = body.stream_options
-        if usage is not None and usage.include_usage and usage.continuous_usage_stats:
+        usage = body.stream_options or StreamOptions()
+        if usage.include_usage and usage.continuous_usage_stats:
             ids = [await _ids(each.prompt, models, bounds) for each in requests]
             requests = [replace(each, prompt=prompt) for each, prompt in zip(requests, ids, strict=True)]
             answer.prompt_tokens = [*map(len, ids)]
-        if isinstance(answer, ChatAnswer) and isinstance(body, ChatBody):
+        if isinstance(body, ChatBody):
             assert self._chats.template is not None, "it has made the prompt"
             is_bound, calls = requests[0].grammar is not None, self._chats.template.calls
             if body.may_call and body.tool_choice not in (None, "auto"):
@@ -197,32 +180,12 @@ class Api:
                 for each, name in zip(requests, names, strict=True)
             ]
         )
-        penalties = keep_out(requests[0], self._completions.bounds, models)
-        return answer, chunks, {ALONE_HEADER: ", ".join(penalties)} if penalties else {}
-
-
-async def _events(
-    answer: Answer, chunks: AsyncGenerator[tuple[int, Chunk]], options: StreamOptions | None
-) -> AsyncGenerator[bytes]:
-    async with aclosing(chunks):
-        async for index, chunk in chunks:
-            answer.add(index, chunk)
-            if (piece := answer.piece(index, chunk)) is not None:
-                yield data_line(piece)
-    if options is not None and options.include_usage:
-        yield data_line(answer.last_piece())
-    yield DONE
-
-
-async def _texts_of(
-    chunks: AsyncGenerator[tuple[int, Chunk]],
-) -> AsyncGenerator[tuple[int, Chunk]]:
-    """The chunks of one completion, without what is reasoning or a call in it."""
-    reader = CallReader(HARMONY)
-    async with aclosing(chunks):
-        async for index, chunk in chunks:
-            text, _ = reader.read(chunk.text)
-            yield index, replace(chunk, text=text + (reader.finish() if chunk.summary else ""))
+        if penalties := keep_out(requests[0], bounds, models):
+            headers |= {ALONE_HEADER: ", ".join(penalties)}
+        if body.stream:
+            events = answer.events(chunks, with_usage=usage.include_usage)
+            return EventStream(events, answer.failure, self._calls, headers)
+        return WholeAnswer(answer, chunks, self._calls, self._held, headers)
 
 
 # ---- from a body to the completions that it asks for

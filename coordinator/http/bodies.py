@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
@@ -139,8 +139,8 @@ class BodyReader:
 
     async def read(
         self, request: Request, model: type[BodyT], turns: Turns, max_length: int, max_logit_biases: int
-    ) -> BodyT:
-        """The body of a request. `request.state.ignored_fields` has the names of ignored fields."""
+    ) -> tuple[BodyT, tuple[str, ...]]:
+        """The body of a request, and the names of its ignored fields."""
         # A page of another origin can post a plain form here without the browser asking us first, but no JSON.
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type != "application/json":
@@ -152,8 +152,7 @@ class BodyReader:
             is_large = len(content) > LARGE_BYTES or shape.is_costly
             try:
                 async with turns.turn() if is_large else nullcontext():
-                    body, request.state.ignored_fields = self.parse(model, content)
-                    return body
+                    return self.parse(model, content)
             except ValidationError as error:
                 raise InvalidRequestError("; ".join(_sentences(error))) from None
 
@@ -211,10 +210,9 @@ def fit(name: str) -> str:
     return _UNFIT.sub("?", name)[:80]
 
 
-def ignored_header(*names: Iterable[str]) -> dict[str, str]:
+def ignored_header(*names: str) -> dict[str, str]:
     """The header with the names of ignored fields; none without any."""
-    listed = [fit(name) for group in names for name in group]
-    return {IGNORED_HEADER: ", ".join(listed[:16])} if listed else {}
+    return {IGNORED_HEADER: ", ".join(map(fit, names[:16]))} if names else {}
 
 
 def _sentences(error: ValidationError) -> list[str]:

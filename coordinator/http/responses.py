@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from itertools import count
 from typing import Any
 
-from coordinator.http.answers import Answer
+from coordinator.http.answers import ChatAnswer, data_line
 from coordinator.http.errors import error_object
 from coordinator.http.schema import ChatBody, Message, ResponsesBody
-from coordinator.http.sending import data_line
 from tandem.errors import InvalidRequestError, TandemError
 from tandem.types import Chunk, FinishReason
 
@@ -38,6 +36,7 @@ def chat_of(body: ResponsesBody) -> ChatBody:
         max_completion_tokens=body.max_output_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
+        stream=body.stream,
     )
 
 
@@ -52,21 +51,22 @@ def _text(index: int, content: str | list[dict[str, Any]]) -> str:
     return "\n".join(part["text"] for part in content)
 
 
-class ResponseObject:
-    """The response as an object, at its beginning and at its end."""
+class ResponseAnswer(ChatAnswer):
+    """An answer of `/v1/responses`."""
 
-    def __init__(self, body: ResponsesBody, model: str) -> None:
-        self.item_id = f"msg_{uuid.uuid4().hex}"
+    def __init__(self, body: ResponsesBody, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._item_id = f"msg_{uuid.uuid4().hex}"
         self._head = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
-            "created_at": int(time.time()),
+            "created_at": self._head["created"],
             "error": None,
             "incomplete_details": None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
-            "model": model,
+            "model": self._head["model"],
             "parallel_tool_calls": False,
             "previous_response_id": None,
             "temperature": 1.0 if body.temperature is None else body.temperature,
@@ -78,29 +78,16 @@ class ResponseObject:
             "usage": None,
         }
 
-    def begun(self) -> dict[str, Any]:
-        """The response without any output."""
-        return {**self._head, "status": "in_progress", "output": []}
-
-    def item(self, status: str, *content: dict[str, Any]) -> dict[str, Any]:
-        """The message that is the response's output."""
-        return {
-            "id": self.item_id,
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": list(content),
-        }
-
-    def ended(self, answer: Answer) -> dict[str, Any]:
-        (choice,) = answer.choices
-        summary, account = choice.summary, answer.account()
+    def whole(self) -> dict[str, Any]:
+        """The response at its end."""
+        (choice,) = self.choices
+        summary, account = choice.summary, self.account()
         is_cut = summary is not None and summary.finish_reason is FinishReason.LENGTH
         status, usage = "incomplete" if is_cut else "completed", account["usage"]
         return {
             **self._head,
             "status": status,
-            "output": [self.item(status, text_part(choice.text))],
+            "output": [self._item(status, _text_part(choice.said.content))],
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
@@ -112,46 +99,54 @@ class ResponseObject:
             "speculation": account["speculation"],
         }
 
+    async def events(
+        self, chunks: AsyncGenerator[tuple[int, Chunk]], *, with_usage: bool = True
+    ) -> AsyncGenerator[bytes]:
+        """The events of a response, numbered in order."""
+        numbers = count()
 
-def text_part(text: str) -> dict[str, Any]:
-    """A part of a message's content."""
+        def event(kind: str, **content: Any) -> bytes:
+            return _event({"type": f"response.{kind}", **content, "sequence_number": next(numbers)})
+
+        place: dict[str, Any] = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+        has_begun = False
+        async with aclosing(chunks):
+            async for index, chunk in chunks:
+                said = self.add(index, chunk)
+                if not has_begun:
+                    has_begun = True
+                    begun = {**self._head, "status": "in_progress", "output": []}
+                    yield event("created", response=begun)
+                    yield event("in_progress", response=begun)
+                    yield event("output_item.added", output_index=0, item=self._item("in_progress"))
+                    yield event("content_part.added", **place, part=_text_part(""))
+                if said.content:
+                    yield event("output_text.delta", **place, delta=said.content, logprobs=[])
+        response = self.whole()
+        (item,) = response["output"]
+        (part,) = item["content"]
+        yield event("output_text.done", **place, text=part["text"], logprobs=[])
+        yield event("content_part.done", **place, part=part)
+        yield event("output_item.done", output_index=0, item=item)
+        yield event(response["status"], response=response)
+
+    def failure(self, error: TandemError) -> bytes:
+        described = error_object(error)["error"]
+        return _event({"type": "error", **{name: described[name] for name in ("code", "message", "param")}})
+
+    def _item(self, status: str, *content: dict[str, Any]) -> dict[str, Any]:
+        """The message that is the response's output."""
+        return {
+            "id": self._item_id,
+            "type": "message",
+            "role": "assistant",
+            "status": status,
+            "content": list(content),
+        }
+
+
+def _text_part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def failure(error: TandemError) -> bytes:
-    """The last event of a response that fails after it has begun."""
-    described = error_object(error)["error"]
-    return _event({"type": "error", **{name: described[name] for name in ("code", "message", "param")}})
-
-
-async def response_events(
-    described: ResponseObject, answer: Answer, chunks: AsyncGenerator[tuple[int, Chunk]]
-) -> AsyncGenerator[bytes]:
-    """The events of a response, numbered in order."""
-    numbers = count()
-
-    def event(kind: str, **content: Any) -> bytes:
-        return _event({"type": f"response.{kind}", **content, "sequence_number": next(numbers)})
-
-    place: dict[str, Any] = {"item_id": described.item_id, "output_index": 0, "content_index": 0}
-    has_begun = False
-    async with aclosing(chunks):
-        async for index, chunk in chunks:
-            answer.add(index, chunk)
-            if not has_begun:
-                has_begun = True
-                yield event("created", response=described.begun())
-                yield event("in_progress", response=described.begun())
-                yield event("output_item.added", output_index=0, item=described.item("in_progress"))
-                yield event("content_part.added", **place, part=text_part(""))
-            if chunk.text:
-                yield event("output_text.delta", **place, delta=chunk.text, logprobs=[])
-    response = described.ended(answer)
-    text = answer.choices[0].text
-    yield event("output_text.done", **place, text=text, logprobs=[])
-    yield event("content_part.done", **place, part=text_part(text))
-    yield event("output_item.done", output_index=0, item=response["output"][0])
-    yield event(response["status"], response=response)
 
 
 def _event(content: dict[str, Any]) -> bytes:

@@ -10,15 +10,13 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from coordinator.http.answers import Answer, flattened, parts, rendered
+from coordinator.http.answers import Answer, flattened, parts
 from coordinator.http.bodies import HeldBytes, Share
-from coordinator.http.errors import error_object, error_response, unexpected
+from coordinator.http.errors import error_response, unexpected
 from tandem.errors import TandemError
 from tandem.serving.interceptors import RunningCalls
 from tandem.serving.server import CancelledByEventError, unless
 from tandem.types import Chunk
-
-DONE = b"data: [DONE]\n\n"
 
 _EVENT_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -72,20 +70,15 @@ async def merged(streams: Sequence[AsyncGenerator[Chunk]]) -> AsyncGenerator[tup
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def data_line(content: Mapping[str, Any]) -> bytes:
-    """An object as the data of an event."""
-    return b"data: " + rendered(content) + b"\n\n"
-
-
 class EventStream(Response):
     """Sends events. The status waits for the first of them, so that a refusal has its own."""
 
     def __init__(
         self,
         events: AsyncGenerator[bytes],
+        failure: Callable[[TandemError], bytes],
         calls: RunningCalls,
         headers: Mapping[str, str],
-        failure: Callable[[TandemError], bytes] = lambda error: data_line(error_object(error)),
     ) -> None:
         """A stream of these events; `failure` makes the last one of a stream that fails after it has begun."""
         super().__init__(headers={**_EVENT_HEADERS, **headers})
@@ -126,21 +119,19 @@ class WholeAnswer(Response):
         self,
         answer: Answer,
         chunks: AsyncGenerator[tuple[int, Chunk]],
-        make_body: Callable[[], dict[str, Any]],
         calls: RunningCalls,
         held: HeldBytes,
         headers: Mapping[str, str],
     ) -> None:
-        """The answer that `make_body` describes once it has all chunks; `held`: bytes of all such answers."""
+        """The answer once it has all chunks; `held`: bytes of all such answers."""
         super().__init__(media_type="application/json", headers=headers)
-        self._answer, self._chunks, self._make_body = answer, chunks, make_body
-        self._calls, self._held = calls, held
+        self._answer, self._chunks, self._calls, self._held = answer, chunks, calls, held
 
     async def _gather(self, share: Share) -> dict[str, Any]:
         async with self._calls.running(), aclosing(self._chunks) as chunks:
             async for index, chunk in chunks:
                 share.add(self._answer.keep(index, chunk))
-        return self._make_body()
+        return self._answer.whole()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, unless the client leaves first."""

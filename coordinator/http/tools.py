@@ -112,21 +112,14 @@ def _with_object(call: Any) -> Any:
 
 
 @dataclass(slots=True)
-class Call:
-    """A call as far as it is written."""
+class Said:
+    """Text of a completion, or of a piece of it, divided into what it is."""
 
-    name: str
-    call_id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex}")
-    arguments: str = ""
-
-    @property
-    def whole(self) -> dict[str, Any]:
-        """As the whole answer shows it."""
-        return {
-            "id": self.call_id,
-            "type": "function",
-            "function": {"name": self.name, "arguments": self.arguments},
-        }
+    content: str = ""
+    reasoning: str = ""
+    """What harmony's channel analysis has; other forms do not tell it from the text."""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    """As OpenAI shows them: whole, or as a stream's deltas."""
 
 
 _HARMONY_MARK = re.compile(r"<\|(?:start|channel|message|constrain|end|call|return)\|>")
@@ -145,66 +138,58 @@ class CallReader:
     """Divides the text of one completion into text, reasoning and calls, as it is written."""
 
     def __init__(self, form: Parser | Literal["demanded"]) -> None:
-        self.calls: list[Call] = []
-        self.reasoning = ""
-        """What harmony's channel analysis has, since somebody took it; other forms do not tell it from the text."""
-        self._content = ""
-        self._deltas: list[dict[str, Any]] = []
+        self.calls: list[dict[str, Any]] = []
+        """Calls as far as they are written, as the whole answer shows them."""
+        self._said = Said()
         self._held = ""
         """What may be text or not: the beginning of a mark, or an object that has no name so far."""
         self._head = ""
         """The head of harmony's next message, as far as it is written."""
         self._write: Callable[[str], None] = self._say
         """Takes text that is held no longer."""
-        self._call: Call | None = None
+        self._is_call = False
         self._key: str | None = None
-        """Of the object that is read: its call, once it has a name, and the member whose value is read."""
+        """Of the object that is read: whether it has a name, and the member whose value is read."""
         self._form = form
         own = {HARMONY: self._harmony, "hermes": self._hermes}
         self._parser = own[form]() if form in own else self._whole(_STARTS[form])
         next(self._parser)
 
-    def read(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        """More of the text: the part that is text, and deltas of calls as OpenAI's streams have them."""
-        self._content, self._deltas = "", []
+    def read(self, text: str, *, is_last: bool = False) -> Said:
+        """More of the text, divided; the last piece has what was held back, or what has no message at all."""
+        said = self._said = Said()
         for piece in [text] if self._form == HARMONY else text:
             self._parser.send(piece)
-        return self._content, self._deltas
-
-    def finish(self) -> str:
-        """The end: text that was held back, or that has no message at all."""
-        self._content = ""
-        self._write(self._held)
-        return self._content if "<|" in self._head else self._head + self._content
+        if is_last:
+            self._write(self._held)
+            if "<|" not in self._head:
+                self._say(self._head)
+        return said
 
     def _say(self, text: str) -> None:
-        self._content += text
+        self._said.content += text
 
     def _think(self, text: str) -> None:
-        self.reasoning += text
+        self._said.reasoning += text
 
     def _keep_head(self, text: str) -> None:
         self._head += text
 
-    def _begin_call(self, name: str) -> Call:
-        call = Call(name)
-        self.calls.append(call)
-        function = {"name": name, "arguments": ""}
-        self._deltas.append(
-            {"index": len(self.calls) - 1, "id": call.call_id, "type": "function", "function": function}
-        )
-        return call
+    def _begin_call(self, name: str) -> None:
+        described = {"id": f"call_{uuid.uuid4().hex}", "type": "function"}
+        self.calls.append({**described, "function": {"name": name, "arguments": ""}})
+        delta = {"index": len(self.calls) - 1, **described, "function": {"name": name, "arguments": ""}}
+        self._said.calls.append(delta)
 
     def _argue(self, fragment: str) -> None:
         """More of the last call's arguments."""
         if not fragment:
             return
-        index = len(self.calls) - 1
-        self.calls[index].arguments += fragment
-        if self._deltas and self._deltas[-1]["index"] == index:
-            self._deltas[-1]["function"]["arguments"] += fragment
-        else:
-            self._deltas.append({"index": index, "function": {"arguments": fragment}})
+        index, deltas = len(self.calls) - 1, self._said.calls
+        self.calls[index]["function"]["arguments"] += fragment
+        if not deltas or deltas[-1]["index"] != index:
+            deltas.append({"index": index, "function": {"arguments": ""}})
+        deltas[-1]["function"]["arguments"] += fragment
 
     # These generators take a text at each yield; all but harmony's take a character.
 
@@ -222,13 +207,15 @@ class CallReader:
                 self._write(self._held[: mark.start()])
                 self._held = self._held[mark.end() :]
                 if mark[0] != "<|message|>":
-                    self._head = (self._head if self._write == self._keep_head else "") + mark[0]
+                    self._head += mark[0]
                     self._write = self._keep_head
-                elif called := _HARMONY_CALL.search(self._head):
+                    continue
+                head, self._head = self._head, ""
+                if called := _HARMONY_CALL.search(head):
                     self._begin_call(called[1])
                     self._write = self._argue
                 else:
-                    self._write = self._think if "<|channel|>analysis" in self._head else self._say
+                    self._write = self._think if "<|channel|>analysis" in head else self._say
             part = _HARMONY_PART.search(self._held)
             end = part.start() if part else len(self._held)
             self._write(self._held[:end])
@@ -244,7 +231,8 @@ class CallReader:
                 if follows_call:  # calls stand on lines of their own
                     self._held = self._held.lstrip()
                 while not _HERMES_START.startswith(self._held):
-                    self._content, self._held = self._content + self._held[0], self._held[1:]
+                    self._say(self._held[0])
+                    self._held = self._held[1:]
                     follows_call = False
             self._held = passed = ""
             while not passed.endswith(_HERMES_END):
@@ -255,7 +243,8 @@ class CallReader:
                         break
                     passed = ""
             follows_call = not self._held
-            self._content, self._held = self._content + self._held, ""
+            self._say(self._held)
+            self._held = ""
 
     def _whole(self, starts: Sequence[str]) -> Generator[None, str, None]:
         """Calls are the whole text, whatever stands between them; what begins with anything else is text to its end."""
@@ -271,14 +260,14 @@ class CallReader:
                 is_object = (yield) == "{"
             is_call = yield from self._object()
             is_object = False
-        self._content, self._held = self._content + self._held, ""
+        self._say(self._held)
+        self._held = ""
         while True:
-            character = yield
-            self._content += character
+            self._say((yield))
 
     def _object(self) -> Generator[None, str, bool]:
         """Read an object from behind its brace, and pass its arguments on; false if it has no name and is no call."""
-        self._held, self._call, self._key = "{", None, None
+        self._held, self._is_call, self._key = "{", False, None
         depth, string = 1, ""
         while depth:
             character = yield
@@ -288,14 +277,14 @@ class CallReader:
             self._take(character)
             if character == '"':
                 string = yield from self._string()
-                if depth == 1 and self._key == "name" and self._call is None:
-                    self._call = self._begin_call(json.loads(f'"{string}"', strict=False))
-                    self._held = ""
+                if depth == 1 and self._key == "name" and not self._is_call:
+                    self._begin_call(json.loads(f'"{string}"', strict=False))
+                    self._held, self._is_call = "", True
             elif depth == 1 and character == ":" and self._key is None:
                 self._key = json.loads(f'"{string}"', strict=False)
-        if self._call is not None and not self._call.arguments:
+        if self._is_call and not self.calls[-1]["function"]["arguments"]:
             self._argue("{}")
-        return self._call is not None
+        return self._is_call
 
     def _string(self) -> Generator[None, str, str]:
         """Read a string from behind its quote."""
@@ -310,7 +299,7 @@ class CallReader:
 
     def _take(self, character: str) -> None:
         """Give a character of an object to what it belongs to."""
-        if self._call is None:
+        if not self._is_call:
             self._held += character
-        elif self._key in _ARGUMENTS and (self._call.arguments or not character.isspace()):
+        elif self._key in _ARGUMENTS and (self.calls[-1]["function"]["arguments"] or not character.isspace()):
             self._argue(character)

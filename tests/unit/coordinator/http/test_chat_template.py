@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from coordinator.http.chat import ChatTemplate, read_chat_template
-from coordinator.http.tools import CallReader, Parser, demanded, functions_of, parser_of, readable
+from coordinator.http.tools import CallReader, Parser, Said, demanded, functions_of, parser_of, readable
 from tandem.bounded.process import MAX_WAITING
 from tandem.errors import CapacityError, InvalidRequestError, ModelFolderError
 from tandem.grammar import Grammars
@@ -331,20 +331,29 @@ TEXTS: list[tuple[Any, str, str, list[tuple[str, str]]]] = [
 ]  # fmt: skip
 
 
+def read(form: Parser, pieces: list[str]) -> tuple[CallReader, Said]:
+    """Reads a text that comes in pieces."""
+    reader = CallReader(form)
+    said = [reader.read(piece, is_last=number == len(pieces)) for number, piece in enumerate(pieces, 1)]
+    return reader, Said("".join(each.content for each in said), "".join(each.reasoning for each in said))
+
+
 @pytest.mark.parametrize(("form", "text", "content", "calls"), TEXTS)
 def test_calls_are_read_however_the_text_is_cut(
     form: Parser, text: str, content: str, calls: list[tuple[str, str]]
 ) -> None:
     cuts = [[text], list(text), *([text[:i], text[i:]] for i in range(1, len(text)))]
     for pieces in cuts:
-        reader = CallReader(form)
-        found = "".join(reader.read(piece)[0] for piece in pieces) + reader.finish()
-        assert (found, [(call.name, call.arguments) for call in reader.calls]) == (content, calls), pieces
+        reader, found = read(form, pieces)
+        assert found.content == content, pieces
+        assert [(f["name"], f["arguments"]) for f in (call["function"] for call in reader.calls)] == calls, (
+            pieces
+        )
 
 
 def test_arguments_are_streamed_as_they_are_written() -> None:
     reader = CallReader("hermes")
-    deltas = list(itertools.chain(*(reader.read(character)[1] for character in TEXTS[0][1])))
+    deltas = list(itertools.chain(*(reader.read(character).calls for character in TEXTS[0][1])))
     first, *others = deltas
     assert first["function"] == {"name": "get", "arguments": ""}
     assert first["id"].startswith("call_")
@@ -421,6 +430,4 @@ def test_arguments_reach_templates_as_objects() -> None:
 def test_reasoning_is_told_from_text() -> None:
     text = "<|channel|>analysis<|message|>Hm <b>.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
     for pieces in ([text], list(text)):
-        reader = CallReader("harmony")
-        assert "".join(reader.read(piece)[0] for piece in pieces) + reader.finish() == "Yes."
-        assert reader.reasoning == "Hm <b>."
+        assert read("harmony", pieces)[1] == Said("Yes.", "Hm <b>.")

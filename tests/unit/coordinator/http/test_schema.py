@@ -432,7 +432,6 @@ def test_ignored_fields_are_logged_once(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_a_name_cannot_add_a_header() -> None:
-    assert ignored_header(("a\r\nSet-Cookie: b",), ("tools",)) == {
-        "X-Tandem-Ignored": "a??Set-Cookie??b, tools"
-    }
-    assert ignored_header(()) == {}
+    header = ignored_header("a\r\nSet-Cookie: b", "tools")
+    assert header == {"X-Tandem-Ignored": "a??Set-Cookie??b, tools"}
+    assert ignored_header() == {}

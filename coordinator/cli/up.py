@@ -52,7 +52,6 @@ _DEFAULTS = {
 }
 """The sentence for each default of --model."""
 
-_LOOPBACK = ("--host", "127.0.0.1")
 _START_TIMEOUT_SECONDS = 24 * 3600
 """Bound on the coordinator's wait for the other services. `tandem up` itself notices when one ends, so fetching,
 converting and loading a model may take as long as they take."""
@@ -189,28 +188,26 @@ def service_arguments(options: UpOptions) -> ServiceArguments:
     devices = _devices(options, shared)
     shares = _shares(options, shared, devices if draft.has_model else {})
     bundled.require_engine()
-    base = as_words(log_level=options.log_level)
-    # Draft and target take turns, but the waiting threads of one would still spin on the other's cores.
-    threads = options.threads or max(1, len(os.sched_getaffinity(0)) // 2)
-    max_length = shared.get("max_length") if options.max_length is None else options.max_length
-    model = as_words(engine=options.engine, dtype=options.dtype, threads=threads, max_length=max_length)
-    drafting: list[str] | None = None
+    # This command serves this machine alone, whatever the environment says.
+    service: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "log_level": options.log_level}
+    model: dict[str, Any] = {
+        "engine": options.engine,
+        "dtype": options.dtype,
+        # Draft and target take turns, but the waiting threads of one would still spin on the other's cores.
+        "threads": options.threads or max(1, len(os.sched_getaffinity(0)) // 2),
+        "max_length": shared.get("max_length") if options.max_length is None else options.max_length,
+    }
+    drafting: dict[str, Any] | None = None
     if draft.service is not None:
-        drafting = [*_LOOPBACK, "--port", "0", *as_words(config_file=options.config_file, **draft.service)]
+        drafting = service | {"config_file": options.config_file, **draft.service}
         if draft.has_model:
             # `draft_devices` is stronger than `device`, and may be set in the config file or the environment.
             name = "device" if options.draft_device is None else "draft_devices"
-            drafting += [*as_words(**{name: devices["draft"]}), *model]
-            drafting += as_words(device_memory_utilization=shares["draft"])
-        drafting += base
+            drafting |= model | {name: devices["draft"], "device_memory_utilization": shares["draft"]}
+    on_target = {"model": target, "device": devices["target"], "device_memory_utilization": shares["target"]}
     return ServiceArguments(
-        # This command serves this machine alone, whatever the environment says.
-        target=[
-            *(*_LOOPBACK, "--port", "0", "--model", target, *as_words(device=devices["target"]), *model),
-            *as_words(device_memory_utilization=shares["target"], **draft.beside),
-            *base,
-        ],
-        draft=drafting,
+        target=as_words(**service, **model, **on_target, **draft.beside),
+        draft=None if drafting is None else as_words(**drafting),
         coordinator=[
             *(["--insecure"] if options.insecure else []),
             *as_words(
@@ -225,8 +222,8 @@ def service_arguments(options: UpOptions) -> ServiceArguments:
                 chat_template=options.chat_template,
                 config_file=options.config_file,
                 start_timeout_seconds=None if "start_timeout_seconds" in shared else _START_TIMEOUT_SECONDS,
+                log_level=options.log_level,
             ),
-            *base,
         ],
         model=str(options.model),
     )

@@ -111,7 +111,7 @@ class Choice:
     @property
     def said(self) -> Said:
         """Its text so far."""
-        calls = [] if self.reader is None else self.reader.calls
+        calls = None if self.reader is None else self.reader.calls
         return Said("".join(self.contents), "".join(self.reasonings), calls)
 
     @property
@@ -181,7 +181,7 @@ class Answer(ABC):
     def whole(self) -> dict[str, Any]:
         """The whole answer, once every completion has ended. Every piece of it was kept."""
         choices = [
-            self._whole_text(choice) | self._described(index, choice.logprobs, choice.ids)
+            self._text(choice.said, is_piece=False) | self._described(index, choice.logprobs, choice.ids)
             for index, choice in enumerate(self.choices)
         ]
         return {**self._head, "object": self.whole_object, "choices": choices, **self.account()}
@@ -209,7 +209,7 @@ class Answer(ABC):
         has_text = said.content or said.calls or said.reasoning
         if not (has_text or chunk.summary or chunk.logprobs or self._with_ids or is_first):
             return None
-        described = self._piece_text(choice, said, is_first=is_first)
+        described = self._text(said, is_piece=True, is_first=is_first)
         described |= self._described(index, self._logprobs(choice, chunk), self._ids(chunk))
         piece = {**self._head, "object": self.piece_object, "choices": [described]}
         if self.prompt_tokens:
@@ -276,12 +276,8 @@ class Answer(ABC):
         """The chunk's log probabilities as lists, of which those of all chunks follow each other."""
 
     @abstractmethod
-    def _whole_text(self, choice: Choice) -> dict[str, Any]:
-        """A completion's text as the endpoint shows it."""
-
-    @abstractmethod
-    def _piece_text(self, choice: Choice, said: Said, *, is_first: bool) -> dict[str, Any]:
-        """A piece of it."""
+    def _text(self, said: Said, *, is_piece: bool, is_first: bool = False) -> dict[str, Any]:
+        """A completion's text, or a piece of it, as the endpoint shows it."""
 
 
 class CompletionAnswer(Answer):
@@ -306,10 +302,7 @@ class CompletionAnswer(Answer):
         pairs = zip(position.top_token_ids, position.top_logprobs, strict=True)
         return {token_text(self._tokenizer, token_id): _number(logprob) for token_id, logprob in pairs}
 
-    def _whole_text(self, choice: Choice) -> dict[str, Any]:
-        return {"text": choice.said.content}
-
-    def _piece_text(self, choice: Choice, said: Said, *, is_first: bool) -> dict[str, Any]:
+    def _text(self, said: Said, *, is_piece: bool, is_first: bool = False) -> dict[str, Any]:
         return {"text": said.content}
 
 
@@ -332,19 +325,15 @@ class ChatAnswer(Answer):
         text = token_text(self._tokenizer, token_id)
         return {"token": text, "logprob": _number(logprob), "bytes": list(text.encode("utf-8", "replace"))}
 
-    def _whole_text(self, choice: Choice) -> dict[str, Any]:
-        return {"message": {"role": "assistant", **_parts_of(choice, choice.said), "refusal": None}}
-
-    def _piece_text(self, choice: Choice, said: Said, *, is_first: bool) -> dict[str, Any]:
-        return {"delta": {**({"role": "assistant"} if is_first else {}), **_parts_of(choice, said)}}
-
-
-def _parts_of(choice: Choice, said: Said) -> dict[str, Any]:
-    return {
-        "content": said.content if choice.reader is None else said.content or None,
-        **({"tool_calls": said.calls} if said.calls else {}),
-        **({"reasoning_content": said.reasoning} if said.reasoning else {}),
-    }
+    def _text(self, said: Said, *, is_piece: bool, is_first: bool = False) -> dict[str, Any]:
+        message: dict[str, Any] = {"content": said.content}
+        if said.calls is not None:
+            message["content"] = said.content or None
+            message |= {"tool_calls": said.calls} if said.calls else {}
+            message |= {"reasoning_content": said.reasoning} if said.reasoning else {}
+        if is_piece:
+            return {"delta": {**({"role": "assistant"} if is_first else {}), **message}}
+        return {"message": {"role": "assistant", **message, "refusal": None}}
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:

@@ -197,16 +197,16 @@ def _part(index: int, part: Mapping[str, Any]) -> str:
 def read_chat_template(files: Mapping[str, bytes], override: str | None = None) -> ChatTemplate | None:
     """The given template, or that of a model's tokenizer files; None when there is none."""
     config = _config(files)
-    special_tokens = _special_tokens(config)
-    if override is not None:
-        return ChatTemplate(override, special_tokens, "chat_template")
-    if (source := files.get(TEMPLATE_FILE)) is not None:
+    source, origin = override, "chat_template"
+    if source is None and (sent := files.get(TEMPLATE_FILE)) is not None:
         try:
-            return ChatTemplate(source.decode("utf-8"), special_tokens, TEMPLATE_FILE, ModelFolderError)
+            source, origin = sent.decode("utf-8"), TEMPLATE_FILE
         except UnicodeDecodeError as error:
             raise ModelFolderError(f"the model's {TEMPLATE_FILE} is no UTF-8 text: {error}") from None
-    default = _default_of(config.get("chat_template"))
-    return None if default is None else ChatTemplate(default, special_tokens, CONFIG_FILE, ModelFolderError)
+    elif source is None:
+        source, origin = _default_of(config.get("chat_template")), CONFIG_FILE
+    refusal = ConfigurationError if override is not None else ModelFolderError
+    return None if source is None else ChatTemplate(source, _special_tokens(config), origin, refusal)
 
 
 def _read(path: Path) -> str:

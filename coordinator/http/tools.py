@@ -10,7 +10,7 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from coordinator.http.errors import SHOWN_CHARACTERS
@@ -118,8 +118,8 @@ class Said:
     content: str = ""
     reasoning: str = ""
     """What harmony's channel analysis has; other forms do not tell it from the text."""
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    """As OpenAI shows them: whole, or as a stream's deltas."""
+    calls: list[dict[str, Any]] | None = None
+    """As OpenAI shows them, whole or as a stream's deltas; None where nobody looks for calls."""
 
 
 _HARMONY_MARK = re.compile(r"<\|(?:start|channel|message|constrain|end|call|return)\|>")
@@ -140,7 +140,7 @@ class CallReader:
     def __init__(self, form: Parser | Literal["demanded"]) -> None:
         self.calls: list[dict[str, Any]] = []
         """Calls as far as they are written, as the whole answer shows them."""
-        self._said = Said()
+        self._said, self._deltas = Said(), list[dict[str, Any]]()
         self._held = ""
         """What may be text or not: the beginning of a mark, or an object that has no name so far."""
         self._head = ""
@@ -157,7 +157,8 @@ class CallReader:
 
     def read(self, text: str, *, is_last: bool = False) -> Said:
         """More of the text, divided; the last piece has what was held back, or what has no message at all."""
-        said = self._said = Said()
+        self._deltas = []
+        said = self._said = Said(calls=self._deltas)
         for piece in [text] if self._form == HARMONY else text:
             self._parser.send(piece)
         if is_last:
@@ -179,13 +180,13 @@ class CallReader:
         described = {"id": f"call_{uuid.uuid4().hex}", "type": "function"}
         self.calls.append({**described, "function": {"name": name, "arguments": ""}})
         delta = {"index": len(self.calls) - 1, **described, "function": {"name": name, "arguments": ""}}
-        self._said.calls.append(delta)
+        self._deltas.append(delta)
 
     def _argue(self, fragment: str) -> None:
         """More of the last call's arguments."""
         if not fragment:
             return
-        index, deltas = len(self.calls) - 1, self._said.calls
+        index, deltas = len(self.calls) - 1, self._deltas
         self.calls[index]["function"]["arguments"] += fragment
         if not deltas or deltas[-1]["index"] != index:
             deltas.append({"index": index, "function": {"arguments": ""}})

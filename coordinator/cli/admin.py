@@ -6,8 +6,7 @@ import asyncio
 import inspect
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Annotated, Any, NamedTuple
@@ -22,7 +21,6 @@ from coordinator.cli.command import OutputForm, OutputOptions, command, option
 from coordinator.cli.connection import Connection, ConnectionOptions, connect
 from coordinator.cli.doctor import doctor_view, examine
 from tandem import errors
-from tandem.admin import Stats
 from tandem.admin_client import DEFAULT_TIMEOUT_SECONDS, AdminClient
 from tandem.plural import plural
 from tandem.replica import ReplicaState, Role, is_last_target, replica_at
@@ -48,9 +46,14 @@ class Answer(NamedTuple):
 
     result: object
     """For programs."""
-    view: Callable[[Any], RenderableType]
-    """Shows the result to people."""
+    view: Callable[..., RenderableType]
+    """Shows the result to people; with `compares` also what changed since an earlier one."""
     exit_code: int = 0
+    compares: bool = False
+
+    def table(self, before: Answer | None = None) -> RenderableType:
+        earlier = [before.result] if self.compares and before else []
+        return self.view(self.result, *earlier)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,22 +64,25 @@ class WatchOptions:
     interval: float = option("With --watch: seconds between two looks.", default=1.0)
     count: int | None = option("With --watch: end after so many looks.", min=1)
 
-    async def show(self, looks: AsyncIterator[Answer], output: OutputOptions) -> None:
-        """Show each look: a terminal updates its table, elsewhere they follow each other."""
+    async def show(self, ask: Callable[[], Awaitable[Answer]], output: OutputOptions) -> None:
+        """Ask and show, again and again: a terminal updates its table, elsewhere the looks follow each other."""
         live = Live(console=Console(highlight=False), auto_refresh=False, vertical_overflow="crop")
         is_screen = output.form is OutputForm.TABLE and sys.stdout.isatty()
+        before: Answer | None = None
         shown = 0
         if is_screen:
             live.start()
         try:
-            async for look in looks:
+            while self.count is None or shown < self.count:
+                if before is not None:
+                    await asyncio.sleep(self.interval)
+                answer = await ask()
                 if is_screen:
-                    live.update(look.view(look.result), refresh=True)
+                    live.update(answer.table(before), refresh=True)
                 else:
-                    output.show(look.result, partial(look.view, look.result), is_one_of_many=True)
+                    output.show(answer.result, partial(answer.table, before), is_one_of_many=True)
+                before = answer
                 shown += 1
-                if shown == self.count:
-                    break
         finally:
             live.stop()
 
@@ -87,14 +93,13 @@ def verb(
     """Add a function to an app as a command that asks a coordinator and prints an `Answer`.
 
     Its first parameter is the client, its second may be `where: Connection`; the others are the command's own. One that
-    `can_watch` has --watch: it asks again and again; a parameter `before` gets the result before this one, or None.
+    `can_watch` has --watch.
     """
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         parameters = dict(inspect.signature(function, eval_str=True).parameters)
         parameters.pop("client")
         needs_where = parameters.pop("where", None) is not None
-        compares = parameters.pop("before", None) is not None
 
         async def run(
             click: typer.Context,
@@ -106,15 +111,12 @@ def verb(
             where = connect(connection, click)
             if needs_where:
                 own["where"] = where
-            async with (
-                admin_client(where) as client,
-                aclosing(_looks(partial(function, client, **own), watching.interval, compares)) as looks,
-            ):
+            async with admin_client(where) as client:
                 if watching.watch:
-                    await watching.show(looks, output)
+                    await watching.show(partial(function, client, **own), output)
                     return
-                answer: Answer = await anext(looks)
-            output.show(answer.result, partial(answer.view, answer.result))
+                answer: Answer = await function(client, **own)
+            output.show(answer.result, answer.table)
             if answer.exit_code:
                 raise typer.Exit(answer.exit_code)
 
@@ -127,16 +129,6 @@ def verb(
         return function
 
     return add
-
-
-async def _looks(
-    ask: Callable[..., Awaitable[Answer]], interval: float, compares: bool
-) -> AsyncGenerator[Answer]:
-    answer = await (ask(before=None) if compares else ask())
-    while True:
-        yield answer
-        await asyncio.sleep(interval)
-        answer = await (ask(before=answer.result) if compares else ask())
 
 
 def admin_client(where: Connection) -> AdminClient:
@@ -289,7 +281,7 @@ async def abort(
     "tandem admin stats --watch --count 10 -o json",
     can_watch=True,
 )
-async def stats(client: AdminClient, before: Stats | None) -> Answer:
+async def stats(client: AdminClient) -> Answer:
     """Show what speculation did; --watch repeats it.
 
     The statistics begin with the coordinator's start. --watch updates them until Ctrl-C, and shows acceptance at each
@@ -298,7 +290,7 @@ async def stats(client: AdminClient, before: Stats | None) -> Answer:
     ACC. LENGTH is MAX's: accepted tokens per verification. MEAN LENGTH is vLLM's mean acceptance length: it counts only
     verifications with a proposal, and the target's own token.
     """
-    return Answer(await client.stats(), partial(views.stats_view, before=before))
+    return Answer(await client.stats(), views.stats_view, compares=True)
 
 
 admin.add_typer(config, name="config")
@@ -379,19 +371,19 @@ class Health:
     """True if it takes requests and can complete them."""
     serving: bool
     """By the standard health protocol."""
-    state: str
+    state: str = ""
     """The coordinator's state; empty where the token does not permit asking."""
-    targets_ready: int | None
-    drafts_ready: int | None
+    targets_ready: int | None = None
+    drafts_ready: int | None = None
 
     def __str__(self) -> str:
-        words = [self.state or ("serving" if self.serving else "not serving")]
-        if self.state and not self.serving:
-            words.append("not serving")
-        if self.targets_ready is not None:
-            words.append(f"{plural(self.targets_ready, 'target')} ready")
-        if self.drafts_ready is not None:
-            words.append(f"{plural(self.drafts_ready, 'draft')} ready")
+        ready = {"target": self.targets_ready, "draft": self.drafts_ready}
+        serving = "serving" if self.serving else "not serving"
+        words = [
+            *([self.state] if self.state else []),
+            *([] if self.state and self.serving else [serving]),
+            *(f"{plural(count, noun)} ready" for noun, count in ready.items() if count is not None),
+        ]
         return f"{'healthy' if self.healthy else 'unhealthy'}: {', '.join(words)}"
 
 
@@ -425,7 +417,7 @@ async def _health(client: AdminClient) -> Health:
     try:
         status = await client.status()
     except (errors.UnauthenticatedError, errors.PermissionDeniedError):
-        return Health(serving, serving, "", None, None)
+        return Health(serving, serving)
     ready = [shot.role for shot in status.replicas if shot.state is ReplicaState.READY]
     return Health(
         healthy=serving and status.state.completes,

@@ -1,24 +1,30 @@
-"""Answers in the forms of OpenAI's API: whole, and piece by piece."""
+"""Answers in the forms of OpenAI's API, whole and piece by piece, and how they are sent."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, closing, suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import isnan
 from typing import Any, Literal
 
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 from tokenizers import Tokenizer
 
-from coordinator.http.errors import error_object
+from coordinator.http.bodies import HeldBytes, Share
+from coordinator.http.errors import error_object, error_response, unexpected
 from coordinator.http.tools import CallReader, Parser, Said
 from coordinator.stats.speculation import add, describe_with_state
 from tandem.errors import TandemError
+from tandem.serving.interceptors import RunningCalls
+from tandem.serving.server import CancelledByEventError, unless
 from tandem.speculation_state import SpeculationState
 from tandem.types import Chunk, FinishReason, SpeculationStats, Summary, TokenLogprobs
 
@@ -133,6 +139,8 @@ class Answer(ABC):
     """Further fields of an object of log probabilities."""
     prompt_tokens: Sequence[int] = ()
     """Tokens of each completion's prompt, where each piece is to have the usage so far."""
+    with_usage = False
+    """True to end a stream with the usage."""
 
     def __init__(
         self,
@@ -186,15 +194,13 @@ class Answer(ABC):
         ]
         return {**self._head, "object": self.whole_object, "choices": choices, **self.account()}
 
-    async def events(
-        self, chunks: AsyncGenerator[tuple[int, Chunk]], *, with_usage: bool
-    ) -> AsyncGenerator[bytes]:
-        """The answer piece by piece, as it is made; `with_usage`: end with the usage."""
+    async def events(self, chunks: AsyncGenerator[tuple[int, Chunk]]) -> AsyncGenerator[bytes]:
+        """The answer piece by piece, as it is made."""
         async with aclosing(chunks):
             async for index, chunk in chunks:
                 if (piece := self._piece(index, chunk)) is not None:
                     yield data_line(piece)
-        if with_usage:
+        if self.with_usage:
             yield data_line({**self._head, "object": self.piece_object, "choices": [], **self.account()})
         yield b"data: [DONE]\n\n"
 
@@ -357,3 +363,118 @@ def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
 def _number(logprob: float) -> float:
     # Substitute for minus infinity, which JSON cannot express; vLLM's
     return max(round(logprob, 6), -9999.0)
+
+
+# ---- sending
+
+
+async def _disconnect(receive: Receive) -> None:
+    """Return when the client has closed the connection; its body was read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def merged(streams: Sequence[AsyncGenerator[Chunk]]) -> AsyncGenerator[tuple[int, Chunk]]:
+    """The chunks of several completions as they arrive, each with the number of its completion.
+
+    A completion that fails ends the others. They advance only as fast as they are read.
+    """
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as stream:
+            async for chunk in stream:
+                yield 0, chunk
+        return
+    queue: asyncio.Queue[tuple[int, Chunk] | Exception | None] = asyncio.Queue(1)
+
+    async def feed(index: int, stream: AsyncGenerator[Chunk]) -> None:
+        try:
+            async with aclosing(stream):
+                async for chunk in stream:
+                    await queue.put((index, chunk))
+            await queue.put(None)
+        except Exception as error:  # noqa: BLE001 - the reader gets any error
+            await queue.put(error)
+
+    tasks = [asyncio.create_task(feed(index, stream)) for index, stream in enumerate(streams)]
+    try:
+        running = len(tasks)
+        while running:
+            item = await queue.get()
+            if item is None:
+                running -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+_EVENT_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-store",
+    # nginx would otherwise hold the pieces back until it has many.
+    "x-accel-buffering": "no",
+}
+
+
+class Reply(Response):
+    """Sends an answer, as events while it is made, or whole, in parts. A client that goes ends its completions."""
+
+    def __init__(
+        self,
+        answer: Answer,
+        chunks: AsyncGenerator[tuple[int, Chunk]],
+        calls: RunningCalls,
+        held: HeldBytes,
+        headers: Mapping[str, str],
+        *,
+        streams: bool,
+    ) -> None:
+        """`held`: bytes of all whole answers, each of which is held until its client has read it."""
+        own = _EVENT_HEADERS if streams else {"content-type": "application/json"}
+        super().__init__(headers={**own, **headers})
+        del self.headers["content-length"]
+        self._answer, self._chunks, self._calls, self._held = answer, chunks, calls, held
+        self._write = self._stream if streams else self._whole
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, unless the client leaves first."""
+        with suppress(CancelledByEventError):
+            await unless(_disconnect(receive), self._write(scope, receive, send))
+
+    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The status waits for the first event, so that a refusal has its own."""
+        has_begun = False
+        try:
+            async with self._calls.running(), aclosing(self._answer.events(self._chunks)) as events:
+                async for event in events:
+                    if not has_begun:
+                        has_begun = True
+                        await self._begin(send)
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+        except Exception as raised:  # noqa: BLE001 - the client gets an answer for any error
+            error = raised if isinstance(raised, TandemError) else unexpected(raised)
+            if not has_begun:
+                await error_response(error)(scope, receive, send)
+                return
+            await send({"type": "http.response.body", "body": self._answer.failure(error), "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with closing(Share(self._held)) as share:
+            async with self._calls.running(), aclosing(self._chunks) as chunks:
+                async for index, chunk in chunks:
+                    share.add(self._answer.keep(index, chunk))
+            pieces = list(flattened(self._answer.whole()))
+            self.headers["content-length"] = str(sum(map(len, pieces)))
+            await self._begin(send)
+            for part in parts(pieces):
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+                await asyncio.sleep(0)  # a client that reads fast never makes `send` wait
+            await send({"type": "http.response.body", "body": b""})
+
+    async def _begin(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from coordinator.http.answers import Answer, ChatAnswer, CompletionAnswer
+from coordinator.http.answers import Answer, ChatAnswer, CompletionAnswer, Reply, merged
 from coordinator.http.bodies import ALONE_HEADER, BodyReader, HeldBytes, fit, ignored_header
 from coordinator.http.chat import Chats
 from coordinator.http.errors import ModelNotFoundError
@@ -29,7 +29,6 @@ from coordinator.http.schema import (
     StreamOptions,
     TokenizeBody,
 )
-from coordinator.http.sending import EventStream, WholeAnswer, merged
 from coordinator.http.tools import HARMONY
 from coordinator.requests.admission import peer_of_host
 from coordinator.requests.plan import Models, keep_out
@@ -159,6 +158,7 @@ class Api:
             request_id, self.model_name, models.tokenizer, len(requests), body.choices, with_ids=with_ids
         )
         usage = body.stream_options or StreamOptions()
+        answer.with_usage = usage.include_usage
         if usage.include_usage and usage.continuous_usage_stats:
             ids = [await _ids(each.prompt, models, bounds) for each in requests]
             requests = [replace(each, prompt=prompt) for each, prompt in zip(requests, ids, strict=True)]
@@ -182,10 +182,7 @@ class Api:
         )
         if penalties := keep_out(requests[0], bounds, models):
             headers |= {ALONE_HEADER: ", ".join(penalties)}
-        if body.stream:
-            events = answer.events(chunks, with_usage=usage.include_usage)
-            return EventStream(events, answer.failure, self._calls, headers)
-        return WholeAnswer(answer, chunks, self._calls, self._held, headers)
+        return Reply(answer, chunks, self._calls, self._held, headers, streams=bool(body.stream))
 
 
 # ---- from a body to the completions that it asks for

@@ -99,9 +99,7 @@ class ResponseAnswer(ChatAnswer):
             "speculation": account["speculation"],
         }
 
-    async def events(
-        self, chunks: AsyncGenerator[tuple[int, Chunk]], *, with_usage: bool = True
-    ) -> AsyncGenerator[bytes]:
+    async def events(self, chunks: AsyncGenerator[tuple[int, Chunk]]) -> AsyncGenerator[bytes]:
         """The events of a response, numbered in order."""
         numbers = count()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import pairwise
 
 from tandem.admin import (
     CoordinatorState,
@@ -26,12 +27,7 @@ FIGURES = SpeculationStats(
     10234,
     40936,
     24871,
-    [
-        PositionStats(10234, 10234, 8402),
-        PositionStats(10234, 8402, 6801),
-        PositionStats(10234, 6801, 5500),
-        PositionStats(10234, 5500, 4168),
-    ],
+    [PositionStats(10234, *counts) for counts in pairwise((10234, 8402, 6801, 5500, 4168))],
     AheadStats(10190, 7836, [4586, 1012, 611, 420, 330, 275, 190, 160, 90, 70, 40, 30, 10, 8, 3, 1], 1246.53),
 )
 MODEL = ModelInfo("Llama-3.1-70B", "LlamaForCausalLM", 128256, "ab" * 32, 8192, "bfloat16", (2,), "0.1.0", 7)
@@ -67,26 +63,23 @@ SPECULATION_OFF = SpeculationState(
     "drafting does not pay",
     (DecidingFigure("with", 95.2, "tokens/s"), DecidingFigure("without", 114.1, "tokens/s")),
 )
+_AT_ONE = SpeculationDecision(
+    "10.244.123.231:50051", "Llama-3.2-1B", "residual", "0.85-1.15", 1, 4, 4, 1.62, 0, 0
+)
 DECISIONS = (
-    SpeculationDecision("10.244.123.231:50051", "Llama-3.2-1B", "residual", "0.85-1.15", 1, 4, 4, 1.62, 0, 0),
-    SpeculationDecision(
-        "10.244.123.231:50051",
-        "Llama-3.2-1B",
-        "residual",
-        "0.85-1.15",
-        1,
-        6,
-        6,
-        2.31,
-        0.41,
-        0.43,
-        (0.0061, 0.0064, 0.0068, 0.0071, 0.0074, 0.0078, 0.0081),
-        (0.71, 0.68, 0.66, 0.65, 0.65, 0.64),
+    _AT_ONE,
+    replace(
+        _AT_ONE,
+        num_speculative_tokens=6,
+        best_draft_length=6,
+        gain=2.31,
+        predicted_seconds=0.41,
+        measured_seconds=0.43,
+        round_seconds=(0.0061, 0.0064, 0.0068, 0.0071, 0.0074, 0.0078, 0.0081),
+        acceptance_rates=(0.71, 0.68, 0.66, 0.65, 0.65, 0.64),
         ahead_outcomes=16,
     ),
-    SpeculationDecision(
-        "10.244.123.231:50051", "Llama-3.2-1B", "residual", "0.85-1.15", 16, 0, 2, 0.86, 0, 0
-    ),
+    replace(_AT_ONE, load=16, num_speculative_tokens=0, best_draft_length=2, gain=0.86),
 )
 STATUS = Status(
     "0.1.0", CoordinatorState.DEGRADED, NOW, 8054.0, "Llama-3.1-70B", Load(24, 3), Throughput(1412.34, 1388.01),

@@ -71,18 +71,37 @@ def test_the_named_draft_is_started_or_hosted_by_the_target(
     assert (own and (value(own, "--model"), value(own, "--method"))) == draft
 
 
-@pytest.mark.parametrize("method", [None, "eagle3"])
-def test_a_drafting_head_is_hosted_by_the_target(tmp_path: Path, method: str | None) -> None:
-    content = {"architectures": ["LlamaForCausalLMEagle3"]} if method is None else {}
+@pytest.mark.parametrize("source", ["its config", "--method", "a file", "a variable"])
+def test_a_drafting_head_is_hosted_by_the_target(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = {"architectures": ["LlamaForCausalLMEagle3"]} if source == "its config" else {}
     (tmp_path / "config.json").write_text(json.dumps(content))
-    arguments = service_arguments(UpOptions(draft=str(tmp_path), method=method))
+    (tmp_path / "file.json").write_text('{"method": "eagle3"}')
+    options, head = UpOptions(draft=str(tmp_path)), tmp_path
+    if source == "--method":
+        options = UpOptions(draft=str(tmp_path), method="eagle3")
+    elif source == "a file":
+        options, head = UpOptions(config_file=tmp_path / "file.json"), DEMO_EAGLE3
+    elif source == "a variable":
+        monkeypatch.setenv("TANDEM_SPECULATIVE_METHOD", "eagle3")
+        options, head = UpOptions(), DEMO_EAGLE3
+    arguments = service_arguments(options)
     assert arguments.draft is None
-    assert value(arguments.target, "--draft-model") == str(tmp_path)
+    assert value(arguments.target, "--draft-model") == str(head)
     assert package_of("target", arguments.target) == "bound_service"
-    assert package_of("target", service_arguments(UpOptions()).target) == "target_service"
 
 
 def test_a_target_drafts_by_its_layers_where_the_method_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = service_arguments(UpOptions(target=str(DEMO_TARGET), method="mtp"))
+    assert arguments.draft is None
+    assert value(arguments.target, "--method") == "mtp"
+    assert package_of("target", arguments.target) == "bound_service"
+    assert package_of("target", service_arguments(UpOptions()).target) == "target_service"
+    with pytest.raises(
+        ConfigurationError, match="--method is mtp, whose weights lie in the target's own checkpoint"
+    ):
+        service_arguments(UpOptions(target=str(DEMO_TARGET), method="mtp", draft="somewhere"))
     monkeypatch.setenv("TANDEM_SPECULATIVE_METHOD", "mtp")
     assert package_of("target", ["--model", "x"]) == "bound_service"
     assert package_of("target", ["--method", "extract_hidden_states"]) == "target_service"
@@ -234,17 +253,6 @@ def test_conflicting_options_are_refused_before_anything_starts(
     assert sentence in commands.fail(2, "up", *words)
 
 
-def test_mtp_is_hosted_by_the_target_alone() -> None:
-    arguments = service_arguments(UpOptions(target=str(DEMO_TARGET), method="mtp"))
-    assert arguments.draft is None
-    assert arguments.target[arguments.target.index("--method") + 1] == "mtp"
-    assert package_of("target", arguments.target) == "bound_service"
-    with pytest.raises(
-        ConfigurationError, match="--method is mtp, whose weights lie in the target's own checkpoint"
-    ):
-        service_arguments(UpOptions(target=str(DEMO_TARGET), method="mtp", draft="somewhere"))
-
-
 DEVICES = ("device", "target_device", "draft_device", "target_memory_utilization", "draft_memory_utilization")
 
 
@@ -263,51 +271,44 @@ def placed(devices: dict[str, Any]) -> tuple[TargetSettings, DraftSettings]:
 
 
 @pytest.mark.parametrize(
-    ("options", "target", "draft"),
+    ("options", "devices"),
     [
-        (on(), "cpu", "cpu"),
-        (on("gpu:1"), "cuda:1", "cuda:1"),
-        (on("cpu", "cuda:0", "cuda:1"), "cuda:0", "cuda:1"),
-        (on("cuda:2", None, "cpu"), "cuda:2", "cpu"),
-        (on("cpu", "gpu"), "cuda", "cpu"),
+        (on(), ("cpu", "cpu")),
+        (on("gpu:1"), ("cuda:1", "cuda:1")),
+        (on("cpu", "cuda:0", "cuda:1"), ("cuda:0", "cuda:1")),
+        (on("cuda:2", None, "cpu"), ("cuda:2", "cpu")),
+        (on("cpu", "gpu"), ("cuda", "cpu")),
     ],
 )
-def test_each_model_runs_on_its_device(options: dict[str, Any], target: str, draft: str) -> None:
-    settings = placed(options)
-    assert (settings[0].compute_device, settings[1].compute_device) == (target, draft)
+def test_each_model_runs_on_its_device(options: dict[str, Any], devices: tuple[str, str]) -> None:
+    target, draft = placed(options)
+    assert (target.compute_device, draft.compute_device) == devices
 
 
 @pytest.mark.parametrize(
-    ("options", "shares"),
+    ("options", "variable", "shares"),
     [
-        (on("cuda"), (0.65, 0.25)),
-        (on("cpu", "cuda", "gpu:0"), (0.65, 0.25)),
-        (on("cuda", None, None, None, 0.1), (0.65, 0.1)),
-        (on("cpu", "cuda:0", "cuda:1"), (None, None)),
-        (on("cpu", "cuda:0", "cuda:1", 0.8, 0.7), (0.8, 0.7)),
-        (on("cpu"), (None, None)),
+        (on("cuda"), None, (0.65, 0.25)),
+        (on("cpu", "cuda", "gpu:0"), None, (0.65, 0.25)),
+        (on("cuda", None, None, None, 0.1), None, (0.65, 0.1)),
+        (on("cpu", "cuda:0", "cuda:1"), None, (None, None)),
+        (on("cpu", "cuda:0", "cuda:1", 0.8, 0.7), None, (0.8, 0.7)),
+        (on("cpu"), None, (None, None)),
+        # The environment is stronger than the default.
+        (on("cuda:1"), "TANDEM_TARGET_DEVICE_MEMORY_UTILIZATION", (0.4, 0.25)),
+        (on("cuda:1"), "TANDEM_DRAFT_DEVICE_MEMORY_UTILIZATION", (0.65, 0.4)),
+        (on("cuda:1"), "TANDEM_DEVICE_MEMORY_UTILIZATION", (0.4, 0.4)),
     ],
 )
 def test_models_on_one_accelerator_share_its_memory(
-    options: dict[str, Any], shares: tuple[float | None, float | None]
+    options: dict[str, Any],
+    variable: str | None,
+    shares: tuple[float | None, float | None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if variable is not None:
+        monkeypatch.setenv(variable, "0.4")
     target, draft = placed(options)
-    assert (target.device_memory_utilization, draft.device_memory_utilization) == shares
-
-
-@pytest.mark.parametrize(
-    ("variable", "shares"),
-    [
-        ("TANDEM_TARGET_DEVICE_MEMORY_UTILIZATION", (0.4, 0.25)),
-        ("TANDEM_DRAFT_DEVICE_MEMORY_UTILIZATION", (0.65, 0.4)),
-        ("TANDEM_DEVICE_MEMORY_UTILIZATION", (0.4, 0.4)),
-    ],
-)
-def test_the_environment_is_stronger_than_the_default_share(
-    variable: str, shares: tuple[float, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(variable, "0.4")
-    target, draft = placed(on("cuda:1"))
     assert (target.device_memory_utilization, draft.device_memory_utilization) == shares
 
 
@@ -476,15 +477,3 @@ def test_a_flag_of_up_reaches_a_service(name: str, tmp_path: Path) -> None:
     if name == "api_key":
         return  # goes by the environment
     assert service_arguments(UpOptions(**{name: values.get(name, 3)})) != service_arguments(UpOptions())
-
-
-@pytest.mark.parametrize("is_variable", [False, True])
-def test_a_head_that_a_file_or_a_variable_names_is_hosted_by_the_target(
-    is_variable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file.json").write_text('{"method": "eagle3"}')
-    if is_variable:
-        monkeypatch.setenv("TANDEM_SPECULATIVE_METHOD", "eagle3")
-    arguments = service_arguments(UpOptions(config_file=None if is_variable else tmp_path / "file.json"))
-    assert arguments.draft is None
-    assert arguments.target[arguments.target.index("--draft-model") + 1] == str(DEMO_EAGLE3)

@@ -53,6 +53,8 @@ TEMPLATES = {
 {%- for message in messages %}
     {%- if message.role == 'system' %}
         {% continue %}
+    {%- elif loop.last %}
+        {% break %}
     {%- endif %}
     {{- '[' ~ message.role ~ '] ' ~ (message.content | trim) ~ eos_token }}
 {%- endfor %}
@@ -62,15 +64,11 @@ TEMPLATES = {
     "training": "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}\n{{ m.content }}{% set x = 1 %}"
     "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{{ x is defined }}{%- generation -%} y {%- endgeneration %}"
     "{% endfor %}",
-    "macros": "{% macro say(text, n=1) %}{% for i in range(n) %}{{ text }}{% endfor %}"
-    "{{ caller() if caller }}{% endmacro %}"
-    "{{ say('a', n=3) }}{% call say('b') %}{{ messages[::-1][0].content.strip().split('?')[0] }}{% endcall %}",
     "filters": "{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join('|') }}"
     "{{ messages[0] | items | list | length }}{{ messages[0] | dictsort }}{{ '%s-%s' | format('a', 1) }}"
     "{{ messages | tojson(indent=4, sort_keys=True) }}{{ 'é' | tojson(ensure_ascii=True) }}",
     "namespaces": "{% set ns = namespace(seen=false, parts=[]) %}{% for m in messages %}{% set ns.seen = true %}"
     "{% endfor %}{{ ns.seen }}{{ dict(a=1).a }}{{ strftime_now('%Y') | length }}{{ tools is none }}",
-    "generation": "{% for m in messages %}{{ m.role }}{% if loop.last %}!{% break %}{% endif %}{% endfor %}",
 }
 
 
@@ -189,6 +187,11 @@ async def test_a_message_may_have_no_content(make: Make, source: str, text: str)
         ("{{ messages[0].content + 1 }}", {"role": "user", "content": "x"}, "it fails: "),
         ("{{ 1 / 0 }}", {"role": "user", "content": "x"}, "it fails: "),
         ("x", {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages.0.content is of type"),
+        # what the sandbox keeps from a template
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", {"role": "user", "content": "x"}, "is unsafe"),
+        ("{{ messages.append(1) }}", {"role": "user", "content": "x"}, "is unsafe"),
+        ("{{ raise_exception.__globals__['json'] }}", {"role": "user", "content": "x"}, "is unsafe"),
+        ("{% for i in range(10**9) %}{% endfor %}", {"role": "user", "content": "x"}, "it fails: "),
     ],
 )  # fmt: skip
 async def test_messages_that_a_template_rejects_are_refused(
@@ -197,20 +200,6 @@ async def test_messages_that_a_template_rejects_are_refused(
     with pytest.raises(InvalidRequestError) as refusal:
         await make(source).prompt([message])
     assert sentence in str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.append(1) }}",
-        "{{ raise_exception.__globals__['json'] }}",
-        "{% for i in range(10**9) %}{% endfor %}",
-    ],
-)
-async def test_the_sandbox_holds(source: str, make: Make) -> None:
-    with pytest.raises(InvalidRequestError):
-        await make(source).prompt(CHAT)
 
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -266,28 +255,23 @@ def environment_of(process_id: int) -> bytes:
     return path.read_bytes() if path.exists() else b""
 
 
-async def test_the_process_inherits_no_secrets_and_ends_with_its_template(
+async def test_the_process_inherits_no_secrets_is_restarted_and_ends_with_its_template(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TANDEM_COORDINATOR_AUTH_TOKEN", "secret-secret-secret")
-    template = make("x")
+    template = make("{{ messages[0].content }}")
     await template.check()
+    killed = template._process._process
+    assert killed is not None
+    assert b"secret" not in environment_of(killed.pid)
+    killed.kill()
+    killed.wait()
+    assert await template.prompt(CHAT) == "Be brief."
     process = template._process._process
     assert process is not None
-    assert b"secret" not in environment_of(process.pid)
     template.close()
     template._process._thread.shutdown(wait=True)
     assert process.returncode is not None
-
-
-async def test_a_killed_process_is_restarted(make: Make) -> None:
-    template = make("{{ messages[0].content }}")
-    await template.check()
-    process = template._process._process
-    assert process is not None
-    process.kill()
-    process.wait()
-    assert await template.prompt(CHAT) == "Be brief."
 
 
 ODD = '{"a": "x}\\"{</tool_call>", "b": [1, {"c": 2}]}'

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 
 from coordinator.http.bodies import HeldBytes, Share
 from coordinator.http.errors import error_object, error_response, unexpected
+from coordinator.http.schema import Sampled
 from coordinator.http.tools import CallReader, Parser, Said
 from coordinator.stats.speculation import add, describe_with_state
 from tandem.errors import TandemError
@@ -139,25 +140,15 @@ class Answer(ABC):
     """Further fields of an object of log probabilities."""
     prompt_tokens: Sequence[int] = ()
     """Tokens of each completion's prompt, where each piece is to have the usage so far."""
-    with_usage = False
-    """True to end a stream with the usage."""
 
-    def __init__(
-        self,
-        request_id: str,
-        model: str,
-        tokenizer: Tokenizer,
-        count: int,
-        per_prompt: int,
-        *,
-        with_ids: bool,
-    ) -> None:
-        """An empty answer with `count` completions, `per_prompt` for each prompt; `with_ids`: return token ids too."""
+    def __init__(self, request_id: str, model: str, tokenizer: Tokenizer, body: Sampled, count: int) -> None:
+        """An empty answer with `count` completions, as the body wants it."""
         self.choices = [Choice() for _ in range(count)]
         self._head = {"id": f"{self.prefix}-{request_id}", "created": int(time.time()), "model": model}
         self._tokenizer = tokenizer
-        self._per_prompt = per_prompt
-        self._with_ids = with_ids
+        self._per_prompt = body.choices
+        self._with_ids = body.return_token_ids
+        self._with_usage = body.stream_options is not None and body.stream_options.include_usage
 
     def read_calls(self, form: Parser | Literal["demanded"]) -> None:
         """Read calls of tools out of the completions' texts."""
@@ -200,7 +191,7 @@ class Answer(ABC):
             async for index, chunk in chunks:
                 if (piece := self._piece(index, chunk)) is not None:
                     yield data_line(piece)
-        if self.with_usage:
+        if self._with_usage:
             yield data_line({**self._head, "object": self.piece_object, "choices": [], **self.account()})
         yield b"data: [DONE]\n\n"
 

@@ -26,7 +26,6 @@ from coordinator.http.schema import (
     DetokenizeBody,
     ResponsesBody,
     Sampled,
-    StreamOptions,
     TokenizeBody,
 )
 from coordinator.http.tools import HARMONY
@@ -147,19 +146,14 @@ class Api:
     async def _complete(
         self, request: Request, body: Sampled, form: Callable[..., Answer], headers: dict[str, str]
     ) -> Response:
-        models = self._completions.models
-        bounds = self._completions.bounds
+        models, bounds = self._completions.models, self._completions.bounds
         requests = await requests_of(body, models, self._chats, bounds)
         # A client may use a name twice, so it is only a part of ours.
         named = request.state.client_request_id or body.request_id
         request_id = f"{fit(named)}-{uuid.uuid4().hex[:8]}" if named else uuid.uuid4().hex
-        with_ids = body.return_token_ids
-        answer = form(
-            request_id, self.model_name, models.tokenizer, len(requests), body.choices, with_ids=with_ids
-        )
-        usage = body.stream_options or StreamOptions()
-        answer.with_usage = usage.include_usage
-        if usage.include_usage and usage.continuous_usage_stats:
+        answer = form(request_id, self.model_name, models.tokenizer, body, len(requests))
+        usage = body.stream_options
+        if usage is not None and usage.include_usage and usage.continuous_usage_stats:
             ids = [await _ids(each.prompt, models, bounds) for each in requests]
             requests = [replace(each, prompt=prompt) for each, prompt in zip(requests, ids, strict=True)]
             answer.prompt_tokens = [*map(len, ids)]

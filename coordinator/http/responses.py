@@ -54,8 +54,8 @@ def _text(index: int, content: str | list[dict[str, Any]]) -> str:
 class ResponseAnswer(ChatAnswer):
     """An answer of `/v1/responses`."""
 
-    def __init__(self, body: ResponsesBody, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, body: ResponsesBody, *args: Any) -> None:
+        super().__init__(*args)
         self._item_id = f"msg_{uuid.uuid4().hex}"
         self._head = {
             "id": f"resp_{uuid.uuid4().hex}",

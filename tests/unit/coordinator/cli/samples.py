@@ -6,18 +6,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
 
-from tandem.admin import (
-    CoordinatorState,
-    Finding,
-    Load,
-    Outcomes,
-    RequestReport,
-    Severity,
-    SpeculationSettings,
-    Stats,
-    Status,
-    Throughput,
-)
+from tandem import admin
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.speculation_state import DecidingFigure, SpeculationDecision, SpeculationState
 from tandem.types import AheadStats, ModelInfo, PositionStats, SpeculationStats
@@ -81,36 +70,38 @@ DECISIONS = (
     ),
     replace(_AT_ONE, load=16, num_speculative_tokens=0, best_draft_length=2, gain=0.86),
 )
-STATUS = Status(
-    "0.1.0", CoordinatorState.DEGRADED, NOW, 8054.0, "Llama-3.1-70B", Load(24, 3), Throughput(1412.34, 1388.01),
-    FIGURES, SpeculationSettings(True, 4, "residual"), REPLICAS, SPECULATION_OFF, DECISIONS,
-)  # fmt: skip
-STATS = Stats(
+STATS = admin.Stats(
     NOW,
     8054.0,
-    Load(24, 3),
-    Throughput(1412.34, 1388.01),
-    Outcomes(12803, 3, 41, 2),
+    admin.Load(24, 3),
+    admin.Throughput(1412.34, 1388.01),
+    admin.Outcomes(12803, 3, 41, 2),
     1_482_201,
     FIGURES,
     {"typical-acceptance": FIGURES, "greedy": SpeculationStats(12)},
     SPECULATION_OFF,
     DECISIONS,
 )
+STATUS = admin.Status(
+    "0.1.0", admin.CoordinatorState.DEGRADED, NOW, 8054.0, "Llama-3.1-70B", STATS.load, STATS.throughput, FIGURES,
+    admin.SpeculationSettings(True, 4, "residual"), REPLICAS, SPECULATION_OFF, DECISIONS,
+)  # fmt: skip
 BEFORE = replace(
     STATS, speculation=replace(FIGURES, rounds=10000, drafted=40000, accepted=24400, positions=[])
 )
-REQUEST = RequestReport(
+REQUEST = admin.RequestReport(
     "3f9c" * 8, 12.5, 4096, 371, "typical-acceptance", 4, "10.244.123.241:50052", None, FIGURES, SPECULATION_ON,
 )  # fmt: skip
 FINDINGS = (
-    Finding("address", "10.0.0.5:50051", Severity.OK, "it accepts connections, within 1.3 ms"),
-    Finding(
+    admin.Finding("address", "10.0.0.5:50051", admin.Severity.OK, "it accepts connections, within 1.3 ms"),
+    admin.Finding(
         "round trip",
         "10.244.123.231:50051",
-        Severity.WARNING,
+        admin.Severity.WARNING,
         "8.2 ms, which every round waits for",
         "bring it nearer to the coordinator, or propose more tokens in each round",
     ),
-    Finding("targets", "", Severity.PROBLEM, "0 of 2 take new sequences", "start a target service"),
+    admin.Finding(
+        "targets", "", admin.Severity.PROBLEM, "0 of 2 take new sequences", "start a target service"
+    ),
 )

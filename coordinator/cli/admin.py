@@ -25,9 +25,6 @@ from tandem.admin_client import DEFAULT_TIMEOUT_SECONDS, AdminClient
 from tandem.plural import plural
 from tandem.replica import ReplicaState, Role, is_last_target, replica_at
 
-_WAIT_SECONDS = 60.0
-"""`health --wait` asks for so long unless --timeout says otherwise."""
-
 verbs = new_app("")
 admin = new_app(
     "Inspect and control a running coordinator.\n\n"
@@ -400,7 +397,7 @@ async def health(
     Exits 0 when they can, 3 when they cannot, 4 when the coordinator cannot be reached. Where an admin token is needed
     but missing, the command uses the standard health protocol.
     """
-    deadline = time.monotonic() + (where.timeout_seconds or _WAIT_SECONDS if wait else 0.0)
+    deadline = time.monotonic() + (where.timeout_seconds or 60.0 if wait else 0.0)
     while True:
         try:
             found = await _health(client)

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 verbs = new_app("")
 
-KEY, REFERENCE_KEY = "TANDEM_AUDIT_KEY", "TANDEM_AUDIT_REFERENCE_KEY"
-
 
 @dataclass(frozen=True)
 class AuditArguments:
@@ -78,8 +76,8 @@ async def audit(arguments: AuditArguments) -> None:
     given = asdict(arguments) | {
         "body": _object("--body", arguments.body),
         "reference_body": _object("--reference-body", arguments.reference_body),
-        "key": os.environ.get(KEY) or os.environ.get("OPENAI_API_KEY"),
-        "reference_key": os.environ.get(REFERENCE_KEY),
+        "key": os.environ.get("TANDEM_AUDIT_KEY") or os.environ.get("OPENAI_API_KEY"),
+        "reference_key": os.environ.get("TANDEM_AUDIT_REFERENCE_KEY"),
     }
     options = AuditOptions(
         **{each.name: given[each.name] for each in fields(AuditOptions) if each.name in given}

@@ -129,7 +129,12 @@ class App:
                 error = ServiceUnavailableError("the coordinator is shutting down; send the request again")
                 await error_response(error)(scope, receive, noted)
         except HTTPException as error:
-            await error_response(_of_router(error, scope))(scope, receive, noted)
+            refusal = HttpError(error.status_code, f"there is nothing at {scope['path']}", "not_found")
+            if error.status_code == 405:
+                allowed = (error.headers or {}).get("Allow", "")
+                sentence = f"method is {scope['method']}; {scope['path']} takes {allowed}"
+                refusal = HttpError(405, sentence, headers=error.headers)
+            await error_response(refusal)(scope, receive, noted)
         except Exception as error:  # noqa: BLE001 - an unexpected error is logged, and answered with an id
             await error_response(error)(scope, receive, noted)
 
@@ -202,12 +207,3 @@ def _check_host(host: str) -> None:
             403,
             f"host is {host or 'not set'}; it must be this machine, which alone is served: localhost or 127.0.0.1",
         )
-
-
-def _of_router(error: HTTPException, scope: Scope) -> HttpError:
-    if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
-        return HttpError(
-            405, f"method is {scope['method']}; {scope['path']} takes {allowed}", headers=error.headers
-        )
-    return HttpError(error.status_code, f"there is nothing at {scope['path']}", "not_found")

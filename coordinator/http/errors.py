@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import re
@@ -52,6 +53,11 @@ _FORMS: Mapping[type[errors.TandemError], tuple[int, str, str | None]] = {
     errors.AbortedError: (409, "server_error", "aborted"),
     errors.TandemError: (500, "server_error", None),
 }
+
+
+def shown(value: object) -> str:
+    """A refused value as a request spells it, and as a message shows it."""
+    return json.dumps(value, ensure_ascii=False, default=str)[:SHOWN_CHARACTERS]
 
 
 def error_response(error: Exception) -> JSONResponse:

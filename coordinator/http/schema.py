@@ -14,14 +14,11 @@ from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from coordinator.http.errors import SHOWN_CHARACTERS
+from coordinator.http.errors import SHOWN_CHARACTERS, shown
 from coordinator.http.tools import demanded, functions_of
 from coordinator.settings.coordinator import MAX_CHAT_MESSAGES
 from tandem.errors import InvalidRequestError
 from tandem.types import Grammar, GrammarKind
-
-DEFAULT_COMPLETION_TOKENS = 16
-"""OpenAI's default for `/v1/completions`; a chat continues while there is room."""
 
 MAX_CHOICES = 16
 """Maximum completions of one request. Each takes a place among those that run, of which there are 256 by default."""
@@ -39,16 +36,11 @@ Items: TypeAlias = Annotated[list[ItemT], Field(fail_fast=True)]
 
 def _only(*taken: Any, because: str) -> Any:
     """A field that is known but not to be had: values that ask for nothing are taken, all others are refused."""
-    values = " or ".join(f"`{json_text(value)}`" for value in taken)
+    values = " or ".join(f"`{shown(value)}`" for value in taken)
     description = f"Refused{f' unless {values}' if values else ''}: {because}."
     return Field(
         default=None, description=description, json_schema_extra={"enum": [None, *taken], "why": because}
     )
-
-
-def json_text(value: Any) -> str:
-    """A value as a request spells it."""
-    return json.dumps(value, ensure_ascii=False)
 
 
 @cache
@@ -85,8 +77,8 @@ class Body(Known):
         """A sentence for each field that asks for something that is not to be had."""
         for name, (taken, reason) in _refusable(type(self)).items():
             if (value := getattr(self, name)) not in taken:
-                allowed = " or ".join(map(json_text, taken[1:])) or "left out"
-                yield f"{name} is {json_text(value)[:SHOWN_CHARACTERS]}; it must be {allowed}: {reason}"
+                allowed = " or ".join(map(shown, taken[1:])) or "left out"
+                yield f"{name} is {shown(value)}; it must be {allowed}: {reason}"
 
     @property
     def passed_over(self) -> tuple[str, ...]:
@@ -261,7 +253,7 @@ class Sampled(AboutCaller):
 class CompletionBody(Sampled):
     """`POST /v1/completions`."""
 
-    default_max_tokens: ClassVar = DEFAULT_COMPLETION_TOKENS
+    default_max_tokens: ClassVar = 16  # OpenAI's; a chat continues while there is room
     prompt: str | Items[str] | Items[int] | Items[Items[int]]
     """One or several, each as text or as token ids."""
     logprobs: int | None = None
@@ -504,7 +496,7 @@ def _grammar(form: str, name: str, value: Any) -> Grammar:
         raise _wrong(name, value, wanted)
     if kind is GrammarKind.JSON_OBJECT:
         return Grammar(kind)
-    return Grammar(kind, value if isinstance(value, str) else json_text(value))
+    return Grammar(kind, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
 def _of_format(value: Mapping[str, Any] | None) -> Iterator[_Form]:
@@ -534,5 +526,4 @@ def _of_outputs(value: Mapping[str, Any] | None) -> Iterator[_Form]:
 
 
 def _wrong(name: str, value: Any, wanted: str) -> InvalidRequestError:
-    shown = json.dumps(value, ensure_ascii=False, default=str)[:SHOWN_CHARACTERS]
-    return InvalidRequestError(f"{name} is {shown}; it must be {wanted}")
+    return InvalidRequestError(f"{name} is {shown(value)}; it must be {wanted}")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from coordinator.http.errors import SHOWN_CHARACTERS
+from coordinator.http.errors import SHOWN_CHARACTERS, shown
 from tandem.errors import InvalidRequestError
 from tandem.types import Grammar, GrammarKind
 
@@ -60,10 +60,9 @@ def demanded(choice: Any, functions: Mapping[str, Mapping[str, Any]], *, paralle
         return None
     named = choice.get("function", {}).get("name") if isinstance(choice, dict) else None
     if choice != "required" and not isinstance(named, str):
-        shown = json.dumps(choice, ensure_ascii=False, default=str)[:SHOWN_CHARACTERS]
         raise InvalidRequestError(
-            f'tool_choice is {shown}; it must be none, auto, required, or {{"type": "function", "function": {{"name": '
-            "...}}"
+            f"tool_choice is {shown(choice)}; it must be none, auto, required, or "
+            '{"type": "function", "function": {"name": ...}}'
         )
     if not functions or (named is not None and named not in functions):
         what = "required" if named is None else f"the function {named[:SHOWN_CHARACTERS]}"

@@ -18,7 +18,6 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from benchmarks.faulty_server import PROPOSED, RIGHT, Language, Sampler
-from coordinator.cli.audit import KEY
 from tandem.audit.checks import Verdict, variation
 from tandem.audit.client import Budget, Completion, connected, speculation_counts
 from tandem.audit.report import acceptance_line, as_dict, html
@@ -363,7 +362,7 @@ def test_variation_is_over_what_both_list() -> None:
 
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
-    monkeypatch.delenv(KEY, raising=False)
+    monkeypatch.delenv("TANDEM_AUDIT_KEY", raising=False)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     return Commands()
 
@@ -382,7 +381,7 @@ def test_the_command_says_what_it_found(
         return Audit(options.url, "m", "now", is_miscalibrated=bool(options.body), speculation=counts)
 
     monkeypatch.setattr("tandem.audit.run.audit", found)
-    monkeypatch.setenv(KEY, "secret")
+    monkeypatch.setenv("TANDEM_AUDIT_KEY", "secret")
     page = tmp_path / "audit.html"
     ran = commands.run("audit", URL, "--html", str(page), "--body", '{"x": 1}', "--quiet")
     assert ran.code == 1

@@ -16,6 +16,7 @@ from coordinator.cli.app import new_app
 from coordinator.cli.command import OutputOptions, command, option, plain_table
 from tandem.client import DEFAULT_ADDRESS
 from tandem.errors import ConfigurationError
+from tandem.rpc.addresses import parse_address
 from tandem.rpc.credentials import Credentials
 
 
@@ -134,19 +135,18 @@ def is_by_hand(click: typer.Context, name: str) -> bool:
 
 
 def _address(value: str) -> str:
-    if value.startswith("unix:"):
-        return value
     scheme, is_url, rest = value.partition("://")
     if is_url:
         raise ConfigurationError(
             f"address is {value!r}; it must be host:port without {scheme}://, for instance {rest.rstrip('/')!r}"
             + (", and --tls where the coordinator has a certificate" if scheme == "https" else "")
         )
-    host, colon, port = value.rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:
+    try:
+        parse_address(value)
+    except ValueError:
         raise ConfigurationError(
             f"address is {value!r}; it must be host:port, for instance {DEFAULT_ADDRESS}"
-        )
+        ) from None
     return value
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
+from rich.bar import Bar
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -64,11 +65,10 @@ def percent(part: float, whole: float = 1.0) -> str:
     return f"{part / whole:.1%}" if whole else NOTHING
 
 
-def bar(share: float, colour: str = "green") -> str:
+def bar(share: float, color: str = "green") -> Bar:
     """A share as a bar of at most `_BAR_WIDTH` cells, in eighths of a cell."""
-    full, rest = divmod(round(max(0.0, min(share, 1.0)) * _BAR_WIDTH * 8), 8)
-    cells = "█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else "")
-    return f"[{colour}]{cells:{_BAR_WIDTH}}[/]"
+    eighths = _BAR_WIDTH * 8
+    return Bar(eighths, 0, round(share * eighths), width=_BAR_WIDTH, color=color)
 
 
 def grid(rows: Iterable[tuple[RenderableType, ...]]) -> Table:

@@ -21,6 +21,7 @@ from tests.commands import Commands
     ("words", "sentence"),
     [
         (("nonsense",), "no such command 'nonsense'"),
+        (("logs", "-f"), "each service writes its log to standard error"),
         (("admin", "statsu"), "did you mean"),
         (("admin", "status", "--adress", "x"), "no such option: --adress"),
         (("admin", "status", "more"), "unexpected extra argument"),
@@ -52,15 +53,6 @@ from tests.commands import Commands
 )  # fmt: skip
 def test_a_wrong_call_has_one_sentence(commands: Commands, words: tuple[str, ...], sentence: str) -> None:
     assert sentence.lower() in commands.fail(2, *words).lower()
-
-
-def test_logs_says_where_the_logs_are(commands: Commands) -> None:
-    assert "each service writes its log to standard error" in commands.fail(2, "logs", "-f")
-
-
-def test_a_service_can_be_set_up_by_variables(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TANDEM_TARGET_MODEL", "no/such/folder")
-    assert "no/such/folder" in commands.run("serve", "target").err
 
 
 @pytest.mark.parametrize(

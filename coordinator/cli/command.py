@@ -1,4 +1,4 @@
-"""Shared by all commands: option groups, examples in the help, errors in one sentence, exit codes, forms of output."""
+"""Shared by all commands: option groups, examples in the help, forms of output."""
 
 from __future__ import annotations
 
@@ -19,9 +19,6 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from coordinator.admin.plain import plain
-from coordinator.cli.app import exit_code
-from tandem.errors import TandemError
-from tandem.standard_streams import exit_with
 
 
 def option(text: str, *flags: str, default: Any = None, **more: Any) -> Any:
@@ -101,8 +98,7 @@ def command(
 
     A parameter whose type is a dataclass stands for all of its fields, each a separate option with a default. They are
     read from the environment as well where the dataclass has an `environment_prefix`. A `typer.Context` is passed on.
-    The examples are shown in the help; the name is by default the function's; `more` is for typer. A `TandemError` ends
-    the process with a sentence and its exit code.
+    The examples are shown in the help; the name is by default the function's; `more` is for typer.
     """
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,7 +115,7 @@ def _help(function: Callable[..., Any], examples: Sequence[str]) -> str:
 
 
 def _with_groups(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with the fields of its dataclasses as parameters, run to its end, with errors printed."""
+    """The function with the fields of its dataclasses as parameters, run to its end."""
     given = inspect.signature(function, eval_str=True).parameters
     groups: dict[str, Any] = {
         name: parameter.annotation for name, parameter in given.items() if is_dataclass(parameter.annotation)
@@ -149,12 +145,9 @@ def _with_groups(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(**values: Any) -> None:
         for name, group in groups.items():
             values[name] = group(**{each.name: values.pop(each.name) for each in fields(group)})
-        try:
-            result = function(**values)
-            if inspect.iscoroutine(result):
-                asyncio.run(result)
-        except TandemError as error:
-            exit_with(error, exit_code(error))
+        result = function(**values)
+        if inspect.iscoroutine(result):
+            asyncio.run(result)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

@@ -11,10 +11,10 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from coordinator.cli.app import Exit, new_app
+from coordinator.cli.app import Exit, exit_code, new_app
 from tandem import __version__
-from tandem.errors import ConfigurationError
-from tandem.standard_streams import OutputError, exit_with, fill_closed, unwritable
+from tandem.errors import ConfigurationError, TandemError
+from tandem.standard_streams import exit_with, fill_closed, unwritable
 
 VERBS = {
     "serve": ("serve", "Start one service: draft, target or coordinator."),
@@ -101,16 +101,14 @@ def main() -> None:
         sys.stdout.flush()
     except typer.TyperException as error:
         _refuse(error)
-    except ConfigurationError as error:
-        exit_with(error, Exit.USAGE)
+    except TandemError as error:
+        exit_with(error, exit_code(error))
     except typer.Abort:
         sys.exit(Exit.FAILED)
     except BrokenPipeError:
         # The reader has closed the pipe; buffered output must not be written again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(Exit.FAILED)
-    except OutputError as error:
-        exit_with(error, Exit.FAILED)
     except OSError as error:
         if error.filename is not None or error.errno not in _UNWRITABLE:
             raise

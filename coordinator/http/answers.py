@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from tokenizers import Tokenizer
 
 from coordinator.http.bodies import HeldBytes, Share
-from coordinator.http.errors import error_object, error_response, unexpected
+from coordinator.http.errors import error_object, unexpected
 from coordinator.http.schema import Sampled
 from coordinator.http.tools import CallReader, Parser, Said
 from coordinator.stats.speculation import add, describe_with_state
@@ -434,9 +434,9 @@ class Reply(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, unless the client leaves first."""
         with suppress(CancelledByEventError):
-            await unless(_disconnect(receive), self._write(scope, receive, send))
+            await unless(_disconnect(receive), self._write(send))
 
-    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _stream(self, send: Send) -> None:
         """The status waits for the first event, so that a refusal has its own."""
         has_begun = False
         try:
@@ -446,15 +446,14 @@ class Reply(Response):
                         has_begun = True
                         await self._begin(send)
                     await send({"type": "http.response.body", "body": event, "more_body": True})
-        except Exception as raised:  # noqa: BLE001 - the client gets an answer for any error
-            error = raised if isinstance(raised, TandemError) else unexpected(raised)
+        except Exception as raised:
             if not has_begun:
-                await error_response(error)(scope, receive, send)
-                return
+                raise
+            error = raised if isinstance(raised, TandemError) else unexpected(raised)
             await send({"type": "http.response.body", "body": self._answer.failure(error), "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
-    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _whole(self, send: Send) -> None:
         with closing(Share(self._held)) as share:
             async with self._calls.running(), aclosing(self._chunks) as chunks:
                 async for index, chunk in chunks:

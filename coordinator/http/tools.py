@@ -278,10 +278,10 @@ class CallReader:
             if character == '"':
                 string = yield from self._string()
                 if depth == 1 and self._key == "name" and not self._is_call:
-                    self._begin_call(json.loads(f'"{string}"', strict=False))
+                    self._begin_call(_unquoted(string))
                     self._held, self._is_call = "", True
             elif depth == 1 and character == ":" and self._key is None:
-                self._key = json.loads(f'"{string}"', strict=False)
+                self._key = _unquoted(string)
         if self._is_call and not self.calls[-1]["function"]["arguments"]:
             self._argue("{}")
         return self._is_call
@@ -303,3 +303,12 @@ class CallReader:
             self._held += character
         elif self._key in _ARGUMENTS and (self.calls[-1]["function"]["arguments"] or not character.isspace()):
             self._argue(character)
+
+
+def _unquoted(string: str) -> str:
+    """The text of a string of JSON; as it is where a model has made up an escape."""
+    try:
+        text: str = json.loads(f'"{string}"', strict=False)
+    except ValueError:
+        return string
+    return text

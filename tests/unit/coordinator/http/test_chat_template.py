@@ -285,6 +285,8 @@ TEXTS: list[tuple[Any, str, str, list[tuple[str, str]]]] = [
         [("f", "{}"), ("g", '{"x":1}')],
     ),
     ("hermes", "a < b and <tool", "a < b and <tool", []),
+    ("hermes", '<tool_call>{"\\q": 1, "name": "f\\q", "arguments": {"\\q": "\\q"}}</tool_call>', "",
+        [("f\\q", '{"\\q": "\\q"}')]),
     ("llama3", '{"name": "get", "parameters": {"a": 1}}', "", [("get", '{"a": 1}')]),
     ("llama3", '<|python_tag|>{"name": "g", "parameters": {"a": 1}}; {"name": "h"}', "",
         [("g", '{"a": 1}'), ("h", "{}")]),

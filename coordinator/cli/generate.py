@@ -342,9 +342,17 @@ def _prompt(options: PromptOptions) -> str | tuple[int, ...]:
         raise ConfigurationError(
             f"{count} prompts were given; give exactly one of PROMPT, --prompt-file and --prompt-token-ids"
         )
-    if options.prompt_file is not None:
-        return _content(options.prompt_file)
-    return _ids(options.prompt_token_ids or "") if options.prompt is None else options.prompt
+    if (file := options.prompt_file) is not None:
+        try:
+            return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f"--prompt-file {file} cannot be read as UTF-8 text: {error}") from None
+    if (words := options.prompt_token_ids) is None:
+        return options.prompt or ""
+    try:
+        return tuple(int(word) for word in words.split(",") if word.strip())
+    except ValueError:
+        raise ConfigurationError(f"--prompt-token-ids is {words!r}; it must be integers: 1,2,3") from None
 
 
 def _chat(options: PromptOptions, prompt: str | tuple[int, ...]) -> list[ChatMessage]:
@@ -361,23 +369,9 @@ def _chat(options: PromptOptions, prompt: str | tuple[int, ...]) -> list[ChatMes
     return [*system, ChatMessage("user", prompt)]
 
 
-def _content(file: Path) -> str:
-    try:
-        return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"--prompt-file {file} cannot be read as UTF-8 text: {error}") from None
-
-
 def _bias(words: str) -> tuple[int, float]:
     token_id, _, bias = words.partition(":")
     try:
         return int(token_id), float(bias)
     except ValueError:
         raise ConfigurationError(f"--logit-bias is {words!r}; it must be ID:BIAS, such as 5:-1.5") from None
-
-
-def _ids(words: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(word) for word in words.split(",") if word.strip())
-    except ValueError:
-        raise ConfigurationError(f"--prompt-token-ids is {words!r}; it must be integers: 1,2,3") from None

@@ -7,6 +7,7 @@ import inspect
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Annotated, Any, NamedTuple
@@ -360,30 +361,6 @@ def pairs(words: Sequence[str]) -> dict[str, str]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Health:
-    """Health of a coordinator in a word, and what it is made of."""
-
-    healthy: bool
-    """True if it takes requests and can complete them."""
-    serving: bool
-    """By the standard health protocol."""
-    state: str = ""
-    """The coordinator's state; empty where the token does not permit asking."""
-    targets_ready: int | None = None
-    drafts_ready: int | None = None
-
-    def __str__(self) -> str:
-        ready = {"target": self.targets_ready, "draft": self.drafts_ready}
-        serving = "serving" if self.serving else "not serving"
-        words = [
-            *([self.state] if self.state else []),
-            *([] if self.state and self.serving else [serving]),
-            *(f"{plural(count, noun)} ready" for noun, count in ready.items() if count is not None),
-        ]
-        return f"{'healthy' if self.healthy else 'unhealthy'}: {', '.join(words)}"
-
-
 @verb(admin, "tandem admin health", "tandem admin health --wait --timeout 120 && tandem generate 'Hello'")
 async def health(
     client: AdminClient,
@@ -400,29 +377,31 @@ async def health(
     deadline = time.monotonic() + (where.timeout_seconds or 60.0 if wait else 0.0)
     while True:
         try:
-            found = await _health(client)
-            if found.healthy or time.monotonic() > deadline:
-                return Answer(found, str, Exit.OK if found.healthy else Exit.UNHEALTHY)
+            answer = await _health(client)
+            if answer.exit_code == Exit.OK or time.monotonic() > deadline:
+                return answer
         except errors.ServiceUnavailableError:
             if time.monotonic() > deadline:
                 raise
         await asyncio.sleep(0.2)
 
 
-async def _health(client: AdminClient) -> Health:
-    serving = await client.is_serving()
-    try:
+async def _health(client: AdminClient) -> Answer:
+    healthy = serving = await client.is_serving()
+    words = ["serving" if serving else "not serving"]
+    # Empty where the token does not permit asking.
+    known: dict[str, Any] = {"state": "", "targets_ready": None, "drafts_ready": None}
+    with suppress(errors.UnauthenticatedError, errors.PermissionDeniedError):
         status = await client.status()
-    except (errors.UnauthenticatedError, errors.PermissionDeniedError):
-        return Health(serving, serving)
-    ready = [shot.role for shot in status.replicas if shot.state is ReplicaState.READY]
-    return Health(
-        healthy=serving and status.state.completes,
-        serving=serving,
-        state=status.state.value,
-        targets_ready=ready.count(Role.TARGET),
-        drafts_ready=ready.count(Role.DRAFT),
-    )
+        healthy = serving and status.state.completes
+        ready = [shot.role for shot in status.replicas if shot.state is ReplicaState.READY]
+        targets, drafts = ready.count(Role.TARGET), ready.count(Role.DRAFT)
+        known = {"state": status.state.value, "targets_ready": targets, "drafts_ready": drafts}
+        words = [status.state.value, *([] if serving else words)]
+        words += [f"{plural(targets, 'target')} ready", f"{plural(drafts, 'draft')} ready"]
+    told = f"{'healthy' if healthy else 'unhealthy'}: {', '.join(words)}"
+    report = {"healthy": healthy, "serving": serving, **known}
+    return Answer(report, lambda _: told, Exit.OK if healthy else Exit.UNHEALTHY)
 
 
 @verb(admin, "tandem admin doctor", "tandem admin doctor -o json")

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from typer.testing import CliRunner
 
-from coordinator.cli.main import app
 from coordinator.rejection import STRATEGIES
 from coordinator.settings.coordinator import ConfigSettings, CoordinatorSettings
 from draft_service.settings import DraftSettings
@@ -24,6 +22,7 @@ from tandem.config.options import ALIASES, Options
 from tandem.errors import ConfigurationError
 from tandem.settings import load_settings
 from target_service.settings import TargetSettings
+from tests.commands import Commands
 
 ADDRESS = ("--target-address", "127.0.0.1:1")
 
@@ -240,14 +239,12 @@ def test_a_rule_ignores_unreadable_options() -> None:
     assert refusal(*ADDRESS, *arguments) == "synthetic_acceptance_rates.1 is 'x'; it must be a number"
 
 
-RUNNER = CliRunner()
+COMMANDS = Commands()
 
 
 def test_show_prints_each_value_and_its_origin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_RELAXED_TOPK", "4")
-    result = RUNNER.invoke(app, ["config", "show", "--json", "--num-speculative-tokens", "5"])
-    assert result.exit_code == 0
-    printed = json.loads(result.stdout)
+    printed = json.loads(COMMANDS.succeed("config", "show", "--json", "--num-speculative-tokens", "5"))
     assert printed["num_speculative_tokens"] == {"value": 5, "from": "command line"}
     assert printed["relaxed_topk"] == {"value": 4, "from": "environment"}
     assert printed["relaxed_delta"] == {"value": 0.6, "from": "default"}
@@ -255,31 +252,23 @@ def test_show_prints_each_value_and_its_origin(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_show_prints_the_named_options() -> None:
-    words = ["config", "show", "num-speculative-tokens", "relaxed_topk", "-o", "json", "--relaxed-topk", "3"]
-    printed = json.loads(RUNNER.invoke(app, words).stdout)
+    words = ("config", "show", "num-speculative-tokens", "relaxed_topk", "-o", "json", "--relaxed-topk", "3")
+    printed = json.loads(COMMANDS.succeed(*words))
     assert printed == {
         "num_speculative_tokens": {"value": 2, "from": "default"},
         "relaxed_topk": {"value": 3, "from": "command line"},
     }
-    assert RUNNER.invoke(app, ["config", "show", "relaxed_topk", "--output=yaml"]).stdout.startswith(
-        "relaxed_topk:"
-    )
-    unknown = RUNNER.invoke(app, ["config", "show", "no_such_option"])
-    assert (unknown.exit_code, unknown.stderr) == (2, "error: there is no option no_such_option\n")
-    wrong = RUNNER.invoke(app, ["config", "show", "-o", "xml"])
-    assert wrong.exit_code == 2
-    assert "'xml' is not one of 'table', 'json', 'yaml'" in wrong.stderr
+    assert COMMANDS.succeed("config", "show", "relaxed_topk", "--output=yaml").startswith("relaxed_topk:")
+    assert COMMANDS.fail(2, "config", "show", "no_such_option") == "there is no option no_such_option"
+    assert "'xml' is not one of 'table', 'json', 'yaml'" in COMMANDS.fail(2, "config", "show", "-o", "xml")
 
 
 def test_check_takes_json(tmp_path: Path) -> None:
     path = tmp_path / "good.json"
     path.write_text('{"method": "ngram", "num_speculative_tokens": 4}')
-    result = RUNNER.invoke(app, ["config", "check", str(path)])
-    assert (result.exit_code, result.stdout) == (0, f"{path}: ok\n")
+    assert COMMANDS.succeed("config", "check", str(path)) == f"{path}: ok\n"
     path.write_text('{"num_speculative_tokens": 4,}')
-    result = RUNNER.invoke(app, ["config", "check", str(path)])
-    assert result.exit_code == 2
-    assert "it is not valid json" in result.stderr
+    assert "it is not valid json" in COMMANDS.fail(2, "config", "check", str(path))
 
 
 def test_check_prints_every_broken_rule_on_its_own_line(tmp_path: Path) -> None:
@@ -287,9 +276,9 @@ def test_check_prints_every_broken_rule_on_its_own_line(tmp_path: Path) -> None:
     path.write_text(
         '[coordinator]\ndraft_sample_method = "x"\nnum_speculative_tokens = 0\nrelaxed_topk = "x"\nenable_echo = true\n'
     )
-    result = RUNNER.invoke(app, ["config", "check", str(path), "--section-name", "coordinator"])
-    assert result.exit_code == 2
-    assert result.stderr.splitlines() == [
+    ran = COMMANDS.run("config", "check", str(path), "--section-name", "coordinator")
+    assert ran.code == 2
+    assert ran.err.splitlines() == [
         "error: num_speculative_tokens is 0; it must be between 1 and 128",
         "error: relaxed_topk is 'x'; it must be an integer",
         "error: draft_sample_method is not available in this version: the draft samples as the acceptance rule needs; "

@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -49,17 +49,6 @@ async def service(package: str, *options: str) -> AsyncIterator[str]:
     """Run a service on a free port; its address."""
     async with process(package, *options) as (address, _):
         yield address
-
-
-def model(role: str, folder: Path, *options: str, pace: str = "") -> AbstractAsyncContextManager[str]:
-    """A draft or a target service, whose steps take a minimum time where there is a pace; its address."""
-    paced = ("benchmarks.pace", "--role", role, "--pace", pace)
-    return service(*(paced if pace else (f"{role}_service",)), "--model", str(folder), *options)
-
-
-def coordinator(target: str, draft: str, *options: str) -> AbstractAsyncContextManager[str]:
-    """A coordinator of services at these addresses; its own."""
-    return service("coordinator", "--target-address", target, "--draft-address", draft, *options)
 
 
 def free_port() -> int:

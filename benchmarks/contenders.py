@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from benchmarks.common import CACHE_FOLDER, LISTED, Contender, Positive, free_port, model, service
+from benchmarks.common import CACHE_FOLDER, LISTED, Contender, Positive, free_port, service
 from benchmarks.load.generator import Connection, Served, http_connection, served_model
 from benchmarks.pace import Pace
 from benchmarks.pairs import Pair, open_pair
@@ -186,9 +186,12 @@ async def models(setup: Setup, *, prefix_caching: bool = False) -> AsyncIterator
 
         async def started(role: str) -> str:
             folder, pace = setup.pair.target if role == "target" else setup.pair.draft, setup.settings.pace
-            steps = ("--steps", str(setup.logs / f"{role}.steps")) if pace else ()
-            words = (*steps, *_model_options(setup, role, prefix_caching))
-            return await _running(setup, stack, model(role, folder, *words, pace=pace))
+            steps = ("--steps", str(setup.logs / f"{role}.steps"))
+            package = (
+                ("benchmarks.pace", "--role", role, "--pace", pace, *steps) if pace else (f"{role}_service",)
+            )
+            words = ("--model", str(folder), *_model_options(setup, role, prefix_caching))
+            return await _running(setup, stack, service(*package, *words))
 
         # One after the other: two that load at once slow each other more than they gain.
         target = await started("target")

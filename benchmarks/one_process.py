@@ -37,18 +37,21 @@ from target_service.settings import TargetSettings
 from target_service.verifier import VerifiedSequence, Verifier, load_verifier
 
 
-class LocalDrafter:
-    """Calls the proposer as `DraftSequence` asks a draft service: the first round only reads the prompt."""
+class Local:
+    """Calls proposer and verifier as `DraftSequence` and `TargetSequence` ask the services: the first round only reads
+    the prompt."""
 
-    def __init__(self, sequence: DraftedSequence, token_count: int) -> None:
-        self._sequence = sequence
-        self._token_count = token_count
-        self._known = RemoteSequence()
+    def __init__(
+        self, drafted: DraftedSequence, verified: VerifiedSequence, plan: Plan, rounds: RequestRounds
+    ) -> None:
+        self._drafted, self._verified = drafted, verified
+        self._plan, self._rounds = plan, rounds
+        self._draft_knows, self._target_knows = RemoteSequence(), RemoteSequence()
         self._reading: asyncio.Task[Proposal] | None = None
 
     async def propose(self, completion: Completion) -> Proposal:
         """Tokens that may follow, fewer than the completion has room for."""
-        count = min(self._token_count, completion.room - 1)
+        count = min(self._plan.num_speculative_tokens, completion.room - 1)
         if count <= 0:
             return Proposal(completion.length)
         if self._reading is None:
@@ -63,25 +66,14 @@ class LocalDrafter:
             await self._reading
 
     async def _step(self, completion: Completion, count: int) -> Proposal:
-        step = ProposeStep(self._known.delta_to(completion.token_ids), count)
-        return await self._sequence.propose(step) or Proposal(completion.length)
-
-
-class LocalVerifier:
-    """Calls the verifier as `TargetSequence` asks a target service."""
-
-    def __init__(self, sequence: VerifiedSequence, plan: Plan, rounds: RequestRounds) -> None:
-        self._sequence = sequence
-        self._rounds = rounds
-        self._rule = plan.rule
-        self._row_kind = plan.row_kind
-        self._known = RemoteSequence()
+        step = ProposeStep(self._draft_knows.delta_to(completion.token_ids), count)
+        return await self._drafted.propose(step) or Proposal(completion.length)
 
     async def verify(self, completion: Completion, proposal: Proposal) -> Verification:
+        """The target's rows for a proposal."""
         self._rounds.proposed()
-        delta = self._known.delta_to(completion.token_ids, proposal.token_ids)
-        step = self._rule.step(delta, proposal, self._row_kind)
-        verification = await self._sequence.verify(step)
+        delta = self._target_knows.delta_to(completion.token_ids, proposal.token_ids)
+        verification = await self._verified.verify(self._plan.rule.step(delta, proposal, self._plan.row_kind))
         self._rounds.verified(0.0, len(proposal), is_first=False)
         return verification
 
@@ -131,20 +123,21 @@ def load(setup: dict[str, Any]) -> Run:
 async def _run(pair: LocalPair, workload: Workload) -> Outcome:
     phases: dict[str, list[float]] = {phase: [] for phase in PHASES}
     stats = SpeculationStats()
-    models = Models(pair.target.model_info, pair.draft.model_info, PromptEncoder(pair.tokenizer))
+    served = Models(pair.target.model_info, pair.draft.model_info, PromptEncoder(pair.tokenizer))
     started = time.perf_counter()
 
     async def one(request: GenerationRequest) -> Answer:
-        plan = await make_plan(request, uuid.uuid4().hex, pair.settings, models)
+        plan = await make_plan(request, uuid.uuid4().hex, pair.settings, served)
         completion, answer, proposed_before = plan.begin(), Answer(), False
         known = completion.length
         async with (
             pair.draft.sequence(plan.draft_options()) as drafted,
             pair.target.sequence(plan.target_options()) as verified,
         ):
-            drafter, rounds = LocalDrafter(drafted, plan.num_speculative_tokens), RequestRounds()
+            rounds = RequestRounds()
+            models = Local(drafted, verified, plan, rounds)
             accept = rounds.timed(partial(plan.accept, completion))
-            chunks = generate(completion, drafter, LocalVerifier(verified, plan, rounds), accept)
+            chunks = generate(completion, models, models, accept)
             async for chunk, result in rounds.results(chunks):
                 # The first one waits until the draft has read the prompt
                 if chunk.proposed and proposed_before:
@@ -153,7 +146,7 @@ async def _run(pair: LocalPair, workload: Workload) -> Outcome:
                 proposed_before |= chunk.proposed > 0
                 answer.add(time.perf_counter() - started, completion.token_ids[known:])
                 known = completion.length
-            await drafter.finish()
+            await models.finish()
         add(stats, completion.stats)
         return answer
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from tokenizers import Tokenizer
 
 from benchmarks.prompts import held_out_prompts
+from tandem.engine.models.checkpoint import find_weights
 from tandem.errors import ConfigurationError
 from tandem.model_sources import hub
 
@@ -153,8 +153,9 @@ def open_pair(text: str, cache_folder: Path, device: str) -> Pair:
         target, draft = DEMO / "target", random_draft(cache_folder / "random")
     else:
         target, draft = (DEMO / "target", DEMO / "draft") if text == "demo" else _folders(text)
-    parameters = {"target_parameters": _parameters(target), "draft_parameters": _parameters(draft)}
-    return Pair(target, draft, PairInfo(name=text, **parameters))
+    target_parameters, draft_parameters = (find_weights(each).value_count for each in (target, draft))
+    info = PairInfo(name=text, target_parameters=target_parameters, draft_parameters=draft_parameters)
+    return Pair(target, draft, info)
 
 
 def _folders(text: str) -> list[Path]:
@@ -167,13 +168,3 @@ def _folders(text: str) -> list[Path]:
         f"--pair is {text!r}; it must be demo, random, the folders or Hugging Face ids of a target and a draft "
         f"as TARGET:DRAFT, or {_FORM}"
     )
-
-
-def _parameters(folder: Path) -> int:
-    """Count of the numbers in the folder's weights, from the files' headers."""
-    count = 0
-    for file in folder.glob("*.safetensors"):
-        with file.open("rb") as opened:
-            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-        count += sum(math.prod(each["shape"]) for name, each in header.items() if name != "__metadata__")
-    return count

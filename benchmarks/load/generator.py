@@ -161,15 +161,6 @@ def bound_of(text: str) -> tuple[str, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
-    """Mean and percentiles of one latency, in milliseconds."""
-
-    mean: float
-    percentiles: Mapping[str, float]
-    """By name: p50, p99."""
-
-
-@dataclass(frozen=True, slots=True)
 class Figures:
     """Figures of a load."""
 
@@ -187,8 +178,8 @@ class Figures:
     output_tokens_per_second: float
     goodput: float | None
     """Requests a second within the bounds; None without bounds."""
-    latencies: Mapping[str, Spread]
-    """Without a latency that no request has."""
+    latencies: Mapping[str, Mapping[str, float]]
+    """The mean and percentiles (p50, p99) of each in milliseconds; without a latency that no request has."""
 
 
 def figures(all_served: Sequence[Served], bounds: Mapping[str, float], percents: Sequence[float]) -> Figures:
@@ -216,12 +207,12 @@ def figures(all_served: Sequence[Served], bounds: Mapping[str, float], percents:
     )
 
 
-def _spread(seconds: Sequence[float], percents: Sequence[float]) -> Spread:
-    found = 1000.0 * np.percentile(seconds, percents)
-    return Spread(
-        1000.0 * float(np.mean(seconds)),
-        {f"p{percent:g}": float(value) for percent, value in zip(percents, found, strict=True)},
-    )
+def _spread(seconds: Sequence[float], percents: Sequence[float]) -> dict[str, float]:
+    found = zip(percents, np.percentile(seconds, percents), strict=True)
+    return {
+        "mean": 1000.0 * float(np.mean(seconds)),
+        **{f"p{percent:g}": 1000.0 * float(value) for percent, value in found},
+    }
 
 
 def _rate(count: float, seconds: float) -> float:
@@ -482,7 +473,7 @@ def table(report: LoadReport) -> Table:
         add(f"goodput, requests per second ({bounds})", f"{found.goodput:.2f}")
     add("completion tokens per second", f"{found.output_tokens_per_second:.0f}")
     for name, spread in found.latencies.items():
-        add(f"{name.upper()} (ms)", described({"mean": spread.mean, **spread.percentiles}, 1))
+        add(f"{name.upper()} (ms)", described(spread, 1))
     for name, used in report.used.items():
         sizes = " + ".join(f"{size:.0f}" for size in used.mebibytes)
         add(f"{name}: ms of a core per token; MiB", f"{used.processor_milliseconds_per_token:.3f}; {sizes}")

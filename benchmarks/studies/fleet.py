@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from benchmarks.common import coordinator, markdown_head, markdown_row, service, several, study_parser
+from benchmarks.common import markdown_head, markdown_row, service, several, study_parser
 from benchmarks.load.fakes import Script
 from benchmarks.pace import Pace
 from coordinator.cli.planning import Fleet, StepTimes, fleet_plan
@@ -81,14 +81,22 @@ async def fleet(options: argparse.Namespace, clients: int) -> AsyncIterator[list
         drafts = [
             await scripted("draft", pace.draft_step_seconds, "--stepwise") for _ in range(options.drafts)
         ]
-        words = ("--num-speculative-tokens", str(options.tokens), "--speculation-policy", "fixed")
-        words += ("--draft-ahead", "off", "--target-lead", "0", *options.words)
+        words = ("--draft-address", ",".join(drafts), "--num-speculative-tokens", str(options.tokens))
+        words += (
+            "--speculation-policy",
+            "fixed",
+            "--draft-ahead",
+            "off",
+            "--target-lead",
+            "0",
+            *options.words,
+        )
         coordinators = []
         for number in range(options.targets):
             most = math.ceil(len(range(number, clients, options.targets)) / options.groups)
             bounds = ("--per-8-tokens", str(pace.per_8_rows), "--max-step-sequences", str(most))
             target = await scripted("target", pace.verify_seconds, *bounds)
-            running = coordinator(target, ",".join(drafts), *words)
+            running = service("coordinator", "--target-address", target, *words)
             coordinators.append(await stack.enter_async_context(running))
         yield coordinators
 

@@ -17,16 +17,16 @@ import socket
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from functools import partial
 from itertools import pairwise
 
 import httpx2
 
-from benchmarks.common import coordinator, free_port, model, service, study_parser
-from benchmarks.pairs import DEMO
+from benchmarks.common import free_port, service, study_parser
 from coordinator.settings.coordinator import MAX_CHAT_MESSAGES
 from tandem.client import Client
+from tandem.model_sources.bundled import DEMO
 from tandem.standard_streams import write_out
 from tandem.types import GenerationRequest
 
@@ -38,17 +38,6 @@ SETTLED_SECONDS = 120.0
 """All readers have to be served until they do not read, and then wait for a second."""
 _GOOD_ADDRESS = "127.0.0.9"
 """Requests of one client address are bounded, so the good client has one of its own."""
-
-
-@asynccontextmanager
-async def _services() -> AsyncIterator[tuple[str, int]]:
-    """Run the demo pair behind a coordinator; its gRPC address and HTTP port."""
-    async with AsyncExitStack() as stack:
-        target, draft = [
-            await stack.enter_async_context(model(role, DEMO / role)) for role in ("target", "draft")
-        ]
-        port = free_port()
-        yield await stack.enter_async_context(coordinator(target, draft, "--http-port", str(port))), port
 
 
 # ---- the measurements
@@ -219,7 +208,8 @@ _ATTACKS: dict[str, Callable[[str, int], Coroutine[None, None, None]]] = {
 async def main(options: argparse.Namespace) -> None:
     """Measure each kind with services of its own, and print a line for each figure."""
     for kind in options.kind or _ATTACKS:
-        async with _services() as (address, port):
+        port = free_port()
+        async with service("coordinator.cli", "up", "--model", DEMO, "--http-port", str(port)) as address:
             is_inputs = kind == "inputs"
             lines = _inputs(address, port, options.seconds) if is_inputs else _readers(kind, address, port)
             async for line in lines:

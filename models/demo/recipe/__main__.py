@@ -3,9 +3,7 @@
 Every stage is bounded by the clock, so the run's length does not depend on the machine.
 """
 
-import argparse
 import logging
-import sys
 from pathlib import Path
 
 import torch
@@ -21,7 +19,7 @@ from models.demo.recipe.architecture import (
     write_json,
 )
 from models.demo.recipe.corpus import held_out_prompts, read_corpus, train_tokenizer
-from models.demo.recipe.measure import DEMO_FOLDER, TEMPERATURES, held_out_loss, measure_acceptance
+from models.demo.recipe.measure import DEMO_FOLDER, TEMPERATURES, held_out_loss, measure_acceptance, parser_of
 from models.demo.recipe.training import adopt_embedding, distil, lessons_of, pretrain
 
 SEED = 0
@@ -32,7 +30,7 @@ logger = logging.getLogger("models.demo.recipe")
 
 def main() -> None:
     """Train the tokenizer, the target and the draft, and measure them as shipped, in fp32."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser = parser_of(main.__doc__)
     add = parser.add_argument
     add("--output", type=Path, default=DEMO_FOLDER, help="folder for target/ and draft/")
     add("--minutes-target", type=float, default=49.5, help="pretraining of the target")
@@ -41,7 +39,6 @@ def main() -> None:
     add("--minutes-draft", type=float, default=22.0, help="distillation of the draft")
     add("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s")
     torch.set_num_threads(options.threads)
     # Denormal numbers, of which a decayed optimizer state has many, are a hundred times slower on a CPU.
     torch.set_flush_denormal(True)

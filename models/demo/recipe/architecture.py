@@ -53,9 +53,9 @@ def _llama(width: int, mlp_width: int, layers: int, heads: int) -> LlamaConfig:
     )
 
 
-def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
-    """The model of a folder, computed in `dtype` whatever precision its weights are stored in."""
-    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
+def load_model(folder: Path) -> LlamaForCausalLM:
+    """The model of a folder, computed in float32 whatever precision its weights are stored in."""
+    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.train(False)
     return model
 

@@ -115,7 +115,7 @@ def measure_acceptance(
         states = read_states(draft, written.tokens[:, :-1], written.mask[:, :-1])
         own, wanted = draft.lm_head(states[:, -count:]), target.lm_head(written.hidden[:, -count:])
     coins = torch.Generator().manual_seed(SEED + 1)
-    flags = are_accepted(own.float(), wanted.float(), chosen, temperature, coins)
+    flags = are_accepted(own, wanted, chosen, temperature, coins)
     texts = []
     for tokens, accepted in zip(chosen.tolist(), flags.tolist(), strict=True):
         length = tokens.index(END_OF_TEXT_ID) + 1 if END_OF_TEXT_ID in tokens else len(tokens)
@@ -160,7 +160,7 @@ def measured_head(
 
 def parser_of(about: str | None, head: str = "") -> argparse.ArgumentParser:
     """A command's parser, with the options that the recipes of heads share; its log goes to stderr."""
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s")
     parser = argparse.ArgumentParser(description=about)
     if head:
         parser.add_argument("--target", type=Path, default=DEMO_FOLDER / "target")

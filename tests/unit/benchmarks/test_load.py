@@ -74,10 +74,10 @@ def test_figures_count_what_was_completed_from_the_first_arrival_to_the_last_end
     assert found.requests_per_second == pytest.approx(2 / 3)
     assert found.output_tokens_per_second == pytest.approx(5 / 3)
     assert found.goodput is None
-    assert found.latencies["ttft"].mean == pytest.approx(550.0)
-    assert found.latencies["itl"].mean == pytest.approx(150.0)
-    assert found.latencies["tpot"].mean == pytest.approx(400 / 3)
-    assert found.latencies["e2el"].percentiles["p50"] == pytest.approx(750.0)
+    assert found.latencies["ttft"]["mean"] == pytest.approx(550.0)
+    assert found.latencies["itl"]["mean"] == pytest.approx(150.0)
+    assert found.latencies["tpot"]["mean"] == pytest.approx(400 / 3)
+    assert found.latencies["e2el"]["p50"] == pytest.approx(750.0)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
-from tests.service.clients import Completed
+from tandem.client import Completed
 
 CellT = TypeVar("CellT", bound=Hashable)
 
@@ -74,7 +74,7 @@ def assert_drawn_from(
         is_alone: the target drafts nothing.
     """
     accepted, drafted = (
-        sum(getattr(each.stats, name) for each in completed) for name in ("accepted", "drafted")
+        sum(getattr(each.speculation, name) for each in completed) for name in ("accepted", "drafted")
     )
     assert drafted == 0 if is_alone else 0.05 < accepted / drafted < 0.95, (
         "both accepted and recovered tokens"

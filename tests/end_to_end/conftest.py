@@ -65,13 +65,6 @@ def paced_pair(services: Nursery) -> tuple[str, str]:
 
 
 @pytest.fixture(scope="session")
-def adaptive_address(target_address: str, draft_address: str) -> Iterator[str]:
-    """A coordinator over the demo pair with the default, adaptive policy."""
-    with coordinator(target_address, draft_address, "--speculation-policy", "adaptive") as process:
-        yield address_of(process)
-
-
-@pytest.fixture(scope="session")
 def random_draft_coordinator(target_address: str, random_draft_address: str) -> Iterator[str]:
     """A coordinator over the demo target and the untrained draft that always speculates."""
     with coordinator(target_address, random_draft_address) as process:

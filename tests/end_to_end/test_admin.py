@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,8 @@ import yaml
 from typer.testing import CliRunner
 
 from coordinator.cli.main import app
-from tandem.client import Client
-from tandem.errors import AbortedError, TandemError
-from tandem.types import GenerationRequest
+from tandem.errors import AbortedError
+from tandem.sync_client import SyncClient
 from tests.commands import Commands
 from tests.end_to_end.processes import TANDEM, address_of, coordinator, run, service
 from tests.snapshots import assert_matches
@@ -27,35 +24,9 @@ from tests.snapshots import assert_matches
 PROMPT = "def area(width, height):\n    area = width"
 
 
-def complete(address: str, count: int, max_tokens: int) -> list[TandemError | None]:
-    """Run this many completions at once, and return the error of each, None for those that succeeded."""
-    request = GenerationRequest(PROMPT, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-
-    async def complete_one(client: Client) -> TandemError | None:
-        try:
-            async for _ in client.generate(request):
-                pass
-        except TandemError as error:
-            return error
-        return None
-
-    async def complete_all() -> list[TandemError | None]:
-        async with Client(address) as client:
-            return await asyncio.gather(*(complete_one(client) for _ in range(count)))
-
-    return asyncio.run(complete_all())
-
-
-@contextmanager
-def busy(address: str, count: int) -> Iterator[list[TandemError | None]]:
-    """Run long completions during the block; the list holds their errors after it."""
-    errors: list[TandemError | None] = []
-    thread = threading.Thread(target=lambda: errors.extend(complete(address, count, 900)))
-    thread.start()
-    try:
-        yield errors
-    finally:
-        thread.join()
+def complete(address: str, max_tokens: int) -> None:
+    with SyncClient(address) as client:
+        client.complete(PROMPT, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
 
 
 def shape(value: object) -> object:
@@ -92,11 +63,6 @@ ADMIN_TOKEN, CLIENT_TOKEN = "an-admin-token-for-tests", "a-client-token-for-test
 
 
 @pytest.fixture(scope="module")
-def target(target_address: str) -> str:
-    return target_address
-
-
-@pytest.fixture(scope="module")
 def draft() -> Iterator[str]:
     """A draft without a model: it loads at once, and the prompt repeats enough for n-gram proposals."""
     arguments = ("--speculative-method", "ngram", "--prompt-lookup-max", "3", "--prompt-lookup-min", "1")
@@ -105,14 +71,13 @@ def draft() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def cluster(target: str, draft: str) -> Iterator[str]:
+def cluster(target_address: str, draft: str) -> Iterator[str]:
     """A coordinator that has completed a request."""
     # Speculation stays on, however little it gains on a busy machine.
-    with coordinator(
-        target, draft, "--speculation-policy", "fixed", "--draft-patience-seconds", "30"
-    ) as process:
+    options = ("--speculation-policy", "fixed", "--draft-patience-seconds", "30")
+    with coordinator(target_address, draft, *options) as process:
         address = address_of(process)
-        assert len(complete(address, 1, 24)) == 1
+        complete(address, 24)
         yield address
 
 
@@ -135,8 +100,10 @@ VERBS = {
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_shows_its_result_in_every_form(commands: Commands, target: str, verb: str) -> None:
-    words = ["admin", *(target if word == "TARGET" else word for word in VERBS[verb])]
+def test_every_verb_shows_its_result_in_every_form(
+    commands: Commands, target_address: str, verb: str
+) -> None:
+    words = ["admin", *(target_address if word == "TARGET" else word for word in VERBS[verb])]
     out = commands.succeed(*words, "-o", "json")
     assert_kept(verb, out)
     told = documents_in(out)
@@ -161,15 +128,17 @@ def test_requests_are_listed_shown_and_aborted(commands: Commands, cluster: str)
         return str(listed[0]["request_id"])
 
     outs: dict[str, str] = {}
-    with busy(cluster, 1) as errors:
+    with ThreadPoolExecutor() as pool:
+        completion = pool.submit(complete, cluster, 900)
         request_id = running()
         outs["requests-list"] = commands.succeed("admin", "requests", "list", "-o", "json")
         outs["requests-show"] = commands.succeed("admin", "requests", "show", request_id[:16], "-o", "json")
         abort = ("admin", "requests", "abort", request_id, "--reason", "making room", "-o", "json")
         outs["requests-abort"] = commands.succeed(*abort)
-    (error,) = errors
-    assert isinstance(error, AbortedError)
-    assert re.search(r"an administrator ended the request after \d+ tokens: making room$", str(error))
+    with pytest.raises(
+        AbortedError, match=r"an administrator ended the request after \d+ tokens: making room$"
+    ):
+        completion.result()
     assert json.loads(commands.succeed("admin", "requests", "list", "-o", "json")) == []
     assert "begins with" in commands.fail(5, "admin", "requests", "show", request_id)
     for verb, out in outs.items():
@@ -188,22 +157,22 @@ def test_a_replica_is_drained_and_resumed(commands: Commands, draft: str) -> Non
         assert_kept(f"replicas-{verb}", commands.succeed("admin", "replicas", verb, draft, "-o", "json"))
 
 
-def test_draining_the_last_target_needs_yes(commands: Commands, target: str) -> None:
-    refusal = commands.fail(2, "admin", "replicas", "drain", target)
+def test_draining_the_last_target_needs_yes(commands: Commands, target_address: str) -> None:
+    refusal = commands.fail(2, "admin", "replicas", "drain", target_address)
     assert refusal == (
-        f"{target} is the last target that takes new sequences; to drain it all the same, give --yes"
+        f"{target_address} is the last target that takes new sequences; to drain it all the same, give --yes"
     )
     try:
-        commands.succeed("admin", "replicas", "drain", target, "--yes")
+        commands.succeed("admin", "replicas", "drain", target_address, "--yes")
         unhealthy = commands.run("admin", "health")
         assert (unhealthy.code, unhealthy.err) == (3, "")
         assert unhealthy.out.startswith("unhealthy: unavailable")
         diagnosis = commands.run("admin", "doctor")
         assert (diagnosis.code, diagnosis.err) == (3, "")
         assert "✗  targets" in diagnosis.out
-        assert f"tandem admin replicas resume {target}" in diagnosis.out
+        assert f"tandem admin replicas resume {target_address}" in diagnosis.out
     finally:
-        commands.succeed("admin", "replicas", "resume", target)
+        commands.succeed("admin", "replicas", "resume", target_address)
     assert commands.succeed("admin", "health").startswith("healthy: ready")
 
 
@@ -221,29 +190,31 @@ def test_the_doctor_finds_no_problem(commands: Commands) -> None:
 
 @pytest.mark.parametrize(("answer", "is_drained"), [("n", False), ("", False), ("y", True)])
 def test_draining_the_last_target_asks_a_person(
-    commands: Commands, target: str, monkeypatch: pytest.MonkeyPatch, answer: str, is_drained: bool
+    commands: Commands, target_address: str, monkeypatch: pytest.MonkeyPatch, answer: str, is_drained: bool
 ) -> None:
     class Terminal(StringIO):
         def isatty(self) -> bool:
             return True
 
     monkeypatch.setattr("sys.stdin", Terminal(answer + "\n"))
-    ran = commands.run("admin", "replicas", "drain", target)
+    ran = commands.run("admin", "replicas", "drain", target_address)
     assert "Drain it? [y/N] " in ran.err, "the question is not part of the result"
     assert (ran.code, bool(ran.out)) == ((0, True) if is_drained else (1, False))
     if is_drained:
-        commands.succeed("admin", "replicas", "resume", target)
+        commands.succeed("admin", "replicas", "resume", target_address)
 
 
-def test_unknown_replicas_requests_and_options_are_named(commands: Commands, target: str, draft: str) -> None:
-    known = f"there are: {target}, {draft}"
+def test_unknown_replicas_requests_and_options_are_named(
+    commands: Commands, target_address: str, draft: str
+) -> None:
+    known = f"there are: {target_address}, {draft}"
     for verb in ("show", "drain", "resume"):
         assert known in commands.fail(5, "admin", "replicas", verb, "127.0.0.1:1")
     assert "no request that runs" in commands.fail(5, "admin", "requests", "abort", "abc")
     assert "there is no option nothing" in commands.fail(5, "admin", "config", "show", "nothing")
 
 
-def test_the_shell_completes_addresses(cluster: str, target: str, draft: str) -> None:
+def test_the_shell_completes_addresses(cluster: str, target_address: str, draft: str) -> None:
     environment = {
         "_TANDEM_COMPLETE": "complete_bash",
         "COMP_WORDS": "tandem admin replicas show 127",
@@ -251,7 +222,7 @@ def test_the_shell_completes_addresses(cluster: str, target: str, draft: str) ->
         "TANDEM_CLIENT_ADDRESS": cluster,
     }
     result = CliRunner().invoke(app, [], env=environment, prog_name="tandem")
-    assert sorted(result.stdout.split()) == sorted([target, draft])
+    assert sorted(result.stdout.split()) == sorted([target_address, draft])
 
 
 def test_an_unreachable_coordinator_is_named(commands: Commands) -> None:
@@ -272,12 +243,12 @@ def test_an_unreachable_coordinator_is_named(commands: Commands) -> None:
 
 
 def test_every_verb_needs_an_admin_token(
-    target: str, commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target_address: str, commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, token in (("admin", ADMIN_TOKEN), ("client", CLIENT_TOKEN)):
         (tmp_path / name).write_text(token + "\n", encoding="utf-8")
     tokens = ("--admin-token-file", str(tmp_path / "admin"), "--auth-token-file", str(tmp_path / "client"))
-    with coordinator(target, None, *tokens) as process:
+    with coordinator(target_address, None, *tokens) as process:
         monkeypatch.setenv("TANDEM_CLIENT_ADDRESS", address_of(process))
         assert "has no token" in commands.fail(5, "admin", "status")
         assert "not known" in commands.fail(5, "admin", "status", "--token", "some-other-token")

@@ -49,6 +49,14 @@ def visit(page: Page, url: str) -> None:
     page.until("document.getElementById('state').textContent === 'ready'")
 
 
+def begin(page: Page, *, compare: bool = False, **fields: object) -> None:
+    """Fill in these fields and press the button; without a run of the target alone unless it is wanted."""
+    for name, value in fields.items():
+        page.type(f"#{name.replace('_', '-')}", str(value))
+    page.evaluate(f"document.getElementById('compare').checked = {json.dumps(compare)}")
+    page.click("#run")
+
+
 def settle(page: Page) -> None:
     page.until("document.getElementById('run').textContent === 'Complete'", 120.0)
 
@@ -57,10 +65,7 @@ def test_a_prompt_is_typed_and_tokens_appear(url: str, browser: Page, tmp_path: 
     visit(browser, url)
     browser.until("document.querySelectorAll('#replicas tbody tr').length === 2")
     assert shown(browser, "acceptance") == shown(browser, "speedup") == DASH
-    browser.type("#prompt", "def area(width, height):\n")
-    browser.type("#max-tokens", "48")
-    browser.type("#count", "3")
-    browser.click("#run")
+    begin(browser, compare=True, prompt="def area(width, height):\n", max_tokens=48, count=3)
     browser.until("document.querySelectorAll('#output .accepted').length > 0")
     settle(browser)
     assert shown(browser, "problem") == ""
@@ -93,10 +98,7 @@ def test_rounds_that_were_drafted_ahead_are_marked(paced_pair: tuple[str, str], 
         address_of(process)
         browser.open(process.line("http on "))
         browser.until("document.getElementById('state').textContent === 'ready'")
-        browser.type("#prompt", "def area(width, height):\n")
-        browser.type("#max-tokens", "64")
-        browser.evaluate("document.getElementById('compare').checked = false")
-        browser.click("#run")
+        begin(browser, prompt="def area(width, height):\n", max_tokens=64)
         browser.until("document.querySelectorAll('.round.ahead').length > 0")
         settle(browser)
         status = browser.evaluate("fetch('/tandem/status').then((response) => response.json())")
@@ -115,10 +117,7 @@ def test_rounds_that_were_drafted_ahead_are_marked(paced_pair: tuple[str, str], 
 
 def test_numbers_update_during_a_completion_and_stop_ends_it(url: str, browser: Page) -> None:
     visit(browser, url)
-    browser.type("#max-tokens", "900")
-    browser.type("#temperature", "1")
-    browser.evaluate("document.getElementById('compare').checked = false")
-    browser.click("#run")
+    begin(browser, max_tokens=900, temperature=1)
     browser.until("document.querySelectorAll('.round').length > 3")
     before = browser.evaluate("document.querySelectorAll('.round').length")
     browser.until(f"document.querySelectorAll('.round').length > {before}")
@@ -133,12 +132,10 @@ def test_numbers_update_during_a_completion_and_stop_ends_it(url: str, browser: 
 
 def test_a_refused_request_clears_the_previous_completion(url: str, browser: Page) -> None:
     visit(browser, url)
-    browser.type("#max-tokens", "8")
-    browser.click("#run")
+    begin(browser, compare=True, max_tokens=8)
     browser.until("document.getElementById('speedup').textContent !== '\u2013'")
     settle(browser)
-    browser.type("#prompt", "")
-    browser.click("#run")
+    begin(browser, compare=True, prompt="")
     browser.until("!document.getElementById('problem').hidden")
     assert shown(browser, "problem") == "the prompt is empty; it must hold at least one token"
     settle(browser)
@@ -151,11 +148,8 @@ def test_a_refused_request_clears_the_previous_completion(url: str, browser: Pag
 
 def test_a_tokens_hover_has_the_probabilities_that_decided_it(url: str, browser: Page) -> None:
     visit(browser, url)
-    browser.type("#temperature", "0.8")
-    browser.type("#count", "3")
     browser.evaluate("document.getElementById('rule').value = 'residual'")
-    browser.type("#max-tokens", "48")
-    browser.click("#run")
+    begin(browser, compare=True, temperature=0.8, count=3, max_tokens=48)
     browser.until("!document.getElementById('race').hidden", 60.0)
     settle(browser)
     titles = "[...document.querySelectorAll('#output .%s')].map((token) => token.title)"
@@ -169,9 +163,8 @@ def test_a_tokens_hover_has_the_probabilities_that_decided_it(url: str, browser:
 
 def test_a_race_shows_both_side_by_side_once_more(url: str, browser: Page) -> None:
     visit(browser, url)
-    browser.type("#max-tokens", "24")
     assert browser.evaluate("document.getElementById('race').hidden")
-    browser.click("#run")
+    begin(browser, compare=True, max_tokens=24)
     browser.until("!document.getElementById('race').hidden", 60.0)
     settle(browser)
     texts = {element: shown(browser, element) for element in ("output", "alone-output")}
@@ -197,9 +190,7 @@ def test_a_sample_prompt_works_as_text_and_as_chat(url: str, browser: Page) -> N
     browser.until("!document.getElementById('modes').hidden")
     browser.evaluate("document.querySelectorAll('#samples button')[1].click()")
     assert browser.evaluate("document.getElementById('prompt').value") == "class Stack:\n"
-    browser.evaluate("document.getElementById('compare').checked = false")
-    browser.type("#max-tokens", "4")
-    browser.click("#run")
+    begin(browser, max_tokens=4)
     browser.until("document.getElementById('output').textContent.length > 14")
     settle(browser)
     assert shown(browser, "output").startswith("class Stack:\n")
@@ -215,14 +206,10 @@ def test_a_sample_prompt_works_as_text_and_as_chat(url: str, browser: Page) -> N
 def test_a_chat_has_turns_and_a_system_message(url: str, browser: Page) -> None:
     visit(browser, url)
     browser.until("!document.getElementById('modes').hidden")
-    browser.evaluate("document.getElementById('compare').checked = false")
     browser.click("#chat")
-    browser.type("#system", "# be brief")
-    browser.type("#max-tokens", "16")
     answers = []
     for message in ("def one():", "def two():"):
-        browser.type("#prompt", message)
-        browser.click("#run")
+        begin(browser, system="# be brief", prompt=message, max_tokens=16)
         browser.until("document.getElementById('prompt').value === ''", 60.0)
         settle(browser)
         answers.append(shown(browser, "output"))
@@ -291,11 +278,10 @@ def test_the_page_asks_for_a_required_token(target_address: str, browser: Page) 
         browser.open(process.line("http on "))
         browser.until("!document.getElementById('token-option').hidden")
         browser.type("#token", TOKEN)
-        browser.type("#max-tokens", "4")
         # The token opens the status, as in `visit`.
         browser.until("document.getElementById('state').textContent === 'ready'")
         browser.until("document.querySelectorAll('#replicas tbody tr').length === 1")
-        browser.click("#run")
+        begin(browser, compare=True, max_tokens=4)
         browser.until("document.querySelectorAll('#output .supplied').length > 0")
         settle(browser)
         assert shown(browser, "problem") == ""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.client import Client
+from tandem.client import Client, Completed
 from tandem.errors import ServiceUnavailableError
 from tandem.rpc.channels import open_channel
 from tandem.types import GenerationRequest
@@ -64,10 +64,10 @@ def test_a_start_that_fails_is_explained_in_one_sentence(
     assert sentence in line
 
 
-async def generation(client: Client) -> asyncio.Task[clients.Completed]:
+async def generation(client: Client) -> asyncio.Task[Completed]:
     begun = asyncio.Event()
 
-    async def complete() -> clients.Completed:
+    async def complete() -> Completed:
         return await clients.complete(client, REQUEST, begun)
 
     task = asyncio.create_task(complete())

@@ -158,7 +158,7 @@ async def test_a_request_is_one_trace_across_all_services(cluster: Cluster) -> N
         lambda: {span.service for span in cluster.collector.spans} >= {f"tandem-{name}" for name in SERVICES},
         10,
     )
-    rounds = completed.stats.rounds
+    rounds = completed.speculation.rounds
     until(lambda: len(cluster.collector.spans) >= rounds + 8, 10, lambda: str(len(cluster.collector.spans)))
     spans = {span.span.span_id: span for span in cluster.collector.spans}
     assert len({span.span.trace_id for span in spans.values()}) == 1
@@ -180,7 +180,7 @@ async def test_a_request_is_one_trace_across_all_services(cluster: Cluster) -> N
     )
     (attributes,) = (span.attributes for span in spans.values() if not span.span.parent_span_id)
     assert attributes["tandem.rounds"] == rounds
-    assert attributes["tandem.accepted_tokens"] == completed.stats.accepted
+    assert attributes["tandem.accepted_tokens"] == completed.speculation.accepted
     assert attributes["gen_ai.usage.output_tokens"] == 32
 
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from draft_service.servicer import DraftedFor
+from tandem.client import Completed
 from tandem.types import DraftedOutcomes, GenerationRequest, Proposal, ProposeStep
-from tests.service.clients import Completed, complete, until
+from tests.service.clients import complete, until
 from tests.service.fakes import FakeDraft, FakeTarget, fleet
 
 TOKENS = 50

@@ -5,29 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from tandem.client import Client
-from tandem.types import FinishReason, GenerationRequest, SpeculationStats, Summary
+from tandem.client import Client, Completed, joined
+from tandem.types import GenerationRequest
 
 AT_ONCE = 16
 """Default number of requests that run at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class Completed:
-    text: str
-    token_ids: tuple[int, ...]
-    drafted: tuple[bool, ...]
-    summary: Summary
-
-    @property
-    def stats(self) -> SpeculationStats:
-        return self.summary.speculation
-
-    @property
-    def finish_reason(self) -> FinishReason:
-        return self.summary.finish_reason
 
 
 async def complete(
@@ -39,16 +22,9 @@ async def complete(
         chunks.append(chunk)
         if begun is not None and any(chunk.drafted):
             begun.set()
-    summary = chunks[-1].summary
-    assert summary is not None
     assert all(chunk.summary is None for chunk in chunks[:-1])
-    completed = Completed(
-        "".join(chunk.text for chunk in chunks),
-        tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
-        tuple(drafted for chunk in chunks for drafted in chunk.drafted),
-        summary,
-    )
-    assert summary.completion_tokens == len(completed.token_ids)
+    completed = joined(chunks)
+    assert completed.summary.completion_tokens == len(completed.token_ids)
     return completed
 
 

@@ -58,7 +58,7 @@ async def test_the_status_reports_replicas_load_and_statistics() -> None:
         "residual",
     )
     assert before.speculation.rounds == 0
-    assert after.speculation == completed.stats
+    assert after.speculation == completed.speculation
     assert after.throughput.last_10_seconds > 0
 
 
@@ -79,7 +79,7 @@ async def test_a_change_applies_to_new_requests_only() -> None:
         with pytest.raises(InvalidRequestError, match="no option is named"):
             await admin.update_config({})
         again = await complete(client, REQUEST)
-    assert [len(done.stats.positions) for done in (before, after, again)] == [2, 6, 2]
+    assert [len(done.speculation.positions) for done in (before, after, again)] == [2, 6, 2]
     assert max(draft.fake.requested) == 6
 
 
@@ -93,8 +93,8 @@ async def test_watched_statistics_grow() -> None:
         with pytest.raises(InvalidRequestError, match=r"interval_seconds is 0\.01; it must be at least 0\.1"):
             await anext(admin.watch_stats(0.01))
     assert first.speculation.rounds == 0
-    assert last.speculation == completed.stats
-    assert dict(last.by_rule) == {"greedy": completed.stats}
+    assert last.speculation == completed.speculation
+    assert dict(last.by_rule) == {"greedy": completed.speculation}
     assert last.completion_tokens == 40
 
 
@@ -106,7 +106,7 @@ async def test_statistics_never_decrease_when_requests_end() -> None:
             rounds.append((await admin.stats()).speculation.rounds)
         rounds.append((await admin.stats()).speculation.rounds)
         assert rounds == sorted(rounds)
-        assert rounds[-1] == sum([(await task).stats.rounds for task in work])
+        assert rounds[-1] == sum([(await task).speculation.rounds for task in work])
 
 
 async def test_a_coordinator_that_does_not_answer_is_unavailable() -> None:

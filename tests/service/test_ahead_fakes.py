@@ -47,8 +47,8 @@ async def test_a_draft_that_never_has_an_outcome_ready_is_asked_every_second_rou
     done = await completed(draft)
     assert done.token_ids == EXPECTED
     assert draft.granted > 0
-    assert done.stats.ahead.hits == 0
-    assert (done.stats.rounds - 2) // 2 <= proposal_requests(draft) < done.stats.rounds - 2
+    assert done.speculation.ahead.hits == 0
+    assert (done.speculation.rounds - 2) // 2 <= proposal_requests(draft) < done.speculation.rounds - 2
 
 
 class PushingNothing(AheadDraft):
@@ -64,8 +64,8 @@ async def test_a_round_waits_for_the_last_token_of_a_continuation(monkeypatch: p
     draft = StepwiseDraft()
     done = await completed(draft, step_seconds=1.6 * STEP_SECONDS)
     assert done.token_ids == EXPECTED
-    assert done.stats.ahead.hits >= done.stats.rounds / 2
-    assert done.stats.drafted >= 1.25 * done.stats.rounds, "many rounds verify both tokens"
+    assert done.speculation.ahead.hits >= done.speculation.rounds / 2
+    assert done.speculation.drafted >= 1.25 * done.speculation.rounds, "many rounds verify both tokens"
 
 
 async def test_a_silent_draft_is_waited_for_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -75,7 +75,7 @@ async def test_a_silent_draft_is_waited_for_once(caplog: pytest.LogCaptureFixtur
     draft.silent_from = 4
     done = await completed(draft, draft_patience_seconds=0.1)
     assert done.token_ids == EXPECTED
-    assert done.stats.ahead.hits > 0
+    assert done.speculation.ahead.hits > 0
     assert [record.message for record in caplog.records].count("draft late") == 1
 
 

@@ -18,7 +18,7 @@ from bound_service.loading import BoundPair, load_pair
 from coordinator.service import CoordinatorService
 from draft_service.servicer import DraftServicer
 from tandem.admin_client import AdminClient
-from tandem.client import Client
+from tandem.client import Client, Completed
 from tandem.replica import Role
 from tandem.types import GenerationRequest
 from target_service.servicer import TargetServicer
@@ -27,7 +27,7 @@ from tests.end_to_end.chi_square import assert_drawn_from
 from tests.end_to_end.models import exact, save_model, six_tokens
 from tests.heads import save_dflash, save_eagle, save_eagle3, save_medusa
 from tests.mtp_models import SEPARATE_FAMILIES, MtpTarget
-from tests.service.clients import Completed, complete, complete_all
+from tests.service.clients import complete, complete_all
 from tests.service.fakes import HANG_SECONDS, coordinated, serving
 from tests.service.test_drafting_ahead import PLACES
 from tests.unit.engine.greedy import plain_greedy
@@ -176,7 +176,7 @@ async def test_the_draft_is_found_and_greedy_and_seeded_texts_are_the_targets(pa
         async with Client(address) as client, AdminClient(address) as admin:
             await complete(client, replace(GREEDY, temperature=1.0, seed=1))
             penalized = await complete(client, replace(GREEDY, frequency_penalty=1.0))
-            assert (penalized.stats.drafted == 0) == (pair.draft is not None)
+            assert (penalized.speculation.drafted == 0) == (pair.draft is not None)
             rules = set((await admin.stats()).by_rule)
     # MAX has no Medusa and no DFlash, and vLLM's rule for them is lossless.
     usual = "residual" if pair.method in ("medusa", "dflash") else "typical-acceptance"
@@ -211,7 +211,7 @@ async def test_preempted_sequences_keep_their_text(pair: Pair) -> None:
     assert texts(found) == [by_transformers(pair.model, prompt) for prompt in prompts]
     assert preemptions > 0
     assert accepted(found) > 0 or pair.method in OWN_LAYERS
-    assert sum(each.stats.drafted for each in found) > 0
+    assert sum(each.speculation.drafted for each in found) > 0
 
 
 @TWO_METHODS

@@ -27,7 +27,7 @@ async def test_tokens_after_an_end_of_sequence_are_dropped(eos: int, temperature
         completed = await complete(client, replace(REQUEST, temperature=temperature))
     assert completed.token_ids == tuple(range(11, eos + 1))
     assert completed.finish_reason is FinishReason.STOP
-    assert completed.stats.accepted == sum(completed.drafted)
+    assert completed.speculation.accepted == sum(completed.drafted)
 
 
 async def test_max_tokens_is_exact_at_every_point_of_a_round() -> None:

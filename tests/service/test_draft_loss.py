@@ -78,7 +78,7 @@ async def test_another_draft_takes_over(code: grpc.StatusCode) -> None:
         completed = await complete(client, REQUEST)
     assert completed.token_ids == EXPECTED
     assert other.requested[0] == 0, "it reads the sequence while the target works"
-    assert completed.stats.accepted == completed.stats.drafted > TOKENS / 2
+    assert completed.speculation.accepted == completed.speculation.drafted > TOKENS / 2
 
 
 @pytest.mark.parametrize(("step", "opened"), [(10, 1), (17, 0)])
@@ -98,7 +98,7 @@ async def test_a_draft_that_returns_is_used_again() -> None:
         completed = await complete(client, REQUEST)
     assert completed.token_ids == EXPECTED
     assert draft.opened == 3
-    assert completed.stats.accepted == completed.stats.drafted > 0
+    assert completed.speculation.accepted == completed.speculation.drafted > 0
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ async def test_a_draining_draft_is_left_between_two_rounds(role: str) -> None:
         await until(lambda: other.fake.running == 1)
         completed = await task
     assert completed.token_ids == EXPECTED
-    assert completed.stats.accepted == completed.stats.drafted > 0
+    assert completed.speculation.accepted == completed.speculation.drafted > 0
 
 
 @pytest.mark.parametrize("rule", [None, "residual"])
@@ -241,7 +241,7 @@ async def test_a_late_answer_is_dropped_and_the_draft_is_used_again() -> None:
     async with cluster(target, draft, draft_patience_seconds=PATIENCE_SECONDS) as client:
         completed = await complete(client, GenerationRequest((10,), max_tokens=50, temperature=0.0))
     assert len(draft.requested) > 2
-    assert completed.stats.accepted == completed.stats.drafted > 0
+    assert completed.speculation.accepted == completed.speculation.drafted > 0
 
 
 async def test_a_draft_without_logits_is_not_used_for_logit_comparison() -> None:
@@ -252,7 +252,7 @@ async def test_a_draft_without_logits_is_not_used_for_logit_comparison() -> None
     async with cluster(FakeTarget(), draft, draft_patience_seconds=PATIENCE_SECONDS) as client:
         completed = await complete(client, request)
     assert completed.token_ids == tuple(range(11, 41))
-    assert completed.stats.accepted == 0
+    assert completed.speculation.accepted == 0
     assert draft.requested
 
 

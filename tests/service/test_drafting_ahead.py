@@ -15,12 +15,13 @@ import pytest
 
 from coordinator.speculation.ahead import DraftAhead
 from draft_service.servicer import DraftedFor, DraftServicer
+from tandem.client import Completed
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.types import Finish, GenerationRequest, Proposal, ProposeStep, RowKind
 from tandem.wire.draft import Answer
 from tests.end_to_end.chi_square import assert_drawn_from
 from tests.end_to_end.models import blurred, exact, save_model, six_tokens
-from tests.service.clients import Completed, complete_all, until
+from tests.service.clients import complete_all, until
 from tests.service.engines import Faults, services
 from tests.service.fakes import HANG_SECONDS, coordinated, hooked, refusal
 
@@ -126,7 +127,7 @@ async def pair(
 
 def hits(completed: list[Completed]) -> int:
     """Return the number of rounds whose proposal was drafted ahead."""
-    return sum(each.stats.ahead.hits for each in completed)
+    return sum(each.speculation.ahead.hits for each in completed)
 
 
 AHEAD: tuple[DraftAhead, ...] = (1, 16)
@@ -165,10 +166,10 @@ async def test_the_text_is_the_same_as_without_drafting_ahead(paced: Paced) -> N
                 completed = await both.completed(ahead, *requests)
                 assert [each.token_ids for each in completed] == [each.token_ids for each in before]
                 assert drafted_tokens(completed[2:]) == drafted_tokens(before[2:])
-                rounds = sum(each.stats.rounds for each in completed)
+                rounds = sum(each.speculation.rounds for each in completed)
                 assert both.draft.requested - requested <= rounds - hits(completed), "a hit needs no request"
             for rule, each in zip(REQUESTS, completed, strict=True):
-                if each.stats.ahead.hits:
+                if each.speculation.ahead.hits:
                     without_hit.discard(rule)
         assert not both.draft.running
 
@@ -309,7 +310,7 @@ async def test_so_have_those_of_a_target_that_begins_rounds_by_itself(
         both.coordinated(16) as address,
     ):
         completed = await complete_all(address, requests)
-    led = sum(each.stats.lead.rounds for each in completed)
+    led = sum(each.speculation.lead.rounds for each in completed)
     assert led == 5 * len(requests) if is_alone else led > 0
     expected = exact(small_target(), request, PLACES.stop)
     assert_drawn_from(expected, completed, PLACES, 0.4, is_alone=is_alone)

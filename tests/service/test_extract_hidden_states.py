@@ -16,13 +16,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tandem.client import Completed
 from tandem.engine.models.loading import load_model
 from tandem.types import GenerationRequest
 from target_service.servicer import TargetServicer
 from target_service.settings import TargetSettings
 from target_service.verifier import load_verifier
 from tests.end_to_end.models import blurred, save_model, six_tokens
-from tests.service.clients import Completed, complete_all
+from tests.service.clients import complete_all
 from tests.service.engines import draft
 from tests.service.fakes import coordinated, serving
 
@@ -110,8 +111,9 @@ def test_files_hold_the_states_of_the_kept_tokens(
         folders, REQUESTS, shared_storage_path=tmp_path, eagle_aux_hidden_state_layer_ids=LAYERS, **limits
     )
     assert [each.token_ids for each in completed] == [each.token_ids for each in plain]
-    assert any(each.stats.accepted < each.stats.drafted for each in completed), "some proposals are rejected"
-    assert any(each.stats.accepted for each in completed), "and some are not"
+    speculation = [each.speculation for each in completed]
+    assert any(each.accepted < each.drafted for each in speculation), "some proposals are rejected"
+    assert any(each.accepted for each in speculation), "and some are not"
     for request, each in zip(REQUESTS, completed, strict=True):
         tensors = saved(tmp_path, each)
         # The target never reads the last token.

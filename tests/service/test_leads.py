@@ -17,6 +17,7 @@ from benchmarks.load.fakes import FakeTarget, NextToken, counting, rows
 from coordinator.speculation.controller import RequestSpeculation
 from draft_service.proposers.ngram import ngram_proposer
 from draft_service.proposers.suffix import suffix_proposer
+from tandem.client import Completed
 from tandem.engine.interface import RowRequest
 from tandem.engine.models.loading import LoadedModel
 from tandem.errors import TandemError
@@ -41,7 +42,7 @@ from tests.service.ahead_draft import (
     Violation,
     wrong_tokens,
 )
-from tests.service.clients import Completed, complete, until
+from tests.service.clients import complete, until
 from tests.service.engines import Fault, Faults, NewProposer, model_free, pair
 from tests.service.fakes import HANG_SECONDS, Fleet, coordinated, fleet, refusal, served
 
@@ -172,15 +173,16 @@ async def test_each_round_behind_a_proposal_begins_by_itself(lead: int) -> None:
         for rule, request in RULES.items():
             draft.requested.clear()
             done = await complete(running.client, request)
+            stats = done.speculation
             assert done.token_ids == EXPECTED, rule
-            assert (done.stats.lead.wasted, done.stats.accepted) == (0, done.stats.drafted), rule
+            assert (stats.lead.wasted, stats.accepted) == (0, stats.drafted), rule
             if not lead:
-                assert done.stats.lead.rounds == 0, rule
+                assert stats.lead.rounds == 0, rule
                 continue
             assert sum(draft.requested) == 2, "the first proposal"
             # All but that of the prompt, and the one that asked for a proposal.
-            assert done.stats.lead.rounds == done.stats.rounds - 2, rule
-            assert done.stats.ahead.hits >= done.stats.rounds - 3, "the last one has no room for a proposal"
+            assert stats.lead.rounds == stats.rounds - 2, rule
+            assert stats.ahead.hits >= stats.rounds - 3, "the last one has no room for a proposal"
         many = [replace(STRICT, seed=seed) for seed in range(16)]
         found = await asyncio.gather(*(complete(running.client, each) for each in many))
         assert [each.token_ids for each in found] == [EXPECTED] * 16
@@ -192,8 +194,8 @@ async def test_a_rule_that_the_target_cannot_decide_has_no_lead_while_it_drafts(
         for rule in ("residual", "block"):
             done = await complete(running.client, replace(STRICT, rejection_sampling_strategy=rule))
             assert done.token_ids == EXPECTED
-            assert done.stats.ahead.hits > 0
-            assert done.stats.lead.rounds == 0
+            assert done.speculation.ahead.hits > 0
+            assert done.speculation.lead.rounds == 0
 
 
 @pytest.mark.parametrize("lead", [1, 8])
@@ -235,7 +237,7 @@ async def test_what_a_draft_pushes_never_changes_the_text(lie: Violation) -> Non
         for request in RULES.values():
             done = await complete(running.client, request)
             assert done.token_ids == EXPECTED
-            assert done.stats.lead.wasted == 0, "what is rejected is no waste of the lead's"
+            assert done.speculation.lead.wasted == 0, "what is rejected is no waste of the lead's"
 
 
 async def test_a_draft_without_an_outcome_is_asked_after_a_round_of_the_target_alone(
@@ -247,8 +249,8 @@ async def test_a_draft_without_an_outcome_is_asked_after_a_round_of_the_target_a
     async with leading(target, draft, lead=1) as running:
         done = await complete(running.client, REQUEST)
     assert done.token_ids == EXPECTED
-    assert done.stats.lead.rounds > 0
-    assert sum(count > 0 for count in draft.requested) >= done.stats.rounds // 4
+    assert done.speculation.lead.rounds > 0
+    assert sum(count > 0 for count in draft.requested) >= done.speculation.rounds // 4
 
 
 async def test_a_target_lets_go_of_a_lead_when_its_coordinator_is_gone() -> None:
@@ -306,7 +308,7 @@ async def completions(
 @pytest.fixture(scope="module")
 def plain(model: LoadedModel) -> dict[str, Completed]:
     found = asyncio.run(completions(model, 0, REQUESTS.values()))
-    assert all(each.stats.lead.rounds == 0 for each in found)
+    assert all(each.speculation.lead.rounds == 0 for each in found)
     return dict(zip(REQUESTS, found, strict=True))
 
 
@@ -321,7 +323,7 @@ async def test_the_text_does_not_depend_on_the_lead(
     for name, found in zip(names, completed, strict=True):
         assert (found.text, found.token_ids) == (plain[name].text, plain[name].token_ids), name
         # Every round but the first, which the request asks for.
-        assert found.stats.lead.rounds == len(found.token_ids) - 1, name
+        assert found.speculation.lead.rounds == len(found.token_ids) - 1, name
 
 
 @pytest.mark.parametrize("new", [ngram_proposer, suffix_proposer])
@@ -338,8 +340,8 @@ async def test_the_text_does_not_depend_on_the_lead_with_a_draft_without_a_model
                 found = await complete(client, request)
                 alone = await complete(client, replace(request, speculation=False))
                 assert found.token_ids == alone.token_ids == plain.token_ids
-                assert found.stats.drafted > 0
-                assert (alone.stats.lead.rounds > 0) == (lead > 0)
+                assert found.speculation.drafted > 0
+                assert (alone.speculation.lead.rounds > 0) == (lead > 0)
 
 
 def lost_at(count: int, *, is_answered: bool) -> Faults:

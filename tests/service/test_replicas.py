@@ -17,7 +17,6 @@ import pytest
 
 from coordinator.replicas.registry import ReplicaRegistry
 from coordinator.service import CoordinatorService
-from coordinator.settings.coordinator import CoordinatorSettings
 from draft_service.servicer import DraftedFor
 from tandem.client import Client
 from tandem.errors import InvalidRequestError, ServiceUnavailableError
@@ -39,6 +38,7 @@ from tests.service.fakes import (
     coordinator,
     fleet,
     served,
+    settings_for,
     settings_over,
 )
 
@@ -46,17 +46,7 @@ SECONDS = 20.0
 """Bound on the wait for an expected change."""
 
 
-def settings(
-    targets: str, drafts: str | None = None, start_seconds: float = SECONDS, resolve_seconds: float = 5.0
-) -> CoordinatorSettings:
-    return CoordinatorSettings(
-        target_address=targets,
-        draft_address=drafts,
-        start_timeout_seconds=start_seconds,
-        resolve_interval_seconds=resolve_seconds,
-        insecure=True,
-        speculation_policy="fixed",
-    )
+settings = partial(settings_for, start_timeout_seconds=SECONDS, insecure=True)
 
 
 @asynccontextmanager
@@ -216,7 +206,7 @@ async def test_a_draft_that_breaks_a_rule_is_incompatible(changes: dict[str, Any
 
 async def test_a_start_without_a_service_gives_the_reason() -> None:
     replicas = ReplicaRegistry(
-        settings("127.0.0.1:1,nowhere.invalid:2", start_seconds=1.0), resolver=names({})
+        settings("127.0.0.1:1,nowhere.invalid:2", start_timeout_seconds=1.0), resolver=names({})
     )
     with pytest.raises(ServiceUnavailableError, match="was not ready within 1 s") as raised:
         async with started(replicas):
@@ -228,7 +218,7 @@ async def test_a_start_without_a_service_gives_the_reason() -> None:
 async def test_a_draft_that_is_late_joins_a_target_that_serves_alone() -> None:
     async with served(FakeTarget(), FakeDraft()) as (target, draft):
         await draft.say(NOT_SERVING)
-        given = settings(target.address, draft.address).model_copy(update={"start_without_draft": 0.2})
+        given = settings(target.address, draft.address, start_without_draft=0.2)
         told: list[str] = []
         replicas = ReplicaRegistry(given)
         try:
@@ -271,7 +261,7 @@ async def test_the_least_busy_replica_is_chosen_and_among_equals_the_fastest() -
 async def named(target: Served) -> AsyncIterator[tuple[ReplicaRegistry, dict[str, list[str]]]]:
     """A registry that resolves the target's name on demand, and the hosts of each name that is known."""
     known = {"targets": ["127.0.0.1"]}
-    given = settings(f"targets:{target.port}", resolve_seconds=3600.0)
+    given = settings(f"targets:{target.port}", resolve_interval_seconds=3600.0)
     async with started(ReplicaRegistry(given, resolver=names(known))) as replicas:
         yield replicas, known
 

@@ -99,14 +99,6 @@ async def test_demanded_calls_are_made(api: MakeApi, choice: Any) -> None:
         assert after.usage.prompt_tokens > (answer.usage.prompt_tokens if answer.usage else 0)
 
 
-async def test_what_is_refused(api: MakeApi) -> None:
-    async with api(structured_output="refuse") as client:
-        for more in ({"response_format": FORMAT}, {"tools": TOOLS}):
-            with pytest.raises(openai.BadRequestError, match="structured_output is refuse"):
-                await client.chat.completions.create(**options(**more))
-        await client.chat.completions.create(**options(tools=TOOLS, tool_choice="none", max_tokens=2))
-
-
 PROMPT = [300 + 7 * index % 900 for index in range(70)]
 """More than are verified at a time."""
 TOKENIZER = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))

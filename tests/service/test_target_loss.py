@@ -11,12 +11,12 @@ import grpc
 import pytest
 
 from coordinator.failover.verifier import MAX_LOSSES
-from tandem.client import Client
+from tandem.client import Client, Completed
 from tandem.engine.models.loading import LoadedModel
 from tandem.errors import CapacityError, InvalidRequestError, ServiceUnavailableError, TandemError
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.types import GenerationRequest, Verification, VerifyStep
-from tests.service.clients import Completed, complete, until
+from tests.service.clients import complete, until
 from tests.service.engines import Faults, MakePair, target
 from tests.service.fakes import NOT_SERVING, FakeTarget, Fleet, coordinated, fleet, refusal
 
@@ -68,7 +68,7 @@ async def test_the_text_survives_a_loss_at_any_point_of_a_round(
                 assert completed.token_ids == undisturbed[rule].token_ids
                 assert completed.text == undisturbed[rule].text
                 assert completed.drafted == undisturbed[rule].drafted
-                assert completed.stats == undisturbed[rule].stats
+                assert completed.speculation == undisturbed[rule].speculation
 
 
 async def test_without_any_target_the_error_says_how_many_tokens_were_delivered(
@@ -140,10 +140,10 @@ async def test_after_losses_no_stream_stays_open_and_each_round_counts_once(pair
         await until(lambda: not any(each.open_sequences for each in service.replicas.snapshots()))
         targets = [each.figures for each in snapshots if each.role is Role.TARGET]
         drafts = [each.figures for each in snapshots if each.role is Role.DRAFT]
-    assert sum(each.rounds for each in targets) == completed.stats.rounds
+    assert sum(each.rounds for each in targets) == completed.speculation.rounds
     for stats in (targets, drafts):
-        assert sum(each.drafted for each in stats) == completed.stats.drafted
-        assert sum(each.accepted for each in stats) == completed.stats.accepted
+        assert sum(each.drafted for each in stats) == completed.speculation.drafted
+        assert sum(each.accepted for each in stats) == completed.speculation.accepted
 
 
 TOKENS = 50

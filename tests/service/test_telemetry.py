@@ -127,8 +127,6 @@ async def observed_cluster(
     draft: FakeDraft,
     *,
     sample_ratio: float = 1.0,
-    trace_rounds: float = 0.0,
-    num_speculative_tokens: int = 2,
     draft_ahead: DraftAhead = "off",
 ) -> AsyncIterator[ObservedCluster]:
     """Run a coordinator, a target and a draft in this process, each with telemetry."""
@@ -151,9 +149,7 @@ async def observed_cluster(
             draft_address=draft_address,
             draft_patience_seconds=30.0,
             speculation_policy="fixed",
-            num_speculative_tokens=num_speculative_tokens,
             draft_ahead=draft_ahead,
-            trace_rounds=trace_rounds,
         )
         telemetry = Telemetry(settings, "coordinator", exports)
         service = CoordinatorService(settings, ObservedRequests(telemetry, settings))

@@ -83,14 +83,14 @@ async def test_texts_are_those_of_the_target_alone(
             drafted = await complete_all(address, requests)
             assert [each.token_ids for each in drafted] == [each.token_ids for each in alone]
             parts = drafted[:5], drafted[5:]
-            hits = [sum(each.stats.ahead.hits for each in part) for part in parts]
+            hits = [sum(each.speculation.ahead.hits for each in part) for part in parts]
             if hits[0] > 0 and (hits[1] > 0 or mapping == "slem"):
                 break
         async with AdminClient(address) as admin:
             (coverage,) = [each.coverage for each in await admin.replicas() if each.coverage is not None]
     assert 0.25 < coverage.text_share <= 1.0
     assert coverage.build_seconds > 0.0
-    accepted = [sum(each.stats.accepted for each in part) for part in parts]
+    accepted = [sum(each.speculation.accepted for each in part) for part in parts]
     assert min(accepted) > 20, "the draft is of use at temperature 0 and above"
     # A text that is drafted freely knows nothing of the target's noise, so nothing of the outcomes above temperature 0.
     assert mapping != "slem" or hits[1] == 0
@@ -112,7 +112,7 @@ async def test_texts_have_the_target_s_distribution(
     expected = exact(reference, request, 4)
     async with joined(loaded(folder), other, vocabulary_mapping=mapping, **options) as address:
         texts = await complete_all(address, [replace(request, seed=seed) for seed in range(240)])
-    assert (sum(each.stats.ahead.hits for each in texts) > 0) is ("draft_ahead" in options)
+    assert (sum(each.speculation.ahead.hits for each in texts) > 0) is ("draft_ahead" in options)
     assert_drawn_from(expected, texts)
 
 
@@ -145,7 +145,7 @@ async def test_a_draft_that_has_forgotten_the_target_is_told_again(
         await until(lambda: vocabularies.coverage(target_model.info.tokenizer_hash) is not None)
         again = forgotten
         async with asyncio.timeout(60.0):
-            while not again.stats.accepted:  # the coordinator has yet to see it
+            while not again.speculation.accepted:  # the coordinator has yet to see it
                 (again,) = await complete_all(address, [request])
     assert forgotten.token_ids == again.token_ids == alone.token_ids
 

@@ -123,12 +123,12 @@ async def test_neither_draft_nor_lead_nor_batch_changes_the_text(pair: tuple[Pro
                 )
                 expected = expected or [each.token_ids for each in alone]
                 assert [each.token_ids for each in alone] == expected, (lead, at_once)
-                led = [each.stats.lead.rounds for each in alone]
+                led = [each.speculation.lead.rounds for each in alone]
                 assert led == [len(each.token_ids) - 1 if lead else 0 for each in alone]
                 found = await complete_all(address_of(process), REQUESTS, at_once)
                 assert [each.token_ids for each in found] == expected, (lead, at_once)
-                assert all(each.stats.accepted for each in found)
-                assert any(each.stats.lead.rounds for each in found) == (lead > 0)
+                assert all(each.speculation.accepted for each in found)
+                assert any(each.speculation.lead.rounds for each in found) == (lead > 0)
 
 
 @pytest.mark.parametrize("rule", ["greedy", "strict", "residual"])
@@ -153,7 +153,7 @@ async def test_structured_output_is_valid_and_drafted_for(pair: tuple[Process, P
     if rule != "residual":
         assert [each.token_ids for each in found] == [each.token_ids for each in expected]
     # Forced text is accepted with and without a draft.
-    accepted, jumped = (sum(one.stats.accepted for one in each) for each in (found, expected))
+    accepted, jumped = (sum(one.speculation.accepted for one in each) for each in (found, expected))
     assert accepted > jumped
 
 

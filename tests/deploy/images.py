@@ -68,32 +68,27 @@ def ignored(path: PurePosixPath, patterns: Iterable[str]) -> bool:
     return verdict
 
 
-def build_context(folder: Path) -> None:
-    """Copy what reaches the builder."""
-    lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
-    patterns = [line for line in lines if line and not line.startswith("#")]
-    tops = {pattern.removeprefix("!").split("/")[0] for pattern in patterns if pattern.startswith("!")}
-    for top in sorted(tops):
-        start = ROOT / top
-        for path in [start, *start.rglob("*")]:
-            relative = path.relative_to(ROOT)
-            if path.is_file() and not ignored(PurePosixPath(relative), patterns):
-                (folder / relative).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, folder / relative)
-
-
 def build_code(folder: Path) -> Path:
     """Run the stage `code`: the wheel from what the Dockerfile copies, unpacked, and its command."""
-    context, source, code = folder / "context", folder / "source", folder / "code"
-    build_context(context)
+    source, code = folder / "source", folder / "code"
     source.mkdir()
+    lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    patterns = [line for line in lines if line and not line.startswith("#")]
+
+    def excluded(at: str, names: list[str]) -> list[str]:
+        return [name for name in names if ignored(PurePosixPath(at, name).relative_to(ROOT), patterns)]
+
     for copy in Dockerfile(ROOT / "Dockerfile").copies("code"):
         if copy.stage is not None:  # the environment that pip installs for
             continue
         for name in copy.sources:
-            origin = context / name
+            assert not ignored(PurePosixPath(name), patterns), f"{name} does not reach the builder"
+            origin = ROOT / name
             place = source / (origin.name if copy.destination in ("./", ".") else copy.destination)
-            (shutil.copytree if origin.is_dir() else shutil.copyfile)(origin, place)
+            if origin.is_dir():
+                shutil.copytree(origin, place, ignore=excluded)
+            else:
+                shutil.copyfile(origin, place)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     environment = os.environ | bundled_kernels.ENVIRONMENT
     subprocess.run([*command, "--wheel-dir", str(folder), "."], cwd=source, env=environment, check=True)

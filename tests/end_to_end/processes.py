@@ -92,12 +92,11 @@ class Process:
 
 
 class Service:
-    """A service that a nursery forks, which can be started again on its port."""
+    """A service that the nursery forks, which can be started again on its port."""
 
-    def __init__(self, nursery: Nursery, package: str, arguments: tuple[str, ...]) -> None:
+    def __init__(self, package: str, *arguments: str) -> None:
         self.port = free_port()
         self.package = package
-        self._nursery = nursery
         self._arguments = arguments
         self._process: Process | None = None
 
@@ -116,7 +115,7 @@ class Service:
 
     def start(self) -> None:
         """Start, without waiting until it is ready."""
-        self._process = self._nursery.fork(self.package, "--port", str(self.port), *self._arguments)
+        self._process = nursery().fork(self.package, "--port", str(self.port), *self._arguments)
 
     @property
     def is_alive(self) -> bool:
@@ -148,12 +147,6 @@ class Nursery:
             cwd=ROOT,
             env=clean_environment(),
         )
-
-    def service(self, package: str, *arguments: str) -> Service:
-        return Service(self, package, arguments)
-
-    def model_service(self, package: str, model: Path, *arguments: str) -> Service:
-        return self.service(package, "--model", str(model), "--threads", "1", *arguments)
 
     def fork(self, package: str, *arguments: str, environment: dict[str, str] | None = None) -> Process:
         """Start a package's service with these variables beside the clean environment."""
@@ -276,20 +269,20 @@ def total(text: str, name: str) -> float:
     return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
 
 
-@contextmanager
-def model_service(package: str, model: Path, *arguments: str) -> Iterator[Process]:
-    with service(package, "--model", str(model), "--threads", "1", *arguments) as process:
-        yield process
+def of_model(model: Path) -> tuple[str, ...]:
+    return "--model", str(model), "--threads", "1"
 
 
-@contextmanager
-def coordinator(target: str, draft: str | None, *arguments: str) -> Iterator[Process]:
+def model_service(package: str, model: Path, *arguments: str) -> AbstractContextManager[Process]:
+    return service(package, *of_model(model), *arguments)
+
+
+def coordinator(target: str, draft: str | None, *arguments: str) -> AbstractContextManager[Process]:
     """Run a coordinator over services at these addresses, with rounds that do not depend on the machine's load."""
     drafts = () if draft is None else ("--draft-address", draft)
     timeless = ("--speculation-policy", "fixed", "--draft-ahead", "off")
     policy = () if "--speculation-policy" in arguments else timeless
-    with service("coordinator", "--target-address", target, *drafts, *policy, *arguments) as process:
-        yield process
+    return service("coordinator", "--target-address", target, *drafts, *policy, *arguments)
 
 
 def run(*command: str, seconds: float = START_SECONDS, stdin: str = "") -> subprocess.CompletedProcess[str]:

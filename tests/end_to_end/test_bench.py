@@ -17,12 +17,12 @@ from benchmarks.load import generator
 from benchmarks.peers import Workload, load_transformers
 from benchmarks.report import Report
 from tests.commands import run_here
-from tests.end_to_end.processes import Nursery, ready
+from tests.end_to_end.processes import Service, ready
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
 
 
 @pytest.fixture
-def starts(services: Nursery, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def starts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Packages of the services that a benchmark starts, which come from the nursery."""
     packages: list[str] = []
 
@@ -31,7 +31,7 @@ def starts(services: Nursery, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         # The adaptive policy may decide that speculation does not pay for eight tokens.
         is_open = package == "coordinator" and "--speculation-policy" not in options
         policy = ("--speculation-policy", "fixed") if is_open else ()
-        made = services.service(package, *options, *policy)
+        made = Service(package, *options, *policy)
         packages.append(package)
         try:
             await asyncio.to_thread(ready, [made])

@@ -23,7 +23,7 @@ import pytest
 from tandem.client import Client
 from tandem.errors import TandemError
 from tandem.types import GenerationRequest
-from tests.end_to_end.processes import Nursery, Service, nursery, ready, until
+from tests.end_to_end.processes import Service, of_model, ready, until
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
 from tests.service.clients import complete
 
@@ -204,7 +204,7 @@ async def assert_nothing_lost(
     chance = random.Random(seed)
     record, over = Record([0] * streams), asyncio.Event()
     addresses = [",".join(each.address for each in services) for services in (targets, drafts)]
-    coordinator = nursery().service(
+    coordinator = Service(
         "coordinator", "--target-address", addresses[0], "--draft-address", addresses[1],
         "--speculation-policy", "fixed", "--draft-ahead", ahead,
     )  # fmt: skip
@@ -227,23 +227,25 @@ async def assert_nothing_lost(
 
 
 @pytest.mark.slow
-async def test_a_strike_of_each_kind_loses_no_token(services: Nursery, prompts: list[str]) -> None:
+async def test_a_strike_of_each_kind_loses_no_token(prompts: list[str]) -> None:
     """A target is killed, a draft and a target are restarted, both are stopped, the coordinator is, a draft is killed:
     such are the first five of this seed. Outcomes that are drafted ahead are outstanding meanwhile."""
-    await assert_nothing_lost(5, *pairs(services), prompts, streams=8, seed=168, ahead="16")
+    await assert_nothing_lost(5, *pairs(), prompts, streams=8, seed=168, ahead="16")
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("strikes", "streams"), [pytest.param(100, 16, id="long"), pytest.param(24, 64, id="many")]
 )
-async def test_kills_stops_and_restarts_lose_no_token(
-    strikes: int, streams: int, services: Nursery, prompts: list[str]
-) -> None:
-    await assert_nothing_lost(strikes, *pairs(services), prompts, streams)
+async def test_kills_stops_and_restarts_lose_no_token(strikes: int, streams: int, prompts: list[str]) -> None:
+    await assert_nothing_lost(strikes, *pairs(), prompts, streams)
 
 
-def pairs(services: Nursery) -> tuple[list[Service], list[Service]]:
-    """Two targets and two drafts, which are ready."""
-    targets = ready(services.model_service("target_service", DEMO_TARGET) for _ in range(2))
-    return targets, ready(services.model_service("draft_service", DEMO_DRAFT) for _ in range(2))
+def pairs(*options: str) -> tuple[list[Service], list[Service]]:
+    """Two targets and two drafts with these options, which are ready."""
+    targets, drafts = (
+        [Service(package, *of_model(model), *options) for _ in range(2)]
+        for package, model in (("target_service", DEMO_TARGET), ("draft_service", DEMO_DRAFT))
+    )
+    ready([*targets, *drafts])
+    return targets, drafts

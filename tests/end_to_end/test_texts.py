@@ -1,7 +1,4 @@
-"""Greedy and seeded texts are those of the target alone, with any draft and any proposal length.
-
-The greedy ones are compared with `transformers.generate`.
-"""
+"""Greedy texts are those of `transformers.generate` with any draft and any proposal length."""
 
 from __future__ import annotations
 
@@ -159,25 +156,3 @@ async def test_a_repetition_penalty_agrees_with_transformers(
         completed = await complete_all(model_free_address, wanted)
         assert token_ids(completed) == penalized
         assert bool(accepted(completed)) == speculation
-
-
-def seeded(prompts: list[str], temperature: float, **options: Any) -> list[GenerationRequest]:
-    """Requests of two seeds under `strict`, whose text is a function of the seed and the target alone."""
-    strict = {"temperature": temperature, "rejection_sampling_strategy": "strict", **options}
-    return [requests([prompts[i]], seed=7 + i, **strict)[0] for i in range(2)]
-
-
-@pytest.mark.parametrize("options", [{"temperature": 0.5}, {"temperature": 1.0, "top_k": 20, "top_p": 0.9}])
-async def test_the_draft_and_its_proposal_length_change_no_seeded_text(
-    address: str, random_draft_coordinator: str, prompts: list[str], options: dict[str, Any]
-) -> None:
-    alone = await complete_all(address, seeded(prompts, speculation=False, **options))
-    assert not any(completion.speculation.drafted for completion in alone)
-    counts = []
-    for through in (address, random_draft_coordinator):
-        batch = [each for k in (1, 2, 4, 8) for each in seeded(prompts, num_speculative_tokens=k, **options)]
-        completed = await complete_all(through, batch)
-        assert token_ids(completed) == 4 * token_ids(alone)
-        assert all(completion.speculation.drafted for completion in completed)
-        counts.append(accepted(completed))
-    assert counts[0] > counts[1], "the two drafts must differ in what is accepted"

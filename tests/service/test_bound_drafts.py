@@ -26,7 +26,7 @@ from target_service.settings import TargetSettings
 from tests.end_to_end.chi_square import assert_drawn_from
 from tests.end_to_end.models import exact, save_model, six_tokens
 from tests.heads import save_dflash, save_eagle, save_eagle3, save_medusa
-from tests.mtp_models import SEPARATE_FAMILIES, MtpTarget
+from tests.mtp_models import MtpTarget
 from tests.service.clients import complete, complete_all
 from tests.service.fakes import HANG_SECONDS, coordinated, serving
 from tests.service.test_drafting_ahead import PLACES
@@ -259,19 +259,3 @@ async def test_penalized_text_does_not_depend_on_the_targets_own_layers(own_laye
     assert texts(with_layer) == texts(without)
     assert accepted(with_layer) > 0, "penalties leave the layer at work"
     assert texts(with_layer[:1]) != texts(unpenalized), "and they count"
-
-
-@pytest.mark.parametrize(
-    "family", ["qwen3", *(pytest.param(each, marks=pytest.mark.soak) for each in SEPARATE_FAMILIES[1:])]
-)
-async def test_qwens_layout_keeps_greedy_and_seeded_text(family: str, tmp_path: Path) -> None:
-    own = MtpTarget(family, vocabulary=6)
-    qwen = Pair("mtp", own.model, own.save(tmp_path / "target"), None)
-    alone = [replace(each, speculation=False) for each in SEEDED]
-    (first, greedy, one, seeded, plain), _ = await completed(qwen, MANY[:1], MANY, SEEDED[:1], SEEDED, alone)
-    expected = [by_transformers(own.model, prompt) for prompt in PROMPTS]
-    assert texts([*first, *greedy]) == [expected[0], *expected]
-    assert texts(seeded) == texts(plain)
-    assert texts(one) == texts(plain[:1])
-    assert accepted(greedy) > 0
-    assert accepted(seeded) > 0

@@ -213,11 +213,6 @@ FAULTS: list[tuple[str, str, Callable[[], Faulty]]] = [
     ("token rows", "sends distributions unasked", partial(Faulty, proposal=chatty)),
     ("distributions", "draws otherwise each time", partial(Faulty, proposal=unseeded)),
     (
-        "distributions",
-        "proposes tokens to which its distributions give no probability",
-        partial(Faulty, proposal=lambda _, each: replace(each, token_ids=(0,) * len(each))),
-    ),
-    (
         "token logits",
         "sends none",
         partial(Faulty, proposal=lambda _, each: replace(each, token_logits=None)),
@@ -259,7 +254,6 @@ FAULTS: list[tuple[str, str, Callable[[], Faulty]]] = [
     ("cancel", "breaks the stream with a cancelled sequence", partial(Faulty, request=fragile)),
     ("half-closed", "keeps a stream that has ended", Clinging),
     ("ahead", "pushes more than it was granted", partial(Faulty, outcomes=generous)),
-    ("ahead", "pushes outcomes of a round that has not begun", partial(Faulty, outcomes=misplaced)),
     ("budgets", "takes any budget", partial(Faulty, request=boundless)),
 ]
 

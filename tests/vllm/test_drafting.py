@@ -22,8 +22,8 @@ from tandem.engine.core.selection import Backends
 from tandem.engine.interface import EngineSettings
 from tandem.engine.models.loading import load_model
 from tandem.grammar import Grammars
-from tandem.types import Delta, DraftOptions, Grammar, GrammarKind, ProposeStep, SparseDistribution
-from tests.paths import DEMO_DRAFT, DEMO_TARGET
+from tandem.types import Delta, DraftOptions, ProposeStep, SparseDistribution
+from tests.paths import DEMO_TARGET
 from tests.service.other_tokenizer import renumbered
 from tests.unit.draft_service.test_ahead import (
     BUDGET,
@@ -33,7 +33,6 @@ from tests.unit.draft_service.test_ahead import (
     K,
     assert_as_if_asked,
     proposed,
-    pushed,
 )
 from tests.unit.draft_service.test_mapped import (
     AHEAD,
@@ -127,29 +126,3 @@ async def test_proposals_for_a_target_with_another_tokenizer_are_those_of_the_em
             assert len(answers[0]) > 1
             assert answers[0].token_ids == answers[1].token_ids
             await assert_ahead_is_what_would_be_proposed(over_vllm, options)
-
-
-async def test_proposals_hold_to_a_grammar_as_those_of_the_embedded_engine() -> None:
-    """Asked for and drafted ahead. vLLM's worker, which draws them, gets masks alone."""
-    tokenizer = Tokenizer.from_file(str(DEMO_DRAFT / "tokenizer.json"))
-    prompt = tuple(tokenizer.encode("numbers = [").ids)
-    grammar = Grammar(GrammarKind.REGEX, "([a-z]+[0-9]{2};){20}")
-    async with pair_of(DEMO_DRAFT) as (over_vllm, own):
-        state = Grammars.of(DEMO_DRAFT / "tokenizer.json", own.model_info).compiled(grammar)
-        # A round has room for all branches of eight tokens each.
-        for each in (GREEDY, STRICT, replace(SUPPORT, draft_top_k=8)):
-            options, text = replace(each, grammar=grammar, prompt_length=len(prompt)), prompt
-            async with (
-                over_vllm.sequence(options) as sequence,
-                own.sequence(replace(options, ahead=None)) as other,
-            ):
-                for rank in range(4):
-                    answer = await proposed(sequence, ProposeStep(Delta(0, text), K, BUDGET))
-                    expected = await proposed(other, ProposeStep(Delta(0, text), K))
-                    assert answer.token_ids == expected.token_ids
-                    assert state.follow([*text[len(prompt) :], *answer.token_ids])
-                    drafted = await pushed(sequence)
-                    await assert_as_if_asked(over_vllm, options, (*text, *answer.token_ids), drafted)
-                    accepted, token_id = drafted.outcomes[rank]
-                    text = (*text, *answer.token_ids[:accepted], token_id)
-                    assert state.follow([*text[len(prompt) :]])

@@ -3,7 +3,6 @@ probabilities."""
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,15 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer
 
 from benchmarks.peers import mend_expansion
 from tandem.integrations.vllm.proposer import WORKER, Entries, WaysOfDrafting
-from tests.end_to_end.models import load_reference
 from tests.end_to_end.processes import address_of, model_service
-from tests.paths import DEMO_TARGET
-from tests.service.other_tokenizer import renumbered
-from tests.service.test_vocabulary_mapping import PROMPTS
 from tests.unit.engine.tiny_models import MAX_LENGTH, save_checkpoint
 from tests.vllm.families import FAMILIES
 
@@ -159,23 +153,3 @@ def test_with_our_drafts_vllm_draws_from_the_target(pair: Pair, monkeypatch: pyt
 
 def _halved(entries: Entries) -> Entries:
     return Entries(entries.rows, entries.tokens, entries.ids, entries.probs / np.float32(2))
-
-
-def test_a_draft_with_another_tokenizer_leaves_greedy_texts_as_they_are(tmp_path: Path) -> None:
-    from vllm import SamplingParams
-
-    tokenizer, target = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json")), load_reference(DEMO_TARGET)
-    prompts = [tokenizer.encode(prompt).ids for prompt in PROMPTS]
-    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, detokenize=False)
-    with _drafted_for(DEMO_TARGET, renumbered(tmp_path, 1200)) as llm:
-        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-        texts: list[list[int]] = []
-        drafted = accepted = 0
-        # The first may find the draft preparing its mapping.
-        while drafted < 24 and len(texts) < 5 * len(prompts):
-            texts += [list(each.outputs[0].token_ids) for each in llm.generate(asked, params, use_tqdm=False)]
-            drafted, accepted = Pair(llm, target, None).counts()
-    assert 0.1 < accepted / drafted < 0.9, "the draft neither says nothing of use nor all"
-    for prompt, text in zip(itertools.cycle(prompts), texts, strict=False):
-        own = target.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None)
-        assert text == own[0, len(prompt) :].tolist()

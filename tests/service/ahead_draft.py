@@ -11,7 +11,7 @@ from draft_service.servicer import DraftedFor
 from tandem.client import Completed
 from tandem.types import DraftedOutcomes, GenerationRequest, Proposal, ProposeStep
 from tests.service.clients import complete, until
-from tests.service.fakes import FakeDraft, FakeTarget, fleet
+from tests.service.fakes import FakeDraft, fleet, paced
 
 TOKENS = 50
 EXPECTED = tuple(range(11, 11 + TOKENS))
@@ -94,8 +94,7 @@ class ViolatingDraft(AheadDraft):
 
 async def completed(draft: FakeDraft, *, step_seconds: float = 0.01, **options: Any) -> Completed:
     """Complete the request over a counting target and this draft, in one stream."""
-    target = FakeTarget()
-    target.step_seconds = step_seconds
+    target = paced(step_seconds)
     async with fleet(target, draft, **{"draft_ahead": 4} | options) as (client, *_):
         done = await complete(client, REQUEST)
         await until(lambda: not draft.running)

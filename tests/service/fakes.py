@@ -192,6 +192,13 @@ class GenerateOnly(generation_pb2_grpc.GenerationServiceServicer):
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this servicer renders no chats")
 
 
+def paced(step_seconds: float) -> FakeTarget:
+    """A counting target whose steps take so long."""
+    target = FakeTarget()
+    target.step_seconds = step_seconds
+    return target
+
+
 class Fleet(NamedTuple):
     """A coordinator over fakes, a client of it, and the fakes in the order in which they were given."""
 

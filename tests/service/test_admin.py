@@ -7,6 +7,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,7 +22,7 @@ from tandem.replica import Role
 from tandem.speculation_state import SpeculationState
 from tandem.types import GenerationRequest
 from tests.service.clients import complete
-from tests.service.fakes import Fake, FakeDraft, FakeTarget, Served, fleet
+from tests.service.fakes import Fake, FakeDraft, FakeTarget, Served, fleet, paced
 from tests.service.test_draft_loss import useless
 
 REQUEST = GenerationRequest((10,), max_tokens=40, temperature=0.0, seed=1)
@@ -130,13 +131,6 @@ async def told(client: Client, request: GenerationRequest) -> list[SpeculationSt
     return [summary.speculation_state, status.speculation_state, stats.speculation_state]
 
 
-def slow() -> FakeTarget:
-    """A target with steps long enough for any draft to pay."""
-    target = FakeTarget()
-    target.step_seconds = 0.05
-    return target
-
-
 async def test_without_gain_speculation_is_off_with_the_two_deciding_rates() -> None:
     for state in await states(FakeTarget(), useless()):
         assert (state.is_on, state.num_speculative_tokens) == (False, 0)
@@ -148,12 +142,14 @@ async def test_without_gain_speculation_is_off_with_the_two_deciding_rates() -> 
 
 
 ON = SpeculationState(True, 2)
+LONG_STEPS = partial(paced, 0.05)
+"""Makes a target with steps long enough for any draft to pay."""
 
 
 @pytest.mark.parametrize(
     ("fakes", "options", "summary", "status"),
     [
-        ((slow, FakeDraft), {}, ON, ON),
+        ((LONG_STEPS, FakeDraft), {}, ON, ON),
         ((FakeTarget,), {}, *[report.off(report.NO_DRAFT)] * 2),
         ((FakeTarget, FakeDraft), {"speculation": False}, report.off(report.NOT_ASKED), ON),
         ((FakeTarget, FakeDraft), {"max_tokens": 1}, replace(ON, reason=report.TOO_SHORT), ON),

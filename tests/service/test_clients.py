@@ -27,7 +27,7 @@ from tandem.wire.status import Ending
 from tests.end_to_end import processes
 from tests.paths import ROOT
 from tests.service.clients import until
-from tests.service.fakes import FakeDraft, FakeTarget, GenerateOnly, cluster, serving
+from tests.service.fakes import FakeDraft, FakeTarget, GenerateOnly, cluster, paced, serving
 
 SECONDS = 20.0
 TOKEN = "a-token-of-many-characters"
@@ -141,8 +141,7 @@ async def test_invalid_options_are_refused(kind: str) -> None:
 @pytest.mark.parametrize(("step_seconds", "tokens"), [(30.0, "0"), (0.05, r"[1-9]\d*")])
 async def test_a_request_ends_at_its_timeout(kind: str, step_seconds: float, tokens: str) -> None:
     """Both before the first token and between two tokens."""
-    target = FakeTarget()
-    target.step_seconds = step_seconds
+    target = paced(step_seconds)
     sentence = rf"longer than the 0\.5 s it was given; {tokens} tokens? (was|were) delivered"
     async with address_of(target) as address:
         with pytest.raises(DeadlineError, match=sentence):
@@ -151,8 +150,7 @@ async def test_a_request_ends_at_its_timeout(kind: str, step_seconds: float, tok
 
 
 async def test_leaving_the_loop_cancels_the_request() -> None:
-    target = FakeTarget()
-    target.step_seconds = 0.02
+    target = paced(0.02)
     async with address_of(target) as address:
 
         def leave() -> None:
@@ -182,8 +180,7 @@ with SyncClient(sys.argv[1]) as client:
 
 
 async def test_ctrl_c_ends_a_sync_client_at_once() -> None:
-    target = FakeTarget()
-    target.step_seconds = 0.5
+    target = paced(0.5)
     async with address_of(target) as address:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", SCRIPT, address, stdout=PIPE, stderr=PIPE, cwd=ROOT

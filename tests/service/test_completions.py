@@ -12,7 +12,7 @@ from coordinator.settings.coordinator import MAX_CHAT_MESSAGES
 from tandem.errors import InvalidRequestError
 from tandem.types import ChatMessage, FinishReason, GenerationRequest
 from tests.service.clients import complete, until
-from tests.service.fakes import MAX_LENGTH, FakeDraft, FakeTarget, cluster, fleet
+from tests.service.fakes import MAX_LENGTH, FakeDraft, FakeTarget, cluster, fleet, paced
 from tests.service.http_cluster import TOKENIZER
 
 TEMPERATURES = pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -60,8 +60,7 @@ async def test_max_length_is_exact(max_tokens: int | None) -> None:
 async def test_too_large_requests_are_refused_before_they_wait(
     too_large: GenerationRequest, sentence: str
 ) -> None:
-    target = FakeTarget()
-    target.step_seconds = 0.1
+    target = paced(0.1)
     async with fleet(target, max_concurrent_requests=1, max_prompt_bytes=50) as (client, _, service):
         running = asyncio.create_task(complete(client, replace(REQUEST, max_tokens=50)))
         await until(lambda: target.running == 1)

@@ -23,7 +23,7 @@ from tandem.types import FinishReason, GenerationRequest, Proposal
 from tandem.v1 import draft_pb2
 from tests.service.clients import complete, until
 from tests.service.engines import pair
-from tests.service.fakes import NOT_SERVING, SERVING, FakeDraft, FakeTarget, cluster, fleet, refusal
+from tests.service.fakes import NOT_SERVING, SERVING, FakeDraft, FakeTarget, cluster, fleet, paced, refusal
 
 TOKENS = 50
 PAUSED_BEFORE = 4 * TOKENS // 5
@@ -91,9 +91,8 @@ async def test_no_other_draft_takes_over_for_the_last_few_tokens(step: int, open
 
 
 async def test_a_draft_that_returns_is_used_again() -> None:
-    target, draft = FakeTarget(), Failing(3, 8)
     # The target must not finish before the draft's health was checked.
-    target.step_seconds = 0.02
+    target, draft = paced(0.02), Failing(3, 8)
     async with fleet(target, draft) as (client, *_):
         completed = await complete(client, REQUEST)
     assert completed.token_ids == EXPECTED
@@ -110,8 +109,7 @@ async def test_a_hanging_draft_is_replaced_and_one_that_has_no_room_yet_is_not(
     answered: int, opened: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coordinator.failover.placement._ABANDON_SECONDS", 0.1)
-    target, drafts = FakeTarget(), (Hanging(answered), FakeDraft())
-    target.step_seconds = 0.02
+    target, drafts = paced(0.02), (Hanging(answered), FakeDraft())
     async with fleet(target, *drafts, draft_patience_seconds=0.05) as (client, services, service):
         await services[2].say(NOT_SERVING)
         states = service.replicas.snapshots
@@ -125,8 +123,7 @@ async def test_a_hanging_draft_is_replaced_and_one_that_has_no_room_yet_is_not(
 
 
 async def test_a_paused_request_leaves_a_draft_that_drains() -> None:
-    target, draft = FakeTarget(), useless()
-    target.step_seconds = 0.04
+    target, draft = paced(0.04), useless()
     async with fleet(target, draft, speculation_policy="adaptive") as (client, services, _):
         task = asyncio.create_task(complete(client, REQUEST))
         await until(lambda: target.longest > TOKENS // 2)
@@ -235,9 +232,8 @@ async def test_a_faulty_draft_leaves_the_targets_own_tokens(fault: str) -> None:
 
 async def test_a_late_answer_is_dropped_and_the_draft_is_used_again() -> None:
     """The late answer proposes tokens of a finished round; as an answer to a later round it would be invalid."""
-    target, draft = FakeTarget(), Late()
     # The target must not finish before the draft answers again.
-    target.step_seconds = PATIENCE_SECONDS / 2
+    target, draft = paced(PATIENCE_SECONDS / 2), Late()
     async with cluster(target, draft, draft_patience_seconds=PATIENCE_SECONDS) as client:
         completed = await complete(client, GenerationRequest((10,), max_tokens=50, temperature=0.0))
     assert len(draft.requested) > 2

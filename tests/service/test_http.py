@@ -20,7 +20,7 @@ from tandem.errors import ConfigurationError
 from tandem.v1 import target_pb2
 from tests.certificates import issued
 from tests.service.clients import until
-from tests.service.fakes import MAX_LENGTH, FakeDraft, FakeTarget
+from tests.service.fakes import MAX_LENGTH, FakeDraft, FakeTarget, paced
 from tests.service.http_cluster import SECONDS, TEMPLATE, TOKENIZER, http_cluster, openai, post, text
 
 
@@ -169,8 +169,7 @@ async def test_several_completions_of_several_prompts() -> None:
 
 @pytest.mark.parametrize("streams", [False, True])
 async def test_a_disconnecting_client_ends_the_targets_sequence(streams: bool) -> None:
-    target, draft = FakeTarget(), FakeDraft()
-    target.step_seconds = 0.05
+    target, draft = paced(0.05), FakeDraft()
     async with http_cluster(target, draft) as cluster:
         body = {"prompt": [10], "max_tokens": 50, "stream": streams, "num_speculative_tokens": 1}
         async with asyncio.timeout(SECONDS):
@@ -184,8 +183,7 @@ async def test_a_disconnecting_client_ends_the_targets_sequence(streams: bool) -
 
 
 async def test_a_draining_server_refuses_with_a_reason_and_finishes_running_requests() -> None:
-    target = FakeTarget()
-    target.step_seconds = 0.05
+    target = paced(0.05)
     async with http_cluster(target) as cluster:
         body: dict[str, Any] = {"prompt": [10], "max_tokens": 10}
         running = asyncio.create_task(cluster.http.post("/v1/completions", json=body))
@@ -208,8 +206,7 @@ async def test_a_draining_server_refuses_with_a_reason_and_finishes_running_requ
 
 
 async def test_requests_that_outlast_the_drain_end_with_an_error() -> None:
-    target = FakeTarget()
-    target.step_seconds = 0.1
+    target = paced(0.1)
     async with http_cluster(target) as cluster, openai(cluster) as client:
         stream = await client.completions.create(model="fake", prompt=[10], max_tokens=50, stream=True)
         pieces = aiter(stream)
@@ -489,8 +486,7 @@ async def test_invalid_http_requests_are_refused(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_too_many_requests_get_a_retry_after_header() -> None:
-    target = FakeTarget()
-    target.step_seconds = 0.2
+    target = paced(0.2)
     bounds: dict[str, Any] = {"max_concurrent_requests": 1, "max_queued_requests": 0}
     async with http_cluster(target, **bounds) as cluster, openai(cluster) as client:
         running = asyncio.create_task(client.completions.create(model="fake", prompt=[10], max_tokens=20))
@@ -507,8 +503,7 @@ async def test_too_many_requests_get_a_retry_after_header() -> None:
 
 
 async def test_a_request_ends_at_its_deadline() -> None:
-    target = FakeTarget()
-    target.step_seconds = 0.3
+    target = paced(0.3)
     async with http_cluster(target) as cluster, openai(cluster) as client:
         with pytest.raises(APIStatusError) as late:
             await client.completions.create(model="fake", prompt=[10], extra_body={"timeout_seconds": 0.5})

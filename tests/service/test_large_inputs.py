@@ -30,7 +30,7 @@ from tandem.types import GenerationRequest
 from tandem.v1 import generation_pb2
 from tandem.wire.status import retry_after_seconds
 from tests.service.clients import complete, until
-from tests.service.fakes import MAX_LENGTH, FakeTarget, cluster, coordinator, served, settings_over
+from tests.service.fakes import MAX_LENGTH, FakeTarget, cluster, coordinator, paced, served, settings_over
 from tests.service.http_cluster import HttpCluster, http_cluster
 
 JSON = {"content-type": "application/json"}
@@ -162,8 +162,7 @@ class Counts(Observer, RequestObserver):
 
 async def test_a_full_coordinator_refuses_a_request_unread_once_it_has_seen_the_token() -> None:
     """It counts it too. Without the token nobody learns of its load."""
-    target, counter = FakeTarget(), Counts()
-    target.step_seconds = 2 * SECONDS
+    target, counter = paced(2 * SECONDS), Counts()
     bounds = {"max_concurrent_requests": 1, "max_queued_requests": 0}
     async with (
         served(target) as services,

@@ -20,7 +20,7 @@ from tandem.types import GenerationRequest
 from tests.end_to_end.processes import Process, address_of, running
 from tests.service import engines
 from tests.service.clients import complete, until
-from tests.service.fakes import HANG_SECONDS, FakeDraft, FakeTarget, coordinated, serving
+from tests.service.fakes import HANG_SECONDS, FakeDraft, coordinated, paced, serving
 
 MAX_MIB = 300
 
@@ -28,8 +28,7 @@ MAX_MIB = 300
 @asynccontextmanager
 async def coordinator_process(*options: str, step_seconds: float = 0.0) -> AsyncIterator[tuple[Process, str]]:
     """A coordinator in a process of its own, over fakes in this one: the process, and its address."""
-    target = FakeTarget()
-    target.step_seconds = step_seconds
+    target = paced(step_seconds)
     async with (
         asyncio.timeout(HANG_SECONDS),
         serving(target) as (target_address, _),

@@ -13,7 +13,7 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased, TraceIdRatioBased
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
 from opentelemetry.trace import SpanKind, StatusCode
 from prometheus_client import CollectorRegistry
 
@@ -40,16 +40,15 @@ from tandem.wire.generation import chunk_from_proto, request_to_proto
 from target_service.servicer import TargetServicer
 from tests.paths import DEMO_TARGET
 from tests.service.clients import until
-from tests.service.fakes import FakeDraft, FakeTarget, counting, serving
+from tests.service.fakes import FakeDraft, FakeTarget, counting, paced, serving
 
 
 class MemoryExports(OtlpExports):
     """Keeps spans instead of sending them."""
 
-    def __init__(self, sample_ratio: float = 1.0) -> None:
+    def __init__(self) -> None:
         self.memory = InMemorySpanExporter()
-        root = ALWAYS_ON if sample_ratio == 1.0 else TraceIdRatioBased(sample_ratio)
-        provider = TracerProvider(sampler=ParentBased(root), shutdown_on_exit=False)
+        provider = TracerProvider(sampler=ParentBased(ALWAYS_ON), shutdown_on_exit=False)
         provider.add_span_processor(SimpleSpanProcessor(self.memory))
         self.tracer = provider.get_tracer("tests")
 
@@ -126,11 +125,10 @@ async def observed_cluster(
     target: FakeTarget,
     draft: FakeDraft,
     *,
-    sample_ratio: float = 1.0,
     draft_ahead: DraftAhead = "off",
 ) -> AsyncIterator[ObservedCluster]:
     """Run a coordinator, a target and a draft in this process, each with telemetry."""
-    exports = MemoryExports(sample_ratio)
+    exports = MemoryExports()
     options = TelemetryOptions()
     async with AsyncExitStack() as stack:
         target_observer = ObservedService(Telemetry(options, "target", exports), "target")
@@ -272,8 +270,7 @@ async def test_a_refused_request_is_counted_with_its_outcome() -> None:
 
 
 async def test_a_cancelled_request_is_counted_and_its_spans_end() -> None:
-    target = FakeTarget()
-    target.step_seconds = 0.02
+    target = paced(0.02)
     async with observed_cluster(target, FakeDraft()) as cluster:
         task = asyncio.create_task(cluster.complete(GenerationRequest((5, 6, 7), max_tokens=60)))
         await until(lambda: target.longest > 5)
@@ -356,11 +353,10 @@ async def test_spans_report_speculation_steps_and_bytes(monkeypatch: pytest.Monk
     assert (draft_server["tandem.steps"], draft_server["tandem.tokens"]) == (4, 5)
 
 
-@pytest.mark.parametrize(("ratio", "parent"), [(1.0, UNSAMPLED), (0.0, "")])
-async def test_only_sampled_requests_make_spans(ratio: float, parent: str) -> None:
+async def test_only_sampled_requests_make_spans() -> None:
     """All spans of a request that a caller samples come after those that an earlier one could have made."""
-    async with observed_cluster(FakeTarget(), FakeDraft(), sample_ratio=ratio) as cluster:
-        assert await cluster.complete(REQUEST, parent) == COMPLETION
+    async with observed_cluster(FakeTarget(), FakeDraft()) as cluster:
+        assert await cluster.complete(REQUEST, UNSAMPLED) == COMPLETION
         assert value(cluster.coordinator, "generation_tokens_total") == 8
         await cluster.complete(REQUEST, SAMPLED)
         await all_ended(cluster, 8)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ from tandem.settings import ModelServerSettings, ServerSettings, load_settings
 from target_service.settings import TargetSettings
 from tests.deploy.compose import set_environment
 from tests.deploy.images import Dockerfile
-from tests.deploy.kubernetes.rendered import KUBERNETES, OVERLAYS, Manifests, named, render, rendered
+from tests.deploy.kubernetes.rendered import KUBERNETES, OVERLAYS, Manifests, named, rendered
 from tests.paths import ROOT
 
 SETTINGS: dict[str, type[ServerSettings]] = {
@@ -42,15 +40,6 @@ def environment_of(objects: list[dict[str, Any]], name: str) -> dict[str, str]:
                 "value", "1" if "resourceFieldRef" in str(entry) else "of-a-secret-alone"
             )
     return values
-
-
-def test_a_registry_of_ones_own_can_be_named(tmp_path: Path) -> None:
-    base = os.path.relpath(KUBERNETES / "overlays" / "cpu", tmp_path.resolve())
-    (tmp_path / "kustomization.yaml").write_text(
-        f"resources: [{base}]\nimages: [{{name: tandem/draft, newName: mine/draft, newTag: 1.2.3}}]\n"
-    )
-    draft = named(render(tmp_path), "Deployment", "draft")["spec"]["template"]["spec"]["containers"][0]
-    assert draft["image"] == "mine/draft:1.2.3"
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import pytest
 
@@ -50,10 +50,10 @@ def services() -> Iterator[tuple[str, str]]:
         yield target.line("ready on "), draft.line("ready on ")
 
 
-@contextmanager
-def coordinating(services: tuple[str, str], workers: int = 2, *options: str) -> Iterator[Process]:
-    with coordinator(*services, "--workers", str(workers), *options) as process:
-        yield process
+def coordinating(
+    services: tuple[str, str], workers: int = 2, *options: str
+) -> AbstractContextManager[Process]:
+    return coordinator(*services, "--workers", str(workers), *options)
 
 
 @pytest.fixture(scope="module")

@@ -240,18 +240,6 @@ async def test_a_late_answer_is_dropped_and_the_draft_is_used_again() -> None:
     assert completed.speculation.accepted == completed.speculation.drafted > 0
 
 
-async def test_a_draft_without_logits_is_not_used_for_logit_comparison() -> None:
-    request = GenerationRequest(
-        (10,), max_tokens=30, temperature=1.0, seed=1, rejection_sampling_strategy="logit-comparison"
-    )
-    draft = FakeDraft()
-    async with cluster(FakeTarget(), draft, draft_patience_seconds=PATIENCE_SECONDS) as client:
-        completed = await complete(client, request)
-    assert completed.token_ids == tuple(range(11, 41))
-    assert completed.speculation.accepted == 0
-    assert draft.requested
-
-
 async def test_non_finite_logits_of_the_target_end_the_request_with_internal(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

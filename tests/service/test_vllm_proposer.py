@@ -19,7 +19,7 @@ from tandem.types import DraftOptions, Proposal, RowKind, SparseDistribution, St
 from tests.service import vllm_stub
 from tests.service.ahead_draft import AheadDraft
 from tests.service.clients import until
-from tests.service.fakes import FakeDraft, counting
+from tests.service.fakes import FakeDraft, counting, served
 from tests.service.vllm_stub import (
     TOKEN_COUNT,
     Request,
@@ -29,7 +29,6 @@ from tests.service.vllm_stub import (
     hashed,
     plugged,
     run,
-    served,
     steps_of,
 )
 
@@ -62,8 +61,8 @@ def mostly_right(tokens: Sequence[int]) -> int:
 @pytest.mark.parametrize("seed", range(3))
 async def test_every_proposal_extends_the_right_tokens(seed: int) -> None:
     draft, runner = fitting(FakeDraft(hashed)), CheckedRunner(mostly_right)
-    async with served(draft) as [(address, _)]:
-        async with plugged(address) as proposer:
+    async with served(draft) as (one,):
+        async with plugged(one.address) as proposer:
             disturbed = disturbance(runner, seed)
             for _ in range(12):
                 disturbed()
@@ -94,7 +93,7 @@ class UnsureDraft(FakeDraft):
 
 async def test_each_requests_distributions_are_given_to_vllm_by_its_name() -> None:
     draft, runner = fitting(UnsureDraft()), CheckedRunner(hashed)
-    async with served(draft) as [(address, _)], plugged(address) as proposer:
+    async with plugged(draft) as proposer:
         runner.requests = [Request([1, 2], temperature=0.7), Request([3]), Request([4], temperature=1.0)]
         await run(proposer, runner, 1)
         runner.requests.reverse()
@@ -116,7 +115,7 @@ async def test_each_requests_distributions_are_given_to_vllm_by_its_name() -> No
 
 async def test_a_name_that_comes_again_is_another_request() -> None:
     draft, runner = fitting(FakeDraft(hashed)), CheckedRunner(hashed)
-    async with served(draft) as [(address, _)], plugged(address) as proposer:
+    async with plugged(draft) as proposer:
         for number, first in enumerate((1, 9), 1):
             runner.requests = [Request([first, 2, 3], name="same")]
             while (
@@ -130,7 +129,7 @@ async def test_a_name_that_comes_again_is_another_request() -> None:
 
 async def test_ended_sequences_are_finished_on_the_draft() -> None:
     draft, runner = fitting(FakeDraft(hashed)), Runner(hashed)
-    async with served(draft) as [(address, _)], plugged(address) as proposer:
+    async with plugged(draft) as proposer:
         runner.requests = [Request([1, 2, index]) for index in range(8)]
         await run(proposer, runner, 3)
         assert draft.running == 8
@@ -150,7 +149,7 @@ async def test_outcomes_drafted_ahead_answer_without_a_question(monkeypatch: pyt
         return add(*arguments)
 
     monkeypatch.setattr(PendingOutcomes, "add", counted)
-    async with served(draft) as [(address, _)], plugged(address, ahead="4") as proposer:
+    async with plugged(draft, ahead="4") as proposer:
         runner.requests = [Request([10])]
         for number in range(9):
             await run(proposer, runner, 1)
@@ -178,7 +177,7 @@ class StoppableDraft(FakeDraft):
 async def test_no_step_waits_longer_than_the_patience_for_a_stopped_draft() -> None:
     draft, runner = StoppableDraft(), CheckedRunner(hashed)
     fitting(draft)
-    async with served(draft) as [(address, _)], plugged(address, patience=0.2) as proposer:
+    async with plugged(draft, patience=0.2) as proposer:
         runner.requests = [Request([1, index]) for index in range(16)]
         await run(proposer, runner, 4)
         before = runner.accepted
@@ -196,7 +195,7 @@ async def test_no_step_waits_longer_than_the_patience_for_a_stopped_draft() -> N
 async def test_a_sequence_that_has_its_place_on_a_full_draft_is_waited_for() -> None:
     draft, runner = fitting(FakeDraft(hashed)), CheckedRunner(hashed)
     draft.is_full = True
-    async with served(draft) as [(address, _)], plugged(address) as proposer:
+    async with plugged(draft) as proposer:
         for first in range(8):
             runner.requests = [Request([first, 2, 3])]
             await run(proposer, runner, 4)
@@ -209,17 +208,17 @@ async def test_a_sequence_that_has_its_place_on_a_full_draft_is_waited_for() -> 
 async def test_requests_go_on_with_the_next_draft_when_one_is_killed_or_drains(is_killed: bool) -> None:
     drafts = [fitting(FakeDraft(hashed)), fitting(FakeDraft(hashed))]
     runner = CheckedRunner(hashed)
-    async with served(*drafts) as [(one, server), (other, _)], plugged(one, other) as proposer:
+    async with served(*drafts) as (one, other), plugged(one.address, other.address) as proposer:
         pool = await _both_ready(proposer)
         runner.requests = [Request([1, index]) for index in range(16)]
         await run(proposer, runner, 3)
         assert [draft.running for draft in drafts] == [8, 8]
         if is_killed:
-            await server.stop(None)
+            await one.stop()
         else:
             loop = steps_of(proposer).link._loop
             assert loop is not None
-            loop.call_soon_threadsafe(pool.drain, one)
+            loop.call_soon_threadsafe(pool.drain, one.address)
         await run(proposer, runner, 4)
         await until(lambda: drafts[1].running == 16)
         before = runner.accepted
@@ -237,7 +236,7 @@ async def test_a_request_goes_to_the_draft_that_has_read_its_beginning(
     for draft in drafts:
         draft.model_info = replace(draft.model_info, max_length=256, step_profile=profile)
     runner = CheckedRunner(hashed)
-    async with served(*drafts) as [(one, _), (other, _)], plugged(one, other) as proposer:
+    async with plugged(*drafts) as proposer:
         await _both_ready(proposer)
 
         async def placed(prompt: list[int]) -> list[int]:
@@ -272,7 +271,7 @@ async def test_without_any_draft_every_step_is_vllms_own(caplog: pytest.LogCaptu
 
 async def test_a_draft_with_another_tokenizer_is_named_and_not_used(caplog: pytest.LogCaptureFixture) -> None:
     draft, runner = FakeDraft(hashed), Runner(hashed)
-    async with served(draft) as [(address, _)], plugged(address) as proposer:
+    async with plugged(draft) as proposer:
         assert "another tokenizer" in caplog.text
         runner.requests = [Request([1])]
         await run(proposer, runner, 3)
@@ -288,7 +287,7 @@ class WrongDraft(FakeDraft):
 
 async def test_a_draft_that_breaks_the_protocol_costs_proposals_only() -> None:
     draft, runner = fitting(WrongDraft(hashed)), Runner(hashed)
-    async with served(draft) as [(address, _)], plugged(address) as proposer:
+    async with plugged(draft) as proposer:
         runner.requests = [Request([1])]
         await run(proposer, runner, 10)
         assert runner.proposed == 0
@@ -298,10 +297,7 @@ async def test_a_draft_that_breaks_the_protocol_costs_proposals_only() -> None:
 @pytest.mark.parametrize(("token", "is_used"), [(TOKEN, True), ("another-token-as-long", False)])
 async def test_the_drafts_token_is_sent(token: str, is_used: bool) -> None:
     draft, runner = fitting(FakeDraft(hashed)), Runner(hashed)
-    async with (
-        served(draft, auth_token=TOKEN) as [(address, _)],
-        plugged(address, SERVICE_TOKEN=token, START_WAIT_SECONDS="1") as proposer,
-    ):
+    async with plugged(draft, auth_token=TOKEN, SERVICE_TOKEN=token, START_WAIT_SECONDS="1") as proposer:
         runner.requests = [Request([1])]
         await run(proposer, runner, 4)
         assert (runner.proposed > 0) is is_used
@@ -309,7 +305,7 @@ async def test_the_drafts_token_is_sent(token: str, is_used: bool) -> None:
 
 async def test_metrics_tell_what_was_proposed() -> None:
     draft, runner = fitting(FakeDraft(hashed)), Runner(hashed)
-    async with served(draft) as [(address, _)], plugged(address, PROMETHEUS_PORT="0") as proposer:
+    async with plugged(draft, PROMETHEUS_PORT="0") as proposer:
         runner.requests = [Request([1])]
         await run(proposer, runner, 5)
         report = steps_of(proposer)._report

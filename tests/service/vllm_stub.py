@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any, TypeVar
 
-import grpc.aio
 import numpy as np
 import pytest
 import torch
@@ -263,28 +262,27 @@ def fitting(draft: DraftT) -> DraftT:
 
 
 @asynccontextmanager
-async def served(
-    *drafts: FakeDraft, auth_token: str | None = None
-) -> AsyncIterator[list[tuple[str, grpc.aio.Server]]]:
-    """Serve the drafts: the address and the server of each."""
-    async with AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(serving(draft, auth_token=auth_token)) for draft in drafts]
-
-
-@asynccontextmanager
 async def plugged(
-    *addresses: str, patience: float = PATIENCE, ahead: str = "off", **options: str
+    *drafts: FakeDraft | str,
+    patience: float = PATIENCE,
+    ahead: str = "off",
+    auth_token: str | None = None,
+    **options: str,
 ) -> AsyncIterator[TandemProposer]:
-    """A proposer as vLLM makes it, connected to these drafts."""
+    """A proposer as vLLM makes it, connected to these drafts: those at an address, and fakes, which are served."""
     variables = {
-        "DRAFT_ADDRESS": ",".join(addresses),
         "DRAFT_AHEAD": ahead,
         "DRAFT_PATIENCE_SECONDS": str(patience),
         **options,
     }
     loggers = [logging.getLogger(name) for name in ("tandem", "coordinator")]
     before = [(each.level, each.propagate, list(each.handlers)) for each in loggers]
-    with pytest.MonkeyPatch.context() as patch:
+    async with AsyncExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        fakes = [each for each in drafts if isinstance(each, FakeDraft)]
+        served = [await stack.enter_async_context(serving(each, auth_token=auth_token)) for each in fakes]
+        addresses = [each for each in drafts if isinstance(each, str)] + [address for address, _ in served]
+        variables["DRAFT_ADDRESS"] = ",".join(addresses)
         install(patch)
         for name, value in variables.items():
             patch.setenv(f"TANDEM_VLLM_{name}", value)

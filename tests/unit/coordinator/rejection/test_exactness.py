@@ -116,21 +116,6 @@ def test_the_output_has_the_targets_distribution(rule: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("token_count", [1, 2])
-def test_residual_accepts_the_overlap_of_draft_and_target(pair: str, token_count: int) -> None:
-    """Leviathan et al., Theorem 3.5: a token is accepted with probability sum(min(target, draft))."""
-    target, draft = PAIRS[pair]
-
-    def expected(tokens: Tokens, left: int) -> float:
-        shared = [min(probs) for probs in zip(target(tokens), draft(tokens), strict=True)]
-        deeper = [expected((*tokens, token), left - 1) if left > 1 else 0.0 for token in range(len(shared))]
-        return sum(mass * (1 + more) for mass, more in zip(shared, deeper, strict=True))
-
-    accepted = mean_accepted(residual, Setting(target, draft, token_count))
-    assert accepted == pytest.approx(expected((), token_count), abs=TOLERANCE)
-
-
-@pytest.mark.parametrize("pair", PAIRS)
 def test_block_accepts_at_least_as_much(pair: str) -> None:
     setting = Setting(*PAIRS[pair], token_count=2)
     token_by_token, at_once = (mean_accepted(accept, setting) for accept in (residual, block))

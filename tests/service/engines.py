@@ -136,7 +136,6 @@ async def target(
     step_seconds: float = 0.0,
     max_sequences: int = 8,
     kept_sequences: int = 0,
-    tokenizer: Path = DEMO_TARGET / "tokenizer.json",
 ) -> AsyncIterator[tuple[str, grpc.aio.Server]]:
     """A target service in this process: its address, and its server."""
     servicer = FaultyTarget(faults)
@@ -144,7 +143,7 @@ async def target(
     async with started(
         RowEngine(Backends(model), limits, on_step=lambda _: time.sleep(step_seconds))
     ) as verifying:
-        servicer.verifier = Verifier(verifying, [tokenizer])
+        servicer.verifier = Verifier(verifying, [DEMO_TARGET / "tokenizer.json"])
         async with serving(servicer) as served:
             yield served
 
@@ -177,15 +176,10 @@ async def draft(
 NewProposer = Callable[[DraftingOptions, SequenceLimits], Proposer]
 
 
-def model_free(
-    new: NewProposer,
-    servicer: DraftServicer | None = None,
-    max_length: int | None = None,
-    **options: Any,
-) -> DraftServicer:
+def model_free(new: NewProposer, servicer: DraftServicer | None = None, **options: Any) -> DraftServicer:
     """Let this servicer, or a plain one, draft without a model."""
     servicer = servicer or DraftServicer()
-    servicer.proposer = new(DraftingOptions(**options), SequenceLimits(max_length))
+    servicer.proposer = new(DraftingOptions(**options), SequenceLimits(None))
     return servicer
 
 

@@ -33,7 +33,10 @@ from tandem.types import (
 )
 from target_service.servicer import TargetServicer, VerifiedFor
 from target_service.verifier import Verifier
-from tests.service.ahead_draft import (
+from tests.service.clients import complete, until
+from tests.service.engines import Fault, Faults, NewProposer, model_free, pair
+from tests.service.fakes import HANG_SECONDS, Fleet, coordinated, fleet, refusal, served
+from tests.service.test_ahead_fakes import (
     EXPECTED,
     REQUEST,
     AheadDraft,
@@ -42,9 +45,6 @@ from tests.service.ahead_draft import (
     Violation,
     wrong_tokens,
 )
-from tests.service.clients import complete, until
-from tests.service.engines import Fault, Faults, NewProposer, model_free, pair
-from tests.service.fakes import HANG_SECONDS, Fleet, coordinated, fleet, refusal, served
 
 
 @dataclass(eq=False)

@@ -17,9 +17,9 @@ from draft_service.servicer import DraftedFor
 from tandem.integrations.vllm import TandemProposer
 from tandem.types import DraftOptions, Proposal, RowKind, SparseDistribution, StepProfile
 from tests.service import vllm_stub
-from tests.service.ahead_draft import AheadDraft
 from tests.service.clients import until
 from tests.service.fakes import FakeDraft, counting, served
+from tests.service.test_ahead_fakes import AheadDraft
 from tests.service.vllm_stub import (
     TOKEN_COUNT,
     Request,

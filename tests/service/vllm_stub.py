@@ -85,16 +85,16 @@ def install(patch: pytest.MonkeyPatch, runner: type = GPUModelRunner, version: s
         patch.setitem(sys.modules, name, module)
 
 
-def config(rank: int = 0, tensor_parallel_size: int = 1, vocabulary_size: int = 2048) -> Any:
+def config() -> Any:
     """The part of `VllmConfig` that the plug-in reads, with the demo pair's tokenizer."""
     return SimpleNamespace(
         model_config=SimpleNamespace(
             model="target",
             tokenizer=str(DEMO_TARGET),
             max_model_len=MAX_LENGTH,
-            get_vocab_size=lambda: vocabulary_size,
+            get_vocab_size=lambda: 2048,
         ),
-        parallel_config=SimpleNamespace(rank=rank, tensor_parallel_size=tensor_parallel_size),
+        parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1),
         speculative_config=SimpleNamespace(num_speculative_tokens=TOKEN_COUNT),
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -51,17 +50,12 @@ async def _asked(twin: Twin) -> int:
 _STEP = RowWorker.tandem_step
 
 
-def _steps(
-    patch: pytest.MonkeyPatch,
-    before: Callable[[], object] = lambda: None,
-    after: Callable[[], object] = lambda: None,
-) -> None:
-    """Call these in each of the worker's steps. vLLM has mixed the methods into a class that looks them up here."""
+def _steps(patch: pytest.MonkeyPatch, before: Callable[[], object]) -> None:
+    """Call this before each of the worker's steps. vLLM has mixed the methods into a class that looks them up here."""
 
     def step(self: RowWorker, of: Step) -> None:
         before()
         _STEP(self, of)
-        after()
 
     patch.setattr(worker_module.RowWorker, "tandem_step", step)
 
@@ -175,33 +169,3 @@ def test_no_worker_outlives_its_service(tmp_path: Path, when: str) -> None:
         service.kill()
     while any(map(is_alive, workers)):
         time.sleep(0.01)
-
-
-async def test_a_service_whose_worker_dies_is_not_serving_and_ends(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, FAMILIES["llama"](num_key_value_heads=2))
-    command = (sys.executable, "-m", "target_service", f"--model={tmp_path}", "--engine=vllm", "--threads=1",
-               "--tensor-parallel-size=2", "--enforce-eager", "--host=127.0.0.1", "--port=0")  # fmt: skip
-    service = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
-    )
-    try:
-        assert service.stdout is not None
-        said = b""
-        while not (ready := re.search(rb"ready on (\S+)", said)):
-            said = await service.stdout.readline()
-            assert said, "the service has ended"
-        async with grpc.aio.insecure_channel(ready[1].decode()) as channel:
-            health, client = _health(channel), TargetClient(channel)
-            assert await anext(health) == "SERVING"
-            await client.probe()
-            workers = _workers(service.pid)
-            os.kill(workers[1], signal.SIGILL)
-            assert await anext(health) == "NOT_SERVING"
-            with pytest.raises(ServiceUnavailableError):
-                await client.probe()
-        assert await service.wait() == 1
-    finally:
-        if service.returncode is None:
-            service.kill()
-            await service.wait()
-    assert not any(map(is_alive, workers))

@@ -167,14 +167,6 @@ def test_a_second_ctrl_c_ends_a_cluster_at_once() -> None:
         assert "Traceback" not in process.stderr
 
 
-@pytest.mark.parametrize("behaviour", ["", "stays"])
-def test_no_service_outlives_its_cluster(behaviour: str) -> None:
-    with stand_ins(behaviour) as (process, children):
-        assert len(children) == 3
-        process.signal(signal.SIGKILL)
-        until(lambda: not any(map(is_alive, children)), QUICK_SECONDS)
-
-
 @pytest.mark.parametrize("behaviour", ["", "starts"])
 def test_ctrl_c_ends_a_cluster(behaviour: str) -> None:
     with stand_ins(behaviour) as (process, children):

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from tandem.client import Completed
-from tandem.types import FinishReason, GenerationRequest
+from tandem.types import GenerationRequest
 from tests.end_to_end.models import load_reference
 from tests.end_to_end.processes import address_of, coordinator, model_service, service
 from tests.paths import DEMO_EAGLE3, DEMO_TARGET
@@ -21,8 +20,6 @@ pytestmark = pytest.mark.slow
 
 PROMPTS = 16
 MAX_TOKENS = 64
-MAX_LENGTH = 1024
-"""The demo pair's."""
 PENALTY = 1.3
 
 METHODS = {
@@ -98,25 +95,6 @@ async def test_greedy_completions_are_the_targets_own(
     completed = await complete_all(address, wanted, at_once)
     assert token_ids(completed) == expected[:count]
     assert all(completion.speculation.accepted for completion in completed), "every one was speculated on"
-
-
-@pytest.mark.parametrize("prompt_length", [1, MAX_LENGTH - 1])
-async def test_the_shortest_and_the_longest_prompt_are_completed(
-    address: str, prompts: list[str], prompt_length: int
-) -> None:
-    """The longest leaves room for one token."""
-    text = "\n".join(prompts)
-    prompt = tuple(Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json")).encode(text).ids[:prompt_length])
-    request = GenerationRequest(
-        prompt, max_tokens=16, temperature=0.0, num_speculative_tokens=4, ignore_eos=True
-    )
-    (completed,) = await complete_all(address, [request])
-    assert completed.finish_reason is FinishReason.LENGTH
-    assert len(completed.token_ids) == min(16, MAX_LENGTH - prompt_length)
-    whole = torch.tensor([[*prompt, *completed.token_ids]])
-    with torch.inference_mode():
-        argmaxes = load_reference(DEMO_TARGET)(whole).logits[0].argmax(dim=-1)
-    assert completed.token_ids == tuple(argmaxes[prompt_length - 1 : -1].tolist())
 
 
 async def test_a_draft_without_a_model_changes_no_completion(

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import random
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -30,7 +29,7 @@ from tandem.types import GenerationRequest
 from target_service.servicer import TargetServicer
 from target_service.verifier import Verifier
 from tests.end_to_end.processes import address_of, coordinator
-from tests.paths import DEMO_TARGET, ROOT
+from tests.paths import DEMO_TARGET
 from tests.service.clients import complete, until
 from tests.service.engines import started
 from tests.service.fakes import FakeDraft, FakeTarget, coordinated, fleet, serving
@@ -53,18 +52,6 @@ GRPC_CALL = "_handle_exceptions"
 """The coroutine that grpc's server runs for each call."""
 WATCHES = 2
 """Permanent calls: the coordinator watches the health of both services."""
-CLIENT = """
-import asyncio, sys
-from tandem.client import Client
-from tandem.types import GenerationRequest
-
-async def main():
-    async with Client(sys.argv[1]) as client:
-        async for chunk in client.generate(GenerationRequest((5, 6, 7), max_tokens=1000, ignore_eos=True)):
-            print(len(chunk.token_ids), flush=True)
-
-asyncio.run(main())
-"""
 
 
 @dataclass
@@ -132,20 +119,6 @@ async def cluster(model: LoadedModel, request: pytest.FixtureRequest) -> AsyncIt
             await until(lambda: _running_tasks()[GRPC_CALL] <= WATCHES, 10.0)
             made.idle_tasks = _running_tasks()
             yield made
-
-
-async def test_a_killed_client_process_leaves_nothing_behind(cluster: Cluster) -> None:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", CLIENT, cluster.address, stdout=asyncio.subprocess.PIPE, cwd=ROOT
-    )
-    try:
-        assert process.stdout is not None
-        assert await process.stdout.readline(), "the client has its first tokens"
-        await until(lambda: cluster.is_busy, 10.0)
-    finally:
-        process.send_signal(signal.SIGKILL)
-    await process.wait()
-    await cluster.assert_idle_soon()
 
 
 async def test_a_killed_coordinator_process_leaves_nothing_behind(cluster: Cluster) -> None:

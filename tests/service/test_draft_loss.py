@@ -26,8 +26,6 @@ from tests.service.engines import pair
 from tests.service.fakes import NOT_SERVING, SERVING, FakeDraft, FakeTarget, cluster, fleet, paced, refusal
 
 TOKENS = 50
-PAUSED_BEFORE = 4 * TOKENS // 5
-"""Proposals after which a useless draft is paused at the latest: when exactly depends on what rounds take."""
 EXPECTED = tuple(range(11, 11 + TOKENS))
 REQUEST = GenerationRequest((10,), max_tokens=TOKENS, temperature=0.0, num_speculative_tokens=2, seed=1)
 
@@ -151,24 +149,6 @@ async def test_a_draining_draft_is_left_between_two_rounds(role: str) -> None:
         completed = await task
     assert completed.token_ids == EXPECTED
     assert completed.speculation.accepted == completed.speculation.drafted > 0
-
-
-@pytest.mark.parametrize("rule", [None, "residual"])
-async def test_a_useless_draft_is_paused(rule: str | None) -> None:
-    draft = useless()
-    async with fleet(FakeTarget(), draft, speculation_policy="adaptive") as (client, *_):
-        completed = await complete(
-            client, replace(REQUEST, temperature=float(rule is not None), rejection_sampling_strategy=rule)
-        )
-    assert completed.token_ids == EXPECTED
-    assert len(draft.requested) < PAUSED_BEFORE, "the prompt, the first rounds, and a probe or two"
-
-
-async def test_a_useless_draft_is_not_paused_where_that_is_switched_off() -> None:
-    draft = useless()
-    async with fleet(FakeTarget(), draft) as (client, *_):
-        await complete(client, REQUEST)
-    assert len(draft.requested) == TOKENS - 1
 
 
 PATIENCE_SECONDS = 0.05

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import grpc
-import numpy as np
 import pytest
 
 from benchmarks.load.fakes import FakeTarget, NextToken, counting, rows
@@ -22,15 +21,7 @@ from tandem.engine.interface import RowRequest
 from tandem.engine.models.loading import LoadedModel
 from tandem.errors import TandemError
 from tandem.telemetry.streams import NO_SERVICE_OBSERVER
-from tandem.types import (
-    GenerationRequest,
-    ModelInfo,
-    ProposeStep,
-    RowKind,
-    SparseDistribution,
-    TokenRow,
-    Verification,
-)
+from tandem.types import GenerationRequest, ModelInfo, ProposeStep, RowKind, TokenRow, Verification
 from target_service.servicer import TargetServicer, VerifiedFor
 from target_service.verifier import Verifier
 from tests.service.clients import complete, until
@@ -157,15 +148,6 @@ STRICT = replace(REQUEST, temperature=1.0, seed=3, rejection_sampling_strategy="
 RULES = {"greedy": REQUEST, "strict": STRICT}
 
 
-class Sure(AheadDraft):
-    """Says what its tokens were drawn from, as `residual` needs it."""
-
-    def pushes(self, tokens: list[int], step: ProposeStep) -> Pushes:
-        for each in self.honest(tokens, step):
-            sure = SparseDistribution(np.array(each.token_ids), np.ones(1))
-            yield replace(each, distributions=(sure,))
-
-
 @pytest.mark.parametrize("lead", [0, 1, 8])
 async def test_each_round_behind_a_proposal_begins_by_itself(lead: int) -> None:
     target, draft = LeadingTarget(), AheadDraft()
@@ -186,16 +168,6 @@ async def test_each_round_behind_a_proposal_begins_by_itself(lead: int) -> None:
         many = [replace(STRICT, seed=seed) for seed in range(16)]
         found = await asyncio.gather(*(complete(running.client, each) for each in many))
         assert [each.token_ids for each in found] == [EXPECTED] * 16
-
-
-async def test_a_rule_that_the_target_cannot_decide_has_no_lead_while_it_drafts() -> None:
-    target, draft = LeadingTarget(), Sure()
-    async with leading(target, draft) as running:
-        for rule in ("residual", "block"):
-            done = await complete(running.client, replace(STRICT, rejection_sampling_strategy=rule))
-            assert done.token_ids == EXPECTED
-            assert done.speculation.ahead.hits > 0
-            assert done.speculation.lead.rounds == 0
 
 
 @pytest.mark.parametrize("lead", [1, 8])

@@ -1,9 +1,7 @@
-"""Real processes whose models vLLM runs: a client gets the target's text, or its distribution, whatever becomes of the
-draft."""
+"""Real processes whose models vLLM runs: a client gets the target's text, or its distribution."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -14,14 +12,13 @@ from typing import Any
 
 import pytest
 
-from tandem.client import Client
 from tandem.types import FinishReason, GenerationRequest, Grammar, GrammarKind, RowKind
 from tests.end_to_end.chi_square import assert_drawn_from
 from tests.end_to_end.models import blurred, exact, save_model, six_tokens
 from tests.end_to_end.processes import AHEAD, TANDEM, Process, address_of, coordinator, running
 from tests.end_to_end.test_campaign import request as requested
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
-from tests.service.clients import complete, complete_all
+from tests.service.clients import complete_all
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -59,7 +56,7 @@ def served(target: Path, draft: Path, *options: str) -> Iterator[tuple[Process, 
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[tuple[Process, Process]]:
-    """The demo pair. The last test kills the draft."""
+    """The demo pair."""
     with served(DEMO_TARGET, DEMO_DRAFT) as processes:
         yield processes
 
@@ -155,28 +152,3 @@ async def test_structured_output_is_valid_and_drafted_for(pair: tuple[Process, P
     # Forced text is accepted with and without a draft.
     accepted, jumped = (sum(one.speculation.accepted for one in each) for each in (found, expected))
     assert accepted > jumped
-
-
-async def test_requests_go_on_when_the_only_draft_is_killed(pair: tuple[Process, Process]) -> None:
-    target, draft = pair
-    requests = [
-        requested(prompt, rule, 96) for prompt, rule in zip(PROMPTS, ("greedy", "strict"), strict=False)
-    ]
-    residual = replace(requests[1], rejection_sampling_strategy="residual")
-    with coordinator(address_of(target), address_of(draft)) as process:
-        async with Client(address_of(process)) as client:
-            expected = [await complete(client, each) for each in requests]
-            begun = [asyncio.Event() for _ in range(3)]
-            tasks = [
-                asyncio.create_task(complete(client, *each))
-                for each in zip((*requests, residual), begun, strict=True)
-            ]
-            await asyncio.gather(*(each.wait() for each in begun))
-            draft.kill()
-            *found, other = [await task for task in tasks]
-            after = await complete(client, requests[1])
-    for own, undisturbed in zip(found, expected, strict=True):
-        assert own.token_ids == undisturbed.token_ids
-        assert 0 < sum(own.drafted) < sum(undisturbed.drafted)
-    assert len(other.token_ids) == residual.max_tokens
-    assert (after.token_ids, any(after.drafted)) == (expected[1].token_ids, False)

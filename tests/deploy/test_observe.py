@@ -103,6 +103,9 @@ def cluster(images: dict[str, Image], tmp_path_factory: pytest.TempPathFactory) 
     wanted = services("cpu", "observe", variables={"OPTIONS_FILE": str(TEST_OPTIONS)})
     for absent in ("grafana", "jaeger", "collector", "ready"):
         del wanted[absent]
+    # Whatever pays on this machine, rounds are drafted ahead, so that their queries have data.
+    for option, value in (("DRAFT_AHEAD", "8"), ("SPECULATION_POLICY", "fixed")):
+        wanted["coordinator"]["environment"][f"TANDEM_COORDINATOR_{option}"] = value
     service = wanted["prometheus"]
     # The image's own command, and its volume as memory.
     service["command"] = ["--config.file=/etc/prometheus/prometheus.yml", "--storage.tsdb.path=/prometheus"]

@@ -8,14 +8,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import (
-    LogitsProcessorList,
-    MinNewTokensLengthLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from tandem.types import GenerationRequest
 from tests.paths import DEMO_DRAFT
@@ -68,12 +61,6 @@ def save_model(model: Any, folder: Path) -> Path:
 def exact(model: Any, request: GenerationRequest, length: int) -> Distribution:
     """The distribution of a completion's first tokens, by transformers' definition of each parameter."""
     processors: Any = LogitsProcessorList()
-    if request.logit_bias:
-        biases: list[Any] = [[[token_id], bias] for token_id, bias in request.logit_bias.items()]
-        processors.append(SequenceBiasLogitsProcessor(biases))
-    if request.min_tokens:
-        ends = [*request.stop_token_ids, model.config.eos_token_id]
-        processors.append(MinNewTokensLengthLogitsProcessor(len(request.prompt), request.min_tokens, ends))
     processors.append(TemperatureLogitsWarper(request.temperature or 1.0))
     if request.top_k:
         processors.append(TopKLogitsWarper(request.top_k))

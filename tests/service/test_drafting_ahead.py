@@ -17,7 +17,7 @@ from coordinator.speculation.ahead import DraftAhead
 from draft_service.servicer import DraftedFor, DraftServicer
 from tandem.client import Completed
 from tandem.engine.models.loading import LoadedModel, load_model
-from tandem.types import Finish, GenerationRequest, Proposal, ProposeStep, RowKind
+from tandem.types import Finish, GenerationRequest, Proposal, ProposeStep
 from tandem.wire.draft import Answer
 from tests.end_to_end.chi_square import assert_drawn_from
 from tests.end_to_end.models import blurred, exact, save_model, six_tokens
@@ -248,32 +248,6 @@ async def test_the_tokens_have_the_targets_distribution(
         completed = await complete_all(address, requests, at_once)
     assert hits(completed) > seeds / 4
     assert_drawn_from(exact(small_target(), request, PLACES.stop), completed, PLACES, distance)
-
-
-BIASED: dict[str, Any] = {"logit_bias": {1: 1.5, 3: -2.0}, "min_tokens": 2, "stop_token_ids": (5,)}
-
-
-@pytest.mark.parametrize(
-    ("changes", "wrong"),
-    [
-        ({"top_k": 4}, {"top_k": 3}),
-        # A minimum of two tokens ends inside a proposal, and the draft knows of neither.
-        (BIASED | {"top_k": 6}, {"logit_bias": {}}),
-        pytest.param({"top_k": 4, "row_kind": RowKind.DENSE}, {"top_k": 3}, marks=pytest.mark.soak),
-    ],
-)
-async def test_the_first_tokens_have_the_targets_distribution(
-    changes: dict[str, Any], wrong: dict[str, Any], paced: Paced
-) -> None:
-    """Rows of the support and of the whole vocabulary, and adjusted ones, which are those of transformers."""
-    request = replace(REQUESTS["residual"], max_tokens=5, **changes)
-    requests = [replace(request, seed=seed) for seed in range(1200)]
-    async with paced(step_seconds=0.0, max_sequences=16) as both, both.coordinated("off") as address:
-        completed = await complete_all(address, requests)
-    first = slice(0, 3)
-    assert_drawn_from(exact(small_target(), request, first.stop), completed, first, 0.15)
-    with pytest.raises(AssertionError):
-        assert_drawn_from(exact(small_target(), replace(request, **wrong), first.stop), completed, first)
 
 
 @pytest.mark.parametrize(

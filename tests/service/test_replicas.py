@@ -10,7 +10,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import grpc.aio
 import pytest
@@ -183,25 +182,6 @@ async def test_a_replica_with_another_model_is_incompatible_until_it_returns_wit
             if state is ReplicaState.INCOMPATIBLE:
                 assert "tokenizer_hash is another for this target and hash for the others" in seen.reason
                 assert "max_length is 32" in seen.reason
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"vocabulary_size": 4096}, "a vocabulary of 4096 tokens"),
-        ({"vocabulary_size": 0, "architecture": "ngram", "max_length": 0}, "they must draft alike"),
-    ],
-)
-async def test_a_draft_that_breaks_a_rule_is_incompatible(changes: dict[str, Any], reason: str) -> None:
-    other = FakeDraft()
-    other.model_info = replace(other.model_info, **changes)
-    async with served(FakeTarget(), FakeDraft(), other) as (target, first, second):
-        await second.say(NOT_SERVING)
-        both = f"{first.address},{second.address}"
-        async with started(ReplicaRegistry(settings(target.address, both))) as replicas:
-            await second.say(SERVING)
-            seen = await becomes(replicas, second.address, ReplicaState.INCOMPATIBLE)
-            assert reason in seen.reason
 
 
 async def test_a_start_without_a_service_gives_the_reason() -> None:

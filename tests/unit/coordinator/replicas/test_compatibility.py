@@ -98,6 +98,12 @@ def test_an_answer_to_the_longest_proposal_fits_into_a_message(count: int) -> No
     assert answer.ByteSize() <= fleet.message_limit_bytes
 
 
+def test_drafts_of_one_target_draft_alike() -> None:
+    fleet = Fleet(CheckedSpeculativeConfig())
+    assert fleet.judge_target(TARGET) == fleet.judge_draft(DRAFT) == ""
+    assert "they must draft alike" in fleet.judge_draft(NGRAM, [DRAFT])
+
+
 def test_targets_of_one_model_may_measure_different_steps() -> None:
     fleet = Fleet(CheckedSpeculativeConfig())
     for seconds in (0.001, 0.002):

@@ -7,7 +7,7 @@ import threading
 import urllib.request
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +76,7 @@ class Collector:
         with self._lock:
             return dict(self._metrics)
 
-    def kill(self) -> None:
+    def close(self) -> None:
         self._server.stop(0).wait()
 
     def _keep_spans(self, request: ExportTraceServiceRequest, _: object) -> None:
@@ -92,15 +92,6 @@ class Collector:
                 service = str(_plain(resource.resource.attributes)["service.name"])
                 for scope in resource.scope_metrics:
                     self._metrics |= {(service, metric.name): metric for metric in scope.metrics}
-
-
-@contextmanager
-def collecting() -> Iterator[Collector]:
-    collector = Collector()
-    try:
-        yield collector
-    finally:
-        collector.kill()
 
 
 def _plain(attributes: Iterable[common_pb2.KeyValue]) -> dict[str, object]:
@@ -133,7 +124,8 @@ def cluster() -> Iterator[Cluster]:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "500")
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
-        collector = stack.enter_context(collecting())
+        collector = Collector()
+        stack.callback(collector.close)
         options = ("--otlp-endpoint", collector.endpoint, "--prometheus-port", "0")
         target = stack.enter_context(model_service("target_service", DEMO_TARGET, *options))
         draft = stack.enter_context(model_service("draft_service", DEMO_DRAFT, *options))

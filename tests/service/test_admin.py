@@ -13,12 +13,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from coordinator.speculation import report
-from tandem.admin import CoordinatorState
 from tandem.admin_client import AdminClient
 from tandem.client import Client
 from tandem.config.layers import Origin
 from tandem.errors import InvalidRequestError, ServiceUnavailableError
-from tandem.replica import Role
 from tandem.speculation_state import SpeculationState
 from tandem.types import GenerationRequest
 from tests.service.clients import complete
@@ -42,25 +40,6 @@ async def cluster() -> AsyncIterator[Cluster]:
     fakes = (FakeTarget(), FakeTarget(), FakeDraft())
     async with fleet(*fakes) as (client, services, _), AdminClient(client.address) as admin:
         yield Cluster(admin, client, sorted(services[:2], key=lambda each: each.address), services[2])
-
-
-async def test_the_status_reports_replicas_load_and_statistics() -> None:
-    async with cluster() as (admin, client, targets, draft):
-        before = await admin.status()
-        completed = await complete(client, REQUEST)
-        after = await admin.status()
-    assert before.state is after.state is CoordinatorState.READY
-    assert [(r.role, r.address) for r in before.replicas] == [
-        *((Role.TARGET, each.address) for each in targets),
-        (Role.DRAFT, draft.address),
-    ]
-    assert (before.model, before.settings.num_speculative_tokens, before.settings.rule) == (
-        *("fake", 2),
-        "residual",
-    )
-    assert before.speculation.rounds == 0
-    assert after.speculation == completed.speculation
-    assert after.throughput.last_10_seconds > 0
 
 
 async def test_a_change_applies_to_new_requests_only() -> None:

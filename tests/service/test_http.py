@@ -437,13 +437,8 @@ async def test_refusals_have_openais_form() -> None:
             "param": "top_p",
             "code": None,
         }
-        for body, sentence in (
-            ({"prompt": "x", "foo": 1}, "foo is not an option of this request"),
-            ({"prompt": [5000]}, "the prompt holds token id 5000"),
-            ({}, "prompt is missing"),
-        ):
-            status, error = await post(cluster, **body)
-            assert (status, sentence in error["message"]) == (400, True)
+        status, error = await post(cluster, prompt="x", foo=1)
+        assert (status, "foo is not an option of this request" in error["message"]) == (400, True)
         status, error = await post(
             cluster, "/v1/chat/completions", messages=[{"role": "user", "content": "x"}]
         )

@@ -13,7 +13,6 @@ import grpc
 import pytest
 
 from benchmarks.load.fakes import FakeTarget, NextToken, counting, rows
-from coordinator.speculation.controller import RequestSpeculation
 from draft_service.proposers.ngram import ngram_proposer
 from draft_service.proposers.suffix import suffix_proposer
 from tandem.client import Completed
@@ -210,19 +209,6 @@ async def test_what_a_draft_pushes_never_changes_the_text(lie: Violation) -> Non
             done = await complete(running.client, request)
             assert done.token_ids == EXPECTED
             assert done.speculation.lead.wasted == 0, "what is rejected is no waste of the lead's"
-
-
-async def test_a_draft_without_an_outcome_is_asked_after_a_round_of_the_target_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(RequestSpeculation, "tokens_after_miss", lambda *_: 0)
-    target, draft = LeadingTarget(), ViolatingDraft(other_outcome)
-    target.engine.patience_seconds = 0.0
-    async with leading(target, draft, lead=1) as running:
-        done = await complete(running.client, REQUEST)
-    assert done.token_ids == EXPECTED
-    assert done.speculation.lead.rounds > 0
-    assert sum(count > 0 for count in draft.requested) >= done.speculation.rounds // 4
 
 
 async def test_a_target_lets_go_of_a_lead_when_its_coordinator_is_gone() -> None:

@@ -161,16 +161,3 @@ async def test_a_longer_completion_needs_the_target_alone(api: MakeApi) -> None:
             await client.completions.create(**asked | {"echo": False, "max_tokens": 0})
         with pytest.raises(openai.BadRequestError, match="echo is true and logprobs are asked for"):
             await client.completions.create(**SCORED, max_tokens=1, logit_bias=json.loads('{"5": 1}'))
-
-
-async def test_log_probabilities_are_those_of_the_model(api: MakeApi) -> None:
-    """In rounds of several tokens, of which the draft proposes some."""
-    asked: Any = {**SCORED, "echo": False, "max_tokens": 12, "extra_body": {"return_token_ids": True}}
-    async with api() as client:
-        (choice,) = (await client.completions.create(**asked)).choices
-    assert choice.logprobs is not None
-    assert choice.model_extra is not None
-    token_ids = choice.model_extra["token_ids"]
-    rows = expected([*PROMPT, *token_ids])[len(PROMPT) - 1 : -1]
-    said = [float(row[token_id]) for row, token_id in zip(rows, token_ids, strict=True)]
-    assert choice.logprobs.token_logprobs == pytest.approx(said, abs=1e-4)

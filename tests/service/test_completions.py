@@ -86,3 +86,9 @@ async def test_a_chat_is_rendered_to_a_prompt(template: Path) -> None:
         ):
             with pytest.raises(InvalidRequestError, match=sentence):
                 await client.chat_prompt(messages)
+
+
+async def test_a_model_without_a_template_refuses_chats() -> None:
+    async with cluster(FakeTarget()) as client:
+        with pytest.raises(InvalidRequestError, match="the model fake has no chat template; send a prompt"):
+            await client.chat_prompt([ChatMessage("user", "a")])

@@ -43,11 +43,15 @@ TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     ("path", "content", "expected"),
     [
         ("completions", b'{"prompt": [' + b'"a",' * 800_000 + b'"a"]}', "values or more"),
+        ("completions", b'{"prompt": [' + b"1," * 800_000 + b"1]}", "values or more"),
+        ("completions", b'{"prompt": [' + b"{}," * 200_000 + b"{}]}", "lists, objects and fields or more"),
+        ("completions", b'{"prompt": "' + b"," * 200_000 + b'"}', "the prompt has 200000 bytes"),
         (
             "chat/completions",
             b'{"messages": [' + b"{}," * 130_000 + b"{}]}",
             "lists, objects and fields or more",
         ),
+        ("chat/completions", b'{"messages": [' + b"1," * 2_100 + b"1]}", "messages.0 is 1"),
         (
             "chat/completions",
             b'{"messages": [' + b",".join([b'{"role":"user"}'] * 2_049) + b"]}",

@@ -159,8 +159,8 @@ class _Run:
             outcome = await run(workload)
         if self.settings.pace and kind_of(name).has_shared_target:
             lines = (self.setup.logs / "target.steps").read_text().splitlines()
-            times = [[float(moment) - began for moment in line.split()[:2]] for line in lines]
-            outcome.steps = [(from_, to) for from_, to in times]
+            spans = (line.split()[:2] for line in lines)
+            outcome.steps = [(float(begin) - began, float(end) - began) for begin, end in spans]
         return outcome
 
     def _failed(self, name: str, error: TandemError) -> None:

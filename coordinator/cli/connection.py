@@ -105,7 +105,13 @@ def connect(options: ConnectionOptions, click: typer.Context) -> Connection:
     """Merge the options, the environment and the contexts."""
     given = {name: value for name, value in asdict(options).items() if value is not None}
     by_hand = {name for name in given if is_by_hand(click, name)}
-    values = merged(given, by_hand, read_contexts())
+    contexts = read_contexts()
+    name = given.get("context") or contexts.current
+    context = contexts.get(name) if name else {}
+    values = {**context, **given}
+    if "context" in by_hand:
+        # Stronger than the environment.
+        values |= {**context, **{each: given[each] for each in by_hand}}
     if "token" in by_hand and "token_file" not in by_hand:
         values.pop("token_file", None)  # a file is stronger otherwise, and this one is from elsewhere
     if options.timeout is not None and not options.timeout > 0:
@@ -115,17 +121,6 @@ def connect(options: ConnectionOptions, click: typer.Context) -> Connection:
         credentials=Credentials.of(values),
         timeout_seconds=options.timeout,
     )
-
-
-def merged(given: Mapping[str, Any], by_hand: set[str], contexts: Contexts) -> dict[str, Any]:
-    """The strongest value of each setting. `by_hand` are those of the given ones that the command line has, and not the
-    environment."""
-    name = given.get("context") or contexts.current
-    context = contexts.get(name) if name else {}
-    if "context" in by_hand:
-        # Stronger than the environment.
-        return {**given, **context, **{name: given[name] for name in by_hand}}
-    return {**context, **given}
 
 
 def is_by_hand(click: typer.Context, name: str) -> bool:

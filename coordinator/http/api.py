@@ -122,9 +122,7 @@ class Api:
 
     async def _body(self, request: Request, model: type[BodyT]) -> tuple[BodyT, dict[str, str]]:
         """The body, and the header that names what is ignored of it."""
-        completions = self._completions
-        max_length, biases = completions.models.target.max_length, completions.bounds.max_logit_biases
-        body, unknown = await self._reader.read(request, model, completions.turns, max_length, biases)
+        body, unknown = await self._reader.read(request, model, self._completions)
         self._check_model(body.model)
         return body, ignored_header(*unknown, *body.passed_over)
 

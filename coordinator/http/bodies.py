@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from coordinator.http.errors import SHOWN_CHARACTERS, HttpError
 from coordinator.http.schema import Body
 from coordinator.requests.admission import RETRY_SECONDS
-from coordinator.requests.runner import LARGE_BYTES, Turns
+from coordinator.requests.runner import LARGE_BYTES, RequestRunner
 from coordinator.settings.coordinator import HttpOptions
 from tandem.config.rule import refuse
 from tandem.errors import CapacityError, InvalidRequestError, TandemError
@@ -138,20 +138,21 @@ class BodyReader:
         )
 
     async def read(
-        self, request: Request, model: type[BodyT], turns: Turns, max_length: int, max_logit_biases: int
+        self, request: Request, model: type[BodyT], completions: RequestRunner
     ) -> tuple[BodyT, tuple[str, ...]]:
         """The body of a request, and the names of its ignored fields."""
         # A page of another origin can post a plain form here without the browser asking us first, but no JSON.
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type != "application/json":
             raise HttpError(415, f"content-type is {content_type or 'not set'}; it must be application/json")
-        max_values = max(_MIN_VALUES, max_length + _OTHER_VALUES) + max_logit_biases
-        shape = JsonShape(max_values, _MAX_CONTAINERS + max_logit_biases)
+        max_length, biases = completions.models.target.max_length, completions.bounds.max_logit_biases
+        max_values = max(_MIN_VALUES, max_length + _OTHER_VALUES) + biases
+        shape = JsonShape(max_values, _MAX_CONTAINERS + biases)
         with closing(Share(self._held)) as share:
             content = await self._content(request, shape, share)
             is_large = len(content) > LARGE_BYTES or shape.is_costly
             try:
-                async with turns.turn() if is_large else nullcontext():
+                async with completions.turns.turn() if is_large else nullcontext():
                     return self.parse(model, content)
             except ValidationError as error:
                 raise InvalidRequestError("; ".join(_sentences(error))) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from pydantic import ValidationError
@@ -81,12 +81,9 @@ def _read(arguments: list[str], environment: Mapping[str, str]) -> tuple[ConfigS
         values, origins = read_options(ConfigSettings, arguments, environment, "tandem config show")
         return ConfigSettings(**values), origins
     except ValidationError as error:
-        _refuse(sentences(error))
+        broken = sentences(error)
     except ConfigurationError as error:
-        _refuse([str(error)])
-
-
-def _refuse(broken: list[str]) -> NoReturn:
+        broken = [str(error)]
     for sentence in broken:
         sys.stderr.write(f"error: {sentence}\n")
     raise typer.Exit(Exit.USAGE)

@@ -191,16 +191,6 @@ def test_tokens_are_drawn_from_the_sent_distribution(mass: float) -> None:
     assert float(((observed - expected) ** 2 / expected).sum()) < 32.0
 
 
-def test_a_proposal_does_not_depend_on_the_batch() -> None:
-    samplings = [SAMPLED, SamplingParams(temperature=0.0), SamplingParams(temperature=1.2, top_p=0.8, seed=9)]
-    kinds = [RowKind.SUPPORT, RowKind.TOKEN]
-    logits = logits_of(9)
-    pairs = [(sampling, kind) for sampling in samplings for kind in kinds]
-    together = proposals([job(*pair) for pair in pairs], logits)
-    alone = [proposals([job(*pair)], logits[i : i + 1])[0] for i, pair in enumerate(pairs)]
-    assert [proposal.token_ids for proposal in together] == [proposal.token_ids for proposal in alone]
-
-
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
 def test_non_finite_logits_affect_only_their_own_proposal(number: float) -> None:
     def jobs() -> list[Job[Drafting]]:

@@ -191,14 +191,6 @@ async def test_a_branch_that_begins_early_gives_the_wanted_rows_only(
         beside.check_trunk(own.model.reference, _TRUNK)
 
 
-async def test_a_lead_that_did_not_come_true_is_read_by_nobody(llama: TinyModel) -> None:
-    async with drafted(llama) as own:
-        first = Branches(own.sequence, Delta(8, _PATH[:2]), 2, leaves_after=(10, 9, 10, 8, 10), max_lead=4)
-        await own.run(first)
-        assert first.lead is not None
-        first.check_branches(own.model.reference, [*_TRUNK, *_PATH[:2]])
-
-
 async def test_branches_whose_pages_went_to_others_are_computed_again(llama: TinyModel) -> None:
     async with drafted(llama) as own:
         own.engine._pages._free_spare_pages()

@@ -111,27 +111,6 @@ async def test_a_head_that_continues_past_the_limit_is_an_error(llama: TinyModel
             await engine.submit(Job(sequence, Delta(0, _PROMPT), 1, Generation(5)))
 
 
-async def test_a_cancelled_job_stops_and_leaves_nothing(llama: TinyModel) -> None:
-    head = _BlockingHead()
-    async with running(llama.backends, head) as engine:
-        sequence = await engine.open(190)
-        task = asyncio.create_task(engine.submit(Job(sequence, Delta(0, _PROMPT), 1, "forever")))
-        await head.wait_entered()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        head.may_leave.set()
-        other = await engine.open(8)
-        assert await engine.submit(Job(other, Delta(0, _PROMPT), 1, "once")) == "done"
-        assert head.calls == 2, "the cancelled job went on"
-        assert await engine.submit(Job(sequence, Delta(0, _PROMPT), 1, "once")) == "done", (
-            "its sequence is usable"
-        )
-        engine.release(sequence)
-        engine.release(other)
-        await settle(engine)
-
-
 async def test_releasing_takes_effect_between_steps(llama: TinyModel) -> None:
     head = _BlockingHead()
     async with running(llama.backends, head) as engine:
@@ -150,44 +129,12 @@ async def test_releasing_takes_effect_between_steps(llama: TinyModel) -> None:
             await engine.submit(Job(sequence, Delta(0, _PROMPT), 1, "once"))
 
 
-async def test_every_step_is_recorded(llama: TinyModel) -> None:
-    records: list[StepRecord] = []
-    async with running(llama.loaded, GreedyHead(), on_step=records.append, prefill_chunk_tokens=3) as engine:
-        await engine.warm_up()
-        await settle(engine)
-        records.clear()
-        await greedy(engine, _PROMPT, 3)
-    assert [record.token_count for record in records] == [3, 2, 1, 1]
-    assert [record.row_count for record in records] == [0, 1, 1, 1]
-    assert all(
-        record.sequence_count == 1 and 0 < record.model_seconds <= record.seconds for record in records
-    )
-
-
 async def _one_by_one(engine: Engine[Any, Any], count: int, max_length: int = 60) -> Sequence:
     """Open a sequence and request its rows one after the other."""
     sequence = await engine.open(max_length)
     for length in range(1, count + 1):
         await engine.submit(Job(sequence, Delta(0, (length,) * length), 1, None))
     return sequence
-
-
-async def test_a_step_waits_for_those_of_the_last(llama: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Without a timeout, only a returning sequence ends a wait, however slow the machine is.
-    monkeypatch.setattr("tandem.engine.core.scheduler._PATIENCE", 1e6)
-    records: list[StepRecord] = []
-    async with asyncio.timeout(30), running(llama.loaded, RowsHead(), on_step=records.append) as engine:
-
-        async def one() -> None:
-            engine.release(await _one_by_one(engine, 20))
-
-        await asyncio.gather(*(one() for _ in range(3)))
-    together = [record.sequence_count for record in records]
-    # One that comes a step later than the others ends a step later.
-    assert together[2:-2] == [3] * len(together[2:-2]), (
-        "all steps but the first and the last two hold all sequences"
-    )
-    assert len(together) <= 22
 
 
 async def test_a_step_does_not_wait_for_a_sequence_that_was_released(

@@ -8,7 +8,7 @@ windows allow, and sequences that reuse it produce the same text.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -266,52 +266,7 @@ async def test_kept_prefixes_make_room_least_recently_used_first(llama: TinyMode
 META = torch.device("meta")
 LAYERS = [LayerGeometry(8, 128, 128)] * 32
 LONGEST = 131_072
-CHATS = 100
 BYTES = 60 * 10**9
-
-
-class Service:
-    """Scheduler and cache over an arena without memory; no engine."""
-
-    def __init__(self) -> None:
-        settings = EngineSettings(max_sequences=128, kv_cache_bytes=BYTES)
-        count = arena_pages(LAYERS, settings, LONGEST, torch.bfloat16, META)
-        arena = KvArena(LAYERS, count, torch.bfloat16, META)
-        self.cache = PagedCache(arena)
-        self.scheduler = PageScheduler(self.cache, lambda _: None)
-
-    def open(self) -> Sequence:
-        return Sequence(PageTable(64, LONGEST), LONGEST, vocabulary_size=128_256)
-
-    def run(self, sequences: Iterable[Sequence]) -> int:
-        """A step of all tokens that are not computed; returns how many sequences ran."""
-        ready = self.scheduler.with_pages([Segment(part, part.pending_count) for part in sequences])
-        for segment in ready:
-            segment.sequence.advance(segment.token_count)
-            self.cache.computed(segment.sequence)
-        return len(ready)
-
-
-@pytest.fixture
-def service() -> Service:
-    return Service()
-
-
-def test_a_hundred_chats_without_a_limit_run(service: Service) -> None:
-    """Reserved at once, the whole length of three would fill the memory."""
-    assert service.cache.usage().total_tokens // LONGEST == 3
-    chats = [service.open() for _ in range(CHATS)]
-    for number, chat in enumerate(chats):
-        chat.apply(Delta(0, [number, *range(1999)]))
-    assert service.run(chats) == CHATS
-    assert service.cache.usage().reserved_tokens == CHATS * 2048
-    for length in range(2000, 4000, 50):
-        for chat in chats:
-            chat.apply(Delta(length, [length] * 50))
-        assert service.run(chats) == CHATS
-    assert service.cache.preemption_count == 0
-    assert service.cache.usage().used_tokens == CHATS * 4000
-    assert service.cache.usage().reserved_tokens == CHATS * 4032
 
 
 def test_rows_that_can_never_be_computed_at_once_are_refused() -> None:
@@ -322,6 +277,27 @@ def test_rows_that_can_never_be_computed_at_once_are_refused() -> None:
     cache.check_rows(sequence, 200)
     with pytest.raises(InvalidRequestError, match="take 11 pages at once, but the KV cache has 8"):
         cache.check_rows(sequence, 400)
+
+
+def test_a_hundred_chats_without_a_limit_run() -> None:
+    """Reserved at once, the whole length of three would fill the memory."""
+    limits = EngineSettings(max_sequences=128, kv_cache_bytes=BYTES)
+    arena = KvArena(LAYERS, arena_pages(LAYERS, limits, LONGEST, torch.bfloat16, META), torch.bfloat16, META)
+    cache = PagedCache(arena)
+    scheduler = PageScheduler(cache, lambda _: None)
+    assert cache.usage().total_tokens // LONGEST == 3
+    chats = [Sequence(PageTable(64, LONGEST), LONGEST, vocabulary_size=128_256) for _ in range(100)]
+    for length in range(0, 4000, 50):
+        for number, chat in enumerate(chats):
+            chat.apply(Delta(length, [number] * 50))
+        ready = scheduler.with_pages([Segment(chat, 50) for chat in chats])
+        assert len(ready) == len(chats)
+        for chat in chats:
+            chat.advance(50)
+            cache.computed(chat)
+    assert cache.preemption_count == 0
+    assert cache.usage().used_tokens == 100 * 4000
+    assert cache.usage().reserved_tokens == 100 * 4032
 
 
 def test_nobody_takes_over_what_a_distrusted_sequence_computed_before_its_window() -> None:
@@ -355,9 +331,13 @@ PLENTY = 1 << 40
 def test_a_long_request_takes_its_tokens_in_full_layers_and_its_windows_in_the_others(
     layers: list[LayerGeometry],
 ) -> None:
-    """Only the accounting is real, the arena is not."""
+    """Only the accounting is real, the arena is not. A smaller one is refused."""
     settings = EngineSettings(max_sequences=1, prefill_chunk_tokens=2048, kv_cache_bytes=PLENTY)
-    arena = KvArena(layers, arena_pages(layers, settings, TOKENS, torch.bfloat16, META), torch.bfloat16, META)
+    least = arena_pages(layers, settings, TOKENS, torch.bfloat16, META)
+    room = least * bytes_of_page(layers, torch.bfloat16)
+    with pytest.raises(ConfigurationError, match=f"needs {room};"):
+        arena_pages(layers, replace(settings, kv_cache_bytes=room - 1), TOKENS, torch.bfloat16, META)
+    arena = KvArena(layers, least, torch.bfloat16, META)
     cache = PagedCache(arena, reuses_prefixes=False)
     tables = [PageTable(PAGE, TOKENS, window=window) for window in arena.windows]
     sequence = Sequence(tables, TOKENS, 10)
@@ -377,19 +357,6 @@ def test_a_long_request_takes_its_tokens_in_full_layers_and_its_windows_in_the_o
     padding = full * len(arena.windows) - len(layers)  # of a last group with fewer layers
     assert held == token * (full * TOKENS + (len(layers) - full + padding) * kept)
     assert held < 0.68 * token * len(layers) * TOKENS, "than if all layers kept all tokens"
-
-
-@pytest.mark.parametrize("layers", SHAPES.values(), ids=SHAPES.keys())
-def test_a_cache_that_cannot_hold_the_longest_request_is_refused(layers: list[LayerGeometry]) -> None:
-    plenty = EngineSettings(max_sequences=1, kv_cache_bytes=PLENTY)
-    least = arena_pages(layers, plenty, TOKENS, torch.bfloat16, META)
-    room = least * bytes_of_page(layers, torch.bfloat16)
-    settings = EngineSettings(max_sequences=4, kv_cache_bytes=room)
-    assert arena_pages(layers, settings, TOKENS, torch.bfloat16, META) == least
-    with pytest.raises(ConfigurationError, match=f"needs {room};"):
-        arena_pages(
-            layers, EngineSettings(max_sequences=4, kv_cache_bytes=room - 1), TOKENS, torch.bfloat16, META
-        )
 
 
 def _windows_of(*windows: int | None, heads: int = 2) -> list[LayerGeometry]:

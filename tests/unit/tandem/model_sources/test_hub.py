@@ -194,22 +194,6 @@ def test_an_id_is_fetched_at_its_revision_and_every_refusal_is_explained(hub: Hu
     assert missing.startswith("ServiceUnavailableError: the hub cannot be reached (or HF_HUB_OFFLINE is set)")
 
 
-def test_a_service_fetches_by_id_or_fails_with_one_sentence(hub: Hub, tmp_path: Path) -> None:
-    command = (sys.executable, "-P", "-m", "target_service", "--port", "0", "--log-level", "error")
-    ran = subprocess.run(
-        [*command, "--model", "acme/model", "--revision", "v9"],
-        cwd=tmp_path,
-        env=os.environ | reaching(hub.address, tmp_path) | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 1  # as any model folder that cannot be served
-    assert ran.stderr.splitlines() == [
-        "error: the model acme/model has no revision v9; it must be a branch, a tag or a commit of it"
-    ]
-
-
 def test_without_the_library_the_sentence_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelFolderError, match=r"pip install 'tandem-speculative\[hub\]'"):

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tandem.engine.backends.cpu_native.backend import KernelSampler, load_kernels
@@ -29,7 +26,6 @@ from tests.unit.engine.conftest import MakeModel, TinyModel
 from tests.unit.engine.greedy import GreedyHead, greedy, plain_greedy, running
 
 _CPU = torch.device("cpu")
-_PROMPT = [5, 17, 80, 3, 44]
 _DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -134,9 +130,7 @@ def test_kernels_that_sample_otherwise_than_torch_are_not_used(
 aten: Any = torch.ops.aten
 
 _FLOAT, _NARROW = torch.float32, torch.bfloat16
-_BOTH = [_FLOAT, _NARROW]
 _UNARY = [aten.neg.default, aten.silu.default, aten.rsqrt.default]
-_BINARY = [aten.add.Tensor, aten.mul.Tensor]
 
 
 def _numbers(*shape: int, dtype: torch.dtype = _FLOAT, seed: int = 1) -> Tensor:
@@ -170,60 +164,6 @@ def test_one_tensor(kernels: Kernels, target: Any) -> None:
         assert _agrees(kernels, target, values)
 
 
-@pytest.mark.parametrize("target", _BINARY, ids=str)
-@pytest.mark.parametrize(
-    ("dtype", "number"),
-    [
-        *product(_BOTH, (1.0, 0.375, -2.5, 3)),
-        (_FLOAT, 1e-6),
-        (_FLOAT, -0.3),
-    ],  # the last two have many digits
-)
-def test_a_tensor_and_a_number(kernels: Kernels, target: Any, dtype: torch.dtype, number: float) -> None:
-    assert _agrees(kernels, target, _numbers(3, 37, dtype=dtype), number)
-
-
-@settings(max_examples=60)
-@given(
-    shape=st.lists(st.integers(1, 6), min_size=3, max_size=3),
-    width=st.integers(2, 70),
-    turned=st.permutations([0, 1, 2]),
-    start=st.integers(0, 2),
-    data=st.data(),
-)
-def test_every_layout_of_rows(
-    kernels: Kernels, shape: list[int], width: int, turned: list[int], start: int, data: st.DataObject
-) -> None:
-    """Heads that were turned, halves that were cut out and single rows that meet all others."""
-    whole = _numbers(*shape, width + 3)
-    values = whole.permute(*turned, 3)[..., start : start + width]
-    repeated = [size if data.draw(st.booleans()) else 1 for size in values.shape]
-    other = _numbers(*repeated, seed=5)
-    first, second = (data.draw(st.sampled_from(_BOTH)) for _ in range(2))
-    for target in _BINARY:
-        assert _agrees(kernels, target, values.to(first), other.to(second))
-        assert _agrees(kernels, target, other.to(first), values.to(second))
-    assert _agrees(kernels, aten.neg.default, values)
-    assert _agrees(kernels, aten.cat.default, [values, whole.permute(*turned, 3)], -1)
-    assert _agrees(kernels, aten.cat.default, [values, values.clone()], 1)
-    assert _agrees(kernels, aten._to_copy.default, values, dtype=_NARROW)
-
-
-@pytest.mark.parametrize("width", [8, 31, 33, 100, 320, 513, 2048, 4096, 16_384, 70_001])
-def test_means_are_summed_in_torchs_order(kernels: Kernels, width: int) -> None:
-    """On other processors than x86 torch sums in another order; a plan keeps torch's own operation there."""
-    if torch.backends.cpu.get_cpu_capability() not in {"AVX2", "AVX512"}:
-        pytest.skip("torch sums in another order here")
-    assert _agrees(kernels, aten.mean.dim, _numbers(1, 3, width), [-1], True)
-
-
-@pytest.mark.parametrize("dtype", _BOTH)
-def test_an_embedding_lookup(kernels: Kernels, dtype: torch.dtype) -> None:
-    assert _agrees(
-        kernels, aten.embedding.default, _numbers(40, 24, dtype=dtype), torch.tensor([[3, 39, 0, 3]]), 0
-    )
-
-
 @pytest.mark.parametrize("token_id", [-1, 40, 1 << 40])
 def test_an_id_outside_the_table_is_refused(kernels: Kernels, token_id: int) -> None:
     output = torch.zeros(1, 2, 24)
@@ -233,12 +173,6 @@ def test_an_id_outside_the_table_is_refused(kernels: Kernels, token_id: int) -> 
     with pytest.raises(IndexError, match="not in the table"):
         kernels.run(*calls)
     assert not output.any()
-
-
-def test_positions_become_floats(kernels: Kernels) -> None:
-    assert _agrees(
-        kernels, aten._to_copy.default, torch.arange(0, 1 << 25, 999_983)[None, :, None], dtype=_FLOAT
-    )
 
 
 @pytest.mark.parametrize(

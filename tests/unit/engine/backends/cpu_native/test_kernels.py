@@ -164,6 +164,14 @@ def test_one_tensor(kernels: Kernels, target: Any) -> None:
         assert _agrees(kernels, target, values)
 
 
+@pytest.mark.parametrize("width", [8, 31, 33, 100, 320, 513, 2048, 4096, 16_384, 70_001])
+def test_means_are_summed_in_torchs_order(kernels: Kernels, width: int) -> None:
+    """On other processors than x86 torch sums in another order; a plan keeps torch's own operation there."""
+    if torch.backends.cpu.get_cpu_capability() not in {"AVX2", "AVX512"}:
+        pytest.skip("torch sums in another order here")
+    assert _agrees(kernels, aten.mean.dim, _numbers(1, 3, width), [-1], True)
+
+
 @pytest.mark.parametrize("token_id", [-1, 40, 1 << 40])
 def test_an_id_outside_the_table_is_refused(kernels: Kernels, token_id: int) -> None:
     output = torch.zeros(1, 2, 24)

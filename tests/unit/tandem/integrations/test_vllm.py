@@ -19,7 +19,6 @@ from tandem.integrations.vllm.proposer import (
     MAX_SECONDS,
     MIN_SECONDS,
     BatchRow,
-    Entries,
     Patience,
     Way,
     WaySwitch,
@@ -239,18 +238,6 @@ def test_a_draft_draws_as_its_target() -> None:
     given = params(temperature=0.7, top_k=-1, top_p=0.9, min_p=0.1, seed=-3)
     assert sampling_of(given) == SamplingParams(0.7, 0, 0.9, 0.1, seed=(1 << 63) - 3)
     assert sampling_of(params(seed=None)).seed != sampling_of(params(seed=None)).seed
-
-
-def test_supports_become_entries_of_dense_rows() -> None:
-    drawn = SparseDistribution(np.array([4, 1]), np.array([0.75, 0.25]))
-    proposals = [Proposal(3, (1, 7), (drawn,)), Proposal(0), Proposal(9, (2,))]
-    entries = Entries.of(proposals)
-    dense = np.zeros((3, 2, 8), np.float32)
-    dense[entries.rows, entries.tokens, entries.ids] = entries.probs
-    assert dense[0, 0].tolist() == [0, 0.25, 0, 0, 0.75, 0, 0, 0]
-    assert dense[0, 1].argmax() == 7
-    assert dense[2, 0].argmax() == 2
-    assert dense.sum(-1).tolist() == [[1, 1], [0, 0], [1, 0]]
 
 
 REQUESTS, TOKENS, VOCABULARY = 4, 2, 8

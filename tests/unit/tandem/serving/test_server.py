@@ -22,10 +22,11 @@ from tandem.errors import CapacityError, ConfigurationError, InvalidRequestError
 from tandem.rpc.channels import open_channel
 from tandem.serving.healthcheck import Health, check, credentials_of
 from tandem.serving.interceptors import RunningCalls
-from tandem.serving.server import Readiness, serve
+from tandem.serving.server import YOUNG_OBJECTS, Readiness, serve
 from tandem.settings import ServerSettings
 from tandem.v1 import generation_pb2, generation_pb2_grpc
 from tests.certificates import issued
+from tests.paths import ROOT
 from tests.unit.tandem.serving.served import Scripted, announced, health_of, refusal, running, texts_from
 
 
@@ -114,6 +115,32 @@ async def test_a_drain_is_announced_to_all_and_waits_for_calls_but_not_for_watch
         assert [response.text async for response in call] == ["a", "b"]
         # The watcher is not waited for: the drain would take longer than this.
         assert await asyncio.wait_for(server, QUICK_SECONDS)
+
+
+FROZEN = """
+import gc
+from tandem.serving.server import main
+from tandem.settings import ServerSettings
+from tests.unit.tandem.serving.served import Scripted
+
+class Fake(Scripted):
+    def __init__(self, settings):
+        super().__init__()
+
+    async def start(self):
+        self.request_drain()
+
+    async def close(self):
+        print("frozen", gc.get_freeze_count() > 50_000, gc.get_threshold()[0])
+
+main(ServerSettings, Fake, ["--port", "0"], "fake")
+"""
+
+
+def test_objects_from_startup_are_not_collected_again() -> None:
+    command = [sys.executable, "-c", FROZEN]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert f"frozen True {YOUNG_OBJECTS}" in ended.stdout
 
 
 class Broken(Scripted):

@@ -168,22 +168,26 @@ def save_eagle3(
     return saved(folder, config, tensors)
 
 
+_OWN_NAMES = {"layers.0.": "midlayer.", "transformer.": "midlayer.", "fusion_fc.": "fc."}
+
+
 class Eagle3Reference(Layers):
     """Greedy proposals of a checkpoint, in float32."""
 
     def __init__(self, folder: Path, target: Any) -> None:
         config = json.loads((folder / "config.json").read_text())
-        wrapped = "speculators_model_type" in config
-        self._flags = {flag: config.get(flag, flag == "norm_before_residual" and wrapped) for flag in FLAGS}
-        count = target.config.num_hidden_layers
-        default = [2, count // 2, count - 3]
-        self._layer_ids = config.get("eagle_aux_hidden_state_layer_ids", default)
-        layer = config["transformer_layer_config"] if wrapped else config
-        self._dim = layer["head_dim"]
-        self._w = {
-            name.replace("layers.0.", "midlayer."): tensor.float()
-            for name, tensor in load_file(folder / "model.safetensors").items()
+        is_wrapped = "speculators_model_type" in config
+        self._flags = {
+            flag: config.get(flag, flag == "norm_before_residual" and is_wrapped) for flag in FLAGS
         }
+        count = target.config.num_hidden_layers
+        self._layer_ids = config.get("eagle_aux_hidden_state_layer_ids", [2, count // 2, count - 3])
+        self._dim = config.get("transformer_layer_config", config.get("model", config))["head_dim"]
+        self._w = {}
+        for name, tensor in load_file(folder / "model.safetensors").items():
+            for prefix, own in _OWN_NAMES.items():
+                name = name.replace(prefix, own)
+            self._w[name] = tensor.float()
         self._theta = target.config.rope_parameters["rope_theta"]
         self._target = target
         self._embedding = self._w.get("embed_tokens.weight", target.get_input_embeddings().weight)
@@ -191,16 +195,17 @@ class Eagle3Reference(Layers):
     @torch.no_grad()
     def propose(self, token_ids: Sequence[int], count: int) -> list[int]:
         """The most probable `count` tokens after these."""
-        output = self._target(input_ids=torch.tensor([token_ids]), output_hidden_states=True)
-        read = [output.hidden_states[index][0] for index in self._layer_ids]
-        states = list(self._combined(read)[:-1])
-        tokens = list(token_ids[1:])
+        states, tokens = list(self._context(token_ids)[:-1]), list(token_ids[1:])
         for _ in range(count):
-            fed_back, logits = self._last(tokens, torch.stack(states))
-            best = int(logits.argmax())
-            tokens.append(best + int(self._w["d2t"][best]))
+            fed_back, token_id = self._next(tokens, torch.stack(states))
             states.append(fed_back)
+            tokens.append(token_id)
         return tokens[len(token_ids) - 1 :]
+
+    def _context(self, token_ids: Sequence[int]) -> Tensor:
+        """The state that comes of the target's, for each token."""
+        output = self._target(input_ids=torch.tensor([token_ids]), output_hidden_states=True)
+        return self._combined([output.hidden_states[index][0] for index in self._layer_ids])
 
     def _combined(self, read: list[Tensor]) -> Tensor:
         if self._flags["fc_norm"]:
@@ -210,8 +215,8 @@ class Eagle3Reference(Layers):
             joined = self._norm(joined, "input_norm")
         return joined @ self._w["fc.weight"].T
 
-    def _last(self, tokens: list[int], states: Tensor) -> tuple[Tensor, Tensor]:
-        """State to feed back and logits of the last pair."""
+    def _next(self, tokens: list[int], states: Tensor) -> tuple[Tensor, int]:
+        """State to feed back and token behind the last pair."""
         normed = self._norm(states, "midlayer.hidden_norm")
         embedded = self._norm(self._embedding[torch.tensor(tokens)], "midlayer.input_layernorm")
         attended = self._attended(torch.cat((embedded, normed), dim=-1))
@@ -219,7 +224,8 @@ class Eagle3Reference(Layers):
         inner = self._norm(state, "midlayer.post_attention_layernorm")
         state = (state + self._swiglu("midlayer.mlp", inner))[-1]
         output = self._norm(state, "norm")
-        return (output if self._flags["norm_output"] else state), self._w["lm_head.weight"] @ output
+        best = int((self._w["lm_head.weight"] @ output).argmax())
+        return (output if self._flags["norm_output"] else state), best + int(self._w["d2t"][best])
 
     def _attended(self, joined: Tensor) -> Tensor:
         query, key, value = (
@@ -313,42 +319,20 @@ def _config(target: Any, form: str, *, bias: bool, norms: bool) -> dict[str, Any
 
 
 class EagleReference(Eagle3Reference):
-    """Greedy proposals of a checkpoint, in float32: one sequence, no cache. Of EAGLE-3's reference it has the attention
-    of a layer."""
+    """Of EAGLE-3's reference it has the loop and the attention of a layer."""
 
-    def __init__(self, folder: Path, target: Any) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        layer = config.get("transformer_layer_config", config.get("model", config))
-        self._dim = layer["head_dim"]
-        stored = load_file(folder / "model.safetensors")
-        self._w = {
-            name.replace("layers.0.", "midlayer.")
-            .replace("transformer.", "midlayer.")
-            .replace("fusion_fc.", "fc."): each.float()
-            for name, each in stored.items()
-        }
-        self._theta = target.config.rope_parameters["rope_theta"]
-        self._target = target
-        self._embedding = self._w.get("embed_tokens.weight", target.get_input_embeddings().weight)
+    def _context(self, token_ids: Sequence[int]) -> Tensor:
+        output: Tensor = self._target.model(input_ids=torch.tensor([token_ids])).last_hidden_state[0]
+        return output
 
-    @torch.no_grad()
-    def propose(self, token_ids: Sequence[int], count: int) -> list[int]:
-        """The most probable `count` tokens after these."""
-        states = list(self._target.model(input_ids=torch.tensor([token_ids])).last_hidden_state[0, :-1])
-        tokens = list(token_ids[1:])
-        for _ in range(count):
-            states.append(self._state(tokens, torch.stack(states)))
-            foreseen = self._normed(states[-1], "pre_lm_head_layernorm")
-            tokens.append(int(self._target.lm_head(foreseen).argmax()))
-        return tokens[len(token_ids) - 1 :]
-
-    def _state(self, tokens: list[int], states: Tensor) -> Tensor:
-        """The state that is foreseen behind the last pair."""
+    def _next(self, tokens: list[int], states: Tensor) -> tuple[Tensor, int]:
         embedded = self._normed(self._embedding[torch.tensor(tokens)], "embedding_layernorm")
         inputs = self._by("fc", torch.cat((embedded, states), dim=-1))
         state = inputs + self._attended(self._normed(inputs, "midlayer.input_layernorm"))
         inner = self._norm(state, "midlayer.post_attention_layernorm")
-        return (state + self._swiglu("midlayer.mlp", inner))[-1]
+        foreseen = (state + self._swiglu("midlayer.mlp", inner))[-1]
+        logits = self._target.lm_head(self._normed(foreseen, "pre_lm_head_layernorm"))
+        return foreseen, int(logits.argmax())
 
     def _normed(self, states: Tensor, name: str) -> Tensor:
         """By a norm that only some checkpoints have."""

@@ -26,17 +26,13 @@ from draft_service.proposers.drafting import (
 )
 from draft_service.proposers.mapped import MAX_TARGETS, MappedSequence, Vocabularies
 from draft_service.proposers.standalone import StandaloneProposer, StandaloneSequence
-from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Continue, Job
-from tandem.engine.core.selection import Backends
-from tandem.engine.interface import EngineSettings
 from tandem.engine.models.checkpoint import vocabulary_hash
 from tandem.engine.models.loading import load_model
 from tandem.errors import ConfigurationError, InvalidRequestError, ServiceUnavailableError
 from tandem.types import (
     AheadBudget,
     Delta,
-    DraftedOutcomes,
     DraftOptions,
     Grammar,
     GrammarKind,
@@ -51,7 +47,7 @@ from tandem.types import (
 from tandem.vocabulary import Vocabulary
 from tests.paths import DEMO_TARGET
 from tests.service.other_tokenizer import renumbered
-from tests.unit.draft_service.test_ahead import proposed
+from tests.unit.draft_service.test_ahead import Round, assert_as_if_asked, outcomes_of, proposed, proposing
 from tests.unit.draft_service.test_standalone import SAMPLED, OtherProcess, job, logits_of, proposals
 from tests.unit.tandem.tiny_tokenizers import END, content_of, tokenizer_of
 
@@ -306,34 +302,19 @@ async def demo(
             return propose_where_logits_are(ready, OtherProcess(logits))
         return propose_head(ready, logits)
 
-    engine = Engine(Backends(model), head, EngineSettings(max_sequences=3))
-    engine.start()
-    try:
-        async with asyncio.timeout(60.0):
-            known = Vocabularies(folder / "tokenizer.json", model.info)
-            proposer = StandaloneProposer(engine, 8, vocabularies=known)
-            yield proposer, await met(proposer, options)
-    finally:
-        await engine.close()
+    known = Vocabularies(folder / "tokenizer.json", model.info)
+    async with proposing(model, head=head, vocabularies=known) as proposer:
+        yield proposer, await met(proposer, options)
 
 
-async def drafted_for(sequence: DraftedSequence, *, is_whole: bool) -> dict[tuple[int, int], Proposal]:
-    """What was drafted ahead of a verification, by outcome: all of it, or what comes without a pause."""
-    assert sequence.pushed is not None
-    columns = [await sequence.pushed.get()]
+async def drafted_for(sequence: DraftedSequence, *, is_whole: bool) -> Round:
+    """What was drafted ahead of a verification: all of it, or what comes without a pause."""
+    columns = [await outcomes_of(sequence)]
     with suppress(TimeoutError):
         while len(columns) < K:
-            columns.append(await asyncio.wait_for(sequence.pushed.get(), 60.0 if is_whole else 1.0))
-    whole = [each for each in columns if isinstance(each, DraftedOutcomes)]
-    assert [each.depth for each in whole] == [*range(len(columns))]
-    found: dict[tuple[int, int], Proposal] = {}
-    for rank, outcome in enumerate(zip(whole[0].accepted_counts, whole[0].next_token_ids, strict=True)):
-        own = [each for each in whole if rank < len(each.token_ids) and each.token_ids[rank] >= 0]
-        distributions = tuple(each.distributions[rank] for each in own if each.distributions)
-        found[outcome] = Proposal(
-            whole[0].base_length + outcome[0] + 1, tuple(each.token_ids[rank] for each in own), distributions
-        )
-    return found
+            columns.append(await asyncio.wait_for(outcomes_of(sequence), 60.0 if is_whole else 1.0))
+    assert [each.depth for each in columns] == [*range(len(columns))]
+    return Round(tuple(columns))
 
 
 def asked(how: str, **options: Any) -> DraftOptions:
@@ -353,22 +334,20 @@ async def assert_ahead_is_what_would_be_proposed(proposer: StandaloneProposer, o
             drafted = drafted if answer is None else [*answer.token_ids]
             writes_text = options.vocabulary_mapping is VocabularyMapping.SLEM
             found = await drafted_for(sequence, is_whole=not writes_text)
-            async with proposer.sequence(replace(options, ahead=None)) as plain:
-                for (accepted, token_id), proposal in found.items():
-                    before = (*tokens, *drafted[:accepted], token_id)
-                    fresh = await proposed(plain, ProposeStep(Delta(0, before), K))
-                    # A text may have become fewer of the target's tokens than that.
-                    expected = fresh.token_ids[: len(proposal)] if writes_text else fresh.token_ids
-                    assert proposal.token_ids == expected
-                    assert len(proposal.distributions) == len(fresh.distributions)
-                    for own, other in zip(proposal.distributions, fresh.distributions, strict=True):
-                        np.testing.assert_array_equal(own.token_ids, other.token_ids)
-                        np.testing.assert_allclose(own.probs, other.probs, atol=1e-5)
-            accepted, token_id = max(found, key=lambda outcome: (len(found[outcome]), outcome))
+            await assert_as_if_asked(
+                proposer,
+                options,
+                (*tokens, *drafted),
+                found,
+                count=len(drafted),
+                may_be_shorter=writes_text,  # a text may have become fewer of the target's tokens than that
+            )
+            rank = max(range(len(found.outcomes)), key=lambda rank: len(found.tokens(rank)))
             if number % 3 == 2:  # a miss
                 accepted, token_id, continuation = 0, target.encode(" x")[0], list[int]()
             else:
-                continuation, hits = [*found[accepted, token_id].token_ids], hits + 1
+                (accepted, token_id), continuation = found.outcomes[rank], [*found.tokens(rank)]
+                hits += 1
             base, new = len(tokens), [*drafted[:accepted], token_id, *continuation]
             tokens, drafted = [*tokens, *drafted[:accepted], token_id], continuation
             if continuation:
@@ -405,8 +384,8 @@ async def test_proposals_hold_to_the_target_s_grammar(demo_draft: Path, how: str
             assert len(answer) == K
             found = await drafted_for(sequence, is_whole=True)
             written += [
-                [*answer.token_ids[:accepted], token_id, *proposal.token_ids]
-                for (accepted, token_id), proposal in found.items()
+                [*answer.token_ids[:accepted], token_id, *found.tokens(rank)]
+                for rank, (accepted, token_id) in enumerate(found.outcomes)
             ]
     for token_ids in written:
         text = b"".join(map(target.text, token_ids)).decode().partition(END)[0]

@@ -12,10 +12,7 @@ import torch
 
 from draft_service.proposers.drafting import Drafting, propose_head, propose_where_logits_are
 from draft_service.proposers.standalone import StandaloneProposer
-from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Continue, Done, Failed, Job
-from tandem.engine.core.selection import Backends
-from tandem.engine.interface import EngineSettings
 from tandem.engine.kv_cache.arena import PageTable
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.models.loading import load_model
@@ -31,6 +28,7 @@ from tandem.types import (
     SamplingParams,
     SparseDistribution,
 )
+from tests.unit.draft_service.test_ahead import proposing
 from tests.unit.engine.tiny_models import CONFIGS, save_checkpoint
 from tests.unit.tandem.tiny_grammars import TEXTS, state_of, text_of
 
@@ -216,15 +214,8 @@ SAMPLED_TEST_ROOM = DraftOptions("r", SamplingParams(seed=3), max_length=12)
 async def proposer(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[StandaloneProposer]:
     folder = tmp_path_factory.mktemp("llama")
     save_checkpoint(folder, CONFIGS["llama"]())
-    engine = Engine(
-        Backends(load_model(folder, dtype="float32")),
-        propose_head,
-        EngineSettings(max_length=64, max_sequences=2),
-    )
-    proposer = StandaloneProposer(engine, 8)
-    await proposer.start()
-    yield proposer
-    await proposer.close()
+    async with proposing(load_model(folder, dtype="float32"), max_length=64) as proposer:
+        yield proposer
 
 
 async def test_a_proposal_can_fill_the_sequence_exactly(proposer: StandaloneProposer) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from draft_service.proposers.drafting import propose_where_logits_are
 from draft_service.proposers.standalone import StandaloneProposer
-from tandem.engine.core.engine import Engine, RowEngine
+from tandem.engine.core.engine import RowEngine
 from tandem.engine.interface import EngineSettings, RowRequest
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.engine.models.checkpoint import open_checkpoint
@@ -39,6 +39,7 @@ from tests.unit.draft_service.test_ahead import (
     Round,
     assert_as_if_asked,
     proposed,
+    proposing,
     pushed,
 )
 from tests.unit.draft_service.test_ahead import GREEDY as AHEAD_GREEDY
@@ -156,22 +157,16 @@ async def drafted_rounds(
 
 
 @asynccontextmanager
-async def proposing(block_count: int) -> AsyncIterator[StandaloneProposer]:
+async def proposing_by(block_count: int) -> AsyncIterator[StandaloneProposer]:
     model = VllmModel(fake_core(FakeWorker(), block_count), open_checkpoint(Path(DEMO_DRAFT)))
-    engine = Engine(model, propose_where_logits_are, EngineSettings(max_sequences=12))
-    engine.start()
-    try:
-        async with asyncio.timeout(60):
-            yield StandaloneProposer(engine, 8)
-            await settle(engine)
-        assert engine.usage.reserved_tokens == 0
-    finally:
-        await engine.close()
+    async with proposing(model, head=propose_where_logits_are, max_sequences=12) as proposer:
+        yield proposer
+        await settle(proposer._engine)
 
 
 @pytest.mark.parametrize("options", [AHEAD_GREEDY, STRICT, SUPPORT], ids=["greedy", "strict", "support"])
 async def test_each_continuation_is_what_would_be_proposed(options: DraftOptions) -> None:
-    async with proposing(400) as proposer:
+    async with proposing_by(400) as proposer:
         for first in range(3):
             prompt = tuple(range(first, first + 9 + first))
             async for text, answer, drafted in drafted_rounds(proposer, options, prompt):
@@ -192,5 +187,5 @@ async def test_branches_take_no_room_from_those_who_wait() -> None:
                 )
                 text = (*text, *answer.token_ids[:2], 7)
 
-    async with proposing(40) as proposer:
+    async with proposing_by(40) as proposer:
         await asyncio.gather(*(rounds(proposer, first) for first in range(6)))

@@ -45,9 +45,9 @@ def coordinator(*arguments: str) -> CoordinatorSettings:
     return load_settings(CoordinatorSettings, [*ADDRESS, *arguments], "coordinator")
 
 
-def refusal(*arguments: str, cls: type[CoordinatorSettings | DraftSettings] = CoordinatorSettings) -> str:
+def refusal(*arguments: str) -> str:
     with pytest.raises(ConfigurationError) as error:
-        load_settings(cls, arguments, "a service")
+        load_settings(CoordinatorSettings, arguments, "a service")
     return str(error.value)
 
 
@@ -77,13 +77,6 @@ def test_the_origin_of_a_value_is_reported(file: Path) -> None:
     assert values["prompt_lookup_min"] == "4"
 
 
-def test_precedence_knows_both_spellings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TANDEM_SPECULATIVE_METHOD", "suffix")
-    assert coordinator("--method", "ngram").speculative_method == "ngram"
-    monkeypatch.setenv("TANDEM_METHOD", "suffix")
-    assert coordinator("--speculative-method", "ngram").speculative_method == "ngram"
-
-
 def test_the_json_form_is_as_strong_as_where_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_NUM_SPECULATIVE_TOKENS", "3")
     form = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}'
@@ -97,15 +90,27 @@ def test_the_json_form_is_as_strong_as_where_it_stands(monkeypatch: pytest.Monke
     assert coordinator().relaxed_topk == 7
 
 
-def test_a_services_own_variable_is_stronger(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TANDEM_NUM_SPECULATIVE_TOKENS", "3")
-    monkeypatch.setenv("TANDEM_COORDINATOR_NUM_SPECULATIVE_TOKENS", "6")
-    assert coordinator().num_speculative_tokens == 6
-
-
-def test_an_empty_variable_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TANDEM_NUM_SPECULATIVE_TOKENS", "")
-    assert coordinator().num_speculative_tokens == 2
+@pytest.mark.parametrize(
+    ("variables", "words", "option", "value"),
+    [
+        ({"SPECULATIVE_METHOD": "suffix"}, ("--method", "ngram"), "speculative_method", "ngram"),
+        ({"METHOD": "suffix"}, ("--speculative-method", "ngram"), "speculative_method", "ngram"),
+        ({"RELAXED_TOPK": "3", "COORDINATOR_RELAXED_TOPK": "6"}, (), "relaxed_topk", 6),
+        ({"RELAXED_TOPK": ""}, (), "relaxed_topk", 10),
+        ({"DRAFT_XYZ": "1"}, (), "relaxed_topk", 10),
+    ],
+    ids=["two spellings", "the other way", "a service's own", "an empty one", "another service's"],
+)
+def test_the_strongest_variable_counts(
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    words: tuple[str, ...],
+    option: str,
+    value: object,
+) -> None:
+    for name, content in variables.items():
+        monkeypatch.setenv(f"TANDEM_{name}", content)
+    assert getattr(coordinator(*words), option) == value
 
 
 def test_services_read_their_options_from_one_source(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,11 +125,6 @@ def test_services_read_their_options_from_one_source(file: Path, monkeypatch: py
     assert target.model == Path("big")
     assert draft.max_length == target.max_length == coordinator().max_length == 96
     assert coordinator().draft_top_k == 9
-
-
-def test_where_the_draft_model_runs_may_be_said_in_maxs_words() -> None:
-    settings = load_settings(DraftSettings, ["--model", "small", "--draft-devices", "gpu:1"], "draft")
-    assert (settings.compute_device, settings.compute_dtype) == ("cuda:1", "bfloat16")
 
 
 # ---- files
@@ -179,26 +179,15 @@ def test_unknown_on_the_command_line() -> None:
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("NUM_SPECULATVE_TOKENS", "is not an option; did you mean TANDEM_NUM_SPECULATIVE_TOKENS?"),
-        ("COORDINATOR_XYZ", "is not an option"),
-        ("LOG_LEVEL", "is not an option; did you mean TANDEM_COORDINATOR_LOG_LEVEL?"),
-        ("COORDINATOR_LOG_LEVL", "is not an option; did you mean TANDEM_COORDINATOR_LOG_LEVEL?"),
+        ("NUM_SPECULATVE_TOKENS", "TANDEM_{} is not an option; did you mean TANDEM_NUM_SPECULATIVE_TOKENS?"),
+        ("COORDINATOR_XYZ", "TANDEM_{} is not an option"),
+        ("LOG_LEVEL", "TANDEM_{} is not an option; did you mean TANDEM_COORDINATOR_LOG_LEVEL?"),
+        ("COORDINATOR_PARALLEL_DRAFTING", "parallel_drafting is not available in this version: "),
     ],
 )
 def test_unknown_in_the_environment(monkeypatch: pytest.MonkeyPatch, name: str, sentence: str) -> None:
     monkeypatch.setenv(f"TANDEM_{name}", "1")
-    assert refusal(*ADDRESS) == f"TANDEM_{name} {sentence}"
-
-
-def test_refused_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TANDEM_COORDINATOR_PARALLEL_DRAFTING", "1")
-    assert refusal(*ADDRESS).startswith("parallel_drafting is not available in this version: ")
-
-
-def test_variables_of_other_services_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TANDEM_DRAFT_XYZ", "1")
-    coordinator()
-    assert refusal("--model", "x", cls=DraftSettings) == "TANDEM_DRAFT_XYZ is not an option"
+    assert refusal(*ADDRESS).startswith(sentence.format(name))
 
 
 def test_unknown_in_a_file(tmp_path: Path) -> None:
@@ -499,7 +488,8 @@ def test_gpu_and_cuda_are_the_same_everywhere(name: str, device: str) -> None:
     assert as_torch(name) == device
     assert TargetSettings(model=Path(), device=name).compute_device == device
     assert DraftSettings(device=name).compute_device == device
-    assert DraftSettings(draft_devices=name).compute_device == device
+    draft = DraftSettings(draft_devices=name)
+    assert (draft.compute_device, draft.compute_dtype == "bfloat16") == (device, device != "cpu")
 
 
 @pytest.mark.parametrize("name", ["", "tpu", "cpu:0", "cuda:", "cuda:x", "CUDA", "gpu0", "cuda:0,1"])

@@ -40,6 +40,12 @@ DEEP = 100_000
 """Levels of nesting that overflow the stack of a recursive parser."""
 
 
+@pytest.fixture
+def folder(llama: TinyModel, tmp_path: Path) -> Path:
+    """A valid checkpoint that the test may damage."""
+    return Path(shutil.copytree(llama.folder, tmp_path / "model"))
+
+
 def write_weights(folder: Path, header: object, data: bytes = b"") -> None:
     content = header if isinstance(header, bytes) else json.dumps(header).encode()
     (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(content)) + content + data)

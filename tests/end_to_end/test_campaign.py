@@ -37,7 +37,6 @@ LONGEST_STOP_SECONDS = 6.0
 RETRY_SECONDS = 0.2
 RECONNECT_SECONDS = 30.0
 """A channel that was refused tells requests so for a while, although the coordinator is back."""
-_TELL_EVERY = 20
 
 
 def request(prompt: str, rule: str, max_tokens: int) -> GenerationRequest:
@@ -212,12 +211,10 @@ async def assert_nothing_lost(
     campaign = Campaign(chance, drafts, targets, coordinator, record)
     try:
         async with Client(coordinator.address) as client, streaming(client, requests, record, over):
-            for strike in range(strikes):
+            for _ in range(strikes):
                 await all_progress(record)
                 await asyncio.sleep(chance.uniform(0.0, 0.2))
                 await campaign.strike()
-                if strike % _TELL_EVERY == 0:
-                    campaign.tell()
             await all_progress(record)
     finally:
         campaign.tell()

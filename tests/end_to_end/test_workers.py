@@ -7,7 +7,6 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 
 import pytest
 
@@ -50,16 +49,10 @@ def services() -> Iterator[tuple[str, str]]:
         yield target.line("ready on "), draft.line("ready on ")
 
 
-def coordinating(
-    services: tuple[str, str], workers: int = 2, *options: str
-) -> AbstractContextManager[Process]:
-    return coordinator(*services, "--workers", str(workers), *options)
-
-
 @pytest.fixture(scope="module")
 def two(services: tuple[str, str]) -> Iterator[Process]:
     """A coordinator of two workers with HTTP and a Prometheus port."""
-    with coordinating(services, 2, "--http-port", "0", "--prometheus-port", "0") as process:
+    with coordinator(*services, "--workers", "2", "--http-port", "0", "--prometheus-port", "0") as process:
         address_of(process)
         yield process
 
@@ -83,7 +76,7 @@ async def stats_of(address: str) -> Stats:
 async def test_both_workers_complete_requests_with_the_text_of_one(
     services: tuple[str, str], two: Process
 ) -> None:
-    with coordinating(services, 1) as alone:
+    with coordinator(*services) as alone:
         expected = await complete(address_of(alone), 60)
     address = address_of(two)
     before = await stats_of(address)
@@ -137,7 +130,7 @@ async def test_admin_verbs_reach_the_worker_that_has_the_request(two: Process) -
 async def test_a_killed_worker_is_started_again_as_it_was_and_a_drain_ends_all(
     services: tuple[str, str],
 ) -> None:
-    with coordinating(services) as process:
+    with coordinator(*services, "--workers", "2") as process:
         address = address_of(process)
         expected = await complete(address, 600)
         async with AdminClient(address) as admin:

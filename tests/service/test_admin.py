@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -63,19 +63,10 @@ async def test_a_change_applies_to_new_requests_only() -> None:
     assert max(draft.fake.requested) == 6
 
 
-async def test_watched_statistics_grow() -> None:
-    async with cluster() as (admin, client, *_):
-        async with aclosing(admin.watch_stats(0.1)) as watch:
-            first = await anext(watch)
-            completed = await complete(client, REQUEST)
-            while (last := await anext(watch)).outcomes.completed == 0:
-                pass
+async def test_statistics_are_not_watched_more_often_than_they_are_made() -> None:
+    async with cluster() as (admin, *_):
         with pytest.raises(InvalidRequestError, match=r"interval_seconds is 0\.01; it must be at least 0\.1"):
             await anext(admin.watch_stats(0.01))
-    assert first.speculation.rounds == 0
-    assert last.speculation == completed.speculation
-    assert dict(last.by_rule) == {"greedy": completed.speculation}
-    assert last.completion_tokens == 40
 
 
 async def test_statistics_never_decrease_when_requests_end() -> None:

@@ -14,7 +14,6 @@ from tandem.admin_client import AdminClient
 from tandem.errors import AbortedError, CapacityError, DeadlineError
 from tandem.types import Chunk, GenerationRequest
 from tests.service.clients import until
-from tests.service.engines import MakePair
 from tests.service.fakes import Fake, FakeDraft, FakeTarget, cluster, fleet
 
 STALL = 0.2
@@ -105,28 +104,6 @@ async def test_a_stream_that_waits_for_its_place_again_can_be_cancelled(
                 with pytest.raises(error):
                     await reading
         assert (completions.admission.running, completions.admission.queued) == (0, 0)
-
-
-RULES: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    *({"rejection_sampling_strategy": rule, "seed": 5} for rule in ("strict", "residual", "block")),
-]
-
-
-async def test_the_tokens_equal_those_of_a_stream_that_was_always_read(pair: MakePair) -> None:
-    async with pair(stalled_stream_seconds=STALL) as (_, service):
-        for rule in RULES:
-            request = GenerationRequest(
-                (5, 6, 7), max_tokens=24, num_speculative_tokens=3, ignore_eos=True, **rule
-            )
-            expected = [chunk async for chunk in service.completions.complete(request)]
-            chunks: list[Chunk] = []
-            async for chunk in service.completions.complete(request):
-                chunks.append(chunk)
-                if len(chunks) in (2, 5):
-                    await until(lambda: not service.completions.admission.running)
-            assert tokens_of(chunks) == tokens_of(expected)
-            assert [chunk.proposed for chunk in chunks] == [chunk.proposed for chunk in expected]
 
 
 async def test_streams_of_one_address_are_bounded() -> None:

@@ -269,15 +269,6 @@ async def test_without_any_draft_every_step_is_vllms_own(caplog: pytest.LogCaptu
     assert "proposes nothing until a draft is ready" in caplog.text
 
 
-async def test_a_draft_with_another_tokenizer_is_named_and_not_used(caplog: pytest.LogCaptureFixture) -> None:
-    draft, runner = FakeDraft(hashed), Runner(hashed)
-    async with plugged(draft) as proposer:
-        assert "another tokenizer" in caplog.text
-        runner.requests = [Request([1])]
-        await run(proposer, runner, 3)
-        assert runner.proposed == draft.opened == 0
-
-
 class WrongDraft(FakeDraft):
     """Proposes ids that no vocabulary has."""
 

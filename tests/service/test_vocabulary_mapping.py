@@ -15,7 +15,6 @@ from tokenizers import Tokenizer
 from draft_service.servicer import DraftServicer
 from tandem.admin_client import AdminClient
 from tandem.engine.models.loading import LoadedModel, load_model
-from tandem.errors import IncompatibleModelsError
 from tandem.types import GenerationRequest
 from tests.end_to_end.chi_square import assert_drawn_from
 from tests.end_to_end.models import blurred, exact, save_model
@@ -148,9 +147,3 @@ async def test_a_draft_that_has_forgotten_the_target_is_told_again(
             while not again.speculation.accepted:  # the coordinator has yet to see it
                 (again,) = await complete_all(address, [request])
     assert forgotten.token_ids == again.token_ids == alone.token_ids
-
-
-async def test_a_mapping_can_be_refused(target_model: LoadedModel, draft_folder: Path) -> None:
-    with pytest.raises(IncompatibleModelsError, match=r"another tokenizer .* vocabulary_mapping is off"):
-        async with joined(target_model, draft_folder, vocabulary_mapping="off"):
-            pass

@@ -111,6 +111,27 @@ async def test_a_head_that_continues_past_the_limit_is_an_error(llama: TinyModel
             await engine.submit(Job(sequence, Delta(0, _PROMPT), 1, Generation(5)))
 
 
+async def test_a_cancelled_job_stops_and_leaves_nothing(llama: TinyModel) -> None:
+    head = _BlockingHead()
+    async with running(llama.backends, head) as engine:
+        sequence = await engine.open(190)
+        task = asyncio.create_task(engine.submit(Job(sequence, Delta(0, _PROMPT), 1, "forever")))
+        await head.wait_entered()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        head.may_leave.set()
+        other = await engine.open(8)
+        assert await engine.submit(Job(other, Delta(0, _PROMPT), 1, "once")) == "done"
+        assert head.calls == 2, "the cancelled job went on"
+        assert await engine.submit(Job(sequence, Delta(0, _PROMPT), 1, "once")) == "done", (
+            "its sequence is usable"
+        )
+        engine.release(sequence)
+        engine.release(other)
+        await settle(engine)
+
+
 async def test_releasing_takes_effect_between_steps(llama: TinyModel) -> None:
     head = _BlockingHead()
     async with running(llama.backends, head) as engine:

@@ -269,6 +269,27 @@ LONGEST = 131_072
 BYTES = 60 * 10**9
 
 
+@pytest.mark.parametrize("reuses_prefixes", [True, False])
+def test_a_sequence_that_rolls_back_behind_its_windows_computes_again(reuses_prefixes: bool) -> None:
+    windows: Windows = (None, 60)
+    arena = new_arena(24, windows)
+    cache = PagedCache(arena, reuses_prefixes=reuses_prefixes)
+    sequence = new_sequence(1024, windows)
+    sequence.apply(Delta(0, [5] * 600))
+    assert cache.make_ready(sequence, 600)
+    compute(arena, cache, sequence, 600)
+    first = sequence.tables[1].first
+    assert first == (600 - 136 - 59) // 64
+    sequence.apply(Delta(600 - 136, [6]))
+    assert sequence.computed_length == 600 - 136, "so far it may"
+    sequence.apply(Delta(first * 64 + 58, [6]))
+    assert sequence.computed_length == 0
+    assert not cache.is_ready(sequence, 1)
+    assert cache.make_ready(sequence, sequence.length)
+    compute(arena, cache, sequence, sequence.pending_count)
+    assert stored(arena, sequence, 1) == keys_of([5] * (first * 64 + 58) + [6], 1)[-59:]
+
+
 def test_rows_that_can_never_be_computed_at_once_are_refused() -> None:
     windows: Windows = (60,)
     cache = PagedCache(new_arena(8, windows))

@@ -14,6 +14,8 @@ import grpc
 import grpc.aio
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from benchmarks.load.fakes import LeaveError
 from coordinator.telemetry.observer import StreamObserver
@@ -290,6 +292,50 @@ async def test_a_draining_server_accepts_no_sequence_and_ends_none() -> None:
         calls.cut_off("it has drained for as long as it may")
         with pytest.raises(ServiceUnavailableError, match="for as long as it may"):
             await first.ask(2)
+
+
+ACTS = st.lists(
+    st.tuples(st.integers(0, 5), st.sampled_from(["ask", "hold", "finish", "drop", "refuse"])), max_size=40
+)
+
+
+async def done(act: str, sequence: Asker, base_length: int) -> bool:
+    """Apply the action to a sequence; return True if it is usable afterwards."""
+    match act:
+        case "ask":
+            assert await sequence.ask(base_length) == base_length
+        case "hold":
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.001):
+                    await sequence.ask(HOLD)
+            sequence.cancel()
+        case "finish":
+            await sequence.finish()
+        case "drop":
+            sequence.cancel()
+        case _:
+            with pytest.raises(CapacityError):
+                await sequence.ask(REFUSE)
+    return act == "ask"
+
+
+@given(acts=ACTS)
+@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
+async def test_each_sequence_gets_its_own_answers_whatever_others_do(acts: list[tuple[int, str]]) -> None:
+    async with ends() as both:
+        sequences = both.sequences(6)
+
+        async def run_sequence(own: int) -> None:
+            is_of_use = True
+            for turn, (number, act) in enumerate(acts):
+                if number == own and is_of_use:
+                    is_of_use = await done(act, sequences[own], 10 * turn + own)
+            if is_of_use:
+                assert await sequences[own].ask(own) == own
+            sequences[own].cancel()
+
+        await asyncio.gather(*map(run_sequence, range(6)))
+        await until(lambda: both.service.running == 0)
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import re
@@ -9,12 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer
 
 from draft_service.proposers.ngram import ngram_proposer
 from draft_service.proposers.suffix import suffix_proposer
 from tandem.client import Completed
 from tandem.engine.models.loading import LoadedModel
+from tandem.engine.rows import masked
 from tandem.errors import InvalidRequestError, TandemError
 from tandem.grammar import Grammars
 from tandem.types import (
@@ -26,10 +29,12 @@ from tandem.types import (
     TokenRow,
     Verification,
 )
+from tests.end_to_end.chi_square import assert_drawn_from
+from tests.end_to_end.models import random_model
 from tests.paths import DEMO_TARGET
 from tests.service import engines
 from tests.service.clients import complete
-from tests.service.engines import Faults, MakePair, NewProposer, model_free
+from tests.service.engines import TINY, Faults, MakePair, NewProposer, model_free
 
 SCHEMA = {
     "type": "object",
@@ -164,3 +169,29 @@ async def test_refusals_name_what_is_wrong(pair: MakePair) -> None:
     async with pair(structured_output="refuse") as (client, _):
         with pytest.raises(InvalidRequestError, match=r"a json_schema is asked for .* is refuse"):
             await complete(client, REQUEST)
+
+
+@pytest.mark.parametrize("rule", ["residual", "block"])
+async def test_texts_have_the_masked_targets_distribution(
+    model: LoadedModel, pair: MakePair, rule: str
+) -> None:
+    """Chi-square over all completions of a small grammar; their probabilities come from the target's own module."""
+    grammar = Grammar(GrammarKind.REGEX, "[ab][cd][ab]")
+    state = Grammars(TOKENIZER.read_text, model.info.vocabulary_size, [0]).compiled(grammar)
+    prompt, reference = (300, 301), random_model(1, **TINY)
+    expected: dict[tuple[int, ...], float] = {}
+    growing: dict[tuple[int, ...], float] = {(): 1.0}
+    while growing:
+        tokens, mass = growing.popitem()
+        assert state.follow([*tokens])
+        if state.is_over:
+            expected[tokens] = mass
+            continue
+        with torch.inference_mode():
+            logits = reference(torch.tensor([[*prompt, *tokens]])).logits[:, -1]
+        probs = masked(logits, state.masks(tokens, ()))[0].double().softmax(-1)
+        growing |= {(*tokens, int(i)): mass * float(probs[i]) for i in probs.nonzero().flatten()}
+    async with pair() as (client, _):
+        request = replace(REQUEST, prompt=prompt, grammar=grammar, rejection_sampling_strategy=rule)
+        texts = await asyncio.gather(*(complete(client, replace(request, seed=seed)) for seed in range(120)))
+    assert_drawn_from(expected, texts)

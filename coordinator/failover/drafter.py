@@ -98,7 +98,7 @@ class FailoverDrafter:
     def _jumped(self, completion: Completion, forced: Proposal) -> Proposal:
         """Propose what the grammar forces; a draft that works ahead does so behind it."""
         current = self._placement.current
-        if current is not None and current.sequence.awaits_outcome(completion):
+        if current is not None and current.sequence.outcomes.awaits(completion.token_ids):
             current.sequence.go_on(completion, forced, self._speculation.ahead_budget)
         return forced
 
@@ -175,7 +175,7 @@ class FailoverDrafter:
     ) -> Proposal | None:
         budget, wanted = self._speculation.ahead_budget, count
         begun = None if self._target is None else self._target.begun_proposed
-        is_miss = sequence.awaits_outcome(completion)
+        is_miss = sequence.outcomes.awaits(completion.token_ids)
         if begun == 0 and not is_miss:
             return None  # a step that has begun costs nothing, and this one lets the target begin no other
         if is_miss:
@@ -208,7 +208,7 @@ class FailoverDrafter:
 
     def _leading(self, sequence: DraftSequence, proposal: Proposal, count: int) -> Proposal:
         """Let the target begin the next rounds by itself, if the draft makes their proposals ahead."""
-        if self._target is None or not self._lead or not sequence.drafts_ahead:
+        if self._target is None or not self._lead or not sequence.outcomes.is_granted:
             return proposal
         speculation = self._speculation
         may_go_alone = not self._went_alone and speculation.tokens_after_miss(count) == 0

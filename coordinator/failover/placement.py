@@ -156,7 +156,7 @@ class DraftPlacement:
         sequence = member.client.sequence(options, self._limits, observer, self._on_outcomes)
         self.current = OpenSequence(member, sequence)
         self._pool.prefixes.add(member.address, tokens.token_ids)
-        sequence.begin(tokens)
+        sequence.read(tokens)
 
     def leave(self) -> None:
         if self.current is not None:

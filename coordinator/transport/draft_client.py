@@ -16,7 +16,7 @@ from coordinator.decoding.completion import Completion
 from coordinator.speculation.ahead import Unfinished
 from coordinator.stats.speculation import MovingAverage
 from coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
-from coordinator.transport.streams import Method, StreamedSequence, Streams
+from coordinator.transport.streams import StreamedSequence, Streams
 from tandem.errors import ProtocolError, TandemError
 from tandem.rpc.channels import errors_of
 from tandem.speculation_state import SpeculationState
@@ -199,6 +199,7 @@ class PendingOutcomes:
 
     @property
     def is_granted(self) -> bool:
+        """True if outcomes of the round in progress were asked for."""
         return self._budget is not None
 
     def add(self, drafted: DraftedOutcomes, now: float = 0.0) -> bool:
@@ -288,39 +289,32 @@ class PendingOutcomes:
         maximum = len(self._columns[-1].token_ids) if self._columns else budget.branch_count
         if not 0 < count <= maximum:
             yield f"it pushed {count} tokens at depth {depth}; it must be 1 to {maximum}"
-        if depth == 0:
-            yield from self._wrong_keys(drafted.accepted_counts, drafted.next_token_ids, count)
-        elif drafted.accepted_counts:
-            yield "it named its outcomes twice; they come with depth 0 alone"
+        accepted, following = drafted.accepted_counts, drafted.next_token_ids
+        if len(accepted) != (count if depth == 0 else 0):
+            yield f"it named {len(accepted)} outcomes with {count} tokens at depth {depth}; depth 0 alone names all"
+        for each in accepted:
+            if not 0 <= each <= len(self._proposed):
+                yield f"it drafted for {each} accepted tokens; there are 0 to {len(self._proposed)}"
+        if len(set(zip(accepted, following, strict=True))) != len(accepted):
+            yield "it drafted twice for one outcome"
         if depth + 1 + lead > granted:
             yield f"it is {lead} tokens ahead at depth {depth} of its outcomes; {granted} tokens were granted"
 
-    def _wrong_keys(self, accepted: Sequence[int], following: Sequence[int], count: int) -> Iterator[str]:
-        most = len(self._proposed)
-        if len(accepted) != count:
-            yield f"it named {len(accepted)} outcomes with {count} tokens; there must be as many of both"
-        for each in accepted:
-            if not 0 <= each <= most:
-                yield f"it drafted for {each} accepted tokens; there are 0 to {most}"
-        if len(set(zip(accepted, following, strict=True))) != count:
-            yield "it drafted twice for one outcome"
-
     def _wrong_tokens(self, drafted: DraftedOutcomes) -> Iterator[str]:
-        token_ids, size = drafted.token_ids, self._vocabulary_size
+        token_ids, lead = drafted.token_ids, drafted.lead_token_ids
         before = self._columns[-1].token_ids if self._columns else token_ids
         if any(old == ENDED != new for old, new in zip(before, token_ids, strict=False)):
             yield "it went on with a continuation that it had ended"
         own = [token_id for token_id in token_ids if token_id != ENDED]
-        for token_id in (*own, *drafted.next_token_ids, *drafted.lead_token_ids):
-            if not 0 <= token_id < size:
-                yield f"it drafted token id {token_id} ahead; ids must be in 0..{size - 1}"
+        for token_id in (*own, *drafted.next_token_ids, *lead):
+            if not 0 <= token_id < self._vocabulary_size:
+                yield f"it drafted token id {token_id} ahead; ids must be in 0..{self._vocabulary_size - 1}"
         if not self._needs_distributions:
             return
-        needed = "the rule needs one for each"
-        if drafted.lead_token_ids:
-            yield f"it is ahead with its first outcome by tokens without distributions; {needed}"
-        if len(drafted.distributions) != len(token_ids):
-            yield f"it pushed {len(token_ids)} tokens with {len(drafted.distributions)} distributions; {needed}"
+        if lead:
+            yield "it is ahead with its first outcome by tokens without distributions; the rule needs one for each"
+        if (count := len(drafted.distributions)) != len(token_ids):
+            yield f"it pushed {len(token_ids)} tokens with {count} distributions; the rule needs one for each"
         self._support_ids += sum(len(each.token_ids) for each in drafted.distributions)
         if self._support_ids > _MAX_SUPPORT_IDS:
             yield f"it pushed supports of {self._support_ids} ids in one round; at most {_MAX_SUPPORT_IDS} are kept"
@@ -345,7 +339,7 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
         super().__init__(streams, observer)
         self._options = options
         self._limits = limits
-        self._outcomes = PendingOutcomes(limits.vocabulary_size, options.row_kind)
+        self.outcomes = PendingOutcomes(limits.vocabulary_size, options.row_kind)
         self._on_outcomes = on_outcomes
         self._granted: AheadBudget | None = None
         """Budget of the step whose answer is awaited."""
@@ -372,26 +366,14 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
         """Seconds by which an answer is late; 0 when none is."""
         return 0.0 if self._late_since is None else time.monotonic() - self._late_since
 
-    def awaits_outcome(self, completion: Tokens) -> bool:
-        """True if outcomes of the round that has ended were asked for."""
-        return self._outcomes.awaits(completion.token_ids)
-
-    @property
-    def drafts_ahead(self) -> bool:
-        """True if outcomes of the round in progress were asked for."""
-        return self._outcomes.is_granted
-
     def unread(self, completion: Tokens) -> int:
         """How many of the completion's tokens the draft does not have; 0 while a step's answer is outstanding."""
         return 0 if self._is_asked else completion.length - self._remote.length
 
     def read(self, completion: Tokens) -> None:
-        """Let the draft read what it does not have, without waiting for it."""
-        self._ask(completion, 0)
-
-    def begin(self, completion: Tokens) -> None:
-        """Open the sequence, and let the draft read it."""
-        self.send(self._options)
+        """Let the draft read what it does not have, without waiting for it. The first time it opens the sequence."""
+        if not self.number:
+            self.send(self._options)
         self._ask(completion, 0)
 
     async def drafted_ahead(
@@ -405,7 +387,7 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
         While the draft is still at it, so many tokens as `wanted` says are worth waiting for. Raises a TandemError
         where the draft has failed since: it is of no use any more.
         """
-        outcomes, token_ids, now = self._outcomes, completion.token_ids, time.monotonic()
+        outcomes, token_ids, now = self.outcomes, completion.token_ids, time.monotonic()
         unfinished = outcomes.unfinished(token_ids, now)
         if unfinished is not None and (count := wanted(unfinished)) > unfinished.ready:
             expected = unfinished.due_seconds + (count - unfinished.ready - 1) * unfinished.step_seconds
@@ -426,7 +408,7 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
         """
         if self.is_posting or self._options.ahead is None:
             budget = None
-        self._outcomes.expect(completion.length, proposal.token_ids, budget)
+        self.outcomes.expect(completion.length, proposal.token_ids, budget)
         if budget is None:
             return
         delta = self._remote.delta_to(completion.token_ids, proposal.token_ids)
@@ -470,7 +452,7 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
 
     def _ask(self, completion: Tokens, count: int, budget: AheadBudget | None = None) -> None:
         self._committed = completion.token_ids
-        self._outcomes.expect(completion.length, (), None)
+        self.outcomes.expect(completion.length, (), None)
         self._granted = budget if count and self._options.ahead else None
         self._is_asked = True
         self.send(ProposeStep(self._remote.delta_to(completion.token_ids), count, self._granted))
@@ -493,18 +475,18 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
 
     def take(self, answer: wire.Answer) -> None:
         if isinstance(answer, DraftedOutcomes):
-            if self._outcomes.add(answer, time.monotonic()) and self._on_outcomes is not None:
+            if self.outcomes.add(answer, time.monotonic()) and self._on_outcomes is not None:
                 self._on_outcomes(answer)
         elif not self._is_asked or self._answer is not None:
             raise ProtocolError("draft service: it proposed what nobody had asked for")
         else:
             # Outcomes of the answer may follow at once, before anybody looks at it.
-            self._outcomes.expect(answer.base_length, answer.token_ids, self._granted)
+            self.outcomes.expect(answer.base_length, answer.token_ids, self._granted)
             self._answer = answer
         self._arrivals.notify()
 
     def notify(self) -> None:
-        self._outcomes.expect(0, (), None)
+        self.outcomes.expect(0, (), None)
         self._arrivals.notify()
 
 
@@ -516,12 +498,10 @@ class DraftClient:
         self.load: DraftLoad | None = None
         """How busy it last said that it is; None: it has said nothing."""
         self._streams: Streams[DraftOptions | ProposeStep, wire.Answer] = Streams(
-            Method(
-                service="draft service",
-                open=channel.stream_stream("/tandem.v1.DraftService/Propose"),
-                write=wire.requests_to_proto,
-                read=self._read,
-            )
+            service="draft service",
+            call=channel.stream_stream("/tandem.v1.DraftService/Propose"),
+            write=wire.requests_to_proto,
+            read=self._read,
         )
 
     async def model_info(self) -> ModelInfo:

@@ -39,21 +39,6 @@ RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")
 
 
-@dataclass(frozen=True, slots=True)
-class Method(Generic[RequestT, AnswerT]):
-    """A service's method for sequences."""
-
-    service: str
-    """Name of the service in errors."""
-    open: Callable[[], Call]
-    """Opens a stream."""
-    write: Callable[[Iterable[tuple[int, RequestT | Finish | Cancel]]], Message]
-    """Makes a message of what there is to say of sequences, by number."""
-    read: Callable[[bytes], Iterable[tuple[int, AnswerT | Ending]]]
-    """Reads a message of the service, as answers to sequences by number. Raises a ProtocolError or a DecodeError where
-    that is impossible."""
-
-
 class RemoteSequence:
     """The tokens on the other side of a stream, as far as the coordinator knows them.
 
@@ -209,31 +194,26 @@ class StreamedSequence(ABC, Generic[RequestT, AnswerT]):
 class _Stream(Generic[RequestT, AnswerT]):
     """A stream and its sequences. It ends with the last of them."""
 
-    def __init__(self, method: Method[RequestT, AnswerT]) -> None:
-        self.service = method.service
-        self._method = method
-        self._call = method.open()
+    def __init__(self, streams: Streams[RequestT, AnswerT]) -> None:
+        self.service = streams.service
+        self._streams = streams
+        self._call = streams.call()
         self.sequences: set[StreamedSequence[RequestT, AnswerT]] = set()
         self.numbered: dict[int, StreamedSequence[RequestT, AnswerT]] = {}
         """Those that have sent something."""
         self.numbers = itertools.count(1)
         self.outbox: Outbox[RequestT | Finish | Cancel] = Outbox()
-        self._old_at = time.monotonic() + _MAX_SECONDS
-        self._is_over = False
+        self.old_at = time.monotonic() + _MAX_SECONDS
+        self.is_over = False
         self.is_writing = False
         self._reading = asyncio.create_task(self._read())
-
-    @property
-    def takes_more(self) -> bool:
-        """True if further sequences may come."""
-        return not self._is_over and time.monotonic() < self._old_at
 
     async def _write(self) -> None:
         # `_read` learns why a write fails; then there is no other.
         with suppress(grpc.RpcError, asyncio.InvalidStateError, asyncio.CancelledError):
             while taken := self.outbox.take():
                 began = time.perf_counter()
-                content = self._method.write(taken).SerializeToString()
+                content = self._streams.write(taken).SerializeToString()
                 await self._call.write(content)
                 share = len(content) // len(taken)
                 for number, _ in taken:
@@ -261,7 +241,7 @@ class _Stream(Generic[RequestT, AnswerT]):
     async def _hand_out(self, content: bytes) -> None:
         """Give each sequence its answer. Columns that do not fit together end the stream: they may be anyone's."""
         read_at = time.perf_counter()
-        answers = list(self._method.read(content))
+        answers = list(self._streams.read(content))
         share = len(content) // max(len(answers), 1)
         for count, (number, answer) in enumerate(answers, 1):
             # There is no sequence where it was dropped before the service knew.
@@ -277,7 +257,7 @@ class _Stream(Generic[RequestT, AnswerT]):
 
     def end(self, ending: Ending) -> None:
         """End the call and all sequences. A call that is dropped without being cancelled is never collected."""
-        self._is_over = True
+        self.is_over = True
         self._call.cancel()
         self._reading.cancel()
         for sequence in list(self.sequences):
@@ -293,14 +273,23 @@ def _go_on(coroutine: Coroutine[asyncio.Future[Any], None, None], _: object = No
     waited.add_done_callback(partial(_go_on, coroutine))
 
 
+@dataclass(eq=False)
 class Streams(Generic[RequestT, AnswerT]):
     """The streams to a service: one that takes new sequences, and older ones until their last sequences end."""
 
-    def __init__(self, method: Method[RequestT, AnswerT]) -> None:
-        self._method = method
-        self._latest: _Stream[RequestT, AnswerT] | None = None
+    service: str
+    """Name of the service in errors."""
+    call: Callable[[], Call]
+    """Opens a stream."""
+    write: Callable[[Iterable[tuple[int, RequestT | Finish | Cancel]]], Message]
+    """Makes a message of what there is to say of sequences, by number."""
+    read: Callable[[bytes], Iterable[tuple[int, AnswerT | Ending]]]
+    """Reads a message of the service, as answers to sequences by number. Raises a ProtocolError or a DecodeError where
+    that is impossible."""
+    _latest: _Stream[RequestT, AnswerT] | None = None
 
     def open(self) -> _Stream[RequestT, AnswerT]:
-        if self._latest is None or not self._latest.takes_more:
-            self._latest = _Stream(self._method)
-        return self._latest
+        latest = self._latest
+        if latest is None or latest.is_over or time.monotonic() >= latest.old_at:
+            self._latest = latest = _Stream(self)
+        return latest

@@ -18,7 +18,7 @@ import numpy as np
 
 from coordinator.rejection import AcceptanceRule, MessageRounds, Round, resolve
 from coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
-from coordinator.transport.streams import Method, StreamedSequence, Streams
+from coordinator.transport.streams import StreamedSequence, Streams
 from tandem.config import SpeculativeConfig
 from tandem.errors import ProtocolError, ServiceUnavailableError, TandemError
 from tandem.outcome_table import OutcomeTable
@@ -56,10 +56,10 @@ def check_rows(verification: Verification, vocabulary_size: int, *, with_statist
             wrong = _wrong_logits(row, vocabulary_size)
         else:
             wrong = _wrong_support(row, vocabulary_size)
-            if not wrong and row.statistics is not None:
-                wrong = _wrong_statistics(row.statistics, vocabulary_size)
-            elif not wrong and with_statistics:
-                wrong = "a row came without statistics; they were asked for"
+            if row.statistics is not None:
+                wrong = wrong or _wrong_statistics(row.statistics, vocabulary_size)
+            elif with_statistics:
+                wrong = wrong or "a row came without statistics; they were asked for"
         if wrong:
             raise ProtocolError(f"target service: {wrong}")
 
@@ -110,11 +110,9 @@ def _wrong_logits(row: DenseRow, vocabulary_size: int) -> str:
         )
     # One pass is enough: max() returns NaN wherever there is one. Models forbid single tokens by minus infinity.
     maximum = float(row.logits.max())
-    return (
-        ""
-        if math.isfinite(maximum)
-        else (f"a dense row's highest logit is {maximum:g}; it must be a finite number")
-    )
+    if not math.isfinite(maximum):
+        return f"a dense row's highest logit is {maximum:g}; it must be a finite number"
+    return ""
 
 
 _Request = TargetOptions | VerifyStep | DraftedOutcomes
@@ -144,12 +142,10 @@ class TargetClient:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = TargetServiceStub(channel)
         self._streams: Streams[_Request, wire.Answer] = Streams(
-            Method(
-                service="target service",
-                open=channel.stream_stream("/tandem.v1.TargetService/Verify"),
-                write=wire.requests_to_proto,
-                read=lambda content: wire.answers_from_proto(target_pb2.VerifyResponse.FromString(content)),
-            )
+            service="target service",
+            call=channel.stream_stream("/tandem.v1.TargetService/Verify"),
+            write=wire.requests_to_proto,
+            read=lambda content: wire.answers_from_proto(target_pb2.VerifyResponse.FromString(content)),
         )
         self._rounds = MessageRounds()
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from tandem.errors import InvalidRequestError, ProtocolError
@@ -22,24 +23,22 @@ StepT = TypeVar("StepT")
 AnswerT = TypeVar("AnswerT")
 
 
+@dataclass(eq=False)
 class ServedSequence(Generic[OptionsT, StepT, AnswerT]):
     """One sequence of a stream, as the service sees it."""
 
-    def __init__(
-        self, options: OptionsT, say: Callable[[AnswerT], None], room: Callable[[], Awaitable[None]]
-    ) -> None:
-        self.task: asyncio.Task[None]
-        """Serves it; set by its stream."""
-        self.options = options
-        self.kept_tokens = 0
-        """Number of first tokens that the coordinator keeps, known once its steps have ended."""
-        self.say = say
-        self.on_note: Callable[[Any], None] = lambda _: None
-        """Takes what a step in progress may need to know; an InvalidRequestError ends the sequence."""
-        self._room = room
-        self._arrived: asyncio.Queue[StepT | Finish | Exception] = asyncio.Queue()
-        """Requests of the coordinator; an error ends the sequence."""
-        self._pushing: asyncio.Task[None] | None = None
+    options: OptionsT
+    say: Callable[[AnswerT], None]
+    _room: Callable[[], Awaitable[None]]
+    task: asyncio.Task[None] = field(init=False)
+    """Serves it; set by its stream."""
+    kept_tokens: int = 0
+    """Number of first tokens that the coordinator keeps, known once its steps have ended."""
+    on_note: Callable[[Any], None] = lambda _: None
+    """Takes what a step in progress may need to know; an InvalidRequestError ends the sequence."""
+    _arrived: asyncio.Queue[StepT | Finish | Exception] = field(default_factory=asyncio.Queue)
+    """Requests of the coordinator; an error ends the sequence."""
+    _pushing: asyncio.Task[None] | None = None
 
     async def steps(self, pushed: asyncio.Queue[Any] | None = None) -> AsyncIterator[StepT]:
         """Yield the steps of the sequence, until its Finish.
@@ -130,27 +129,22 @@ class SequenceStreams:
             await reading
         finally:
             reading.cancel()
-            await stream.close()
+            await asyncio.gather(*stream.cancel(), return_exceptions=True)
 
 
+@dataclass(eq=False)
 class _Stream(Generic[OptionsT, StepT, AnswerT]):
-    def __init__(
-        self,
-        calls: RunningCalls,
-        serve_sequence: Callable[[ServedSequence[OptionsT, StepT, AnswerT]], Awaitable[None]],
-        translation: Translation[OptionsT, StepT, AnswerT],
-    ) -> None:
-        self._calls = calls
-        self._serve_sequence = serve_sequence
-        self._translation = translation
-        self._running: dict[int, ServedSequence[OptionsT, StepT, AnswerT]] = {}
-        self._latest = 0
-        """The highest number that a sequence ever had."""
-        self._outbox: Outbox[AnswerT | Ending] = Outbox()
-        self._more = asyncio.Event()
-        """Set when the stream's writer has something to do."""
-        self._less = asyncio.Event()
-        self._is_read = False
+    _calls: RunningCalls
+    _serve_sequence: Callable[[ServedSequence[OptionsT, StepT, AnswerT]], Awaitable[None]]
+    _translation: Translation[OptionsT, StepT, AnswerT]
+    _running: dict[int, ServedSequence[OptionsT, StepT, AnswerT]] = field(default_factory=dict)
+    _latest: int = 0
+    """The highest number that a sequence ever had."""
+    _outbox: Outbox[AnswerT | Ending] = field(default_factory=Outbox)
+    _more: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the stream's writer has something to do."""
+    _less: asyncio.Event = field(default_factory=asyncio.Event)
+    _is_read: bool = False
 
     async def read(self, requests: AsyncIterator[Any]) -> None:
         """Distribute received messages until the stream ends."""
@@ -172,7 +166,7 @@ class _Stream(Generic[OptionsT, StepT, AnswerT]):
                         sequence.tell(request)
             await self._end_unfinished()
         except (ProtocolError, InvalidRequestError) as error:
-            self._cancel()
+            self.cancel()
             raise InvalidRequestError(str(error)) from None
         finally:
             self._is_read = True
@@ -194,10 +188,7 @@ class _Stream(Generic[OptionsT, StepT, AnswerT]):
         self._less.set()
         return taken
 
-    async def close(self) -> None:
-        await asyncio.gather(*self._cancel(), return_exceptions=True)
-
-    def _cancel(self) -> list[asyncio.Task[None]]:
+    def cancel(self) -> list[asyncio.Task[None]]:
         tasks = [sequence.task for sequence in self._running.values()]
         for task in tasks:
             task.cancel()
@@ -210,8 +201,8 @@ class _Stream(Generic[OptionsT, StepT, AnswerT]):
         elif not isinstance(request, self._translation.options):
             self._say(number, ended_by(InvalidRequestError("the sequence begins without open")))
         else:
-            sequence: ServedSequence[OptionsT, StepT, AnswerT] = ServedSequence(
-                request, lambda answer: self._say(number, answer), self._room
+            sequence = ServedSequence[OptionsT, StepT, AnswerT](
+                request, partial(self._say, number), self._room
             )
             self._running[number] = sequence
             sequence.task = asyncio.create_task(self._run(number, sequence))

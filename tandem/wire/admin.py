@@ -35,20 +35,11 @@ Mirror(
     load="sequence_count",
     num_speculative_tokens="token_count",
     best_draft_length="best_token_count",
-    ahead_outcomes="ahead_outcome_count",
 )
-REPLICA = Mirror(
-    ReplicaSnapshot, admin_pb2.Replica, open_sequences="open_sequence_count", figures="speculation"
-)
-REQUEST = Mirror(
-    RequestReport,
-    admin_pb2.ActiveRequest,
-    prompt_tokens="prompt_token_count",
-    completion_tokens="completion_token_count",
-    num_speculative_tokens="speculative_token_count",
-)
+REPLICA = Mirror(ReplicaSnapshot, admin_pb2.Replica, figures="speculation")
+REQUEST = Mirror(RequestReport, admin_pb2.ActiveRequest, num_speculative_tokens="speculative_token_count")
 STATUS = Mirror(Status, admin_pb2.Status)
-STATS = Mirror(Stats, admin_pb2.Stats, completion_tokens="completion_token_count")
+STATS = Mirror(Stats, admin_pb2.Stats)
 OPTION = Mirror(ConfigOption, admin_pb2.ConfigOption, value="json_value", changed_at="change_time")
 Mirror(Finding, admin_pb2.Finding)
 DIAGNOSIS = Mirror(Diagnosis, admin_pb2.DiagnoseResponse)

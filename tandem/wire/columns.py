@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from struct import Struct, pack, unpack
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -34,6 +34,9 @@ from tandem.types import (
 
 PartT = TypeVar("PartT")
 
+AnswerRecord: TypeAlias = tuple[int, int, int, StepCost | None]
+"""Sequence, base length, number of rows or tokens, and the cost."""
+
 _MAX_BYTES = 1 << 16
 """Size at which a message takes no further sequence: the limit on messages is meant for one sequence."""
 _HEADER_BYTES = 32
@@ -49,52 +52,50 @@ def parts_of(content: bytes) -> Iterator[bytes]:
         yield content[start : start + size]
 
 
-def ints_to_bytes(values: Sequence[int]) -> bytes:
+def pack_ints(values: Sequence[int]) -> bytes:
     """Little-endian signed 32-bit integers."""
     return pack(f"<{len(values)}i", *values)
 
 
-def ints_from_bytes(data: bytes, what: str) -> tuple[int, ...]:
+def unpack_ints(data: bytes, what: str) -> tuple[int, ...]:
     """Read little-endian signed 32-bit integers."""
     _check_size(data, 4, what)
     return unpack(f"<{len(data) // 4}i", data)
 
 
-def ids_to_bytes(parts: Sequence[IntArray]) -> bytes:
+def pack_ids(parts: Sequence[IntArray]) -> bytes:
     """Arrays of ids, one after the other, as 32-bit integers."""
     return np.concatenate(parts).astype("<i4").tobytes() if parts else b""
 
 
-def ids_from_bytes(data: bytes, what: str, count: int | None = None) -> IntArray:
+def unpack_ids(data: bytes, what: str, count: int | None = None) -> IntArray:
     """Read little-endian signed 32-bit integers as an array."""
     _check_size(data, 4, what, count)
     return np.frombuffer(data, "<i4").astype(np.int64)
 
 
-def floats_to_bytes(values: FloatArray | Float32Array) -> bytes:
+def pack_floats(values: FloatArray | Float32Array) -> bytes:
     """An array as little-endian binary32."""
     return values.astype("<f4", copy=False).tobytes()
 
 
-def floats_from_bytes(data: bytes, what: str, count: int | None = None) -> Float32Array:
+def unpack_floats(data: bytes, what: str, count: int | None = None) -> Float32Array:
     """An array over the message's own bytes, without a copy."""
     _check_size(data, 4, what, count)
     return np.frombuffer(data, "<f4")
 
 
-def records_from_bytes(form: Struct, data: bytes, what: str, count: int | None = None) -> list[Any]:
+def unpack_records(form: Struct, data: bytes, what: str, count: int | None = None) -> list[Any]:
     """Read records of one form, as tuples."""
     _check_size(data, form.size, what, count)
     return list(form.iter_unpack(data))
 
 
 def _check_size(data: bytes, width: int, what: str, count: int | None = None) -> None:
-    if count is not None and len(data) != width * count:
-        raise ProtocolError(
-            f"{what} holds {len(data)} bytes; it must hold {width * count} for {count} values"
-        )
-    if len(data) % width:
-        raise ProtocolError(f"{what} holds {len(data)} bytes; it must hold a multiple of {width}")
+    size = len(data)
+    if size % width or count not in (None, size // width):
+        must = f"a multiple of {width}" if count is None else f"{width * count} for {count} values"
+        raise ProtocolError(f"the column of {what} holds {size} bytes; it must hold {must}")
 
 
 def bounds(sizes: Iterable[int], total: int, what: str) -> list[tuple[int, int]]:
@@ -102,21 +103,21 @@ def bounds(sizes: Iterable[int], total: int, what: str) -> list[tuple[int, int]]
     found, start = [], 0
     for size in sizes:
         if size < 0:
-            raise ProtocolError(f"{what} has a part of {size} values; it must have at least 0")
+            raise ProtocolError(f"the column of {what} has a part of {size} values; it must have at least 0")
         found.append((start, start + size))
         start += size
     if start != total:
-        raise ProtocolError(f"{what} has {total} values, and parts of {start} in all")
+        raise ProtocolError(f"the column of {what} has {total} values, and parts of {start} in all")
     return found
 
 
 def split(data: bytes, sizes: Iterable[int], what: str) -> list[tuple[int, ...]]:
     """Read integers as parts of these sizes."""
-    values = ints_from_bytes(data, what)
+    values = unpack_ints(data, what)
     return [values[start:stop] for start, stop in bounds(sizes, len(values), what)]
 
 
-def answers_to_bytes(answers: Iterable[tuple[int, Verification | Proposal | DraftedOutcomes, int]]) -> bytes:
+def pack_answers(answers: Iterable[tuple[int, Verification | Proposal | DraftedOutcomes, int]]) -> bytes:
     """The common part of answers as records; each comes with its sequence's number and its number of rows or tokens."""
     return b"".join(
         [
@@ -128,9 +129,9 @@ def answers_to_bytes(answers: Iterable[tuple[int, Verification | Proposal | Draf
     )
 
 
-def answers_from_bytes(data: bytes) -> Iterator[tuple[int, int, int, StepCost | None]]:
-    """Read the common part of answers: sequence, base length, number of rows or tokens, cost."""
-    _check_size(data, _ANSWER.size, "the column of answers")
+def unpack_answers(data: bytes) -> Iterator[AnswerRecord]:
+    """Read the common part of answers."""
+    _check_size(data, _ANSWER.size, "answers")
     cost, latest = None, (0.0, 0, 0)
     for number, base_length, count, *figures in _ANSWER.iter_unpack(data):
         if (reported := tuple(figures)) != latest:  # sequences that share a step have one cost
@@ -177,9 +178,6 @@ class Outbox(Generic[PartT]):
         self.waiting_bytes = 0
         """About the size of what waits, including the message that was taken last."""
         self._taken_bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._parts)
 
     def put(self, sequence: int, part: PartT) -> None:
         size = size_of(part)

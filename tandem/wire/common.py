@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from struct import Struct
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,15 +19,17 @@ from tandem.types import (
     Float32Array,
     Grammar,
     ModelInfo,
+    ProposeStep,
     RowKind,
     SamplingParams,
     StepProfile,
+    VerifyStep,
 )
 from tandem.v1 import types_pb2
-from tandem.wire.columns import floats_to_bytes
+from tandem.wire import columns
 from tandem.wire.mirror import Mirror, enum_codec, travels_by
 
-StepT = TypeVar("StepT")
+StepT = TypeVar("StepT", ProposeStep, VerifyStep)
 
 _SAMPLING_RULES: tuple[Rule[SamplingParams], ...] = sampling_rules()
 _SAMPLING = Mirror(SamplingParams, types_pb2.SamplingParams)
@@ -42,23 +45,9 @@ def sampling_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
 
 travels_by(SamplingParams, sampling_to_proto, sampling_from_proto)
 Mirror(Grammar, types_pb2.Grammar)
-_COVERAGE = Mirror(
-    Coverage,
-    types_pb2.VocabularyCoverage,
-    shared_tokens="shared_token_count",
-    draft_tokens="draft_token_count",
-    target_tokens="target_token_count",
-)
+_COVERAGE = Mirror(Coverage, types_pb2.VocabularyCoverage)
 coverage_to_proto, coverage_from_proto = _COVERAGE.to_proto, _COVERAGE.from_proto
-
-
 row_kind_to_proto, row_kind_from_proto = enum_codec(RowKind, types_pb2.RowKind.DESCRIPTOR, "row_kind")
-
-
-def check_delta(delta: Delta) -> None:
-    """Refuse a delta that no sequence has room for."""
-    if delta.base_length < 0:
-        raise InvalidRequestError(f"delta.base_length is {delta.base_length}; it must be at least 0")
 
 
 def _profile_to_proto(profile: StepProfile) -> types_pb2.StepProfile:
@@ -80,36 +69,58 @@ model_info_to_proto, model_info_from_proto = _MODEL_INFO.to_proto, _MODEL_INFO.f
 
 
 def write_requests(
-    message: Any, requests: Iterable[tuple[int, Any]], step: type[StepT], options: Mirror[Any, Any]
-) -> list[tuple[int, StepT]]:
-    """Write what opens and ends sequences, each by its number, to a message of either service, and return the steps.
+    message: Any,
+    requests: Iterable[tuple[int, Any]],
+    options: Mirror[Any, Any],
+    step: type[StepT],
+    form: Struct,
+    numbers: Callable[[StepT], Iterable[int]],
+) -> list[StepT]:
+    """Write what is asked of sequences, each by its number, to a message of either service, and return the steps.
 
-    A sequence's Open comes before its steps, and these before its end.
+    A sequence's Open comes before its steps, and these before its end. The record of a step has the form: sequence,
+    base length, number of token ids, and the step's own numbers.
     """
-    steps: list[tuple[int, StepT]] = []
+    steps: list[StepT] = []
+    records: list[bytes] = []
+    token_ids: list[int] = []
     for sequence, request in requests:
         if isinstance(request, step):
-            steps.append((sequence, request))
+            delta: Delta = request.delta
+            records.append(form.pack(sequence, delta.base_length, len(delta.token_ids), *numbers(request)))
+            token_ids += delta.token_ids
+            steps.append(request)
         elif isinstance(request, Finish):
             message.finishes.add(sequence=sequence, token_count=request.token_count)
         elif isinstance(request, Cancel):
             message.cancelled_sequences.append(sequence)
         else:
             message.opens.add(sequence=sequence).MergeFrom(options.to_proto(request))
+    if steps:
+        message.steps.records = b"".join(records)
+        message.steps.token_ids = columns.pack_ints(token_ids)
     return steps
 
 
 def read_requests(
-    message: Any, options: Callable[[Any], Any], steps: Callable[[Any], Iterable[tuple[int, Any]]]
+    message: Any, options: Callable[[Any], Any], records: Sequence[Any], step: Callable[..., Any]
 ) -> Iterator[tuple[int, Any]]:
-    """The requests of a message of either service, by number of their sequence."""
+    """The requests of a message of either service, by number of their sequence; an error in place of one that is out of
+    range. `options` reads an Open, and `step` makes a step of its delta and its own numbers."""
+    deltas = columns.split(message.steps.token_ids, [record[2] for record in records], "token ids")
     for opening in message.opens:
         try:
             yield opening.sequence, options(opening)
         except InvalidRequestError as error:
             yield opening.sequence, error
-    if message.HasField("steps"):
-        yield from steps(message.steps)
+    for (sequence, base_length, _, *numbers), token_ids in zip(records, deltas, strict=True):
+        try:
+            made = step(Delta(base_length, token_ids), *numbers)
+            if base_length < 0:
+                raise InvalidRequestError(f"delta.base_length is {base_length}; it must be at least 0")
+            yield sequence, made
+        except InvalidRequestError as error:
+            yield sequence, error
     for finish in message.finishes:
         yield finish.sequence, Finish(finish.token_count)
     for sequence in message.cancelled_sequences:
@@ -119,23 +130,29 @@ def read_requests(
 def logits_to_tensor(logits: Float32Array) -> types_pb2.Tensor:
     """Logits of any shape as a binary32 tensor."""
     return types_pb2.Tensor(
-        data_type=types_pb2.DATA_TYPE_FLOAT32, shape=logits.shape, data=floats_to_bytes(logits)
+        data_type=types_pb2.DATA_TYPE_FLOAT32, shape=logits.shape, data=columns.pack_floats(logits)
     )
+
+
+# bfloat16 is the upper half of binary32, which numpy has no name for.
+_DATA_TYPES = {
+    types_pb2.DATA_TYPE_FLOAT32: "<f4",
+    types_pb2.DATA_TYPE_FLOAT16: "<f2",
+    types_pb2.DATA_TYPE_BFLOAT16: "<u2",
+}
 
 
 def logits_from_tensor(tensor: types_pb2.Tensor, what: str) -> Float32Array:
     """Logits as binary32, whatever type they travelled in."""
-    shape = tuple(tensor.shape)
-    count = int(np.prod(shape))
-    width = 4 if tensor.data_type == types_pb2.DATA_TYPE_FLOAT32 else 2
-    if len(tensor.data) != count * width:
-        raise ProtocolError(f"{what} holds {len(tensor.data)} bytes; its shape {shape} needs {count * width}")
-    if tensor.data_type == types_pb2.DATA_TYPE_FLOAT32:
-        return np.frombuffer(tensor.data, dtype="<f4").reshape(shape)
-    if tensor.data_type == types_pb2.DATA_TYPE_FLOAT16:
-        return np.frombuffer(tensor.data, dtype="<f2").astype(np.float32).reshape(shape)
-    if tensor.data_type == types_pb2.DATA_TYPE_BFLOAT16:
-        # bfloat16 is the upper half of binary32, which numpy has no name for.
-        halves = np.frombuffer(tensor.data, dtype="<u2").astype(np.uint32)
-        return (halves << 16).view(np.float32).reshape(shape)
-    raise ProtocolError(f"{what} has data type {tensor.data_type}; it must be float32, float16 or bfloat16")
+    if (form := _DATA_TYPES.get(tensor.data_type)) is None:
+        raise ProtocolError(
+            f"{what} has data type {tensor.data_type}; it must be float32, float16 or bfloat16"
+        )
+    shape, dtype = tuple(tensor.shape), np.dtype(form)
+    size = int(np.prod(shape)) * dtype.itemsize
+    if len(tensor.data) != size:
+        raise ProtocolError(f"{what} holds {len(tensor.data)} bytes; its shape {shape} needs {size}")
+    logits = np.frombuffer(tensor.data, dtype)
+    if form == "<u2":
+        logits = (logits.astype(np.uint32) << 16).view(np.float32)
+    return logits.astype(np.float32, copy=False).reshape(shape)

@@ -27,21 +27,8 @@ from tandem.types import (
     TargetTokenizer,
 )
 from tandem.v1 import draft_pb2
-from tandem.wire.columns import (
-    answers_from_bytes,
-    answers_to_bytes,
-    bounds,
-    floats_from_bytes,
-    floats_to_bytes,
-    ids_from_bytes,
-    ids_to_bytes,
-    ints_from_bytes,
-    ints_to_bytes,
-    parts_of,
-    records_from_bytes,
-    split,
-)
-from tandem.wire.common import check_delta, read_requests, write_requests
+from tandem.wire import columns
+from tandem.wire.common import read_requests, write_requests
 from tandem.wire.mirror import Mirror
 from tandem.wire.status import Ending, ending_from_proto, ending_to_proto
 
@@ -51,13 +38,15 @@ Request: TypeAlias = DraftOptions | ProposeStep | Finish | Cancel
 Answer: TypeAlias = Proposal | DraftedOutcomes
 """A draft's answer to one sequence."""
 
+_Columns: TypeAlias = draft_pb2.ProposalColumns | draft_pb2.OutcomeColumns
+
 _STEP = Struct("<7i")
 """Sequence, base length, number of token ids, tokens to propose, proposed tokens, branches and tokens of the budget."""
 _DEPTH = Struct("<3i")
 """Depth, number of outcomes, number of lead tokens."""
 
 Mirror(AheadBudget, draft_pb2.AheadBudget)
-_LOAD = Mirror(DraftLoad, draft_pb2.DraftLoad, sequences="sequence_count", waiting="waiting_count")
+_LOAD = Mirror(DraftLoad, draft_pb2.DraftLoad)
 load_to_proto, load_from_proto = _LOAD.to_proto, _LOAD.from_proto
 _OPTIONS = Mirror(DraftOptions, draft_pb2.ProposeOpen, prompt_length="prompt_token_count")
 
@@ -68,17 +57,16 @@ _OPTIONS = Mirror(DraftOptions, draft_pb2.ProposeOpen, prompt_length="prompt_tok
 def requests_to_proto(requests: Iterable[tuple[int, Request]]) -> draft_pb2.ProposeRequest:
     """A message for sequences by number; see `write_requests`."""
     message = draft_pb2.ProposeRequest()
-    if steps := write_requests(message, requests, ProposeStep, _OPTIONS):
-        message.steps.records = b"".join([_step_record(sequence, step) for sequence, step in steps])
-        message.steps.token_ids = _joined(step.delta.token_ids for _, step in steps)
+    write_requests(message, requests, _OPTIONS, ProposeStep, _STEP, _numbers)
     return message
 
 
 def requests_from_proto(
     message: draft_pb2.ProposeRequest,
 ) -> Iterator[tuple[int, Request | InvalidRequestError]]:
-    """The requests of a message, by number of their sequence; an error in place of one that is out of range."""
-    return read_requests(message, _options_from_proto, _steps_from_proto)
+    """The requests of a message; see `read_requests`."""
+    records = columns.unpack_records(_STEP, message.steps.records, "steps")
+    return read_requests(message, _options_from_proto, records, _step)
 
 
 def _options_from_proto(message: draft_pb2.ProposeOpen) -> DraftOptions:
@@ -94,34 +82,13 @@ def _options_from_proto(message: draft_pb2.ProposeOpen) -> DraftOptions:
     return options
 
 
-def _step_record(sequence: int, step: ProposeStep) -> bytes:
-    delta, budget = step.delta, step.ahead
+def _numbers(step: ProposeStep) -> tuple[int, ...]:
+    budget = step.ahead
     branches, tokens = (budget.branch_count, budget.token_count) if budget else (0, 0)
-    return _STEP.pack(
-        sequence,
-        delta.base_length,
-        len(delta.token_ids),
-        step.token_count,
-        step.proposed_count,
-        branches,
-        tokens,
-    )
-
-
-def _steps_from_proto(
-    message: draft_pb2.ProposeSteps,
-) -> Iterator[tuple[int, ProposeStep | InvalidRequestError]]:
-    records = records_from_bytes(_STEP, message.records, "the column of steps")
-    deltas = split(message.token_ids, [record[2] for record in records], "the column of token ids")
-    for (sequence, base_length, _, *numbers), token_ids in zip(records, deltas, strict=True):
-        try:
-            yield sequence, _step(Delta(base_length, token_ids), *numbers)
-        except InvalidRequestError as error:
-            yield sequence, error
+    return step.token_count, step.proposed_count, branches, tokens
 
 
 def _step(delta: Delta, size: int, proposed: int, branches: int, tokens: int) -> ProposeStep:
-    check_delta(delta)
     if size < 0:
         raise InvalidRequestError(f"the proposal size is {size}; it must be at least 0")
     if not branches and not tokens:
@@ -159,7 +126,7 @@ def tokenizer_to_proto(tokenizer: TargetTokenizer) -> Iterator[draft_pb2.MapVoca
     yield draft_pb2.MapVocabularyRequest(
         tokenizer_hash=tokenizer.hash, vocabulary_size=size, eos_token_ids=tokenizer.eos_token_ids
     )
-    for part in parts_of(tokenizer.content):
+    for part in columns.parts_of(tokenizer.content):
         yield draft_pb2.MapVocabularyRequest(content=part)
 
 
@@ -202,20 +169,13 @@ def answers_to_proto(
         else:
             message.ends.append(ending_to_proto(sequence, answer))
     for block in proposals.values():
-        _proposals_to_proto(message.proposals.add(), block)
+        added = message.proposals.add()
+        _write_tokens(added, block)
+        logits = [proposal.token_logits for _, proposal in block if proposal.token_logits is not None]
+        added.token_logits = columns.pack_floats(np.concatenate(logits)) if logits else b""
     for pushed in outcomes.values():
         outcomes_to_proto(message.outcomes.add(), pushed)
     return message
-
-
-def _proposals_to_proto(message: draft_pb2.ProposalColumns, numbered: Sequence[tuple[int, Proposal]]) -> None:
-    proposals = [proposal for _, proposal in numbered]
-    message.records = answers_to_bytes((number, each, len(each.token_ids)) for number, each in numbered)
-    message.token_ids = _joined(each.token_ids for each in proposals)
-    logits = [each.token_logits for each in proposals if each.token_logits is not None]
-    if logits:
-        message.token_logits = floats_to_bytes(np.concatenate(logits))
-    _distributions_to_proto(message.distributions, [own for each in proposals for own in each.distributions])
 
 
 def outcomes_to_proto(
@@ -223,72 +183,64 @@ def outcomes_to_proto(
 ) -> None:
     """Write outcomes, each by the number of its sequence; all of them have distributions, or none."""
     outcomes = [each for _, each in numbered]
-    message.records = answers_to_bytes((number, each, len(each.token_ids)) for number, each in numbered)
+    _write_tokens(message, numbered)
     message.depths = b"".join(
         [_DEPTH.pack(each.depth, len(each.accepted_counts), len(each.lead_token_ids)) for each in outcomes]
     )
     message.accepted_counts = _joined(each.accepted_counts for each in outcomes)
     message.next_token_ids = _joined(each.next_token_ids for each in outcomes)
-    message.token_ids = _joined(each.token_ids for each in outcomes)
     message.lead_token_ids = _joined(each.lead_token_ids for each in outcomes)
-    _distributions_to_proto(message.distributions, [own for each in outcomes for own in each.distributions])
+
+
+def _write_tokens(message: _Columns, numbered: Sequence[tuple[int, Answer]]) -> None:
+    """Write the columns of any answers: their records, their tokens, and what these were drawn from."""
+    message.records = columns.pack_answers((number, each, len(each.token_ids)) for number, each in numbered)
+    message.token_ids = _joined(each.token_ids for _, each in numbered)
+    if drawn_from := [distribution for _, each in numbered for distribution in each.distributions]:
+        drawn = message.distributions
+        drawn.support_sizes = columns.pack_ints([len(each.token_ids) for each in drawn_from])
+        drawn.support_ids = columns.pack_ids([each.token_ids for each in drawn_from])
+        drawn.probabilities = columns.pack_floats(np.concatenate([each.probs for each in drawn_from]))
 
 
 def _joined(parts: Iterable[Sequence[int]]) -> bytes:
-    return ints_to_bytes(list(chain.from_iterable(parts)))
-
-
-def _distributions_to_proto(
-    message: draft_pb2.DistributionColumns, distributions: Sequence[SparseDistribution]
-) -> None:
-    if distributions:
-        message.support_sizes = ints_to_bytes([len(each.token_ids) for each in distributions])
-        message.support_ids = ids_to_bytes([each.token_ids for each in distributions])
-        message.probabilities = floats_to_bytes(np.concatenate([each.probs for each in distributions]))
+    return columns.pack_ints(list(chain.from_iterable(parts)))
 
 
 def answers_from_proto(message: draft_pb2.ProposeResponse) -> Iterator[tuple[int, Answer | Ending]]:
     """The answers of a message, by number of the sequence."""
     for proposals in message.proposals:
-        yield from _proposals_from_proto(proposals)
+        answers, token_ids, distributions = _read_tokens(proposals)
+        has_logits, start = bool(proposals.token_logits), 0
+        logits = columns.unpack_floats(
+            proposals.token_logits, "logits", has_logits * sum(map(len, token_ids))
+        )
+        for (sequence, base_length, count, cost), own, drawn_from in zip(
+            answers, token_ids, distributions, strict=True
+        ):
+            own_logits = logits[start : start + count] if has_logits else None
+            start += count
+            yield sequence, Proposal(base_length, own, drawn_from, own_logits, cost)
     for outcomes in message.outcomes:
         yield from outcomes_from_proto(outcomes)
     for end in message.ends:
         yield end.sequence, ending_from_proto(end)
 
 
-def _proposals_from_proto(message: draft_pb2.ProposalColumns) -> Iterator[tuple[int, Proposal]]:
-    answers = list(answers_from_bytes(message.records))
-    counts = [count for _, _, count, _ in answers]
-    token_ids = split(message.token_ids, counts, "the column of tokens")
-    total = sum(counts)
-    logits = floats_from_bytes(
-        message.token_logits, "the column of logits", total if message.token_logits else 0
-    )
-    distributions = _distributions_from_proto(message.distributions, counts)
-    start = 0
-    for (sequence, base_length, count, cost), own, drawn_from in zip(
-        answers, token_ids, distributions, strict=True
-    ):
-        own_logits = logits[start : start + count] if len(logits) else None
-        start += count
-        yield sequence, Proposal(base_length, own, drawn_from, own_logits, cost)
-
-
 def outcomes_from_proto(message: draft_pb2.OutcomeColumns) -> Iterator[tuple[int, DraftedOutcomes]]:
     """The outcomes of a message, by number of the sequence."""
-    answers = list(answers_from_bytes(message.records))
-    depths = records_from_bytes(_DEPTH, message.depths, "the column of depths", len(answers))
-    counts, outcomes = [count for _, _, count, _ in answers], [count for _, count, _ in depths]
-    columns = zip(
-        split(message.token_ids, counts, "the column of tokens"),
-        split(message.accepted_counts, outcomes, "the column of accepted counts"),
-        split(message.next_token_ids, outcomes, "the column of next tokens"),
-        _distributions_from_proto(message.distributions, counts),
-        split(message.lead_token_ids, [count for _, _, count in depths], "the column of lead tokens"),
+    answers, token_ids, distributions = _read_tokens(message)
+    depths = columns.unpack_records(_DEPTH, message.depths, "depths", len(answers))
+    outcomes = [count for _, count, _ in depths]
+    parts = zip(
+        token_ids,
+        columns.split(message.accepted_counts, outcomes, "accepted counts"),
+        columns.split(message.next_token_ids, outcomes, "next tokens"),
+        distributions,
+        columns.split(message.lead_token_ids, [count for _, _, count in depths], "lead tokens"),
         strict=True,
     )
-    for (sequence, base_length, _, cost), (depth, _, _), own in zip(answers, depths, columns, strict=True):
+    for (sequence, base_length, _, cost), (depth, _, _), own in zip(answers, depths, parts, strict=True):
         yield sequence, DraftedOutcomes(base_length, depth, *own, cost)
 
 
@@ -297,20 +249,24 @@ def sums_to_one(total: float) -> bool:
     return 0.999 < total < 1.001
 
 
-def _distributions_from_proto(
-    message: draft_pb2.DistributionColumns, counts: Sequence[int]
-) -> list[tuple[SparseDistribution, ...]]:
-    """For each answer the distributions of its tokens, of which it has so many; none where all are deterministic."""
-    if not message.ByteSize():
-        return [()] * len(counts)
-    sizes = ints_from_bytes(message.support_sizes, "the column of support sizes")
+def _read_tokens(
+    message: _Columns,
+) -> tuple[list[columns.AnswerRecord], list[tuple[int, ...]], list[tuple[SparseDistribution, ...]]]:
+    """Of each answer its record, its tokens, and what each token was drawn from; nothing where it is deterministic."""
+    answers = list(columns.unpack_answers(message.records))
+    counts = [count for _, _, count, _ in answers]
+    tokens = columns.split(message.token_ids, counts, "tokens")
+    drawn = message.distributions
+    if not drawn.ByteSize():
+        return answers, tokens, [()] * len(counts)
+    sizes = columns.unpack_ints(drawn.support_sizes, "support sizes")
     if len(sizes) not in (0, sum(counts)):
         raise ProtocolError(
             f"{sum(counts)} tokens came with {len(sizes)} distributions; there must be one for each token or none"
         )
-    token_ids = ids_from_bytes(message.support_ids, "the column of support ids")
-    spans = bounds(sizes, len(token_ids), "the column of support ids")
-    probs = floats_from_bytes(message.probabilities, "the column of probabilities", len(token_ids))
+    token_ids = columns.unpack_ids(drawn.support_ids, "support ids")
+    spans = columns.bounds(sizes, len(token_ids), "support ids")
+    probs = columns.unpack_floats(drawn.probabilities, "probabilities", len(token_ids))
     # Supports are short: Python's own sum over a list is faster than numpy's, which takes microseconds to begin.
     values = probs.tolist()
     totals = [sum(values[first:last]) for first, last in spans]
@@ -319,4 +275,4 @@ def _distributions_from_proto(
     divisors = [each if sums_to_one(each) else 1.0 for each in totals]
     scaled = probs.astype(float) / np.repeat(divisors, sizes)
     each = iter([SparseDistribution(token_ids[first:last], scaled[first:last]) for first, last in spans])
-    return [tuple(islice(each, count)) for count in counts]
+    return answers, tokens, [tuple(islice(each, count)) for count in counts]

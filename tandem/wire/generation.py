@@ -21,23 +21,15 @@ from tandem.types import (
 from tandem.v1 import generation_pb2, types_pb2
 from tandem.wire.mirror import Mirror, travels_by
 
-_TOKEN_COUNTS = {name: f"{name}_token_count" for name in ("drafted", "reached", "accepted")}
-
 # Parts before the whole.
 Mirror(Grammar, types_pb2.Grammar)
-Mirror(PositionStats, generation_pb2.PositionFigures, **_TOKEN_COUNTS)
-Mirror(AheadStats, generation_pb2.AheadFigures, hits="hit_count", hits_by_rank="rank_hit_counts")
-Mirror(LeadStats, generation_pb2.LeadFigures, rounds="round_count")
-Mirror(SpeculationStats, generation_pb2.SpeculationFigures, rounds="round_count", **_TOKEN_COUNTS)
+Mirror(PositionStats, generation_pb2.PositionFigures)
+Mirror(AheadStats, generation_pb2.AheadFigures, hits_by_rank="rank_hit_counts")
+Mirror(LeadStats, generation_pb2.LeadFigures)
+Mirror(SpeculationStats, generation_pb2.SpeculationFigures)
 Mirror(DecidingFigure, generation_pb2.DecidingFigure)
 Mirror(SpeculationState, generation_pb2.SpeculationState, num_speculative_tokens="token_count")
-_SUMMARY = Mirror(
-    Summary,
-    generation_pb2.GenerationSummary,
-    apart=("stop_reason",),
-    prompt_tokens="prompt_token_count",
-    completion_tokens="completion_token_count",
-)
+_SUMMARY = Mirror(Summary, generation_pb2.GenerationSummary, apart=("stop_reason",))
 _REQUEST = Mirror(GenerationRequest, generation_pb2.GenerateRequest, apart=("prompt", "speculation"))
 
 
@@ -55,17 +47,10 @@ def request_to_proto(request: GenerationRequest) -> generation_pb2.GenerateReque
 
 def request_from_proto(message: generation_pb2.GenerateRequest) -> GenerationRequest:
     """The request of a message."""
-    return _REQUEST.from_proto(message, prompt=_prompt(message), speculation=not message.disable_speculation)
-
-
-def _prompt(message: generation_pb2.GenerateRequest) -> str | tuple[int, ...]:
-    match message.WhichOneof("prompt"):
-        case "text":
-            return message.text
-        case "token_ids":
-            return tuple(message.token_ids.token_ids)
-        case _:
-            raise InvalidRequestError("the request has no prompt; set text or token_ids")
+    if message.WhichOneof("prompt") is None:
+        raise InvalidRequestError("the request has no prompt; set text or token_ids")
+    prompt = message.text if message.HasField("text") else tuple(message.token_ids.token_ids)
+    return _REQUEST.from_proto(message, prompt=prompt, speculation=not message.disable_speculation)
 
 
 def chat_to_proto(messages: Sequence[ChatMessage]) -> generation_pb2.RenderChatRequest:
@@ -106,5 +91,5 @@ def _summary_from_proto(message: generation_pb2.GenerationSummary) -> Summary:
 
 travels_by(Summary, _summary_to_proto, _summary_from_proto)
 Mirror(TokenLogprobs, generation_pb2.TokenLogprobs)
-_CHUNK = Mirror(Chunk, generation_pb2.GenerateResponse, proposed="proposed_token_count")
+_CHUNK = Mirror(Chunk, generation_pb2.GenerateResponse)
 chunk_to_proto, chunk_from_proto = _CHUNK.to_proto, _CHUNK.from_proto

@@ -54,7 +54,8 @@ class Mirror(Generic[DataT, MessageT]):
 
         Args:
             apart: Fields of the dataclass that the caller converts.
-            sent_as: Names in the message that are neither the dataclass's own nor the same with `_count` behind it.
+            sent_as: Names in the message that are neither the dataclass's own nor those of its count: `hit_count` for
+                `hits`, or `drafted_token_count` for `drafted`.
         """
         self._data = data
         self._message = message
@@ -65,7 +66,8 @@ class Mirror(Generic[DataT, MessageT]):
             if each.name in apart:
                 continue
             name = sent_as.get(each.name, each.name)
-            described = known[name if name in known else f"{name}_count"]
+            names = (name, f"{name}_count", f"{name}_token_count", f"{name.removesuffix('s')}_count")
+            described = next(known[each] for each in names if each in known)
             hint = hints[each.name]
             may_be_none = NoneType in get_args(hint)
             if may_be_none:
@@ -75,14 +77,10 @@ class Mirror(Generic[DataT, MessageT]):
         # Values that need no conversion are fetched all at once: a coordinator converts several messages for a request.
         same_out = [field for field in own_fields if field.codec.encode is _itself]
         same_in = [field for field in own_fields if field.codec.decode is _itself and not field.may_be_none]
-        self._sent_same, self._get_same = (
-            [field.sent_as for field in same_out],
-            _getter([field.name for field in same_out]),
-        )
-        self._read_same, self._get_read = (
-            [field.name for field in same_in],
-            _getter([field.sent_as for field in same_in]),
-        )
+        self._sent_same = [field.sent_as for field in same_out]
+        self._get_same = _getter([field.name for field in same_out])
+        self._read_same = [field.name for field in same_in]
+        self._get_read = _getter([field.sent_as for field in same_in])
         self._encoded = [field for field in own_fields if field not in same_out]
         self._decoded = [field for field in own_fields if field not in same_in]
         _MIRRORS[data] = Codec(self._values, self.from_proto)

@@ -35,28 +35,7 @@ from tandem.types import (
 )
 from tandem.v1 import target_pb2
 from tandem.v1.types_pb2 import Tensor
-from tandem.wire.columns import (
-    answers_from_bytes,
-    answers_to_bytes,
-    bounds,
-    floats_from_bytes,
-    floats_to_bytes,
-    ids_from_bytes,
-    ids_to_bytes,
-    ints_from_bytes,
-    ints_to_bytes,
-    records_from_bytes,
-    split,
-)
-from tandem.wire.common import (
-    check_delta,
-    logits_from_tensor,
-    logits_to_tensor,
-    read_requests,
-    row_kind_from_proto,
-    row_kind_to_proto,
-    write_requests,
-)
+from tandem.wire import columns, common
 from tandem.wire.draft import outcomes_from_proto, outcomes_to_proto
 from tandem.wire.mirror import Mirror
 from tandem.wire.status import Ending, ending_from_proto, ending_to_proto
@@ -72,7 +51,7 @@ _SUPPORT_ROW = Struct("<ifif")
 _STATISTICS = Struct("<ffi")
 """Entropy, maximum probability, argmax."""
 _EMPTY_SUPPORT: IntArray = np.empty(0, dtype=np.int64)
-_HAS_SUPPORTS = row_kind_to_proto(RowKind.SUPPORT)
+_HAS_SUPPORTS = common.row_kind_to_proto(RowKind.SUPPORT)
 
 Mirror(LogitAdjustments, target_pb2.LogitAdjustments)
 _OPTIONS = Mirror(
@@ -93,16 +72,42 @@ def requests_to_proto(requests: Iterable[tuple[int, Request]]) -> target_pb2.Ver
     if outcomes := [(number, each) for number, each in requests if isinstance(each, DraftedOutcomes)]:
         outcomes_to_proto(message.outcomes, outcomes)
         requests = [each for each in requests if not isinstance(each[1], DraftedOutcomes)]
-    if steps := write_requests(message, requests, VerifyStep, _OPTIONS):
-        _steps_to_proto(message.steps, steps)
+    supports: list[IntArray] = []
+    for step in common.write_requests(message, requests, _OPTIONS, VerifyStep, _STEP, _numbers):
+        if step.row_kind is RowKind.SUPPORT:
+            supports += step.supports
+            supports += [_EMPTY_SUPPORT] * (step.row_count - len(step.supports))
+    if supports:
+        message.steps.support_sizes = columns.pack_ints([len(support) for support in supports])
+        message.steps.support_ids = columns.pack_ids(supports)
     return message
+
+
+def _numbers(step: VerifyStep) -> tuple[int, ...]:
+    kind = common.row_kind_to_proto(step.row_kind)
+    flags = step.with_statistics, step.lead, step.min_proposed, step.alone_after_miss
+    return kind, step.row_count, *flags
 
 
 def requests_from_proto(
     message: target_pb2.VerifyRequest,
 ) -> Iterator[tuple[int, Request | InvalidRequestError]]:
-    """The requests of a message, by number of their sequence; an error in place of one that is out of range."""
-    yield from read_requests(message, _options_from_proto, _steps_from_proto)
+    """The requests of a message; see `read_requests`."""
+    records = columns.unpack_records(_STEP, message.steps.records, "steps")
+    supports = iter(_supports_from_proto(message.steps, records))
+
+    def step(
+        delta: Delta, kind: int, rows: int, statistics: int, lead: int, min_proposed: int, alone: int
+    ) -> VerifyStep:
+        own = tuple(islice(supports, max(rows, 0))) if kind == _HAS_SUPPORTS else ()
+        if rows < 0:
+            raise InvalidRequestError(f"row_count is {rows}; it must be at least 0")
+        if not 0 <= lead <= MAX_LEAD:
+            raise InvalidRequestError(f"lead is {lead}; it must be from 0 to {MAX_LEAD}")
+        row_kind = common.row_kind_from_proto(kind)
+        return VerifyStep(delta, row_kind, rows, own, bool(statistics), lead, min_proposed, bool(alone))
+
+    yield from common.read_requests(message, _options_from_proto, records, step)
     if message.HasField("outcomes"):
         for sequence, drafted in outcomes_from_proto(message.outcomes):
             yield sequence, _checked(drafted)
@@ -134,71 +139,15 @@ def _options_from_proto(message: target_pb2.VerifyOpen) -> TargetOptions:
     return options
 
 
-def _steps_to_proto(message: target_pb2.VerifySteps, numbered: Sequence[tuple[int, VerifyStep]]) -> None:
-    records: list[bytes] = []
-    token_ids: list[int] = []
-    supports: list[IntArray] = []
-    for sequence, step in numbered:
-        delta = step.delta
-        kind, rows = row_kind_to_proto(step.row_kind), step.row_count
-        records.append(
-            _STEP.pack(
-                sequence,
-                delta.base_length,
-                len(delta.token_ids),
-                kind,
-                rows,
-                step.with_statistics,
-                step.lead,
-                step.min_proposed,
-                step.alone_after_miss,
-            )
-        )
-        token_ids += delta.token_ids
-        if step.row_kind is RowKind.SUPPORT:
-            supports += step.supports
-            supports += [_EMPTY_SUPPORT] * (rows - len(step.supports))
-    message.records = b"".join(records)
-    message.token_ids = ints_to_bytes(token_ids)
-    if supports:
-        message.support_sizes = ints_to_bytes([len(support) for support in supports])
-        message.support_ids = ids_to_bytes(supports)
-
-
-def _steps_from_proto(
-    message: target_pb2.VerifySteps,
-) -> Iterator[tuple[int, VerifyStep | InvalidRequestError]]:
-    records = records_from_bytes(_STEP, message.records, "the column of steps")
-    deltas = split(message.token_ids, [record[2] for record in records], "the column of token ids")
-    supports = iter(_supports_from_proto(message, records))
-    for record, token_ids in zip(records, deltas, strict=True):
-        sequence, base_length, _, kind, rows, statistics, lead, min_proposed, alone = record
-        own = tuple(islice(supports, max(rows, 0))) if kind == _HAS_SUPPORTS else ()
-        try:
-            delta = Delta(base_length, token_ids)
-            check_delta(delta)
-            if rows < 0:
-                raise InvalidRequestError(f"row_count is {rows}; it must be at least 0")
-            if not 0 <= lead <= MAX_LEAD:
-                raise InvalidRequestError(f"lead is {lead}; it must be from 0 to {MAX_LEAD}")
-            row_kind = row_kind_from_proto(kind)
-            yield (
-                sequence,
-                VerifyStep(delta, row_kind, rows, own, bool(statistics), lead, min_proposed, bool(alone)),
-            )
-        except InvalidRequestError as error:
-            yield sequence, error
-
-
 def _supports_from_proto(message: target_pb2.VerifySteps, records: Sequence[Any]) -> list[IntArray]:
     count = sum([max(record[4], 0) for record in records if record[3] == _HAS_SUPPORTS])
     if not count:
         return []
-    sizes = ints_from_bytes(message.support_sizes, "the column of support sizes")
+    sizes = columns.unpack_ints(message.support_sizes, "support sizes")
     if len(sizes) != count:
         raise ProtocolError(f"{len(sizes)} supports came for {count} rows")
-    ids = ids_from_bytes(message.support_ids, "the column of support ids")
-    return [ids[start:stop] for start, stop in bounds(sizes, len(ids), "the column of support ids")]
+    ids = columns.unpack_ids(message.support_ids, "support ids")
+    return [ids[start:stop] for start, stop in columns.bounds(sizes, len(ids), "support ids")]
 
 
 # ---- verifications
@@ -214,46 +163,44 @@ def answers_to_proto(answers: Iterable[tuple[int, Verification | Ending]]) -> ta
         else:
             forms.setdefault(_form(answer.rows), []).append((sequence, answer))
     for (kind, _), block in forms.items():
-        columns = message.verifications.add()
-        columns.records = answers_to_bytes((number, each, len(each.rows)) for number, each in block)
+        answered = message.verifications.add()
+        answered.records = columns.pack_answers((number, each, len(each.rows)) for number, each in block)
         led = [each.led_token_id for _, each in block]
         if max(led) >= 0:
-            columns.led_token_ids = ints_to_bytes(led)
+            answered.led_token_ids = columns.pack_ints(led)
         proposed = [each.next_proposed for _, each in block]
         if max(proposed) >= 0:
-            columns.next_proposed_counts = ints_to_bytes(proposed)
+            answered.next_proposed_counts = columns.pack_ints(proposed)
         rows: list[Any] = [row for _, each in block for row in each.rows]
         if kind is TokenRow:
-            columns.token_rows.token_ids = ints_to_bytes([row.token_id for row in rows])
+            answered.token_rows.token_ids = columns.pack_ints([row.token_id for row in rows])
         elif kind is DenseRow:
-            columns.dense_rows.CopyFrom(logits_to_tensor(np.stack([row.logits for row in rows])))
+            answered.dense_rows.CopyFrom(common.logits_to_tensor(np.stack([row.logits for row in rows])))
         else:
-            _supports_to_proto(columns.support_rows, rows)
+            _supports_to_proto(answered.support_rows, rows)
     return message
 
 
 def _form(rows: Sequence[TargetRow]) -> tuple[type[TargetRow], bool]:
-    first = rows[0] if rows else None
-    if isinstance(first, SupportRow):
-        return SupportRow, first.statistics is not None
-    return (DenseRow if isinstance(first, DenseRow) else TokenRow), False
+    if not rows:
+        return TokenRow, False
+    return type(rows[0]), getattr(rows[0], "statistics", None) is not None
 
 
-def _supports_to_proto(columns: target_pb2.SupportRows, rows: Sequence[SupportRow]) -> None:
-    columns.records = b"".join(
+def _supports_to_proto(message: target_pb2.SupportRows, rows: Sequence[SupportRow]) -> None:
+    message.records = b"".join(
         [
             _SUPPORT_ROW.pack(len(row.probs), row.outside_mass, row.outside_token_id, row.outside_prob or 0.0)
             for row in rows
         ]
     )
-    columns.probabilities = floats_to_bytes(np.concatenate([row.probs for row in rows]))
-    statistics = [row.statistics for row in rows if row.statistics is not None]
-    if statistics:
-        columns.statistics.records = b"".join(
+    message.probabilities = columns.pack_floats(np.concatenate([row.probs for row in rows]))
+    if statistics := [row.statistics for row in rows if row.statistics is not None]:
+        message.statistics.records = b"".join(
             [_STATISTICS.pack(each.entropy, each.max_prob, each.argmax_token_id) for each in statistics]
         )
-        columns.statistics.ranks = ids_to_bytes([each.ranks for each in statistics])
-        columns.statistics.logits = floats_to_bytes(np.concatenate([each.logits for each in statistics]))
+        message.statistics.ranks = columns.pack_ids([each.ranks for each in statistics])
+        message.statistics.logits = columns.pack_floats(np.concatenate([each.logits for each in statistics]))
 
 
 @dataclass(slots=True, eq=False)  # one for each answer: to freeze it would take three times as long
@@ -281,12 +228,12 @@ class Answer:
 
 def answers_from_proto(message: target_pb2.VerifyResponse) -> Iterator[tuple[int, Answer | Ending]]:
     """The answers of a message, by number of the sequence."""
-    for columns in message.verifications:
-        block = _read_block(columns)
-        records = list(answers_from_bytes(columns.records))
-        led = _optional(columns.led_token_ids, "led tokens", len(records))
-        proposed = _optional(columns.next_proposed_counts, "next proposed counts", len(records))
-        spans = bounds([count for _, _, count, _ in records], block.count, "the column of rows")
+    for answered in message.verifications:
+        block = _read_block(answered)
+        records = list(columns.unpack_answers(answered.records))
+        led = _optional(answered.led_token_ids, "led tokens", len(records))
+        proposed = _optional(answered.next_proposed_counts, "next proposed counts", len(records))
+        spans = columns.bounds([count for _, _, count, _ in records], block.count, "rows")
         for (sequence, base_length, _, cost), span, *ahead in zip(records, spans, led, proposed, strict=True):
             yield sequence, Answer(base_length, cost, block, *span, *ahead)
     for end in message.ends:
@@ -295,7 +242,7 @@ def answers_from_proto(message: target_pb2.VerifyResponse) -> Iterator[tuple[int
 
 def _optional(column: bytes, what: str, count: int) -> tuple[int, ...]:
     """A column with a value for each record; -1 for each where it is empty."""
-    values = ints_from_bytes(column, f"the column of {what}") or (-1,) * count
+    values = columns.unpack_ints(column, what) or (-1,) * count
     if len(values) != count:
         raise ProtocolError(f"{len(values)} {what} came for {count} verifications")
     return values
@@ -311,14 +258,14 @@ class RowBlock:
     """Rows from one number to below another, of these supports. Raises ProtocolError where a support does not fit."""
 
 
-def _read_block(columns: target_pb2.VerificationColumns) -> RowBlock:
-    match columns.WhichOneof("rows"):
+def _read_block(message: target_pb2.VerificationColumns) -> RowBlock:
+    match message.WhichOneof("rows"):
         case "support_rows":
-            return _support_rows(columns.support_rows)
+            return _support_rows(message.support_rows)
         case "dense_rows":
-            return _dense_rows(columns.dense_rows)
+            return _dense_rows(message.dense_rows)
         case _:
-            ids = ints_from_bytes(columns.token_rows.token_ids, "the column of token rows")
+            ids = columns.unpack_ints(message.token_rows.token_ids, "token rows")
             return RowBlock(
                 RowKind.TOKEN, len(ids), lambda start, stop, _: tuple(map(TokenRow, ids[start:stop]))
             )
@@ -328,16 +275,16 @@ def _dense_rows(message: Tensor) -> RowBlock:
     shape = tuple(message.shape)
     if len(shape) != 2 or min(shape) < 0:
         raise ProtocolError(f"dense_rows has the shape {shape}; it must be rows times vocabulary")
-    logits = logits_from_tensor(message, "dense_rows")
+    logits = common.logits_from_tensor(message, "dense_rows")
     return RowBlock(
         RowKind.DENSE, len(logits), lambda start, stop, _: tuple(map(DenseRow, logits[start:stop]))
     )
 
 
 def _support_rows(message: target_pb2.SupportRows) -> RowBlock:
-    records = records_from_bytes(_SUPPORT_ROW, message.records, "the column of support rows")
-    probs = floats_from_bytes(message.probabilities, "the column of probabilities").astype(float)
-    spans = bounds([record[0] for record in records], len(probs), "the column of probabilities")
+    records = columns.unpack_records(_SUPPORT_ROW, message.records, "support rows")
+    probs = columns.unpack_floats(message.probabilities, "probabilities").astype(float)
+    spans = columns.bounds([record[0] for record in records], len(probs), "probabilities")
     statistics = _statistics(message.statistics, spans) if message.HasField("statistics") else None
 
     def rows(start: int, stop: int, supports: Sequence[IntArray]) -> tuple[SupportRow, ...]:
@@ -358,9 +305,9 @@ def _statistics(
     message: target_pb2.StatisticsColumns, spans: Sequence[tuple[int, int]]
 ) -> list[RowStatistics]:
     total = spans[-1][1] if spans else 0
-    records = records_from_bytes(_STATISTICS, message.records, "the column of statistics", len(spans))
-    ranks = ids_from_bytes(message.ranks, "the column of ranks", total)
-    logits = floats_from_bytes(message.logits, "the column of logits", total)
+    records = columns.unpack_records(_STATISTICS, message.records, "statistics", len(spans))
+    ranks = columns.unpack_ids(message.ranks, "ranks", total)
+    logits = columns.unpack_floats(message.logits, "logits", total)
     return [
         RowStatistics(entropy, max_prob, argmax, ranks[first:last], logits[first:last])
         for (entropy, max_prob, argmax), (first, last) in zip(records, spans, strict=True)

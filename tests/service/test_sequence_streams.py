@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from benchmarks.load.fakes import LeaveError
 from coordinator.telemetry.observer import StreamObserver
-from coordinator.transport.streams import Method, StreamedSequence, Streams
+from coordinator.transport.streams import StreamedSequence, Streams
 from draft_service.service import DraftService
 from draft_service.settings import DraftSettings
 from tandem.errors import CapacityError, ProtocolError, ServiceUnavailableError, TandemError
@@ -130,7 +130,6 @@ class Asker(StreamedSequence[Any, wire.Answer]):
 @dataclass(frozen=True)
 class Ends:
     service: Echo
-    method: Method[Any, wire.Answer]
     streams: Streams[Any, wire.Answer]
     stub: target_pb2_grpc.TargetServiceStub
     server: grpc.aio.Server
@@ -148,14 +147,14 @@ async def ends() -> AsyncIterator[Ends]:
         serving(service) as (address, server),
         open_channel(address) as channel,
     ):
-        method: Method[Any, wire.Answer] = Method(
+        streams: Streams[Any, wire.Answer] = Streams(
             service="target service",
-            open=channel.stream_stream("/tandem.v1.TargetService/Verify"),
+            call=channel.stream_stream("/tandem.v1.TargetService/Verify"),
             write=wire.requests_to_proto,
             read=lambda content: wire.answers_from_proto(target_pb2.VerifyResponse.FromString(content)),
         )
         stub = target_pb2_grpc.TargetServiceStub(channel)
-        yield Ends(service, method, Streams(method), stub, server, address)
+        yield Ends(service, streams, stub, server, address)
 
 
 def step(base_length: int) -> VerifyStep:
@@ -516,7 +515,7 @@ async def test_an_unreadable_answer_is_the_services_fault() -> None:
         open_channel(address) as channel,
     ):
         garbling: Any = channel.stream_stream("/garbling/garble")
-        sequence = Asker(Streams(replace(both.method, open=garbling)))
+        sequence = Asker(replace(both.streams, call=garbling))
         with pytest.raises(ProtocolError, match="target service: its answer cannot be read"):
             await sequence.ask(1)
         sequence.cancel()

@@ -242,7 +242,7 @@ class DraftedRow:
         if count <= 0:
             return NOTHING
         until = batch.until
-        if sequence.awaits_outcome(self):
+        if sequence.outcomes.awaits(self.token_ids):
             drafted = await self._drafted_ahead(sequence, batch, until, count)
             if drafted is not None:
                 sequence.go_on(self, drafted, batch.budget)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from coordinator.decoding.completion import Completion
 from coordinator.telemetry.observer import NO_OBSERVER
 from coordinator.transport.draft_client import DraftLimits, DraftSequence, check_proposal
-from coordinator.transport.streams import Method, RemoteSequence, Streams
+from coordinator.transport.streams import RemoteSequence, Streams
 from tandem.errors import ProtocolError
 from tandem.types import (
     AheadBudget,
@@ -70,7 +70,7 @@ class Service:
         def read(content: bytes) -> Iterable[tuple[int, Any]]:
             return wire.answers_from_proto(draft_pb2.ProposeResponse.FromString(content))
 
-        return Streams(Method("draft service", lambda: cast("Any", self), wire.requests_to_proto, read))
+        return Streams("draft service", lambda: cast("Any", self), wire.requests_to_proto, read)
 
 
 @dataclass
@@ -88,7 +88,7 @@ async def opened(service: Service) -> DraftSequence:
     """A sequence of four tokens that the draft has read, and has proposed two more for."""
     service.is_read.set()
     sequence = DraftSequence(service.streams, OPTIONS, LIMITS, NO_OBSERVER)
-    sequence.begin(completion(4))
+    sequence.read(completion(4))
     service.answer(Proposal(4))
     await settled()
     proposing = asyncio.create_task(sequence.propose(completion(4), 2, SECONDS))
@@ -154,7 +154,7 @@ async def test_a_draft_that_does_not_read_is_told_no_more() -> None:
         sequence.go_on(completion(length), Proposal(length), BUDGET)
         await settled()
     assert service.waiting == 1
-    assert not sequence.awaits_outcome(completion(200)), "the next round asks"
+    assert not sequence.outcomes.awaits(completion(200).token_ids), "the next round asks"
     assert await sequence.propose(completion(200), 3, 0.01, BUDGET) is None
     assert sequence.is_late
     service.is_read.set()

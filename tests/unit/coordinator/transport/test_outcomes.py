@@ -148,7 +148,7 @@ WRONG: dict[str, tuple[tuple[DraftedOutcomes, ...], str]] = {
         "pushed 4 tokens at depth 1; it must be 1 to 3"),
     "no names": ((DraftedOutcomes(BASE, 0, (1,)),), "named 0 outcomes with 1 tokens"),
     "names that come late": ((FIRST, replace(SECOND, accepted_counts=(0, 1), next_token_ids=(1, 2))),
-        "named its outcomes twice"),
+        "named 2 outcomes with 2 tokens at depth 1; depth 0 alone names all"),
     "an outcome twice": ((DraftedOutcomes(BASE, 0, (1, 2), (0, 0), (5, 5)),), "drafted twice for one outcome"),
     "more accepted than proposed": ((DraftedOutcomes(BASE, 0, (1,), (4,), (5,)),),
         "drafted for 4 accepted tokens; there are 0 to 3"),

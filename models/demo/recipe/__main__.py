@@ -19,7 +19,7 @@ from models.demo.recipe.architecture import (
     write_json,
 )
 from models.demo.recipe.corpus import held_out_prompts, read_corpus, train_tokenizer
-from models.demo.recipe.measure import DEMO_FOLDER, TEMPERATURES, held_out_loss, measure_acceptance, parser_of
+from models.demo.recipe.measure import DEMO_FOLDER, held_out_loss, measure_acceptance, options_of
 from models.demo.recipe.training import adopt_embedding, distil, lessons_of, pretrain
 
 SEED = 0
@@ -30,18 +30,8 @@ logger = logging.getLogger("models.demo.recipe")
 
 def main() -> None:
     """Train the tokenizer, the target and the draft, and measure them as shipped, in fp32."""
-    parser = parser_of(main.__doc__)
-    add = parser.add_argument
-    add("--output", type=Path, default=DEMO_FOLDER, help="folder for target/ and draft/")
-    add("--minutes-target", type=float, default=49.5, help="pretraining of the target")
-    add("--minutes-reading", type=float, default=2.5, help="the target reads corpus for the draft")
-    add("--minutes-writing", type=float, default=9.0, help="the target writes text for the draft")
-    add("--minutes-draft", type=float, default=22.0, help="distillation of the draft")
-    add("--threads", type=int, default=torch.get_num_threads())
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    # Denormal numbers, of which a decayed optimizer state has many, are a hundred times slower on a CPU.
-    torch.set_flush_denormal(True)
+    minutes = {"minutes_target": 49.5, "minutes_reading": 2.5, "minutes_writing": 9.0, "minutes_draft": 22.0}
+    options = options_of(main.__doc__, DEMO_FOLDER, **minutes)
     output: Path = options.output
 
     corpus, unseen = read_corpus(), read_corpus(held_out=True)
@@ -69,7 +59,7 @@ def main() -> None:
     figures["target_held_out_loss"] = held_out_loss(target, held_out)
     figures["draft_held_out_loss"] = held_out_loss(draft, held_out)
     ids = tokenizer([prompt["prompt"] for prompt in prompts])["input_ids"]
-    for temperature in TEMPERATURES:
+    for temperature in (0.0, 0.8, 1.0):
         rate = measure_acceptance(target, draft, ids, temperature).rate
         figures[f"acceptance_rate_at_temperature_{temperature}"] = rate
     logger.info("%s", figures)

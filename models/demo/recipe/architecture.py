@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,50 +87,47 @@ def packed(files: Iterable[SourceFile], tokenizer: PreTrainedTokenizerFast) -> T
     return torch.tensor([token for row in rows for token in (*row, END_OF_TEXT_ID)], dtype=torch.int32)
 
 
-class Windows:
-    """Draws batches of consecutive tokens; every part of the stream is read once before any is read again."""
-
-    def __init__(self, stream: Tensor, seed: int) -> None:
-        self._stream = stream
-        self._generator = torch.Generator().manual_seed(seed)
-        self._length = 0
-        self._starts: list[int] = []
-
-    def next_batch(self, rows: int, length: int) -> Tensor:
-        """A [rows, length + 1] batch: inputs and, one position on, their labels."""
-        if length != self._length:
-            self._length, self._starts = length, []
-        if len(self._starts) < rows:
-            self._starts += self._shuffled_starts()
-        starts, self._starts = self._starts[:rows], self._starts[rows:]
-        return torch.stack([self._stream[start : start + length + 1] for start in starts]).long()
-
-    def _shuffled_starts(self) -> list[int]:
+def windows(stream: Tensor, length: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Windows of length + 1 consecutive tokens for ever: inputs and, one position on, their labels. Every part of the
+    stream is read once before any is read again."""
+    while True:
         # Each pass is cut at another offset, so no two passes see the same windows.
-        offset = int(torch.randint(self._length, (1,), generator=self._generator))
-        count = (len(self._stream) - 1 - offset) // self._length
-        order = torch.randperm(count, generator=self._generator)
-        return [int(start) for start in offset + order * self._length]
+        offset = int(torch.randint(length, (1,), generator=generator))
+        count = (len(stream) - 1 - offset) // length
+        for start in (offset + length * torch.randperm(count, generator=generator)).tolist():
+            yield stream[start : start + length + 1].long()
 
 
 @dataclass(frozen=True)
-class Continuation:
-    """Left-padded prompts and the model's text after them.
+class Texts:
+    """Rows of equally long texts with the target's states, in fp16 except where they were read from files or just made.
 
-    `hidden[:, i]` is the final hidden state that predicts `tokens[:, i + 1]`, so there is one fewer of them.
-    The model's head turns it into the exact logits: a sixth of the memory that the logits would take.
+    The target's output layer makes the exact logits of `hidden`, in a sixth of their memory.
     """
 
     tokens: Tensor
-    mask: Tensor
+    """[rows, length]"""
     hidden: Tensor
+    """The target's final states, [rows, length, width]: `hidden[:, i]` foresees `tokens[:, i + 1]`. What was just
+    written has no state of its last token."""
+    mask: Tensor | None = None
+    """[rows, length] Of padded texts: where `tokens` are of a text; of SmolLM2's, where `hidden` foresees one of an
+    answer."""
+    read: Tensor | None = None
+    """States that a drafting head reads, [layers, rows, length, width]."""
+
+    def batches(self, rows: int, generator: torch.Generator) -> Iterator[Texts]:
+        """All rows once, shuffled, in batches."""
+        for chosen in torch.split(torch.randperm(len(self.tokens), generator=generator), rows):
+            read = None if self.read is None else self.read[:, chosen]
+            yield Texts(self.tokens[chosen], self.hidden[chosen], read=read)
 
 
 @torch.no_grad()
 def continue_text(
     model: LlamaForCausalLM, prompts: Sequence[Sequence[int]], new_tokens: int, temperature: float, seed: int
-) -> Continuation:
-    """Write `new_tokens` tokens after each prompt; temperature 0 takes the most likely token."""
+) -> Texts:
+    """Pad prompts on the left, and write `new_tokens` tokens after each; temperature 0 takes the most likely token."""
     generator = torch.Generator().manual_seed(seed)
     gaps = [max(map(len, prompts)) - len(prompt) for prompt in prompts]
     pairs = list(zip(prompts, gaps, strict=True))
@@ -149,7 +146,7 @@ def continue_text(
             unread = torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
         tokens = torch.cat([tokens, unread], dim=1)
         mask = torch.cat([mask, torch.ones_like(unread)], dim=1)
-    return Continuation(tokens, mask, torch.cat(hidden, dim=1))
+    return Texts(tokens, torch.cat(hidden, dim=1), mask)
 
 
 def read_states(

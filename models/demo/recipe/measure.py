@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 
-from models.demo.recipe.architecture import END_OF_TEXT_ID, Continuation, continue_text, read_states
-from models.demo.recipe.corpus import load_tokenizer
+from models.demo.recipe.architecture import END_OF_TEXT_ID, continue_text, read_states
 
 DEMO_FOLDER = Path(__file__).parents[1]
-PROMPT_TOKENS = 20
-"""Tokens of the prompts behind which drafting heads are measured."""
+SEED = 7
+PROPOSED = 4
+"""Tokens of a proposal when acceptance is measured."""
 NEW_TOKENS = 128
-"""Length of the completions behind them."""
-TEMPERATURES = (0.0, 0.8, 1.0)
-logger = logging.getLogger(__name__)
+"""Length of the completions behind which acceptance is measured."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +74,6 @@ def are_accepted(
     return torch.rand(own.shape, generator=generator) < (own - wanted).exp()
 
 
-def held_out_ids(folder: Path) -> list[list[int]]:
-    """Token ids of the held-out prompts, by the tokenizer of a folder."""
-    texts = json.loads((DEMO_FOLDER / "heldout_prompts.json").read_text(encoding="utf-8"))
-    ids: list[list[int]] = load_tokenizer(folder)([each["prompt"] for each in texts])["input_ids"]
-    return ids
-
-
 @torch.no_grad()
 def held_out_loss(model: LlamaForCausalLM, stream: Tensor, length: int = 512) -> float:
     """Mean loss in nats per token over a held-out stream, cut into windows."""
@@ -99,18 +88,15 @@ def held_out_loss(model: LlamaForCausalLM, stream: Tensor, length: int = 512) ->
     return total / (count * length)
 
 
-DRAFTED_PER_ROUND = 4
-SEED = 7
-
-
 def measure_acceptance(
     target: LlamaForCausalLM, draft: LlamaForCausalLM, prompts: Sequence[Sequence[int]], temperature: float
 ) -> Rounds:
     """The acceptance of exact speculative decoding: greedy at temperature 0, else residual sampling."""
     # The last round may begin at the last token and still drafts, and has judged, all of its tokens.
-    count = NEW_TOKENS + DRAFTED_PER_ROUND
+    count = NEW_TOKENS + PROPOSED
     written = continue_text(target, prompts, count, temperature, SEED)
     chosen = written.tokens[:, -count:]
+    assert written.mask is not None
     with torch.no_grad():
         states = read_states(draft, written.tokens[:, :-1], written.mask[:, :-1])
         own, wanted = draft.lm_head(states[:, -count:]), target.lm_head(written.hidden[:, -count:])
@@ -119,51 +105,27 @@ def measure_acceptance(
     texts = []
     for tokens, accepted in zip(chosen.tolist(), flags.tolist(), strict=True):
         length = tokens.index(END_OF_TEXT_ID) + 1 if END_OF_TEXT_ID in tokens else len(tokens)
-        ends = (min(place + DRAFTED_PER_ROUND, length) for place in range(min(length, NEW_TOKENS)))
+        ends = (min(place + PROPOSED, length) for place in range(min(length, NEW_TOKENS)))
         texts.append([accepted[place:end] for place, end in enumerate(ends)])
-    return rounds_of(texts, DRAFTED_PER_ROUND)
+    return rounds_of(texts, PROPOSED)
 
 
-Compared = tuple[Tensor, Tensor, Tensor]
-"""Logits [rows, places, K, vocabulary] of a head and of the target, and the tokens of the text [rows, places, K], where
-a proposal of K tokens at each place begins with the place's token."""
-
-
-@torch.no_grad()
-def measured_head(
-    target: LlamaForCausalLM,
-    folder: Path,
-    proposed: int,
-    seed: int,
-    compare: Callable[[Continuation], Iterator[Compared]],
-) -> dict[str, Any]:
-    """The fields of a head's figures.json: its acceptance behind the held-out prompts that are long enough, cut to the
-    same length."""
-    prompts = [each[:PROMPT_TOKENS] for each in held_out_ids(folder) if len(each) >= PROMPT_TOKENS]
-    figures: dict[str, Any] = {}
-    for temperature in (0.0, 0.8):
-        written = continue_text(target, prompts, NEW_TOKENS + proposed, temperature, seed)
-        accepted, coins = [], torch.Generator().manual_seed(seed)
-        for own, wanted, chosen in compare(written):
-            flags = are_accepted(own, wanted, chosen, temperature, coins)
-            accepted += flags[:, PROMPT_TOKENS - 2 :].tolist()
-        found = rounds_of(accepted, proposed)
-        rates = [round(each / found.count, 4) for each in found.by_position]
-        figures |= {
-            f"acceptance_rates_per_position_at_{temperature}": rates,
-            f"acceptance_rate_at_{temperature}": found.rate,
-            f"acceptance_length_at_{temperature}": found.length,
-        }
-    logger.info("%s", figures)
-    return figures
-
-
-def parser_of(about: str | None, head: str = "") -> argparse.ArgumentParser:
-    """A command's parser, with the options that the recipes of heads share; its log goes to stderr."""
+def parser_of(about: str | None) -> argparse.ArgumentParser:
+    """A command's parser; its log goes to stderr."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s")
-    parser = argparse.ArgumentParser(description=about)
-    if head:
-        parser.add_argument("--target", type=Path, default=DEMO_FOLDER / "target")
-        parser.add_argument("--output", type=Path, default=DEMO_FOLDER / head)
-        parser.add_argument("--minutes-reading", type=float, default=1.0)
-    return parser
+    return argparse.ArgumentParser(description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+
+
+def options_of(about: str | None, output: Path, **minutes: float) -> argparse.Namespace:
+    """The options of a recipe, with the minutes that each of its stages takes; torch runs as they say from here on."""
+    parser = parser_of(about)
+    add = parser.add_argument
+    add("--output", type=Path, default=output, help="folder of what is made")
+    add("--threads", type=int, default=torch.get_num_threads(), help="of torch")
+    for name, default in minutes.items():
+        add(f"--{name.replace('_', '-')}", type=float, default=default, help="wall-clock time of this stage")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    # Denormal numbers, of which a decayed optimizer state has many, are a hundred times slower on a CPU.
+    torch.set_flush_denormal(True)
+    return options

@@ -9,7 +9,6 @@ import json
 import logging
 import random
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -32,7 +31,7 @@ from models.demo.recipe.corpus import (
     read_corpus,
     with_chat,
 )
-from models.demo.recipe.measure import DEMO_FOLDER, held_out_loss, parser_of
+from models.demo.recipe.measure import DEMO_FOLDER, held_out_loss, options_of
 from models.demo.recipe.training import own_texts, pretrain
 
 VOCABULARY_SIZE = 2560
@@ -53,7 +52,8 @@ def train_unigram(texts: Iterable[str]) -> PreTrainedTokenizerFast:
         vocab_size=VOCABULARY_SIZE - len(BYTES) - 1, unk_token="<unk>", show_progress=False
     )
     trained.train_from_iterator(texts, trainer)
-    scores = {piece: score for piece, score in _pieces(trained) if piece != "<unk>"}
+    pieces: list[tuple[str, float]] = json.loads(trained.to_str())["model"]["vocab"]
+    scores = {piece: score for piece, score in pieces if piece != "<unk>"}
     lowest = min(scores.values())
     first = [(END_OF_TEXT, lowest), ("<unk>", lowest), *((byte, lowest) for byte in BYTES)]
     tokenizer = _unigram([*first, *scores.items()], unk_id=1, byte_fallback=True)
@@ -74,11 +74,6 @@ def _unigram(
     pattern = pattern.replace(r"[^\s\p{L}", rf"[^\s{SPACE}\p{{L}}")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     return tokenizer
-
-
-def _pieces(tokenizer: Tokenizer) -> list[tuple[str, float]]:
-    state = json.loads(tokenizer.to_str())
-    return [(piece, score) for piece, score in state["model"]["vocab"]]
 
 
 @torch.no_grad()
@@ -104,15 +99,7 @@ def moved(
 
 def main() -> None:
     """Move the draft to a tokenizer of another kind, and train it on the corpus and on the target's own text."""
-    parser = parser_of(main.__doc__)
-    parser.add_argument("--output", type=Path, default=DEMO_FOLDER / "unigram")
-    parser.add_argument("--minutes-writing", type=float, default=3.0, help="the target writes text")
-    parser.add_argument("--minutes", type=float, default=8.0, help="training")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    torch.set_flush_denormal(True)
-
+    options = options_of(main.__doc__, DEMO_FOLDER / "unigram", minutes_writing=3.0, minutes=8.0)
     corpus = read_corpus()
     tokenizer = train_unigram(file.text for file in corpus)
     draft = DEMO_FOLDER / "draft"

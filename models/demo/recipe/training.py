@@ -7,16 +7,15 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle
+from itertools import cycle, islice
 from pathlib import Path
-from typing import Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 
-from models.demo.recipe.architecture import Continuation, Windows, continue_text, packed, read_states
+from models.demo.recipe.architecture import Texts, continue_text, packed, read_states, windows
 from models.demo.recipe.corpus import functions, load_tokenizer, read_corpus
 
 SAVE_MINUTES, REPORT_MINUTES = 3.0, 0.5
@@ -111,40 +110,21 @@ def pretrain(
     model: LlamaForCausalLM, stream: Tensor, minutes: float, seed: int = 1, rate: float = 1.0
 ) -> int:
     """Train in place for the given time, with `rate` times the usual learning rates; returns the tokens seen."""
-    windows = Windows(stream, seed)
+    generator = torch.Generator().manual_seed(seed)
+    # Short windows while most is learned, long ones at the end so that all positions work.
+    phases = {0.92: 1024, 0.8: 512, 0.0: 256}
+    streams = {start: windows(stream, length, generator) for start, length in phases.items()}
 
     def next_loss(fraction: float) -> tuple[Tensor, int]:
-        # Short windows while most is learned, long ones at the end so that all positions work.
-        length = 256 if fraction < 0.8 else 512 if fraction < 0.92 else 1024
-        batch = windows.next_batch(TOKENS_PER_BATCH // length, length)
+        phase = next(start for start in phases if fraction >= start)
+        batch = torch.stack([*islice(streams[phase], TOKENS_PER_BATCH // phases[phase])])
         logits = model(input_ids=batch[:, :-1], use_cache=False).logits
         return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()), TOKENS_PER_BATCH
 
     return train_until_over(model, next_loss, minutes, rate * MATRIX_LR, rate * OTHER_LR)
 
 
-@dataclass(frozen=True)
-class Lessons:
-    """Rows of equally long texts with the target's states, in fp16 except where they were read from files.
-
-    The target's output layer makes the exact logits of `hidden`, in a sixth of their memory.
-    """
-
-    tokens: Tensor
-    """[rows, length]"""
-    hidden: Tensor
-    """The target's final states, [rows, length, width]."""
-    read: Tensor | None = None
-    """States that a drafting head reads, [layers, rows, length, width]."""
-
-    def batches(self, rows: int, generator: torch.Generator) -> Iterator[Self]:
-        """All rows once, shuffled, in batches."""
-        for chosen in torch.split(torch.randperm(len(self.tokens), generator=generator), rows):
-            read = None if self.read is None else self.read[:, chosen]
-            yield type(self)(self.tokens[chosen], self.hidden[chosen], read)
-
-
-def endless(groups: Sequence[Lessons], rows: int, generator: torch.Generator) -> Iterator[Lessons]:
+def endless(groups: Sequence[Texts], rows: int, generator: torch.Generator) -> Iterator[Texts]:
     """Batches for ever; each pass takes every batch of every group once, in a new order."""
     while True:
         passes = [group.batches(rows, generator) for group in groups]
@@ -160,7 +140,7 @@ def endless(groups: Sequence[Lessons], rows: int, generator: torch.Generator) ->
 
 def own_texts(
     target: LlamaForCausalLM, folder: Path, minutes: float, least: int, rows: int, seed: int
-) -> Iterator[tuple[int, Continuation]]:
+) -> Iterator[tuple[int, Texts]]:
     """What the target writes after the first tokens of training functions: their number, and as many texts as `rows`.
 
     It ends when the time is up, but not before there are `least` of them.
@@ -179,19 +159,19 @@ def own_texts(
 @torch.no_grad()
 def lessons_of(
     target: LlamaForCausalLM, folder: Path, reading: float, writing: float, seed: int
-) -> list[Lessons]:
+) -> list[Texts]:
     """All lessons: windows of the corpus that the target reads for some minutes, then the target's own text for others,
     begun by the first tokens of functions; a group for each length."""
-    windows = Windows(packed(read_corpus(), load_tokenizer(folder)), seed)
-    box = TimeBox(reading)
-    groups: dict[int, list[Lessons]] = {length: [] for length in (0, *PROMPT_LENGTHS)}
+    stream, box = packed(read_corpus(), load_tokenizer(folder)), TimeBox(reading)
+    corpus = windows(stream, 256, torch.Generator().manual_seed(seed))
+    groups: dict[int, list[Texts]] = {length: [] for length in (0, *PROMPT_LENGTHS)}
     while not groups[0] or box.fraction < 1.0:
-        tokens = windows.next_batch(16, 256)[:, :-1]
-        groups[0].append(Lessons(tokens, read_states(target, tokens, torch.ones_like(tokens)).half()))
+        tokens = torch.stack([*islice(corpus, 16)])[:, :-1]
+        groups[0].append(Texts(tokens, read_states(target, tokens, torch.ones_like(tokens)).half()))
     for length, written in own_texts(target, folder, writing, len(PROMPT_LENGTHS), 160, seed):
-        groups[length].append(Lessons(written.tokens[:, :-1], written.hidden.half()))
+        groups[length].append(Texts(written.tokens[:, :-1], written.hidden.half()))
     lessons = [
-        Lessons(torch.cat([part.tokens for part in parts]), torch.cat([part.hidden for part in parts]))
+        Texts(torch.cat([part.tokens for part in parts]), torch.cat([part.hidden for part in parts]))
         for parts in groups.values()
     ]
     logger.info("%d tokens of lessons", sum(each.tokens.numel() for each in lessons))
@@ -210,7 +190,7 @@ def adopt_embedding(draft: LlamaForCausalLM, target: LlamaForCausalLM) -> None:
 
 
 def distil(
-    draft: LlamaForCausalLM, target_head: nn.Module, lessons: Sequence[Lessons], minutes: float, seed: int = 1
+    draft: LlamaForCausalLM, target_head: nn.Module, lessons: Sequence[Texts], minutes: float, seed: int = 1
 ) -> int:
     """Train the draft in place until the time is up; returns the tokens seen.
 
@@ -227,31 +207,6 @@ def distil(
         return divergence(fraction)(target_logits, draft_logits), batch.tokens.numel()
 
     return train_until_over(draft, next_loss, minutes, DRAFT_MATRIX_LR, DRAFT_OTHER_LR)
-
-
-HEAD_MATRIX_LR, HEAD_OTHER_LR = 0.02, 1e-3
-STEP_WEIGHT = 0.8
-"""Each token of a proposal counts this much of the one before it, as Medusa's heads do."""
-HEAD_ROWS = 4
-"""Texts of a batch; some thousand tokens."""
-
-
-def train_head(
-    head: nn.Module,
-    losses: Callable[[Lessons, Loss], Iterator[Tensor]],
-    lessons: Sequence[Lessons],
-    minutes: float,
-    seed: int,
-) -> int:
-    """Train a drafting head by the losses of each token of a proposal; returns the tokens seen."""
-    batches = endless(lessons, HEAD_ROWS, torch.Generator().manual_seed(seed))
-
-    def next_loss(fraction: float) -> tuple[Tensor, int]:
-        batch = next(batches)
-        found = [STEP_WEIGHT**k * loss for k, loss in enumerate(losses(batch, divergence(fraction)))]
-        return torch.stack(found).sum(), batch.tokens.numel()
-
-    return train_until_over(head, next_loss, minutes, HEAD_MATRIX_LR, HEAD_OTHER_LR)
 
 
 def divergence(fraction: float, last_phase: float = TOTAL_VARIATION_FROM) -> Loss:

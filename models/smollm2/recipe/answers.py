@@ -14,7 +14,6 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,9 +22,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.common import service
-from models.demo.recipe.heads.eagle3 import STEPS
-from models.demo.recipe.measure import parser_of
-from models.demo.recipe.training import REPORT_MINUTES, Lessons, TimeBox
+from models.demo.recipe.architecture import Texts
+from models.demo.recipe.measure import PROPOSED, parser_of
+from models.demo.recipe.training import REPORT_MINUTES, TimeBox
 from tandem.client import Client
 from tandem.model_sources.bundled import SMOLLM2
 from tandem.types import ChatMessage, GenerationRequest
@@ -47,39 +46,31 @@ AT_ONCE = 64
 logger = logging.getLogger(__name__)
 
 
-def training_questions() -> list[str]:
-    """Several thousand different questions, shuffled; none has a subject or task of the held-out ones."""
-    return _questions(WORDS["subjects"], WORDS["tasks"], random.Random(QUESTION_SEED), 400)
-
-
-def held_out_questions() -> list[str]:
-    """Questions to measure with: the same kinds, about other things."""
-    return _questions(
-        WORDS["held_out_subjects"], WORDS["held_out_tasks"], random.Random(QUESTION_SEED + 1), 16
-    )
-
-
-def _questions(
-    subjects: Sequence[str], tasks: Sequence[str], chooser: random.Random, sum_count: int
-) -> list[str]:
+def questions(*, held_out: bool = False) -> list[str]:
+    """Several thousand different questions, shuffled. Held-out ones are of the same kinds, with other subjects and
+    tasks."""
+    subjects, tasks = (WORDS["held_out_" * held_out + name] for name in ("subjects", "tasks"))
     product, rewrites = itertools.product, itertools.cycle(WORDS["rewrites"])
     asked = [question.format(subject) for subject, question in product(subjects, WORDS["questions"])]
-    asked += [
-        next(rewrites).format(sentence.format(subject))
-        for subject, sentence in product(subjects, WORDS["sentences"])
-    ]
+    sentences = (sentence.format(subject) for subject, sentence in product(subjects, WORDS["sentences"]))
+    asked += [rewrite.format(sentence) for sentence, rewrite in zip(sentences, rewrites, strict=False)]
     asked += [
         question.format(language, task)
         for task, language, question in product(tasks, WORDS["languages"], WORDS["code_questions"])
     ]
-    asked += sorted({_sum(chooser) for _ in range(sum_count)})
+    draw = random.Random(QUESTION_SEED + held_out)
+    sums = (
+        draw.choice(WORDS["sums"]).format(
+            draw.choice(WORDS["people"]),
+            draw.randint(3, 90),
+            draw.choice(WORDS["goods"]),
+            draw.randint(2, 12),
+        )
+        for _ in range(16 if held_out else 400)
+    )
+    asked += sorted(set(sums))
     random.Random(QUESTION_SEED).shuffle(asked)
     return asked
-
-
-def _sum(chooser: random.Random) -> str:
-    form, person = chooser.choice(WORDS["sums"]), chooser.choice(WORDS["people"])
-    return form.format(person, chooser.randint(3, 90), chooser.choice(WORDS["goods"]), chooser.randint(2, 12))
 
 
 async def answer(folder: Path, questions: Sequence[tuple[str, float]], minutes: float) -> int:
@@ -118,15 +109,6 @@ async def answer(folder: Path, questions: Sequence[tuple[str, float]], minutes: 
     return tokens
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Answers of different lengths, padded on the right; `mask` [rows, length] is true where the target's last state
-    foresees a token of an answer."""
-
-    lessons: Lessons
-    mask: Tensor
-
-
 def answer_start(tokens: Sequence[int]) -> int:
     """Index of the first token after the prompt."""
     size = len(ANSWER_MARK)
@@ -136,22 +118,22 @@ def answer_start(tokens: Sequence[int]) -> int:
     raise ValueError("the text has no line that opens an answer")
 
 
-def read_batch(paths: Sequence[Path]) -> Batch:
-    """Answers of these files, each with room for one proposal behind it."""
+def read_batch(paths: Sequence[Path]) -> Texts:
+    """Answers of these files, padded on the right, each with room for one proposal behind it."""
     tokens: list[Tensor] = []
     states: list[Tensor] = []
     masks: list[Tensor] = []
     for path in paths:
         file = load_file(path)
         for values, found in ((file["token_ids"], tokens), (file["hidden_states"], states)):
-            found.append(torch.cat((values, values.new_zeros(STEPS + 1, *values.shape[1:]))))
+            found.append(torch.cat((values, values.new_zeros(PROPOSED + 1, *values.shape[1:]))))
         places, length = torch.arange(len(tokens[-1])), len(file["token_ids"])
         masks.append((places >= answer_start(file["token_ids"].tolist()) - 1) & (places < length))
     all_tokens, all_states, mask = (pad_sequence(each, batch_first=True) for each in (tokens, states, masks))
-    return Batch(Lessons(all_tokens, all_states[:, :, -1], all_states[:, :, :-1].permute(2, 0, 1, 3)), mask)
+    return Texts(all_tokens, all_states[:, :, -1], mask, all_states[:, :, :-1].permute(2, 0, 1, 3))
 
 
-def endless_batches(folder: Path, rows: int, generator: torch.Generator) -> Iterator[Batch]:
+def endless_batches(folder: Path, rows: int, generator: torch.Generator) -> Iterator[Texts]:
     """Batches for ever. Each pass takes every file once that is there when it begins."""
     while True:
         paths = sorted(folder.glob("*.safetensors"))
@@ -168,10 +150,9 @@ def frequent_tokens(folder: Path, count: int) -> list[int]:
     for path in folder.glob("*.safetensors"):
         tokens = load_file(path)["token_ids"].tolist()
         found.update([*tokens[answer_start(tokens) :], END_OF_ANSWER])
-    ids = [token for token, _ in found.most_common(count)]
     # A small folder may not have as many: the lowest ids are the shortest pieces of text.
-    spare = (token for token in range(10 * count) if token not in found)
-    return sorted([*ids, *(next(spare) for _ in range(count - len(ids)))])
+    ranked = dict.fromkeys([*(token for token, _ in found.most_common()), *range(count)])
+    return sorted(itertools.islice(ranked, count))
 
 
 def main() -> None:
@@ -188,12 +169,12 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, help="by default several in turn")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    asked = training_questions() if options.held_out is None else held_out_questions()[: options.held_out]
-    asked = asked[options.skip :]
-    temperatures = TEMPERATURES if options.temperature is None else (options.temperature,)
-    questions = list(zip(asked, itertools.cycle(temperatures), strict=False))
-    tokens = asyncio.run(answer(options.folder, questions, options.minutes))
-    logger.info("%d tokens of answers to at most %d questions", tokens, len(questions))
+    asked = questions(held_out=options.held_out is not None)[: options.held_out][options.skip :]
+    temperatures = itertools.cycle(TEMPERATURES if options.temperature is None else (options.temperature,))
+    tokens = asyncio.run(
+        answer(options.folder, list(zip(asked, temperatures, strict=False)), options.minutes)
+    )
+    logger.info("%d tokens of answers to at most %d questions", tokens, len(asked))
 
 
 if __name__ == "__main__":

@@ -13,16 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.demo.recipe.heads.eagle3 import SEED, STEPS, new_head, save, unrolled_states
-from models.demo.recipe.measure import parser_of
-from models.demo.recipe.training import (
-    HEAD_MATRIX_LR,
-    HEAD_OTHER_LR,
-    STEP_WEIGHT,
-    divergence,
-    train_until_over,
-)
-from models.smollm2.recipe.answers import Batch, endless_batches, frequent_tokens, read_batch
+from models.demo.recipe.architecture import Texts
+from models.demo.recipe.heads import HEAD_MATRIX_LR, HEAD_OTHER_LR, STEP_WEIGHT
+from models.demo.recipe.heads.eagle3 import SEED, new_head, save, unrolled_states
+from models.demo.recipe.measure import PROPOSED, parser_of
+from models.demo.recipe.training import divergence, train_until_over
+from models.smollm2.recipe.answers import endless_batches, frequent_tokens, read_batch
 from tandem.engine.models import loading
 from tandem.engine.models.heads.eagle import Eagle3Head
 from tandem.model_sources.bundled import SMOLLM2
@@ -52,50 +48,18 @@ class LastLayer(nn.Module):
         return functional.linear(self.norm(states.float()), self.weight).float()
 
 
-def foreseen(head: Eagle3Head, last: LastLayer, batch: Batch, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+def foreseen(head: Eagle3Head, last: LastLayer, batch: Texts, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
     """For each token of a proposal: the head's and the target's logits [tokens, draft vocabulary] where the text goes
     on with a token of an answer that the draft vocabulary has."""
     target_ids: Tensor = head.target_ids  # type: ignore[assignment]  # a registered buffer
-    tokens, mask = batch.lessons.tokens, batch.mask.clone()
+    assert batch.mask is not None
+    tokens, mask = batch.tokens, batch.mask.clone()
     mask[:, :-1] &= torch.isin(tokens[:, 1:], target_ids) | ~batch.mask[:, 1:]
-    wanted = last(batch.lessons.hidden[mask])
+    wanted = last(batch.hidden[mask])
     places = torch.full(mask.shape, -1).masked_scatter_(mask, torch.arange(len(wanted)))
-    for k, states in unrolled_states(head, batch.lessons, steps):
+    for k, states in unrolled_states(head, batch, steps):
         chosen = places[:, k + 1 : k + 1 + states.shape[1]]
         yield head.lm_head(states[chosen >= 0]).float(), wanted[chosen[chosen >= 0]]
-
-
-def train(
-    head: Eagle3Head,
-    last: LastLayer,
-    answers: Path,
-    folder: Path,
-    minutes: float,
-    held_out: Path | None,
-    *,
-    again: bool = False,
-) -> int:
-    """Train the head in place until the time is up, and save it now and then; returns the tokens seen."""
-    batches = endless_batches(answers, 16, torch.Generator().manual_seed(SEED))
-
-    def next_loss(fraction: float) -> tuple[Tensor, int]:
-        batch, compare = next(batches), divergence(fraction, last_phase=0.6 if again else 0.75)
-        steps = STEPS if again else next(steps for start, steps in STEPS_FROM.items() if fraction >= start)
-        total = torch.zeros(())
-        with torch.autocast("cpu", torch.bfloat16):
-            for k, (own, wanted) in enumerate(foreseen(head, last, batch, steps)):
-                total = total + STEP_WEIGHT**k * compare(wanted, own)
-        return total, int(batch.mask.sum())
-
-    def keep() -> None:
-        save(head, folder)
-        if held_out is not None:
-            logger.info("held-out agreement: %s", agreement(head, last, held_out))
-
-    rate = AGAIN_RATE if again else 1.0
-    seen = train_until_over(head, next_loss, minutes, rate * HEAD_MATRIX_LR, rate * HEAD_OTHER_LR, keep)
-    keep()
-    return seen
 
 
 @torch.no_grad()
@@ -104,7 +68,7 @@ def agreement(head: Eagle3Head, last: LastLayer, answers: Path) -> str:
     text's own, and where the target's choice is in the draft vocabulary."""
     batch = read_batch(sorted(answers.glob("*.safetensors"))[:24])
     with torch.autocast("cpu", torch.bfloat16):
-        pairs = list(foreseen(head, last, batch, STEPS))
+        pairs = list(foreseen(head, last, batch, PROPOSED))
     shares = [(own.argmax(-1) == wanted.argmax(-1)).float().mean().item() for own, wanted in pairs]
     return " ".join(f"{each:.3f}" for each in shares)
 
@@ -128,15 +92,34 @@ def main() -> None:
     parser.add_argument("--from", dest="trained", type=Path, help="a trained head that goes on learning")
     parser.add_argument("--minutes", type=float, default=25.0)
     options = parser.parse_args()
-    target = find_model(SMOLLM2)
+    target, again = find_model(SMOLLM2), options.trained is not None
     head = (
-        new_head(target, options.head, frequent_tokens(options.answers, 4096))
-        if options.trained is None
-        else trained_head(options.trained, target, options.head)
+        trained_head(options.trained, target, options.head)
+        if again
+        else new_head(target, options.head, frequent_tokens(options.answers, 4096))
     )
     last = LastLayer(target, head.target_ids)  # type: ignore[arg-type]  # a registered buffer
-    places = (options.answers, options.head, options.minutes, options.held_out)
-    seen = train(head, last, *places, again=options.trained is not None)
+    batches = endless_batches(options.answers, 16, torch.Generator().manual_seed(SEED))
+
+    def next_loss(fraction: float) -> tuple[Tensor, int]:
+        batch, compare = next(batches), divergence(fraction, last_phase=0.6 if again else 0.75)
+        steps = PROPOSED if again else next(steps for start, steps in STEPS_FROM.items() if fraction >= start)
+        total = torch.zeros(())
+        with torch.autocast("cpu", torch.bfloat16):
+            for k, (own, wanted) in enumerate(foreseen(head, last, batch, steps)):
+                total = total + STEP_WEIGHT**k * compare(wanted, own)
+        assert batch.mask is not None
+        return total, int(batch.mask.sum())
+
+    def keep() -> None:
+        save(head, options.head)
+        if options.held_out is not None:
+            logger.info("held-out agreement: %s", agreement(head, last, options.held_out))
+
+    rate = AGAIN_RATE if again else 1.0
+    rates = rate * HEAD_MATRIX_LR, rate * HEAD_OTHER_LR
+    seen = train_until_over(head, next_loss, options.minutes, *rates, keep)
+    keep()
     logger.info("%d tokens of answers seen", seen)
 
 

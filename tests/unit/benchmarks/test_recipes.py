@@ -9,14 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from models.demo.recipe.measure import Rounds, rounds_of
-from models.smollm2.recipe.answers import (
-    ANSWER_MARK,
-    END_OF_ANSWER,
-    frequent_tokens,
-    held_out_questions,
-    read_batch,
-    training_questions,
-)
+from models.smollm2.recipe.answers import ANSWER_MARK, END_OF_ANSWER, frequent_tokens, questions, read_batch
 from models.smollm2.recipe.train import foreseen
 
 
@@ -40,24 +33,25 @@ def save_answer(path: Path, answer: list[int]) -> Path:
 
 
 def test_held_out_questions_are_not_among_those_of_the_training() -> None:
-    training, held_out = training_questions(), held_out_questions()
+    training, held_out = questions(), questions(held_out=True)
     assert len(set(training)) > 4000
     assert not set(training) & set(held_out)
-    assert training == training_questions()
+    assert training == questions()
 
 
 def test_answers_of_different_lengths_are_padded(tmp_path: Path) -> None:
     batch = read_batch([save_answer(tmp_path / "a", [50, 51, 52]), save_answer(tmp_path / "b", [60])])
-    tokens, before = batch.lessons.tokens, len(PROMPT) - 1
-    assert tokens.shape == batch.mask.shape == batch.lessons.hidden.shape[:2]
-    assert batch.lessons.read is not None
-    assert batch.lessons.read.shape == (3, *tokens.shape, 2)
+    tokens, before = batch.tokens, len(PROMPT) - 1
+    assert batch.read is not None
+    assert batch.mask is not None
+    assert tokens.shape == batch.mask.shape == batch.hidden.shape[:2]
+    assert batch.read.shape == (3, *tokens.shape, 2)
     # The states of the prompt's last token and of the answer's foresee the answer and what follows it.
     assert [row.nonzero()[:, 0].tolist() for row in batch.mask] == [
         list(range(before, before + 4)),
         [before, before + 1],
     ]
-    assert batch.lessons.hidden[1, before].tolist() == [8.0 * before + 6, 8.0 * before + 7]
+    assert batch.hidden[1, before].tolist() == [8.0 * before + 6, 8.0 * before + 7]
 
 
 def test_the_draft_vocabulary_is_what_answers_are_made_of(tmp_path: Path) -> None:

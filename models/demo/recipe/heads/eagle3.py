@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from models.demo.recipe.architecture import Continuation, load_model, write_json
-from models.demo.recipe.measure import Compared, measured_head, parser_of
-from models.demo.recipe.training import Lessons, Loss, lessons_of, train_head
+from models.demo.recipe.architecture import Texts, write_json
+from models.demo.recipe.heads import Compared, make_head, save_weights
+from models.demo.recipe.measure import DEMO_FOLDER, PROPOSED, options_of
+from models.demo.recipe.training import Loss
 from tandem.engine.models import loading
 from tandem.engine.models.heads.eagle import Eagle3Head
 
 SEED = 11
 """The seed of the checked-in head."""
-STEPS = 4
-"""Tokens of a proposal when acceptance is measured."""
 
 
 def new_head(target_folder: Path, folder: Path, target_ids: Sequence[int] | None = None) -> Eagle3Head:
@@ -73,13 +70,10 @@ def _adopt_last_layer(head: Eagle3Head, target: Any) -> None:
 
 
 def save(head: Eagle3Head, folder: Path) -> None:
-    """Write the weights in bfloat16, without the embedding, which is the target's."""
-    trained = ((name, each) for name, each in head.named_parameters() if each.requires_grad)
-    tensors = {name: each.detach().bfloat16().contiguous() for name, each in trained}
+    """Write the weights, without the embedding, which is the target's."""
     ids: Tensor = head.target_ids  # type: ignore[assignment]  # a registered buffer
-    tensors["d2t"] = ids - torch.arange(len(ids))
-    tensors["t2d"] = torch.zeros(head.vocabulary_size, dtype=torch.bool).index_fill_(0, ids, value=True)
-    save_file(tensors, folder / "model.safetensors")
+    drafted = torch.zeros(head.vocabulary_size, dtype=torch.bool).index_fill_(0, ids, value=True)
+    save_weights(head, folder, d2t=ids - torch.arange(len(ids)), t2d=drafted)
 
 
 class UnrolledStep:
@@ -116,11 +110,11 @@ class UnrolledStep:
         return repeated
 
 
-def unrolled_states(head: Eagle3Head, lessons: Lessons, steps: int = STEPS) -> Iterator[tuple[int, Tensor]]:
+def unrolled_states(head: Eagle3Head, lessons: Texts, steps: int = PROPOSED) -> Iterator[tuple[int, Tensor]]:
     """For each token of a proposal: its number k from 0, and the head's states [rows, bases, width] that foresee the
     token at base + k + 2, where the pairs up to the base have the target's states."""
     rows, length = lessons.tokens.shape
-    bases = length - STEPS - 1
+    bases = length - PROPOSED - 1
     step = UnrolledStep(rows)
     assert lessons.read is not None
     states = head.combined([each[:, :bases].flatten(0, 1).float() for each in lessons.read])
@@ -131,25 +125,30 @@ def unrolled_states(head: Eagle3Head, lessons: Lessons, steps: int = STEPS) -> I
         yield k, hidden.view(rows, bases, -1)
 
 
-def target_logits(target: LlamaForCausalLM, lessons: Lessons, k: int) -> Tensor:
+def target_logits(target: LlamaForCausalLM, lessons: Texts, k: int) -> Tensor:
     """The target's logits for the same tokens."""
-    bases = lessons.tokens.shape[1] - STEPS - 1
+    bases = lessons.tokens.shape[1] - PROPOSED - 1
     logits: Tensor = target.lm_head(lessons.hidden[:, k + 1 : k + 1 + bases].float())
     return logits
 
 
 @torch.no_grad()
-def with_states(target: LlamaForCausalLM, texts: Tensor, layer_ids: Sequence[int]) -> Lessons:
+def with_states(target: LlamaForCausalLM, texts: Tensor, layer_ids: Sequence[int]) -> Texts:
     """Let the target read texts of equal length, and keep the states that the head reads."""
     read, hidden = [], []
     for part in torch.split(texts, 16):
         output = target.model(input_ids=part, output_hidden_states=True, use_cache=False)
         read.append(torch.stack([output.hidden_states[each] for each in layer_ids]).half())
         hidden.append(output.last_hidden_state.half())
-    return Lessons(texts, torch.cat(hidden), torch.cat(read, dim=1))
+    return Texts(texts, torch.cat(hidden), read=torch.cat(read, dim=1))
 
 
-def losses(head: Eagle3Head, target: LlamaForCausalLM, batch: Lessons, compare: Loss) -> Iterator[Tensor]:
+def read_by_target(head: Eagle3Head, target: LlamaForCausalLM, lessons: Sequence[Texts]) -> list[Texts]:
+    """The lessons once more, with the states that the head reads."""
+    return [with_states(target, each.tokens, head.layer_ids) for each in lessons]
+
+
+def losses(head: Eagle3Head, target: LlamaForCausalLM, batch: Texts, compare: Loss) -> Iterator[Tensor]:
     """Of the first tokens of a proposal alone: each costs as much as the first."""
     for k, hidden in unrolled_states(head, batch, 3):
         with torch.no_grad():
@@ -157,7 +156,7 @@ def losses(head: Eagle3Head, target: LlamaForCausalLM, batch: Lessons, compare: 
         yield compare(wanted, head.logits(hidden.flatten(0, 1)))
 
 
-def compared(head: Eagle3Head, target: LlamaForCausalLM, written: Continuation) -> Iterator[Compared]:
+def compared(head: Eagle3Head, target: LlamaForCausalLM, written: Texts) -> Iterator[Compared]:
     """Proposals at each place of some texts."""
     for texts in torch.split(written.tokens, 16):
         lessons = with_states(target, texts, head.layer_ids)
@@ -171,19 +170,9 @@ def compared(head: Eagle3Head, target: LlamaForCausalLM, written: Continuation) 
 
 def main() -> None:
     """Train an EAGLE-3 head for the demo target, and measure it on the held-out prompts."""
-    parser = parser_of(main.__doc__, "eagle3")
-    parser.add_argument("--minutes-writing", type=float, default=7.0)
-    parser.add_argument("--minutes-head", type=float, default=24.0)
-    options = parser.parse_args()
-    target = load_model(options.target)
-    head = new_head(options.target, options.output)
-    read = lessons_of(target, options.target, options.minutes_reading, options.minutes_writing, SEED)
-    lessons = [with_states(target, each.tokens, head.layer_ids) for each in read]
-    seen = train_head(head, partial(losses, head, target), lessons, options.minutes_head, SEED)
-    save(head, options.output)
-    found = measured_head(target, options.target, STEPS, SEED, partial(compared, head, target))
-    figures = {"head_tokens_seen": seen, **found}
-    write_json(figures, options.output / "figures.json")
+    minutes = {"minutes_reading": 1.0, "minutes_writing": 7.0, "minutes_heads": 24.0}
+    options = options_of(main.__doc__, DEMO_FOLDER / "eagle3", **minutes)
+    make_head(new_head, read_by_target, losses, compared, save, options, SEED)
 
 
 if __name__ == "__main__":

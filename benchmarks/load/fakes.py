@@ -289,10 +289,8 @@ def _other(token_id: int, more: int = 1) -> int:
 class Steps:
     """Steps of a model that is not there."""
 
-    def __init__(self, seconds: float, per_8_tokens: float = 0.0, max_sequences: int = 1 << 20) -> None:
-        """A step with one token takes so long, and a share more for each 8 further tokens. Sequences beyond the maximum
-        wait for the next one."""
-        self._seconds, self._per_8_tokens, self._max_sequences = seconds, per_8_tokens, max_sequences
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
         self._waiting: list[tuple[asyncio.Future[StepCost], int]] = []
         self._more = asyncio.Event()
 
@@ -306,13 +304,10 @@ class Steps:
     async def run(self) -> None:
         """Run one step after the other."""
         while await self._more.wait():
-            taken, self._waiting = self._waiting[: self._max_sequences], self._waiting[self._max_sequences :]
-            if not self._waiting:
-                self._more.clear()
-            tokens = sum(count for _, count in taken)
-            seconds = self._seconds * (1.0 + self._per_8_tokens * max(tokens - 1, 0) / 8.0)
-            await asyncio.sleep(seconds)
-            cost = StepCost(seconds, len(taken), tokens)
+            self._more.clear()
+            taken, self._waiting = self._waiting, []
+            await asyncio.sleep(self._seconds)
+            cost = StepCost(self._seconds, len(taken), sum(count for _, count in taken))
             for done, _ in taken:
                 if not done.done():
                     done.set_result(cost)
@@ -338,19 +333,14 @@ class ScriptedTarget(FakeTarget):
 class ScriptedDraft(FakeDraft):
     """Guesses at the script."""
 
-    def __init__(self, script: Script, steps: Steps, *, is_stepwise: bool = False) -> None:
-        """A stepwise draft takes a step for each token of a proposal, as a model does, and not one for all of them."""
+    def __init__(self, script: Script, steps: Steps) -> None:
         super().__init__()
-        self._is_stepwise = is_stepwise
         self.model_info = replace(self.model_info, max_length=_SCRIPTED_LENGTH)
         self._script = script
         self._steps = steps
 
     async def answers(self, sequence: DraftedFor, tokens: Sequence[int], step: ProposeStep) -> None:
-        began, cost = time.monotonic(), StepCost(0.0, 1, 0)
-        for _ in range(max(step.token_count, 1) if self._is_stepwise else 1):
-            one = await self._steps.take_part(1 if self._is_stepwise else len(step.delta.token_ids))
-            cost = StepCost(cost.seconds + one.seconds, one.sequences, cost.tokens + one.tokens)
+        began, cost = time.monotonic(), await self._steps.take_part(len(step.delta.token_ids))
         positions = range(len(tokens), len(tokens) + step.token_count)
         has_supports = sequence.options.row_kind is RowKind.SUPPORT
         drawn_from = tuple(map(self._distribution, positions)) if has_supports else ()
@@ -399,22 +389,14 @@ def main(arguments: Sequence[str]) -> None:
     add = parser.add_argument
     add("--role", choices=("target", "draft"), required=True)
     add("--step-ms", type=float, default=5.0, help="duration of a step")
-    add("--per-8-tokens", type=float, default=0.0, help="share more for each 8 tokens more")
-    add("--max-step-sequences", type=int, default=1 << 20, help="of a step")
-    add("--stepwise", action="store_true", help="a draft takes a step for each token")
     add("--acceptance", type=float, default=0.72, help="share of right guesses of the draft")
     add("--port", type=int, default=0)
     add("--log-level", default="warning")
     options = parser.parse_args(arguments)
     configure(options.log_level, "text")
-    script = Script(options.acceptance)
-    steps = Steps(options.step_ms / 1000.0, options.per_8_tokens, options.max_step_sequences)
-    servicer = (
-        ScriptedTarget(script, steps)
-        if options.role == "target"
-        else ScriptedDraft(script, steps, is_stepwise=options.stepwise)
-    )
-    service = ScriptedService(servicer, steps)
+    steps = Steps(options.step_ms / 1000.0)
+    scripted = ScriptedTarget if options.role == "target" else ScriptedDraft
+    service = ScriptedService(scripted(Script(options.acceptance), steps), steps)
     uvloop.run(serve(ServerSettings(port=options.port), service, before_ready=set_start_aside))
 
 

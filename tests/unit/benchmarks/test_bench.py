@@ -1,4 +1,4 @@
-"""`tandem bench` and `make bench-gpu`: options, who can take part, turns, pace, report; tables of docs/memory.md."""
+"""`tandem bench` and `make bench-gpu`: options, who can take part, turns, pace, report."""
 
 from __future__ import annotations
 
@@ -22,16 +22,6 @@ from benchmarks.gpu import RUNS, gpus, options_of
 from benchmarks.pace import Pace
 from benchmarks.peers import Answer, Outcome, Workload
 from benchmarks.report import Report
-from benchmarks.studies.memory import (
-    DEEPSEEK,
-    DEPLOYMENTS,
-    H100,
-    PAGE,
-    SHARE,
-    Model,
-    requests_that_fit,
-    with_tables,
-)
 from tandem.engine.core.jobs import StepRecord
 from tandem.errors import ConfigurationError, ModelFolderError, ServiceUnavailableError
 from tests.paths import DEMO_DRAFT
@@ -79,23 +69,6 @@ def test_a_step_sleeps_for_what_is_left_of_its_time(monkeypatch: pytest.MonkeyPa
     assert until == pytest.approx([100.004, 100.0 + 0.0065 * 1.1, 99.9065], abs=1e-6)
     assert len(seen) == 3
     assert pace.seconds("draft", 1) == pytest.approx(0.0012)
-
-
-def test_the_page_has_the_tables() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    assert with_tables(page) == page, "run python -m benchmarks.studies.memory"
-
-
-@pytest.mark.parametrize(("gpus", "gpu", "model"), DEPLOYMENTS, ids=lambda each: getattr(each, "name", None))
-def test_what_fits_leaves_a_tenth_of_each_gpu(gpus: int, gpu: tuple[str, int], model: Model) -> None:
-    count = requests_that_fit(model, gpu[1], gpus, 8_192)
-    assert count > 0
-    taken, one = model.weight_gb * 1e9 / gpus, model.bytes_of(8_192, gpus)
-    assert taken + count * one <= SHARE * (gpu[1] << 20) < taken + (count + 1) * one
-
-
-def test_weights_beyond_the_gpus_fit_no_request() -> None:
-    assert requests_that_fit(DEEPSEEK, H100[1], 8, 2_048) == 0
 
 
 NVIDIA_SMI = """#!/bin/sh

@@ -38,6 +38,9 @@ replicas = new_app("List, show, drain and resume replicas.")
 requests = new_app("List, show and abort running requests.")
 config = new_app("Show and change the live configuration.")
 
+WAIT_SECONDS = 60.0
+"""Of `health --wait` without --timeout: longer than the demo's models take to load."""
+
 
 class Answer(NamedTuple):
     """The result of a verb, and the command's exit code."""
@@ -366,7 +369,10 @@ async def health(
     client: AdminClient,
     where: Connection,
     wait: Annotated[
-        bool, typer.Option("--wait", help="Ask until it is healthy, for --timeout seconds. [default: 60]")
+        bool,
+        typer.Option(
+            "--wait", help=f"Ask until it is healthy, for --timeout seconds. [default: {WAIT_SECONDS:g}]"
+        ),
     ] = False,
 ) -> Answer:
     """Check whether requests can be completed.
@@ -374,7 +380,7 @@ async def health(
     Exits 0 when they can, 3 when they cannot, 4 when the coordinator cannot be reached. Where an admin token is needed
     but missing, the command uses the standard health protocol.
     """
-    deadline = time.monotonic() + (where.timeout_seconds or 60.0 if wait else 0.0)
+    deadline = time.monotonic() + (where.timeout_seconds or WAIT_SECONDS if wait else 0.0)
     while True:
         try:
             answer = await _health(client)

@@ -7,7 +7,7 @@ import inspect
 import io
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import wraps
@@ -101,17 +101,15 @@ def command(
     The examples are shown in the help; the name is by default the function's; `more` is for typer.
     """
 
+    # \b keeps the lines of a paragraph as they are.
+    shown = ["", "\b", "Examples:", *(f"  {example}" for example in examples)] if examples else []
+
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
-        app.command(name, help=_help(function, examples), **more)(_with_groups(function))
+        text = "\n".join([inspect.getdoc(function) or "", *shown])
+        app.command(name, help=text, **more)(_with_groups(function))
         return function
 
     return add
-
-
-def _help(function: Callable[..., Any], examples: Sequence[str]) -> str:
-    # \b keeps the lines of a paragraph as they are.
-    shown = ["", "\b", "Examples:", *(f"  {example}" for example in examples)] if examples else []
-    return "\n".join([inspect.getdoc(function) or "", *shown])
 
 
 def _with_groups(function: Callable[..., Any]) -> Callable[..., Any]:

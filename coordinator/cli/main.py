@@ -6,7 +6,7 @@ import errno
 import os
 import sys
 from importlib import import_module
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -100,7 +100,12 @@ def main() -> None:
         code = app(standalone_mode=False)
         sys.stdout.flush()
     except typer.TyperException as error:
-        _refuse(error)
+        # One sentence, but the whole help where no command was named at all.
+        message = error.format_message().replace("Value error, ", "")
+        if not message.startswith("Usage: "):
+            message = f"error: {message[:1].lower()}{message[1:].rstrip('.')}"
+        sys.stderr.write(message + "\n")
+        sys.exit(error.exit_code)
     except TandemError as error:
         exit_with(error, exit_code(error))
     except typer.Abort:
@@ -115,12 +120,3 @@ def main() -> None:
         exit_with(unwritable(error), Exit.FAILED)
     else:
         sys.exit(code if isinstance(code, int) else Exit.OK)
-
-
-def _refuse(error: typer.TyperException) -> NoReturn:
-    """End with one sentence, but with the whole help where no command was named at all."""
-    message = error.format_message().replace("Value error, ", "")
-    if not message.startswith("Usage: "):
-        message = f"error: {message[:1].lower()}{message[1:].rstrip('.')}"
-    sys.stderr.write(message + "\n")
-    sys.exit(error.exit_code)

@@ -9,7 +9,7 @@ import os
 import statistics
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from tempfile import TemporaryFile
 from typing import Any
@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import typer
 from rich.console import Group, RenderableType
-from rich.table import Table
 
 from coordinator.cli import planning
 from coordinator.cli.admin import admin_client
@@ -96,16 +95,39 @@ class StepOptions:
             raise ConfigurationError(
                 "--verify-ms was given without --draft-step-ms and --acceptance; give all three"
             )
-        for name, value in (("--verify-ms", self.verify_ms), ("--draft-step-ms", self.draft_step_ms)):
+        verify, draft, trip = self.verify_ms, self.draft_step_ms, self.round_trip_ms
+        for name, value in (("--verify-ms", verify), ("--draft-step-ms", draft)):
             if not 0.0 < value < 1e7:
                 raise ConfigurationError(f"{name} is {value:g}; it must be above 0")
-        for name, value in (("--round-trip-ms", self.round_trip_ms), ("--per-8-rows", self.per_8_rows)):
+        for name, value in (("--round-trip-ms", trip), ("--per-8-rows", self.per_8_rows)):
             if not 0.0 <= value < 1e7:
                 raise ConfigurationError(f"{name} is {value:g}; it must be at least 0")
-        verify, draft, trip = (
-            each / 1e3 for each in (self.verify_ms, self.draft_step_ms, self.round_trip_ms)
+        try:
+            rates = tuple(map(float, self.acceptance.split(",")))
+        except ValueError:
+            rates = (-1.0,)
+        if not all(0.0 <= rate <= 1.0 for rate in rates):
+            sentence = "it must be rates between 0 and 1 with commas between them"
+            raise ConfigurationError(f"--acceptance is {self.acceptance}; {sentence}")
+        return planning.StepTimes(verify / 1e3, draft / 1e3, rates, trip / 1e3, self.per_8_rows)
+
+    def planned_fleet(self, text: str) -> tuple[planning.Fleet, int]:
+        """The fleet, and how many clients it is compared at."""
+        if len(counts := _counts(text)) not in (3, 4):
+            raise ConfigurationError(
+                f"--fleet is {text}; it must be TARGETS,DRAFTS,CLIENTS or TARGETS,DRAFTS,CLIENTS,K, each from 1 to 4096"
+            )
+        targets, drafts, clients, *given = counts
+        times, batch = self.times(), -(-clients // targets)
+        proposed = (
+            given[0] if given else planning.plan(times.rounds(batch, self.max_tokens), batch).best_tokens
         )
-        return planning.StepTimes(verify, draft, _rates(self.acceptance), trip, self.per_8_rows)
+        if not proposed:
+            raise ConfigurationError(
+                f"at {batch} clients of each target no proposal pays, so there is no fleet to plan; give K as the "
+                "fourth number of --fleet to see it all the same"
+            )
+        return planning.Fleet(times, targets, drafts, proposed, self.draft_per_8_rows), clients
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,8 +302,9 @@ async def show_plan(
             raise ConfigurationError(
                 "--fleet was given without --verify-ms, --draft-step-ms and --acceptance; give all four"
             )
-        planned, of_fleet = _fleet(steps.fleet, steps.times(), steps.draft_per_8_rows, steps.max_tokens)
-        output.show(planned, lambda: fleet_view(of_fleet, planned))
+        fleet, clients = steps.planned_fleet(steps.fleet)
+        planned = planning.fleet_plan(fleet, clients)
+        output.show(planned, lambda: fleet_view(fleet, planned))
         return
     if not pair.is_named and steps.verify_ms is None:
         plans = await _measured_plans(connection, click)
@@ -305,31 +328,15 @@ async def show_plan(
 
 async def _measured_plans(connection: ConnectionOptions, click: typer.Context) -> list[planning.BatchPlan]:
     async with admin_client(connect(connection, click)) as client:
-        decisions = (await client.stats()).decisions
-    known = [decision for decision in decisions if len(decision.round_seconds) > 1]
+        known = [each for each in (await client.stats()).decisions if len(each.round_seconds) > 1]
     if not known:
         raise NotFoundError(
             "the coordinator has measured no rounds yet; run requests, name a pair with --target and --draft, or give "
             "--verify-ms, --draft-step-ms and --acceptance"
         )
-    return [
-        planning.plan(
-            planning.measured_rounds(decision),
-            decision.load,
-            f"{decision.rule}, temperature {decision.temperatures}, batch {decision.load}",
-        )
-        for decision in known
-    ]
-
-
-def _rates(text: str) -> tuple[float, ...]:
-    with suppress(ValueError):
-        rates = tuple(map(float, text.split(",")))
-        if all(0.0 <= rate <= 1.0 for rate in rates):
-            return rates
-    raise ConfigurationError(
-        f"--acceptance is {text}; it must be rates between 0 and 1 with commas between them"
-    )
+    names = [f"{each.rule}, temperature {each.temperatures}, batch {each.load}" for each in known]
+    rounds = map(planning.measured_rounds, known)
+    return [planning.plan(*each) for each in zip(rounds, (each.load for each in known), names, strict=True)]
 
 
 def _counts(text: str) -> list[int]:
@@ -337,26 +344,6 @@ def _counts(text: str) -> list[int]:
     parts = text.split(",")
     is_right = all(part.strip().isdigit() and 0 < int(part) <= 4096 for part in parts)
     return [int(part) for part in parts] if is_right else []
-
-
-def _fleet(
-    text: str, times: planning.StepTimes, draft_per_8_rows: float, max_tokens: int
-) -> tuple[planning.FleetPlan, planning.Fleet]:
-    """The plan of a fleet, and the fleet."""
-    if len(counts := _counts(text)) not in (3, 4):
-        raise ConfigurationError(
-            f"--fleet is {text}; it must be TARGETS,DRAFTS,CLIENTS or TARGETS,DRAFTS,CLIENTS,K, each from 1 to 4096"
-        )
-    targets, drafts, clients, *given = counts
-    batch = -(-clients // targets)
-    proposed = given[0] if given else planning.plan(times.rounds(batch, max_tokens), batch).best_tokens
-    if not proposed:
-        raise ConfigurationError(
-            f"at {batch} clients of each target no proposal pays, so there is no fleet to plan; give K as the fourth "
-            "number of --fleet to see it all the same"
-        )
-    fleet = planning.Fleet(times, targets, drafts, proposed, draft_per_8_rows)
-    return planning.fleet_plan(fleet, clients), fleet
 
 
 def fleet_view(fleet: planning.Fleet, found: planning.FleetPlan) -> RenderableType:
@@ -381,23 +368,19 @@ def plan_view(plans: Sequence[planning.BatchPlan]) -> RenderableType:
     """A table for each batch, and what follows from it."""
     parts: list[RenderableType] = []
     for found in plans:
-        parts += [_table(found), *_words(found), ""]
+        columns = (">K", ">TOKENS/PASS", ">ROUND", ">SPEED-UP", ">WITHOUT THE WIRE", "")
+        table = plain_table(*columns, title=found.of, title_style="bold")
+        for row in found.lengths:
+            table.add_row(
+                str(row.tokens),
+                f"{row.tokens_per_pass:.2f}",
+                f"{row.round_seconds * 1e3:.2f} ms",
+                f"{row.speedup:.2f}x",
+                f"{row.speedup_without_wire:.2f}x",
+                "best" if row.tokens == found.best_tokens else "",
+            )
+        parts += [table, *_words(found), ""]
     return Group(*parts[:-1])
-
-
-def _table(found: planning.BatchPlan) -> Table:
-    columns = (">K", ">TOKENS/PASS", ">ROUND", ">SPEED-UP", ">WITHOUT THE WIRE", "")
-    table = plain_table(*columns, title=found.of, title_style="bold")
-    for row in found.lengths:
-        table.add_row(
-            str(row.tokens),
-            f"{row.tokens_per_pass:.2f}",
-            f"{row.round_seconds * 1e3:.2f} ms",
-            f"{row.speedup:.2f}x",
-            f"{row.speedup_without_wire:.2f}x",
-            "best" if row.tokens == found.best_tokens else "",
-        )
-    return table
 
 
 def _words(found: planning.BatchPlan) -> Iterator[str]:

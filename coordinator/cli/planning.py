@@ -45,10 +45,6 @@ class StepTimes:
         """Seconds of a target step with so many rows, a number or an array."""
         return self.verify_seconds * (1.0 + self.per_8_rows * (rows - 1.0) / 8.0)
 
-    def tokens(self, proposed: int) -> list[float]:
-        """Expected tokens of a round that proposes 0, 1, ..., `proposed` tokens."""
-        return expected_tokens(_extended(self.acceptance_rates, proposed))
-
     def rounds(self, batch: int, max_tokens: int = MAX_TOKENS) -> Rounds:
         """The rounds of so many requests at once."""
         proposed = np.arange(max_tokens + 1.0)
@@ -106,16 +102,14 @@ def measured_rounds(decision: SpeculationDecision, mapping: str = "") -> Rounds:
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """One proposal length."""
+    """One proposal length. Seconds and speed-up over the target alone include the wire unless the name says more."""
 
     tokens: int
     """K."""
     tokens_per_pass: float
     """Expected tokens per round, including the target's own."""
     round_seconds: float
-    """Seconds of a round, including the wire."""
     speedup: float
-    """Speed-up over the target alone, including the wire."""
     speedup_without_wire: float
 
 
@@ -226,7 +220,7 @@ class Fleet:
     @property
     def tokens_per_round(self) -> float:
         """Expected tokens of a client's round."""
-        return self.times.tokens(self.proposed)[-1]
+        return expected_tokens(_extended(self.times.acceptance_rates, self.proposed))[-1]
 
     def together_seconds(self, batch: float) -> float:
         """Seconds of a round where a target and its draft take turns on one device, with so many clients."""
@@ -266,15 +260,6 @@ class Fleet:
             for groups in range(1, min(max(math.ceil(of_target), 1), 32) + 1)
         )
 
-    def drafts_for(self, clients: int, seconds: float) -> int | None:
-        """The fewest drafts with which so many clients have rounds of at most so many seconds; None: no number does."""
-        enough = (
-            drafts
-            for drafts in range(1, min(4096, clients) + 1)
-            if self.period_seconds(clients, drafts) <= seconds
-        )
-        return next(enough, None)
-
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
@@ -307,6 +292,9 @@ def fleet_plan(fleet: Fleet, together_clients: int) -> FleetPlan:
     clients = bisect_right(range(1, 1 << 20), together, key=fleet.period_seconds)
     lost = fleet.period_seconds(max(clients, 1), fleet.drafts - 1)
     kept = fleet.period_seconds(max(clients, 1))
+    lawful = max(round(law * together_clients), 1)
+    numbers = range(1, min(4096, lawful) + 1)
+    enough = (each for each in numbers if fleet.period_seconds(lawful, each) <= together / 0.9)
     return FleetPlan(
         proposed=fleet.proposed,
         together_clients=together_clients,
@@ -314,7 +302,7 @@ def fleet_plan(fleet: Fleet, together_clients: int) -> FleetPlan:
         law=law,
         clients=clients,
         gain=clients / together_clients,
-        drafts_needed=fleet.drafts_for(max(round(law * together_clients), 1), together / 0.9),
+        drafts_needed=next(enough, None),
         rate_with_one_less=fleet.tokens_per_round / lost,
         lost_share=max(0.0, 1.0 - kept / lost),
     )

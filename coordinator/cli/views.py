@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import groupby
 
 from rich.bar import Bar
@@ -71,13 +72,13 @@ def bar(share: float, color: str = "green") -> Bar:
     return Bar(eighths, 0, round(share * eighths), width=_BAR_WIDTH, color=color)
 
 
-def grid(rows: Iterable[tuple[RenderableType, ...]]) -> Table:
+def grid(facts: Mapping[str, RenderableType]) -> Table:
     """Names in a dim column, and what they stand for."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
-    for row in rows:
-        table.add_row(*row)
+    for fact in facts.items():
+        table.add_row(*fact)
     return table
 
 
@@ -89,21 +90,15 @@ def status_view(status: Status, address: str) -> RenderableType:
         (status.state.value, _STYLES[status.state]),
         f"  up {duration(status.uptime_seconds)}",
     )
-    words = _speculation(status.speculation_state)
-    if status.speculation_state.is_on:
-        on, *reason = words.split("; ", 1)
-        words = "; ".join([f"{on}, rule {status.settings.rule}", *reason])
-    facts = grid(
-        [
-            ("model", status.model or "not known yet"),
-            ("speculation", words),
-            ("load", _load(status.load)),
-            ("throughput", _throughput(status.throughput)),
-            ("acceptance", _acceptance(status.speculation)),
-            *_ahead(status.speculation),
-        ]
-    )
-    return Group(head, "", facts, "", replicas_view(status.replicas), *_decisions(status.decisions))
+    facts = {
+        "model": status.model or "not known yet",
+        "speculation": _speculation(status.speculation_state, f", rule {status.settings.rule}"),
+        "load": _load(status.load),
+        "throughput": _throughput(status.throughput),
+        "acceptance": _acceptance(status.speculation),
+        **_ahead(status.speculation),
+    }
+    return Group(head, "", grid(facts), "", replicas_view(status.replicas), *_decisions(status.decisions))
 
 
 def replicas_view(shown: Sequence[ReplicaSnapshot]) -> RenderableType:
@@ -137,41 +132,34 @@ def replica_view(replica: ReplicaSnapshot) -> RenderableType:
     """Everything about one replica and its model."""
     stats, model = replica.figures, replica.model
     is_ready = replica.state is ReplicaState.READY and not replica.reason
-    return grid(
-        [
-            ("role", replica.role.value),
-            ("address", replica.address),
-            ("state", _state(replica.state)),
-            *([] if is_ready else [("reason", replica.reason or NOTHING)]),
-            ("since", duration(replica.since_seconds)),
-            ("sequences", f"{replica.open_sequences:,}"),
-            ("round trip", milliseconds(replica.round_trip_seconds)),
-            ("step", milliseconds(replica.step_seconds)),
-            ("rounds", f"{stats.rounds:,}"),
-            ("proposed", grouped(stats.drafted, "token")),
-            (
-                "accepted",
-                f"{grouped(stats.accepted, 'token')} ({percent(speculation.acceptance_rate(stats))})",
-            ),
-            ("acceptance length", f"{speculation.acceptance_length(stats):.2f}"),
-            *_ahead(stats),
-            *(
-                []
-                if model is None
-                else [
-                    ("model", model.name or NOTHING),
-                    ("architecture", model.architecture),
-                    ("parameters", f"{model.parameter_count:,}"),
-                    ("vocabulary", grouped(model.vocabulary_size, "token")),
-                    ("tokenizer", model.tokenizer_hash[:12] or NOTHING),
-                    *([] if replica.coverage is None else [("mapping", str(replica.coverage))]),
-                    ("max_length", f"{model.max_length:,}"),
-                    ("dtype", model.dtype),
-                    ("version", model.service_version),
-                ]
-            ),
-        ]
-    )
+    facts: dict[str, RenderableType] = {
+        "role": replica.role.value,
+        "address": replica.address,
+        "state": _state(replica.state),
+        **({} if is_ready else {"reason": replica.reason or NOTHING}),
+        "since": duration(replica.since_seconds),
+        "sequences": f"{replica.open_sequences:,}",
+        "round trip": milliseconds(replica.round_trip_seconds),
+        "step": milliseconds(replica.step_seconds),
+        "rounds": f"{stats.rounds:,}",
+        "proposed": grouped(stats.drafted, "token"),
+        "accepted": f"{grouped(stats.accepted, 'token')} ({percent(speculation.acceptance_rate(stats))})",
+        "acceptance length": f"{speculation.acceptance_length(stats):.2f}",
+        **_ahead(stats),
+    }
+    if model is not None:
+        facts |= {
+            "model": model.name or NOTHING,
+            "architecture": model.architecture,
+            "parameters": f"{model.parameter_count:,}",
+            "vocabulary": grouped(model.vocabulary_size, "token"),
+            "tokenizer": model.tokenizer_hash[:12] or NOTHING,
+            **({} if replica.coverage is None else {"mapping": str(replica.coverage)}),
+            "max_length": f"{model.max_length:,}",
+            "dtype": model.dtype,
+            "version": model.service_version,
+        }
+    return grid(facts)
 
 
 def requests_view(shown: Sequence[RequestReport]) -> RenderableType:
@@ -195,48 +183,38 @@ def request_view(report: RequestReport) -> RenderableType:
     """Everything about one request."""
     stats = report.speculation
     return grid(
-        [
-            ("id", report.request_id),
-            ("age", duration(report.age_seconds)),
-            ("prompt", grouped(report.prompt_tokens, "token")),
-            ("completion", f"{grouped(report.completion_tokens, 'token')}, {_speed(report)} tokens/s"),
-            ("rule", report.rule),
-            ("K", f"{grouped(report.num_speculative_tokens, 'token')} proposed per round"),
-            ("target", report.target_address or NOTHING),
-            ("draft", report.draft_address or NOTHING),
-            ("speculation", _speculation(report.speculation_state)),
-            ("rounds", f"{stats.rounds:,}"),
-            (
-                "accepted",
-                f"{stats.accepted:,} of {stats.drafted:,} ({percent(stats.accepted, stats.drafted)})",
-            ),
-        ]
+        {
+            "id": report.request_id,
+            "age": duration(report.age_seconds),
+            "prompt": grouped(report.prompt_tokens, "token"),
+            "completion": f"{grouped(report.completion_tokens, 'token')}, {_speed(report)} tokens/s",
+            "rule": report.rule,
+            "K": f"{grouped(report.num_speculative_tokens, 'token')} proposed per round",
+            "target": report.target_address or NOTHING,
+            "draft": report.draft_address or NOTHING,
+            "speculation": _speculation(report.speculation_state),
+            "rounds": f"{stats.rounds:,}",
+            "accepted": f"{stats.accepted:,} of {stats.drafted:,} ({percent(stats.accepted, stats.drafted)})",
+        }
     )
 
 
 def stats_view(stats: Stats, before: Stats | None = None) -> RenderableType:
     """Statistics since the start; with an earlier look, also what happened between the two."""
-    ended = stats.outcomes
+    rounds = grouped(stats.speculation.rounds, "round")
     recent = None if before is None else speculation.since(stats.speculation, before.speculation)
-    facts = [
-        ("up", duration(stats.uptime_seconds)),
-        ("load", _load(stats.load)),
-        (
-            "requests",
-            f"{ended.completed:,} completed, {ended.failed:,} failed, {ended.cancelled:,} cancelled, "
-            f"{ended.aborted:,} aborted",
-        ),
-        ("throughput", _throughput(stats.throughput)),
-        (
-            "completed",
-            f"{grouped(stats.completion_tokens, 'token')} in {grouped(stats.speculation.rounds, 'round')}",
-        ),
-        ("speculation", _speculation(stats.speculation_state)),
-        ("acceptance", _acceptance(stats.speculation)),
-        *_ahead(stats.speculation),
-    ]
+    facts = {
+        "up": duration(stats.uptime_seconds),
+        "load": _load(stats.load),
+        "requests": ", ".join(f"{count:,} {end}" for end, count in asdict(stats.outcomes).items()),
+        "throughput": _throughput(stats.throughput),
+        "completed": f"{grouped(stats.completion_tokens, 'token')} in {rounds}",
+        "speculation": _speculation(stats.speculation_state),
+        "acceptance": _acceptance(stats.speculation),
+        **_ahead(stats.speculation),
+    }
     if recent is not None:
-        facts.append(("last look", _acceptance(recent) if recent.drafted else "nothing proposed since"))
+        facts["last look"] = _acceptance(recent) if recent.drafted else "nothing proposed since"
     parts: list[RenderableType] = [grid(facts)]
     if stats.speculation.positions:
         # While nothing happens, show the last activity.
@@ -299,10 +277,10 @@ def _rule_table(by_rule: Mapping[str, SpeculationStats]) -> Table:
     return table
 
 
-def _speculation(state: SpeculationState) -> str:
+def _speculation(state: SpeculationState, rule: str = "") -> str:
     if not state.is_on:
         return f"off: {state.explanation}"
-    words = f"on, {grouped(state.num_speculative_tokens, 'token')} proposed per round"
+    words = f"on, {grouped(state.num_speculative_tokens, 'token')} proposed per round{rule}"
     return f"{words}; {state.explanation}" if state.explanation else words
 
 
@@ -321,10 +299,8 @@ def _load(load: Load) -> str:
     return f"{load.running:,} running, {load.queued:,} waiting"
 
 
-def _throughput(throughput: Throughput) -> str:
-    return (
-        f"{throughput.last_10_seconds:,.1f} tokens/s over 10 s, {throughput.last_60_seconds:,.1f} over 60 s"
-    )
+def _throughput(of: Throughput) -> str:
+    return f"{of.last_10_seconds:,.1f} tokens/s over 10 s, {of.last_60_seconds:,.1f} over 60 s"
 
 
 def _acceptance(stats: SpeculationStats) -> str:
@@ -336,20 +312,15 @@ def _acceptance(stats: SpeculationStats) -> str:
     )
 
 
-def _ahead(stats: SpeculationStats) -> Iterator[tuple[str, str]]:
-    ahead, lead = stats.ahead, stats.lead
+def _ahead(stats: SpeculationStats) -> dict[str, str]:
+    ahead, lead, facts = stats.ahead, stats.lead, {}
     if lead.rounds:
-        wasted = lead.wasted / (stats.rounds + lead.wasted)
-        yield (
-            "run ahead",
-            f"{grouped(lead.rounds, 'round')} begun early; {percent(wasted)} of all rounds wasted",
-        )
+        wasted = percent(lead.wasted, stats.rounds + lead.wasted)
+        facts["run ahead"] = f"{grouped(lead.rounds, 'round')} begun early; {wasted} of all rounds wasted"
     if ahead.awaited:
-        rounds = grouped(ahead.awaited, "round")
-        yield (
-            "drafted ahead",
-            f"{percent(hit_rate(ahead))} of {rounds}, {ahead.saved_seconds:,.2f} s of waiting saved",
-        )
+        hits = f"{percent(hit_rate(ahead))} of {grouped(ahead.awaited, 'round')}"
+        facts["drafted ahead"] = f"{hits}, {ahead.saved_seconds:,.2f} s of waiting saved"
+    return facts
 
 
 def _state(value: ReplicaState) -> Text:

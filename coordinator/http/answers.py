@@ -36,21 +36,8 @@ _REPLACEMENT = "\ufffd"
 _SENTENCEPIECE_SPACE = "\u2581"
 
 
-class JsonList:
-    """A list that is kept as the bytes of its JSON: rendered piece by piece, it never holds the event loop for long."""
-
-    def __init__(self) -> None:
-        self.text = bytearray()
-        """Its items, with commas between them."""
-
-    def extend(self, items: Iterable[object]) -> int:
-        """Append items; the number of bytes that they take."""
-        before = len(self.text)
-        for item in items:
-            if self.text:
-                self.text += b","
-            self.text += rendered(item)
-        return len(self.text) - before
+JsonList = bytearray
+"""A list's items as JSON, with commas between them: rendered one by one, they never hold the event loop for long."""
 
 
 def rendered(value: object) -> bytes:
@@ -67,7 +54,7 @@ def data_line(content: Mapping[str, Any]) -> bytes:
 def flattened(value: object) -> Iterator[bytes | bytearray]:
     """The JSON of a value that holds lists of rendered items, in order."""
     if isinstance(value, JsonList):
-        yield from (b"[", value.text, b"]")
+        yield from (b"[", value, b"]")
     elif isinstance(value, dict):
         yield b"{"
         for number, (name, item) in enumerate(value.items()):
@@ -77,8 +64,7 @@ def flattened(value: object) -> Iterator[bytes | bytearray]:
     elif isinstance(value, list):
         yield b"["
         for number, item in enumerate(value):
-            if number:
-                yield b","
+            yield b"," if number else b""
             yield from flattened(item)
         yield b"]"
     else:
@@ -120,14 +106,6 @@ class Choice:
         """Its text so far."""
         calls = None if self.reader is None else self.reader.calls
         return Said("".join(self.contents), "".join(self.reasonings), calls)
-
-    @property
-    def finish_reason(self) -> str | None:
-        if self.summary is None:
-            return None
-        has_called = self.reader is not None and self.reader.calls
-        is_stopped = self.summary.finish_reason is FinishReason.STOP
-        return "tool_calls" if has_called and is_stopped else self.summary.finish_reason.value
 
 
 class Answer(ABC):
@@ -171,10 +149,12 @@ class Answer(ABC):
         """Note a piece for the whole answer: the number of bytes that it takes."""
         self.add(index, chunk)
         choice, kept = self.choices[index], len(chunk.text.encode("utf-8", "replace"))
-        for name, items in self._logprobs(choice, chunk).items():
-            kept += choice.logprobs[name].extend(items)
-        for name, items in self._ids(chunk).items():
-            kept += choice.ids[name].extend(items)
+        lists = [(choice.logprobs[name], items) for name, items in self._logprobs(choice, chunk).items()]
+        lists += [(choice.ids[name], items) for name, items in self._ids(chunk).items()]
+        for items, more in lists:
+            for item in more:
+                items += (b"," if items else b"") + (added := rendered(item))
+                kept += len(added) + 1
         return kept
 
     def whole(self) -> dict[str, Any]:
@@ -189,8 +169,17 @@ class Answer(ABC):
         """The answer piece by piece, as it is made."""
         async with aclosing(chunks):
             async for index, chunk in chunks:
-                if (piece := self._piece(index, chunk)) is not None:
-                    yield data_line(piece)
+                choice, said = self.choices[index], self.add(index, chunk)
+                is_first = len(choice.contents) == 1
+                has_text = said.content or said.calls or said.reasoning
+                if not (has_text or chunk.summary or chunk.logprobs or self._with_ids or is_first):
+                    continue  # it says nothing to the client
+                described = self._text(said, is_piece=True, is_first=is_first)
+                described |= self._described(index, self._logprobs(choice, chunk), self._ids(chunk))
+                piece = {**self._head, "object": self.piece_object, "choices": [described]}
+                if self.prompt_tokens:
+                    piece["usage"] = _usage(self.prompt_tokens[index], choice.tokens)
+                yield data_line(piece)
         if self._with_usage:
             yield data_line({**self._head, "object": self.piece_object, "choices": [], **self.account()})
         yield b"data: [DONE]\n\n"
@@ -198,20 +187,6 @@ class Answer(ABC):
     def failure(self, error: TandemError) -> bytes:
         """The last event of an answer that fails after it has begun."""
         return data_line(error_object(error))
-
-    def _piece(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
-        """A piece as an event; None when it says nothing to the client."""
-        choice, said = self.choices[index], self.add(index, chunk)
-        is_first = len(choice.contents) == 1
-        has_text = said.content or said.calls or said.reasoning
-        if not (has_text or chunk.summary or chunk.logprobs or self._with_ids or is_first):
-            return None
-        described = self._text(said, is_piece=True, is_first=is_first)
-        described |= self._described(index, self._logprobs(choice, chunk), self._ids(chunk))
-        piece = {**self._head, "object": self.piece_object, "choices": [described]}
-        if self.prompt_tokens:
-            piece["usage"] = _usage(self.prompt_tokens[index], choice.tokens)
-        return piece
 
     def account(self) -> dict[str, Any]:
         """Tokens of the completions, and their speculation statistics."""
@@ -239,13 +214,14 @@ class Answer(ABC):
 
     def _described(self, index: int, logprobs: dict[str, Any], ids: Mapping[str, Any]) -> dict[str, Any]:
         """A completion, or a piece of it, without its text."""
-        choice = self.choices[index]
-        summary = choice.summary
+        reader, summary = self.choices[index].reader, self.choices[index].summary
+        reason = summary and summary.finish_reason
+        has_called = reader is not None and reader.calls and reason is FinishReason.STOP
         return {
             "logprobs": {**logprobs, **self.beside_logprobs} if logprobs else None,
             "index": index,
-            "finish_reason": choice.finish_reason,
-            "stop_reason": None if summary is None else summary.stop_reason,
+            "finish_reason": "tool_calls" if has_called else reason and reason.value,
+            "stop_reason": summary and summary.stop_reason,
             **({"seed": summary.seed} if self._with_ids and summary is not None else {}),
             **ids,
         }

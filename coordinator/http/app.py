@@ -1,12 +1,15 @@
-"""Routes, the page, and the checks that every request passes first."""
+"""The endpoints, the page, and the checks that every request passes first."""
 
 from __future__ import annotations
 
 import asyncio
 import re
+import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -16,18 +19,41 @@ from starlette.types import Message, Receive, Scope, Send
 
 from coordinator.admin.plain import plain
 from coordinator.http import openapi
-from coordinator.http.api import Api
+from coordinator.http.answers import Answer, ChatAnswer, CompletionAnswer, Reply, merged
+from coordinator.http.api import chat_prompt, ids_of, requests_of
+from coordinator.http.bodies import ALONE_HEADER, BodyReader, HeldBytes, fit, ignored_header
 from coordinator.http.chat import Chats
-from coordinator.http.errors import HttpError, error_response
+from coordinator.http.errors import HttpError, ModelNotFoundError, error_response
+from coordinator.http.responses import ResponseAnswer, chat_of
+from coordinator.http.schema import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    ResponsesBody,
+    TokenizeBody,
+)
+from coordinator.http.tools import HARMONY
+from coordinator.requests.admission import peer_of_host
+from coordinator.requests.plan import keep_out
 from coordinator.requests.runner import RequestRunner
+from coordinator.requests.validation import outside_vocabulary
 from coordinator.settings.coordinator import CoordinatorSettings
 from tandem import __version__
 from tandem.admin import Status
+from tandem.config.rule import refuse
 from tandem.errors import ServiceUnavailableError
 from tandem.rpc.addresses import is_loopback
 from tandem.serving import protection
 from tandem.serving.interceptors import RunningCalls
 
+BodyT = TypeVar("BodyT", bound=Body)
+
+_FORMS: Mapping[str, tuple[type[CompletionBody | ChatBody | ResponsesBody], Callable[..., Answer]]] = {
+    "/v1/completions": (CompletionBody, CompletionAnswer),
+    "/v1/chat/completions": (ChatBody, ChatAnswer),
+    "/v1/responses": (ResponsesBody, ResponseAnswer),
+}
 _PAGE_FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
@@ -72,33 +98,33 @@ class App:
     ) -> None:
         """Set up the endpoints. `metrics` returns Prometheus's text form and its content type; None when none are
         collected."""
+        self._completions = completions
         self._calls = calls
         self._chats = chats
         self._status = status
         self._metrics = metrics
-        self._metric_names = settings.metric_names
+        self._settings = settings
         self._known_tokens = protection.token_source(settings, settings.http_host)
         self._local_only = is_loopback(settings.http_host) and not settings.knows_callers
         self._files = {path: (openapi.PAGE / name).read_bytes() for path, (name, _) in _PAGE_FILES.items()}
-        api = Api(completions, chats, calls, settings)
+        self._reader = BodyReader(settings)
+        self._held = HeldBytes(
+            settings.http_max_held_answer_bytes,
+            "large answers that are not streamed hold {max_bytes} bytes, which is the maximum; set stream, ask for "
+            "fewer completions, tokens or logprobs, or try again",
+        )
+        self._created = int(time.time())
         self._router = Router(
             [
-                Route("/v1/completions", api.completions, methods=["POST"]),
-                Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
-                Route("/v1/responses", api.responses, methods=["POST"]),
-                Route("/v1/models", api.models),
-                Route("/v1/models/{name:path}", api.model),
-                Route("/tokenize", api.tokenize, methods=["POST"]),
-                Route("/detokenize", api.detokenize, methods=["POST"]),
-                Route("/health", self._health),
-                Route("/ping", self._health, methods=["GET", "POST"]),
-                Route("/load", self._load),
-                Route("/openapi.json", self._openapi),
-                Route("/docs", self._docs),
-                Route("/version", self._version),
-                Route("/metrics", self._metrics_text),
-                Route("/tandem/status", self._page_status),
-                *(Route(path, self._page_file) for path in _PAGE_FILES),
+                Route("/ping", self.health, methods=["GET", "POST"]),
+                *(
+                    Route(path, getattr(self, name), methods=[method])
+                    for method, path, name, *_ in openapi.ENDPOINTS
+                ),
+                Route("/v1/models/{name:path}", self.models),
+                Route("/openapi.json", self.openapi),
+                Route("/docs", self.docs),
+                *(Route(path, self.page_file) for path in _PAGE_FILES),
             ],
             redirect_slashes=False,
         )
@@ -149,7 +175,13 @@ class App:
                 headers={"Connection": "close"},
             )
         if self._local_only:
-            _check_host(headers.get(b"host", b"").decode("latin-1"))
+            # A web page whose own name points to this machine (DNS rebinding) is refused.
+            host = headers.get(b"host", b"").decode("latin-1")
+            spelled = _HOST.fullmatch(host)
+            if spelled is None or not is_loopback(spelled["name"] or spelled["ipv6"]):
+                named = f"host is {host or 'not set'}"
+                served = "it must be this machine, which alone is served: localhost or 127.0.0.1"
+                raise HttpError(403, f"{named}; {served}")
         if scope["path"] in _OPEN_PATHS:
             return
         authorization = headers.get(b"authorization", b"").decode("latin-1") or None
@@ -157,53 +189,138 @@ class App:
         if self._calls.closed_because:
             raise ServiceUnavailableError(self._calls.closed_because)
 
-    async def _health(self, request: Request) -> Response:
+    async def complete(self, request: Request) -> Response:
+        """`POST /v1/completions`, `/v1/chat/completions` and `/v1/responses`."""
+        given, form = _FORMS[request.url.path]
+        body, headers = await self._body(request, given)
+        if isinstance(body, ResponsesBody):
+            refuse(body.refusals())
+            form, body = partial(ResponseAnswer, body), chat_of(body)
+        models, bounds = self._completions.models, self._completions.bounds
+        requests = await requests_of(body, models, self._chats, bounds)
+        # A client may use a name twice, so it is only a part of ours.
+        named = request.state.client_request_id or body.request_id
+        request_id = f"{fit(named)}-{uuid.uuid4().hex[:8]}" if named else uuid.uuid4().hex
+        answer = form(request_id, self.model_name, models.tokenizer, body, len(requests))
+        usage = body.stream_options
+        if usage is not None and usage.include_usage and usage.continuous_usage_stats:
+            ids = [await ids_of(each.prompt, models, bounds) for each in requests]
+            requests = [replace(each, prompt=prompt) for each, prompt in zip(requests, ids, strict=True)]
+            answer.prompt_tokens = [*map(len, ids)]
+        if isinstance(body, ChatBody):
+            assert self._chats.template is not None, "it has made the prompt"
+            is_bound, calls = requests[0].grammar is not None, self._chats.template.calls
+            if body.may_call and body.tool_choice not in (None, "auto"):
+                answer.read_calls("demanded")
+            elif body.may_call or (calls == HARMONY and not is_bound):
+                answer.read_calls(calls)
+        traceparent = request.headers.get("traceparent", "")
+        peer = "" if request.client is None else peer_of_host(request.client.host)
+        # The first completion has the request's own name in logs and lists.
+        names = [request_id, *(f"{request_id}-{index}" for index in range(1, len(requests)))]
+        chunks = merged(
+            [
+                self._completions.complete(each, body.timeout_seconds, name, traceparent, peer)
+                for each, name in zip(requests, names, strict=True)
+            ]
+        )
+        if penalties := keep_out(requests[0], bounds, models):
+            headers |= {ALONE_HEADER: ", ".join(penalties)}
+        return Reply(answer, chunks, self._calls, self._held, headers, streams=bool(body.stream))
+
+    async def tokenize(self, request: Request) -> Response:
+        """`POST /tokenize`."""
+        body, headers = await self._body(request, TokenizeBody)
+        refuse(body.refusals())
+        models, bounds = self._completions.models, self._completions.bounds
+        if body.prompt is None:
+            token_ids = await chat_prompt(body, models, self._chats, bounds)
+        else:
+            token_ids = await models.encode(body.prompt, bounds, add_special_tokens=body.add_special_tokens)
+        answer = {
+            "count": len(token_ids),
+            "max_model_len": models.target.max_length,
+            "tokens": token_ids,
+            "token_strs": [*map(models.tokenizer.id_to_token, token_ids)] if body.return_token_strs else None,
+        }
+        return JSONResponse(answer, headers=headers)
+
+    async def detokenize(self, request: Request) -> Response:
+        """`POST /detokenize`."""
+        body, headers = await self._body(request, DetokenizeBody)
+        models = self._completions.models
+        refuse(outside_vocabulary("tokens holds", body.tokens, models.target))
+        # Tens of thousands of ids take long enough for others to notice.
+        text = await asyncio.to_thread(models.tokenizer.decode, body.tokens, skip_special_tokens=False)
+        return JSONResponse({"prompt": text}, headers=headers)
+
+    async def _body(self, request: Request, model: type[BodyT]) -> tuple[BodyT, dict[str, str]]:
+        """The body, and the header that names what is ignored of it."""
+        body, unknown = await self._reader.read(request, model, self._completions)
+        self._check_model(body.model)
+        return body, ignored_header(*unknown, *body.passed_over)
+
+    @property
+    def model_name(self) -> str:
+        """The name that the model is served under."""
+        return self._settings.served_model_name or self._completions.models.target.name
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, "", self.model_name):
+            raise ModelNotFoundError(
+                f"model is {name!r}; it must be {self.model_name!r}, which is served here"
+            )
+
+    async def models(self, request: Request) -> Response:
+        """`GET /v1/models`, and `/v1/models/NAME`."""
+        name: str | None = request.path_params.get("name")
+        self._check_model(name)
+        model: dict[str, Any] = {
+            "id": self.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "tandem",
+            "max_model_len": self._completions.models.target.max_length,
+        }
+        return JSONResponse({"object": "list", "data": [model]} if name is None else model)
+
+    async def health(self, request: Request) -> Response:
         if self._calls.closed_because:
             return JSONResponse({"status": "unavailable", "reason": self._calls.closed_because}, 503)
         return JSONResponse({"status": "ok"})
 
-    async def _openapi(self, request: Request) -> Response:
+    async def openapi(self, request: Request) -> Response:
         return JSONResponse(openapi.description())
 
-    async def _docs(self, request: Request) -> Response:
+    async def docs(self, request: Request) -> Response:
         return HTMLResponse(openapi.page(), headers=_PAGE_HEADERS)
 
-    async def _version(self, request: Request) -> Response:
+    async def version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})
 
-    async def _load(self, request: Request) -> Response:
+    async def load(self, request: Request) -> Response:
         """`GET /load`, as in vLLM: how many requests the server has."""
         load = (await self._status()).load
         return JSONResponse({"server_load": load.running + load.queued})
 
-    async def _metrics_text(self, request: Request) -> Response:
+    async def metrics_text(self, request: Request) -> Response:
         metrics = await self._metrics()
         if metrics is None:
             raise HttpError(404, "no metrics are collected here", "not_found")
         content, media_type = metrics
-        if self._metric_names == "vllm":
+        if self._settings.metric_names == "vllm":
             from tandem.telemetry.names import text_as_vllm  # only where metrics are collected
 
             content = text_as_vllm(content)
         return Response(content, media_type=media_type)
 
-    async def _page_status(self, request: Request) -> Response:
+    async def page_status(self, request: Request) -> Response:
         # The decisions may be hundreds, and the page asks often.
         status = plain(replace(await self._status(), decisions=()))
         template = self._chats.template
         status |= {"chat": template is not None, "instruct": template is not None and template.is_instruct}
         return JSONResponse(status, headers={"Cache-Control": "no-store"})
 
-    async def _page_file(self, request: Request) -> Response:
+    async def page_file(self, request: Request) -> Response:
         path = request.url.path
         return Response(self._files[path], media_type=_PAGE_FILES[path][1], headers=_PAGE_HEADERS)
-
-
-def _check_host(host: str) -> None:
-    """Refuse web pages whose own name points to this machine (DNS rebinding)."""
-    spelled = _HOST.fullmatch(host)
-    if spelled is None or not is_loopback(spelled["name"] or spelled["ipv6"]):
-        raise HttpError(
-            403,
-            f"host is {host or 'not set'}; it must be this machine, which alone is served: localhost or 127.0.0.1",
-        )

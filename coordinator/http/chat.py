@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
+CONFIGURED = "chat_template"
+"""Origin of the template that the coordinator's option of this name gives."""
 
 MAX_SOURCE_BYTES = 1 << 20
 """Maximum size of a template. Published ones have up to some 30 KiB."""
@@ -35,7 +37,11 @@ class Chats:
 
     def __init__(self, override: Path | None) -> None:
         """Read the configured template, if there is one."""
-        self._override = None if override is None else _read(override)
+        try:
+            self._override = None if override is None else override.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            sentence = f"--chat-template {override} cannot be read as UTF-8 text: {error}"
+            raise ConfigurationError(sentence) from None
         self.template: ChatTemplate | None = None
         """None until `meet`, and when the model has none."""
 
@@ -84,39 +90,27 @@ class Chats:
 class ChatTemplate:
     """Makes prompts of chats in a process of its own."""
 
-    def __init__(
-        self,
-        source: str,
-        special_tokens: Mapping[str, str],
-        origin: str,
-        refusal: type[ConfigurationError] = ConfigurationError,
-    ) -> None:
-        """A template that is compiled at its first use. One from this origin that cannot be used raises the `refusal`,
-        here and in `check`."""
+    def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str) -> None:
+        """A template that is compiled at its first use."""
         self.calls = parser_of(source)
         """Form in which the model writes calls of tools."""
         self.is_instruct = "assistant" in source
         """True if it marks who speaks, as templates of models that were trained on chats do."""
         self._special_tokens = special_tokens
-        self._origin = origin
-        self._refusal = refusal
+        self._name = f"the chat template of {origin}"
+        self._refusal = ConfigurationError if origin == CONFIGURED else ModelFolderError
         if len(source.encode("utf-8", "surrogatepass")) > MAX_SOURCE_BYTES:
-            raise refusal(
-                f"the chat template of {origin} has {len(source)} characters; it must have at most "
-                f"{MAX_SOURCE_BYTES} bytes"
-            )
-        self._process = BoundedProcess(
-            f"{__package__}.chat_worker", "chats wait for their prompts", {"source": source}
-        )
+            size = f"{self._name} has {len(source)} characters"
+            raise self._refusal(f"{size}; it must have at most {MAX_SOURCE_BYTES} bytes")
+        worker = f"{__package__}.chat_worker"
+        self._process = BoundedProcess(worker, "chats wait for their prompts", {"source": source})
 
     async def check(self) -> None:
         try:
             await self._process.answer(None)
         except JobError as error:
             self.close()
-            raise self._refusal(
-                f"the chat template of {self._origin} cannot be compiled: it {error}"
-            ) from None
+            raise self._refusal(f"{self._name} cannot be compiled: it {error}") from None
 
     async def prompt(
         self,
@@ -139,9 +133,8 @@ class ChatTemplate:
             # To twice the bound, so that the refusal of a longer prompt can say how long it is
             answer = await self._process.answer({"context": context, "max_characters": 2 * max_bytes})
         except JobError as error:
-            raise InvalidRequestError(
-                f"the model's chat template cannot make a prompt of the messages: it {error}"
-            ) from None
+            reason = f"the model's chat template cannot make a prompt of the messages: it {error}"
+            raise InvalidRequestError(reason) from None
         text: str | None = answer["text"]
         if text is None:
             raise InvalidRequestError(
@@ -197,7 +190,7 @@ def _part(index: int, part: Mapping[str, Any]) -> str:
 def read_chat_template(files: Mapping[str, bytes], override: str | None = None) -> ChatTemplate | None:
     """The given template, or that of a model's tokenizer files; None when there is none."""
     config = _config(files)
-    source, origin = override, "chat_template"
+    source, origin = override, CONFIGURED
     if source is None and (sent := files.get(TEMPLATE_FILE)) is not None:
         try:
             source, origin = sent.decode("utf-8"), TEMPLATE_FILE
@@ -205,15 +198,7 @@ def read_chat_template(files: Mapping[str, bytes], override: str | None = None) 
             raise ModelFolderError(f"the model's {TEMPLATE_FILE} is no UTF-8 text: {error}") from None
     elif source is None:
         source, origin = _default_of(config.get("chat_template")), CONFIG_FILE
-    refusal = ConfigurationError if override is not None else ModelFolderError
-    return None if source is None else ChatTemplate(source, _special_tokens(config), origin, refusal)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"--chat-template {path} cannot be read as UTF-8 text: {error}") from None
+    return None if source is None else ChatTemplate(source, _special_tokens(config), origin)
 
 
 def _config(files: Mapping[str, bytes]) -> dict[str, Any]:
@@ -235,10 +220,10 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(tokens := config.get(key), dict):
             named |= tokens
     # Some files keep more about a token than its text.
-    texts = (
-        (name, token.get("content") if isinstance(token, dict) else token) for name, token in named.items()
-    )
-    return {name: text for name, text in texts if isinstance(text, str)}
+    texts = {
+        name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()
+    }
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _default_of(template: object) -> str | None:

@@ -29,13 +29,10 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012 - Jinja declares it so
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """The block's content, as a call that returns its argument."""
         line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
-
-    def _content(self, caller: Any) -> Any:
-        return caller()
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(
+            line
+        )
 
 
 def template_environment() -> ImmutableSandboxedEnvironment:
@@ -69,9 +66,8 @@ def main() -> None:
 class _Templates:
     """Compiles the first message's template and renders the others by it."""
 
-    def __init__(self) -> None:
-        self._template: Template | None = None
-        self._reads_null = False
+    _template: Template | None = None
+    _reads_null = False
 
     def answer(self, job: Any) -> dict[str, Any]:
         try:
@@ -82,19 +78,14 @@ class _Templates:
             if not self._reads_null:
                 for message in job["context"]["messages"]:
                     message["content"] = "" if message["content"] is None else message["content"]
-            return {"text": _rendered(self._template, job["context"], job["max_characters"])}
+            text = ""
+            for piece in self._template.generate(job["context"]):
+                text += piece
+                if len(text) > job["max_characters"]:
+                    return {"text": None}
+            return {"text": text}
         except TemplateError as error:
             return {"failed": f"refuses: {str(error)[:LONGEST_REASON]}"}
-
-
-def _rendered(template: Template, context: dict[str, Any], max_characters: int) -> str | None:
-    pieces, size = [], 0
-    for piece in template.generate(context):
-        pieces.append(piece)
-        size += len(piece)
-        if size > max_characters:
-            return None
-    return "".join(pieces)
 
 
 if __name__ == "__main__":

@@ -15,29 +15,30 @@ from tandem import __version__
 PAGE = Path(__file__).with_name("page")
 """Folder of the pages' files."""
 
-_ENDPOINTS: tuple[tuple[str, str, str, type[schema.Body] | None], ...] = (
-    ("POST", "/v1/completions", "Complete a prompt, or several", schema.CompletionBody),
-    ("POST", "/v1/chat/completions", "Answer a chat", schema.ChatBody),
-    ("POST", "/v1/responses", "OpenAI's Responses API, for plain text", schema.ResponsesBody),
-    ("POST", "/tokenize", "The token ids of a prompt or a chat", schema.TokenizeBody),
-    ("POST", "/detokenize", "The text of token ids", schema.DetokenizeBody),
-    ("GET", "/v1/models", "The model that is served", None),
-    ("GET", "/health", "200, or 503 while it starts or drains; needs no token", None),
-    ("GET", "/ping", "The same under the name that SageMaker asks for", None),
-    ("GET", "/load", "How many requests run and wait", None),
-    ("GET", "/version", "The version", None),
-    ("GET", "/metrics", "All metrics in Prometheus's text form", None),
-    ("GET", "/tandem/status", "Replicas, load, statistics", None),
+ENDPOINTS: tuple[tuple[str, str, str, str, type[schema.Body] | None], ...] = (
+    ("POST", "/v1/completions", "complete", "Complete a prompt, or several", schema.CompletionBody),
+    ("POST", "/v1/chat/completions", "complete", "Answer a chat", schema.ChatBody),
+    ("POST", "/v1/responses", "complete", "OpenAI's Responses API, for plain text", schema.ResponsesBody),
+    ("POST", "/tokenize", "tokenize", "The token ids of a prompt or a chat", schema.TokenizeBody),
+    ("POST", "/detokenize", "detokenize", "The text of token ids", schema.DetokenizeBody),
+    ("GET", "/v1/models", "models", "The model that is served", None),
+    ("GET", "/health", "health", "200, or 503 while it starts or drains; needs no token", None),
+    ("GET", "/ping", "health", "The same under the name that SageMaker asks for", None),
+    ("GET", "/load", "load", "How many requests run and wait", None),
+    ("GET", "/version", "version", "The version", None),
+    ("GET", "/metrics", "metrics_text", "All metrics in Prometheus's text form", None),
+    ("GET", "/tandem/status", "page_status", "Replicas, load, statistics", None),
 )
+"""Method, path, the `App`'s method that answers, summary, and the class of the body."""
 
 
 @cache
 def description() -> dict[str, Any]:
     """The API in OpenAPI's form."""
-    models: Any = [(body, "validation") for *_, body in _ENDPOINTS if body is not None]
+    models: Any = [(body, "validation") for *_, body in ENDPOINTS if body is not None]
     _, definitions = models_json_schema(models, ref_template="#/components/schemas/{model}")
     paths: dict[str, Any] = {}
-    for method, path, summary, body in _ENDPOINTS:
+    for method, path, _, summary, body in ENDPOINTS:
         described: dict[str, Any] = {"summary": summary, "responses": {"200": {"description": "the answer"}}}
         if body is not None:
             content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}}
@@ -77,6 +78,6 @@ def page() -> str:
     import jinja2  # only for whoever reads the page
 
     template = jinja2.Template((PAGE / "docs.html").read_text(encoding="utf-8"), autoescape=True)
-    paths = [endpoint[:3] for endpoint in _ENDPOINTS]
+    paths = [(method, path, summary) for method, path, _, summary, _ in ENDPOINTS]
     rendered: str = template.render(version=__version__, paths=paths, fields=list(field_rows()))
     return rendered

@@ -124,13 +124,13 @@ class Said:
 _HARMONY_MARK = re.compile(r"<\|(?:start|channel|message|constrain|end|call|return)\|>")
 _HARMONY_PART = re.compile(r"<(?:\|[a-z]*\|?)?$")
 _HARMONY_CALL = re.compile(r"to=functions\.([^\s<]+)")
-_STARTS = {
-    "mistral": ("[TOOL_CALLS]", "[{"),
-    "llama3": ("<|python_tag|>", "{"),
-    "demanded": ("[",),
+_CALLS_BETWEEN: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "hermes": (("<tool_call>",), "</tool_call>"),
+    "mistral": (("[TOOL_CALLS]", "[{"), ""),
+    "llama3": (("<|python_tag|>", "{"), ""),
+    "demanded": (("[",), ""),
 }
-"""What begins a text that is calls as a whole."""
-_HERMES_START, _HERMES_END = "<tool_call>", "</tool_call>"
+"""By form: what begins calls, and what ends them, with text around; without an end the text is calls as a whole."""
 
 
 class CallReader:
@@ -150,8 +150,7 @@ class CallReader:
         self._key: str | None = None
         """Of the object that is read: whether it has a name, and the member whose value is read."""
         self._form = form
-        own = {HARMONY: self._harmony, "hermes": self._hermes}
-        self._parser = own[form]() if form in own else self._whole(_STARTS[form])
+        self._parser = self._harmony() if form == HARMONY else self._marked(*_CALLS_BETWEEN[form])
         next(self._parser)
 
     def read(self, text: str, *, is_last: bool = False) -> Said:
@@ -221,45 +220,39 @@ class CallReader:
             self._write(self._held[:end])
             self._held = self._held[end:]
 
-    def _hermes(self) -> Generator[None, str, None]:
-        """Text with calls between marks. Around objects, everything between the marks is passed over."""
+    def _marked(self, starts: Sequence[str], end: str) -> Generator[None, str, None]:
+        """Text with calls between marks; without an end mark the whole text is calls, or none of it is.
+
+        Around objects, everything between the marks is passed over.
+        """
         follows_call = False
         while True:
-            while self._held != _HERMES_START:
-                character = yield
-                self._held += character
+            begun = ""
+            while begun not in starts:
+                self._held += yield
                 if follows_call:  # calls stand on lines of their own
                     self._held = self._held.lstrip()
-                while not _HERMES_START.startswith(self._held):
+                begun = self._held if end else self._held.lstrip()
+                while not any(start.startswith(begun) for start in starts):
+                    if not end:
+                        yield from self._text()
                     self._say(self._held[0])
-                    self._held = self._held[1:]
+                    begun = self._held = self._held[1:]
                     follows_call = False
-            self._held = passed = ""
-            while not passed.endswith(_HERMES_END):
-                character = yield
-                passed += character
-                if character == "{":
-                    if not (yield from self._object()):
-                        break
-                    passed = ""
-            follows_call = not self._held
+            self._held, passed, is_call = "", begun[-1], True
+            while is_call and not (end and passed.endswith(end)):
+                if passed.endswith("{"):
+                    is_call, passed = (yield from self._object()), ""
+                else:
+                    passed += yield
+            if not end:
+                yield from self._text()
+            follows_call = is_call
             self._say(self._held)
             self._held = ""
 
-    def _whole(self, starts: Sequence[str]) -> Generator[None, str, None]:
-        """Calls are the whole text, whatever stands between them; what begins with anything else is text to its end."""
-        begun = ""
-        while begun not in starts and any(start.startswith(begun) for start in starts):
-            character = yield
-            self._held += character
-            begun = self._held.lstrip()
-        is_call, is_object = begun in starts, begun.endswith("{")
-        while is_call:
-            self._held = ""
-            while not is_object:
-                is_object = (yield) == "{"
-            is_call = yield from self._object()
-            is_object = False
+    def _text(self) -> Generator[None, str, None]:
+        """Text to its end."""
         self._say(self._held)
         self._held = ""
         while True:

@@ -36,7 +36,7 @@ async def main(model: str, prompt_count: int, max_tokens: int, method: str | Non
     console.print(f"Starting the three services with {named} ...")
     drafting = [] if method is None else ["--method", method]
     async with (
-        service("coordinator.cli", "up", "--model", model, "--no-http", *drafting) as address,
+        service("tandem", "up", "--model", model, "--no-http", *drafting) as address,
         Client(address) as client,
     ):
         prompts = held_out_prompts(prompt_count) if model == DEMO else await _questions(client, prompt_count)

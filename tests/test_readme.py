@@ -55,7 +55,7 @@ def test_the_demo_compares_speeds() -> None:
 
     @asynccontextmanager
     async def cluster(*command: str) -> AsyncIterator[str]:
-        assert command == ("coordinator.cli", "up", "--model", "demo", "--no-http")
+        assert command == ("tandem", "up", "--model", "demo", "--no-http")
         with (
             processes.model_service("target_service", DEMO_TARGET) as target,
             processes.model_service("draft_service", DEMO_DRAFT) as draft,

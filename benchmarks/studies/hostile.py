@@ -209,7 +209,7 @@ async def main(options: argparse.Namespace) -> None:
     """Measure each kind with services of its own, and print a line for each figure."""
     for kind in options.kind or _ATTACKS:
         port = free_port()
-        async with service("coordinator.cli", "up", "--model", DEMO, "--http-port", str(port)) as address:
+        async with service("tandem", "up", "--model", DEMO, "--http-port", str(port)) as address:
             is_inputs = kind == "inputs"
             lines = _inputs(address, port, options.seconds) if is_inputs else _readers(kind, address, port)
             async for line in lines:

@@ -254,7 +254,7 @@ async def _services(words: Sequence[str]) -> AsyncIterator[str]:
     with TemporaryFile() as errors:
         child = await Child.start(
             "tandem up",
-            str(__package__),
+            "tandem",
             ["up", *words],
             STOP_SECONDS + 5.0,  # its services have as long
             stderr=errors,

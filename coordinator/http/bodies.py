@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import ClientDisconnect, Request
 
-from coordinator.http.errors import SHOWN_CHARACTERS, HttpError
+from coordinator.http.errors import SHOWN_CHARACTERS, HttpError, shown
 from coordinator.http.schema import Body
 from coordinator.requests.admission import RETRY_SECONDS
 from coordinator.requests.runner import LARGE_BYTES, RequestRunner
@@ -241,11 +241,4 @@ def _sentence(detail: ErrorDetails) -> str:
         return f"the body is not an object: {words}"
     # Of a union, pydantic names the member that it tried last; the field itself says enough.
     name = ".".join(part for part in location if not part.endswith("]") and part not in ("str", "int"))
-    return f"{name} is {_shown(detail['input'])}: {words}"
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, str | list):
-        value = value[:SHOWN_CHARACTERS]  # its repr is cut all the same
-    text = repr(value)
-    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
+    return f"{name} is {shown(detail['input'])}: {words}"

@@ -56,8 +56,9 @@ _FORMS: Mapping[type[errors.TandemError], tuple[int, str, str | None]] = {
 
 
 def shown(value: object) -> str:
-    """A refused value as a request spells it, and as a message shows it."""
-    return json.dumps(value, ensure_ascii=False, default=str)[:SHOWN_CHARACTERS]
+    """The beginning of a refused value, as a request spells it."""
+    beginning = value[:SHOWN_CHARACTERS] if isinstance(value, str | list) else value
+    return json.dumps(beginning, ensure_ascii=False, default=str)[:SHOWN_CHARACTERS]
 
 
 def error_response(error: Exception) -> JSONResponse:

@@ -10,6 +10,7 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -58,7 +59,8 @@ def demanded(choice: Any, functions: Mapping[str, Mapping[str, Any]], *, paralle
     """The grammar of the calls that a `tool_choice` demands; None where the model chooses."""
     if choice in (None, "none", "auto"):
         return None
-    named = choice.get("function", {}).get("name") if isinstance(choice, dict) else None
+    function = choice.get("function") if isinstance(choice, dict) else None
+    named = function.get("name") if isinstance(function, dict) else None
     if choice != "required" and not isinstance(named, str):
         raise InvalidRequestError(
             f"tool_choice is {shown(choice)}; it must be none, auto, required, or "
@@ -68,27 +70,20 @@ def demanded(choice: Any, functions: Mapping[str, Mapping[str, Any]], *, paralle
         what = "required" if named is None else f"the function {named[:SHOWN_CHARACTERS]}"
         raise InvalidRequestError(f"tool_choice is {what}; tools must hold it")
     wanted = functions if named is None else {named: functions[named]}
-    calls = [_call(name, function.get("parameters")) for name, function in wanted.items()]
+    calls: list[dict[str, Any]] = []
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
     if named is not None or not parallel:
         schema["maxItems"] = 1
-    definitions: dict[str, Any] = {}
-    for call in calls:
-        parameters = call["properties"]["arguments"]
+    for name, function in wanted.items():
+        parameters = function.get("parameters")
+        arguments = {"type": "object", **(parameters if isinstance(parameters, dict) else {})}
         for place in ("$defs", "definitions"):  # references name them from the schema's root
-            definitions.setdefault(place, {}).update(parameters.pop(place, {}))
-    schema |= {place: own for place, own in definitions.items() if own}
+            if isinstance(arguments.get(place), dict):
+                schema.setdefault(place, {}).update(arguments.pop(place))
+        properties = {"name": {"const": name}, "arguments": arguments}
+        call = {"type": "object", "properties": properties, "required": [*properties]}
+        calls.append({**call, "additionalProperties": False})
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
-
-
-def _call(name: str, parameters: Any) -> dict[str, Any]:
-    arguments = dict(parameters) if isinstance(parameters, dict) else {}
-    return {
-        "type": "object",
-        "properties": {"name": {"const": name}, "arguments": {"type": "object", **arguments}},
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }
 
 
 def readable(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -96,18 +91,15 @@ def readable(message: Mapping[str, Any]) -> Mapping[str, Any]:
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
-    return {**message, "tool_calls": [_with_object(call) for call in calls]}
-
-
-def _with_object(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
+    changed = []
+    for call in calls:
+        changed.append(call)
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            with suppress(ValueError, RecursionError):
+                arguments = json.loads(function["arguments"] or "{}")
+                changed[-1] = {**call, "function": {**function, "arguments": arguments}}
+    return {**message, "tool_calls": changed}
 
 
 @dataclass(slots=True)
@@ -176,9 +168,10 @@ class CallReader:
 
     def _begin_call(self, name: str) -> None:
         described = {"id": f"call_{uuid.uuid4().hex}", "type": "function"}
+        self._deltas.append(
+            {"index": len(self.calls), **described, "function": {"name": name, "arguments": ""}}
+        )
         self.calls.append({**described, "function": {"name": name, "arguments": ""}})
-        delta = {"index": len(self.calls) - 1, **described, "function": {"name": name, "arguments": ""}}
-        self._deltas.append(delta)
 
     def _argue(self, fragment: str) -> None:
         """More of the last call's arguments."""

@@ -404,6 +404,10 @@ def test_demands_are_bound(choice: Any, parallel: bool, accepted: list[str], ref
         assert not (state.follow(tokens_of(text)) and state.accepts)
 
 
+def test_definitions_of_another_type_are_left_to_the_grammar() -> None:
+    assert demanded("required", {"f": {"parameters": {"$defs": [1]}}}, parallel=True) is not None
+
+
 def test_arguments_reach_templates_as_objects() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     message = readable({"role": "assistant", "content": None, "tool_calls": [call]})

@@ -183,6 +183,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function"}]}, 'tools.0 must be {"type": "function"'),
     ({"tools": [TOOL, TOOL]}, "tools.1 is named f as another is"),
     ({"tools": [TOOL], "tool_choice": "any"}, 'tool_choice is "any"; it must be none, auto, required, or'),
+    ({"tools": [TOOL], "tool_choice": {"function": "f"}}, 'tool_choice is {"function": "f"}; it must be none,'),
     ({"tool_choice": "required"}, "tool_choice is required; tools must hold it"),
     ({"tools": [TOOL], "tool_choice": {"function": {"name": "g"}}},
         "tool_choice is the function g; tools must hold it"),

@@ -225,7 +225,14 @@ async def drain(
     known = await client.replicas()
     is_last = is_last_target(replica_at(known, replica), known)
     if is_last and not yes:
-        _confirm(replica)
+        what = f"{replica} is the last target that takes new sequences"
+        if not sys.stdin.isatty():
+            raise errors.ConfigurationError(f"{what}; to drain it all the same, give --yes")
+        # On stderr, since stdout is for the result.
+        sys.stderr.write(f"{what}: requests will wait and then fail. Drain it? [y/N] ")
+        sys.stderr.flush()
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            raise errors.TandemError("nothing was drained")
     drained = await client.drain(replica, allow_last_target=is_last)
     return Answer(drained, lambda found: views.replica_table([found]))
 
@@ -234,20 +241,6 @@ async def drain(
 async def resume(client: AdminClient, replica: Address) -> Answer:
     """Give a drained replica new sequences again."""
     return Answer(await client.resume(replica), lambda found: views.replica_table([found]))
-
-
-def _confirm(address: str) -> None:
-    """Ask for confirmation on stderr, since stdout is for the result."""
-    if not sys.stdin.isatty():
-        raise errors.ConfigurationError(
-            f"{address} is the last target that takes new sequences; to drain it all the same, give --yes"
-        )
-    sys.stderr.write(
-        f"{address} is the last target that takes new sequences: requests will wait and then fail. Drain it? [y/N] "
-    )
-    sys.stderr.flush()
-    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        raise errors.TandemError("nothing was drained")
 
 
 admin.add_typer(requests, name="requests")

@@ -10,7 +10,6 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 import yaml
-from rich.table import Table
 
 from coordinator.cli.app import new_app
 from coordinator.cli.command import OutputOptions, command, option, plain_table
@@ -159,14 +158,16 @@ Name = Annotated[str, typer.Argument(help="The context's name.")]
 @command(context, "tandem context list", name="list")
 def list_contexts(output: OutputOptions) -> None:
     """List the contexts; the current one is marked."""
-    contexts = read_contexts()
-    entries: list[dict[str, Any]] = [
-        {"name": name, "current": name == contexts.current} | values
-        for name, values in contexts.by_name.items()
-    ]
-    for entry in entries:
-        entry.pop("token", None)
-    output.show(entries, lambda: _table(entries))
+    contexts, entries = read_contexts(), []
+    table = plain_table("", "NAME", "ADDRESS", "TLS", "TOKEN")
+    for name, values in contexts.by_name.items():
+        is_current = name == contexts.current
+        shown = {each: value for each, value in values.items() if each != "token"}
+        entries.append({"name": name, "current": is_current} | shown)
+        by_tls = values.get("tls") or "tls_ca_file" in values or "tls_cert_file" in values
+        address, token_file = values.get("address", DEFAULT_ADDRESS), values.get("token_file", "")
+        table.add_row("*" if is_current else "", name, address, "yes" if by_tls else "no", token_file)
+    output.show(entries, lambda: table)
 
 
 @command(context, "tandem context use staging")
@@ -208,17 +209,3 @@ def delete(name: Name) -> None:
     if contexts.current == name:
         contexts.current = ""
     contexts.save()
-
-
-def _table(entries: list[dict[str, Any]]) -> Table:
-    table = plain_table("", "NAME", "ADDRESS", "TLS", "TOKEN")
-    for entry in entries:
-        by_tls = entry.get("tls") or "tls_ca_file" in entry or "tls_cert_file" in entry
-        table.add_row(
-            "*" if entry["current"] else "",
-            entry["name"],
-            entry.get("address", DEFAULT_ADDRESS),
-            "yes" if by_tls else "no",
-            entry.get("token_file", ""),
-        )
-    return table

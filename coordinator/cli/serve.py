@@ -52,17 +52,13 @@ def serve(context: typer.Context) -> None:
 
 def package_of(service: str, arguments: Sequence[str]) -> str | None:
     """The package that serves with these options; None for an unknown service."""
-    is_own = canonical_method(_method(arguments)) in OWN_METHODS
+    # The method of the target's options, or else the one that all processes share in the environment.
+    methods = [_target_option(arguments, name) for name in ("METHOD", "SPECULATIVE_METHOD")]
+    methods += [os.environ.get(f"TANDEM_{name}", "") for name in ("METHOD", "SPECULATIVE_METHOD")]
+    is_own = canonical_method(next(filter(None, methods), "")) in OWN_METHODS
     if service == "target" and (is_own or _target_option(arguments, "DRAFT_MODEL")):
         return BOUND_PACKAGE
     return SERVICES.get(service)
-
-
-def _method(arguments: Sequence[str]) -> str:
-    """The method of a target's options, or else the one that all processes share in the environment."""
-    own = [_target_option(arguments, name) for name in ("METHOD", "SPECULATIVE_METHOD")]
-    shared = [os.environ.get(f"TANDEM_{name}", "") for name in ("METHOD", "SPECULATIVE_METHOD")]
-    return next(filter(None, own + shared), "")
 
 
 def _target_option(arguments: Sequence[str], option: str) -> str:

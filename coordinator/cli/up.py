@@ -188,6 +188,8 @@ def service_arguments(options: UpOptions) -> ServiceArguments:
     devices = _devices(options, shared)
     shares = _shares(options, shared, devices if draft.has_model else {})
     bundled.require_engine()
+    # Else auto, the fastest lossless rule. A coordinator's own default is MAX's: lossy with a head.
+    names_rule = not {"rejection_sampling_strategy", "synthetic_acceptance_rate"}.isdisjoint(shared)
     # This command serves this machine alone, whatever the environment says.
     service: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "log_level": options.log_level}
     model: dict[str, Any] = {
@@ -218,7 +220,7 @@ def service_arguments(options: UpOptions) -> ServiceArguments:
                 http_port=_http_port(options.http_port) if options.http else None,
                 num_speculative_tokens=options.num_speculative_tokens,
                 draft_ahead=options.draft_ahead,
-                rejection_sampling_strategy=_rule(draft, shared),
+                rejection_sampling_strategy=None if names_rule or draft == _Draft() else names.AUTO,
                 chat_template=options.chat_template,
                 config_file=options.config_file,
                 start_timeout_seconds=None if "start_timeout_seconds" in shared else _START_TIMEOUT_SECONDS,
@@ -315,12 +317,6 @@ def _unnamed_draft(options: UpOptions, method: str | None, shared: Mapping[str, 
     if options.model == bundled.DEMO:
         return _Draft({"model": str(bundled.demo_pair().draft)}, has_model=True)
     return _Draft({"method": DRAFT_OF_A_TARGET_ALONE})
-
-
-def _rule(draft: _Draft, shared: Mapping[str, Any]) -> str | None:
-    """auto, the fastest lossless rule, unless one is named. A coordinator's own default is MAX's: lossy with a head."""
-    is_named = any(name in shared for name in ("rejection_sampling_strategy", "synthetic_acceptance_rate"))
-    return None if draft == _Draft() or is_named else names.AUTO
 
 
 def _devices(options: UpOptions, shared: Mapping[str, Any]) -> dict[str, str]:

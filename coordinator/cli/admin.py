@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Annotated, Any, NamedTuple
@@ -67,25 +68,19 @@ class WatchOptions:
 
     async def show(self, ask: Callable[[], Awaitable[Answer]], output: OutputOptions) -> None:
         """Ask and show, again and again: a terminal updates its table, elsewhere the looks follow each other."""
-        live = Live(console=Console(highlight=False), auto_refresh=False, vertical_overflow="crop")
+        screen = Live(console=Console(highlight=False), auto_refresh=False, vertical_overflow="crop")
         is_screen = output.form is OutputForm.TABLE and sys.stdout.isatty()
         before: Answer | None = None
-        shown = 0
-        if is_screen:
-            live.start()
-        try:
-            while self.count is None or shown < self.count:
-                if before is not None:
+        with screen if is_screen else nullcontext():
+            for look in itertools.count() if self.count is None else range(self.count):
+                if look:
                     await asyncio.sleep(self.interval)
                 answer = await ask()
                 if is_screen:
-                    live.update(answer.table(before), refresh=True)
+                    screen.update(answer.table(before), refresh=True)
                 else:
                     output.show(answer.result, partial(answer.table, before), is_one_of_many=True)
                 before = answer
-                shown += 1
-        finally:
-            live.stop()
 
 
 def verb(

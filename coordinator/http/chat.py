@@ -167,21 +167,22 @@ def _open_ended(prompt: str, final_text: str) -> str:
 
 def _plain(index: int, message: Message) -> dict[str, Any]:
     """A message as templates know it: its content one text, and the roles that models were trained with."""
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "\n".join(_part(index, part) for part in content)
     # OpenAI's newer name for the same role.
     role = "system" if message.get("role") == "developer" else message.get("role")
-    return {**message, "role": role, "content": content}
+    return {**message, "role": role, "content": as_one_text(f"messages.{index}", message.get("content"))}
 
 
-def _part(index: int, part: Mapping[str, Any]) -> str:
-    kind, text = part.get("type"), part.get("text")
-    if kind != "text" or not isinstance(text, str):
-        raise InvalidRequestError(
-            f"messages.{index}.content is of type {kind}; it must be text: the model reads nothing else"
-        )
-    return text
+def as_one_text(name: str, content: Any, kinds: Sequence[str] = ("text",)) -> Any:
+    """The content of a message, with its parts joined; they must be of these kinds."""
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        if (kind := part.get("type")) not in kinds or not isinstance(part.get("text"), str):
+            wanted = " or ".join(kinds)
+            raise InvalidRequestError(
+                f"{name}.content is of type {kind}; it must be {wanted}: the model reads nothing else"
+            )
+    return "\n".join(part["text"] for part in content)
 
 
 # ---- the model's files

@@ -9,12 +9,11 @@ from itertools import count
 from typing import Any
 
 from coordinator.http.answers import ChatAnswer, data_line
+from coordinator.http.chat import as_one_text
 from coordinator.http.errors import error_object
 from coordinator.http.schema import ChatBody, Message, ResponsesBody
 from tandem.errors import InvalidRequestError, TandemError
 from tandem.types import Chunk, FinishReason
-
-_TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 def chat_of(body: ResponsesBody) -> ChatBody:
@@ -26,7 +25,8 @@ def chat_of(body: ResponsesBody) -> ChatBody:
         for index, item in enumerate(body.input):
             if item.type != "message":
                 raise InvalidRequestError(f"input.{index}.type is {item.type}; it must be message")
-            messages.append(Message(role=item.role, content=_text(index, item.content)))
+            content = as_one_text(f"input.{index}", item.content, ("input_text", "output_text", "text"))
+            messages.append(Message(role=item.role, content=content))
     text_form = (body.text or {}).get("format")
     if isinstance(text_form, dict) and text_form.get("type") == "json_schema":
         text_form = {"type": "json_schema", "json_schema": {"schema": text_form.get("schema")}}
@@ -38,17 +38,6 @@ def chat_of(body: ResponsesBody) -> ChatBody:
         top_p=body.top_p,
         stream=body.stream,
     )
-
-
-def _text(index: int, content: str | list[dict[str, Any]]) -> str:
-    if isinstance(content, str):
-        return content
-    for part in content:
-        if part.get("type") not in _TEXT_PARTS or not isinstance(part.get("text"), str):
-            raise InvalidRequestError(
-                f"input.{index}.content is of type {part.get('type')}; it must be input_text or output_text"
-            )
-    return "\n".join(part["text"] for part in content)
 
 
 class ResponseAnswer(ChatAnswer):

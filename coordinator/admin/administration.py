@@ -172,7 +172,6 @@ class Administration(Administrator):
         )
 
     def _common(self, replicas: Sequence[ReplicaSnapshot]) -> dict[str, Any]:
-        """The fields that a status and statistics have in common."""
         completions, settings = self._completions, self.live_config.current
         tokens = completions.requests.tokens
         return {

@@ -85,7 +85,6 @@ def _services(
 
 
 def _replica(replica: ReplicaSnapshot, status: Status) -> Iterator[Finding]:
-    """Its state, its version and the way to it."""
     address, seconds = replica.address, replica.round_trip_seconds
     if replica.state is ReplicaState.READY:
         times = (("round trip", seconds), ("step", replica.step_seconds))

@@ -269,7 +269,6 @@ def not_read(arguments: ServiceArguments, environment: Mapping[str, str]) -> Ite
 
 
 def _draft(options: UpOptions, shared: Mapping[str, Any]) -> _Draft:
-    """The way to draft for the target."""
     try:
         method = None if options.method is None else checked_method(options.method)
     except ValueError as error:
@@ -320,7 +319,6 @@ def _unnamed_draft(options: UpOptions, method: str | None, shared: Mapping[str, 
 
 
 def _devices(options: UpOptions, shared: Mapping[str, Any]) -> dict[str, str]:
-    """Devices of the target and the draft, as torch names them."""
 
     def device(option: str, name: object) -> str:
         try:

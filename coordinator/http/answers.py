@@ -120,7 +120,6 @@ class Answer(ABC):
     """Tokens of each completion's prompt, where each piece is to have the usage so far."""
 
     def __init__(self, request_id: str, model: str, tokenizer: Tokenizer, body: Sampled, count: int) -> None:
-        """An empty answer with `count` completions, as the body wants it."""
         self.choices = [Choice() for _ in range(count)]
         self._head = {"id": f"{self.prefix}-{request_id}", "created": int(time.time()), "model": model}
         self._tokenizer = tokenizer
@@ -213,7 +212,6 @@ class Answer(ABC):
         }
 
     def _described(self, index: int, logprobs: dict[str, Any], ids: Mapping[str, Any]) -> dict[str, Any]:
-        """A completion, or a piece of it, without its text."""
         reader, summary = self.choices[index].reader, self.choices[index].summary
         reason = summary and summary.finish_reason
         has_called = reader is not None and reader.calls and reason is FinishReason.STOP

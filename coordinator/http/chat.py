@@ -36,7 +36,6 @@ class Chats:
     """Makes prompts of chats by the configured template, else by the model's own."""
 
     def __init__(self, override: Path | None) -> None:
-        """Read the configured template, if there is one."""
         try:
             self._override = None if override is None else override.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

@@ -122,7 +122,6 @@ class ResponseAnswer(ChatAnswer):
         return _event({"type": "error", **{name: described[name] for name in ("code", "message", "param")}})
 
     def _item(self, status: str, *content: dict[str, Any]) -> dict[str, Any]:
-        """The message that is the response's output."""
         return {
             "id": self._item_id,
             "type": "message",

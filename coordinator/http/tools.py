@@ -245,7 +245,6 @@ class CallReader:
             self._held = ""
 
     def _text(self) -> Generator[None, str, None]:
-        """Text to its end."""
         self._say(self._held)
         self._held = ""
         while True:
@@ -273,7 +272,6 @@ class CallReader:
         return self._is_call
 
     def _string(self) -> Generator[None, str, str]:
-        """Read a string from behind its quote."""
         string, is_escaped = "", False
         while True:
             character = yield

@@ -30,7 +30,6 @@ HEADS: Mapping[str, type[DraftHead]] = {
     MTP: MtpHead,
     DFLASH: DFlashHead,
 }
-"""The drafting heads by method."""
 
 
 @dataclass(frozen=True, slots=True)

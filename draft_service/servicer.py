@@ -21,7 +21,6 @@ from tandem.wire.common import coverage_to_proto, model_info_to_proto
 SequenceT = TypeVar("SequenceT")
 
 DraftedFor: TypeAlias = ServedSequence[DraftOptions, ProposeStep, wire.Answer]
-"""A sequence that a coordinator opened."""
 
 
 class LoadTracker:
@@ -42,7 +41,6 @@ class LoadTracker:
 
     @asynccontextmanager
     async def sequence(self, opening: AbstractAsyncContextManager[SequenceT]) -> AsyncIterator[SequenceT]:
-        """A sequence, which waits until it has its place."""
         async with AsyncExitStack() as stack:
             self.waiting += 1
             try:
@@ -91,7 +89,6 @@ class DraftServicer(DraftServiceServicer):
         return self.streams.serve(request_iterator, self.serve_sequence, translation)
 
     async def serve_sequence(self, sequence: DraftedFor) -> None:
-        """One of them, until it ends."""
         options = sequence.options
         with self._observer.stream(options.request_id, options.traceparent) as stream:
             async with self.load.sequence(self.proposer.sequence(options)) as drafted:

@@ -104,11 +104,9 @@ class Grammars:
 
     @classmethod
     def of(cls, tokenizer_file: Path, model: ModelInfo) -> Grammars:
-        """For a model and the file tokenizer.json beside it."""
         return cls(tokenizer_file.read_text, model.vocabulary_size, model.eos_token_ids)
 
     async def open(self, grammar: Grammar) -> GrammarState:
-        """The state before the first token."""
         found = self._compiled.get(grammar)
         if found is None:
             found = await asyncio.get_running_loop().run_in_executor(self._thread, self._compile, grammar)
@@ -180,7 +178,6 @@ class GrammarState:
     def __init__(self, matcher: LLMatcher, grammar: Grammar, known_ids: int, vocabulary_size: int) -> None:
         self._matcher = matcher
         self.grammar = grammar
-        """As it was compiled."""
         self._known_ids = known_ids
         """Ids below this have a text; others are forbidden."""
         self._mask_bytes = 4 * -(-known_ids // 32)
@@ -219,7 +216,6 @@ class GrammarState:
 
     @property
     def accepts(self) -> bool:
-        """True if the completion may end here."""
         return not self._is_free and self._matcher.is_accepting()
 
     def forced(self, most: int) -> list[int]:

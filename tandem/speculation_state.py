@@ -50,7 +50,6 @@ class SpeculationState:
         return f"{self.reason} ({', '.join(words)})"
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything by name, of types that JSON has."""
         return {**asdict(self), "explanation": self.explanation}
 
 
@@ -116,5 +115,4 @@ class SpeculationDecision:
         return "; ".join(parts)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything by name, of types that JSON has."""
         return {**asdict(self), "reason": self.reason}

@@ -400,27 +400,34 @@ class Coverage:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftOptions:
-    """Options with which a sequence opens on a draft service."""
+class SequenceOptions:
+    """Options with which a sequence opens on either service."""
 
     request_id: str
     sampling: SamplingParams
     max_length: int = 0
     """Maximum tokens of the sequence; 0 means the model's own maximum."""
+    traceparent: str = ""
+    client: str = ""
+    """Whose sequence it is: clients share places fairly. Empty: not known."""
+    prompt_length: int = 0
+    """Length of the prompt, with which the sequence begins; a grammar is for the other tokens, and so are frequency and
+    presence."""
+    grammar: Grammar | None = None
+    """The grammar of the completion; None for any text. A draft without a model need not heed it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOptions(SequenceOptions):
+    """Options with which a sequence opens on a draft service."""
+
     row_kind: RowKind = RowKind.TOKEN
     """Kind of distribution that travels with each proposed token."""
     draft_top_k: int = 0
     """For RowKind.SUPPORT, how many of its most probable tokens the draft keeps; 0 means the service's default."""
     with_token_logits: bool = False
-    traceparent: str = ""
     ahead: AheadBudget | None = None
     """The largest budget that a step will grant; None where none does."""
-    client: str = ""
-    """Whose sequence it is: clients share places fairly. Empty: not known."""
-    prompt_length: int = 0
-    """Length of the prompt, with which the sequence begins; a grammar is for the other tokens."""
-    grammar: Grammar | None = None
-    """The grammar of the completion; None for any text. A draft without a model need not heed it."""
     tokenizer_hash: str = ""
     """Tokenizer of the sequence's tokens; empty for the draft's own."""
     vocabulary_mapping: VocabularyMapping = VocabularyMapping.AUTO
@@ -432,23 +439,12 @@ class DraftOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class TargetOptions:
+class TargetOptions(SequenceOptions):
     """Options with which a sequence opens on a target service."""
 
-    request_id: str
-    sampling: SamplingParams
-    max_length: int = 0
-    """Maximum tokens of the sequence; 0 means the model's own maximum."""
-    traceparent: str = ""
-    prompt_length: int = 0
-    """Length of the prompt, with which the sequence begins; frequency and presence count the other tokens only."""
     adjustments: LogitAdjustments = field(default_factory=LogitAdjustments)
-    client: str = ""
-    """Whose sequence it is: clients share places fairly. Empty: not known."""
     end_token_ids: tuple[int, ...] = ()
     """Ids that end the sequence: behind one of them a target does not go on by itself."""
-    grammar: Grammar | None = None
-    """The grammar of the completion; None for any text."""
 
 
 @dataclass(frozen=True, slots=True)

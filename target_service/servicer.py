@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from target_service.verifier import Verifier
 
 VerifiedFor: TypeAlias = ServedSequence[TargetOptions, VerifyStep, Verification]
-"""A sequence that a coordinator opened."""
 
 _TRANSLATION: Translation[TargetOptions, VerifyStep, Verification] = Translation(
     TargetOptions, wire.requests_from_proto, wire.answers_to_proto, DraftedOutcomes
@@ -43,7 +42,6 @@ class TargetServicer(TargetServiceServicer):
         return self.streams.serve(request_iterator, self.serve_sequence, _TRANSLATION)
 
     async def serve_sequence(self, sequence: VerifiedFor) -> None:
-        """One of them, until it ends."""
         options = sequence.options
         with self._observer.stream(options.request_id, options.traceparent) as stream:
 
@@ -76,7 +74,6 @@ class TargetServicer(TargetServiceServicer):
     async def GetTokenizer(
         self, request: target_pb2.GetTokenizerRequest, context: Context
     ) -> AsyncIterator[target_pb2.GetTokenizerResponse]:
-        """The tokenizer's files, in parts."""
         for path in self.verifier.tokenizer_files:
             for part in parts_of(path.read_bytes()):
                 yield target_pb2.GetTokenizerResponse(file_name=path.name, content=part)

@@ -8,18 +8,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from tandem.engine.core.engine import RowEngine
+from tandem.engine.core.engine import EngineOwner, RowEngine
 from tandem.engine.core.selection import choose_backends
 from tandem.engine.hidden_states import BoundSequences, HiddenStateTap
-from tandem.engine.interface import (
-    EngineOwner,
-    EngineSettings,
-    RowRequest,
-    SequenceEngine,
-    non_finite_logits_logged,
-)
+from tandem.engine.interface import EngineSettings, RowRequest, non_finite_logits_logged
+from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.errors import InvalidRequestError, TandemError
 from tandem.grammar import Grammars, GrammarState
@@ -93,12 +88,12 @@ def tokenizer_files(settings: TargetSettings) -> tuple[Path, ...]:
     return tuple(path for name in TOKENIZER_FILES if (path := folder / name).is_file())
 
 
-class Verifier(EngineOwner[SequenceEngine[Any]]):
+class Verifier(EngineOwner[RowEngine]):
     """The target model behind whichever engine runs it."""
 
     def __init__(
         self,
-        engine: SequenceEngine[Any],
+        engine: RowEngine,
         tokenizer_files: Sequence[Path],
         bound: BoundSequences | None = None,
         files: HiddenStateFiles | None = None,
@@ -108,7 +103,6 @@ class Verifier(EngineOwner[SequenceEngine[Any]]):
         self._bound = bound
         self._files = files
         self.tokenizer_files = tokenizer_files
-        """Files with which a coordinator tokenizes as the model does."""
 
     @property
     def model_info(self) -> ModelInfo:
@@ -148,7 +142,6 @@ class Verifier(EngineOwner[SequenceEngine[Any]]):
             self._engine.release(cached)
 
     async def open_grammar(self, grammar: Grammar) -> GrammarState:
-        """A grammar's state before the first token."""
         if self._grammars is None:
             file = next((path for path in self.tokenizer_files if path.name == TOKENIZER_FILES[0]), None)
             if file is None:
@@ -180,8 +173,8 @@ class _Lead:
 class VerifiedSequence:
     """One sequence that proposals are verified for."""
 
-    engine: SequenceEngine[Any]
-    cached: Any
+    engine: RowEngine
+    cached: CachedSequence
     options: TargetOptions
     on_led: OnLed = None
     grammar: GrammarState | None = None
@@ -230,7 +223,6 @@ class VerifiedSequence:
             self.on_led(answer)
 
     async def verify(self, step: VerifyStep) -> Verification:
-        """Apply the step's delta and compute the requested rows."""
         for support in step.supports:
             if len(support) and not (support.min() >= 0 and support.max() < self._vocabulary_size):
                 raise InvalidRequestError(

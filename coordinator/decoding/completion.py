@@ -46,7 +46,6 @@ class Detokenizer:
         return text
 
     def anew(self) -> Detokenizer:
-        """One of another text."""
         return Detokenizer(self._tokenizer, skip_special_tokens=self._skips)
 
     def finish(self) -> str:
@@ -65,7 +64,6 @@ class StopStrings:
         self.included = included
         self._held = ""
         self.found: str | None = None
-        """The stop string that was met."""
 
     def push(self, text: str) -> str:
         """The text that is now certain to be part of the completion."""
@@ -83,7 +81,6 @@ class StopStrings:
         return text[: len(text) - held]
 
     def finish(self) -> str:
-        """Return the text that was held back, since nothing follows it."""
         text, self._held = self._held, ""
         return text
 
@@ -153,7 +150,6 @@ class Limits:
     max_length: int
     """Maximum tokens of prompt and completion together."""
     max_tokens: int
-    """Maximum tokens of the completion."""
     eos_token_ids: Collection[int] = ()
     """The model's ids that end it."""
     stop_token_ids: Collection[int] = ()
@@ -181,7 +177,6 @@ class Completion:
         self.token_ids = list(prompt)
         """Prompt and committed tokens."""
         self.tally = RoundTally()
-        """Its rounds."""
         self.finish_reason: FinishReason | None = None
         self._prompt_length = len(prompt)
         self._limits = limits

@@ -26,11 +26,9 @@ class _Round:
     """What is known so far of the round in progress."""
 
     is_drafted: bool = False
-    """True if the draft has answered."""
     was_late: bool = False
     """True if it waited in vain for a proposal."""
     awaited_outcome: bool = False
-    """True if the draft was to draft ahead of it."""
     outcome_rank: int | None = None
     """Place of the outcome that came among those that it drafted for; None if it was not one of them."""
     verification: tuple[float, StepCost | None, int, bool] | None = None
@@ -126,7 +124,6 @@ class RequestRounds:
             self.extending.add(seconds)
 
     def drafted(self, seconds: float, cost: StepCost | None) -> None:
-        """Count the proposal of the round in progress."""
         self.proposing.add(seconds)
         self.round.drafting = seconds, cost
 

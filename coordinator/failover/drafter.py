@@ -46,7 +46,6 @@ class FailoverDrafter:
     """None: it may begin none with a proposal."""
     _is_paused: bool = False
     _is_too_long: bool = False
-    """True once the completion is too long for a draft."""
     _is_resuming: bool = False
     """True after `release`, until the next round that asks a draft."""
     _has_lost: bool = False
@@ -122,7 +121,6 @@ class FailoverDrafter:
         self._leave()
 
     def cancel(self) -> None:
-        """Drop the stream, whatever the draft is doing."""
         self._leave()
         self._speculation.end()
 

@@ -34,7 +34,6 @@ class OpenSequence(Generic[ClientT, SequenceT]):
         self.member.open_sequences += 1
 
     def leave(self) -> None:
-        """Drop the sequence there, whatever the replica is doing."""
         self.sequence.cancel()
         self.member.open_sequences -= 1
 
@@ -94,12 +93,9 @@ class DraftPlacement:
     _options: DraftOptions
     _limits: DraftLimits
     _lost: Callable[[Member[DraftClient], TandemError], None]
-    """Is told of each draft that failed."""
     _observer: Callable[[str], StreamObserver] = lambda _: NO_OBSERVER
-    """Returns the observer of a stream to an address."""
     _on_outcomes: OnOutcomes = None
     current: OpenSequence[DraftClient, DraftSequence] | None = None
-    """Where the sequence is now; None without a draft."""
     target_address: str | None = None
     """The target of the same sequence. Drafts that are bound to another one are avoided."""
     _losses: int = 0
@@ -115,7 +111,6 @@ class DraftPlacement:
 
     @property
     def goes_without(self) -> bool:
-        """True if no draft is ready, or the sequence has lost too many."""
         return self._faults >= MAX_FAULTS or self._pool.choose() is None
 
     def candidate(

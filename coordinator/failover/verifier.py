@@ -49,7 +49,6 @@ class _Trouble:
     losses: int = 0
     """Targets that were lost during a request to them."""
     is_reported: bool = False
-    """True if a loss was reported to the observer."""
     avoided: set[Member[TargetClient]] = field(default_factory=set)
     """Targets that had no room or sent invalid answers."""
 
@@ -60,7 +59,6 @@ class _Trouble:
 
     @property
     def sentence(self) -> str:
-        """What the client has already."""
         return f"{plural(self.delivered, 'token')} had been delivered"
 
 
@@ -134,7 +132,6 @@ class FailoverVerifier:
         self._rounds.target_address = None
 
     def cancel(self) -> None:
-        """Drop the stream, whatever the target is doing."""
         for place in (self._place, self._left):
             if place is not None:
                 place.leave()

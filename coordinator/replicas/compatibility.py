@@ -188,7 +188,6 @@ class Fleet:
 
     @property
     def message_limit_bytes(self) -> int:
-        """Maximum bytes of a service's message."""
         if self.target is None:
             return DEFAULT_MESSAGE_LIMIT_BYTES
         return message_limit(self.target.vocabulary_size, MAX_ROWS)

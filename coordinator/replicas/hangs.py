@@ -47,7 +47,6 @@ class VerificationTimes:
     def __init__(self, fixed_seconds: float | None = None) -> None:
         """Begin without any measurement; with `fixed_seconds` the bound is that, and not learnt."""
         self.fixed_seconds = fixed_seconds
-        """The bound, where it is a setting."""
         self._step = FadingMaximum()
         self._prompt_token = FadingMaximum()
 
@@ -80,7 +79,6 @@ class Step:
     """The first of its stream may wait for room in the KV cache while others are answered."""
     asked_at: float
     task: asyncio.Task[Any] | None = None
-    """Waits for the answer."""
     silent_seconds: float = 0.0
     """Duration of the wait when it was given up; 0 until then."""
 

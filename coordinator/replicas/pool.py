@@ -111,7 +111,6 @@ class Member(Generic[ClientT]):
 
     @property
     def state(self) -> ReplicaState:
-        """State of the replica, and the reason for it."""
         if self._state is ReplicaState.READY and self.drained_because:
             return ReplicaState.DRAINING
         return self._state
@@ -132,7 +131,6 @@ class Member(Generic[ClientT]):
 
     @property
     def client(self) -> ClientT:
-        """For calls to it, once it was reached."""
         assert self._client is not None
         return self._client
 
@@ -203,7 +201,6 @@ class Member(Generic[ClientT]):
             await asyncio.sleep(POLL_SECONDS)
 
     async def _serves(self, seconds: float, *, wait_for_ready: bool = False) -> bool:
-        """The replica's own answer to a health check."""
         began = time.monotonic()
         answer = await self._health().Check(
             health_pb2.HealthCheckRequest(), timeout=seconds, wait_for_ready=wait_for_ready
@@ -306,7 +303,6 @@ class Member(Generic[ClientT]):
         self.notify_change()
 
     def notify_change(self) -> None:
-        """Its state has changed just now."""
         self._since = time.monotonic()
         self._pool.notify_change()
 
@@ -352,7 +348,6 @@ class Pool(Generic[ClientT]):
     ) -> None:
         self.role = means.role
         self.addresses = addresses
-        """The addresses as configured."""
         self.means = means
         self._resolver = resolver
         self._resolve_interval_seconds = resolve_interval_seconds
@@ -361,7 +356,6 @@ class Pool(Generic[ClientT]):
         self._drained: set[str] = set()
         """Addresses that operators drained. A drain lasts until somebody resumes it, even while its name omits it."""
         self.prefixes = Prefixes()
-        """Prefixes that its members have read."""
         self._missed: set[str] = set()
         """Members that their name did not include at the last resolution."""
         self._changed = asyncio.Event()
@@ -381,11 +375,9 @@ class Pool(Generic[ClientT]):
 
     @property
     def members(self) -> list[Member[ClientT]]:
-        """Every known replica, in any state."""
         return [*self._members.values()]
 
     def member(self, address: str) -> Member[ClientT] | None:
-        """The replica with that address, as snapshots spell it."""
         return self._members.get(address)
 
     def drain(self, address: str) -> None:
@@ -443,16 +435,13 @@ class Pool(Generic[ClientT]):
         return None
 
     async def change(self) -> None:
-        """Return when the state of any replica has changed."""
         await self._changed.wait()
 
     def reasons(self) -> str:
-        """Reasons why none is ready, replica by replica."""
         lines = [f"{shot.address} is {shot.state.value} ({shot.reason})" for shot in self.snapshots()]
         return "; ".join(lines) or "none is configured"
 
     def notify_change(self) -> None:
-        """Wake those who wait for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -522,7 +511,6 @@ class Prefixes:
         self._holders: OrderedDict[int, str] = OrderedDict()
 
     def add(self, address: str, token_ids: Sequence[int]) -> None:
-        """The draft at this address reads these tokens."""
         for _, key in _beginnings(token_ids):
             self._holders[key] = address
             self._holders.move_to_end(key)

@@ -108,11 +108,9 @@ class ReplicaRegistry:
         await asyncio.gather(self.targets.close(), self.drafts.close())
 
     def snapshots(self) -> list[ReplicaSnapshot]:
-        """Every replica at this moment, the targets first."""
         return [*self.targets.snapshots(), *self.drafts.snapshots()]
 
     def round_ended(self, result: RoundResult) -> None:
-        """Count a round on the replicas that had a part in it."""
         target = self.targets.member(result.target_address or "")
         if target is not None:
             target.tally.add_result(result)

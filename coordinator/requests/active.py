@@ -28,9 +28,7 @@ class ActiveRequest:
 
     plan: Plan
     completion: Completion
-    """The completion as it grows."""
     place: Place
-    """The place among the running requests."""
     rounds: RequestRounds
     drafter: FailoverDrafter | NoDrafter
     verifier: FailoverVerifier
@@ -41,13 +39,11 @@ class ActiveRequest:
     abort_reason: str | None = None
     """Reason given by whoever aborted it, may be empty; None while it was not aborted."""
     task: asyncio.Task[object] | None = None
-    """Runs it."""
     is_delivering: bool = False
     """True while a chunk waits for the client, so that the services compute nothing for the request."""
 
     @property
     def request_id(self) -> str:
-        """Its name in logs, traces and the list of requests."""
         return self.plan.request_id
 
     @property
@@ -80,13 +76,11 @@ class ActiveRequests:
 
     def __init__(self) -> None:
         self.tokens = TokenCounter()
-        """Counts the tokens of all completions."""
         self._active: dict[str, ActiveRequest] = {}
         self._ended = {"completed": 0, "failed": 0, "cancelled": 0, "aborted": 0}
 
     @contextmanager
     def running(self, request: ActiveRequest) -> Iterator[ActiveRequest]:
-        """List the request for as long as the block lasts."""
         self._active[request.request_id] = request
         request.task = asyncio.current_task()
         outcome = "failed"
@@ -108,7 +102,6 @@ class ActiveRequests:
 
     @property
     def outcomes(self) -> Outcomes:
-        """Counts of how requests ended so far."""
         return Outcomes(**self._ended)
 
     def list(self) -> list[ActiveRequest]:
@@ -138,7 +131,6 @@ class StalledStreams:
 
     @contextmanager
     def following(self, active: ActiveRequest) -> Iterator[None]:
-        """Check the request's stream for as long as the block lasts."""
         self._seen[active] = (0, 0)
         if self._next_check is None:
             self._check_later()

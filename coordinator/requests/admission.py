@@ -86,16 +86,13 @@ class Admission:
         self._returning = 0
         """Requests in the queue that had a place before."""
         self._held_seconds = MovingAverage()
-        """Time for which requests hold their place."""
 
     @property
     def running(self) -> int:
-        """Requests that have a place."""
         return self._places.held
 
     @property
     def queued(self) -> int:
-        """Requests that wait for their first place."""
         return self._places.waiting - self._returning
 
     @property
@@ -149,7 +146,6 @@ class Place:
         self._since: float | None = clock()
 
     def release(self) -> None:
-        """Give it to the next request."""
         if self._since is not None:
             self.held_seconds += self._clock() - self._since
             self._since = None

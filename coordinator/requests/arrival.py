@@ -36,9 +36,7 @@ class UnparsedRequest:
 
     content: bytes
     read: Callable[[bytes], Any]
-    """Parses them."""
     is_chat: bool = False
-    """True for a RenderChatRequest, False for a GenerateRequest."""
 
 
 def _unless_large(read: Any, content: bytes, *, is_chat: bool) -> Any:

@@ -46,7 +46,6 @@ class ChunkPacer:
         self._waiting: deque[tuple[Reader, Chunk]] = deque()
 
     def hand_over(self, reader: Reader, chunk: Chunk) -> None:
-        """Let a reader have its chunk soon."""
         self._waiting.append((reader, chunk))
         if len(self._waiting) == 1:
             reader.get_loop().call_soon(self._next)
@@ -80,9 +79,7 @@ class ChunkQueue:
         self._interval = stream_interval
         self._pacer = pacer or ChunkPacer()
         self._held: list[Chunk] = []
-        """Chunks that the reader does not have yet."""
         self._is_due = False
-        """True if the reader is to have them as soon as it asks."""
         self._has_begun = False
         """True once a chunk with tokens was put."""
         self._is_closed = False
@@ -162,7 +159,6 @@ class ChunkQueue:
             self._reader = None
 
     async def _asked(self) -> None:
-        """Wait until the reader asks for more."""
         self._reader_is_back = asyncio.get_running_loop().create_future()
         await self._reader_is_back
 
@@ -174,7 +170,6 @@ def _resolve(future: asyncio.Future[Chunk | None] | asyncio.Future[None], value:
 
 
 RunRequest = Callable[[ChunkQueue], Coroutine[None, None, None]]
-"""Runs a request and puts its chunks into the queue."""
 
 
 async def stream_of(

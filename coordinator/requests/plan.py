@@ -70,7 +70,6 @@ class Models:
     draft: ModelInfo | None
     """None when the target works alone. A draft that is away for a while still counts in the checks of requests."""
     encoder: PromptEncoder
-    """Turns prompts into the target's tokens."""
     grammars: CheckedGrammars | None = None
     """Compiles what completions may be; None where completions may be anything only."""
 
@@ -115,11 +114,9 @@ class Plan:
     limits: Limits
     rule: AcceptanceRule
     row_kind: RowKind
-    """Kind of the target's rows."""
     num_speculative_tokens: int
     """0: the target alone."""
     draft_ahead: DraftAhead
-    """Setting for how far its rounds draft ahead."""
     keeps_proposals: bool
     """True if a seed promises its text and that depends on what is proposed, which must then not depend on time."""
     is_adaptive: bool
@@ -131,7 +128,6 @@ class Plan:
     grammar: GrammarState | None
     """The grammar of the completion, before its first token; None for any text."""
     settings: CoordinatorSettings
-    """The configuration when it began."""
     models: Models
 
     @property
@@ -162,7 +158,6 @@ class Plan:
 
     @property
     def max_length(self) -> int:
-        """Tokens that it may have, prompt and completion together."""
         return len(self.prompt) + self.limits.max_tokens
 
     def target_options(self, client: str = "") -> TargetOptions:
@@ -217,7 +212,6 @@ class Plan:
         return completion
 
     def accept(self, completion: Completion, proposal: Proposal, verification: Verification) -> Acceptance:
-        """The acceptance rule with this round's random numbers."""
         spans = self.think_spans
         thinking = () if spans is None else spans.inside(completion.token_ids, proposal.token_ids)
         return self.rule.accept(Round(proposal, verification, self.sampling, thinking))

@@ -78,7 +78,6 @@ class RequestRunner:
         bounds = live_config.current
         self.admission = Admission(bounds.max_concurrent_requests, bounds.max_queued_requests)
         self.speculation = SpeculationController()
-        """Decides how much each round proposes."""
         self.requests = ActiveRequests()
         self.stats = StatsLog()
         self._stalled = StalledStreams(bounds.stalled_stream_seconds)
@@ -87,7 +86,6 @@ class RequestRunner:
         )
         self._pacer = ChunkPacer()
         self.turns = Turns()
-        """Large requests take turns to be parsed."""
         self._latest_state: SpeculationState | None = None
         """State of the last request that could speculate and has ended."""
 
@@ -127,7 +125,6 @@ class RequestRunner:
                     yield chunk
 
     def refuse(self, traceparent: str) -> NoReturn:
-        """Refuse an unread request, since the queue is full."""
         with _observed(self._observer.begin(uuid.uuid4().hex, traceparent)):
             raise self.admission.refusal()
 

@@ -42,7 +42,6 @@ class RoundTimes(NamedTuple):
 
     @property
     def sampling(self) -> float:
-        """Seconds of the acceptance rule."""
         return self.decided - self.verified
 
 
@@ -102,7 +101,6 @@ class RoundResult(NamedTuple):
     draft_address: str | None
     """Address of the request's draft, or of the last one that it had; None before any."""
     target_address: str | None
-    """Address of the target that verified."""
     awaited_outcome: bool = False
     """True if the draft was to draft ahead of the round."""
     outcome_rank: int | None = None
@@ -151,7 +149,6 @@ class RoundTally:
         self._rounds[key] = self._rounds.get(key, 0) + 1
 
     def add_result(self, result: RoundResult) -> None:
-        """Count one round, drafting ahead included."""
         self.add(result.proposed, result.accepted)
         record_outcome(self.ahead, result)
 

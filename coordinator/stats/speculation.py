@@ -213,7 +213,6 @@ logger = logging.getLogger(__name__)
 
 
 Pair = tuple[str, str]
-"""Addresses of a draft and of a target."""
 
 
 class StatsLog:
@@ -234,7 +233,6 @@ class StatsLog:
         self._timer: asyncio.TimerHandle | None = None
 
     def round_ended(self, rule: str, result: RoundResult) -> None:
-        """Count a round of a request that runs under `rule`."""
         self._by_rule[rule].add_result(result)
         pair = result.draft_address or "none", result.target_address or "none"
         self._by_pair[pair].add_result(result)
@@ -261,7 +259,6 @@ class StatsLog:
         return summed([*present, *(stats for _, stats in self._intervals)])
 
     def close(self) -> None:
-        """Log the last, unfinished interval."""
         if self._timer is not None:
             self._timer.cancel()
             self._end_interval()

@@ -136,7 +136,6 @@ class BranchDrafting:
     read before its own outcomes are ranked."""
     _bytes: int = 0
     _ready: list[DraftedOutcomes] = field(default_factory=list)
-    """The outcomes of the step in progress."""
     _texts: list[tuple[int, ...]] = field(default_factory=list)
     """Tokens that were pushed for each branch, where the draft writes text."""
 
@@ -475,7 +474,6 @@ class OutcomeHistory:
         return [(accepted, token_id) for _, accepted, token_id in found[:count]]
 
     def came(self, proposed: Sequence[int], ranking: Ranking, accepted: int, next_token_id: int) -> None:
-        """Count the outcome of a round."""
         for position in range(min(accepted + 1, len(proposed))):
             self._accepted.add(ranking.confidences[position], position < accepted)
         is_bonus = accepted == len(proposed)

@@ -107,7 +107,6 @@ class Drafting:
         return self._keys[len(self.token_ids)]
 
     def outcome(self) -> Outcome:
-        """Continue with another token, or deliver the proposal."""
         if len(self.token_ids) < self.token_count and not self.is_cut:
             return Continue(self.last_read)
         logits = np.array(self.token_logits, dtype=np.float32) if self.options.with_token_logits else None

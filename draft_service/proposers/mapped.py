@@ -66,7 +66,6 @@ class Vocabularies:
         return await loop.run_in_executor(self._thread, self._added, target)
 
     def mapped(self, options: DraftOptions) -> Mapped:
-        """How a sequence is drafted for."""
         shared = self._known.get(options.tokenizer_hash)
         if shared is None:
             raise ServiceUnavailableError(
@@ -116,7 +115,6 @@ class Shared:
     coverage: Coverage
 
     def mapped(self, options: DraftOptions) -> Mapped:
-        """How a sequence with these options is drafted for."""
         own = replace(options, max_length=0)
         if not _writes_text(options):
             return Mapped(self.vocabulary, self.grammars, self.tokens, own)

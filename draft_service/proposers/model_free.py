@@ -196,7 +196,6 @@ class TokenState:
         return delta.base_length + common_length(present, delta.token_ids)
 
     def apply(self, delta: Delta, kept_length: int) -> None:
-        """Change the tokens past those that the delta keeps."""
         del self.token_ids[kept_length:]
         self.token_ids.extend(delta.token_ids[kept_length - delta.base_length :])
         if self.prompt_length is None:

@@ -109,7 +109,6 @@ async def greedy_equality(server: Server, reference: Server) -> list[Check]:
 
 
 async def _all(server: Server, prompts: Sequence[str]) -> list[Completion]:
-    """One greedy completion of each prompt, all at once."""
     return await asyncio.gather(*map(server.complete_one, prompts))
 
 

@@ -54,7 +54,6 @@ class Budget:
 
     @property
     def is_spent(self) -> bool:
-        """True once nothing more may be asked."""
         return self.sent >= self.requests or self.generated >= self.tokens
 
 
@@ -195,13 +194,13 @@ class Server:
 @asynccontextmanager
 async def connected(
     url: str,
-    *,
     model: str | None,
     key: str | None,
+    body: Mapping[str, Any],
+    *,
     budget: Budget,
     concurrency: int,
     timeout_seconds: float = 120.0,
-    body: Mapping[str, Any] | None = None,
     transport: httpx2.AsyncBaseTransport | None = None,
 ) -> AsyncIterator[Server]:
     """Connect, find the model's name, and find out which optional fields the server accepts. The transport is for
@@ -210,7 +209,7 @@ async def connected(
     async with httpx2.AsyncClient(headers=headers, timeout=timeout_seconds, transport=transport) as http:
         base = url.rstrip("/")
         model = model or await first_model(http, base)
-        server = Server(http, base, model, budget, concurrency, body or {})
+        server = Server(http, base, model, budget, concurrency, body)
         for optional in _OPTIONAL:
             server.optional = optional
             try:
@@ -267,7 +266,6 @@ class SpeculationCounts:
     """SGLang's gauge: tokens for each pass."""
 
     def since(self, before: SpeculationCounts) -> SpeculationCounts:
-        """The counts since an earlier reading."""
         earlier = [*before.per_position, *[0.0] * len(self.per_position)]
         return SpeculationCounts(
             self.drafts - before.drafts,

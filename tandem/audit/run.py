@@ -11,7 +11,6 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any
 
 import httpx2
@@ -148,7 +147,6 @@ class Audit:
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
         if findings := self.findings:
             return f"{len(findings)} finding{'s' * (len(findings) > 1)}"
         passes = self.speculation.tokens_per_pass if self.speculation else None
@@ -167,23 +165,16 @@ async def audit(
     began = time.monotonic()
     budget = Budget(options.budget_requests, options.budget_tokens)
     async with AsyncExitStack() as stack:
-        connect = partial(connected, budget=budget, concurrency=options.concurrency)
-        server = await stack.enter_async_context(
-            connect(
-                options.url, model=options.model, key=options.key, body=options.body, transport=transports[0]
+        places = [(options.url, options.model, options.key, options.body)]
+        if (url := options.reference) is not None:
+            places.append((url, options.reference_model, options.reference_key, options.reference_body))
+        servers = [
+            await stack.enter_async_context(
+                connected(*place, budget=budget, concurrency=options.concurrency, transport=transport)
             )
-        )
-        reference = None
-        if options.reference is not None:
-            reference = await stack.enter_async_context(
-                connect(
-                    options.reference,
-                    model=options.reference_model,
-                    key=options.reference_key,
-                    body=options.reference_body,
-                    transport=transports[1],
-                )
-            )
+            for place, transport in zip(places, transports, strict=False)
+        ]
+        server, reference = servers[0], servers[1] if len(servers) > 1 else None
         result = Audit(server.url, server.model, datetime.now(UTC).isoformat(timespec="seconds"))
         result.fields = {**server.optional, **server.body}
         before = await server.speculation()
@@ -352,7 +343,6 @@ class Reader:
     _ids: dict[str, int] = field(default_factory=dict)
 
     def steps(self, completion: Completion) -> Steps:
-        """Read a completion."""
         count = min(len(completion.tokens), len(completion.tops), len(completion.logprobs))
         ids = np.full((count, self.listed), -1, np.int64)
         probs = np.zeros((count, self.listed))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from statistics import NormalDist
 from typing import TypeVar
 
@@ -71,29 +71,15 @@ class Steps:
         report."""
         weights = np.where(allowed & (self.ids >= 0), self.probs ** (1 / temperature), 0.0)
         total = weights.sum(axis=1, keepdims=True)
-        count = self.ids.shape[1]
-        is_inside = np.take_along_axis(
-            np.pad(weights > 0, ((0, 0), (0, 1))), np.minimum(self.chosen, count)[:, None], axis=1
-        )[:, 0]
+        is_listed = np.pad(weights > 0, ((0, 0), (0, 1)))
+        is_inside = np.take_along_axis(is_listed, self.chosen[:, None], axis=1)[:, 0]
         probs = np.divide(weights, total, out=np.zeros_like(weights), where=total > 0)
         return replace(self, probs=probs, is_usable=self.is_usable & is_inside)
 
 
 def joined(parts: Sequence[Steps]) -> Steps:
-    """Several completions as one, with room for the longest list of candidates."""
-    width = max(part.ids.shape[1] for part in parts)
-
-    def padded(values: NDArray[np.generic], filling: float) -> NDArray[np.generic]:
-        return np.pad(values, ((0, 0), (0, width - values.shape[1])), constant_values=filling)
-
-    return Steps(
-        np.concatenate([padded(part.ids, -1) for part in parts]).astype(np.int64),
-        np.concatenate([padded(part.probs, 0.0) for part in parts]).astype(np.float64),
-        np.concatenate([np.where(part.chosen < part.ids.shape[1], part.chosen, width) for part in parts]),
-        np.concatenate([part.tokens for part in parts]),
-        np.concatenate([part.index for part in parts]),
-        np.concatenate([part.is_usable for part in parts]),
-    )
+    """Several completions, with equally many candidates for each token, as one."""
+    return Steps(*(np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(Steps)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,7 +382,6 @@ class Evidence:
     """Tokens so far, and the logarithm of the evidence then, base 10."""
 
     def add(self, name: str, steps: Steps) -> None:
-        """Weigh more completions in the calibration of this name."""
         self.calibrations[name].add(steps)
         logs = np.concatenate([each.log_wealths() for each in self.calibrations.values()])
         broad = np.array([is_broad for _, _, is_broad in self._places()])

@@ -35,7 +35,6 @@ from tandem.types import (
 )
 
 HostArray: TypeAlias = npt.NDArray[Any]
-"""int64, float64 or float32."""
 
 _TORCH = {"int64": torch.int64, "float64": torch.float64}
 _NUMPY = {torch.int64: np.int64, torch.float64: np.float64, torch.float32: np.float32}

@@ -114,7 +114,6 @@ class StepBackend(ABC):
     sequences. Those of all but the first are few, as where one reads a prompt beside others that decode."""
 
     can_branch: bool = False
-    """True if steps of branches can be run."""
     writes_behind_trunk: bool = False
     """True if a branch's keys and values lie behind the trunk, where its sequence can take them over."""
 

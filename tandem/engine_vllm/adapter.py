@@ -68,7 +68,6 @@ class Core:
     """vLLM's parts, loaded: its own scheduler is there and never asked."""
 
     engine: Any
-    """Its `EngineCore`."""
 
     @property
     def config(self) -> Any:

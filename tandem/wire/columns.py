@@ -17,15 +17,14 @@ from tandem.errors import ProtocolError
 from tandem.types import (
     DenseRow,
     DraftedOutcomes,
-    DraftOptions,
     Float32Array,
     FloatArray,
     Grammar,
     IntArray,
     Proposal,
     ProposeStep,
+    SequenceOptions,
     StepCost,
-    TargetOptions,
     TargetRow,
     TokenRow,
     Verification,
@@ -159,7 +158,7 @@ def size_of(part: object) -> int:
             size += 12 * len(part.token_ids) + 8 * sum([len(each.token_ids) for each in part.distributions])
         case Verification():
             size += sum(map(_size_of_row, part.rows))
-        case DraftOptions(grammar=Grammar() as grammar) | TargetOptions(grammar=Grammar() as grammar):
+        case SequenceOptions(grammar=Grammar() as grammar):
             size += len(grammar.source.encode("utf-8", "surrogatepass"))
     return size
 

@@ -156,7 +156,10 @@ DROP = Cancel()
 PROPOSE = tuple(
     draft_wire.requests_to_proto([request])
     for request in (
-        (1, DraftOptions("r", SAMPLING, 40, RowKind.SUPPORT, 8, ahead=AheadBudget(4, 2))),
+        (
+            1,
+            DraftOptions("r", SAMPLING, 40, row_kind=RowKind.SUPPORT, draft_top_k=8, ahead=AheadBudget(4, 2)),
+        ),
         (1, ProposeStep(DELTA, 2)),
         (1, ProposeStep(NEXT_DELTA, 3, AheadBudget(2, 2))),
         (1, Finish(5)),

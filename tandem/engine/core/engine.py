@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any, Generic, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 
@@ -110,7 +110,6 @@ class Engine(Generic[PayloadT, ResultT]):
         self._ended: list[tuple[Job[PayloadT], object]] = []
         """Jobs that have ended since the last delivery, each with its result or exception."""
         self._freed: list[Sequence] = []
-        """Sequences that were released since."""
         self._watchdog = StepWatchdog(settings.step_timeout_seconds)
         self._step_times = StepTimes()
         self._background = BackgroundWork(machinery, self._stepped, self._watchdog)
@@ -122,11 +121,13 @@ class Engine(Generic[PayloadT, ResultT]):
         """Every job does, and only news can change that."""
 
     def start(self) -> None:
+        """Begin to work, on the event loop that calls this."""
         self._loop = asyncio.get_running_loop()
         self._is_stopping = False
         self._thread.start()
 
     async def close(self) -> None:
+        """Stop after the step in progress; whoever still waits gets a ServiceUnavailableError."""
         if self._loop is None:
             return
         self._is_closing = True
@@ -141,7 +142,8 @@ class Engine(Generic[PayloadT, ResultT]):
 
     async def warm_up(self) -> None:
         """Runs steps of several sizes, so that no request pays for what is set up when a size is first wanted, and
-        measures some; of a large model only the small ones, which are all that the time allows for."""
+        measures some; of a large model only the small ones, which are all that the time allows for. Raises
+        NonFiniteLogitsError if the model computes NaN or infinity."""
         steps = self._served(self._runner.warm_up_steps)
         profiled = self._served(
             (width,) * count for count, width in product(_PROFILED_SEQUENCES, _PROFILED_TOKENS)
@@ -282,7 +284,6 @@ class Engine(Generic[PayloadT, ResultT]):
                 self._rejoin.came_back(job.sequence)
 
     def grant(self, sequence: Sequence, asked: int, lead: int) -> None:
-        """Lets a sequence go on by itself. See `Leads.grant`."""
         with self._wakeup:
             self._asked.append(partial(self._grant, sequence, asked, lead))
             self._rejoin.came_back(sequence)
@@ -297,19 +298,17 @@ class Engine(Generic[PayloadT, ResultT]):
 
     @property
     def info(self) -> ModelInfo:
+        """The model, with the longest sequence that is served, and what steps take (empty before `warm_up`)."""
         return replace(self.model.info, max_length=self.max_length, step_profile=self._step_times.profile)
 
     @property
-    def is_running(self) -> bool:
-        """True if requests are taken: between `start` and `close`, unless the thread has failed."""
-        return not self._is_stopping
-
-    @property
     def overdue_seconds(self) -> float:
+        """How long the step in progress has taken, once that is longer than any step should; 0 otherwise."""
         return self._watchdog.overdue_seconds
 
     @property
     def is_full(self) -> bool:
+        """True if a new sequence would wait for a place, unless its client has few."""
         return not self._places.has_room("")
 
     @property
@@ -580,6 +579,34 @@ class Engine(Generic[PayloadT, ResultT]):
                 self._settle(job, error)
 
 
+EngineT = TypeVar("EngineT", bound=Engine[Any, Any])
+
+
+class EngineOwner(Generic[EngineT]):
+    """The part that a target's verifier and the drafting methods with a model have in common."""
+
+    def __init__(self, engine: EngineT) -> None:
+        self._engine = engine
+
+    def kv_usage(self) -> KvUsage:
+        return self._engine.usage
+
+    @property
+    def is_full(self) -> bool:
+        return self._engine.is_full
+
+    @property
+    def overdue_seconds(self) -> float:
+        return self._engine.overdue_seconds
+
+    async def start(self) -> None:
+        self._engine.start()
+        await self._engine.warm_up()
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+
 def _not_running() -> ServiceUnavailableError:
     return ServiceUnavailableError("The engine is not running.")
 
@@ -592,7 +619,7 @@ def _released_error() -> InvalidRequestError:
 
 
 class RowEngine(Engine[RowRequest, Verification]):
-    """See `tandem.engine.interface.SequenceEngine`."""
+    """Applies steps and answers with rows, computed together with whatever else waits."""
 
     def __init__(
         self,

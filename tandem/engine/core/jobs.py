@@ -40,11 +40,9 @@ class Job(Generic[PayloadT]):
     prepared: Future[Any] | None = field(default=None, init=False)
     """Computed for the head by another thread, beside the forward pass whose rows complete the job."""
     future: asyncio.Future[object] | None = field(default=None, init=False)
-    """Set by the engine when the job is submitted."""
     cost: StepCost | None = field(default=None, init=False)
     """Cost of the steps so far, including all of their sequences; None before the first."""
     is_cancelled: bool = field(default=False, init=False)
-    """The caller no longer waits for the result."""
 
     def count_step(self, seconds: float, sequences: int, tokens: int) -> None:
         so_far = self.cost or StepCost(0.0, 0, 0)

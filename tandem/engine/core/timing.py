@@ -14,7 +14,6 @@ class StepTimes:
 
     def __init__(self) -> None:
         self.profile = StepProfile()
-        """The durations as last published."""
         self._seconds: dict[tuple[int, int], float] = {}
 
     def measured(self, seconds: dict[tuple[int, int], float]) -> None:
@@ -81,7 +80,6 @@ class StepWatchdog:
         return seconds if seconds > self.bound_seconds(token_count) else 0.0
 
     def bound_seconds(self, token_count: int) -> float:
-        """Seconds that a step of so many tokens may take."""
         if self._fixed_seconds is not None:
             return self._fixed_seconds
         return min(max(LEAST_SECONDS, MARGIN * token_count * self._slowest_token_seconds), MOST_SECONDS)

@@ -74,7 +74,6 @@ class PageTable:
 
     @property
     def max_pages(self) -> int:
-        """Pages that the table has room for."""
         return len(self._numbers)
 
     @property
@@ -154,7 +153,6 @@ class LayerGroup:
     window: int | None
     """Number of positions that a token attends to in these layers; None if they keep all tokens."""
     layers: tuple[int, ...]
-    """Indices of the layers in the model."""
 
 
 def group_layers(layers: SequenceOf[LayerGeometry]) -> tuple[LayerGroup, ...]:
@@ -256,7 +254,6 @@ class LayerCache:
     group: int = 0
     """Index of the page table that a sequence has for this layer."""
     window: int | None = None
-    """See `LayerGeometry`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +268,6 @@ class CacheShape:
     """The window of each page table that sequences have; None for one that sees all."""
 
     def tables(self, max_tokens: int) -> list[PageTable]:
-        """Empty page tables for a sequence of up to `max_tokens` tokens."""
         return [PageTable(self.page_tokens, max_tokens, window=window) for window in self.windows]
 
 
@@ -308,7 +304,6 @@ class KvArena:
         self.layers = tuple(by_index[index] for index in range(len(layers)))
 
         self.group_count = len(groups)
-        """Page tables that a sequence has."""
         self.shape = CacheShape(self.page_tokens, page_count, self.group_count, self.windows)
 
     def zero(self, tables: Iterable[PageTable], start: int, end: int) -> None:
@@ -390,7 +385,6 @@ class PageWriter:
 
     @classmethod
     def of_spans(cls, spans: SequenceOf[Span], device: torch.device) -> PageWriter:
-        """The writer of the tokens of sequences at these positions."""
         page_tokens = spans[0][0].page_tokens
         if device.type == "cpu" and (runs := _long_runs(spans)):
             return cls(torch.empty(0), torch.empty(0), runs)

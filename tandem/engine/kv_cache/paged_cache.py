@@ -64,7 +64,6 @@ class PagePool:
         self._kept: OrderedDict[int, None] = OrderedDict()
         self._chains = count(ROOT + 1)
         self._known: dict[int, KnownBlock] = {}
-        """The block of each page that has one."""
         self._full: dict[_Key, KnownBlock] = {}
         self._alike: dict[_Key, dict[int, KnownBlock]] = {}
         """By chain before them and by their first tokens, then by chain, the latest last."""
@@ -92,7 +91,6 @@ class PagePool:
         return page
 
     def share(self, page: int) -> None:
-        """Add a holder to a page that is held or kept."""
         self._kept.pop(page, None)
         self._holders[page] += 1
 

@@ -246,7 +246,6 @@ class Checkpoint:
 
     folder: Path
     architecture: str
-    """Class name, for instance ``LlamaForCausalLM``."""
     model_type: str
     config: Mapping[str, Any]
     weights: Weights

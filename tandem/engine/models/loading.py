@@ -322,7 +322,6 @@ class StoredTensor:
         return self
 
     def get_dtype(self) -> str:
-        """The tensor's type as safetensors names it."""
         return str(self.file.get_slice(self.name).get_dtype())
 
     def to(self, device: object = None, dtype: torch.dtype | None = None) -> Tensor:

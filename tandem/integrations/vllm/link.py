@@ -139,7 +139,6 @@ class Batch:
     """Time at which the step goes on without missing answers, by the monotonic clock."""
     ended: Sequence[DraftedRow] = ()
     budget: AheadBudget | None = None
-    """Budget for drafting ahead of the step."""
     expected: Sequence[float] = ()
     """Expected tokens of a step with a proposal of 0, 1, ... tokens."""
     tokens_per_second: float = 0.0
@@ -180,10 +179,8 @@ class DraftedRow:
         self.timed_out = False
         """True if the last step waited for its proposal in vain."""
         self.task: asyncio.Task[Proposal] | None = None
-        """Proposes for a step."""
 
     def place_on(self, pool: Pool[DraftClient]) -> None:
-        """Choose among these drafts from now on."""
         self.placement = DraftPlacement(pool, self._options, self._limits, self._lost)
 
     @property

@@ -125,7 +125,6 @@ class WaySwitch:
         self._counted: WaysOfDrafting | None = None
         """The ways that the step in progress counts for, if for any."""
         self.way = self._ways[0]
-        """The way of the last step."""
 
     @property
     def max_budget(self) -> AheadBudget | None:
@@ -227,7 +226,6 @@ class Patience:
             average.add(position < accepted)
 
     def may_ask(self) -> bool:
-        """True if the step that begins may ask and wait."""
         if self._steps_left:
             self._steps_left -= 1
             return False
@@ -327,7 +325,6 @@ class StepDrafter:
             self.link.ask(Batch(asked, ended=ended), 0.0)
 
     def propose(self, rows: Sequence[BatchRow]) -> list[Proposal]:
-        """Proposals for a step, one for each row of vLLM's batch."""
         began = time.monotonic()
         sequences = [self._known.get(row.name) or self._begun(row.name, GREEDY) for row in rows]
         self._learn(sequences, rows, began)

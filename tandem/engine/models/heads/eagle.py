@@ -118,7 +118,6 @@ _ARCHITECTURES = (
 
 _AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 _STATES = 3
-"""States of the target that are read for each token."""
 
 
 class Eagle3Head(LlamaHead):

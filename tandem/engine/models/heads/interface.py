@@ -117,7 +117,6 @@ class DraftHead(nn.Module, StateReader):
                 parameter.copy_(self.stored(name, parameter, tensors))
 
     def stored(self, name: str, parameter: Tensor, tensors: HeadTensors) -> Tensor:
-        """The numbers of the parameter with this name, of its shape."""
         return tensors.read(with_prefix_of(self.written, name), parameter.shape)
 
     def advanced(self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any) -> PassStates:
@@ -183,7 +182,6 @@ class HeadFile:
         return ModelFolderError(f"the file {self.path} {fault}")
 
     def architecture(self, default: str) -> str:
-        """The first of `architectures`."""
         names = self.content.get("architectures")
         return str(names[0]) if isinstance(names, list) and names else default
 
@@ -213,7 +211,6 @@ class HeadFile:
         return HeadFile(self.path, value)
 
     def layer_ids(self, key: str) -> tuple[int, ...]:
-        """Numbers of layers, at least one."""
         ids = self.content.get(key)
         if not isinstance(ids, list) or not ids or not all(type(each) is int and each >= 0 for each in ids):
             raise self.refusal(f"should have layer numbers in {key}, but it is {ids!r}")

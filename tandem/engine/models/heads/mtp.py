@@ -65,7 +65,6 @@ class MtpHead(DraftHead):
         self.is_separate = family in _SEPARATE_FAMILIES
         """Named as Qwen3-Next's, and no layer of the model's own numbering."""
         self.prefix = _SEPARATE_PREFIX
-        """Prefix of its tensors' names."""
         if family in _APPENDED_FAMILIES:
             _check_count(file, _COUNTS[0])
             file.number("n_routed_experts")

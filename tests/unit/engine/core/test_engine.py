@@ -236,7 +236,6 @@ async def test_an_exception_in_the_thread_ends_every_wait(llama: TinyModel) -> N
         assert [type(result) for result in results] == [ServiceUnavailableError] * 2
         with pytest.raises(ServiceUnavailableError):
             await asyncio.wait_for(rows(engine, other, Delta(0, _PROMPT), 1), 5)
-        assert not engine.is_running
         await asyncio.wait_for(gave_up.wait(), 5)
 
 
@@ -252,7 +251,6 @@ async def test_an_engine_whose_steps_all_fail_gives_up(llama: TinyModel) -> None
             with pytest.raises(TandemError):
                 await asyncio.wait_for(engine.submit(Job(sequence, Delta(0, _PROMPT), 1, None)), 5)
         await asyncio.wait_for(gave_up.wait(), 5)
-        assert not engine.is_running
 
 
 def _fill(engine: Engine[Any, Any], pages: SequenceOf[int], value: float) -> None:

@@ -250,9 +250,7 @@ OF_ONE_TOKEN = {"choices": [{"text": "x", "finish_reason": "length"}], "usage": 
 
 async def _connect(transport: httpx2.MockTransport, key: str | None = None) -> str:
     budget = Budget(100, 1000)
-    async with connected(
-        URL, model=None, key=key, budget=budget, concurrency=2, transport=transport
-    ) as server:
+    async with connected(URL, None, key, {}, budget=budget, concurrency=2, transport=transport) as server:
         return server.model
 
 
@@ -289,9 +287,7 @@ async def test_a_url_without_its_end_is_told_the_usual_one() -> None:
     transport, _ = _answering(httpx2.Response(404, json={}))
     budget = Budget(100, 1000)
     with pytest.raises(NotFoundError, match="ends in /v1"):
-        async with connected(
-            "http://server", model="m", key="", budget=budget, concurrency=2, transport=transport
-        ):
+        async with connected("http://server", "m", "", {}, budget=budget, concurrency=2, transport=transport):
             pass
 
 
@@ -307,7 +303,7 @@ async def test_log_probabilities_in_the_form_of_chats_are_read() -> None:
     answer = {"choices": [{"text": "x", "logprobs": {"content": content}}], "usage": {"prompt_tokens": 2}}
     transport, _ = _answering(httpx2.Response(200, json=answer))
     async with connected(
-        URL, model="m", key=None, budget=Budget(9, 9), concurrency=1, transport=transport
+        URL, "m", None, {}, budget=Budget(9, 9), concurrency=1, transport=transport
     ) as server:
         (found,) = await server.complete("", max_tokens=1, temperature=1.0)
     assert found == Completion("x", None, ("x",), (-0.1,), ({"x": -0.1, "y": -2.4},), 2)

@@ -27,8 +27,9 @@ TOKENS = {"recovery shares the draft's noise": 60_000}
 """Where fewer than 12,000 do not suffice."""
 
 
-def made(generator: np.random.Generator, *, length: int = 30, width: int = 5, ties: bool = False) -> Steps:
+def made(generator: np.random.Generator, *, ties: bool = False) -> Steps:
     """A completion with random distributions, of which a part is not listed."""
+    length, width = 30, 5
     weights = generator.exponential(size=(length, width))
     if ties:
         weights = np.ceil(2 * weights)
@@ -107,7 +108,7 @@ def test_the_order_of_equal_candidates_changes_nothing() -> None:
 
 def test_a_completion_does_not_reach_into_the_next() -> None:
     generator = np.random.default_rng(4)
-    parts = [made(generator), made(generator, width=4)]
+    parts = [made(generator), made(generator)]
     together, apart = Calibration(modulus=2), Calibration(modulus=2)
     together.add(joined(parts))
     names = [i for i, (_, base) in enumerate(together.names) if "bias" not in base and "usual" not in base]

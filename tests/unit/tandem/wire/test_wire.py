@@ -213,9 +213,11 @@ def test_steps_and_verifications_survive(asked: list[tuple[VerifyStep, Verificat
 
 SAMPLING = SamplingParams(0.7, 20, 0.9, 0.05, -(2**62))
 BUDGET = AheadBudget(4, 3)
-DRAFTED = DraftOptions("r", SAMPLING, 99, RowKind.SUPPORT, 32, True, "00-aa-bb-01", BUDGET, "a client")
+DRAFTED = DraftOptions(
+    "r", SAMPLING, 99, "00-aa-bb-01", "a client", 0, None, RowKind.SUPPORT, 32, True, BUDGET
+)
 VERIFIED = TargetOptions(
-    "r", SAMPLING, 99, "00-aa-bb-01", 17, LogitAdjustments({3: 0.1, 5: -100.0}, 4, (0, 7)), "a client"
+    "r", SAMPLING, 99, "00-aa-bb-01", "a client", 17, None, LogitAdjustments({3: 0.1, 5: -100.0}, 4, (0, 7))
 )
 LIVES: list[tuple[Any, list[tuple[int, object]]]] = [
     (draft, [

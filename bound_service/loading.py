@@ -46,12 +46,8 @@ def load_pair(
     on_step: OnStep = None,
     on_failure: Callable[[], None] | None = None,
 ) -> BoundPair:
-    """Load both.
-
-    Args:
-        settings: The target's. The head runs on its device and in its dtype.
-        head_folder: The head's checkpoint; None for the layers for multi-token prediction in the target's own.
-    """
+    """Load both; the head runs on the target's device and in its dtype. Without a folder it is the layers for
+    multi-token prediction in the target's own checkpoint."""
     method = head_method(settings, head_folder)
     # Refuses before the target's weights are read.
     head = HEADS[method](head_folder or settings.model)

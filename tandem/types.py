@@ -305,6 +305,11 @@ class Acceptance:
     """The token after them; -1 when `next_token` is NONE."""
     next_token: NextToken
 
+    def kept(self, proposal: Proposal) -> tuple[int, ...]:
+        """The tokens by which the sequence grows."""
+        accepted = proposal.token_ids[: self.accepted_count]
+        return accepted if self.next_token is NextToken.NONE else (*accepted, self.next_token_id)
+
 
 MAX_LEAD = 8
 MAX_BRANCHES = 64

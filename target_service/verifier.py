@@ -115,11 +115,7 @@ class Verifier(EngineOwner[RowEngine]):
 
     @asynccontextmanager
     async def sequence(self, options: TargetOptions, on_led: OnLed = None) -> AsyncIterator[VerifiedSequence]:
-        """Keep a sequence in the KV cache for as long as the context lives.
-
-        Args:
-            on_led: Takes the answers to the steps with which it goes on by itself; None where no step allows any.
-        """
+        """Keep a sequence in the KV cache for as long as the context lives."""
         info = self._engine.info
         if options.adjustments:
             check_ids(options.adjustments, info.vocabulary_size)

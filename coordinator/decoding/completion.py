@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, field, replace
 from operator import itemgetter
 
 from tokenizers import Tokenizer
@@ -12,16 +12,7 @@ from tokenizers.decoders import DecodeStream
 from coordinator.stats.rounds import RoundTally
 from tandem.errors import InvalidRequestError, ProtocolError
 from tandem.grammar import GrammarState
-from tandem.types import (
-    Acceptance,
-    Chunk,
-    FinishReason,
-    Grammar,
-    NextToken,
-    Proposal,
-    SpeculationStats,
-    Summary,
-)
+from tandem.types import Acceptance, Chunk, FinishReason, Grammar, Proposal, SpeculationStats, Summary
 
 # Decoders write this for bytes that are not, or not yet, a character.
 _REPLACEMENT = "\ufffd"
@@ -158,40 +149,32 @@ class Limits:
     """Before so many tokens, only a limit ends the completion."""
 
 
+@dataclass(eq=False)
 class Completion:
     """The tokens of one request, from its prompt on."""
 
-    def __init__(
-        self,
-        prompt: tuple[int, ...],
-        limits: Limits,
-        detokenizer: Detokenizer,
-        stop_strings: StopStrings,
-        *,
-        request_id: str,
-        seed: int,
-        grammar: GrammarState | None = None,
-        max_forced: int = 0,
-    ) -> None:
-        """With a `grammar` up to `max_forced` tokens are proposed because nothing else may follow."""
+    prompt: InitVar[tuple[int, ...]]
+    _limits: Limits
+    _detokenizer: Detokenizer
+    _stop_strings: StopStrings
+    _request_id: str
+    _seed: int
+    _grammar: GrammarState | None = None
+    _max_forced: int = 0
+    """Most tokens that are proposed because the grammar lets nothing else follow."""
+    finish_reason: FinishReason | None = field(default=None, init=False)
+    _stop_reason: str | int | None = field(default=None, init=False)
+    tally: RoundTally = field(default_factory=RoundTally, init=False)
+
+    def __post_init__(self, prompt: tuple[int, ...]) -> None:
         self.token_ids = list(prompt)
         """Prompt and committed tokens."""
-        self.tally = RoundTally()
-        self.finish_reason: FinishReason | None = None
-        self._prompt_length = len(prompt)
-        self._limits = limits
+        self._prompt_length, limits = len(prompt), self._limits
         self._end_token_ids = frozenset((*limits.eos_token_ids, *limits.stop_token_ids))
         self.room = min(limits.max_length - len(prompt), limits.max_tokens)
         """Number of tokens that may still be committed."""
         self._room_of_first_end = self.room - limits.min_tokens
         """With less room than this, tokens and stop strings may end it."""
-        self._detokenizer = detokenizer
-        self._stop_strings = stop_strings
-        self._request_id = request_id
-        self._seed = seed
-        self._stop_reason: str | int | None = None
-        self._grammar = grammar
-        self._max_forced = max_forced
 
     def go_on_after(self, token_ids: Sequence[int]) -> None:
         """Commit tokens that an earlier stream has delivered, with their text."""
@@ -252,7 +235,7 @@ class Completion:
 
     def extend(self, proposal: Proposal, acceptance: Acceptance) -> Chunk:
         """Commit the accepted tokens up to the completion's end, and drop those past it."""
-        token_ids = _kept(proposal, acceptance)
+        token_ids = acceptance.kept(proposal)
         texts = self._commit_up_to_end(token_ids) if self._may_end(token_ids) else self._commit_all(token_ids)
         count, proposed = len(texts), len(proposal.token_ids)
         accepted = min(acceptance.accepted_count, proposed, count)
@@ -337,8 +320,3 @@ class Completion:
             seed=self._seed,
             stop_reason=self._stop_reason,
         )
-
-
-def _kept(proposal: Proposal, acceptance: Acceptance) -> tuple[int, ...]:
-    accepted = proposal.token_ids[: acceptance.accepted_count]
-    return accepted if acceptance.next_token is NextToken.NONE else (*accepted, acceptance.next_token_id)

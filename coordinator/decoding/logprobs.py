@@ -20,7 +20,6 @@ from tandem.types import (
     DenseRow,
     Float32Array,
     GenerationRequest,
-    NextToken,
     Proposal,
     SamplingParams,
     TokenLogprobs,
@@ -48,9 +47,7 @@ class TokenRecorder:
 
         def recorded(proposal: Proposal, verification: Verification) -> Acceptance:
             acceptance = accept(proposal, verification)
-            kept = [*proposal.token_ids[: acceptance.accepted_count]]
-            if acceptance.next_token is not NextToken.NONE:
-                kept.append(acceptance.next_token_id)
+            kept = acceptance.kept(proposal)
             if self._top_count is not None:
                 self._logprobs = token_logprobs(verification, kept, self._top_count)
             if self._with_probs:

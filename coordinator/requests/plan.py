@@ -203,10 +203,10 @@ class Plan:
             self.limits,
             Detokenizer(self.models.tokenizer, skip_special_tokens=not self.request.with_special_tokens),
             StopStrings(self.request.stop, included=self.request.include_stop_str_in_output),
-            request_id=self.request_id,
-            seed=self.sampling.seed,
-            grammar=self.grammar,
-            max_forced=0 if self.rule.strategy.needs_token_logits else MAX_FORCED_TOKENS,
+            self.request_id,
+            self.sampling.seed,
+            self.grammar,
+            0 if self.rule.strategy.needs_token_logits else MAX_FORCED_TOKENS,
         )
         completion.go_on_after(self.request.delivered_token_ids)
         return completion

@@ -34,11 +34,7 @@ class DraftedSequence(Protocol):
         """Continuations drafted ahead of verifications; None for a method that never drafts ahead."""
 
     async def propose(self, step: ProposeStep) -> Proposal | None:
-        """Apply the step's delta and guess the tokens that follow; None for a step without an answer of its own.
-
-        Raises:
-            InvalidRequestError: the delta does not fit the sequence or the model.
-        """
+        """Apply the step's delta and guess the tokens that follow; None for a step without an answer of its own."""
 
 
 class Proposer(ServedModel, Protocol):
@@ -53,8 +49,4 @@ class Proposer(ServedModel, Protocol):
         """True if a new sequence would wait for a place, unless its client has few."""
 
     def sequence(self, options: DraftOptions) -> AbstractAsyncContextManager[DraftedSequence]:
-        """Keep a sequence for as long as the context lives.
-
-        Raises:
-            CapacityError: there is no room for another.
-        """
+        """Keep a sequence for as long as the context lives."""

@@ -159,11 +159,7 @@ class MappedTrunk:
     """
 
     def __init__(self, mapped: Mapped, transcript: Transcript, proposed: Sequence[int], read: int) -> None:
-        """
-        Args:
-            proposed: The proposal, in the target's tokens.
-            read: The transcript's first tokens that the draft has.
-        """
+        """`proposed` is in the target's tokens; `read` counts the transcript's first tokens that the draft has."""
         vocabulary = mapped.vocabulary
         self.tokens = mapped.tokens
         """The tokens that branches draw among; None: all of the draft's own."""

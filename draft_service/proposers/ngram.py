@@ -13,7 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 
-from draft_service.proposers.model_free import ModelFreeProposer, SequenceLimits, TokenState
+from draft_service.proposers.model_free import ModelFreeProposer, SequenceLimits, TokenIndex, TokenState
 from tandem.config.speculative import DraftingOptions, LookupMatch
 
 _NONE = -1
@@ -25,7 +25,7 @@ def ngram_proposer(options: DraftingOptions, limits: SequenceLimits) -> ModelFre
     return ModelFreeProposer("ngram", lambda tokens: NgramIndex(tokens, options), limits)
 
 
-class NgramIndex:
+class NgramIndex(TokenIndex):
     """Positions of each n-gram of a sequence."""
 
     def __init__(self, tokens: TokenState, options: DraftingOptions) -> None:
@@ -49,10 +49,6 @@ class NgramIndex:
             if end is not None:
                 return self._tokens[end : end + token_count]
         return ()
-
-    def finish(self) -> Iterator[None]:
-        """Do nothing: other sequences learn nothing from this one."""
-        return iter(())
 
 
 class _Occurrences:

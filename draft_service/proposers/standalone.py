@@ -91,11 +91,7 @@ class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
         drafts_ahead: bool = True,
         vocabularies: Vocabularies | None = None,
     ) -> None:
-        """
-        Args:
-            grammars: Compiles what sequences may be; None: proposals heed no grammar.
-            vocabularies: Those of targets with other tokenizers; None: there can be none.
-        """
+        """Without `grammars` proposals heed no grammar; without `vocabularies` targets have the draft's tokenizer."""
         super().__init__(engine)
         self._grammars = grammars
         self._draft_top_k = draft_top_k

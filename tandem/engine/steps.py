@@ -162,11 +162,7 @@ class ModelRunner(Protocol):
         """Where the engine's thread finds logits."""
 
     def allocate(self, settings: EngineSettings, max_length: int) -> Machinery:
-        """Take the memory for the KV cache. Called once.
-
-        Raises:
-            ConfigurationError: the settings cannot be met.
-        """
+        """Take the memory for the KV cache. Called once; a ConfigurationError says that the settings cannot be met."""
 
     def verify(self, requests: SequenceOf[RowRequest], logits: Any) -> list[Verification | None]:
         """The rows of a step's logits; see `tandem.engine.rows.verifications`."""

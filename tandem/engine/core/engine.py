@@ -34,14 +34,14 @@ from tandem.engine.core.jobs import (
     finite_head,
     non_finite,
 )
-from tandem.engine.core.scheduler import PageScheduler, RejoinWindow, next_segments
-from tandem.engine.core.timing import StepTimes, StepWatchdog
+from tandem.engine.core.scheduler import RETRY_SECONDS, PageScheduler, RejoinWindow, next_segments
+from tandem.engine.core.timing import StepWatchdog
 from tandem.engine.interface import EngineSettings, KvUsage, RowRequest
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.steps import SMALL_STEP_TOKENS, ModelRunner
 from tandem.errors import CapacityError, InvalidRequestError, ServiceUnavailableError, TandemError
 from tandem.fair_places import FairPlaces
-from tandem.types import Delta, ModelInfo, Verification
+from tandem.types import Delta, ModelInfo, StepProfile, Verification
 
 logger = logging.getLogger(__name__)
 
@@ -111,8 +111,8 @@ class Engine(Generic[PayloadT, ResultT]):
         """Jobs that have ended since the last delivery, each with its result or exception."""
         self._freed: list[Sequence] = []
         self._watchdog = StepWatchdog(settings.step_timeout_seconds)
-        self._step_times = StepTimes()
-        self._background = BackgroundWork(machinery, self._stepped, self._watchdog)
+        self._step_profile = StepProfile()
+        self._background = BackgroundWork(machinery, on_step, self._watchdog)
         self._leads = Leads()
         """Jobs that follow others by themselves."""
         self._pages = PageScheduler(machinery.cache, self._background.drop, self._leads.is_ahead)
@@ -163,7 +163,7 @@ class Engine(Generic[PayloadT, ResultT]):
             # By enough tokens for attention to more than the token itself
             await self._warm_step(sequences[:1], (min(4, sequences[0].max_length),), 1, with_rows=True)
             warm = [step for step in profiled if sum(step) <= warm_tokens]
-            self._step_times.measured(await self._profile(warm, sequences))
+            self._step_profile = StepProfile(await self._profile(warm, sequences), int(time.time()))
         finally:
             self._head, self._prepare = own
             for sequence in sequences:
@@ -259,11 +259,6 @@ class Engine(Generic[PayloadT, ResultT]):
         """Runs a job and returns what the head makes of it. Cancelling the caller drops the job before the next step.
 
         Jobs of one sequence run one after the other; a job object is run once.
-
-        Raises:
-            InvalidRequestError: the delta does not fit the sequence, or the sequence was released.
-            ServiceUnavailableError: the engine is closing.
-            TandemError: the step failed.
         """
         if job.sequence.is_released:
             raise _released_error()
@@ -299,7 +294,7 @@ class Engine(Generic[PayloadT, ResultT]):
     @property
     def info(self) -> ModelInfo:
         """The model, with the longest sequence that is served, and what steps take (empty before `warm_up`)."""
-        return replace(self.model.info, max_length=self.max_length, step_profile=self._step_times.profile)
+        return replace(self.model.info, max_length=self.max_length, step_profile=self._step_profile)
 
     @property
     def overdue_seconds(self) -> float:
@@ -386,7 +381,7 @@ class Engine(Generic[PayloadT, ResultT]):
         while True:
             with self._wakeup:
                 while not (self._has_work or self._submitted or self._asked or self._is_stopping):
-                    woken = self._wakeup.wait(self._pages.retry_seconds if self._waits_for_pages else None)
+                    woken = self._wakeup.wait(RETRY_SECONDS if self._waits_for_pages else None)
                     if not woken:
                         break  # other sequences have been idle for longer
                 self._waits_for_pages = False
@@ -511,21 +506,13 @@ class Engine(Generic[PayloadT, ResultT]):
             self._watchdog.end()
         self._failed_steps = 0
         seconds = time.perf_counter() - began
-        self._stepped(StepRecord(len(jobs), token_count, row_count, model_end - began, seconds))
-        # Once more: the observer takes part in how long a step takes.
-        seconds = time.perf_counter() - began
+        if self._on_step is not None:
+            self._on_step(StepRecord(len(jobs), token_count, row_count, model_end - began, seconds))
         for job in jobs:
             job.count_step(seconds, len(jobs), token_count)
         for job, outcome in outcomes:
             self._conclude(job, outcome)
         return True
-
-    def _stepped(self, record: StepRecord) -> None:
-        began = time.perf_counter()
-        if self._on_step is not None:
-            self._on_step(record)
-        # The observer takes part in how long a step takes.
-        self._step_times.add(replace(record, seconds=record.seconds + time.perf_counter() - began))
 
     def _run(
         self, segments: SequenceOf[Segment], jobs: SequenceOf[Job[PayloadT]]

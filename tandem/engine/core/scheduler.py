@@ -57,6 +57,8 @@ logger = logging.getLogger(__name__)
 IDLE_SECONDS = 1.0
 """A sequence without a job for so long gives its pages to one that could not run otherwise. Between two rounds it has
 none for some milliseconds."""
+RETRY_SECONDS = IDLE_SECONDS / 4
+"""When to look again for idle sequences, if every job waits for pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +70,6 @@ class PageScheduler:
     """Ends the background work of a sequence, whose spare pages are then free."""
     is_ahead: Callable[[Sequence], bool] = lambda _: False
     """True for a sequence whose job nobody waits for: it gets pages that are free, and no others."""
-
-    @property
-    def retry_seconds(self) -> float:
-        """When to look again for idle sequences, if every job waits for pages."""
-        return IDLE_SECONDS / 4
 
     def reuse_prefixes(self, jobs: Iterable[Job[Any]]) -> None:
         """Lets sequences that have much to compute take over what others have computed since."""

@@ -227,14 +227,8 @@ def memory_allowance(utilization: float | None, device: torch.device) -> int:
 
 
 def accelerator_allowance(total: int, free: int, own: int, share: float) -> int:
-    """Bytes for the KV cache of a process that may take a share of an accelerator which others use as well.
-
-    Args:
-        total: the accelerator's memory.
-        free: what no process holds at the moment.
-        own: what this process holds already.
-        share: the part of `total` that this process may hold, its weights included.
-    """
+    """Bytes for the KV cache of a process that may hold a share of an accelerator's total memory, and holds its own
+    bytes already; free is what no process holds at the moment."""
     # A margin, because other processes' use changes from moment to moment
     return min(int(total * share) - own, free - (256 << 20))
 

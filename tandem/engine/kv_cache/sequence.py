@@ -74,11 +74,8 @@ class Sequence:
     def apply(self, delta: Delta) -> None:
         """Sets ``token_ids[base_length:]`` and keeps the KV of everything that did not change by it.
 
-        Ids are compared, so that a delta that repeats what is there already costs nothing.
-
-        Raises:
-            InvalidRequestError: the delta starts past the end, makes the sequence too long, or holds unknown ids. The
-                sequence is then as it was.
+        Ids are compared, so that a delta that repeats what is there already costs nothing. One that is refused leaves
+        the sequence as it was.
         """
         self._check(delta)
         present = self.token_ids[delta.base_length : delta.length]
@@ -184,11 +181,8 @@ class SequenceCache(Protocol):
         """Use of the cache. May be called from any thread: the figures are then of about the same moment."""
 
     def check_rows(self, sequence: Sequence, row_count: int) -> None:
-        """Refuses rows that are too many to be computed in one step, as all rows of a job are.
-
-        Raises:
-            InvalidRequestError: the pages would not suffice, even if nobody else held any.
-        """
+        """Refuses rows that are too many to be computed in one step, as all rows of a job are: the pages would not
+        suffice, even if nobody else held any."""
 
     def is_ready(self, sequence: Sequence, end: int) -> bool:
         """True if the tokens from the first uncomputed one up to `end` may be written at once."""

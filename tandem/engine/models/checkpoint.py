@@ -254,12 +254,7 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:
-    """Checks everything that can be checked without reading the weights.
-
-    Raises:
-        ModelFolderError: the folder is not there, is incomplete, holds only pickled weights, has a truncated file, or
-            is of a kind of model that speculative decoding cannot use.
-    """
+    """Checks everything that can be checked without reading the weights; a ModelFolderError says what is wrong."""
     folder = Path(folder)
     if not folder.is_dir():
         found = "a file" if folder.exists() else "nothing"

@@ -59,11 +59,8 @@ def pack_linears(module: nn.Module, kernels: Kernels, *, wide_residual: bool = F
     """Packs every plain linear layer of a model on the CPU; returns their number.
 
     The layer that makes the logits gives them in float32, as they were summed. Rounding them to bfloat16 would be most
-    of a token's error: above 8 a bfloat16 is a multiple of 1/16.
-
-    Args:
-        wide_residual: layers that add to the residual stream give float32 as well, and so the stream is float32. Not
-            every model's own code can do with that.
+    of a token's error: above 8 a bfloat16 is a multiple of 1/16. With `wide_residual` layers that add to the residual
+    stream give float32 as well, and so the stream is float32, which not every model's own code can do with.
     """
     count = 0
     head = cast(Any, module).get_output_embeddings() if isinstance(module, PreTrainedModel) else None

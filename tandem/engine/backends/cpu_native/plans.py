@@ -112,10 +112,8 @@ def traced(module: nn.Module) -> GraphModule:
     """The pass of any number of tokens: from ids and positions, each [1, tokens], to logits [1, tokens, vocabulary].
     A drafting head's also reads states and ends in those that it feeds back (`HeadModel.computed`).
 
-    Nothing else may run the module meanwhile.
-
-    Raises:
-        TraceError: what is computed depends on the tokens themselves, as a choice of experts does.
+    Nothing else may run the module meanwhile. A TraceError says that what is computed depends on the tokens
+    themselves, as a choice of experts does.
     """
 
     def forward(token_ids: Tensor, positions: Tensor) -> Tensor:

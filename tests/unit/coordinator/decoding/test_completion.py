@@ -54,7 +54,7 @@ def completion(max_length: int = 100, max_tokens: int = 50, **limits: Any) -> Co
     stop_strings = StopStrings(limits.pop("stop", ()), included=limits.pop("included", False))
     ends = {"eos_token_ids": {EOS}, "stop_token_ids": {STOP_ID}}
     made = Limits(max_length, max_tokens, **(ends | limits))
-    return Completion((5, 6), made, Detokenizer(TOKENIZER), stop_strings, request_id="r", seed=3)
+    return Completion((5, 6), made, Detokenizer(TOKENIZER), stop_strings, "r", 3)
 
 
 def extend(target: Completion, proposed: tuple[int, ...], accepted: int, next_token: int = 7) -> Chunk:

@@ -114,9 +114,7 @@ class Pair:
 
 async def rounds_of(max_tokens: int) -> list[RoundResult]:
     pair = Pair()
-    completion = Completion(
-        (1,), Limits(64, max_tokens), Detokenizer(TOKENIZER), StopStrings(()), request_id="a", seed=0
-    )
+    completion = Completion((1,), Limits(64, max_tokens), Detokenizer(TOKENIZER), StopStrings(()), "a", 0)
     chunks = generate(completion, pair, pair, pair.rounds.timed(pair.accept))
     return [result async for _, result in pair.rounds.results(chunks)]
 
@@ -194,7 +192,7 @@ async def test_the_output_is_the_targets_whatever_is_proposed(
     says: list[int], script: list[list[int]], max_tokens: int
 ) -> None:
     limits, detokenizer = Limits(1000, max_tokens), Detokenizer(TOKENIZER)
-    completion = Completion((says[0],), limits, detokenizer, StopStrings(()), request_id="r", seed=0)
+    completion = Completion((says[0],), limits, detokenizer, StopStrings(()), "r", 0)
     drafter, target = ScriptedDrafter(script), ScriptedTarget(says)
     chunks = [chunk async for chunk in generate(completion, drafter, target, accept)]
     assert completion.token_ids == says[: 1 + max_tokens]

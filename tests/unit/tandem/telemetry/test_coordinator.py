@@ -166,9 +166,7 @@ async def test_decisions_are_exported_for_each_load() -> None:
 def test_spans_report_drafting_ahead(memory: InMemorySpanExporter) -> None:
     spans = spans_of(memory, 1.0)
     tokenizer = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))
-    completion = Completion(
-        (1,), Limits(9, 9), Detokenizer(tokenizer), StopStrings(()), request_id="r", seed=3
-    )
+    completion = Completion((1,), Limits(9, 9), Detokenizer(tokenizer), StopStrings(()), "r", 3)
     spans.planned(completion, {"gen_ai.request.model": "m", "tandem.rule": "greedy"})
     completion.tally.ahead = AheadStats(2, 1, [1], 0.01)
     spans.round_ended(round_result(4, 2))

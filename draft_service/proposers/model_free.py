@@ -47,7 +47,7 @@ class TokenIndex(Protocol):
         """At most `token_count` tokens that may follow."""
 
     def finish(self) -> Iterator[None]:
-        """Keep what other sequences can use of a finished completion: by default nothing. Yields between small steps."""
+        """Keep what others can use of a finished completion: by default nothing. Yields between small steps."""
         return iter(())
 
 

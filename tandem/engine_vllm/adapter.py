@@ -68,27 +68,13 @@ class Core:
     """vLLM's parts, loaded: its own scheduler is there and never asked."""
 
     engine: Any
-
-    @property
-    def config(self) -> Any:
-        return self.engine.vllm_config
-
-    @property
-    def executor(self) -> Any:
-        return self.engine.model_executor
-
-    @property
-    def manager(self) -> Any:
-        return self.engine.scheduler.kv_cache_manager
-
-    @property
-    def hash_tokens(self) -> int:
-        """Tokens of a block for the prefix cache's hashes."""
-        return int(self.manager.block_pool.hash_block_size)
-
-    @property
-    def kv_config(self) -> Any:
-        return self.manager.kv_cache_config
+    """Its `EngineCore`."""
+    config: Any
+    executor: Any
+    manager: Any
+    """Its `KVCacheManager`."""
+    running: Any
+    """Its state of a request that has begun."""
 
     def is_attention(self, spec: Any) -> bool:
         """True if a group of layers keeps keys and values of tokens, which can be rolled back."""
@@ -101,13 +87,6 @@ class Core:
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
         return all(isinstance(each, FullAttentionSpec) for each in _single(spec))
-
-    @property
-    def running(self) -> Any:
-        """Its state of a request that has begun."""
-        from vllm.v1.request import RequestStatus
-
-        return RequestStatus.RUNNING
 
     @property
     def has_one_process(self) -> bool:
@@ -142,6 +121,7 @@ def _started(options: Mapping[str, Any], on_failure: Callable[[], None] | None) 
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor import Executor
+    from vllm.v1.request import RequestStatus
 
     config = EngineArgs(**options).create_engine_config()
     if not config.scheduler_config.enable_chunked_prefill:
@@ -149,7 +129,9 @@ def _started(options: Mapping[str, Any], on_failure: Callable[[], None] | None) 
             f"vLLM cannot serve {options['model']}: on this device its attention for this model does not go on from a "
             "cache with several tokens, as a verification does; set engine to tandem"
         )
-    return Core(EngineCore(config, Executor.get_class(config), False, executor_fail_callback=on_failure))
+    engine = EngineCore(config, Executor.get_class(config), False, executor_fail_callback=on_failure)
+    manager = engine.scheduler.kv_cache_manager
+    return Core(engine, engine.vllm_config, engine.model_executor, manager, RequestStatus.RUNNING)
 
 
 @contextmanager

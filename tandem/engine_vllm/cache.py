@@ -75,15 +75,11 @@ class BlockCache:
     """vLLM's `KVCacheManager`."""
     block_tokens: int
     """Tokens of a block; of the smallest, where groups of layers differ."""
-    hash_tokens: int
-    """Tokens of a hash."""
     hasher: Callable[[Any], list[Any]] | None
     running: Any
     """vLLM's state of a request that has begun."""
     has_windows: bool = field(kw_only=True)
     """Some layers see the last tokens only."""
-    zeroes_blocks: bool = field(default=False, kw_only=True)
-    """The workers clear blocks before they are written to."""
     _held: dict[Sequence, _Held] = field(default_factory=dict, init=False)
     _branches: dict[Sequence, list[Sequence]] = field(default_factory=dict, init=False)
     _finished: list[str] = field(default_factory=list, init=False)
@@ -265,7 +261,8 @@ class BlockCache:
             return
         request = held.request
         request.num_tokens = length
-        del request.block_hashes[held.published // self.hash_tokens :]  # those behind may have been proposals
+        hash_tokens = self.manager.block_pool.hash_block_size
+        del request.block_hashes[held.published // hash_tokens :]  # those behind may have been proposals
         request.block_hashes.extend(self.hasher(request))
         self.manager.cache_blocks(request, length)
         held.published = length // self.block_tokens * self.block_tokens
@@ -274,7 +271,9 @@ class BlockCache:
         parts = [self._part(segment, rows) for segment, rows in zip(segments, row_counts, strict=True)]
         new_blocks = self.manager.take_new_block_ids()
         finished, self._finished = self._finished, []
-        return Step(parts, finished, new_blocks if self.zeroes_blocks else ())
+        return Step(
+            parts, finished, new_blocks if self.manager.kv_cache_config.needs_kv_cache_zeroing else ()
+        )
 
     def _part(self, segment: Segment, row_count: int) -> Part:
         sequence = segment.sequence

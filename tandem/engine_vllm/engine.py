@@ -179,7 +179,7 @@ class VllmModel:
     def allocate(self, settings: EngineSettings, max_length: int) -> Machinery:
         """See `ModelRunner`: vLLM has allocated the memory when it was loaded."""
         core = self._core
-        specs = [group.kv_cache_spec for group in core.kv_config.kv_cache_groups]
+        specs = [group.kv_cache_spec for group in core.manager.kv_cache_config.kv_cache_groups]
         if not all(core.is_attention(spec) for spec in specs):
             raise ConfigurationError(
                 f"{self._info.name} has recurrent layers, whose state cannot be rolled back to before a proposal; name "
@@ -188,11 +188,9 @@ class VllmModel:
         cache = BlockCache(
             core.manager,
             min(spec.block_size for spec in specs),
-            core.hash_tokens,
             core.engine.request_block_hasher if settings.prefix_reuse else None,
             core.running,
             has_windows=any(not core.sees_all(spec) for spec in specs),
-            zeroes_blocks=bool(core.kv_config.needs_kv_cache_zeroing),
         )
         max_rows = None if core.config.speculative_config else 1
         logger.info("kv cache sized", extra={"tokens": cache.usage().total_tokens})

@@ -175,8 +175,6 @@ def fake_core(worker: FakeWorker, block_count: int = 200, max_length: int = 64) 
         ),
         executor=worker,
         manager=manager,
-        hash_tokens=BLOCK_TOKENS,
-        kv_config=manager.kv_cache_config,
         is_attention=lambda spec: True,
         sees_all=lambda spec: True,
         running="running",

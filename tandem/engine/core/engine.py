@@ -28,7 +28,6 @@ from tandem.engine.core.jobs import (
     Job,
     Leads,
     PayloadT,
-    Prepare,
     ResultT,
     StepRecord,
     finite_head,
@@ -68,7 +67,6 @@ class Engine(Generic[PayloadT, ResultT]):
         on_step: Callable[[StepRecord], None] | None = None,
         *,
         on_failure: Callable[[], None] | None = None,
-        prepare: Prepare[PayloadT] = None,
     ) -> None:
         self.model = model
         self.max_length = settings.longest_sequence(model.info.name, model.info.max_length)
@@ -102,7 +100,6 @@ class Engine(Generic[PayloadT, ResultT]):
         self._cache = machinery.cache
         self._runner = machinery.runner
         self._head: Head[Any, Any] = head
-        self._prepare = prepare
         self._chunk_tokens = settings.prefill_chunk_tokens
         self._queued: deque[Job[PayloadT]] = deque()
         self._running: dict[Sequence, Job[PayloadT]] = {}
@@ -152,20 +149,20 @@ class Engine(Generic[PayloadT, ResultT]):
             await self.open(max(max(step) for step in (*steps, *profiled)))
             for _ in range(max(len(step) for step in (*steps, *profiled)))
         ]
-        own = self._head, self._prepare
+        own = self._head
         try:
             for sequence in sequences:
                 sequence.is_private = True
                 # A new one would wait its turn for more.
                 await self.submit(Job(sequence, Delta(0, (0,)), 0, None))  # type: ignore[arg-type]
             warm_tokens = await self._run_warm_up(steps, sequences)
-            self._head, self._prepare = partial(finite_head, self.model), None  # no job is in flight
+            self._head = partial(finite_head, self.model)  # no job is in flight
             # By enough tokens for attention to more than the token itself
             await self._warm_step(sequences[:1], (min(4, sequences[0].max_length),), 1, with_rows=True)
             warm = [step for step in profiled if sum(step) <= warm_tokens]
             self._step_profile = StepProfile(await self._profile(warm, sequences), int(time.time()))
         finally:
-            self._head, self._prepare = own
+            self._head = own
             for sequence in sequences:
                 self.release(sequence)
 
@@ -528,8 +525,7 @@ class Engine(Generic[PayloadT, ResultT]):
             if job.row_count and segment.end == segment.sequence.length:
                 rows.extend(range(token_end - job.row_count, token_end))
                 ready.append(job)
-        if self._prepare is not None:
-            self._prepare(ready)
+        self._prepare(ready)
         self._deliver()
         logits = self._runner.run(segments, rows)
         model_end = time.perf_counter()
@@ -540,6 +536,9 @@ class Engine(Generic[PayloadT, ResultT]):
                 self._settle(job, None)  # it wanted keys and values only
         outcomes = self._head(ready, logits) if ready else []
         return list(zip(ready, outcomes, strict=True)), len(rows), model_end
+
+    def _prepare(self, ready: SequenceOf[Job[PayloadT]]) -> None:
+        """Begins, on another thread, what the head needs for jobs that the forward pass to come completes."""
 
     def _conclude(self, job: Job[PayloadT], outcome: Done[ResultT] | Failed | Continue) -> None:
         if isinstance(outcome, Done):
@@ -616,14 +615,7 @@ class RowEngine(Engine[RowRequest, Verification]):
         *,
         on_failure: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(
-            model,
-            partial(row_head, model=model),
-            settings,
-            on_step,
-            on_failure=on_failure,
-            prepare=self._begin_masks,
-        )
+        super().__init__(model, partial(row_head, model=model), settings, on_step, on_failure=on_failure)
         self._masks = ThreadPoolExecutor(1, "masks")
 
     async def close(self) -> None:
@@ -635,9 +627,10 @@ class RowEngine(Engine[RowRequest, Verification]):
         answer = await self.submit(job)
         return answer if job.row_count else Verification(request.base_length, ())
 
-    def _begin_masks(self, ready: SequenceOf[Job[RowRequest]]) -> None:
+    def _prepare(self, ready: SequenceOf[Job[RowRequest]]) -> None:
         """Compute masks while the model computes logits: they depend on the tokens alone."""
-        own = [job for job in ready if job.payload.grammar is not None]
+        # A warm-up has no payload
+        own = [job for job in ready if getattr(job.payload, "grammar", None) is not None]
         if own:
             begun = self._masks.submit(_constrained, own)
             for job in own:

@@ -79,10 +79,6 @@ class Failed:
     error: TandemError
 
 
-Prepare: TypeAlias = Callable[[SequenceOf[Job[PayloadT]]], None] | None
-"""Called before a forward pass with the jobs that its rows complete; another thread may begin what the head needs."""
-
-
 Head: TypeAlias = Callable[[SequenceOf[Job[PayloadT]], Tensor], SequenceOf[Done[ResultT] | Failed | Continue]]
 """Returns an outcome for each job whose rows are computed, in order: for all jobs of a step at once, so that the work
 can be batched. Called on the engine's thread; a slow head delays every sequence.

@@ -148,23 +148,6 @@ class Verifier(EngineOwner[RowEngine]):
         return await self._grammars.open(grammar)
 
 
-@dataclass(slots=True, eq=False)
-class _Lead:
-    """The steps with which a sequence goes on by itself, as far as answers tell: the engine's thread is further."""
-
-    latest: RowRequest | None = None
-    """The last one known; None where it ends."""
-    unasked: deque[RowRequest] = field(default_factory=deque)
-    """Those that nobody has asked for, in order."""
-    asked_count: int = 0
-
-    def answered(self, answer: Verification) -> None:
-        """The latest step was answered, which tells the next one."""
-        self.latest = self.latest and self.latest.following(answer)
-        if self.latest is not None:
-            self.unasked.append(self.latest)
-
-
 @dataclass(eq=False)
 class VerifiedSequence:
     """One sequence that proposals are verified for."""
@@ -176,7 +159,10 @@ class VerifiedSequence:
     grammar: GrammarState | None = None
     kept_length: int = field(default=0, init=False)
     """Tokens that will not be taken back, as far as is known; the coordinator says it at the end."""
-    _lead: _Lead = field(default_factory=_Lead, init=False)
+    _unasked: deque[RowRequest] = field(default_factory=deque, init=False)
+    """Steps with which it goes on by itself and which nobody has asked for, as far as answers tell: the engine's thread
+    is further. Each step that is asked for begins another."""
+    _asked_count: int = field(default=0, init=False)
     _outcomes: OutcomeTable = field(default_factory=OutcomeTable, init=False)
 
     def __post_init__(self) -> None:
@@ -185,17 +171,16 @@ class VerifiedSequence:
 
     def confirms(self, step: VerifyStep) -> bool:
         """True for a step that the sequence has taken by itself: `on_led` takes its answer, if it has not already."""
-        lead = self._lead
-        if not lead.unasked:
+        if not self._unasked:
             return False
-        led = lead.unasked[0].step
+        led = self._unasked[0].step
         if (step.delta, step.row_kind, step.row_count) != (led.delta, led.row_kind, led.row_count):
             return False
-        lead.unasked.popleft()
-        lead.asked_count += 1
+        self._unasked.popleft()
+        self._asked_count += 1
         self._outcomes.ask(step)
         self.kept_length = step.delta.length
-        self.engine.grant(self.cached, lead.asked_count, step.lead)
+        self.engine.grant(self.cached, self._asked_count, step.lead)
         return True
 
     def expect(self, drafted: DraftedOutcomes) -> None:
@@ -210,12 +195,14 @@ class VerifiedSequence:
 
     def end_lead(self) -> None:
         """Take no further answers to steps that nobody asked for."""
-        self._lead = _Lead()
+        self._unasked, self._asked_count = deque(), 0
 
-    def _led(self, lead: _Lead, answer: Verification | TandemError) -> None:
-        if lead is self._lead and self.on_led is not None:
-            if isinstance(answer, Verification):
-                lead.answered(answer)
+    def _led(
+        self, unasked: deque[RowRequest], request: RowRequest, answer: Verification | TandemError
+    ) -> None:
+        if unasked is self._unasked and self.on_led is not None:
+            if isinstance(answer, Verification) and (following := request.following(answer)) is not None:
+                unasked.append(following)
             self.on_led(answer)
 
     async def verify(self, step: VerifyStep) -> Verification:
@@ -227,8 +214,9 @@ class VerifiedSequence:
         self.kept_length = step.delta.base_length + len(step.delta.token_ids) - max(step.row_count - 1, 0)
         options = self.options
         self._outcomes.ask(step)
-        self._lead = lead = _Lead()
-        lead.latest = RowRequest(
+        self.end_lead()
+        unasked = self._unasked
+        request = RowRequest(
             step,
             options.sampling,
             options.prompt_length,
@@ -236,12 +224,13 @@ class VerifiedSequence:
             self.grammar,
             options.end_token_ids,
             options.max_length,
-            partial(self._led, lead),
+            partial(self._led, unasked),
             self._outcomes,
         )
         with non_finite_logits_logged(options.request_id):
-            answer = await self.engine.run(self.cached, lead.latest)
-        lead.answered(answer)
+            answer = await self.engine.run(self.cached, request)
+        if (following := request.following(answer)) is not None:
+            unasked.append(following)
         return answer
 
 

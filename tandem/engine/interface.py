@@ -42,8 +42,8 @@ class RowRequest:
     """Ids behind which no token follows."""
     max_length: int = 0
     """Length of the sequence at which no token follows."""
-    on_led: Callable[[Verification | TandemError], None] | None = None
-    """Takes the answers to the steps that go on by themselves, in order, on the event loop."""
+    on_led: Callable[[RowRequest, Verification | TandemError], None] | None = None
+    """Takes the requests that go on by themselves with their answers, in order, on the event loop."""
     outcomes: OutcomeTable = field(default_factory=OutcomeTable)
     """The draft's proposals after the likely outcomes of the step."""
 

@@ -93,9 +93,9 @@ class LeadingEngine:
             try:
                 answer = await self._step(sequence, request)
             except TandemError as error:
-                request.on_led(error)
+                request.on_led(request, error)
                 return
-            request.on_led(replace(answer, led_token_id=request.step.delta.token_ids[0]))
+            request.on_led(request, replace(answer, led_token_id=request.step.delta.token_ids[0]))
             request = request.following(answer)
 
     async def _step(self, sequence: Led, request: RowRequest) -> Verification:

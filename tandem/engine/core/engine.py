@@ -679,7 +679,7 @@ def _go_on(job: Job[RowRequest], answer: Verification) -> tuple[Verification, Jo
 def _tell_led(job: Job[RowRequest], result: object) -> None:
     on_led = job.payload.on_led
     if on_led is not None and isinstance(result, Verification | TandemError):
-        on_led(result)
+        on_led(job.payload, result)
 
 
 def _with_tokens(job: Job[RowRequest], failures: dict[Job[RowRequest], Failed]) -> RowRequest:

@@ -181,7 +181,7 @@ async def test_a_lead_delays_no_other_sequence(llama: TinyModel) -> None:
         leading, other = await engine.open(100), await engine.open(100)
         greedy = SamplingParams(temperature=0.0)
         step = VerifyStep(Delta(0, [5, 6, 7]), RowKind.TOKEN, 1, lead=8)
-        await engine.run(leading, RowRequest(step, greedy, max_length=100, on_led=lambda _: None))
+        await engine.run(leading, RowRequest(step, greedy, max_length=100, on_led=lambda *_: None))
         assert await asyncio.to_thread(is_held.wait, 10)
         step = VerifyStep(Delta(0, [8] * 40), RowKind.TOKEN, 1)
         first = asyncio.create_task(engine.run(other, RowRequest(step, greedy, max_length=100)))

@@ -1,4 +1,1 @@
-"""The admin service: what operators see and steer.
-
-Imported by `http` and the servicer; imports `requests` and below.
-"""
+"""The admin service: what operators see and steer."""

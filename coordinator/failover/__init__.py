@@ -1,4 +1,1 @@
-"""The drafter and the verifier of the round loop, on whichever replica is there.
-
-Imported by `requests`; imports `replicas`, `transport`, `decoding` and `speculation`.
-"""
+"""The drafter and the verifier of the round loop, on whichever replica is there."""

@@ -1,4 +1,1 @@
-"""The coordinator's options, one module per subject; `coordinator` joins them.
-
-Imported from everywhere above `rejection`; imports only `rejection`.
-"""
+"""The coordinator's options, one module per subject; `coordinator` joins them."""

@@ -1,4 +1,1 @@
-"""How many tokens to propose: the cost model, the gain model, the controller that decides by them.
-
-Imported by `transport` and `requests`; imports no other package of the coordinator.
-"""
+"""How many tokens to propose: the cost model, the gain model, the controller that decides by them."""

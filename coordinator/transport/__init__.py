@@ -1,4 +1,1 @@
-"""One draft or target service as the coordinator sees it: clients and sequence streams.
-
-Imported by `replicas` and `failover`; imports `telemetry.observer` and `decoding`.
-"""
+"""One draft or target service as the coordinator sees it: clients and sequence streams."""

@@ -1,4 +1,1 @@
-"""The calling side of gRPC: channels, credentials, addresses, deadlines.
-
-Imported by the coordinator and by the clients; imports no service.
-"""
+"""The calling side of gRPC: channels, credentials, addresses, deadlines."""

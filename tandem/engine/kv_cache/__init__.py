@@ -1,4 +1,1 @@
-"""The KV cache: the arena, its extents, shared prefixes, and which tokens of a sequence are computed.
-
-Everything in `tandem.engine` may import it; it imports `interface` alone.
-"""
+"""The KV cache: the arena, its extents, shared prefixes, and which tokens of a sequence are computed."""

@@ -1,4 +1,1 @@
-"""Drafting heads: small modules that read a target's hidden states, from their published checkpoints.
-
-One file per method. Imported by the engine's backends and by services; imports the rest of `tandem.engine.models`.
-"""
+"""Drafting heads: small modules that read a target's hidden states, from published checkpoints; one file per method."""

@@ -1,4 +1,1 @@
-"""The shared library of kernels: its source, how it is compiled or found in a wheel, and how Python calls it.
-
-Imports nothing else of the engine.
-"""
+"""The shared library of kernels: its source, how it is compiled or found in a wheel, and how Python calls it."""

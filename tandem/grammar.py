@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -80,24 +81,18 @@ def reason_of(error: str) -> str:
     return " ".join(error.partition("\n<")[0].split())[:_LONGEST_REASON] or "no reason was given"
 
 
+@dataclass(eq=False)
 class Grammars:
     """Compiles grammars for the tokens of one model, in a thread, and keeps the last ones."""
 
-    def __init__(
-        self,
-        tokenizer: Callable[[], str | TokenizerWrapper],
-        vocabulary_size: int,
-        eos_token_ids: Sequence[int],
-    ) -> None:
-        """
-        Args:
-            tokenizer: Returns the content of tokenizer.json. Called with the first grammar, in the thread: for 128k ids
-                it takes 3 s to know the tokens by their bytes.
-            vocabulary_size: The model's; the tokenizer may know fewer ids.
-        """
-        self._read = tokenizer
-        self._vocabulary_size = vocabulary_size
-        self._eos_token_ids = eos_token_ids
+    _read: Callable[[], str | TokenizerWrapper]
+    """Returns the content of tokenizer.json. Called with the first grammar, in the thread: for 128k ids it takes 3 s to
+    know the tokens by their bytes."""
+    _vocabulary_size: int
+    """The model's; the tokenizer may know fewer ids."""
+    _eos_token_ids: Sequence[int]
+
+    def __post_init__(self) -> None:
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, "grammar")

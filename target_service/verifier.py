@@ -88,21 +88,14 @@ def tokenizer_files(settings: TargetSettings) -> tuple[Path, ...]:
     return tuple(path for name in TOKENIZER_FILES if (path := folder / name).is_file())
 
 
+@dataclass(eq=False)
 class Verifier(EngineOwner[RowEngine]):
     """The target model behind whichever engine runs it."""
 
-    def __init__(
-        self,
-        engine: RowEngine,
-        tokenizer_files: Sequence[Path],
-        bound: BoundSequences | None = None,
-        files: HiddenStateFiles | None = None,
-    ) -> None:
-        super().__init__(engine)
-        self._grammars: Grammars | None = None
-        self._bound = bound
-        self._files = files
-        self.tokenizer_files = tokenizer_files
+    tokenizer_files: Sequence[Path]
+    _bound: BoundSequences | None = None
+    _files: HiddenStateFiles | None = None
+    _grammars: Grammars | None = field(default=None, init=False)
 
     @property
     def model_info(self) -> ModelInfo:

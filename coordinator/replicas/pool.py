@@ -329,28 +329,22 @@ class Member(Generic[ClientT]):
 def _words(error: grpc.aio.AioRpcError | TandemError | TimeoutError) -> str:
     if isinstance(error, TandemError):
         return str(error)
-    if isinstance(error, TimeoutError):
-        return "it does not answer"
-    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+    if isinstance(error, TimeoutError) or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return "it does not answer"
     return error.details() or error.code().name.lower()
 
 
+@dataclass(eq=False)
 class Pool(Generic[ClientT]):
     """Keeps in touch with every replica of one role."""
 
-    def __init__(
-        self,
-        means: Means[ClientT],
-        addresses: Sequence[Address],
-        resolve_interval_seconds: float,
-        resolver: Resolver = resolve,
-    ) -> None:
-        self.role = means.role
-        self.addresses = addresses
-        self.means = means
-        self._resolver = resolver
-        self._resolve_interval_seconds = resolve_interval_seconds
+    means: Means[ClientT]
+    addresses: Sequence[Address]
+    _resolve_interval_seconds: float
+    _resolver: Resolver = resolve
+
+    def __post_init__(self) -> None:
+        self.role = self.means.role
         self._members: dict[str, Member[ClientT]] = {}
         self._unresolved: dict[Address, str] = {}
         self._drained: set[str] = set()

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from urllib.parse import unquote
 
 from coordinator.stats.speculation import MovingAverage
@@ -70,19 +71,16 @@ def peer_of_host(host: str) -> str:
     return str(ipaddress.ip_network((address, 64), strict=False))
 
 
+@dataclass(eq=False)
 class Admission:
     """Gives each request a place, fairly among clients, and refuses it at once when too many wait."""
 
-    def __init__(
-        self,
-        max_concurrent_requests: int,
-        max_queued_requests: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._places = FairPlaces(max_concurrent_requests, extra_places(max_concurrent_requests))
-        self._max_running = max_concurrent_requests
-        self._max_queued = max_queued_requests
-        self._clock = clock
+    _max_running: int
+    _max_queued: int
+    _clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._places = FairPlaces(self._max_running, extra_places(self._max_running))
         self._returning = 0
         """Requests in the queue that had a place before."""
         self._held_seconds = MovingAverage()

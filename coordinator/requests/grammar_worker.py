@@ -7,6 +7,7 @@ can take minutes. So each is compiled here first, for the 256 bytes in place of 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
@@ -17,21 +18,17 @@ from tandem.grammar import definition, grammar_limits, reason_of
 from tandem.types import Grammar, GrammarKind
 
 
-class _Trial:
-    def __init__(self) -> None:
-        self._tokenizer = LLTokenizer("byte")
-
-    def answer(self, job: Any) -> dict[str, Any]:
-        """Empty if the grammar can be compiled."""
-        grammar = Grammar(GrammarKind(job["kind"]), job["source"])
-        try:
-            matcher = LLMatcher(self._tokenizer, definition(grammar), log_level=0, limits=grammar_limits())
-        except InvalidRequestError as error:
-            return {"refused": str(error)}
-        if not matcher.is_error():
-            matcher.compute_bitmask()
-        return {"reason": reason_of(matcher.get_error())} if matcher.is_error() else {}
+def _tried(tokenizer: LLTokenizer, job: Any) -> dict[str, Any]:
+    """Empty if the grammar can be compiled."""
+    grammar = Grammar(GrammarKind(job["kind"]), job["source"])
+    try:
+        matcher = LLMatcher(tokenizer, definition(grammar), log_level=0, limits=grammar_limits())
+    except InvalidRequestError as error:
+        return {"refused": str(error)}
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return {"reason": reason_of(matcher.get_error())} if matcher.is_error() else {}
 
 
 if __name__ == "__main__":
-    work(_Trial().answer)
+    work(partial(_tried, LLTokenizer("byte")))

@@ -77,36 +77,25 @@ def load_standalone(
     )
 
 
+@dataclass(eq=False)
 class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
     """Drafts with a model behind its engine."""
 
-    def __init__(
-        self,
-        engine: Engine[Drafting, Proposal],
-        draft_top_k: int,
-        support_mass: float = 1.0,
-        sampler: Sampler = TORCH_SAMPLER,
-        grammars: Grammars | None = None,
-        *,
-        drafts_ahead: bool = True,
-        vocabularies: Vocabularies | None = None,
-    ) -> None:
-        """Without `grammars` proposals heed no grammar; without `vocabularies` targets have the draft's tokenizer."""
-        super().__init__(engine)
-        self._grammars = grammars
-        self._draft_top_k = draft_top_k
-        self._support_mass = support_mass
-        self._sampler = sampler
-        self._drafts_ahead = drafts_ahead
-        self.vocabularies = vocabularies
-        self._histories: defaultdict[tuple[RowKind, bool, bool, bool], OutcomeHistory] = defaultdict(
-            OutcomeHistory
-        )
+    draft_top_k: int
+    support_mass: float = 1.0
+    sampler: Sampler = TORCH_SAMPLER
+    grammars: Grammars | None = None
+    """None: proposals heed no grammar."""
+    drafts_ahead: bool = True
+    vocabularies: Vocabularies | None = None
+    _histories: defaultdict[tuple[RowKind, bool, bool, bool], OutcomeHistory] = field(
+        default_factory=lambda: defaultdict(OutcomeHistory), init=False
+    )
 
     @property
     def model_info(self) -> ModelInfo:
         maps = self.vocabularies is not None
-        return replace(self._engine.info, drafts_ahead=self._drafts_ahead, maps_vocabularies=maps)
+        return replace(self._engine.info, drafts_ahead=self.drafts_ahead, maps_vocabularies=maps)
 
     @asynccontextmanager
     async def sequence(self, options: DraftOptions) -> AsyncIterator[StandaloneSequence | MappedSequence]:
@@ -117,7 +106,7 @@ class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
         ):
             mapped = self.vocabularies.mapped(options)  # its tokens become the draft's
             options = mapped.draft_options
-        grammar, grammars = None, self._grammars if mapped is None else mapped.grammars
+        grammar, grammars = None, self.grammars if mapped is None else mapped.grammars
         if options.grammar is not None and grammars is not None:
             grammar = await grammars.open(options.grammar)
         spare = 0 if options.ahead is None else options.ahead.branch_count * (options.ahead.token_count + 1)
@@ -125,13 +114,13 @@ class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
             options.max_length or self.model_info.max_length, spare, options.client
         )
         try:
-            options = with_defaults(options, self._draft_top_k, self._support_mass)
+            options = with_defaults(options, self.draft_top_k, self.support_mass)
             kind = options.row_kind, options.sampling.is_greedy, options.noise_is_unknown, mapped is not None
             history = self._histories[kind]
             ahead = (
                 None
-                if options.ahead is None or not self._drafts_ahead
-                else AheadDrafter(self._engine, cached, options, self._sampler, history, grammar)
+                if options.ahead is None or not self.drafts_ahead
+                else AheadDrafter(self._engine, cached, options, self.sampler, history, grammar)
             )
             if mapped is None:
                 yield StandaloneSequence(self._engine, cached, options, ahead, grammar)

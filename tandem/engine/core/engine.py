@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any, Generic, TypeVar, cast
@@ -568,11 +568,11 @@ class Engine(Generic[PayloadT, ResultT]):
 EngineT = TypeVar("EngineT", bound=Engine[Any, Any])
 
 
+@dataclass(eq=False)
 class EngineOwner(Generic[EngineT]):
     """The part that a target's verifier and the drafting methods with a model have in common."""
 
-    def __init__(self, engine: EngineT) -> None:
-        self._engine = engine
+    _engine: EngineT
 
     def kv_usage(self) -> KvUsage:
         return self._engine.usage

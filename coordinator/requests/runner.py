@@ -27,7 +27,7 @@ from coordinator.settings.coordinator import MAX_SPECULATIVE_TOKENS, RequestBoun
 from coordinator.settings.live import LiveConfig
 from coordinator.speculation import report as speculation_report
 from coordinator.speculation.ahead import max_budget
-from coordinator.speculation.controller import RequestSpeculation, SpeculationController
+from coordinator.speculation.controller import RequestSpeculation, SpeculationController, Terms
 from coordinator.speculation.gains import request_kind
 from coordinator.stats.rounds import record_outcome
 from coordinator.stats.speculation import StatsLog
@@ -207,13 +207,11 @@ class RequestRunner:
         replicas, controller, models = self.replicas, self.speculation, self.models
         if not replicas.drafts.addresses or plan.num_speculative_tokens == 0:
             return None
-        speculation = controller.request(
-            request_kind(models.draft_name, plan.rule.name, plan.sampling.temperature),
-            plan.num_speculative_tokens,
-            is_adaptive=plan.is_adaptive,
-            draft_ahead=plan.draft_ahead,
-            leads=plan.lead > 0,
+        kind = request_kind(models.draft_name, plan.rule.name, plan.sampling.temperature)
+        terms = Terms(
+            kind, plan.num_speculative_tokens, plan.is_adaptive, plan.draft_ahead, leads=plan.lead > 0
         )
+        speculation = RequestSpeculation(controller, terms)
         # The request has no target yet: begin with the cost model of the one that it is likely to get.
         target, draft = replicas.targets.choose(), replicas.drafts.choose()
         if target is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from coordinator.speculation.gains import FIRST_MISSES
@@ -40,42 +40,32 @@ class Unfinished(NamedTuple):
     """Seconds from one token to the next."""
 
 
+def best_count(
+    counts: Iterable[int],
+    expected: Sequence[float],
+    seconds: Callable[[int], float],
+    tokens_per_second: float,
+) -> int:
+    """The number of proposed tokens that is most worth its seconds.
+
+    Args:
+        counts: Numbers to choose from.
+        expected: Expected tokens of a round with a proposal of 0, 1, ... tokens.
+        seconds: What each number takes.
+        tokens_per_second: What rounds make now.
+    """
+    return max(counts, key=lambda count: expected[count] - tokens_per_second * seconds(count))
+
+
 def tokens_after_hit(expected: Sequence[float], unfinished: Unfinished, *, tokens_per_second: float) -> int:
     """How many tokens to wait for when the draft is still drafting the continuation of the outcome that came.
 
-    Args:
-        expected: Expected tokens of a round with a proposal of 0, 1, ... tokens, as many as it may have.
-        tokens_per_second: What rounds make now.
+    `expected` has as many tokens as the round may have, `tokens_per_second` is what rounds make now.
     """
     ready, _, due_seconds, step_seconds = unfinished
 
-    def advantage(count: int) -> float:
-        waited = due_seconds + (count - ready - 1) * step_seconds if count > ready else 0.0
-        return expected[count] - tokens_per_second * waited
+    def waited(count: int) -> float:
+        return due_seconds + (count - ready - 1) * step_seconds if count > ready else 0.0
 
-    return max(range(ready, len(expected)), key=advantage, default=ready)
-
-
-def tokens_after_miss(
-    expected: Sequence[float],
-    verify_seconds: Sequence[float],
-    *,
-    counts: Iterable[int],
-    draft_seconds: float,
-    wait_seconds: float,
-    tokens_per_second: float,
-) -> int:
-    """How many tokens to ask for when another outcome came than those that were drafted for; 0: the target goes on.
-
-    Args:
-        expected: Expected tokens of a round with a proposal of 0, 1, ... tokens.
-        verify_seconds: Of a verification of as many.
-        wait_seconds: Of asking the draft, beside its steps: messages, and the step of branches that it is at.
-        tokens_per_second: What rounds make now.
-    """
-
-    def advantage(count: int) -> float:
-        waited = wait_seconds + count * draft_seconds if count else 0.0
-        return expected[count] - tokens_per_second * (waited + verify_seconds[count])
-
-    return max(counts, key=advantage)
+    counts = range(ready, len(expected))
+    return best_count(counts, expected, waited, tokens_per_second) if counts else ready

@@ -13,6 +13,7 @@ Now and then some rounds go as they were not chosen to, because what is known of
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -20,11 +21,11 @@ from coordinator.rejection.strategies import GREEDY, STRICT
 from coordinator.speculation.ahead import (
     DraftAhead,
     Unfinished,
+    best_count,
     outcome_choices,
     tokens_after_hit,
-    tokens_after_miss,
 )
-from coordinator.speculation.costs import CostModel, StepCosts, Way, load_class
+from coordinator.speculation.costs import CostModel, ServiceCosts, Way, load_class
 from coordinator.speculation.gains import (
     FIRST_RATE,
     MEMORY,
@@ -38,7 +39,7 @@ from coordinator.speculation.gains import (
 )
 from coordinator.stats.rounds import RoundResult
 from tandem.speculation_state import SpeculationDecision
-from tandem.types import MAX_AHEAD_TOKENS, AheadBudget, ModelInfo, StepProfile
+from tandem.types import MAX_AHEAD_TOKENS, AheadBudget, ModelInfo
 
 HYSTERESIS = 1.0 + 0.5 / math.sqrt(MEMORY)
 """Factor in predicted tokens per second by which another choice must be better: the standard error of a rate of 0.5."""
@@ -110,8 +111,8 @@ class Choice:
         """Of recent rounds that went as they were chosen to."""
         self.requests: set[RequestSpeculation] = set()
         """Those that it decides for now."""
-        self._rounds = self._untold = 0
-        self._renew_in, self._pause = 0, 1
+        self._rounds = 0
+        self._renew_in = 0
         self._turn: Plan | None = None
         """The plan that is tried."""
         self.scout: RequestSpeculation | None = None
@@ -175,19 +176,6 @@ class Choice:
             self._turn_rounds -= result.proposed > 0
             self._lost += seconds * self._speed(self.plan) - result.committed
 
-    def is_told(self, request: RequestSpeculation) -> bool:
-        """True if a round of the target alone is to be counted: of all that share its steps one at a time, in turn.
-
-        What is beside a scout is not alone.
-        """
-        if not self._tries(request):
-            return False
-        self._untold += 1
-        if self._untold <= len(self.requests) and len(self.requests) > 1:
-            return False
-        self._untold = 0
-        return True
-
     def count(self, way: Way, proposed: int, seconds: float) -> None:
         """Count a uniform round at this load."""
         if way is self.plan.way and proposed < len(self.seconds):
@@ -208,7 +196,6 @@ class Choice:
         self._turn = turn = self._next_turn()
         self._tried[turn.way] = self._last_turn = self._rounds
         self.scout = request if turn.tokens and self._is_unseen else None
-        self.costs.doubt(turn.way, self.load, turn.tokens)
         self._lost = 0.0
         self.gains.turns += 1
         self._turn_number = self.gains.turns
@@ -252,9 +239,8 @@ class Choice:
         shortest = min(map(min, self._seconds.values()))
         for each in self._seconds.values():
             each[0] = shortest
+        self._renew_in = TURN_ROUNDS * len(self.requests)
         self._choose(is_first)
-        self._renew_in = self._pause * len(self.requests)
-        self._pause = min(2 * self._pause, TURN_ROUNDS if self.plan.tokens else WINDOW)
 
     def ahead_seconds(self, proposed: int, outcomes: int) -> float:
         """Predicted seconds in which rounds that draft ahead make as much as a proposal of so many tokens does."""
@@ -294,7 +280,7 @@ class Choice:
         self.compared = self.plan if self.plan.tokens else max(drafting, key=hope)
         if is_first or self.plan.way is not was:
             self._last_turn = self._rounds
-            self._pause = 1  # what was only predicted is soon measured
+            self._renew_in = len(self.requests)  # what was only predicted is soon measured
         self._plan_turn()
 
     def hope(self, deviations: float) -> float:
@@ -307,11 +293,10 @@ class RequestSpeculation:
     """One request's part: `begin_round` says how many tokens to propose, `end_round` counts its result."""
 
     def __init__(self, controller: SpeculationController, terms: Terms) -> None:
-        self.max_tokens, self.is_adaptive = terms.max_tokens, terms.is_adaptive
+        self.terms = terms
         self.target = ""
         """Address of the target that verifies."""
         self._controller = controller
-        self._terms = terms
         self._acceptance = RequestAcceptance()
         self.choice: Choice | None = None
         """The decision at the load of the round in progress; None before the first round."""
@@ -349,11 +334,11 @@ class RequestSpeculation:
         if self.choice is None or load != self.load or self.target != self._choice_target:
             self.load, self._choice_target = load, self.target
             self._leave_choice()
-            self.choice = self._controller.choice(self.target, self._terms, load)
+            self.choice = self._controller.choice(self.target, self.terms, load)
             self.choice.requests.add(self)
         self._granted = self._outcomes
         shared, self._outcomes = self.choice.begin_round(self)
-        self.tokens = self._chosen(self.choice, shared) if self.is_adaptive else self.max_tokens
+        self.tokens = self._chosen(self.choice, shared) if self.terms.is_adaptive else self.terms.max_tokens
         return self.tokens
 
     @property
@@ -377,13 +362,12 @@ class RequestSpeculation:
         if choice is None or len(choice.expected) <= count:
             return count
         costs = choice.costs
-        return tokens_after_miss(
+        wait, step = costs.rest_seconds(Way.MISSED, load), costs.draft_seconds(load)
+        return best_count(
+            range(count + 1) if self.terms.is_adaptive else (0, count),
             choice.expected,
-            [costs.verify_seconds(load, tokens) for tokens in range(count + 1)],
-            counts=range(count + 1) if self.is_adaptive else (0, count),
-            draft_seconds=costs.draft_seconds(load),
-            wait_seconds=costs.rest_seconds(Way.MISSED, load),
-            tokens_per_second=max(choice.tokens_per_second),
+            lambda tokens: costs.verify_seconds(load, tokens) + (wait + tokens * step if tokens else 0.0),
+            max(choice.tokens_per_second),
         )
 
     def asked_after_miss(self, tokens: int, seconds: float) -> None:
@@ -422,8 +406,8 @@ class RequestSpeculation:
             self._last_way = way
             beside, made = self._beside, self._made
             self._beside = self._made = 0.0
-            if not proposed and not choice.is_told(self):
-                return
+            if not proposed and choice.scout not in (None, self):
+                return  # what is beside a scout is not alone
             if way is not Way.AHEAD:
                 is_of_all = choice.scout is not self or len(choice.requests) == 1
                 is_settled = self._alike_rounds > 1 and is_of_all
@@ -452,7 +436,7 @@ class RequestSpeculation:
             return 0
         if self.rounds % WINDOW == 0:
             self._own_tokens = self._refined(choice)
-        return shared if self._own_tokens is None else min(self._own_tokens, self.max_tokens)
+        return shared if self._own_tokens is None else min(self._own_tokens, self.terms.max_tokens)
 
     def _refined(self, choice: Choice) -> int | None:
         """The best length for the request's own acceptance, where it is clearly better than the shared one."""
@@ -466,22 +450,12 @@ class RequestSpeculation:
         return best if speeds[best] > HYSTERESIS * HYSTERESIS * speeds[choice.plan.tokens] else None
 
 
-class _Service(NamedTuple):
-    """The report of a service about itself."""
-
-    profile: StepProfile = StepProfile()
-    round_trip_seconds: float = 0.0
-    """Round trip of its health checks."""
-
-
 class SpeculationController:
     """Shared by all requests: the cost of rounds by target, acceptance by kind of request, one choice by load."""
 
     def __init__(self) -> None:
-        self._services: dict[str, _Service] = {}
+        self._services: defaultdict[str, ServiceCosts] = defaultdict(ServiceCosts)
         """By address of a target or name of a draft."""
-        self._steps: dict[str, StepCosts] = {}
-        """Likewise."""
         self._costs: dict[tuple[str, str, bool], CostModel] = {}
         """By target, draft, and whether the target leads when it is alone."""
         self._gains: dict[RequestKind, GainModel] = {}
@@ -490,59 +464,25 @@ class SpeculationController:
         self.beginning = 0
         """Requests in their first round."""
 
-    def introduce(self, service: str, model: ModelInfo | None, round_trip_seconds: float | None) -> None:
+    def introduce(self, service_name: str, model: ModelInfo | None, round_trip_seconds: float | None) -> None:
         """Tell what a service reports of itself, before a request that uses it. A newer profile starts its costs anew.
 
         Args:
-            service: Address of a target, or name of a draft's model.
+            service_name: Address of a target, or name of a draft's model.
             model: What it serves, with the profile of its steps.
             round_trip_seconds: Of its health checks.
         """
-        if model is None:
-            return
-        known = self._services.get(service)
-        way = round_trip_seconds or 0.0
-        if known is None or model.step_profile.version > known.profile.version:
-            self._services[service] = _Service(model.step_profile, way)
-            self._steps.pop(service, None)
-            self._costs = {key: costs for key, costs in self._costs.items() if service not in key}
-            self._choices = {
-                key: choice
-                for key, choice in self._choices.items()
-                if service not in (key[0], key[1].kind.draft)
-            }
-        elif way != known.round_trip_seconds:
-            self._services[service] = known._replace(round_trip_seconds=way)
-            for key, costs in self._costs.items():
-                costs.trips = tuple(self._service(name).round_trip_seconds for name in key[:2])
-
-    def _service(self, name: str) -> _Service:
-        return self._services.get(name, _Service())
-
-    def request(
-        self,
-        kind: RequestKind,
-        max_tokens: int,
-        *,
-        is_adaptive: bool = True,
-        draft_ahead: DraftAhead = "off",
-        leads: bool = False,
-    ) -> RequestSpeculation:
-        """A request begins; `Terms` has the arguments' meaning."""
-        return RequestSpeculation(self, Terms(kind, max_tokens, is_adaptive, draft_ahead, leads))
+        if model is not None:
+            service = self._services[service_name]
+            service.trip_seconds = round_trip_seconds or 0.0
+            if model.step_profile.version > service.version:
+                service.begin(model.step_profile)
 
     def costs(self, target: str, draft: str, *, leads: bool = False) -> CostModel:
         """The cost model of a target with a draft. Rules share it: their requests share the services' steps."""
         key = target, draft, leads
         if key not in self._costs:
-            of_target, of_draft = self._service(target), self._service(draft)
-            self._costs[key] = CostModel(
-                self._steps.setdefault(target, StepCosts(of_target.profile)),
-                self._steps.setdefault(draft, StepCosts(of_draft.profile)),
-                of_target.round_trip_seconds,
-                of_draft.round_trip_seconds,
-                leads,
-            )
+            self._costs[key] = CostModel(self._services[target], self._services[draft], leads)
         return self._costs[key]
 
     def gains(self, kind: RequestKind) -> GainModel:

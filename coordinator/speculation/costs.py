@@ -28,6 +28,8 @@ SURPRISE = 2.0
 _USUAL_SHAPE = {(sequences, tokens): 1.0 for sequences in (1, 32) for tokens in (1, 9)}
 """Shape of a service that reports no profile: as of a GPU that spends its steps on reading weights."""
 
+_UNKNOWN = StepProfile({}, version=-1)
+
 
 class Way(Enum):
     """Ways of working, which differ in what a round takes beside its services' steps."""
@@ -45,12 +47,22 @@ class Way(Enum):
     """No round: the question to a draft that worked ahead for other outcomes than the one that came."""
 
 
-class StepCosts:
+class ServiceCosts:
     """Seconds of a service's step, by the sequences and tokens in it."""
 
-    def __init__(self, profile: StepProfile | None = None) -> None:
-        """Begin with what the service measured, if it did."""
-        measured = profile.seconds if profile else {}
+    def __init__(self, profile: StepProfile = _UNKNOWN, trip_seconds: float = 0.0) -> None:
+        """
+        Args:
+            profile: What the service measured, if it did.
+            trip_seconds: The way there and back, by health checks.
+        """
+        self.trip_seconds = trip_seconds
+        self.begin(profile)
+
+    def begin(self, profile: StepProfile) -> None:
+        """Begin with what the service measured, whatever was known before."""
+        self.version = profile.version
+        measured = profile.seconds
         self.is_known = bool(measured)
         """True if it has a profile, or a step was measured."""
         known = measured or _USUAL_SHAPE
@@ -67,11 +79,6 @@ class StepCosts:
         """Steps that each size rests on."""
         self._factor = 1.0
         self._place = lru_cache(4096)(self._place_of)
-
-    def doubt(self, sequences: int, tokens: int) -> None:
-        """Let what is known of a size weigh as little as a step: it was long ago, and those that follow are to tell."""
-        row, column = self._nearest(sequences, tokens)
-        self._counts[row][column] = min(self._counts[row][column], 1.0)
 
     def seconds(self, sequences: int, tokens: int) -> float:
         """Predicted seconds of a step of so many sequences with so many tokens in all."""
@@ -140,26 +147,15 @@ class _Rest:
 class CostModel:
     """Predicts rounds on one target with one draft."""
 
-    def __init__(
-        self,
-        target: StepCosts,
-        draft: StepCosts,
-        target_trip_seconds: float = 0.0,
-        draft_trip_seconds: float = 0.0,
-        leads: bool = False,
-    ) -> None:
+    def __init__(self, target: ServiceCosts, draft: ServiceCosts, leads: bool = False) -> None:
         """
         Args:
-            target_trip_seconds: The way there and back.
-            draft_trip_seconds: Likewise.
             leads: True if the target, left alone, begins the next rounds before it is asked.
         """
         self.target = target
         self.draft = draft
         self.alone = Way.LED if leads else Way.ASKED
         """How rounds go without a draft."""
-        self.trips: tuple[float, ...] = (target_trip_seconds, draft_trip_seconds)
-        """By health checks."""
         self._rests: dict[Way, dict[int, _Rest]] = {way: {} for way in Way}
         """By way of working and load class."""
 
@@ -168,14 +164,10 @@ class CostModel:
         """True if predictions have a level."""
         return self.target.is_known and self.draft.is_known
 
-    def doubt(self, way: Way, load: int, proposed: int) -> None:
-        """Let what is known of such rounds weigh as little as one round of all: it was long ago."""
-        if way is not Way.AHEAD:
-            self.target.doubt(load, load * (proposed + 1))
-            self.draft.doubt(load, load)
-        for known in self._rests[way], self._rests[Way.LED if way is Way.ASKED else way]:
-            if (rest := known.get(load_class(load))) is not None:
-                rest.weight = min(rest.weight, 1.0)
+    @property
+    def trips_seconds(self) -> float:
+        """The way to both services and back."""
+        return self.target.trip_seconds + self.draft.trip_seconds
 
     def add(self, load: int, cost: RoundCost, *, is_settled: bool = True) -> None:
         """Count a round that did not draft ahead, with the sequences that shared the target.
@@ -187,9 +179,7 @@ class CostModel:
                 that was asked for, and for the first proposal the draft read all that was committed before.
         """
         shared = cost.verify_sequences
-        # Of the target alone one request at a time tells, of proposals all that share a step.
-        share = 1.0 / shared if cost.proposed else 1.0
-        self.target.add(shared, cost.verify_tokens, cost.verify_seconds, share)
+        self.target.add(shared, cost.verify_tokens, cost.verify_seconds, 1.0 / shared)
         way = Way.DRAFTED if cost.proposed else Way.LED if cost.was_led else Way.ASKED
         if not is_settled and way is not Way.ASKED:
             return
@@ -203,14 +193,14 @@ class CostModel:
 
     def add_rest(self, way: Way, load: int, seconds: float) -> None:
         """Count what a round of one of so many requests took beside its steps, or beside what was predicted."""
-        trips = {Way.ASKED: self.trips[0], Way.DRAFTED: sum(self.trips)}.get(way, 0.0)
+        trips = {Way.ASKED: self.target.trip_seconds, Way.DRAFTED: self.trips_seconds}.get(way, 0.0)
         known = self._rests[way]
         if load_class(load) not in known:
             # The first rounds are cold: what was expected of them counts as much as one.
             begin = self.rest_seconds(way, load)
             known[load_class(load)] = _Rest(load, 1.0, begin) if begin else _Rest(load, 0.0, seconds)
         rest = known[load_class(load)]
-        share = 1.0 if way in (Way.LED, Way.ASKED) else 1.0 / load
+        share = 1.0 / load
         rest.weight = min(rest.weight + share, float(WINDOW))
         # Requests that wait for each other make long rounds common: only what is twice a surprise is a pause.
         limit = 2.0 * SURPRISE * max(rest.seconds, trips) or seconds
@@ -228,7 +218,7 @@ class CostModel:
         if way is not Way.DRAFTED or nearest <= wanted:
             return rest.seconds
         spared = self.queue_seconds(rest.load) - self.queue_seconds(load)
-        return max(rest.seconds - spared, min(rest.seconds, sum(self.trips)))
+        return max(rest.seconds - spared, min(rest.seconds, self.trips_seconds))
 
     def rest_seconds(self, way: Way, load: int) -> float:
         """Predicted seconds of a round beside the services' steps."""
@@ -245,7 +235,7 @@ class CostModel:
         if known := self._rests[Way.ASKED if is_drafted else Way.DRAFTED].values():
             return (2.0 if is_drafted else 0.5) * min(rest.seconds for rest in known) + queue
         # A question wakes more than a health check does: the engine's thread, and the event loop for its answer.
-        way_there = 2.0 * (sum(self.trips) if is_drafted else self.trips[0])
+        way_there = 2.0 * (self.trips_seconds if is_drafted else self.target.trip_seconds)
         # What is left beside the steps of a target that leads is the coordinator's own work, for one token.
         own = 2.0 * max(self._known_rest(Way.LED, load) or 0.0, 0.0) if is_drafted else 0.0
         return way_there + own + queue

@@ -40,8 +40,8 @@ def on(num_speculative_tokens: int) -> SpeculationState:
 def decided(speculation: RequestSpeculation) -> SpeculationState:
     """State of speculation as the controller decided it for a request and others like it."""
     choice = speculation.choice
-    if choice is None or not speculation.is_adaptive:
-        return on(speculation.max_tokens)
+    if choice is None or not speculation.terms.is_adaptive:
+        return on(speculation.terms.max_tokens)
     if choice.plan.tokens:
         return on(choice.plan.tokens)
     speeds = choice.tokens_per_second

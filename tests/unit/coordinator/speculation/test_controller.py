@@ -7,7 +7,7 @@ from itertools import groupby
 import pytest
 
 from coordinator.speculation import report
-from coordinator.speculation.controller import TURN_ROUNDS, RequestSpeculation, SpeculationController
+from coordinator.speculation.controller import TURN_ROUNDS, RequestSpeculation, SpeculationController, Terms
 from coordinator.speculation.costs import Way
 from coordinator.speculation.gains import TEMPERATURE_RANGES, request_kind
 from coordinator.stats.rounds import RoundCost
@@ -22,7 +22,7 @@ K = 4
 
 
 def begun(controller: SpeculationController, *, is_adaptive: bool = True) -> RequestSpeculation:
-    request = controller.request(KIND, K, is_adaptive=is_adaptive)
+    request = RequestSpeculation(controller, Terms(KIND, K, is_adaptive=is_adaptive))
     request.target = "target"
     return request
 
@@ -125,12 +125,12 @@ def test_a_new_temperature_range_begins_with_the_nearest_ones_first_rate() -> No
 
 def test_a_fixed_number_of_outcomes_is_always_drafted_for() -> None:
     controller = SpeculationController()
-    request = controller.request(KIND, K, draft_ahead=8)
+    request = RequestSpeculation(controller, Terms(KIND, K, draft_ahead=8))
     assert request.begin_round(1) == K
     assert request.ahead_budget == AheadBudget(8, K)
     (decision,) = controller.decisions()
     assert decision.reason == f"batch 1: K = {K}, ahead 8, nothing was measured yet"
-    fixed = controller.request(KIND, K, draft_ahead=8, is_adaptive=False)
+    fixed = RequestSpeculation(controller, Terms(KIND, K, draft_ahead=8, is_adaptive=False))
     fixed.target = "target"
     for _ in range(100):
         simulate(fixed, 1, 0.05, 2)
@@ -140,7 +140,7 @@ def test_a_fixed_number_of_outcomes_is_always_drafted_for() -> None:
 
 def test_rounds_that_draft_ahead_are_predicted_as_fast_as_they_are_with_those_alone_after_misses() -> None:
     controller = profiled(0.001)
-    request = controller.request(KIND, K, draft_ahead=8, is_adaptive=False)
+    request = RequestSpeculation(controller, Terms(KIND, K, draft_ahead=8, is_adaptive=False))
     request.target = "target"
     for _ in range(200):
         draft_ahead_and_miss(request, 1, 0.016, 0.012)
@@ -188,14 +188,14 @@ def test_a_newer_profile_replaces_what_was_known() -> None:
     controller.introduce("draft", model_of(0.02), 0.0001)
     assert begun(controller).begin_round(1) == K, "the same version: nothing new"
     controller.introduce("draft", model_of(0.02, version=1), 0.0001)
-    assert begun(controller).begin_round(1) == 0
+    assert [begun(controller).begin_round(1) for _ in range(TURN_ROUNDS)][-1] == 0
 
 
 @pytest.mark.parametrize("leads", [False, True])
 def test_a_predicted_gain_is_at_most_what_a_whole_proposal_makes(leads: bool) -> None:
     """Rounds of the target alone that waited for others, under load, do not make drafting pay more than it can."""
     controller = profiled(0.0005)
-    request = controller.request(KIND, K, leads=leads)
+    request = RequestSpeculation(controller, Terms(KIND, K, leads=leads))
     request.target = "target"
     alone = 0
     for _ in range(800):
@@ -232,7 +232,9 @@ def test_auto_chooses_the_rule_with_the_most_tokens_once_each_is_measured() -> N
     for _ in range(40):
         name = controller.choose_rule(names, "draft", 1.0, 1)
         chosen.append(name)
-        request = controller.request(request_kind("draft", name, 1.0), K, is_adaptive=False)
+        request = RequestSpeculation(
+            controller, Terms(request_kind("draft", name, 1.0), K, is_adaptive=False)
+        )
         request.target = "target"
         simulate(request, 60, 0.05, accepted[name])
         request.end()
@@ -257,7 +259,9 @@ def test_of_equal_acceptance_the_rule_wins_under_which_the_target_leads_while_it
     controller = SpeculationController()
     controller.introduce("target", model_of(0.006), 0.0005)
     controller.introduce("draft", model_of(0.0008), 0.0005)
-    request = controller.request(request_kind("draft", "residual", 1.0), K, draft_ahead=4, leads=leads)
+    request = RequestSpeculation(
+        controller, Terms(request_kind("draft", "residual", 1.0), K, draft_ahead=4, leads=leads)
+    )
     request.target = "target"
     for _ in range(3):
         request.begin_round(1)
@@ -268,7 +272,7 @@ def test_of_equal_acceptance_the_rule_wins_under_which_the_target_leads_while_it
 def test_rounds_that_the_target_leads_take_their_mean_however_unevenly_they_are_read() -> None:
     """A late round's answer is followed at once by the next one's, which waited for it."""
     controller = profiled(0.02)
-    request = controller.request(KIND, K, leads=True)
+    request = RequestSpeculation(controller, Terms(KIND, K, leads=True))
     request.target = "target"
     for number in range(200):
         request.begin_round(1)
@@ -280,7 +284,7 @@ def test_rounds_that_the_target_leads_take_their_mean_however_unevenly_they_are_
 def test_rules_learn_what_rounds_cost_from_each_other() -> None:
     controller = profiled(0.0005)
     simulate(begun(controller), 100, 2.0, 1)
-    other = controller.request(request_kind("draft", "block", 1.0), K)
+    other = RequestSpeculation(controller, Terms(request_kind("draft", "block", 1.0), K))
     other.target = "target"
     assert other.begin_round(1) == 0, (
         "a step of the draft takes two of the target's, as the other rule's rounds say"
@@ -289,7 +293,9 @@ def test_rules_learn_what_rounds_cost_from_each_other() -> None:
 
 def test_a_turn_takes_as_many_rounds_of_each_request_however_many_others_there_are() -> None:
     controller = profiled(0.0005)
-    lengths = simulate(begun(controller), 6000, 1.5, 1, load=16)
+    requests = [begun(controller) for _ in range(16)]
+    rounds_of_all = [[simulate(each, 1, 1.5, 1, load=16)[0] for each in requests] for _ in range(6000)]
+    lengths = [lengths[0] for lengths in rounds_of_all]
     turns = [len(list(rounds)) for is_drafted, rounds in groupby(lengths[200:], bool) if is_drafted]
     assert turns
     assert max(turns) <= TURN_ROUNDS

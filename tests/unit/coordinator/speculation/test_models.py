@@ -8,14 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.speculation.ahead import (
-    OUTCOMES,
-    Unfinished,
-    max_budget,
-    tokens_after_hit,
-    tokens_after_miss,
-)
-from coordinator.speculation.costs import CostModel, StepCosts, Way
+from coordinator.speculation.ahead import OUTCOMES, Unfinished, best_count, max_budget, tokens_after_hit
+from coordinator.speculation.costs import CostModel, ServiceCosts, Way
 from coordinator.speculation.gains import (
     FIRST_RATE,
     ConditionalRates,
@@ -34,22 +28,22 @@ PROFILE = StepProfile({(1, 1): 0.01, (1, 5): 0.014, (8, 1): 0.02, (8, 5): 0.06})
     [(1, 1, 0.01), (1, 3, 0.012), (8, 40, 0.06), (2, 2, 0.01 + 0.01 / 7), (1, 7, 0.016), (15, 15, 0.03)],
 )
 def test_a_profile_is_interpolated_and_continued(sequences: int, tokens: int, seconds: float) -> None:
-    assert StepCosts(PROFILE).seconds(sequences, tokens) == pytest.approx(seconds)
+    assert ServiceCosts(PROFILE).seconds(sequences, tokens) == pytest.approx(seconds)
 
 
 def test_sizes_that_were_not_measured_are_predicted_from_smaller_ones() -> None:
     known = StepProfile({key: seconds for key, seconds in PROFILE.seconds.items() if key != (8, 5)})
-    assert StepCosts(known).seconds(1, 3) == pytest.approx(0.012)
-    assert StepCosts(known).seconds(8, 8) == StepCosts(known).seconds(1, 1)
+    assert ServiceCosts(known).seconds(1, 3) == pytest.approx(0.012)
+    assert ServiceCosts(known).seconds(8, 8) == ServiceCosts(known).seconds(1, 1)
 
 
 def test_a_step_of_fewer_sequences_costs_something_whatever_the_profile() -> None:
     falling = StepProfile({(1, 1): 0.01, (1, 5): 0.005, (8, 1): 0.01, (8, 5): 0.005})
-    assert StepCosts(falling).seconds(1, 100) > 0.0
+    assert ServiceCosts(falling).seconds(1, 100) > 0.0
 
 
 def test_without_a_profile_the_first_steps_give_the_level() -> None:
-    costs = StepCosts()
+    costs = ServiceCosts()
     assert not costs.is_known
     for _ in range(3):
         costs.add(4, 4, 0.3, 0.25)
@@ -66,7 +60,7 @@ def round_of(load: int, proposed: int, slow: float = 1.0) -> RoundCost:
 
 
 def test_the_parts_of_a_round_add_up() -> None:
-    model = CostModel(StepCosts(PROFILE), StepCosts(PROFILE), 0.001, 0.002)
+    model = CostModel(ServiceCosts(PROFILE, 0.001), ServiceCosts(PROFILE, 0.002))
     assert model.seconds(1, 0) == pytest.approx(0.01 + 2 * 0.001), "a question takes two health checks"
     assert model.seconds(1, 2) == pytest.approx(0.012 + 2 * 0.01 + 2 * 0.003)
     assert model.seconds(2, 2) == pytest.approx(
@@ -83,7 +77,7 @@ def test_the_parts_of_a_round_add_up() -> None:
 def test_a_step_shared_with_prompts_does_not_count_as_a_round() -> None:
     alone = RoundCost(0, 0.5, 0.4, 4, 300)
     assert not alone.is_uniform(alone.verify_sequences)
-    model = CostModel(StepCosts(), StepCosts())
+    model = CostModel(ServiceCosts(), ServiceCosts())
     for _ in range(40):
         model.add(4, round_of(4, 0))
     before = model.rest_seconds(Way.ASKED, 4)
@@ -92,7 +86,7 @@ def test_a_step_shared_with_prompts_does_not_count_as_a_round() -> None:
 
 
 def test_a_step_in_which_few_propose_tells_what_waiting_costs_but_not_what_the_target_takes_alone() -> None:
-    model = CostModel(StepCosts(PROFILE), StepCosts(PROFILE), 0.001, 0.002)
+    model = CostModel(ServiceCosts(PROFILE, 0.001), ServiceCosts(PROFILE, 0.002))
     alone = model.verify_seconds(16, 0)
     for _ in range(60):
         model.add(16, RoundCost(2, 0.1, 0.05, 16, 18, 0.02, 1))
@@ -137,7 +131,7 @@ def test_a_requests_own_acceptance_is_separate_from_the_common_one() -> None:
 
 
 def test_the_way_to_a_target_that_leads_costs_only_rounds_with_a_proposal() -> None:
-    model = CostModel(StepCosts(PROFILE), StepCosts(PROFILE), 0.001, 0.002, leads=True)
+    model = CostModel(ServiceCosts(PROFILE, 0.001), ServiceCosts(PROFILE, 0.002), leads=True)
     assert model.seconds(1, 0) == pytest.approx(0.01)
     assert model.seconds(1, 2) == pytest.approx(0.012 + 2 * 0.01 + 2 * 0.003)
     asked = round_of(1, 0)
@@ -153,7 +147,7 @@ def test_the_way_to_a_target_that_leads_costs_only_rounds_with_a_proposal() -> N
 
 def test_the_coordinators_work_beside_a_target_that_leads_is_expected_of_a_proposal_as_well() -> None:
     """Else the target alone, which is measured, looks slow beside rounds that were never made."""
-    model = CostModel(StepCosts(PROFILE), StepCosts(PROFILE), 0.001, 0.002, leads=True)
+    model = CostModel(ServiceCosts(PROFILE, 0.001), ServiceCosts(PROFILE, 0.002), leads=True)
     leading = round_of(16, 0)._replace(was_led=True)
     for _ in range(20):
         model.add(16, leading._replace(seconds=leading.verify_seconds + 0.004))
@@ -167,11 +161,13 @@ def test_the_coordinators_work_beside_a_target_that_leads_is_expected_of_a_propo
 _EXPECTED = [1.0, 1.75, 2.3, 2.7, 3.0]
 
 
-def _costs(draft_seconds: float, per_row: float = 0.0125) -> CostModel:
+def _costs(
+    draft_seconds: float, per_row: float = 0.0125, *, trip: float = 0.25e-3, leads: bool = False
+) -> CostModel:
     sizes = [(sequences, tokens) for sequences in (1, 8) for tokens in (1, 9)]
     verify = StepProfile(dict.fromkeys(sizes, 6.5e-3))
     draft = StepProfile({(n, k): draft_seconds * (1.0 + per_row * (n * k - 1)) for n, k in sizes})
-    return CostModel(StepCosts(verify), StepCosts(draft), 0.25e-3, 0.25e-3)
+    return CostModel(ServiceCosts(verify, trip), ServiceCosts(draft, trip), leads)
 
 
 def _best(costs: CostModel, gains: GainModel, load: int = 1) -> int:
@@ -214,15 +210,10 @@ def test_a_long_proposal_grants_no_more_than_a_draft_takes() -> None:
 def test_a_round_asks_after_a_miss_for_as_many_tokens_as_pay(
     draft_ms: float, tokens_per_second: float, count: int
 ) -> None:
-    found = tokens_after_miss(
-        _EXPECTED,
-        [0.0] * 5,
-        counts=range(5),
-        draft_seconds=draft_ms / 1e3,
-        wait_seconds=0.5e-3,
-        tokens_per_second=tokens_per_second,
-    )
-    assert found == count
+    def waited(tokens: int) -> float:
+        return 0.5e-3 + tokens * draft_ms / 1e3 if tokens else 0.0
+
+    assert best_count(range(5), _EXPECTED, waited, tokens_per_second) == count
 
 
 @pytest.mark.parametrize(
@@ -258,8 +249,7 @@ def test_a_target_that_goes_on_with_proposals_hides_the_way_to_it() -> None:
     """Unless the draft, which learns outcomes that much later, takes longer than the verification."""
 
     def speed(draft_seconds: float, *, leads: bool) -> float:
-        known = _costs(draft_seconds)
-        costs = CostModel(known.target, known.draft, 0.5e-3, 0.5e-3, leads)
+        costs = _costs(draft_seconds, trip=0.5e-3, leads=leads)
         return 1.0 / costs.seconds_ahead(1, _EXPECTED, 4, GainModel().hit_rate(4), leads=leads)
 
     assert speed(0.8e-3, leads=True) > 1.01 * speed(0.8e-3, leads=False)
@@ -268,8 +258,7 @@ def test_a_target_that_goes_on_with_proposals_hides_the_way_to_it() -> None:
 
 def test_three_tokens_in_time_for_a_target_that_goes_on_make_less_than_four_that_it_waits_for() -> None:
     """A round that the draft is late for is asked for; it does not cost each token of the proposal once more."""
-    known = _costs(1.2e-3, per_row=0.0)
-    costs = CostModel(known.target, known.draft, 1.3e-3, 1.3e-3, leads=True)
+    costs = _costs(1.2e-3, per_row=0.0, trip=1.3e-3, leads=True)
     three, four = (
         made[-1] / costs.seconds_ahead(1, made, 16, 0.96, leads=True) for made in (_EXPECTED[:4], _EXPECTED)
     )

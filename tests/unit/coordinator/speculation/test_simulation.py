@@ -11,7 +11,7 @@ from statistics import fmean, median
 
 import pytest
 
-from coordinator.speculation.controller import TURN_SHARE, RequestSpeculation, SpeculationController
+from coordinator.speculation.controller import TURN_SHARE, RequestSpeculation, SpeculationController, Terms
 from coordinator.speculation.gains import expected_tokens, request_kind
 from coordinator.stats.rounds import RoundCost, RoundResult
 from tandem.types import ModelInfo, StepProfile
@@ -228,7 +228,9 @@ def adaptive(controller: SpeculationController) -> Callable[[], Speculation]:
     """Begins requests that the controller decides for."""
 
     def begin() -> Speculation:
-        speculation = controller.request(request_kind("draft", "residual", 1.0), MAX_TOKENS)
+        speculation = RequestSpeculation(
+            controller, Terms(request_kind("draft", "residual", 1.0), MAX_TOKENS)
+        )
         speculation.target = "target"
         return speculation
 
@@ -312,7 +314,9 @@ def _ahead_efficiency(profile: Profile, contention: float, seed: int, rounds: in
 
     best = max(profile.speed(1, 0), *(fixed(tokens) for tokens in range(1, MAX_TOKENS + 1)))
     controller, random = controller_of(profile, seed), Random(seed)
-    request = controller.request(request_kind("draft", "strict", 1.0), MAX_TOKENS, draft_ahead="auto")
+    request = RequestSpeculation(
+        controller, Terms(request_kind("draft", "strict", 1.0), MAX_TOKENS, draft_ahead="auto")
+    )
     request.target = "target"
     made, passed, awaited = 0.0, 0.0, 0
     for _ in range(rounds):
@@ -432,7 +436,7 @@ def test_new_requests_start_with_the_measurements_of_others() -> None:
         controller = SpeculationController()
         efficiency(profile, 1, [1], 3000, adaptive(controller))
         best = profile.best_tokens(1)
-        first = controller.request(request_kind("draft", "residual", 1.0), MAX_TOKENS)
+        first = RequestSpeculation(controller, Terms(request_kind("draft", "residual", 1.0), MAX_TOKENS))
         first.target = "target"
         first.begin_round(1)
         assert first.choice is not None

@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from operator import attrgetter
 
-from prometheus_client import CollectorRegistry, Counter, Metric
+from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from coordinator.rejection import STRATEGIES
 from coordinator.stats import speculation
 from coordinator.stats.rounds import MAX_RANKS, RoundTimes
 from coordinator.telemetry.observer import State
+from tandem import errors
 from tandem.replica import ReplicaState, Role
 from tandem.rpc.channels import MessageWaits
-from tandem.telemetry.metrics import LATENCY_SECONDS, STEP_SECONDS, TOKENS, Histogram, Series, family
-from tandem.types import PositionStats, SpeculationStats
+from tandem.telemetry.metrics import LATENCY_SECONDS, TOKENS, Instruments, Series, family
+from tandem.types import FinishReason, PositionStats, SpeculationStats
 
-OUTCOMES = (
-    "stop",
-    "length",
-    "cancelled",
-    "invalid",
-    "refused",
-    "deadline",
-    "unavailable",
-    "aborted",
-    "error",
-)
-"""Of a request."""
 FALLBACKS = ("draft_lost", "draft_late", "draft_paused")
 """Events after which the target continues alone."""
 FAILOVERS = ("target_lost", "target_resumed", "draft_resumed")
 """Events of sequences that change their replica."""
+ERRORS: tuple[tuple[type[BaseException], str], ...] = (
+    (errors.InvalidRequestError, "invalid"),
+    (errors.CapacityError, "refused"),
+    (errors.DeadlineError, "deadline"),
+    (errors.AbortedError, "aborted"),
+    (errors.ServiceUnavailableError, "unavailable"),
+    (asyncio.CancelledError, "cancelled"),
+    (GeneratorExit, "cancelled"),
+)
+"""Outcomes of requests by what ended them; anything else is an error."""
+OUTCOMES = (*(reason.value for reason in FinishReason), *dict.fromkeys(name for _, name in ERRORS), "error")
 PEERS = ("draft", "target")
 PHASES = ("draft", "verify", "sampling", "wait")
 """Parts of a round, by their names in `RoundTimes`."""
@@ -53,27 +54,19 @@ class RequestMetrics:
 
     def __init__(self, registry: CollectorRegistry, model_name: str, *, measures_waits: bool = False) -> None:
         """Register all of them, with the target's name as a label; `measures_waits` adds `MessageWaits`."""
-
-        def counters(name: str, text: str, label: str, values: Sequence[str]) -> dict[str, Counter]:
-            counted = Counter(f"tandem_{name}", text, ("model_name", label), registry=registry)
-            return {value: counted.labels(model_name, value) for value in values}
-
-        def times(name: str, text: str, bounds: Sequence[float] = LATENCY_SECONDS) -> Series:
-            return Histogram(f"tandem_{name}", text, ("model_name",), bounds, registry).labels(model_name)
-
-        def parts(name: str, text: str, label: str, values: Sequence[str]) -> dict[str, Series]:
-            timed = Histogram(f"tandem_{name}", text, ("model_name", label), STEP_SECONDS, registry)
-            return {value: timed.labels(model_name, value) for value in values}
-
-        self.requests = counters("requests", "Requests that ended, by outcome.", "outcome", OUTCOMES)
-        text = "Prompt tokens of requests that began."
-        prompts = Counter("tandem_prompt_tokens", text, ("model_name",), registry=registry)
-        self.prompt_tokens = prompts.labels(model_name)
-        fallbacks = counters("fallbacks", "Times that the target went on alone.", "kind", FALLBACKS)
-        failovers = counters("failovers", "Times that a sequence changed its replica.", "kind", FAILOVERS)
-        self.events = fallbacks | failovers
+        make = Instruments(registry, model_name=model_name)
+        self.requests = make.counters("requests", "Requests that ended, by outcome.", "outcome", OUTCOMES)
+        self.prompt_tokens = make.counter("prompt_tokens", "Prompt tokens of requests that began.")
+        self.events = {
+            **make.counters("fallbacks", "Times that the target went on alone.", "kind", FALLBACKS),
+            **make.counters("failovers", "Times that a sequence changed its replica.", "kind", FAILOVERS),
+        }
         text = "Time of a round by phase, the first round left out."
-        self._phases = parts("round_phase_seconds", text, "phase", PHASES)
+        self._phases = make.several("round_phase_seconds", text, "phase", PHASES)
+
+        def times(name: str, text: str) -> Series:
+            return make.series(name, text, LATENCY_SECONDS)
+
         self._inter_token = times("inter_token_latency_seconds", "Between two chunks of a request.")
         self.prefill = times("prefill_seconds", "First round of a request.")
         self.first_token = times("time_to_first_token_seconds", "From arrival to the first token.")
@@ -81,14 +74,15 @@ class RequestMetrics:
         self.per_token = times("request_time_per_output_token_seconds", text)
         self.latency = times("e2e_request_latency_seconds", "From arrival to end.")
         self.queue = times("request_queue_time_seconds", "From arrival to the request's place.")
-        self.request_prompt = times("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
-        self.request_generation = times("request_generation_tokens", "Tokens generated of a request.", TOKENS)
+        self.request_prompt = make.series("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
+        text = "Tokens generated of a request."
+        self.request_generation = make.series("request_generation_tokens", text, TOKENS)
         self.message_waits: MessageWaits | None = None
         """None: nobody measures."""
         self.event_loop_wait: Series | None = None
         if measures_waits:
             text = "Time that a round waits in the coordinator, by place; with measure_waits."
-            waits = parts("round_wait_seconds", text, "place", WAIT_PLACES)
+            waits = make.several("round_wait_seconds", text, "place", WAIT_PLACES)
             self.event_loop_wait = waits["event_loop"]
             self.message_waits = MessageWaits(waits["answer"].observe, waits["question"].observe)
 
@@ -110,9 +104,9 @@ def state_metrics(state: State, wire_bytes: Mapping[tuple[str, str], int]) -> It
     model = {"model_name": state.model_name}
     gauge: _Make = partial(family, GaugeMetricFamily, model)
     counter: _Make = partial(family, CounterMetricFamily, model)
-    yield gauge("num_requests_running", "Requests that have a place.", {(): state.running})
-    yield gauge("num_requests_waiting", "Requests that wait for a place.", {(): state.queued})
-    yield counter("generation_tokens", "Tokens generated.", {(): state.generated_tokens})
+    yield gauge("num_requests_running", "Requests that have a place.", state.running)
+    yield gauge("num_requests_waiting", "Requests that wait for a place.", state.queued)
+    yield counter("generation_tokens", "Tokens generated.", state.generated_tokens)
     text = "Serialized messages between coordinator and services."
     yield counter("wire_bytes", text, wire_bytes, "peer", "direction")
     yield from _speculation(state, counter)
@@ -148,15 +142,18 @@ def _speculation(state: State, counter: _Make) -> Iterator[Metric]:
     ):
         counts = {place: sum(map(attrgetter(field), several)) for place, several in places.items()}
         yield counter(f"spec_decode_num_{name}_tokens_per_pos", text, counts, "position")
-    text = "Rounds that a target had begun before it was asked."
-    yield counter("led_rounds", text, {(): total.lead.rounds})
-    text = "Rounds that targets began before they were asked, and that were not wanted."
-    yield counter("wasted_rounds", text, {(): total.lead.wasted})
     ahead = total.ahead
-    text = "Rounds whose proposal was to be drafted ahead."
-    yield counter("draft_ahead_awaited_rounds", text, {(): ahead.awaited})
-    text = "Usual time to wait for a proposal, added up over the hits."
-    yield counter("draft_ahead_saved_seconds", text, {(): ahead.saved_seconds})
+    for name, text, value in (
+        ("led_rounds", "Rounds that a target had begun before it was asked.", total.lead.rounds),
+        ("wasted_rounds", "Rounds that targets began unasked, and that were not wanted.", total.lead.wasted),
+        ("draft_ahead_awaited_rounds", "Rounds whose proposal was to be drafted ahead.", ahead.awaited),
+        (
+            "draft_ahead_saved_seconds",
+            "Usual time to wait for a proposal, over the hits.",
+            ahead.saved_seconds,
+        ),
+    ):
+        yield counter(name, text, value)
     ranks = {(str(rank),): 0 for rank in range(1, MAX_RANKS + 1)}
     ranks |= {(str(rank),): hits for rank, hits in enumerate(ahead.hits_by_rank, start=1)}
     ranks[f"{MAX_RANKS + 1}+",] = ahead.hits - sum(ahead.hits_by_rank)
@@ -166,9 +163,9 @@ def _speculation(state: State, counter: _Make) -> Iterator[Metric]:
 
 def _recent(recent: SpeculationStats, gauge: _Make) -> Iterator[Metric]:
     text = "Share of the proposed tokens that were accepted, last minute."
-    yield gauge("spec_decode_acceptance_rate", text, {(): speculation.acceptance_rate(recent)})
+    yield gauge("spec_decode_acceptance_rate", text, speculation.acceptance_rate(recent))
     text = "Accepted tokens by verification, last minute (MAX)."
-    yield gauge("spec_decode_avg_acceptance_length", text, {(): speculation.acceptance_length(recent)})
+    yield gauge("spec_decode_avg_acceptance_length", text, speculation.acceptance_length(recent))
     text = "Acceptance rate at a position, last minute."
     for name, rates in (
         ("acceptance_rate", speculation.cumulative_rates(recent)),
@@ -181,15 +178,21 @@ def _recent(recent: SpeculationStats, gauge: _Make) -> Iterator[Metric]:
 def _decisions(state: State, gauge: _Make, counter: _Make) -> Iterator[Metric]:
     # Here and with replicas the number of series stays bounded.
     names = ("target", "rule", "temperatures", "sequences", "ahead")
-    decided = {}
-    for each in state.decisions[:256]:
-        ahead = "on" if each.ahead_outcomes else "off"
-        decided[each.target, each.rule, each.temperatures, str(each.load), ahead] = each
+    decided = {
+        (
+            each.target,
+            each.rule,
+            each.temperatures,
+            str(each.load),
+            "on" if each.ahead_outcomes else "off",
+        ): each
+        for each in state.decisions[:256]
+    }
     text = "Tokens proposed at a load (K); 0: target alone."
     lengths = {at: each.num_speculative_tokens for at, each in decided.items()}
     yield gauge("spec_decode_proposal_length", text, lengths, *names)
     text = "Predicted tokens per second with the best K above 0, over those of the target alone."
-    gains = {at: each.gain for at, each in decided.items() if each.gain}
+    gains = {at: each.gain or None for at, each in decided.items()}
     yield gauge("spec_decode_predicted_gain", text, gains, *names)
     predicted = {at: each.predicted_seconds for at, each in decided.items()}
     yield counter("round_predicted_seconds", "Predicted time of rounds.", predicted, *names)
@@ -203,12 +206,8 @@ def _replicas(state: State, gauge: _Make, counter: _Make) -> Iterator[Metric]:
         (role.value, each.value): counted[role.value, each.value] for role in Role for each in ReplicaState
     }
     yield gauge("replicas", "Replicas by state.", every, "role", "state")
-    shots = [
-        ((shot.role.value, shot.address), shot)
-        for role in Role
-        for shot in [each for each in state.replicas if each.role is role][:128]
-    ]
-    ready = {at: shot.state is ReplicaState.READY for at, shot in shots}
+    listed = [shot for role in Role for shot in [each for each in state.replicas if each.role is role][:128]]
+    ready = {(shot.role.value, shot.address): shot.state is ReplicaState.READY for shot in listed}
     yield gauge("replica_ready", "Whether new sequences go to the replica.", ready, "role", "address")
     awaited = "Rounds whose proposal was to be drafted ahead, on the replica."
     for kind, name, text, path in (
@@ -220,5 +219,5 @@ def _replicas(state: State, gauge: _Make, counter: _Make) -> Iterator[Metric]:
         (counter, "draft_ahead_awaited_rounds", awaited, "figures.ahead.awaited"),
         (counter, "draft_ahead_hits", "Of these, those that found it.", "figures.ahead.hits"),
     ):
-        values = {at: attrgetter(path)(shot) for at, shot in shots}
+        values = {(shot.role.value, shot.address): attrgetter(path)(shot) for shot in listed}
         yield kind(f"replica_{name}", text, values, "role", "address")

@@ -9,86 +9,79 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
-from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Tracer
+from opentelemetry.trace import INVALID_SPAN, Span, SpanKind
 
 from coordinator.decoding.completion import Completion
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.stats.rounds import RoundResult
 from coordinator.stats.speculation import describe
-from coordinator.telemetry.metrics import DIRECTIONS, PEERS, PHASES, RequestMetrics, state_metrics
+from coordinator.telemetry.metrics import DIRECTIONS, ERRORS, PEERS, PHASES, RequestMetrics, state_metrics
 from coordinator.telemetry.observer import EventValue, Observer, RequestObserver, State, StreamObserver
-from tandem import errors
 from tandem.rpc.channels import Traffic
-from tandem.telemetry.metrics import AtScrape
-from tandem.telemetry.process import Telemetry
+from tandem.telemetry.metrics import on_loop
+from tandem.telemetry.names import Read
+from tandem.telemetry.process import OtlpExports, Telemetry
 from tandem.telemetry.spans import context_of, mark_error, rpc_span, traceparent_of, under
 from tandem.types import SpeculationStats
 
 _MAX_EVENTS = 64
 """A span keeps 128 events, the last ones; the first say more."""
 _OPERATION = "text_completion"
-
-_OUTCOMES: tuple[tuple[type[BaseException], str], ...] = (
-    (errors.InvalidRequestError, "invalid"),
-    (errors.CapacityError, "refused"),
-    (errors.DeadlineError, "deadline"),
-    (errors.AbortedError, "aborted"),
-    (errors.ServiceUnavailableError, "unavailable"),
-    (asyncio.CancelledError, "cancelled"),
-    (GeneratorExit, "cancelled"),
-)
+_Bytes = Counter[tuple[str, str]]
+"""Bytes of messages by peer and direction."""
 
 
-class ObservedRequests(Observer):
+class ObservedRequests(Telemetry, Observer):
     """Observes all requests."""
 
-    def __init__(self, telemetry: Telemetry, settings: CoordinatorSettings) -> None:
-        self._telemetry = telemetry
-        self._settings = settings
-        self._metrics: RequestMetrics | None = None
-        self._streams = Streams()
+    def __init__(self, settings: CoordinatorSettings, exports: OtlpExports | None = None) -> None:
+        super().__init__(settings, "coordinator", exports)
+        self.trace_rounds = settings.trace_rounds
+        """Share of the traced requests whose rounds have spans."""
+        self.metrics: RequestMetrics | None = None
+        self.running: set[ObservedRequest] = set()
+        self.ended_bytes: _Bytes = Counter(dict.fromkeys(product(PEERS, DIRECTIONS), 0))
+        """Those of requests that have ended."""
+        self._measures_waits = settings.measure_waits
         self._probe: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        self._telemetry.start()
-
     def ready(self, model_name: str, state: Callable[[], State]) -> None:
-        registry, waits = self._telemetry.registry, self._settings.measure_waits
-        self._metrics = RequestMetrics(registry, model_name, measures_waits=waits)
-        if self._metrics.event_loop_wait is not None:
-            self._probe = asyncio.create_task(probe_event_loop(self._metrics.event_loop_wait.observe))
-        registry.register(
-            AtScrape(lambda: (state(), self._streams.bytes()), lambda read: state_metrics(*read))
-        )
+        self.metrics = RequestMetrics(self.registry, model_name, measures_waits=self._measures_waits)
+        if self.metrics.event_loop_wait is not None:
+            self._probe = asyncio.create_task(probe_event_loop(self.metrics.event_loop_wait.observe))
+        read = on_loop(lambda: (state(), self._bytes()))
+        self.registry.register(Read(lambda: () if (found := read()) is None else state_metrics(*found)))
 
-    def prometheus_text(self) -> tuple[bytes, str]:
-        return self._telemetry.prometheus_text()
+    def _bytes(self) -> _Bytes:
+        total = self.ended_bytes.copy()
+        for request in self.running:
+            total.update(request.bytes())
+        return total
 
     async def close(self) -> None:
         if self._probe is not None:
             self._probe.cancel()
-        await self._telemetry.close()
+        await super().close()
 
     def begin(self, request_id: str, traceparent: str = "") -> RequestObserver:
         """Observe a request; one that comes before there is a model is refused, and not counted."""
-        if self._metrics is None:
+        if self.metrics is None:
             return RequestObserver()
-        span: Span = INVALID_SPAN
-        if (tracer := self._telemetry.tracer) is not None:
-            attributes = {
-                "gen_ai.operation.name": _OPERATION,
-                "gen_ai.provider.name": "tandem",
-                "gen_ai.response.id": request_id,
-                "tandem.request_id": request_id,
-            }
-            span = tracer.start_span(_OPERATION, context_of(traceparent), SpanKind.SERVER, attributes)
-        return ObservedRequest(self._metrics, self._streams, tracer, span, self._settings.trace_rounds)
+        attributes = {
+            "gen_ai.operation.name": _OPERATION,
+            "gen_ai.provider.name": "tandem",
+            "gen_ai.response.id": request_id,
+            "tandem.request_id": request_id,
+        }
+        span = self.tracer.start_span(_OPERATION, context_of(traceparent), SpanKind.SERVER, attributes)
+        return ObservedRequest(self, self.metrics, span)
 
 
 class ObservedRequest(RequestObserver):
@@ -98,24 +91,15 @@ class ObservedRequest(RequestObserver):
     costs some twenty microseconds, an event four, so values of every round are added up on the request's own span.
     """
 
-    def __init__(
-        self,
-        metrics: RequestMetrics,
-        streams: Streams,
-        tracer: Tracer | None,
-        span: Span,
-        trace_rounds: float = 0.0,
-    ) -> None:
-        """The services' spans continue the request's own, recorded or not. `trace_rounds` is the share of the traced
-        requests whose rounds have spans."""
+    def __init__(self, all_requests: ObservedRequests, metrics: RequestMetrics, span: Span) -> None:
+        """The services' spans continue the request's own, recorded or not."""
+        self._all = all_requests
         self._metrics = metrics
-        self._all_streams = streams
-        self._tracer = tracer if span.is_recording() else None
         self._span = span
         self._began = time.perf_counter()
         self._completion: Completion | None = None
         self._prompt_length = 0
-        self._streams: list[ObservedStream] = []
+        self._streams: list[tuple[str, Traffic]] = []
         self._seconds = dict.fromkeys(("queue", "prefill", *PHASES), 0.0)
         self._rounds = 0
         self._events = 0
@@ -123,9 +107,9 @@ class ObservedRequest(RequestObserver):
         self._first_token: float | None = None
         self._prefill: Span = INVALID_SPAN
         # The sampler uses the other half of the id, so the two ratios are independent.
-        is_chosen = (span.get_span_context().trace_id >> 64) / 2**64 < trace_rounds
+        is_chosen = (span.get_span_context().trace_id >> 64) / 2**64 < all_requests.trace_rounds
         # Half of what the exporter's queue holds
-        self._rounds_left = 1_000 if is_chosen and self._tracer else 0
+        self._rounds_left = 1_000 if is_chosen and span.is_recording() else 0
         # Rounds are timed by the performance counter, spans in time since 1970.
         self._offset_seconds = time.time() - self._began
 
@@ -138,26 +122,29 @@ class ObservedRequest(RequestObserver):
         self._prompt_length = completion.length
         self._metrics.prompt_tokens.inc(self._prompt_length)
         self._metrics.request_prompt.observe(self._prompt_length)
-        if self._tracer is not None:
+        if self._span.is_recording():
             self._span.update_name(f"{_OPERATION} {details['gen_ai.request.model']}")
             self._span.set_attributes(details)
-            self._prefill = self._tracer.start_span("prefill", under(self._span))
+            self._prefill = self._all.tracer.start_span("prefill", under(self._span))
 
-    def stream(self, role: str, address: str) -> ObservedStream:
+    def stream(self, role: str, address: str) -> StreamObserver:
         traffic = Traffic(waits=self._metrics.message_waits)
-        if self._tracer is None:
-            stream = ObservedStream(role, traffic, traceparent_of(self._span))
-        else:
-            host, _, port = address.rpartition(":")
-            server: dict[str, str | int] = {
-                "server.address": host or address,
-                **({"server.port": int(port)} if port.isdigit() else {}),
-            }
-            span = rpc_span(self._tracer, role, SpanKind.CLIENT, under(self._span), server)
-            stream = ObservedStream(role, traffic, traceparent_of(span), span)
-        self._streams.append(stream)
-        self._all_streams.running.add(stream)
-        return stream
+        host, _, port = address.rpartition(":")
+        server: dict[str, str | int] = {
+            "server.address": host or address,
+            **({"server.port": int(port)} if port.isdigit() else {}),
+        }
+        span = rpc_span(self._all.tracer, role, SpanKind.CLIENT, under(self._span), server)
+        self._streams.append((role, traffic))
+        self._all.running.add(self)
+        return StreamObserver(traceparent_of(span), traffic, partial(_end_stream, span, traffic))
+
+    def bytes(self) -> _Bytes:
+        total: _Bytes = Counter()
+        for role, traffic in self._streams:
+            total[role, "sent"] += traffic.sent_bytes
+            total[role, "received"] += traffic.received_bytes
+        return total
 
     def deciding(self, decision: Callable[[], Mapping[str, EventValue]]) -> None:
         self._decision = decision
@@ -166,7 +153,7 @@ class ObservedRequest(RequestObserver):
         if (counter := self._metrics.events.get(name)) is not None:
             counter.inc()
         self._events += 1
-        if self._tracer is not None and self._events <= _MAX_EVENTS:
+        if self._events <= _MAX_EVENTS:
             self._span.add_event(name, dict(attributes))
 
     def round_ended(self, result: RoundResult) -> None:
@@ -192,13 +179,14 @@ class ObservedRequest(RequestObserver):
         now = time.perf_counter()
         outcome, tokens = self._outcome(error), self._generated
         self._metrics.requests[outcome].inc()
-        self._all_streams.ended(self._streams)
+        self._all.running.discard(self)
+        self._all.ended_bytes.update(self.bytes())
         self._metrics.latency.observe(now - self._began)
         if tokens:
             self._metrics.request_generation.observe(tokens)
         if self._first_token is not None and tokens > 1:
             self._metrics.per_token.observe((now - self._first_token) / (tokens - 1))
-        if self._tracer is None:
+        if not self._span.is_recording():
             return
         self._end_prefill()
         self._span.set_attributes(self._attributes())
@@ -211,7 +199,6 @@ class ObservedRequest(RequestObserver):
         self._span.end()
 
     def _trace_round(self, result: RoundResult) -> None:
-        assert self._tracer is not None, "no round is left where nothing is traced"
         timed = result.times
         attributes: dict[str, EventValue] = {
             "tandem.round": self._rounds,
@@ -225,7 +212,9 @@ class ObservedRequest(RequestObserver):
             if result.outcome_rank is not None:
                 attributes["tandem.ahead.rank"] = result.outcome_rank + 1
         began = self._nanoseconds(timed.began)
-        span = self._tracer.start_span("round", under(self._span), attributes=attributes, start_time=began)
+        span = self._all.tracer.start_span(
+            "round", under(self._span), attributes=attributes, start_time=began
+        )
         span.end(self._nanoseconds(timed.decided))
 
     def _end_prefill(self, moment: int | None = None) -> None:
@@ -243,12 +232,13 @@ class ObservedRequest(RequestObserver):
         if error is None:
             reason = None if self._completion is None else self._completion.finish_reason
             return "error" if reason is None else reason.value
-        return next((name for kind, name in _OUTCOMES if isinstance(error, kind)), "error")
+        return next((name for kind, name in ERRORS if isinstance(error, kind)), "error")
 
     def _attributes(self) -> dict[str, Any]:
         attributes: dict[str, Any] = {**_seconds(self._seconds), **self._decision()}
-        for (peer, direction), total in bytes_of(self._streams).items():
-            attributes[f"tandem.bytes.{peer}.{direction}"] = total
+        own_bytes = self.bytes()
+        for peer, direction in product(PEERS, DIRECTIONS):
+            attributes[f"tandem.bytes.{peer}.{direction}"] = own_bytes[peer, direction]
         attributes["gen_ai.usage.output_tokens"] = self._generated
         if self._first_token is not None:
             attributes["tandem.time_to_first_token_seconds"] = round(self._first_token - self._began, 6)
@@ -259,57 +249,19 @@ class ObservedRequest(RequestObserver):
         return attributes
 
 
-@dataclass(eq=False, slots=True)
-class ObservedStream(StreamObserver):
-    """Observes one stream to a service."""
-
-    role: str
-    traffic: Traffic
-    traceparent: str
-    span: Span = INVALID_SPAN
-
-    def ended(self, error: Exception | None = None) -> None:
-        if not self.span.is_recording():
-            return
-        traffic = self.traffic
-        self.span.set_attributes(
-            {
-                "tandem.steps": traffic.received_messages,
-                "tandem.bytes.sent": traffic.sent_bytes,
-                "tandem.bytes.received": traffic.received_bytes,
-            }
-        )
-        if error is not None:
-            mark_error(self.span, error)
-        self.span.end()
-
-
-def bytes_of(streams: Iterable[ObservedStream]) -> dict[tuple[str, str], int]:
-    """Bytes of messages by peer and direction."""
-    totals = dict.fromkeys(product(PEERS, DIRECTIONS), 0)
-    for stream in streams:
-        totals[stream.role, "sent"] += stream.traffic.sent_bytes
-        totals[stream.role, "received"] += stream.traffic.received_bytes
-    return totals
-
-
-class Streams:
-    """All streams to the services, whose bytes are added up when somebody asks."""
-
-    def __init__(self) -> None:
-        self.running: set[ObservedStream] = set()
-        """Those of running requests."""
-        self._ended = bytes_of(())
-
-    def ended(self, streams: Iterable[ObservedStream]) -> None:
-        """The request of these streams has ended."""
-        self.running.difference_update(streams)
-        for at, count in bytes_of(streams).items():
-            self._ended[at] += count
-
-    def bytes(self) -> dict[tuple[str, str], int]:
-        """Bytes so far, by peer and direction."""
-        return {at: count + self._ended[at] for at, count in bytes_of(self.running).items()}
+def _end_stream(span: Span, traffic: Traffic, error: Exception | None = None) -> None:
+    if not span.is_recording():
+        return
+    span.set_attributes(
+        {
+            "tandem.steps": traffic.received_messages,
+            "tandem.bytes.sent": traffic.sent_bytes,
+            "tandem.bytes.received": traffic.received_bytes,
+        }
+    )
+    if error is not None:
+        mark_error(span, error)
+    span.end()
 
 
 def _seconds(phases: Mapping[str, float]) -> dict[str, float]:

@@ -11,12 +11,13 @@ from coordinator.stats.rounds import RoundResult
 from tandem.replica import ReplicaSnapshot
 from tandem.rpc.channels import Traffic
 from tandem.speculation_state import SpeculationDecision
-from tandem.telemetry.settings import telemetry_for
+from tandem.telemetry.settings import is_observed
 from tandem.types import SpeculationStats
 
 EventValue = str | int | float | bool
 
 
+@dataclass(slots=True, eq=False)
 class StreamObserver:
     """Observes one stream to a service."""
 
@@ -24,9 +25,9 @@ class StreamObserver:
     """The W3C trace context that the service's span joins; empty when the request is not traced."""
     traffic: Traffic | None = None
     """Counter of the stream's bytes; None when nobody reads it."""
-
-    def ended(self, error: Exception | None = None) -> None:
-        """The stream ended. Only the first call counts, so that a failure can be reported before the drop."""
+    ended: Callable[..., None] = lambda *_: None
+    """Called at the end, with an error if it was one. Only the first call counts, so that a failure can be reported
+    before the drop."""
 
 
 class RequestObserver:
@@ -102,12 +103,11 @@ class Observer:
 
 def observer_for(settings: CoordinatorSettings, is_read: bool = False) -> Observer:
     """The observer that the settings ask for; `is_read`: something besides the Prometheus port reads its metrics."""
-    telemetry = telemetry_for(settings, "coordinator", is_read)
-    if telemetry is None:
+    if not is_observed(settings, is_read):
         return Observer()
     from coordinator.telemetry.observed import ObservedRequests
 
-    return ObservedRequests(telemetry, settings)
+    return ObservedRequests(settings)
 
 
 NO_OBSERVER = StreamObserver()

@@ -1,18 +1,18 @@
-"""Parts of metrics: bounds of histograms, histograms that cost little, and values read at scrape time."""
+"""Parts of metrics: instruments, histograms that cost little, and values read at scrape time."""
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import logging
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
 from itertools import accumulate
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Metric, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Metric, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
@@ -51,6 +51,7 @@ class Series:
         self.total += value
 
 
+@dataclass(eq=False)
 class Histogram(Collector):
     """A histogram whose values come from one thread, several for each round.
 
@@ -58,31 +59,57 @@ class Histogram(Collector):
     5.9 us, which cost a coordinator with 64 streams a quarter of its tokens per second.
     """
 
-    def __init__(
-        self,
-        name: str,
-        text: str,
-        label_names: Sequence[str],
-        bounds: Sequence[float],
-        registry: CollectorRegistry,
-    ) -> None:
-        self._name = name
-        self._text = text
-        self._label_names = label_names
-        self._bounds = bounds
-        self._series: dict[tuple[str, ...], Series] = {}
+    name: str
+    text: str
+    label_names: Sequence[str]
+    bounds: Sequence[float]
+    registry: InitVar[CollectorRegistry]
+    _series: dict[tuple[str, ...], Series] = field(default_factory=dict)
+
+    def __post_init__(self, registry: CollectorRegistry) -> None:
         registry.register(self)
 
     def labels(self, *values: str) -> Series:
-        return self._series.setdefault(values, Series(self._bounds))
+        return self._series.setdefault(values, Series(self.bounds))
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        family = HistogramMetricFamily(self._name, self._text, labels=self._label_names)
-        names = [*(repr(float(bound)) for bound in self._bounds), "+Inf"]
+        family = HistogramMetricFamily(self.name, self.text, labels=self.label_names)
+        names = [*(repr(float(bound)) for bound in self.bounds), "+Inf"]
         for values, series in [*self._series.items()]:
             below = accumulate([*series.counts])
             family.add_metric(values, [*zip(names, below, strict=True)], series.total)
         yield family
+
+
+class Instruments:
+    """Makes metrics that have these labels in common."""
+
+    def __init__(self, registry: CollectorRegistry, **common: str) -> None:
+        self._registry = registry
+        self._common = common
+
+    def counter(self, name: str, text: str) -> Counter:
+        return Counter(f"tandem_{name}", text, (*self._common,), registry=self._registry).labels(
+            **self._common
+        )
+
+    def counters(self, name: str, text: str, label: str, values: Sequence[str]) -> dict[str, Counter]:
+        """A counter for each value of one more label."""
+        counter = Counter(f"tandem_{name}", text, (*self._common, label), registry=self._registry)
+        return {value: counter.labels(*self._common.values(), value) for value in values}
+
+    def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
+        gauge = Gauge(f"tandem_{name}", text, (*self._common,), registry=self._registry)
+        gauge.labels(**self._common).set_function(read)
+
+    def series(self, name: str, text: str, bounds: Sequence[float] = STEP_SECONDS) -> Series:
+        histogram = Histogram(f"tandem_{name}", text, (*self._common,), bounds, self._registry)
+        return histogram.labels(*self._common.values())
+
+    def several(self, name: str, text: str, label: str, values: Sequence[str]) -> dict[str, Series]:
+        """The times of a step for each value of one more label."""
+        histogram = Histogram(f"tandem_{name}", text, (*self._common, label), STEP_SECONDS, self._registry)
+        return {value: histogram.labels(*self._common.values(), value) for value in values}
 
 
 def family(
@@ -90,59 +117,39 @@ def family(
     common: Mapping[str, str],
     name: str,
     text: str,
-    values: Mapping[Any, float | None],
+    values: Mapping[Any, float | None] | float,
     *label_names: str,
 ) -> Metric:
-    """One of our metrics with its values of this moment.
-
-    Args:
-        common: Labels that all values have.
-        values: By tuples of their other labels, which `label_names` names; those that are None are left out.
-    """
+    """One of our metrics with its value of this moment, or its values by tuples of the labels that it has besides the
+    common ones. Values that are None are left out."""
     made = kind(f"tandem_{name}", text, labels=(*common, *label_names))
-    for labels, value in values.items():
+    for labels, value in (values if isinstance(values, Mapping) else {(): values}).items():
         if value is not None:
             made.add_metric((*common.values(), *labels), value)
     return made
 
 
-class AtScrape(Collector, Generic[ValueT]):
-    """Metrics of a value that belongs to the event loop, read when somebody asks. Construct it on the loop's thread."""
+def on_loop(read: Callable[[], ValueT]) -> Callable[[], ValueT | None]:
+    """A function that calls `read` on this event loop, from any thread; None where the loop has ended or is held up."""
+    loop, own_thread = asyncio.get_running_loop(), threading.get_ident()
 
-    def __init__(
-        self, read: Callable[[], ValueT | None], metrics: Callable[[ValueT], Iterable[Metric]]
-    ) -> None:
-        self._read = read
-        self._metrics = metrics
-        self._loop = asyncio.get_running_loop()
-        self._thread = threading.get_ident()
+    async def answer() -> ValueT:
+        return read()
 
-    def describe(self) -> Iterator[Metric]:
-        """Describe nothing: at registration there may be nothing to read."""
-        return iter(())
-
-    def collect(self) -> Iterator[Metric]:
-        """The metrics of this moment; none when the event loop has ended or does not turn."""
-        if (value := self.value()) is not None:
-            yield from self._metrics(value)
-
-    def value(self) -> ValueT | None:
-        """The value, from any thread."""
-        if threading.get_ident() == self._thread:
-            return self._read()
-        answer: concurrent.futures.Future[ValueT | None] = concurrent.futures.Future()
+    def from_any_thread() -> ValueT | None:
+        if threading.get_ident() == own_thread:
+            return read()
+        answering = answer()
         try:
-            self._loop.call_soon_threadsafe(self._answer, answer)
             # Prometheus gives up after 10 s by default
-            return answer.result(2.0)
-        except (RuntimeError, TimeoutError):
-            return None
+            return asyncio.run_coroutine_threadsafe(answering, loop).result(2.0)
+        except RuntimeError:
+            answering.close()
+        except TimeoutError:
+            pass
+        return None
 
-    def _answer(self, answer: concurrent.futures.Future[ValueT | None]) -> None:
-        try:
-            answer.set_result(self._read())
-        except Exception as error:  # noqa: BLE001 - it is raised where it was asked for
-            answer.set_exception(error)
+    return from_any_thread
 
 
 def serve_metrics(options: TelemetryOptions, registry: CollectorRegistry) -> WSGIServer | None:

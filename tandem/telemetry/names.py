@@ -8,7 +8,6 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-_OURS = "tandem_"
 _VLLM_HAS = frozenset(
     {
         "num_requests_running",
@@ -37,7 +36,7 @@ _VLLM_CALLS = {"requests": "request_success", "prefill_seconds": "request_prefil
 def as_vllm(families: Iterable[Metric]) -> Iterator[Metric]:
     """Metrics under vLLM's names, where it has them. It counts positions from 0, and only requests that ended well."""
     for family in families:
-        bare = family.name.removeprefix(_OURS)
+        bare = family.name.removeprefix("tandem_")
         name = _VLLM_CALLS.get(bare, bare if bare in _VLLM_HAS else "")
         if not name or bare == family.name:
             yield family
@@ -66,12 +65,11 @@ def registry_as_vllm(registry: CollectorRegistry) -> CollectorRegistry:
     return registry_of(lambda: as_vllm(registry.collect()))
 
 
-class _Read(Collector):
+class Read(Collector):
+    """Metrics that are read whenever their registry is. Without `describe`, the registry does not read them before."""
+
     def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
         self._read = read
-
-    def describe(self) -> Iterator[Metric]:
-        return iter(())
 
     def collect(self) -> Iterable[Metric]:
         return self._read()
@@ -80,7 +78,7 @@ class _Read(Collector):
 def registry_of(read: Callable[[], Iterable[Metric]]) -> CollectorRegistry:
     """A registry of metrics that are read whenever it is."""
     registry = CollectorRegistry()
-    registry.register(_Read(read))
+    registry.register(Read(read))
     return registry
 
 

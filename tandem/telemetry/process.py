@@ -16,31 +16,19 @@ from wsgiref.simple_server import WSGIServer
 import prometheus_client
 from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.metrics.export import (
-    AggregationTemporality,
-    Gauge,
-    Histogram,
-    HistogramDataPoint,
-    Metric,
-    MetricExportResult,
-    MetricsData,
-    NumberDataPoint,
-    ResourceMetrics,
-    ScopeMetrics,
-    Sum,
-)
+from opentelemetry.sdk.metrics import export
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import Tracer
-from prometheus_client import CollectorRegistry, Counter, ProcessCollector
+from opentelemetry.trace import NoOpTracer, Tracer
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client import Metric as Family
 from prometheus_client.samples import Sample
 
 import tandem
-from tandem.telemetry.metrics import end_server, serve_metrics
+from tandem.telemetry.metrics import Instruments, end_server, serve_metrics
 from tandem.telemetry.names import by_conventions, unit_of
 from tandem.telemetry.settings import TelemetryOptions, sends
 
@@ -54,7 +42,7 @@ class Telemetry:
         """Register the process's own metrics, and choose the exporters; `start` opens the port and begins to send."""
         self._options = options
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
-        self.registry = CollectorRegistry(auto_describe=True)
+        self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         info = prometheus_client.Gauge(
             "tandem_build_info", "Always 1.", ("service", "version"), registry=self.registry
@@ -63,12 +51,9 @@ class Telemetry:
         if exports is None and sends(options):
             exports = OtlpExports(options, _resource(service), self.registry)
         self._exports = exports
+        self.tracer: Tracer = NoOpTracer() if exports is None else exports.tracer
+        """Makes spans, which record nothing where traces go nowhere."""
         self._server: WSGIServer | None = None
-
-    @property
-    def tracer(self) -> Tracer | None:
-        """Makes spans; None when traces go nowhere."""
-        return None if self._exports is None else self._exports.tracer
 
     @property
     def prometheus_port(self) -> int | None:
@@ -144,7 +129,7 @@ class OtlpExports:
             thread.join(max(0.0, deadline - time.monotonic()))
         if any(thread.is_alive() for thread in ending):
             self._failures.complain("traces and metrics")
-        self._failures.mute()
+        self._failures.complained = float("inf")
         # Ends a transfer that is still under way, and with it the thread.
         self._span_exporter.shutdown()
         self._metric_exporter.shutdown()
@@ -158,7 +143,7 @@ class OtlpExports:
             is_last = self._ending.wait(interval)
             try:
                 data = to_otlp(self._registry.collect(), self._resource, self._started_ns)
-                is_sent = self._metric_exporter.export(data) is MetricExportResult.SUCCESS
+                is_sent = self._metric_exporter.export(data) is export.MetricExportResult.SUCCESS
             except Exception:
                 is_sent = False
                 logger.debug("metrics could not be sent", exc_info=True)
@@ -170,14 +155,13 @@ class Failures:
     """Counts batches that the collector did not take, and complains of them once a minute."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        counter = Counter(
-            "tandem_telemetry_export_failures",
-            "Batches that the OTLP endpoint did not take.",
-            ("signal",),
-            registry=registry,
+        text = "Batches that the OTLP endpoint did not take."
+        self._counters = Instruments(registry).counters(
+            "telemetry_export_failures", text, "signal", ("traces", "metrics")
         )
-        self._counters = {signal: counter.labels(signal) for signal in ("traces", "metrics")}
-        self._complained = float("-inf")
+        self.complained = float("-inf")
+        """When that was last said. At infinity nothing is said any more: a transfer that is cut off at the end may fail
+        when the log has long been closed."""
         self._lock = threading.Lock()
 
     def count(self, signal: str) -> None:
@@ -190,17 +174,12 @@ class Failures:
         now = time.monotonic()
         with self._lock:
             # A collector may be away for hours, and a batch is lost every few seconds.
-            if now - self._complained < 60.0:
+            if now - self.complained < 60.0:
                 return
-            self._complained = now
+            self.complained = now
         logger.warning(
             "the telemetry collector does not answer; what it would get is lost", extra={"signal": signal}
         )
-
-    def mute(self) -> None:
-        """Complain no more: a transfer that is cut off at the end may fail when the log has long been closed."""
-        with self._lock:
-            self._complained = float("inf")
 
 
 class _SpanExporter(OTLPSpanExporter):
@@ -218,31 +197,37 @@ class _SpanExporter(OTLPSpanExporter):
 # ---- from Prometheus to OTLP, so that both have the same numbers
 
 
-def to_otlp(families: Iterable[Family], resource: Resource, started_ns: int) -> MetricsData:
+_CUMULATIVE = export.AggregationTemporality.CUMULATIVE
+
+
+def to_otlp(families: Iterable[Family], resource: Resource, started_ns: int) -> export.MetricsData:
     """Counters become cumulative monotonic sums, histograms explicit ones, all else gauges."""
     now_ns = time.time_ns()
     metrics = [_metric(family, started_ns, now_ns) for family in by_conventions(families) if family.samples]
     scope = InstrumentationScope("tandem", tandem.__version__)
-    return MetricsData([ResourceMetrics(resource, [ScopeMetrics(scope, metrics, "")], "")])
+    scoped = export.ScopeMetrics(scope, metrics, "")
+    return export.MetricsData([export.ResourceMetrics(resource, [scoped], "")])
 
 
-def _metric(family: Family, started_ns: int, now_ns: int) -> Metric:
-    data: Sum | Gauge | Histogram
+def _metric(family: Family, started_ns: int, now_ns: int) -> export.Metric:
+    data: export.Sum | export.Gauge | export.Histogram
     if family.type == "histogram":
-        data = Histogram([*_histograms(family, started_ns, now_ns)], AggregationTemporality.CUMULATIVE)
+        data = export.Histogram([*_histograms(family, started_ns, now_ns)], _CUMULATIVE)
     else:
         points = [
-            NumberDataPoint(cast(dict[str, Any], sample.labels), started_ns, now_ns, float(sample.value))
+            export.NumberDataPoint(
+                cast(dict[str, Any], sample.labels), started_ns, now_ns, float(sample.value)
+            )
             for sample in family.samples
             if not sample.name.endswith("_created")
         ]
         is_counter = family.type == "counter"
-        data = Sum(points, AggregationTemporality.CUMULATIVE, True) if is_counter else Gauge(points)
+        data = export.Sum(points, _CUMULATIVE, True) if is_counter else export.Gauge(points)
     unit = "s" if family.unit == "seconds" else unit_of(family.name)
-    return Metric(family.name, family.documentation, unit, data)
+    return export.Metric(family.name, family.documentation, unit, data)
 
 
-def _histograms(family: Family, started_ns: int, now_ns: int) -> Iterator[HistogramDataPoint]:
+def _histograms(family: Family, started_ns: int, now_ns: int) -> Iterator[export.HistogramDataPoint]:
     series: defaultdict[tuple[tuple[str, str], ...], list[Sample]] = defaultdict(list)
     for sample in family.samples:
         key = tuple(sorted((name, value) for name, value in sample.labels.items() if name != "le"))
@@ -251,7 +236,7 @@ def _histograms(family: Family, started_ns: int, now_ns: int) -> Iterator[Histog
         buckets = [(float(s.labels["le"]), int(s.value)) for s in samples if s.name.endswith("_bucket")]
         total = next((s.value for s in samples if s.name.endswith("_sum")), 0.0)
         below = [0, *(count for _, count in buckets)]
-        yield HistogramDataPoint(
+        yield export.HistogramDataPoint(
             attributes=dict(labels),
             start_time_unix_nano=started_ns,
             time_unix_nano=now_ns,

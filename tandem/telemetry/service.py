@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Tracer
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from tandem.telemetry.metrics import SEQUENCES, STEP_SECONDS, TOKENS, AtScrape, Histogram, Series, family
-from tandem.telemetry.process import Telemetry
+from tandem.telemetry.metrics import SEQUENCES, TOKENS, Instruments, family, on_loop
+from tandem.telemetry.names import Read
+from tandem.telemetry.process import OtlpExports, Telemetry
+from tandem.telemetry.settings import TelemetryOptions
 from tandem.telemetry.spans import context_of, error_type, mark_error, rpc_span, under
 from tandem.telemetry.streams import SequenceObserver, ServiceObserver
 
 if TYPE_CHECKING:
     from tandem.engine.core.jobs import StepRecord
     from tandem.engine.interface import KvUsage
-
-_LABELS = ("role", "model_name")
 
 OUTCOMES = (
     *("finished", "cancelled"),
@@ -30,30 +30,30 @@ OUTCOMES = (
 """Outcomes of a stream, in gRPC's words where it is an error."""
 
 
-class ObservedService(ServiceObserver):
+class ObservedService(Telemetry, ServiceObserver):
     """A service's traces and metrics. Nothing is counted before the model has a name: warming up is no work."""
 
-    def __init__(self, telemetry: Telemetry, role: str) -> None:
-        self.telemetry = telemetry
+    def __init__(self, options: TelemetryOptions, role: str, exports: OtlpExports | None = None) -> None:
+        super().__init__(options, role, exports)
         self.metrics: ServiceMetrics | None = None
         self._role = role
         self.on_step = self._count_step
 
-    def start(self) -> None:
-        self.telemetry.start()
-
     def ready(self, model_name: str, kv_usage: Callable[[], KvUsage | None]) -> None:
         """Name the model in metrics from now on."""
-        registry, labels = self.telemetry.registry, (self._role, model_name)
-        self.metrics = ServiceMetrics(registry, labels, has_engine=kv_usage() is not None)
+        labels = {"role": self._role, "model_name": model_name}
+        self.metrics = ServiceMetrics(self.registry, labels, has_engine=kv_usage() is not None)
         if self.metrics.has_engine:
-            registry.register(AtScrape(kv_usage, lambda usage: _kv_metrics(labels, usage)))
+            read = on_loop(kv_usage)
+            self.registry.register(
+                Read(lambda: () if (usage := read()) is None else _kv_metrics(labels, usage))
+            )
 
     def waits(self, steps: Callable[[], float]) -> None:
         """Show what a question waits: in steps, which are long for one model and short for another."""
         assert self.metrics is not None, "a draft is ready"
         text = "What a question to the draft waits at present, in steps of its measured profile."
-        self.metrics.gauge("draft_wait_steps", text, steps)
+        self.metrics.make.gauge("draft_wait_steps", text, steps)
 
     def _count_step(self, record: StepRecord) -> None:
         if self.metrics is not None and self.metrics.has_engine:
@@ -62,12 +62,9 @@ class ObservedService(ServiceObserver):
     @contextmanager
     def stream(self, request_id: str, traceparent: str) -> Iterator[SequenceObserver]:
         assert self.metrics is not None, "a service has no streams before it is ready"
-        tracer = self.telemetry.tracer
-        span: Span = INVALID_SPAN
-        if tracer is not None:
-            context, attributes = context_of(traceparent), {"tandem.request_id": request_id}
-            span = rpc_span(tracer, self._role, SpanKind.SERVER, context, attributes)
-        observer = ObservedSequence(self.metrics, span, tracer)
+        attributes = {"tandem.request_id": request_id}
+        span = rpc_span(self.tracer, self._role, SpanKind.SERVER, context_of(traceparent), attributes)
+        observer = ObservedSequence(self.metrics, span, self.tracer)
         outcome = "finished"
         try:
             yield observer
@@ -81,35 +78,27 @@ class ObservedService(ServiceObserver):
         finally:
             observer.ended(outcome)
 
-    async def close(self) -> None:
-        await self.telemetry.close()
-
 
 class ServiceMetrics:
     """Counts streams, and times their steps and the engine's, the latter on the engine's thread."""
 
     def __init__(
-        self, registry: CollectorRegistry, labels: tuple[str, str], *, has_engine: bool = True
+        self, registry: CollectorRegistry, labels: Mapping[str, str], *, has_engine: bool = True
     ) -> None:
         self.running = 0
         self.has_engine = has_engine
-        self._registry, self._labels = registry, labels
-        self.gauge("num_streams_running", "Sequences open now.", lambda: self.running)
-        text = "Sequences that ended, by outcome."
-        ended = Counter("tandem_streams", text, (*_LABELS, "outcome"), registry=registry)
-        self.outcomes = {outcome: ended.labels(*labels, outcome) for outcome in OUTCOMES}
+        self.make = make = Instruments(registry, **labels)
+        make.gauge("num_streams_running", "Sequences open now.", lambda: self.running)
+        self.outcomes = make.counters("streams", "Sequences that ended, by outcome.", "outcome", OUTCOMES)
         text = "From a step's arrival to its answer, the wait for the engine included."
-        self.step = self._series("stream_step_seconds", text, STEP_SECONDS)
+        self.step = make.series("stream_step_seconds", text)
         if has_engine:
-            text = "An engine step, the head included."
-            self._step_seconds = self._series("engine_step_seconds", text, STEP_SECONDS)
-            text = "The forward pass of an engine step."
-            self._model_seconds = self._series("engine_model_seconds", text, STEP_SECONDS)
+            self._step_seconds = make.series("engine_step_seconds", "An engine step, the head included.")
+            self._model_seconds = make.series("engine_model_seconds", "The forward pass of an engine step.")
             text = "Sequences in an engine step."
-            self._batch_sequences = self._series("engine_batch_sequences", text, SEQUENCES)
-            self._batch_tokens = self._series("engine_batch_tokens", "Tokens in an engine step.", TOKENS)
-            total = Counter("tandem_engine_tokens", "Tokens computed.", _LABELS, registry=registry)
-            self._total = total.labels(*labels)
+            self._batch_sequences = make.series("engine_batch_sequences", text, SEQUENCES)
+            self._batch_tokens = make.series("engine_batch_tokens", "Tokens in an engine step.", TOKENS)
+            self._total = make.counter("engine_tokens", "Tokens computed.")
 
     def count_step(self, record: StepRecord) -> None:
         self._step_seconds.observe(record.seconds)
@@ -118,21 +107,14 @@ class ServiceMetrics:
         self._batch_tokens.observe(record.token_count)
         self._total.inc(record.token_count)
 
-    def gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
-        gauge = Gauge(f"tandem_{name}", text, _LABELS, registry=self._registry)
-        gauge.labels(*self._labels).set_function(value)
-
-    def _series(self, name: str, text: str, bounds: Sequence[float]) -> Series:
-        return Histogram(f"tandem_{name}", text, _LABELS, bounds, self._registry).labels(*self._labels)
-
 
 class ObservedSequence(SequenceObserver):
     """One sequence's stream: a span with a child for its first step, which reads the prompt."""
 
-    def __init__(self, metrics: ServiceMetrics, span: Span, tracer: Tracer | None) -> None:
+    def __init__(self, metrics: ServiceMetrics, span: Span, tracer: Tracer) -> None:
         self._metrics = metrics
         self._span = span
-        self._tracer = tracer if span.is_recording() else None
+        self._tracer = tracer
         self._prefill: Span = INVALID_SPAN
         self._began = self._asked = time.perf_counter()
         self._queue_seconds = self._step_seconds = 0.0
@@ -144,7 +126,7 @@ class ObservedSequence(SequenceObserver):
 
     def step_arrived(self) -> None:
         self._asked = time.perf_counter()
-        if self._steps == 0 and self._tracer is not None:
+        if self._steps == 0 and self._span.is_recording():
             self._prefill = self._tracer.start_span("prefill", under(self._span))
         self._steps += 1
 
@@ -164,7 +146,7 @@ class ObservedSequence(SequenceObserver):
         metrics = self._metrics
         metrics.running -= 1
         metrics.outcomes.get(outcome, metrics.outcomes["internal"]).inc()
-        if self._tracer is None:
+        if not self._span.is_recording():
             return
         if self._prefill.is_recording():
             self._prefill.end()
@@ -181,8 +163,7 @@ class ObservedSequence(SequenceObserver):
         self._span.end()
 
 
-def _kv_metrics(labels: tuple[str, str], usage: KvUsage) -> Iterator[Metric]:
-    common = dict(zip(_LABELS, labels, strict=True))
+def _kv_metrics(labels: Mapping[str, str], usage: KvUsage) -> Iterator[Metric]:
     share = usage.reserved_tokens / max(1, usage.total_tokens)
     for name, text, value in (
         ("kv_cache_capacity_tokens", "Room of the KV cache.", usage.total_tokens),
@@ -193,10 +174,10 @@ def _kv_metrics(labels: tuple[str, str], usage: KvUsage) -> Iterator[Metric]:
         ("num_sequences_running", "Open sequences.", usage.sequence_count),
         ("num_sequences_waiting", "Sequences that wait because too many are open.", usage.waiting_count),
     ):
-        yield family(GaugeMetricFamily, common, name, text, {(): value})
+        yield family(GaugeMetricFamily, labels, name, text, value)
     for name, text, count in (
         ("num_preemptions", "Sequences that gave their pages to an older one.", usage.preemption_count),
         ("engine_led_steps", "Steps of sequences that went on before they were asked.", usage.led_step_count),
         ("engine_wasted_steps", "Those of them that nobody asked for in the end.", usage.wasted_step_count),
     ):
-        yield family(CounterMetricFamily, common, name, text, {(): count})
+        yield family(CounterMetricFamily, labels, name, text, count)

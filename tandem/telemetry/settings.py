@@ -1,16 +1,13 @@
-"""Options of every process about traces and metrics; the libraries are imported only where one asks for them."""
+"""Options of every process about traces and metrics."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from tandem.config.options import Options
-
-if TYPE_CHECKING:
-    from tandem.telemetry.process import Telemetry
 
 
 class TelemetryOptions(Options):
@@ -38,17 +35,10 @@ _ENDPOINTS = (
 )
 
 
-def telemetry_for(options: TelemetryOptions, service: str, is_read: bool = False) -> Telemetry | None:
-    """A process's telemetry; None when nothing would receive it.
-
-    Args:
-        is_read: True if anything besides the options' exporters reads the metrics.
-    """
-    if not (is_read or options.prometheus_port is not None or sends(options)):
-        return None
-    from tandem.telemetry.process import Telemetry
-
-    return Telemetry(options, service)
+def is_observed(options: TelemetryOptions, is_read: bool = False) -> bool:
+    """True if anything receives a process's telemetry; `is_read`: something besides the options' exporters reads its
+    metrics."""
+    return is_read or options.prometheus_port is not None or sends(options)
 
 
 def sends(options: TelemetryOptions) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
-from tandem.telemetry.settings import TelemetryOptions, telemetry_for
+from tandem.telemetry.settings import TelemetryOptions, is_observed
 
 if TYPE_CHECKING:
     from tandem.engine.core.jobs import StepRecord
@@ -64,9 +64,8 @@ NO_SERVICE_OBSERVER = ServiceObserver()
 
 def observer_for(options: TelemetryOptions, role: str) -> ServiceObserver:
     """The observer of a service with these settings, which is draft or target."""
-    telemetry = telemetry_for(options, role)
-    if telemetry is None:
+    if not is_observed(options):
         return NO_SERVICE_OBSERVER
     from tandem.telemetry.service import ObservedService
 
-    return ObservedService(telemetry, role)
+    return ObservedService(options, role)

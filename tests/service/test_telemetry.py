@@ -23,7 +23,7 @@ from coordinator.speculation.ahead import DraftAhead
 from coordinator.speculation.controller import RequestSpeculation
 from coordinator.telemetry.observed import ObservedRequests
 from draft_service.servicer import DraftServicer
-from tandem.telemetry.process import OtlpExports, Telemetry
+from tandem.telemetry.process import OtlpExports
 from tandem.telemetry.service import ObservedService
 from tandem.telemetry.settings import TelemetryOptions
 from tandem.types import (
@@ -131,11 +131,11 @@ async def observed_cluster(
     exports = MemoryExports()
     options = TelemetryOptions()
     async with AsyncExitStack() as stack:
-        target_observer = ObservedService(Telemetry(options, "target", exports), "target")
+        target_observer = ObservedService(options, "target", exports)
         verifying = TargetServicer(target_observer)
         verifying.verifier = Scripted(target)  # type: ignore[assignment]
         target_observer.ready(target.model_info.name, lambda: None)
-        draft_observer = ObservedService(Telemetry(options, "draft", exports), "draft")
+        draft_observer = ObservedService(options, "draft", exports)
         drafting = DraftServicer(draft_observer)
         draft.model_info = replace(draft.model_info, drafts_ahead=True)
         drafting.proposer = Scripted(draft)  # type: ignore[assignment]
@@ -149,16 +149,16 @@ async def observed_cluster(
             speculation_policy="fixed",
             draft_ahead=draft_ahead,
         )
-        telemetry = Telemetry(settings, "coordinator", exports)
-        service = CoordinatorService(settings, ObservedRequests(telemetry, settings))
+        observer = ObservedRequests(settings, exports)
+        service = CoordinatorService(settings, observer)
         await service.start()
         stack.push_async_callback(service.close)
         address, _ = await stack.enter_async_context(serving(service.register))
         yield ObservedCluster(
             address,
-            telemetry.registry,
-            draft_observer.telemetry.registry,
-            target_observer.telemetry.registry,
+            observer.registry,
+            draft_observer.registry,
+            target_observer.registry,
             exports.memory,
         )
 

@@ -6,14 +6,17 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from tandem.logs import fields_of
-from tandem.telemetry.settings import TelemetryOptions, telemetry_for
+from tandem.telemetry.settings import TelemetryOptions, is_observed
+
+if TYPE_CHECKING:
+    from tandem.telemetry.process import Telemetry
 
 WAIT_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 """Seconds. The first three are a continuation drafted ahead, which costs no round trip."""
@@ -111,12 +114,14 @@ class Report:
         self._logger = logger
         self._next_line = time.monotonic() + LOG_SECONDS
         self._waits: Histogram | None = None
-        telemetry = telemetry_for(options, "vllm")
-        if telemetry is not None:
+        self._telemetry: Telemetry | None = None
+        if is_observed(options):
+            from tandem.telemetry.process import Telemetry
+
+            self._telemetry = telemetry = Telemetry(options, "vllm")
             telemetry.registry.register(CountsCollector(counts, open_sequences))
             self._waits = wait_histogram(telemetry.registry)
             telemetry.start()
-        self._telemetry = telemetry
 
     @property
     def prometheus_port(self) -> int | None:

@@ -13,14 +13,15 @@ from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer
 
 from coordinator.decoding.completion import Completion, Detokenizer, Limits, StopStrings
+from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.stats.rounds import RoundTally
 from coordinator.telemetry.metrics import RequestMetrics, state_metrics
-from coordinator.telemetry.observed import ObservedRequest, Streams, bytes_of
+from coordinator.telemetry.observed import ObservedRequest, ObservedRequests
 from coordinator.telemetry.observer import State
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.speculation_state import SpeculationDecision
-from tandem.telemetry.metrics import AtScrape
-from tandem.telemetry.names import unit_of
+from tandem.telemetry.metrics import on_loop
+from tandem.telemetry.names import Read, unit_of
 from tandem.types import AheadStats, SpeculationStats
 from tests.paths import DEMO_TARGET
 from tests.unit.coordinator.round_results import round_result
@@ -47,7 +48,8 @@ def state(
 
 def registry_of(read: Callable[[], State]) -> CollectorRegistry:
     registry = CollectorRegistry()
-    registry.register(AtScrape(lambda: (read(), bytes_of(())), lambda found: state_metrics(*found)))
+    state = on_loop(read)
+    registry.register(Read(lambda: () if (found := state()) is None else state_metrics(found, {})))
     return registry
 
 
@@ -120,9 +122,10 @@ def memory() -> InMemorySpanExporter:
 def spans_of(memory: InMemorySpanExporter, trace_rounds: float = 0.0) -> ObservedRequest:
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(memory))
-    tracer = provider.get_tracer("test")
+    requests = ObservedRequests(CoordinatorSettings(target_address="127.0.0.1:1", trace_rounds=trace_rounds))
+    requests.tracer = provider.get_tracer("test")
     metrics = RequestMetrics(CollectorRegistry(), "m")
-    return ObservedRequest(metrics, Streams(), tracer, tracer.start_span("request"), trace_rounds)
+    return ObservedRequest(requests, metrics, requests.tracer.start_span("request"))
 
 
 def test_a_flapping_draft_does_not_push_out_the_first_events(memory: InMemorySpanExporter) -> None:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -22,10 +21,10 @@ from prometheus_client import Histogram as UsualHistogram
 
 from coordinator.telemetry.observed import probe_event_loop
 from tandem.errors import ConfigurationError
-from tandem.telemetry.metrics import AtScrape, Histogram
+from tandem.telemetry.metrics import Histogram, on_loop
 from tandem.telemetry.names import registry_as_vllm, text_as_vllm
 from tandem.telemetry.process import Failures, Telemetry, to_otlp
-from tandem.telemetry.settings import TelemetryOptions, telemetry_for
+from tandem.telemetry.settings import TelemetryOptions, is_observed
 from tests.paths import ROOT
 from tests.service.clients import until
 
@@ -65,11 +64,12 @@ async def test_a_port_in_use_is_one_sentence() -> None:
 
 
 def test_telemetry_is_off_without_an_export(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert telemetry_for(TelemetryOptions(), "draft") is None
-    assert telemetry_for(TelemetryOptions(), "coordinator", is_read=True) is not None
+    assert not is_observed(TelemetryOptions())
+    assert is_observed(TelemetryOptions(), is_read=True)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    assert is_observed(TelemetryOptions())
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
-    assert telemetry_for(TelemetryOptions(), "draft") is None
+    assert not is_observed(TelemetryOptions())
 
 
 def test_without_telemetry_its_libraries_are_not_even_imported() -> None:
@@ -104,7 +104,6 @@ async def test_an_absent_collector_costs_a_log_line(caplog: pytest.LogCaptureFix
 async def _end_with_collector_gone(endpoint: str) -> None:
     telemetry = Telemetry(TelemetryOptions(otlp_endpoint=endpoint), "coordinator")
     telemetry.start()
-    assert telemetry.tracer is not None
     for _ in range(5_000):  # more than the queue holds
         telemetry.tracer.start_span("text_completion").end()
     await telemetry.close()
@@ -122,12 +121,8 @@ def test_warnings_are_rare_and_losses_are_counted(caplog: pytest.LogCaptureFixtu
     assert registry.get_sample_value(name, {"signal": "metrics"}) == 1
 
 
-def read_at_scrape(read: Callable[[], int]) -> Callable[[], int | None]:
-    return AtScrape(read, lambda _: ()).value
-
-
 async def test_values_of_the_event_loop_are_read_on_it() -> None:
-    read = read_at_scrape(threading.get_ident)
+    read = on_loop(threading.get_ident)
     here = threading.get_ident()
     assert read() == here
     assert await asyncio.to_thread(read) == here
@@ -135,7 +130,7 @@ async def test_values_of_the_event_loop_are_read_on_it() -> None:
 
 async def test_an_error_in_reading_reaches_the_reader() -> None:
     with pytest.raises(ZeroDivisionError):
-        await asyncio.to_thread(read_at_scrape(lambda: 1 // 0))
+        await asyncio.to_thread(on_loop(lambda: 1 // 0))
 
 
 STARTED_NS = 1_700_000_000_000_000_000

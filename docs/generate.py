@@ -25,7 +25,13 @@ from draft_service.settings import DraftSettings
 from tandem.config.names import REFUSED_METHODS, REFUSED_OPTIONS
 from tandem.config.options import ALIASES, allowed_range
 from tandem.config.rule import Rule, spelled
-from tandem.config.speculative import AcceptanceOptions, DraftingOptions, SourceOptions, SpeculativeConfig
+from tandem.config.speculative import (
+    AcceptanceOptions,
+    DraftingOptions,
+    ModelOptions,
+    SourceOptions,
+    SpeculativeConfig,
+)
 from tandem.serving.protection import AdminOptions, ProtectionOptions
 from tandem.settings import ModelServerSettings, ServerSettings
 from tandem.telemetry.settings import TelemetryOptions
@@ -53,11 +59,12 @@ In Python: `SpeculativeConfig(speculative_method="ngram", num_speculative_tokens
 
 Unknown options are refused everywhere. `tandem config show` prints every value and where it comes from;
 `tandem config check FILE|JSON` reports every broken rule and exits with 0 or 2. Services may share a file or an
-environment: each reads its own options of the first four tables. Options of one service alone belong into a section of
+environment: each reads its own options of the first five tables. Options of one service alone belong into a section of
 the file."""
 
 _SECTIONS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("Drafting", "For the draft service; the coordinator checks that the two agree.", DraftingOptions),
+    ("Models", "For the draft and the target service.", ModelOptions),
     ("Acceptance", "For the coordinator.", AcceptanceOptions),
     ("Lengths, memory and what is fixed", "For every service that has the option.", SpeculativeConfig),
     ("Files", "For the coordinator and the draft service.", SourceOptions),

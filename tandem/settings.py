@@ -18,7 +18,7 @@ from tandem.config.layers import Origin, read_options
 from tandem.config.names import Device
 from tandem.config.options import Options, sentences
 from tandem.config.rule import Rules, rule, spelled
-from tandem.config.speculative import RevisionOptions
+from tandem.config.speculative import ModelOptions
 from tandem.errors import ConfigurationError
 from tandem.logs import LogFormat, LogLevel
 from tandem.serving.protection import ProtectionOptions, exposure_rule
@@ -75,13 +75,7 @@ class ServerSettings(TelemetryOptions, ProtectionOptions, FilledSettings):
     own_rules: ClassVar[Rules] = (exposure_rule("host"), exposure_rule("prometheus_host", "prometheus_port"))
 
 
-@rule(
-    "Options that only the engine vllm has go with it.",
-    "engine",
-    "device",
-    "tensor_parallel_size",
-    *VLLM_OPTIONS,
-)
+@rule("Options that only the engine vllm has go with it.")
 def _vllm_options(settings: ModelServerSettings) -> Iterator[str]:
     if settings.uses_vllm:
         return
@@ -95,7 +89,7 @@ def _vllm_options(settings: ModelServerSettings) -> Iterator[str]:
         )
 
 
-@rule("With the engine vllm `compile` is not on, and nothing reads hidden states.", "engine", "compile")
+@rule("With the engine vllm `compile` is not on, and nothing reads hidden states.")
 def _tandem_options(settings: ModelServerSettings) -> Iterator[str]:
     if not settings.uses_vllm:
         return
@@ -105,7 +99,7 @@ def _tandem_options(settings: ModelServerSettings) -> Iterator[str]:
         yield f"engine is vllm and {option} needs hidden states, which it does not give; set engine to tandem"
 
 
-class ModelServerSettings(RevisionOptions, ServerSettings):
+class ModelServerSettings(ModelOptions, ServerSettings):
     """Options of a server that runs a model."""
 
     model: Path
@@ -118,18 +112,11 @@ class ModelServerSettings(RevisionOptions, ServerSettings):
     """Device of the model: cpu, cuda, cuda:N, gpu or gpu:N; gpu and cuda are the same."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Devices that the model is split over, from the named one on; more than 1 need the engine vllm. vLLM's name."""
-    quantization: str | None = None
-    """How the weights are quantized: fp8, awq, gptq and others. By default what config.json says. For the engine vllm,
-    vLLM's name."""
     load_format: str | None = None
     """How weights are read: safetensors, fastsafetensors, runai_streamer, bitsandbytes or dummy. By
     default safetensors. For the engine vllm, vLLM's name."""
     kv_cache_dtype: str | None = None
     """Type of the KV cache, such as fp8. By default the type to compute in. For the engine vllm, vLLM's name."""
-    moe_backend: str | None = None
-    """Kernels for a mixture of experts. By default vLLM's choice. For the engine vllm, vLLM's name."""
-    enforce_eager: bool = False
-    """Compile nothing and capture no CUDA graphs. For the engine vllm, vLLM's name; the engine tandem does neither."""
     tokenizer: Path | None = None
     """Folder of the tokenizer's files. By default the model's. For the engine vllm, vLLM's name."""
     dtype: DataTypeName = "auto"

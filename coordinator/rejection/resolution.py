@@ -168,11 +168,7 @@ SYNTHETIC_OPTIONS = (
 )
 
 
-@rule(
-    "`use_relaxed_acceptance_for_thinking` needs a rule that compares probabilities token by token.",
-    _NAME,
-    "use_relaxed_acceptance_for_thinking",
-)
+@rule("`use_relaxed_acceptance_for_thinking` needs a rule that compares probabilities token by token.")
 def _relaxed_acceptance(options: SpeculativeConfig) -> Iterator[str]:
     strategy = checked_strategy(options)
     if strategy and options.use_relaxed_acceptance_for_thinking and not strategy.can_be_relaxed:
@@ -183,10 +179,7 @@ def _relaxed_acceptance(options: SpeculativeConfig) -> Iterator[str]:
         )
 
 
-@rule(
-    "The rule synthetic has exactly one of its three options, in range; other rules have none of them.",
-    *(_NAME, "num_speculative_tokens", *SYNTHETIC_OPTIONS),
-)
+@rule("The rule synthetic has exactly one of its three options, in range; other rules have none of them.")
 def _synthetic_acceptance(options: SpeculativeConfig) -> Iterator[str]:
     if (strategy := checked_strategy(options)) is None:
         return
@@ -216,7 +209,7 @@ def _rate_problems(rates: Sequence[float], count: int) -> Iterator[str]:
         yield f"synthetic_acceptance_rates is {list(rates)}; no rate may be higher than the one before it"
 
 
-@rule("The rule logit-comparison needs a drafting method that has a model.", _NAME, "speculative_method")
+@rule("The rule logit-comparison needs a drafting method that has a model.")
 def _logit_comparison(options: SpeculativeConfig) -> Iterator[str]:
     if checked_strategy(options) is LOGIT_COMPARISON and options.speculative_method in ("ngram", "suffix"):
         yield (

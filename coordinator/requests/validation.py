@@ -269,7 +269,7 @@ def _max_tokens_fit(subject: TokenizedRequest) -> Iterator[str]:
         )
 
 
-@rule("Log probabilities come from dense rows.", "row_kind", "logprobs")
+@rule("Log probabilities come from dense rows.")
 def _rows_with_logprobs(subject: TokenizedRequest) -> Iterator[str]:
     kind = subject.request.row_kind
     if subject.request.logprobs is not None and kind not in (None, RowKind.DENSE):
@@ -292,10 +292,7 @@ def penalties_of(request: GenerationRequest) -> tuple[str, ...]:
     return tuple(name for name, off in PENALTIES.items() if getattr(request, name) not in (None, off))
 
 
-@rule(
-    "With `draft_model_penalties` refuse, penalties are off where a separate draft model proposes.",
-    *PENALTIES,
-)
+@rule("With `draft_model_penalties` refuse, penalties are off where a separate draft model proposes.")
 def _penalties_without_draft_model(subject: TokenizedRequest) -> Iterator[str]:
     """The draft model proposes without penalties, so it would be wrong more and more often; MAX refuses this too."""
     if not (subject.request.speculation and is_separate_model(subject.draft)):
@@ -309,7 +306,7 @@ def _penalties_without_draft_model(subject: TokenizedRequest) -> Iterator[str]:
         )
 
 
-@rule("`max_tokens` is at least 1, or 0 with `echo`.", "max_tokens", "echo")
+@rule("`max_tokens` is at least 1, or 0 with `echo`.")
 def _max_tokens(subject: TokenizedRequest) -> Iterator[str]:
     minimum = 0 if subject.request.echo else 1
     if subject.request.max_tokens is not None and subject.request.max_tokens < minimum:
@@ -321,9 +318,7 @@ def never_proposes(request: GenerationRequest) -> bool:
     return request.max_tokens is not None and request.max_tokens <= 1
 
 
-@rule(
-    "With `echo` no draft proposes; with `logprobs` beside it, nothing changes the target's logits.", "echo"
-)
+@rule("With `echo` no draft proposes; with `logprobs` beside it, nothing changes the target's logits.")
 def _echo(subject: TokenizedRequest) -> Iterator[str]:
     request = subject.request
     if not request.echo:
@@ -365,10 +360,7 @@ def _grammar_ends_the_text(subject: TokenizedRequest) -> Iterator[str]:
         )
 
 
-@rule(
-    "The rule logit-comparison needs a draft service that has a model, except at `temperature` 0.",
-    "rejection_sampling_strategy",
-)
+@rule("The rule logit-comparison needs a draft service that has a model, except at `temperature` 0.")
 def _logits_of_draft_model(subject: TokenizedRequest) -> Iterator[str]:
     """Reads the draft's own report: `speculative_method`, which another rule checks, may be left out."""
     draft = subject.draft

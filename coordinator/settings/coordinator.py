@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_va
 from coordinator.rejection.resolution import COMBINATION_RULES
 from tandem.config import SpeculativeConfig
 from tandem.config.options import Options
-from tandem.config.rule import Rule, Rules, rule
+from tandem.config.rule import Rule, Rules, not_below, rule
 from tandem.rpc.addresses import is_loopback, split_addresses
 from tandem.rpc.credentials import Credentials
 from tandem.serving.protection import AdminOptions, exposure_rule
@@ -87,7 +87,7 @@ def encryption_rule(subject: str, advice: str, *addresses: str) -> Rule[Any]:
                     )
 
     requirement = f"Services on other machines are reached by TLS, or the {subject} is `insecure`."
-    return Rule("service-tls", requirement, check, addresses)
+    return Rule("service-tls", requirement, check)
 
 
 class ServiceAccessOptions(Options):
@@ -126,24 +126,11 @@ def origins(text: str | None) -> list[str]:
 _ORIGIN = re.compile(r"\*|https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(:[0-9]+)?")
 
 
-@rule("`cors_origin` is `*` or origins: `scheme://host:port`.", "cors_origin")
+@rule("`cors_origin` is `*` or origins: `scheme://host:port`.")
 def _cors_origin(settings: Any) -> Iterator[str]:
     for origin in origins(settings.cors_origin):
         if not _ORIGIN.fullmatch(origin):
             yield f"cors_origin is {origin}; it must be * or scheme://host:port, such as https://chat.example"
-
-
-@rule(
-    "`http_max_held_body_bytes` is at least `http_max_body_bytes`.",
-    "http_max_held_body_bytes",
-    "http_max_body_bytes",
-)
-def _http_held_bodies(settings: Any) -> Iterator[str]:
-    if settings.http_max_held_body_bytes < settings.http_max_body_bytes:
-        yield (
-            f"http_max_held_body_bytes is {settings.http_max_held_body_bytes}; it must be at least "
-            f"http_max_body_bytes ({settings.http_max_body_bytes}), or the largest body is never taken"
-        )
 
 
 def _one_text(value: object) -> object:
@@ -176,7 +163,11 @@ class HttpOptions(Options):
     """Origins whose web pages may call HTTP, such as https://chat.example, with commas between them; * for all. By
     default none may."""
 
-    own_rules: ClassVar[Rules] = (_cors_origin, _http_held_bodies, exposure_rule("http_host", "http_port"))
+    own_rules: ClassVar[Rules] = (
+        _cors_origin,
+        not_below("http_max_held_body_bytes", "http_max_body_bytes", ", or the largest body is never taken"),
+        exposure_rule("http_host", "http_port"),
+    )
 
 
 DEFAULT_PORT = 50051
@@ -198,15 +189,6 @@ class CheckedSpeculativeConfig(SpeculativeConfig):
     """`SpeculativeConfig`, checked as far as possible without a service."""
 
     own_rules: ClassVar[Rules] = COMBINATION_RULES
-
-
-@rule("`max_concurrent_requests` is at least `workers`.", "workers", "max_concurrent_requests")
-def _workers(settings: CoordinatorSettings) -> Iterator[str]:
-    if settings.max_concurrent_requests < settings.workers:
-        yield (
-            f"max_concurrent_requests is {settings.max_concurrent_requests}; it must be at least workers "
-            f"({settings.workers}), which divide it"
-        )
 
 
 class CoordinatorSettings(
@@ -264,7 +246,7 @@ class CoordinatorSettings(
     own."""
 
     own_rules: ClassVar[Rules] = (
-        _workers,
+        not_below("max_concurrent_requests", "workers", ", which divide it"),
         encryption_rule(
             "coordinator",
             "give service_tls_ca_file or service_tls, or insecure",

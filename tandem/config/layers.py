@@ -41,7 +41,7 @@ class Origin(StrEnum):
 
 GROUPS = {
     "ModelServerSettings": "Model",
-    "RevisionOptions": "Model from a Hugging Face hub",
+    "ModelOptions": "Model",
     "CoordinatorSettings": "Coordinator",
     "DraftSettings": "Drafting",
     "TargetSettings": "Drafting",

@@ -35,20 +35,10 @@ REFUSED_OPTIONS = {
 
 
 def changes_nothing(option: str, value: object, method: object) -> bool:
-    """True if a refused option asks for what is done anyway, such as one of vLLM's defaults."""
-    switches = (
-        "disable_padded_drafter_batch",
-        "use_local_argmax_reduction",
-        "parallel_drafting",
-        "enable_adaptive_verification",
-        "use_heterogeneous_vocab",
-        "disable_eagle_block_drop",
-        "use_greedy_acceptance",
-    )
-    if option not in switches:
-        return False
+    """True if a refused option asks for what is done anyway, such as one of vLLM's switches that is off by default."""
     word = str(value).lower()
-    return word == "false" or (word == "true" and option == "parallel_drafting" and method == DFLASH)
+    is_done = option == "parallel_drafting" and word == "true" and method == DFLASH
+    return option in REFUSED_OPTIONS and (word == "false" or is_done)
 
 
 _HEAD = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,8 +16,8 @@ from pydantic import (
     ConfigDict,
     ModelWrapValidatorHandler,
     SecretStr,
+    TypeAdapter,
     ValidationError,
-    create_model,
     model_validator,
 )
 from pydantic.fields import FieldInfo
@@ -68,8 +68,6 @@ class Options(BaseModel):
     """True for options that have the same variable for every process."""
     reads_files: ClassVar[bool] = True
     """False for a process's settings: `tandem.config.layers` has read the config file before they are made."""
-    unreadable: ClassVar[frozenset[str]] = frozenset()
-    """Options whose values could not be read. The rules that need them say nothing."""
 
     own_rules: ClassVar[Rules] = ()
     """Rules that this class adds to those of its base classes."""
@@ -98,51 +96,43 @@ class Options(BaseModel):
         try:
             values = normalized(values, cls.model_fields, with_file=cls.reads_files)
             options = handler(values)
+            if not (found := broken(cls.rules(), options)):
+                return options
         except ConfigurationError as error:
-            raise _refused(cls, [str(error)]) from None
+            found = [str(error)]
         except ValidationError as error:
             details = error.errors()
-            sentences = dict.fromkeys(_describe(cls, detail) for detail in details)
-            raise _refused(
-                cls, sentences | dict.fromkeys(_rules_broken_besides(cls, values, details))
-            ) from None
-        if sentences_of_rules := broken(cls.rules(), options, cls.unreadable):
-            raise _refused(cls, sentences_of_rules)
-        return options
+            found = [_describe(cls, detail) for detail in details]
+            found += _broken_by_rest(cls, values, {str(detail["loc"][0]) for detail in details})
+        # A sentence is an argument, not the template: it may hold braces.
+        errors = [PydanticCustomError("sentence", "{text}", {"text": text}) for text in dict.fromkeys(found)]
+        raise ValidationError.from_exception_data(
+            cls.__name__, [InitErrorDetails(type=error, loc=(), input=None) for error in errors]
+        )
 
 
-def _rules_broken_besides(
-    cls: type[Options], values: Mapping[str, Any], details: Iterable[ErrorDetails]
-) -> list[str]:
-    """Rules broken by the values that can be read."""
-    wrong = {str(detail["loc"][0]) for detail in details if detail["loc"]}
-    unreadable = wrong & cls.model_fields.keys()
-    # The same class, except that nothing is asked of what cannot be read.
-    lenient = create_model(cls.__name__, __base__=cls, **dict.fromkeys(unreadable, (Any, None)))  # type: ignore[call-overload]
-    lenient.unreadable = frozenset(unreadable)
-    try:
-        lenient.model_validate({name: value for name, value in values.items() if name not in wrong})
-    except ValidationError as error:
-        return sentences(error)
-    return []
+def _broken_by_rest(cls: type[Options], values: Mapping[str, Any], wrong: Container[str]) -> list[str]:
+    """How the values that can be read break rules. A rule that needs another one finds no such attribute, and says
+    nothing."""
+    read = {
+        name: TypeAdapter(field.rebuild_annotation()).validate_python(values[name])
+        for name, field in cls.model_fields.items()
+        if name in values and name not in wrong
+    }
+    options = cls.model_construct(**read)
+    for name in cls.model_fields:
+        if name in wrong:
+            vars(options).pop(name, None)
+    found: list[str] = []
+    for rule in cls.rules():
+        with suppress(AttributeError):
+            found += rule.broken_by(options)
+    return found
 
 
 def sentences(error: ValidationError) -> list[str]:
     """One sentence for each error of a validation."""
     return [detail["msg"] for detail in error.errors()]
-
-
-def _refused(cls: type[Options], found: Iterable[str]) -> ValidationError:
-    # A sentence is an argument, not the template: it may hold braces.
-    return ValidationError.from_exception_data(
-        cls.__name__,
-        [
-            InitErrorDetails(
-                type=PydanticCustomError("sentence", "{text}", {"text": text}), loc=(), input=None
-            )
-            for text in found
-        ],
-    )
 
 
 _WORDS = {

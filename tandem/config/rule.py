@@ -7,7 +7,7 @@ violation is reported at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -25,30 +25,23 @@ class Rule(Generic[SubjectT]):
     """The rule in one sentence, for the documentation."""
     broken_by: Callable[[SubjectT], Iterable[str]]
     """The sentences that say how the subject breaks the rule; none when it keeps it."""
-    options: tuple[str, ...] = ()
-    """The options that it reads: when one of them cannot be read at all, the rule says nothing."""
 
 
 Rules = tuple[Rule[Any], ...]
 
 
-def rule(requirement: str, *options: str) -> Callable[[Callable[[SubjectT], Iterable[str]]], Rule[SubjectT]]:
-    """Make a rule of a function, under the function's name. For the arguments see `Rule`."""
-
-    def made(broken_by: Callable[[SubjectT], Iterable[str]]) -> Rule[SubjectT]:
-        return Rule(_name(broken_by.__name__.removeprefix("_")), requirement, broken_by, options)
-
-    return made
+def rule(requirement: str) -> Callable[[Callable[[SubjectT], Iterable[str]]], Rule[SubjectT]]:
+    """Make a rule of a function, under the function's name."""
+    return lambda broken_by: _rule(broken_by.__name__.removeprefix("_"), requirement, broken_by)
 
 
-def broken(rules: Sequence[Rule[SubjectT]], subject: SubjectT, unreadable: Collection[str] = ()) -> list[str]:
+def _rule(option: str, requirement: str, check: Callable[[SubjectT], Iterable[str]]) -> Rule[SubjectT]:
+    return Rule(option.replace("_", "-"), requirement, check)
+
+
+def broken(rules: Sequence[Rule[SubjectT]], subject: SubjectT) -> list[str]:
     """A sentence for each way in which the subject breaks a rule."""
-    return [
-        sentence
-        for rule in rules
-        if not set(rule.options) & set(unreadable)
-        for sentence in rule.broken_by(subject)
-    ]
+    return [sentence for rule in rules for sentence in rule.broken_by(subject)]
 
 
 def refuse(sentences: Iterable[str]) -> None:
@@ -77,24 +70,31 @@ def within(
         if value is not None and not low <= value <= high:
             yield f"{option} is {spelled(value)}; it must be {words}"
 
-    return Rule(_name(option), f"`{option}` is {words}.", check, (option,))
+    return _rule(option, f"`{option}` is {words}.", check)
 
 
-def always(option: str, needed: object, why: str) -> Rule[SubjectT]:
+def not_below(option: str, other: str, why: str = "") -> Rule[Any]:
+    """The rule that an option is at least as much as another one."""
+
+    def check(subject: object) -> Iterator[str]:
+        value, minimum = getattr(subject, option), getattr(subject, other)
+        if value < minimum:
+            yield f"{option} is {value}; it must be at least {other} ({minimum}){why}"
+
+    return _rule(option, f"`{option}` is at least `{other}`.", check)
+
+
+def always(option: str, needed: object, why: str) -> Rule[Any]:
     """The rule that an option has the one value that is supported."""
 
-    def check(subject: SubjectT) -> Iterator[str]:
+    def check(subject: object) -> Iterator[str]:
         value = getattr(subject, option)
         if value != needed:
             yield f"{option} is {spelled(value)}; it must be {spelled(needed)}: {why}"
 
-    return Rule(_name(option), f"`{option}` is {spelled(needed)}: {why}.", check, (option,))
+    return _rule(option, f"`{option}` is {spelled(needed)}: {why}.", check)
 
 
 def spelled(value: object) -> str:
     """A value as a configuration file spells it, with all its digits."""
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _name(option: str) -> str:
-    return option.replace("_", "-")

@@ -24,7 +24,7 @@ from tandem.config.names import (
     default_name,
 )
 from tandem.config.options import Options
-from tandem.config.rule import Rules, always, rule
+from tandem.config.rule import Rules, always, not_below, rule
 
 MAX_CONFIGURED_TOKENS = 128
 """Maximum tokens per proposal in the configuration. The limit on the size of services' messages has room for that many
@@ -75,8 +75,8 @@ Floats = Annotated[tuple[float, ...], BeforeValidator(_listed)]
 Integers = Annotated[tuple[int, ...], BeforeValidator(_listed)]
 
 
-class RevisionOptions(Options):
-    """Revision of a model on a hub."""
+class ModelOptions(Options):
+    """Which model is run and how, with the embedded engine and with vLLM."""
 
     revision: str | None = None
     """Branch, tag or commit, when the model is named by a Hugging Face id. By default the hub's main branch. vLLM's
@@ -84,9 +84,16 @@ class RevisionOptions(Options):
     code_revision: str | None = None
     """Revision of the code that comes with a model. It has no effect, since Tandem never runs such code. vLLM's
     name."""
+    quantization: str | None = None
+    """How the model's weights are quantized, with the engine vllm: fp8, awq, gptq and others. By default what its
+    config.json says. vLLM's name."""
+    moe_backend: str | None = None
+    """Kernels for a mixture of experts, with the engine vllm. By default its own choice. vLLM's name."""
+    enforce_eager: bool = False
+    """Compile nothing and capture no CUDA graphs, with the engine vllm; the engine tandem does neither. vLLM's name."""
 
 
-@rule("`section_name` needs `config_file`.", "section_name", "config_file")
+@rule("`section_name` needs `config_file`.")
 def _section_name(options: SourceOptions) -> Iterator[str]:
     if options.section_name is not None and options.config_file is None:
         yield f"section_name is {options.section_name}; it needs config_file, the file that has the section"
@@ -105,9 +112,7 @@ class SourceOptions(Options):
     own_rules: ClassVar[Rules] = (_section_name,)
 
 
-@rule(
-    "`draft_model_path` is not set for a method that has no model.", "speculative_method", "draft_model_path"
-)
+@rule("`draft_model_path` is not set for a method that has no model.")
 def _model_free_method(options: DraftingOptions) -> Iterator[str]:
     if options.speculative_method in MODEL_FREE_METHODS and options.draft_model_path is not None:
         yield (
@@ -116,14 +121,7 @@ def _model_free_method(options: DraftingOptions) -> Iterator[str]:
         )
 
 
-@rule("`prompt_lookup_min` is at most `prompt_lookup_max`.", "prompt_lookup_min", "prompt_lookup_max")
-def _prompt_lookup_range(options: DraftingOptions) -> Iterator[str]:
-    smallest, largest = options.prompt_lookup_min, options.prompt_lookup_max
-    if smallest > largest:
-        yield f"prompt_lookup_min is {smallest}; it must be at most prompt_lookup_max ({largest})"
-
-
-class DraftingOptions(RevisionOptions):
+class DraftingOptions(ModelOptions):
     """Drafting method and its options."""
 
     speculative_method: Annotated[str, AfterValidator(checked_method)] | None = None
@@ -138,13 +136,6 @@ class DraftingOptions(RevisionOptions):
     draft_tensor_parallel_size: int | None = Field(default=None, ge=1)
     """Number of GPUs for the draft model: 1 or the target's; more than 1 need the engine vllm. By default 1. vLLM's
     name, and tensor_parallel_size."""
-    quantization: str | None = None
-    """How the model's weights are quantized, with the engine vllm: fp8, awq, gptq and others. By default what its
-    config.json says. vLLM's name."""
-    moe_backend: str | None = None
-    """Kernels for a mixture of experts, with the engine vllm. By default its own choice. vLLM's name."""
-    enforce_eager: bool = False
-    """Compile nothing and capture no CUDA graphs, with the engine vllm; the engine tandem does neither. vLLM's name."""
     draft_load_config: Annotated[dict[str, Any], BeforeValidator(_object)] | None = None
     """How the draft's weights are read, with the engine vllm: the fields of its LoadConfig, such as
     {"load_format": "runai_streamer"}. vLLM's name."""
@@ -163,7 +154,7 @@ class DraftingOptions(RevisionOptions):
     suffix_decoding_min_token_prob: float = Field(default=0.1, ge=0, le=1)
     """Estimated probability that a suffix tree's token needs to be proposed. vLLM's name."""
 
-    own_rules: ClassVar[Rules] = (_model_free_method, _prompt_lookup_range)
+    own_rules: ClassVar[Rules] = (_model_free_method, not_below("prompt_lookup_max", "prompt_lookup_min"))
 
     def is_standalone(self) -> bool:
         """True if a draft model of its own drafts."""

@@ -137,16 +137,10 @@ def _token_rule(option: str) -> Rule[Any]:
         option.replace("_", "-"),
         f"`{option}` is a word of at least 16 visible ASCII characters, and not set beside `{file}`.",
         check,
-        (option, file),
     )
 
 
-@rule(
-    "`tls_cert_file` and `tls_key_file` are set together, and `tls_client_ca_file` only with them.",
-    "tls_cert_file",
-    "tls_key_file",
-    "tls_client_ca_file",
-)
+@rule("`tls_cert_file` and `tls_key_file` are set together, and `tls_client_ca_file` only with them.")
 def _tls_files(options: ProtectionOptions) -> Iterator[str]:
     pair = {"tls_cert_file": options.tls_cert_file, "tls_key_file": options.tls_key_file}
     missing = [name for name, path in pair.items() if path is None]
@@ -242,7 +236,7 @@ def exposure_rule(host: str, *port: str) -> Rule[Any]:
     requirement = (
         f"When other machines reach `{host}`, the server has TLS and asks who calls, or is `insecure`."
     )
-    return Rule(f"{host.replace('_', '-')}-exposure", requirement, check, (host, *port))
+    return Rule(f"{host.replace('_', '-')}-exposure", requirement, check)
 
 
 def tokens_of(token: SecretStr | None, file: Path | None) -> Callable[[], tuple[str, ...]]:

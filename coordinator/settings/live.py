@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import UTC, datetime
 
 from pydantic import ValidationError
@@ -30,16 +30,6 @@ LIVE_OPTIONS = (
 )
 """Options that can change while the coordinator runs: each request reads their current values."""
 
-_NOTHING = ("", "null", "none")
-"""Spellings of an option that is not set."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Change:
-    value: str | None
-    by: str
-    at: datetime
-
 
 class LiveConfig:
     """Starts as the settings of the process. A request keeps what held when it began."""
@@ -48,12 +38,13 @@ class LiveConfig:
         self.current = settings
         """The settings for new requests."""
         self._at_start = settings
-        self._changes: dict[str, _Change] = {}
+        self._changes: dict[str, ConfigOption] = {}
+        """As they were asked for; a value of None unsets the option."""
 
     @property
     def changes(self) -> dict[str, str]:
         """The options that were changed, as `change` takes them."""
-        return {name: change.value or "" for name, change in self._changes.items()}
+        return {name: str(change.value or "") for name, change in self._changes.items()}
 
     def options(self) -> list[ConfigOption]:
         """Every option with its value and its origin."""
@@ -72,24 +63,18 @@ class LiveConfig:
         now = datetime.now(UTC)
         changes = {name: change for name, change in self._changes.items() if name not in reset}
         for name, text in values.items():
-            value = text.strip()
-            changes[name] = _Change(None if value.lower() in _NOTHING else value, by, now)
+            value = None if text.strip().lower() in ("", "null", "none") else text.strip()
+            changes[name] = ConfigOption(name, value, Origin.LIVE, True, by, now)
         before, self.current, self._changes = self.current, self._validated(changes), changes
         named = [name for name in LIVE_OPTIONS if name in values or name in reset]
         for name in named:
-            logger.info(
-                "configuration changed",
-                extra={
-                    "option": name,
-                    "value": getattr(self.current, name),
-                    "before": getattr(before, name),
-                    "by": by,
-                },
-            )
+            old, new = getattr(before, name), getattr(self.current, name)
+            extra = {"option": name, "value": new, "before": old, "by": by}
+            logger.info("configuration changed", extra=extra)
         current = self.current.model_dump(mode="json", include=set(named))
         return [self._option(name, current[name]) for name in named]
 
-    def _validated(self, changes: Mapping[str, _Change]) -> CoordinatorSettings:
+    def _validated(self, changes: Mapping[str, ConfigOption]) -> CoordinatorSettings:
         # Without the options' sources: their values are already here, and must not be read again.
         values = self._at_start.model_dump(exclude=set(SourceOptions.model_fields) | set(changes))
         values |= {name: change.value for name, change in changes.items() if change.value is not None}
@@ -100,10 +85,11 @@ class LiveConfig:
         return self._at_start.model_copy(update={name: getattr(checked, name) for name in LIVE_OPTIONS})
 
     def _option(self, name: str, value: object) -> ConfigOption:
-        is_live = name in LIVE_OPTIONS
         if change := self._changes.get(name):
-            return ConfigOption(name, value, Origin.LIVE, is_live, change.by, change.at)
-        return ConfigOption(name, value, self._at_start.origins.get(name, Origin.DEFAULT), is_live)
+            return replace(change, value=value)
+        return ConfigOption(
+            name, value, self._at_start.origins.get(name, Origin.DEFAULT), name in LIVE_OPTIONS
+        )
 
 
 def spelled(name: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from operator import attrgetter
 
-from prometheus_client import CollectorRegistry, Metric
+from prometheus_client import Counter, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from coordinator.rejection import STRATEGIES
@@ -17,8 +17,7 @@ from coordinator.stats.rounds import MAX_RANKS, RoundTimes
 from coordinator.telemetry.observer import State
 from tandem import errors
 from tandem.replica import ReplicaState, Role
-from tandem.rpc.channels import MessageWaits
-from tandem.telemetry.metrics import LATENCY_SECONDS, TOKENS, Instruments, Series, family
+from tandem.telemetry.metrics import LATENCY_SECONDS, TOKENS, Metrics, Series, counter, family, histogram
 from tandem.types import FinishReason, PositionStats, SpeculationStats
 
 FALLBACKS = ("draft_lost", "draft_late", "draft_paused")
@@ -36,61 +35,51 @@ ERRORS: tuple[tuple[type[BaseException], str], ...] = (
 )
 """Outcomes of requests by what ended them; anything else is an error."""
 OUTCOMES = (*(reason.value for reason in FinishReason), *dict.fromkeys(name for _, name in ERRORS), "error")
-PEERS = ("draft", "target")
 PHASES = ("draft", "verify", "sampling", "wait")
 """Parts of a round, by their names in `RoundTimes`."""
 WAIT_PLACES = ("event_loop", "answer", "question")
 """A round waits until the event loop reads its answer, until its request goes on with that, and until its next question
 is written."""
 
-DIRECTIONS = ("sent", "received")
-
 # No client and no fleet makes more series than these.
 _MAX_POSITIONS = 32
 
 
-class RequestMetrics:
-    """Metrics that requests add to. All series exist from the start: a rate needs a first value."""
+class RequestMetrics(Metrics):
+    """Metrics that requests add to."""
 
-    def __init__(self, registry: CollectorRegistry, model_name: str, *, measures_waits: bool = False) -> None:
-        """Register all of them, with the target's name as a label; `measures_waits` adds `MessageWaits`."""
-        make = Instruments(registry, model_name=model_name)
-        self.requests = make.counters("requests", "Requests that ended, by outcome.", "outcome", OUTCOMES)
-        self.prompt_tokens = make.counter("prompt_tokens", "Prompt tokens of requests that began.")
-        self.events = {
-            **make.counters("fallbacks", "Times that the target went on alone.", "kind", FALLBACKS),
-            **make.counters("failovers", "Times that a sequence changed its replica.", "kind", FAILOVERS),
-        }
-        text = "Time of a round by phase, the first round left out."
-        self._phases = make.several("round_phase_seconds", text, "phase", PHASES)
-
-        def times(name: str, text: str) -> Series:
-            return make.series(name, text, LATENCY_SECONDS)
-
-        self._inter_token = times("inter_token_latency_seconds", "Between two chunks of a request.")
-        self.prefill = times("prefill_seconds", "First round of a request.")
-        self.first_token = times("time_to_first_token_seconds", "From arrival to the first token.")
-        text = "Time from the first token to the end, by token after it."
-        self.per_token = times("request_time_per_output_token_seconds", text)
-        self.latency = times("e2e_request_latency_seconds", "From arrival to end.")
-        self.queue = times("request_queue_time_seconds", "From arrival to the request's place.")
-        self.request_prompt = make.series("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
-        text = "Tokens generated of a request."
-        self.request_generation = make.series("request_generation_tokens", text, TOKENS)
-        self.message_waits: MessageWaits | None = None
-        """None: nobody measures."""
-        self.event_loop_wait: Series | None = None
-        if measures_waits:
-            text = "Time that a round waits in the coordinator, by place; with measure_waits."
-            waits = make.several("round_wait_seconds", text, "place", WAIT_PLACES)
-            self.event_loop_wait = waits["event_loop"]
-            self.message_waits = MessageWaits(waits["answer"].observe, waits["question"].observe)
+    requests: dict[str, Counter] = counter("Requests that ended, by outcome.", outcome=OUTCOMES)
+    prompt_tokens: Counter = counter("Prompt tokens of requests that began.")
+    fallbacks: dict[str, Counter] = counter("Times that the target went on alone.", kind=FALLBACKS)
+    failovers: dict[str, Counter] = counter("Times that a sequence changed its replica.", kind=FAILOVERS)
+    round_phase_seconds: dict[str, Series] = histogram(
+        "Time of a round by phase, the first left out.", phase=PHASES
+    )
+    inter_token_latency_seconds: Series = histogram("Between two chunks of a request.", LATENCY_SECONDS)
+    prefill_seconds: Series = histogram("First round of a request.", LATENCY_SECONDS)
+    time_to_first_token_seconds: Series = histogram("From arrival to the first token.", LATENCY_SECONDS)
+    request_time_per_output_token_seconds: Series = histogram(
+        "Time from the first token to the end, by token after it.", LATENCY_SECONDS
+    )
+    e2e_request_latency_seconds: Series = histogram("From arrival to end.", LATENCY_SECONDS)
+    request_queue_time_seconds: Series = histogram("From arrival to the request's place.", LATENCY_SECONDS)
+    request_prompt_tokens: Series = histogram("Prompt tokens of a request.", TOKENS)
+    request_generation_tokens: Series = histogram("Tokens generated of a request.", TOKENS)
 
     def round(self, timed: RoundTimes) -> None:
         """Time a round that is not a request's first."""
-        for phase, series in self._phases.items():
+        for phase, series in self.round_phase_seconds.items():
             series.observe(getattr(timed, phase))
-        self._inter_token.observe(timed.seconds)
+        self.inter_token_latency_seconds.observe(timed.seconds)
+
+
+class WaitMetrics(Metrics):
+    """What `measure_waits` adds."""
+
+    round_wait_seconds: dict[str, Series] = histogram(
+        "Time that a round waits in the coordinator, by place; with measure_waits.",
+        place=WAIT_PLACES,
+    )
 
 
 # ---- the coordinator's state at scrape time

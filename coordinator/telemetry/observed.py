@@ -22,9 +22,9 @@ from coordinator.decoding.completion import Completion
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.stats.rounds import RoundResult
 from coordinator.stats.speculation import describe
-from coordinator.telemetry.metrics import DIRECTIONS, ERRORS, PEERS, PHASES, RequestMetrics, state_metrics
+from coordinator.telemetry.metrics import ERRORS, PHASES, RequestMetrics, WaitMetrics, state_metrics
 from coordinator.telemetry.observer import EventValue, Observer, RequestObserver, State, StreamObserver
-from tandem.rpc.channels import Traffic
+from tandem.rpc.channels import MessageWaits, Traffic
 from tandem.telemetry.metrics import on_loop
 from tandem.telemetry.names import Read
 from tandem.telemetry.process import OtlpExports, Telemetry
@@ -34,6 +34,7 @@ from tandem.types import SpeculationStats
 _MAX_EVENTS = 64
 """A span keeps 128 events, the last ones; the first say more."""
 _OPERATION = "text_completion"
+_PEERS = tuple(product(("draft", "target"), ("sent", "received")))
 _Bytes = Counter[tuple[str, str]]
 """Bytes of messages by peer and direction."""
 
@@ -46,16 +47,19 @@ class ObservedRequests(Telemetry, Observer):
         self.trace_rounds = settings.trace_rounds
         """Share of the traced requests whose rounds have spans."""
         self.metrics: RequestMetrics | None = None
+        self.message_waits: MessageWaits | None = None
         self.running: set[ObservedRequest] = set()
-        self.ended_bytes: _Bytes = Counter(dict.fromkeys(product(PEERS, DIRECTIONS), 0))
+        self.ended_bytes: _Bytes = Counter(dict.fromkeys(_PEERS, 0))
         """Those of requests that have ended."""
         self._measures_waits = settings.measure_waits
         self._probe: asyncio.Task[None] | None = None
 
     def ready(self, model_name: str, state: Callable[[], State]) -> None:
-        self.metrics = RequestMetrics(self.registry, model_name, measures_waits=self._measures_waits)
-        if self.metrics.event_loop_wait is not None:
-            self._probe = asyncio.create_task(probe_event_loop(self.metrics.event_loop_wait.observe))
+        self.metrics = RequestMetrics(self.registry, model_name=model_name)
+        if self._measures_waits:
+            waits = WaitMetrics(self.registry, model_name=model_name).round_wait_seconds
+            self.message_waits = MessageWaits(waits["answer"].observe, waits["question"].observe)
+            self._probe = asyncio.create_task(probe_event_loop(waits["event_loop"].observe))
         read = on_loop(lambda: (state(), self._bytes()))
         self.registry.register(Read(lambda: () if (found := read()) is None else state_metrics(*found)))
 
@@ -115,20 +119,20 @@ class ObservedRequest(RequestObserver):
 
     def admitted(self) -> None:
         self._seconds["queue"] = seconds = time.perf_counter() - self._began
-        self._metrics.queue.observe(seconds)
+        self._metrics.request_queue_time_seconds.observe(seconds)
 
     def planned(self, completion: Completion, details: Mapping[str, EventValue]) -> None:
         self._completion = completion
         self._prompt_length = completion.length
         self._metrics.prompt_tokens.inc(self._prompt_length)
-        self._metrics.request_prompt.observe(self._prompt_length)
+        self._metrics.request_prompt_tokens.observe(self._prompt_length)
         if self._span.is_recording():
             self._span.update_name(f"{_OPERATION} {details['gen_ai.request.model']}")
             self._span.set_attributes(details)
             self._prefill = self._all.tracer.start_span("prefill", under(self._span))
 
     def stream(self, role: str, address: str) -> StreamObserver:
-        traffic = Traffic(waits=self._metrics.message_waits)
+        traffic = Traffic(waits=self._all.message_waits)
         host, _, port = address.rpartition(":")
         server: dict[str, str | int] = {
             "server.address": host or address,
@@ -150,8 +154,9 @@ class ObservedRequest(RequestObserver):
         self._decision = decision
 
     def event(self, name: str, attributes: Mapping[str, EventValue]) -> None:
-        if (counter := self._metrics.events.get(name)) is not None:
-            counter.inc()
+        for counters in (self._metrics.fallbacks, self._metrics.failovers):
+            if (counter := counters.get(name)) is not None:
+                counter.inc()
         self._events += 1
         if self._events <= _MAX_EVENTS:
             self._span.add_event(name, dict(attributes))
@@ -162,10 +167,10 @@ class ObservedRequest(RequestObserver):
         self._rounds += 1
         if self._first_token is None and result.committed:
             self._first_token = timed.decided
-            self._metrics.first_token.observe(timed.decided - self._began)
+            self._metrics.time_to_first_token_seconds.observe(timed.decided - self._began)
         if self._rounds == 1:
             self._seconds["prefill"] = timed.decided - timed.requested
-            self._metrics.prefill.observe(timed.decided - timed.requested)
+            self._metrics.prefill_seconds.observe(timed.decided - timed.requested)
             self._end_prefill(self._nanoseconds(timed.decided))
         else:
             for phase in PHASES:
@@ -181,11 +186,13 @@ class ObservedRequest(RequestObserver):
         self._metrics.requests[outcome].inc()
         self._all.running.discard(self)
         self._all.ended_bytes.update(self.bytes())
-        self._metrics.latency.observe(now - self._began)
+        self._metrics.e2e_request_latency_seconds.observe(now - self._began)
         if tokens:
-            self._metrics.request_generation.observe(tokens)
+            self._metrics.request_generation_tokens.observe(tokens)
         if self._first_token is not None and tokens > 1:
-            self._metrics.per_token.observe((now - self._first_token) / (tokens - 1))
+            self._metrics.request_time_per_output_token_seconds.observe(
+                (now - self._first_token) / (tokens - 1)
+            )
         if not self._span.is_recording():
             return
         self._end_prefill()
@@ -237,7 +244,7 @@ class ObservedRequest(RequestObserver):
     def _attributes(self) -> dict[str, Any]:
         attributes: dict[str, Any] = {**_seconds(self._seconds), **self._decision()}
         own_bytes = self.bytes()
-        for peer, direction in product(PEERS, DIRECTIONS):
+        for peer, direction in _PEERS:
             attributes[f"tandem.bytes.{peer}.{direction}"] = own_bytes[peer, direction]
         attributes["gen_ai.usage.output_tokens"] = self._generated
         if self._first_token is not None:

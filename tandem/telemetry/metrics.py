@@ -8,11 +8,11 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, TypeVar
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Metric, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Metric, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
@@ -81,35 +81,39 @@ class Histogram(Collector):
         yield family
 
 
-class Instruments:
-    """Makes metrics that have these labels in common."""
+@dataclass(frozen=True, slots=True)
+class _Declared:
+    text: str
+    bounds: Sequence[float] | None
+    label: Mapping[str, Sequence[str]]
+
+
+def counter(text: str, **label: Sequence[str]) -> Any:
+    """A counter of a class of `Metrics`; with a label of its own, one for each of its values."""
+    return _Declared(text, None, label)
+
+
+def histogram(text: str, bounds: Sequence[float] = STEP_SECONDS, **label: Sequence[str]) -> Any:
+    """A histogram of such a class, likewise."""
+    return _Declared(text, bounds, label)
+
+
+class Metrics:
+    """Metrics that are counted when something happens: those that a class declares, named like their attributes, with
+    labels in common. All series exist from the start: a rate needs a first value."""
 
     def __init__(self, registry: CollectorRegistry, **common: str) -> None:
-        self._registry = registry
-        self._common = common
-
-    def counter(self, name: str, text: str) -> Counter:
-        return Counter(f"tandem_{name}", text, (*self._common,), registry=self._registry).labels(
-            **self._common
-        )
-
-    def counters(self, name: str, text: str, label: str, values: Sequence[str]) -> dict[str, Counter]:
-        """A counter for each value of one more label."""
-        counter = Counter(f"tandem_{name}", text, (*self._common, label), registry=self._registry)
-        return {value: counter.labels(*self._common.values(), value) for value in values}
-
-    def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
-        gauge = Gauge(f"tandem_{name}", text, (*self._common,), registry=self._registry)
-        gauge.labels(**self._common).set_function(read)
-
-    def series(self, name: str, text: str, bounds: Sequence[float] = STEP_SECONDS) -> Series:
-        histogram = Histogram(f"tandem_{name}", text, (*self._common,), bounds, self._registry)
-        return histogram.labels(*self._common.values())
-
-    def several(self, name: str, text: str, label: str, values: Sequence[str]) -> dict[str, Series]:
-        """The times of a step for each value of one more label."""
-        histogram = Histogram(f"tandem_{name}", text, (*self._common, label), STEP_SECONDS, self._registry)
-        return {value: histogram.labels(*self._common.values(), value) for value in values}
+        for name, each in vars(type(self)).items():
+            if not isinstance(each, _Declared):
+                continue
+            whole: Any
+            labels = (*common, *each.label)
+            if each.bounds is None:
+                whole = Counter(f"tandem_{name}", each.text, labels, registry=registry)
+            else:
+                whole = Histogram(f"tandem_{name}", each.text, labels, each.bounds, registry)
+            own = {value: whole.labels(*common.values(), value) for value in chain(*each.label.values())}
+            setattr(self, name, own or whole.labels(*common.values()))
 
 
 def family(

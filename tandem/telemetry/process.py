@@ -23,12 +23,12 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import NoOpTracer, Tracer
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector
 from prometheus_client import Metric as Family
 from prometheus_client.samples import Sample
 
 import tandem
-from tandem.telemetry.metrics import Instruments, end_server, serve_metrics
+from tandem.telemetry.metrics import Metrics, counter, end_server, serve_metrics
 from tandem.telemetry.names import by_conventions, unit_of
 from tandem.telemetry.settings import TelemetryOptions, sends
 
@@ -151,14 +151,15 @@ class OtlpExports:
                 self._failures.count("metrics")
 
 
-class Failures:
+class Failures(Metrics):
     """Counts batches that the collector did not take, and complains of them once a minute."""
 
+    telemetry_export_failures: dict[str, Counter] = counter(
+        "Batches that the OTLP endpoint did not take.", signal=("traces", "metrics")
+    )
+
     def __init__(self, registry: CollectorRegistry) -> None:
-        text = "Batches that the OTLP endpoint did not take."
-        self._counters = Instruments(registry).counters(
-            "telemetry_export_failures", text, "signal", ("traces", "metrics")
-        )
+        super().__init__(registry)
         self.complained = float("-inf")
         """When that was last said. At infinity nothing is said any more: a transfer that is cut off at the end may fail
         when the log has long been closed."""
@@ -166,7 +167,7 @@ class Failures:
 
     def count(self, signal: str) -> None:
         """A batch of `traces` or `metrics` was lost."""
-        self._counters[signal].inc()
+        self.telemetry_export_failures[signal].inc()
         self.complain(signal)
 
     def complain(self, signal: str) -> None:

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Tracer
-from prometheus_client import CollectorRegistry
+from prometheus_client import Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from tandem.telemetry.metrics import SEQUENCES, TOKENS, Instruments, family, on_loop
+from tandem.telemetry.metrics import SEQUENCES, TOKENS, Metrics, Series, counter, family, histogram, on_loop
 from tandem.telemetry.names import Read
 from tandem.telemetry.process import OtlpExports, Telemetry
 from tandem.telemetry.settings import TelemetryOptions
@@ -35,29 +35,35 @@ class ObservedService(Telemetry, ServiceObserver):
 
     def __init__(self, options: TelemetryOptions, role: str, exports: OtlpExports | None = None) -> None:
         super().__init__(options, role, exports)
-        self.metrics: ServiceMetrics | None = None
+        self.metrics: StreamMetrics | None = None
+        self._engine: EngineMetrics | None = None
         self._role = role
         self.on_step = self._count_step
+        self._labels: dict[str, str] = {}
 
     def ready(self, model_name: str, kv_usage: Callable[[], KvUsage | None]) -> None:
         """Name the model in metrics from now on."""
-        labels = {"role": self._role, "model_name": model_name}
-        self.metrics = ServiceMetrics(self.registry, labels, has_engine=kv_usage() is not None)
-        if self.metrics.has_engine:
-            read = on_loop(kv_usage)
+        self._labels = labels = {"role": self._role, "model_name": model_name}
+        self.metrics = metrics = StreamMetrics(self.registry, **labels)
+        self._gauge("num_streams_running", "Sequences open now.", lambda: metrics.running)
+        if kv_usage() is not None:
+            self._engine, read = EngineMetrics(self.registry, **labels), on_loop(kv_usage)
             self.registry.register(
                 Read(lambda: () if (usage := read()) is None else _kv_metrics(labels, usage))
             )
 
     def waits(self, steps: Callable[[], float]) -> None:
         """Show what a question waits: in steps, which are long for one model and short for another."""
-        assert self.metrics is not None, "a draft is ready"
         text = "What a question to the draft waits at present, in steps of its measured profile."
-        self.metrics.make.gauge("draft_wait_steps", text, steps)
+        self._gauge("draft_wait_steps", text, steps)
+
+    def _gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
+        labels = self._labels
+        self.registry.register(Read(lambda: [family(GaugeMetricFamily, labels, name, text, read())]))
 
     def _count_step(self, record: StepRecord) -> None:
-        if self.metrics is not None and self.metrics.has_engine:
-            self.metrics.count_step(record)
+        if self._engine is not None:
+            self._engine.count_step(record)
 
     @contextmanager
     def stream(self, request_id: str, traceparent: str) -> Iterator[SequenceObserver]:
@@ -79,39 +85,37 @@ class ObservedService(Telemetry, ServiceObserver):
             observer.ended(outcome)
 
 
-class ServiceMetrics:
-    """Counts streams, and times their steps and the engine's, the latter on the engine's thread."""
+class StreamMetrics(Metrics):
+    """Counts and times of streams."""
 
-    def __init__(
-        self, registry: CollectorRegistry, labels: Mapping[str, str], *, has_engine: bool = True
-    ) -> None:
-        self.running = 0
-        self.has_engine = has_engine
-        self.make = make = Instruments(registry, **labels)
-        make.gauge("num_streams_running", "Sequences open now.", lambda: self.running)
-        self.outcomes = make.counters("streams", "Sequences that ended, by outcome.", "outcome", OUTCOMES)
-        text = "From a step's arrival to its answer, the wait for the engine included."
-        self.step = make.series("stream_step_seconds", text)
-        if has_engine:
-            self._step_seconds = make.series("engine_step_seconds", "An engine step, the head included.")
-            self._model_seconds = make.series("engine_model_seconds", "The forward pass of an engine step.")
-            text = "Sequences in an engine step."
-            self._batch_sequences = make.series("engine_batch_sequences", text, SEQUENCES)
-            self._batch_tokens = make.series("engine_batch_tokens", "Tokens in an engine step.", TOKENS)
-            self._total = make.counter("engine_tokens", "Tokens computed.")
+    running = 0
+    streams: dict[str, Counter] = counter("Sequences that ended, by outcome.", outcome=OUTCOMES)
+    stream_step_seconds: Series = histogram(
+        "From a step's arrival to its answer, the wait for the engine included."
+    )
+
+
+class EngineMetrics(Metrics):
+    """Counts and times of an engine's steps, on its thread."""
+
+    engine_step_seconds: Series = histogram("An engine step, the head included.")
+    engine_model_seconds: Series = histogram("The forward pass of an engine step.")
+    engine_batch_sequences: Series = histogram("Sequences in an engine step.", SEQUENCES)
+    engine_batch_tokens: Series = histogram("Tokens in an engine step.", TOKENS)
+    engine_tokens: Counter = counter("Tokens computed.")
 
     def count_step(self, record: StepRecord) -> None:
-        self._step_seconds.observe(record.seconds)
-        self._model_seconds.observe(record.model_seconds)
-        self._batch_sequences.observe(record.sequence_count)
-        self._batch_tokens.observe(record.token_count)
-        self._total.inc(record.token_count)
+        self.engine_step_seconds.observe(record.seconds)
+        self.engine_model_seconds.observe(record.model_seconds)
+        self.engine_batch_sequences.observe(record.sequence_count)
+        self.engine_batch_tokens.observe(record.token_count)
+        self.engine_tokens.inc(record.token_count)
 
 
 class ObservedSequence(SequenceObserver):
     """One sequence's stream: a span with a child for its first step, which reads the prompt."""
 
-    def __init__(self, metrics: ServiceMetrics, span: Span, tracer: Tracer) -> None:
+    def __init__(self, metrics: StreamMetrics, span: Span, tracer: Tracer) -> None:
         self._metrics = metrics
         self._span = span
         self._tracer = tracer
@@ -134,7 +138,7 @@ class ObservedSequence(SequenceObserver):
         seconds = time.perf_counter() - self._asked
         self._step_seconds += seconds
         self._tokens += token_count
-        self._metrics.step.observe(seconds)
+        self._metrics.stream_step_seconds.observe(seconds)
         if self._steps == 1:
             self._prefill.end()
 
@@ -145,7 +149,7 @@ class ObservedSequence(SequenceObserver):
     def ended(self, outcome: str) -> None:
         metrics = self._metrics
         metrics.running -= 1
-        metrics.outcomes.get(outcome, metrics.outcomes["internal"]).inc()
+        metrics.streams.get(outcome, metrics.streams["internal"]).inc()
         if not self._span.is_recording():
             return
         if self._prefill.is_recording():

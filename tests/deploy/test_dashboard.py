@@ -13,10 +13,10 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from coordinator.telemetry.metrics import RequestMetrics, state_metrics
+from coordinator.telemetry.metrics import RequestMetrics, WaitMetrics, state_metrics
 from coordinator.telemetry.observer import State
 from tandem.integrations.vllm.metrics import Counts, CountsCollector, wait_histogram
-from tandem.telemetry.service import ServiceMetrics
+from tandem.telemetry.service import EngineMetrics, StreamMetrics
 from tandem.types import SpeculationStats
 from tests.paths import ROOT
 from tests.unit.coordinator.cli.samples import REPLICAS, STATUS
@@ -44,8 +44,8 @@ def check(*arguments: str) -> None:
 
 def test_every_metric_that_a_query_asks_for_is_exported() -> None:
     registry = CollectorRegistry()
-    RequestMetrics(registry, "m", measures_waits=True)
-    ServiceMetrics(registry, {"role": "target", "model_name": "m"})
+    for kind in (RequestMetrics, WaitMetrics, StreamMetrics, EngineMetrics):
+        kind(registry)
     wait_histogram(registry)
     registry.register(CountsCollector(Counts(), lambda: 0))
     exported = VLLM_METRICS | {family.name for family in registry.collect()}

@@ -72,7 +72,7 @@ async def test_positions_and_rules_have_series_from_the_start_and_their_number_i
 
 async def test_every_counter_has_a_unit() -> None:
     registry = registry_of(lambda: state({"greedy": SpeculationStats()}))
-    RequestMetrics(registry, "m")
+    RequestMetrics(registry, model_name="m")
     counters = [family.name for family in registry.collect() if family.type == "counter"]
     assert len(counters) > 15
     assert [name for name in counters if not unit_of(name)] == []
@@ -124,7 +124,7 @@ def spans_of(memory: InMemorySpanExporter, trace_rounds: float = 0.0) -> Observe
     provider.add_span_processor(SimpleSpanProcessor(memory))
     requests = ObservedRequests(CoordinatorSettings(target_address="127.0.0.1:1", trace_rounds=trace_rounds))
     requests.tracer = provider.get_tracer("test")
-    metrics = RequestMetrics(CollectorRegistry(), "m")
+    metrics = RequestMetrics(CollectorRegistry(), model_name="m")
     return ObservedRequest(requests, metrics, requests.tracer.start_span("request"))
 
 

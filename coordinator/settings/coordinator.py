@@ -25,10 +25,6 @@ MAX_CHAT_MESSAGES = 2_048
 """Maximum messages of a chat."""
 
 
-_MAX = {"structured_output": "refuse", "draft_model_penalties": "refuse"}
-"""Defaults of options with `compatibility` max."""
-
-
 class RequestBounds(Options):
     """Bounds on the coordinator's work."""
 
@@ -68,7 +64,9 @@ class RequestBounds(Options):
     @model_validator(mode="before")
     @classmethod
     def _as_peer(cls, values: Any) -> Any:
-        return {**_MAX, **values} if values.get("compatibility") == "max" else values
+        if values.get("compatibility") != "max":
+            return values
+        return {"structured_output": "refuse", "draft_model_penalties": "refuse", **values}
 
 
 def encryption_rule(subject: str, advice: str, *addresses: str) -> Rule[Any]:

@@ -12,16 +12,9 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from tandem.config import options
 from tandem.config.names import REFUSED_OPTIONS
-from tandem.config.options import (
-    ALIASES,
-    ENVIRONMENT_PREFIX,
-    Options,
-    inferred,
-    read_section,
-    spelled_one_way,
-    unknown_option,
-)
+from tandem.config.options import Options
 from tandem.config.rule import spelled
 from tandem.config.speculative import SpeculativeConfig
 from tandem.errors import ConfigurationError
@@ -63,7 +56,8 @@ GROUPS = {
 # TANDEM_ sets an option of speculative decoding for every service, TANDEM_COORDINATOR_ and the like any option of one.
 # TANDEM_CLIENT_ is for clients, TANDEM_VLLM_ for the plug-in of vLLM.
 _SERVICE_PREFIXES = tuple(
-    f"{ENVIRONMENT_PREFIX}{service}_" for service in ("CLIENT", "COORDINATOR", "DRAFT", "TARGET", "VLLM")
+    f"{options.ENVIRONMENT_PREFIX}{service}_"
+    for service in ("CLIENT", "COORDINATOR", "DRAFT", "TARGET", "VLLM")
 )
 
 
@@ -88,9 +82,9 @@ def read_options(
     add(Origin.COMMAND_LINE, _from_command_line(cls, arguments, program))
     add(Origin.ENVIRONMENT, _from_environment(cls, environment))
     if path := values.get("config_file"):
-        section = read_section(Path(path), values.get("section_name"))
-        add(Origin.FILE, spelled_one_way(section, cls.model_fields, is_shared=True))
-    for name, value in inferred(values, cls.model_fields).items():
+        section = options.read_section(Path(path), values.get("section_name"))
+        add(Origin.FILE, options.spelled_one_way(section, cls.model_fields, is_shared=True))
+    for name, value in options.inferred(values, cls.model_fields).items():
         values[name] = value
         origins.setdefault(name, Origin.INFERRED)
     return values, origins
@@ -105,8 +99,8 @@ def _from_command_line(cls: type[Options], arguments: Sequence[str], program: st
     # What follows an unknown option may be its value.
     if unknown := [word.partition("=")[0] for word in rest if word.startswith("-")] or rest[:1]:
         known = {name: _flag(name) for name in (*cls.model_fields, *_aliases(cls).values(), "help")}
-        raise ConfigurationError("; ".join(unknown_option(word, known) for word in unknown))
-    return spelled_one_way(vars(given), cls.model_fields)
+        raise ConfigurationError("; ".join(options.unknown_option(word, known) for word in unknown))
+    return options.spelled_one_way(vars(given), cls.model_fields)
 
 
 def command_line(cls: type[Options], program: str, width: int | None = None) -> ArgumentParser:
@@ -163,7 +157,7 @@ def _aliases(cls: type[Options]) -> dict[str, str]:
     """vLLM's spelling of an option, where the class has no option of that name."""
     return {
         name: alias
-        for alias, name in ALIASES.items()
+        for alias, name in options.ALIASES.items()
         if name in cls.model_fields and alias not in cls.model_fields
     }
 
@@ -181,24 +175,24 @@ def _kind(annotation: Any) -> str:
 
 def _from_environment(cls: type[Options], environment: Mapping[str, str]) -> dict[str, Any]:
     """An empty variable counts as not set, since compose files pass unset variables like this."""
-    own_prefix = cls.env_prefix or ENVIRONMENT_PREFIX
+    own_prefix = cls.env_prefix or options.ENVIRONMENT_PREFIX
     shared: dict[str, Any] = {}
     own: dict[str, Any] = {}
     for variable, value in environment.items():
-        if not variable.startswith(ENVIRONMENT_PREFIX) or not value:
+        if not variable.startswith(options.ENVIRONMENT_PREFIX) or not value:
             continue
         name = variable.removeprefix(own_prefix).lower()
         if variable.startswith(own_prefix) and _is_known(name, cls.model_fields):
             own[name] = value
         elif _is_known(
-            name := variable.removeprefix(ENVIRONMENT_PREFIX).lower(), SpeculativeConfig.model_fields
+            name := variable.removeprefix(options.ENVIRONMENT_PREFIX).lower(), SpeculativeConfig.model_fields
         ):
             shared[name] = value
         elif variable.startswith(own_prefix) or not variable.startswith(_SERVICE_PREFIXES):
             shared[variable] = value  # no option: refused by the name it was given
     names = cls.model_fields
-    return spelled_one_way(shared, names, is_shared=True) | spelled_one_way(own, names)
+    return options.spelled_one_way(shared, names, is_shared=True) | options.spelled_one_way(own, names)
 
 
 def _is_known(name: str, fields: Container[str]) -> bool:
-    return name in fields or name in REFUSED_OPTIONS or ALIASES.get(name, name) in fields
+    return name in fields or name in REFUSED_OPTIONS or options.ALIASES.get(name, name) in fields

@@ -23,15 +23,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
-from tandem.config.names import (
-    MODEL_FREE_METHODS,
-    REFUSED_OPTIONS,
-    SUFFIX,
-    SUFFIX_TREE_DEPTH,
-    changes_nothing,
-    inferred_method,
-    read_config,
-)
+from tandem.config import names
 from tandem.config.rule import Rules, broken, spelled
 from tandem.errors import ConfigurationError
 
@@ -190,7 +182,7 @@ def unknown_option(
     """The sentence for an unknown option, as it was given: `name`, `--name` or `TANDEM_NAME`."""
     name = given.removeprefix("--").removeprefix(own_prefix).removeprefix(ENVIRONMENT_PREFIX)
     name = name.replace("-", "_").lower()
-    if reason := REFUSED_OPTIONS.get(name):
+    if reason := names.REFUSED_OPTIONS.get(name):
         return f"{given} is not available in this version: {reason}"
     if isinstance(value, dict):
         return f"{given} is not an option; if it is a section of the file, name it with section_name"
@@ -239,9 +231,9 @@ def _renamed(
     method = next((values[name] for name in ("speculative_method", "method") if name in values), None)
     for given, value in values.items():
         name = given if given in fields and not is_shared else aliases.get(given, given)
-        if value is None and (name in fields or name in REFUSED_OPTIONS):
+        if value is None and (name in fields or name in names.REFUSED_OPTIONS):
             continue
-        if name not in fields and changes_nothing(name, value, method):
+        if name not in fields and names.changes_nothing(name, value, method):
             continue
         if name in found and found[name] != value:
             spellings = " and ".join([name, *(alias for alias, meant in aliases.items() if meant == name)])
@@ -260,9 +252,9 @@ def inferred(values: Mapping[str, Any], fields: Container[str]) -> dict[str, Any
     found: dict[str, Any] = {}
     model, method = values.get("draft_model_path"), values.get("speculative_method")
     if "draft_model_path" in fields and isinstance(model, str | Path):
-        method = method or inferred_method(str(model))
+        method = method or names.inferred_method(str(model))
         found["speculative_method"] = method
-        if str(model) == method and method in MODEL_FREE_METHODS:
+        if str(model) == method and method in names.MODEL_FREE_METHODS:
             found["draft_model_path"] = None  # `model` named the method, as vLLM lets it
     if "num_speculative_tokens" in fields and values.get("num_speculative_tokens") is None:
         found |= _default_length(str(model or ""), method, values)
@@ -277,9 +269,11 @@ def inferred(values: Mapping[str, Any], fields: Container[str]) -> dict[str, Any
 
 def _default_length(model: str, method: object, values: Mapping[str, Any]) -> dict[str, Any]:
     """vLLM's default number of proposed tokens: a head's own `n_predict`, the depth of suffix trees, else none."""
-    if method == SUFFIX:
-        return {"num_speculative_tokens": values.get("suffix_decoding_max_tree_depth") or SUFFIX_TREE_DEPTH}
-    own = read_config(Path(model)).get("n_predict") if model else None
+    if method == names.SUFFIX:
+        return {
+            "num_speculative_tokens": values.get("suffix_decoding_max_tree_depth") or names.SUFFIX_TREE_DEPTH
+        }
+    own = names.read_config(Path(model)).get("n_predict") if model else None
     return {"num_speculative_tokens": own} if isinstance(own, int) and own > 0 else {}
 
 

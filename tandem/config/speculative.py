@@ -10,19 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from tandem.config.names import (
-    AUTO,
-    METHODS,
-    MODEL_FREE_METHODS,
-    NAMES,
-    REFUSED_METHODS,
-    SPELLINGS,
-    SUFFIX_TREE_DEPTH,
-    Device,
-    canonical_method,
-    canonical_name,
-    default_name,
-)
+from tandem.config import names
 from tandem.config.options import Options
 from tandem.config.rule import Rules, always, not_below, rule
 
@@ -35,18 +23,18 @@ LookupMatch = Literal["latest", "earliest"]
 
 def checked_method(name: str) -> str:
     """A drafting method's own name."""
-    method = canonical_method(name)
-    if reason := REFUSED_METHODS.get(method):
+    method = names.canonical_method(name)
+    if reason := names.REFUSED_METHODS.get(method):
         raise ValueError(f"it is not available in this version: {reason}")
-    if method not in METHODS:
-        raise ValueError(f"it must be one of {', '.join(METHODS)}")
+    if method not in names.METHODS:
+        raise ValueError(f"it must be one of {', '.join(names.METHODS)}")
     return method
 
 
 def _rule(name: str) -> str:
-    rule = canonical_name(name)
-    if rule not in (*NAMES, AUTO):
-        raise ValueError(f"it must be one of {', '.join(SPELLINGS)}")
+    rule = names.canonical_name(name)
+    if rule not in (*names.NAMES, names.AUTO):
+        raise ValueError(f"it must be one of {', '.join(names.SPELLINGS)}")
     return rule
 
 
@@ -114,7 +102,7 @@ class SourceOptions(Options):
 
 @rule("`draft_model_path` is not set for a method that has no model.")
 def _model_free_method(options: DraftingOptions) -> Iterator[str]:
-    if options.speculative_method in MODEL_FREE_METHODS and options.draft_model_path is not None:
+    if options.speculative_method in names.MODEL_FREE_METHODS and options.draft_model_path is not None:
         yield (
             f"draft_model_path is {options.draft_model_path} and speculative_method is {options.speculative_method}, "
             "which has no model; leave out draft_model_path, or set speculative_method to standalone"
@@ -131,7 +119,7 @@ class DraftingOptions(ModelOptions):
     draft_model_path: str | None = None
     """Folder or Hugging Face id of the draft model; ngram or suffix in its place names the method. MAX's name; vLLM:
     model."""
-    draft_devices: Device | None = None
+    draft_devices: names.Device | None = None
     """Device of the draft model: cpu, gpu, gpu:N or cuda:N. By default the draft service's device. MAX's name."""
     draft_tensor_parallel_size: int | None = Field(default=None, ge=1)
     """Number of GPUs for the draft model: 1 or the target's; more than 1 need the engine vllm. By default 1. vLLM's
@@ -145,7 +133,7 @@ class DraftingOptions(ModelOptions):
     """Largest n-gram to look up, in tokens; by default prompt_lookup_min when that is given. vLLM's name."""
     prompt_lookup_match: LookupMatch = "latest"
     """Which of several earlier occurrences counts: the most recent, or the earliest as in vLLM. Tandem's own."""
-    suffix_decoding_max_tree_depth: int = Field(default=SUFFIX_TREE_DEPTH, ge=1)
+    suffix_decoding_max_tree_depth: int = Field(default=names.SUFFIX_TREE_DEPTH, ge=1)
     """Longest run of tokens that the suffix trees remember, prefix match and proposal together. vLLM's name."""
     suffix_decoding_max_cached_requests: int = Field(default=10000, ge=0)
     """Finished completions that the global suffix tree remembers, first in, first out; 0 keeps none. vLLM's name."""
@@ -255,7 +243,7 @@ class SpeculativeConfig(DraftingOptions, AcceptanceOptions, SourceOptions):
             return self.rejection_sampling_strategy
         if self.synthetic_acceptance_rate is not None:
             return "synthetic"
-        return default_name(self.speculative_method)
+        return names.default_name(self.speculative_method)
 
     def uses_greedy_rejection(self) -> bool:
         """True if a token is accepted when it is the target's most probable one."""

@@ -28,13 +28,6 @@ class TelemetryOptions(Options):
     all."""
 
 
-_ENDPOINTS = (
-    "OTEL_EXPORTER_OTLP_ENDPOINT",
-    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
-    "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT",
-)
-
-
 def is_observed(options: TelemetryOptions, is_read: bool = False) -> bool:
     """True if anything receives a process's telemetry; `is_read`: something besides the options' exporters reads its
     metrics."""
@@ -45,4 +38,7 @@ def sends(options: TelemetryOptions) -> bool:
     """True if traces and metrics are sent to a collector."""
     if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return False
-    return options.otlp_endpoint is not None or any(os.environ.get(name) for name in _ENDPOINTS)
+    endpoints = [
+        os.environ.get(f"OTEL_EXPORTER_OTLP_{which}ENDPOINT") for which in ("", "TRACES_", "METRICS_")
+    ]
+    return options.otlp_endpoint is not None or any(endpoints)

@@ -52,13 +52,12 @@ class ServiceObserver:
     @contextmanager
     def stream(self, request_id: str, traceparent: str) -> Iterator[SequenceObserver]:
         """Observe a stream for as long as the block lasts."""
-        yield _NO_SEQUENCE_OBSERVER
+        yield SequenceObserver()
 
     async def close(self) -> None:
         """The service ends."""
 
 
-_NO_SEQUENCE_OBSERVER = SequenceObserver()
 NO_SERVICE_OBSERVER = ServiceObserver()
 
 

@@ -128,6 +128,15 @@ def spans_of(memory: InMemorySpanExporter, trace_rounds: float = 0.0) -> Observe
     return ObservedRequest(requests, metrics, requests.tracer.start_span("request"))
 
 
+async def test_a_client_s_trace_reaches_the_services_of_a_coordinator_that_traces_nothing() -> None:
+    requests = ObservedRequests(CoordinatorSettings(target_address="127.0.0.1:1"))
+    requests.ready("m", state)
+    traceparent = "00-0123456789abcdef0123456789abcdef-00f067aa0ba902b7-01"
+    request = requests.begin("r", traceparent)
+    assert request.stream("target", "127.0.0.1:50052").traceparent == traceparent
+    request.finished(None)
+
+
 def test_a_flapping_draft_does_not_push_out_the_first_events(memory: InMemorySpanExporter) -> None:
     spans = spans_of(memory)
     for index in range(500):

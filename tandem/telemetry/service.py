@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Tracer
+from opentelemetry.trace import Span, SpanKind
 from prometheus_client import Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -70,8 +70,9 @@ class ObservedService(Telemetry, ServiceObserver):
         assert self.metrics is not None, "a service has no streams before it is ready"
         attributes = {"tandem.request_id": request_id}
         span = rpc_span(self.tracer, self._role, SpanKind.SERVER, context_of(traceparent), attributes)
-        observer = ObservedSequence(self.metrics, span, self.tracer)
+        observer = SequenceObserver(self.metrics.stream_step_seconds.observe)
         outcome = "finished"
+        self.metrics.running += 1
         try:
             yield observer
         except (asyncio.CancelledError, GeneratorExit):
@@ -82,7 +83,31 @@ class ObservedService(Telemetry, ServiceObserver):
             mark_error(span, error)
             raise
         finally:
-            observer.ended(outcome)
+            self.metrics.running -= 1
+            self.metrics.streams.get(outcome, self.metrics.streams["internal"]).inc()
+            if span.is_recording():
+                self._end_span(span, observer, outcome)
+
+    def _end_span(self, span: Span, observer: SequenceObserver, outcome: str) -> None:
+        """End a stream's span; its child is the first step."""
+        if observer.steps:
+            offset, ended = (
+                time.time() - time.perf_counter(),
+                min(observer.prefill_ended, time.perf_counter()),
+            )
+            began = int(1e9 * (observer.prefill_began + offset))
+            self.tracer.start_span("prefill", under(span), start_time=began).end(int(1e9 * (ended + offset)))
+        span.set_attributes(
+            {
+                "tandem.steps": observer.steps,
+                "tandem.tokens": observer.tokens,
+                "tandem.seconds.queue": round(observer.queue_seconds, 6),
+                "tandem.seconds.steps": round(observer.step_seconds, 6),
+            }
+        )
+        if outcome == "cancelled":
+            span.set_attribute("error.type", outcome)
+        span.end()
 
 
 class StreamMetrics(Metrics):
@@ -110,61 +135,6 @@ class EngineMetrics(Metrics):
         self.engine_batch_sequences.observe(record.sequence_count)
         self.engine_batch_tokens.observe(record.token_count)
         self.engine_tokens.inc(record.token_count)
-
-
-class ObservedSequence(SequenceObserver):
-    """One sequence's stream: a span with a child for its first step, which reads the prompt."""
-
-    def __init__(self, metrics: StreamMetrics, span: Span, tracer: Tracer) -> None:
-        self._metrics = metrics
-        self._span = span
-        self._tracer = tracer
-        self._prefill: Span = INVALID_SPAN
-        self._began = self._asked = time.perf_counter()
-        self._queue_seconds = self._step_seconds = 0.0
-        self._steps = self._tokens = 0
-        metrics.running += 1
-
-    def opened(self) -> None:
-        self._queue_seconds = time.perf_counter() - self._began
-
-    def step_arrived(self) -> None:
-        self._asked = time.perf_counter()
-        if self._steps == 0 and self._span.is_recording():
-            self._prefill = self._tracer.start_span("prefill", under(self._span))
-        self._steps += 1
-
-    def answered(self, token_count: int) -> None:
-        seconds = time.perf_counter() - self._asked
-        self._step_seconds += seconds
-        self._tokens += token_count
-        self._metrics.stream_step_seconds.observe(seconds)
-        if self._steps == 1:
-            self._prefill.end()
-
-    def led(self, token_count: int) -> None:
-        self._steps += 1
-        self._tokens += token_count
-
-    def ended(self, outcome: str) -> None:
-        metrics = self._metrics
-        metrics.running -= 1
-        metrics.streams.get(outcome, metrics.streams["internal"]).inc()
-        if not self._span.is_recording():
-            return
-        if self._prefill.is_recording():
-            self._prefill.end()
-        self._span.set_attributes(
-            {
-                "tandem.steps": self._steps,
-                "tandem.tokens": self._tokens,
-                "tandem.seconds.queue": round(self._queue_seconds, 6),
-                "tandem.seconds.steps": round(self._step_seconds, 6),
-            }
-        )
-        if outcome == "cancelled":
-            self._span.set_attribute("error.type", outcome)
-        self._span.end()
 
 
 def _kv_metrics(labels: Mapping[str, str], usage: KvUsage) -> Iterator[Metric]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeAlias
@@ -17,19 +19,39 @@ OnStep: TypeAlias = "Callable[[StepRecord], None] | None"
 
 
 class SequenceObserver:
-    """Observes one sequence of a stream."""
+    """Counts and times one sequence of a stream."""
+
+    def __init__(self, on_answer: Callable[[float], None] = lambda _: None) -> None:
+        """`on_answer` receives the seconds of each step."""
+        self._on_answer = on_answer
+        self._began = self._asked = time.perf_counter()
+        self.queue_seconds = self.step_seconds = 0.0
+        self.steps = self.tokens = 0
+        self.prefill_began = self.prefill_ended = math.inf
+        """When the first step, which reads the prompt, arrived and was answered, by the clock of `perf_counter`."""
 
     def opened(self) -> None:
         """The sequence has its place."""
+        self.queue_seconds = time.perf_counter() - self._began
 
     def step_arrived(self) -> None:
         """A step arrived."""
+        self._asked = time.perf_counter()
+        self.prefill_began = min(self.prefill_began, self._asked)
+        self.steps += 1
 
     def answered(self, token_count: int) -> None:
         """The answer to the step is ready, with so many tokens or rows."""
+        now = time.perf_counter()
+        self.prefill_ended = min(self.prefill_ended, now)
+        self.step_seconds += now - self._asked
+        self.tokens += token_count
+        self._on_answer(now - self._asked)
 
     def led(self, token_count: int) -> None:
         """The answer to a step that nobody had asked for is ready."""
+        self.steps += 1
+        self.tokens += token_count
 
 
 class ServiceObserver:

@@ -64,9 +64,9 @@ the file."""
 
 _SECTIONS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("Drafting", "For the draft service; the coordinator checks that the two agree.", DraftingOptions),
-    ("Models", "For the draft and the target service.", ModelOptions),
+    ("Models", "For the draft and the target service; the coordinator has `max_length` too.", ModelOptions),
     ("Acceptance", "For the coordinator.", AcceptanceOptions),
-    ("Lengths, memory and what is fixed", "For every service that has the option.", SpeculativeConfig),
+    ("Vocabularies, and what is fixed", "For the coordinator.", SpeculativeConfig),
     ("Files", "For the coordinator and the draft service.", SourceOptions),
     ("Requests", "For the coordinator.", RequestBounds),
     ("Protection", "For every service; see [security](security.md).", ProtectionOptions),

@@ -130,8 +130,6 @@ class ModelServerSettings(ModelOptions, ServerSettings):
     compiler auto logs a message and uses torch; on requires the kernels; off is torch alone."""
     compile_cache: Path | None = None
     """Folder for kernels that are compiled here. By default tandem/kernels in the user's cache folder."""
-    max_length: int | None = Field(default=None, ge=1)
-    """Maximum tokens of a sequence, prompt and completion together. By default the model's own maximum."""
     max_sequences: int = Field(default=32, ge=1)
     """Maximum sequences in the KV cache at once; others wait. A free place goes to the client address that has the
     fewest, and an eighth more are kept for addresses with fewer than four."""
@@ -143,9 +141,6 @@ class ModelServerSettings(ModelOptions, ServerSettings):
     step_timeout_seconds: float | None = Field(default=None, gt=0)
     """How long a step of the engine may take before health says NOT_SERVING until the step ends. By default four
     times as long per token as the slowest recent steps, at least 30 s and at most 600 s."""
-    device_memory_utilization: float | None = Field(default=None, gt=0, le=1)
-    """Share of the device's memory that this service may take, model and KV cache together. By default 0.9 on a GPU,
-    0.3 on a CPU. Services that share a device need shares that are at most 1 together."""
     kv_cache_memory_bytes: int | None = Field(default=None, ge=1)
     """Size of the KV cache in bytes, in place of what device_memory_utilization leaves for it. vLLM's name."""
 

@@ -66,6 +66,12 @@ Integers = Annotated[tuple[int, ...], BeforeValidator(_listed)]
 class ModelOptions(Options):
     """Which model is run and how, with the embedded engine and with vLLM."""
 
+    max_length: int | None = Field(default=None, ge=1)
+    """Maximum tokens of a sequence, prompt and completion together; the same for draft and target. By default the
+    models' own. MAX's name; vLLM: max_model_len."""
+    device_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """Share of a device's memory that one service may take, model and KV cache together. By default 0.9 on a GPU and
+    0.3 on a CPU. Services that share a device need shares that are at most 1 together. MAX's name."""
     revision: str | None = None
     """Branch, tag or commit, when the model is named by a Hugging Face id. By default the hub's main branch. vLLM's
     name."""
@@ -209,12 +215,6 @@ class SpeculativeConfig(DraftingOptions, AcceptanceOptions, SourceOptions):
 
     is_shared: ClassVar = True
 
-    max_length: int | None = Field(default=None, ge=1)
-    """Maximum tokens of a sequence, prompt and completion together; the same for draft and target. By default the
-    models' own. MAX's name; vLLM: max_model_len."""
-    device_memory_utilization: float | None = Field(default=None, gt=0, le=1)
-    """Share of a device's memory that one service may take, model and KV cache together. By default 0.9 on a GPU and
-    0.3 on a CPU. Draft and target on one device need shares that are at most 1 together. MAX's name."""
     vocabulary_mapping: Literal["auto", "tli", "slem", "off"] = "auto"
     """How a draft model with another tokenizer than the target's proposes its tokens. tli: it draws among the tokens
     that both vocabularies have. slem: the target's tokenizer splits the text that the draft writes. auto: slem at

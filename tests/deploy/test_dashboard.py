@@ -45,7 +45,7 @@ def check(*arguments: str) -> None:
 def test_every_metric_that_a_query_asks_for_is_exported() -> None:
     registry = CollectorRegistry()
     for kind in (RequestMetrics, WaitMetrics, StreamMetrics, EngineMetrics):
-        kind(registry)
+        kind(registry, model_name="m")
     wait_histogram(registry)
     registry.register(CountsCollector(Counts(), lambda: 0))
     exported = VLLM_METRICS | {family.name for family in registry.collect()}

@@ -18,9 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor
 
-from tandem.engine.core.engine import RowEngine
 from tandem.engine.hidden_states import HiddenStateTap, LayerStates
-from tandem.engine.interface import RowRequest
+from tandem.engine.interface import RowRequest, SequenceEngine
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.engine.models.heads.interface import text_config
 from tandem.engine.models.loading import LoadedModel
@@ -78,7 +77,9 @@ class HiddenStateFiles:
         self._room = Semaphore(_MOST_WAITING)
         self.tap = HiddenStateTap(model, LayerStates(layer_ids, model))
 
-    async def take(self, engine: RowEngine, sequence: Sequence, count: int, request_id: str) -> None:
+    async def take(
+        self, engine: SequenceEngine[Sequence], sequence: Sequence, count: int, request_id: str
+    ) -> None:
         """Write the states of a sequence's first tokens, computed again if its pages were given to another one.
 
         The file is written in the background, whole or not at all. A failure is logged, never raised.

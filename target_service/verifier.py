@@ -8,13 +8,18 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from tandem.engine.core.engine import EngineOwner, RowEngine
+from tandem.engine.core.engine import RowEngine
 from tandem.engine.core.selection import choose_backends
 from tandem.engine.hidden_states import BoundSequences, HiddenStateTap
-from tandem.engine.interface import EngineSettings, RowRequest, non_finite_logits_logged
-from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
+from tandem.engine.interface import (
+    EngineOwner,
+    EngineSettings,
+    RowRequest,
+    SequenceEngine,
+    non_finite_logits_logged,
+)
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.errors import InvalidRequestError, TandemError
 from tandem.grammar import Grammars, GrammarState
@@ -89,7 +94,7 @@ def tokenizer_files(settings: TargetSettings) -> tuple[Path, ...]:
 
 
 @dataclass(eq=False)
-class Verifier(EngineOwner[RowEngine]):
+class Verifier(EngineOwner[SequenceEngine[Any]]):
     """The target model behind whichever engine runs it."""
 
     tokenizer_files: Sequence[Path]
@@ -145,8 +150,8 @@ class Verifier(EngineOwner[RowEngine]):
 class VerifiedSequence:
     """One sequence that proposals are verified for."""
 
-    engine: RowEngine
-    cached: CachedSequence
+    engine: SequenceEngine[Any]
+    cached: Any
     options: TargetOptions
     on_led: OnLed = None
     grammar: GrammarState | None = None

@@ -22,11 +22,11 @@ from torch import Tensor
 from draft_service.proposers.drafting import Drafting, Outcome, check_room, extended, with_defaults
 from draft_service.proposers.model_free import TokenState
 from draft_service.proposers.repeats import Odds, Repeats
-from tandem.engine.core.engine import Engine, EngineOwner
+from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Continue, Failed, Job
 from tandem.engine.core.selection import Backends
 from tandem.engine.hidden_states import BoundSequences, PairedStates, Pairing
-from tandem.engine.interface import EngineSettings
+from tandem.engine.interface import EngineOwner, EngineSettings
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.models.heads.interface import BlockHead, DraftHead
 from tandem.engine.rows import Sampler

@@ -20,10 +20,10 @@ from draft_service.proposers.drafting import (
 )
 from draft_service.proposers.mapped import MappedSequence, Vocabularies
 from draft_service.settings import DraftSettings
-from tandem.engine.core.engine import Engine, EngineOwner
+from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Job
 from tandem.engine.core.selection import choose_backends
-from tandem.engine.interface import EngineSettings, non_finite_logits_logged
+from tandem.engine.interface import EngineOwner, EngineSettings, non_finite_logits_logged
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.models.checkpoint import TOKENIZER_FILE
 from tandem.engine.models.loading import load_model

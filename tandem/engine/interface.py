@@ -1,4 +1,8 @@
-"""What services and engines tell each other: which rows are wanted, the limits, the usage of the KV cache."""
+"""The seam between the services and the engines: all that a service knows of what runs its model.
+
+The embedded engine (`tandem.engine.core`) stands behind it, and any other can that answers with rows, wherever it draws
+them (`tandem.engine.rows`).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -15,12 +19,24 @@ from tandem.fair_places import extra_places
 from tandem.grammar import GrammarState, MaskArray
 from tandem.outcome_table import OutcomeTable
 from tandem.sampling.noise import recovery_keys, target_keys
-from tandem.types import Delta, IntArray, LogitAdjustments, RowKind, SamplingParams, Verification, VerifyStep
+from tandem.types import (
+    Delta,
+    IntArray,
+    LogitAdjustments,
+    ModelInfo,
+    RowKind,
+    SamplingParams,
+    Verification,
+    VerifyStep,
+)
 
 if TYPE_CHECKING:
     from tandem.settings import ModelServerSettings
 
 logger = logging.getLogger(__name__)
+
+SequenceT = TypeVar("SequenceT")
+"""A sequence in an engine's cache, as the engine knows it; to a service it is opaque."""
 
 _NO_SUPPORT: IntArray = np.empty(0, dtype=np.int64)
 
@@ -219,6 +235,67 @@ class KvUsage:
     """Those of them that nobody asked for in the end."""
 
 
+class RunningModel(Protocol):
+    """A model as its owner starts, watches and stops it."""
+
+    @property
+    def info(self) -> ModelInfo:
+        """The model, with the longest sequence that is served, and what steps take (empty before `warm_up`)."""
+
+    @property
+    def usage(self) -> KvUsage:
+        """Usage of the KV cache, and the number of sequences that wait for it."""
+
+    @property
+    def is_full(self) -> bool:
+        """True if a new sequence would wait for a place, unless its client has few."""
+
+    @property
+    def overdue_seconds(self) -> float:
+        """How long the step in progress has taken, once that is longer than any step should; 0 otherwise."""
+
+    def start(self) -> None:
+        """Begin to work, on the event loop that calls this."""
+
+    async def warm_up(self) -> None:
+        """Prepare what steps of each size need, so that no request pays for it, and measure the steps.
+
+        Raises:
+            NonFiniteLogitsError: the model computes NaN or infinity.
+        """
+
+    async def close(self) -> None:
+        """Stop after the step in progress; whoever still waits gets a ServiceUnavailableError."""
+
+
+class SequenceEngine(RunningModel, Protocol[SequenceT]):
+    """Runs a model for many sequences at once, each with a cache of what it has computed."""
+
+    async def open(self, max_length: int, *, client: str = "") -> SequenceT:
+        """A new, empty sequence of up to `max_length` tokens; waits while there is no place. A free place goes to the
+        client that has the fewest.
+
+        Raises:
+            InvalidRequestError: `max_length` is more than the engine serves.
+            CapacityError: too many are open and too many wait already.
+        """
+
+    async def run(self, sequence: SequenceT, request: RowRequest) -> Verification:
+        """Apply the step's delta and return the rows, computed together with whatever else waits.
+
+        Raises:
+            InvalidRequestError: the delta does not fit the sequence or the model.
+            NonFiniteLogitsError: the model computed logits that are not finite.
+        """
+
+    def grant(self, sequence: SequenceT, asked: int, lead: int) -> None:
+        """Let the sequence go on by itself up to `lead` steps beyond the one that was asked for last: the step `asked`
+        since the last `run`."""
+
+    def release(self, sequence: SequenceT) -> None:
+        """Give the sequence's memory back. Steps of it that are in flight are dropped."""
+
+
 @contextmanager
 def non_finite_logits_logged(request_id: str) -> Iterator[None]:
     """Log a NonFiniteLogitsError of the block, which ends a request by no fault of its client."""
@@ -229,3 +306,31 @@ def non_finite_logits_logged(request_id: str) -> Iterator[None]:
             "logits are not finite", extra={"request_id": request_id, "reason": str(error)}
         )
         raise
+
+
+EngineT = TypeVar("EngineT", bound=RunningModel)
+
+
+@dataclass(eq=False)
+class EngineOwner(Generic[EngineT]):
+    """The part that a target's verifier and the drafting methods with a model have in common."""
+
+    _engine: EngineT
+
+    def kv_usage(self) -> KvUsage:
+        return self._engine.usage
+
+    @property
+    def is_full(self) -> bool:
+        return self._engine.is_full
+
+    @property
+    def overdue_seconds(self) -> float:
+        return self._engine.overdue_seconds
+
+    async def start(self) -> None:
+        self._engine.start()
+        await self._engine.warm_up()
+
+    async def close(self) -> None:
+        await self._engine.close()

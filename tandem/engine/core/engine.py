@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, cast
 
 import torch
 
@@ -34,13 +34,13 @@ from tandem.engine.core.jobs import (
     non_finite,
 )
 from tandem.engine.core.scheduler import RETRY_SECONDS, PageScheduler, RejoinWindow, next_segments
-from tandem.engine.core.timing import StepWatchdog
+from tandem.engine.core.timing import StepTimes, StepWatchdog
 from tandem.engine.interface import EngineSettings, KvUsage, RowRequest
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.steps import SMALL_STEP_TOKENS, ModelRunner
 from tandem.errors import CapacityError, InvalidRequestError, ServiceUnavailableError, TandemError
 from tandem.fair_places import FairPlaces
-from tandem.types import Delta, ModelInfo, StepProfile, Verification
+from tandem.types import Delta, ModelInfo, Verification
 
 logger = logging.getLogger(__name__)
 
@@ -108,8 +108,8 @@ class Engine(Generic[PayloadT, ResultT]):
         """Jobs that have ended since the last delivery, each with its result or exception."""
         self._freed: list[Sequence] = []
         self._watchdog = StepWatchdog(settings.step_timeout_seconds)
-        self._step_profile = StepProfile()
-        self._background = BackgroundWork(machinery, on_step, self._watchdog)
+        self._step_times = StepTimes()
+        self._background = BackgroundWork(machinery, self._stepped, self._watchdog)
         self._leads = Leads()
         """Jobs that follow others by themselves."""
         self._pages = PageScheduler(machinery.cache, self._background.drop, self._leads.is_ahead)
@@ -160,7 +160,7 @@ class Engine(Generic[PayloadT, ResultT]):
             # By enough tokens for attention to more than the token itself
             await self._warm_step(sequences[:1], (min(4, sequences[0].max_length),), 1, with_rows=True)
             warm = [step for step in profiled if sum(step) <= warm_tokens]
-            self._step_profile = StepProfile(await self._profile(warm, sequences), int(time.time()))
+            self._step_times.measured(await self._profile(warm, sequences))
         finally:
             self._head = own
             for sequence in sequences:
@@ -291,7 +291,7 @@ class Engine(Generic[PayloadT, ResultT]):
     @property
     def info(self) -> ModelInfo:
         """The model, with the longest sequence that is served, and what steps take (empty before `warm_up`)."""
-        return replace(self.model.info, max_length=self.max_length, step_profile=self._step_profile)
+        return replace(self.model.info, max_length=self.max_length, step_profile=self._step_times.profile)
 
     @property
     def overdue_seconds(self) -> float:
@@ -503,13 +503,17 @@ class Engine(Generic[PayloadT, ResultT]):
             self._watchdog.end()
         self._failed_steps = 0
         seconds = time.perf_counter() - began
-        if self._on_step is not None:
-            self._on_step(StepRecord(len(jobs), token_count, row_count, model_end - began, seconds))
+        self._stepped(StepRecord(len(jobs), token_count, row_count, model_end - began, seconds))
         for job in jobs:
             job.count_step(seconds, len(jobs), token_count)
         for job, outcome in outcomes:
             self._conclude(job, outcome)
         return True
+
+    def _stepped(self, record: StepRecord) -> None:
+        if self._on_step is not None:
+            self._on_step(record)
+        self._step_times.add(record)
 
     def _run(
         self, segments: SequenceOf[Segment], jobs: SequenceOf[Job[PayloadT]]
@@ -563,34 +567,6 @@ class Engine(Generic[PayloadT, ResultT]):
         for job in jobs:
             if self._running.get(job.sequence) is job:
                 self._settle(job, error)
-
-
-EngineT = TypeVar("EngineT", bound=Engine[Any, Any])
-
-
-@dataclass(eq=False)
-class EngineOwner(Generic[EngineT]):
-    """The part that a target's verifier and the drafting methods with a model have in common."""
-
-    _engine: EngineT
-
-    def kv_usage(self) -> KvUsage:
-        return self._engine.usage
-
-    @property
-    def is_full(self) -> bool:
-        return self._engine.is_full
-
-    @property
-    def overdue_seconds(self) -> float:
-        return self._engine.overdue_seconds
-
-    async def start(self) -> None:
-        self._engine.start()
-        await self._engine.warm_up()
-
-    async def close(self) -> None:
-        await self._engine.close()
 
 
 def _not_running() -> ServiceUnavailableError:

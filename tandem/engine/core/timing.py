@@ -1,9 +1,38 @@
-"""A watchdog for a step that does not end."""
+"""How long steps take: the durations that are published, and a watchdog for a step that does not end."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+
+from tandem.engine.core.jobs import StepRecord
+from tandem.types import StepProfile
+
+
+class StepTimes:
+    """Durations of steps with rows for all tokens: measured once the engine is warm, then by the steps it makes."""
+
+    def __init__(self) -> None:
+        self.profile = StepProfile()
+        """The durations as last published."""
+        self._seconds: dict[tuple[int, int], float] = {}
+
+    def measured(self, seconds: dict[tuple[int, int], float]) -> None:
+        """Publish these, by number of sequences and tokens of each."""
+        self._seconds = dict(seconds)
+        self.profile = StepProfile(seconds, int(time.time()))
+
+    def add(self, record: StepRecord) -> None:
+        """Count a step. Once a size takes another time than published by a quarter, all are published anew."""
+        size = record.sequence_count, record.token_count // max(record.sequence_count, 1)
+        known = self._seconds.get(size)
+        if known is None or size[0] * size[1] != record.token_count or record.row_count < record.token_count:
+            return
+        # A pause of the machine counts as twice the time; two dozen steps make the mean.
+        now = self._seconds[size] = known + (min(record.seconds, 2.0 * known) - known) / 24.0
+        if not 0.8 < now / self.profile.seconds[size] < 1.25:
+            self.measured(self._seconds)
+
 
 LEAST_SECONDS = 30.0
 """No step of a machine that is merely slow or busy is suspected before."""

@@ -19,7 +19,7 @@ from tandem.engine.core import scheduler
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Continue, Done, Job, StepRecord
 from tandem.engine.core.selection import Backends
-from tandem.engine.core.timing import LEAST_SECONDS, MARGIN, MOST_SECONDS, StepWatchdog
+from tandem.engine.core.timing import LEAST_SECONDS, MARGIN, MOST_SECONDS, StepTimes, StepWatchdog
 from tandem.engine.interface import EngineSettings
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.errors import (
@@ -367,6 +367,19 @@ class Clock:
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
+
+
+def test_steps_that_take_another_time_than_published_are_published_anew() -> None:
+    """By a quarter, in the mean: one pause is none, and a step without a row for each token tells nothing."""
+    times = StepTimes()
+    times.measured({(1, 1): 0.01, (4, 5): 0.02})
+    for record in (StepRecord(1, 1, 1, 0.0, 1.0), *[StepRecord(4, 20, 4, 0.0, 1.0)] * 50):
+        times.add(record)
+    assert times.profile.seconds == {(1, 1): 0.01, (4, 5): 0.02}
+    for _ in range(50):
+        times.add(StepRecord(4, 20, 20, 0.0, 0.03))
+    assert times.profile.seconds[4, 5] > 0.025
+    assert times.profile.seconds[1, 1] == pytest.approx(0.01, rel=0.05)
 
 
 def step(watchdog: StepWatchdog, clock: Clock, tokens: int, seconds: float) -> None:

@@ -23,7 +23,7 @@ from coordinator.http.answers import Answer, ChatAnswer, CompletionAnswer, Reply
 from coordinator.http.api import chat_prompt, ids_of, requests_of
 from coordinator.http.bodies import ALONE_HEADER, BodyReader, HeldBytes, fit, ignored_header
 from coordinator.http.chat import Chats
-from coordinator.http.errors import HttpError, ModelNotFoundError, error_response
+from coordinator.http.errors import HttpError, error_response
 from coordinator.http.responses import ResponseAnswer, chat_of
 from coordinator.http.schema import (
     Body,
@@ -267,9 +267,8 @@ class App:
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, "", self.model_name):
-            raise ModelNotFoundError(
-                f"model is {name!r}; it must be {self.model_name!r}, which is served here"
-            )
+            sentence = f"model is {name!r}; it must be {self.model_name!r}, which is served here"
+            raise HttpError(404, sentence, "model_not_found")
 
     async def models(self, request: Request) -> Response:
         """`GET /v1/models`, and `/v1/models/NAME`."""

@@ -35,15 +35,10 @@ class HttpError(errors.TandemError):
         self.headers = headers or {}
 
 
-class ModelNotFoundError(errors.NotFoundError):
-    """The request names a model that is not served here."""
-
-
 # Status, type and code of each branch of the tree; the nearest counts.
 _FORMS: Mapping[type[errors.TandemError], tuple[int, str, str | None]] = {
     errors.InvalidRequestError: (400, "invalid_request_error", None),
     errors.NotFoundError: (404, "invalid_request_error", "not_found"),
-    ModelNotFoundError: (404, "invalid_request_error", "model_not_found"),
     errors.UnauthenticatedError: (401, "authentication_error", "invalid_api_key"),
     errors.PermissionDeniedError: (403, "permission_error", "insufficient_permissions"),
     errors.CapacityError: (429, "rate_limit_error", "rate_limit_exceeded"),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
 from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -43,13 +42,6 @@ def _only(*taken: Any, because: str) -> Any:
     )
 
 
-@cache
-def _refusable(model: type[BaseModel]) -> dict[str, tuple[list[Any], str]]:
-    """The fields made by `_only`: the values that are taken, and the reason."""
-    extras = {name: field.json_schema_extra for name, field in model.model_fields.items()}
-    return {name: (extra["enum"], extra["why"]) for name, extra in extras.items() if isinstance(extra, dict)}  # type: ignore[misc]
-
-
 class Known(BaseModel):
     """An object whose unknown fields are reported."""
 
@@ -75,10 +67,11 @@ class Body(Known):
 
     def refusals(self) -> Iterator[str]:
         """A sentence for each field that asks for something that is not to be had."""
-        for name, (taken, reason) in _refusable(type(self)).items():
-            if (value := getattr(self, name)) not in taken:
-                allowed = " or ".join(map(shown, taken[1:])) or "left out"
-                yield f"{name} is {shown(value)}; it must be {allowed}: {reason}"
+        for name, field in type(self).model_fields.items():
+            only: Any = field.json_schema_extra  # where `_only` made the field
+            if only is not None and (value := getattr(self, name)) not in only["enum"]:
+                allowed = " or ".join(map(shown, only["enum"][1:])) or "left out"
+                yield f"{name} is {shown(value)}; it must be {allowed}: {only['why']}"
 
     @property
     def passed_over(self) -> tuple[str, ...]:

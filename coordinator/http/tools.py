@@ -138,9 +138,6 @@ class CallReader:
         """The head of harmony's next message, as far as it is written."""
         self._write: Callable[[str], None] = self._say
         """Takes text that is held no longer."""
-        self._is_call = False
-        self._key: str | None = None
-        """Of the object that is read: whether it has a name, and the member whose value is read."""
         self._form = form
         self._parser = self._harmony() if form == HARMONY else self._marked(*_CALLS_BETWEEN[form])
         next(self._parser)
@@ -252,47 +249,41 @@ class CallReader:
 
     def _object(self) -> Generator[None, str, bool]:
         """Read an object from behind its brace, and pass its arguments on; false if it has no name and is no call."""
-        self._held, self._is_call, self._key = "{", False, None
-        depth, string = 1, ""
+        self._held, is_call = "{", False
+        key: str | None = None  # of the member whose value is read
+        depth, string, in_string, is_escaped = 1, "", False, False
         while depth:
             character = yield
-            depth += (character in "{[") - (character in "}]")
-            if depth == 0 or (depth == 1 and character == ","):
-                self._key = None
-            self._take(character)
-            if character == '"':
-                string = yield from self._string()
-                if depth == 1 and self._key == "name" and not self._is_call:
-                    self._begin_call(_unquoted(string))
-                    self._held, self._is_call = "", True
-            elif depth == 1 and character == ":" and self._key is None:
-                self._key = _unquoted(string)
-        if self._is_call and not self.calls[-1]["function"]["arguments"]:
+            ends_string = False
+            if in_string:
+                ends_string = character == '"' and not is_escaped
+                is_escaped = character == "\\" and not is_escaped
+                in_string = not ends_string
+                string += character
+            else:
+                depth += (character in "{[") - (character in "}]")
+                if depth == 0 or (depth == 1 and character == ","):
+                    key = None
+                if character == '"':
+                    in_string, string = True, ""
+            if not is_call:
+                self._held += character
+            elif key in _ARGUMENTS and (self.calls[-1]["function"]["arguments"] or not character.isspace()):
+                self._argue(character)
+            if depth == 1 and ends_string and key == "name" and not is_call:
+                self._begin_call(_unquoted(string))
+                self._held, is_call = "", True
+            elif depth == 1 and character == ":" and key is None and not (in_string or ends_string):
+                key = _unquoted(string)
+        if is_call and not self.calls[-1]["function"]["arguments"]:
             self._argue("{}")
-        return self._is_call
-
-    def _string(self) -> Generator[None, str, str]:
-        string, is_escaped = "", False
-        while True:
-            character = yield
-            self._take(character)
-            if character == '"' and not is_escaped:
-                return string
-            is_escaped = character == "\\" and not is_escaped
-            string += character
-
-    def _take(self, character: str) -> None:
-        """Give a character of an object to what it belongs to."""
-        if not self._is_call:
-            self._held += character
-        elif self._key in _ARGUMENTS and (self.calls[-1]["function"]["arguments"] or not character.isspace()):
-            self._argue(character)
+        return is_call
 
 
 def _unquoted(string: str) -> str:
-    """The text of a string of JSON; as it is where a model has made up an escape."""
+    """The text of a string of JSON, given with its closing quote; as it is where a model has made up an escape."""
     try:
-        text: str = json.loads(f'"{string}"', strict=False)
+        text: str = json.loads(f'"{string}', strict=False)
     except ValueError:
-        return string
+        return string[:-1]
     return text

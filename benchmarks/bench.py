@@ -8,6 +8,7 @@ import os
 import platform
 import shlex
 import statistics
+import subprocess
 import time
 import urllib.request
 from collections import Counter
@@ -84,12 +85,12 @@ async def measure(settings: BenchSettings, progress: Callable[[str], None], comm
     with prepared(settings) as setup:
         run = _Run(setup, progress)
         tables = await run.steps() if settings.steps else []
-        kinds = map(kind_of, settings.contenders)
+        kinds = [kind_of(name) for name in settings.contenders if name not in run.absent]
         async with AsyncExitStack() as stack:
-            if settings.phases or any(kind.shares_models and not kind.absent(setup) for kind in kinds):
+            if settings.phases or any(kind.shares_models for kind in kinds):
                 progress("starting the services")
                 run.setup = await stack.enter_async_context(models(setup))
-            await run.rounds(await run.start(stack))
+            await run.rounds(stack)
             phases = await run.phases() if settings.phases else []
         prefix = await run.prefix() if settings.prefix else []
     return Report(
@@ -116,8 +117,10 @@ class _Run:
         self.prompts = setup.pair.prompts()
         self.outcomes: dict[tuple[str, int, float], list[Outcome]] = {}
         """By contender, batch and temperature."""
-        self.absent: dict[str, str] = {}
+        reasons = {name: kind_of(name).absent(setup) for name in self.settings.contenders}
+        self.absent = {name: reason for name, reason in reasons.items() if reason}
         """Reason of each contender that did not take part, or failed."""
+        self.started: dict[str, Contender] = {}
 
     async def steps(self) -> list[Table]:
         """Steps of both models' engines, each in a process that is gone before the services start."""
@@ -129,32 +132,15 @@ class _Run:
             rows += await steps.measured(role, self.setup)
         return [steps.table(rows)]
 
-    async def start(self, stack: AsyncExitStack) -> dict[str, Contender]:
-        """Start those that can start."""
-        started: dict[str, Contender] = {}
-        for name in self.settings.contenders:
-            if reason := kind_of(name).absent(self.setup):
-                self.absent[name] = reason
-            if reason or self._is_fresh(name):
-                continue
-            self.progress(f"starting {title_of(name)}")
-            try:
-                started[name] = await stack.enter_async_context(start(name, self.setup))
-            except TandemError as error:
-                self._failed(name, error)
-        return started
-
-    def _is_fresh(self, name: str) -> bool:
-        """True if its coordinator starts anew for each run."""
-        return self.settings.fresh and kind_of(name).has_shared_target
-
-    async def _run(self, name: str, started: dict[str, Contender], workload: Workload) -> Outcome:
+    async def _run(self, name: str, stack: AsyncExitStack, workload: Workload) -> Outcome:
+        """One run of a contender, which starts before its first run, or each time if its coordinator is to be fresh."""
         # The threads of the last one may spin for a moment after their last step
         await asyncio.sleep(0.2)
-        async with AsyncExitStack() as stack:
-            run = started.get(name)
-            if run is None:
-                run = await stack.enter_async_context(start(name, self.setup))
+        async with AsyncExitStack() as own:
+            if (run := self.started.get(name)) is None:
+                is_fresh = self._is_fresh(name)
+                run = await (own if is_fresh else stack).enter_async_context(start(name, self.setup))
+                self.started |= {} if is_fresh else {name: run}
             began = time.perf_counter()
             outcome = await run(workload)
         if self.settings.pace and kind_of(name).has_shared_target:
@@ -162,6 +148,10 @@ class _Run:
             spans = (line.split()[:2] for line in lines)
             outcome.steps = [(float(begin) - began, float(end) - began) for begin, end in spans]
         return outcome
+
+    def _is_fresh(self, name: str) -> bool:
+        """True if its coordinator starts anew for each run."""
+        return self.settings.fresh and kind_of(name).has_shared_target
 
     def _failed(self, name: str, error: TandemError) -> None:
         if kind_of(name).is_ours:
@@ -171,7 +161,7 @@ class _Run:
     def _cells(self) -> Iterator[tuple[int, float]]:
         return product(self.settings.batch, self.settings.temperature)
 
-    async def rounds(self, started: dict[str, Contender]) -> None:
+    async def rounds(self, stack: AsyncExitStack) -> None:
         """Run the rounds, and one before them to warm up."""
         for number in range(-1, self.settings.rounds):
             for batch, temperature in self._cells():
@@ -185,7 +175,7 @@ class _Run:
                     what = f"round {number + 1} of {self.settings.rounds}" if number >= 0 else "warm-up"
                     self.progress(f"{what}: batch {batch}, temperature {temperature:g}, {title_of(name)}")
                     try:
-                        outcome = await self._run(name, started, workload)
+                        outcome = await self._run(name, stack, workload)
                     except TandemError as error:
                         self._failed(name, error)
                         continue
@@ -246,9 +236,20 @@ def _machine(settings: BenchSettings, load_before: float) -> Machine:
         processor=_processor(),
         cores=len(os.sched_getaffinity(0)),
         device=settings.device,
+        gpus=_gpus(),
         load_before=round(load_before, 2),
         versions={"python": platform.python_version(), **versions},
     )
+
+
+def _gpus() -> tuple[str, ...]:
+    """A line about each GPU; none where there is no nvidia-smi."""
+    query = "index,name,memory.total,driver_version,power.limit,pcie.link.gen.max"
+    command = ("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
+    try:
+        return tuple(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines())
+    except (OSError, subprocess.CalledProcessError):
+        return ()
 
 
 def _processor() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import socket
 import sys
@@ -68,6 +69,21 @@ def rotated(items: Sequence[ItemT], round_index: int) -> list[ItemT]:
 def chosen(items: Sequence[ItemT], count: int, round_index: int) -> tuple[ItemT, ...]:
     """The round's `count` items: the next ones each round, from the first again after the last."""
     return tuple(items[(round_index * count + index) % len(items)] for index in range(count))
+
+
+def bisect(
+    rising: Callable[[float], float], wanted: float, low: float, high: float, within: float = 0.0
+) -> float:
+    """Argument at which a rising function comes closest to a value, by bisection on a logarithmic scale; it ends when
+    the value is as near as wanted, or the interval so narrow."""
+    best, distance = 1.0, math.inf
+    while distance > within and high / low > 1.001:
+        middle = math.sqrt(low * high)
+        reached = rising(middle)
+        if abs(reached - wanted) < distance:
+            best, distance = middle, abs(reached - wanted)
+        low, high = (middle, high) if reached < wanted else (low, middle)
+    return best
 
 
 # ---- command lines

@@ -15,6 +15,7 @@ from contextlib import (
     suppress,
 )
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
@@ -241,16 +242,13 @@ def requests_of(workload: Workload, **changes: Any) -> list[GenerationRequest]:
     ]
 
 
-Start = Callable[[Setup], AbstractAsyncContextManager[Contender]]
-
-
 @dataclass(frozen=True, slots=True)
 class Kind:
     """A contender that can be asked for."""
 
     title: str
     """Display name."""
-    start: Start
+    start: Callable[[Setup], AbstractAsyncContextManager[Contender]]
     is_ours: bool = False
     """True if a failure ends the run; another engine's failure is part of the report."""
     shares_models: bool = False
@@ -268,18 +266,17 @@ class Kind:
 
 @asynccontextmanager
 async def through(
-    setup: Setup, target: str, draft: str | None, *options: str, **changes: Any
+    setup: Setup, target: str, draft: str, *options: str, **changes: Any
 ) -> AsyncIterator[Contender]:
     """Tandem as users run it: this process is the client of a coordinator over these services.
 
-    Without a draft's address the coordinator finds the one that the target hosts. The setup's options win. Changes: see
-    `requests_of`.
+    Without a draft's address it finds the target's own. The setup's options win. Changes: see `requests_of`.
     """
     settings = setup.settings
     asked = {"ignore_eos": not settings.eos, **({} if settings.seeded else {"seed": None}), **changes}
     coordinator = service(
         "coordinator",
-        *("--target-address", target, *(() if draft is None else ("--draft-address", draft))),
+        *("--target-address", target, *(("--draft-address", draft) if draft else ())),
         *("--num-speculative-tokens", str(settings.num_speculative_tokens)),
         *options,
         *(("--rejection-sampling-strategy", settings.rule) if settings.rule else ()),
@@ -306,53 +303,35 @@ async def through(
         yield run
 
 
-def _by_draft(title: str, ahead: str = "off", *, speculation: bool = True) -> Kind:
-    """A coordinator before the services that all share."""
-
-    def start(setup: Setup) -> AbstractAsyncContextManager[Contender]:
-        services = setup.target_address, setup.draft_address
-        return through(setup, *services, "--draft-ahead", ahead, speculation=speculation)
-
-    return Kind(title, start, is_ours=True, shares_models=True)
-
-
-def _by_head(method: str) -> Kind:
-    """A target of its own with a head beside it, and a coordinator."""
+def _ours(title: str, method: str = "", *, ahead: str = "off", speculation: bool = True) -> Kind:
+    """A coordinator before the services that all share; with a drafting method, before a draft service of its own
+    without a model, or a target of its own with a head beside it."""
+    is_head = method in HEAD_METHODS
 
     @asynccontextmanager
     async def start(setup: Setup) -> AsyncIterator[Contender]:
+        target, draft = setup.target_address, setup.draft_address
+        words: tuple[str, ...] = () if method else ("--draft-ahead", ahead)
         async with AsyncExitStack() as stack:
-            folders = ("--model", str(setup.pair.target), "--draft-model", str(setup.head_folder(method)))
-            bound = service(BOUND_PACKAGE, *folders, *_model_options(setup, "target"))
-            target = await _running(setup, stack, bound)
-            # A head's default rule is lossy; the others' contenders leave the target's distribution as it is.
-            lossless = through(setup, target, None, "--rejection-sampling-strategy", "residual")
-            yield await stack.enter_async_context(lossless)
+            if is_head:
+                folders = ("--model", str(setup.pair.target), "--draft-model", str(setup.head_folder(method)))
+                bound = service(BOUND_PACKAGE, *folders, *_model_options(setup, "target"))
+                target, draft = await _running(setup, stack, bound), ""
+                # A head's default rule is lossy; the others' contenders leave the target's distribution as it is.
+                words = ("--rejection-sampling-strategy", "residual")
+            elif method:
+                draft = await _running(setup, stack, service("draft_service", "--method", method))
+            contender = through(setup, target, draft, *words, speculation=speculation)
+            yield await stack.enter_async_context(contender)
 
-    return Kind(f"Tandem, {method}", start, is_ours=True, absent=_no_head(method))
-
-
-def _by_method(method: str) -> Kind:
-    """A draft service without a model, and a coordinator, before the target that all share."""
-
-    @asynccontextmanager
-    async def start(setup: Setup) -> AsyncIterator[Contender]:
-        async with AsyncExitStack() as stack:
-            draft = await _running(setup, stack, service("draft_service", "--method", method))
-            yield await stack.enter_async_context(through(setup, setup.target_address, draft))
-
-    return Kind(f"Tandem, {method}", start, is_ours=True, shares_models=True)
+    absent = partial(_no_head, method) if is_head else lambda _: ""
+    return Kind(title, start, is_ours=True, shares_models=not is_head, absent=absent)
 
 
-def _no_head(method: str) -> Callable[[Setup], str]:
-    def reason(setup: Setup) -> str:
-        if setup.head_folder(method) is None:
-            return f"name the folder of the target's {method} head with --head"
-        return (
-            "--pace does not slow a head, which runs in the target's process" if setup.settings.pace else ""
-        )
-
-    return reason
+def _no_head(method: str, setup: Setup) -> str:
+    if setup.head_folder(method) is None:
+        return f"name the folder of the target's {method} head with --head"
+    return "--pace does not slow a head, which runs in the target's process" if setup.settings.pace else ""
 
 
 def _no_vllm(setup: Setup) -> str:
@@ -396,25 +375,21 @@ def _vllm(title: str, mode: str, ahead: str = "") -> Kind:
     return Kind(title, start, shares_models=mode == "tandem", absent=_no_vllm)
 
 
-def _through_http(base: str, model: str) -> Contender:
+def _through_http(complete: Connection) -> Contender:
     """Completes prompts over OpenAI's API. The server sends texts, so each chunk counts as a token of unknown id."""
 
     async def run(workload: Workload) -> Outcome:
-        async with AsyncExitStack() as stack:
-            connections = [
-                await stack.enter_async_context(http_connection(base, model)) for _ in workload.prompts
-            ]
-            started = time.perf_counter()
+        started = time.perf_counter()
 
-            async def one(complete: Connection, request: GenerationRequest) -> Answer:
-                served, answer = Served(started), Answer()
-                await complete(request, served)
-                for moment in served.chunks:
-                    answer.add(moment - started, [-1])
-                return answer
+        async def one(request: GenerationRequest) -> Answer:
+            served, answer = Served(started), Answer()
+            await complete(request, served)
+            for moment in served.chunks:
+                answer.add(moment - started, [-1])
+            return answer
 
-            answers = await asyncio.gather(*map(one, connections, requests_of(workload)))
-            return Outcome(answers, time.perf_counter() - started)
+        answers = await asyncio.gather(*map(one, requests_of(workload)))
+        return Outcome(answers, time.perf_counter() - started)
 
     return run
 
@@ -440,7 +415,8 @@ async def _max(setup: Setup) -> AsyncIterator[Contender]:
             with suppress(TandemError):
                 model = await served_model(base)
             await asyncio.sleep(0.5)
-        yield _through_http(base, model)
+        async with http_connection(base, model) as complete:
+            yield _through_http(complete)
     finally:
         if server.returncode is None:
             server.terminate()
@@ -448,11 +424,10 @@ async def _max(setup: Setup) -> AsyncIterator[Contender]:
 
 
 CONTENDERS: dict[str, Kind] = {
-    "target-alone": _by_draft("Tandem, target alone", speculation=False),
-    "speculative": _by_draft("Tandem, speculative"),
-    "speculative-ahead": _by_draft("Tandem, drafting ahead", "auto"),
-    **{method: _by_head(method) for method in HEAD_METHODS},
-    **{method: _by_method(method) for method in MODEL_FREE_METHODS},
+    "target-alone": _ours("Tandem, target alone", speculation=False),
+    "speculative": _ours("Tandem, speculative"),
+    "speculative-ahead": _ours("Tandem, drafting ahead", ahead="auto"),
+    **{method: _ours(f"Tandem, {method}", method) for method in (*HEAD_METHODS, *MODEL_FREE_METHODS)},
     "one-process": Kind(
         "the same loop in one process",
         lambda setup: _peer(setup, None, "benchmarks.one_process"),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict
 from tokenizers import Tokenizer
 
 from benchmarks.prompts import held_out_prompts
@@ -21,47 +22,29 @@ _WIDTHS = range(128, 16_385, 128)
 _SMALLEST, _LARGEST = 5e5, 1e11
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Shape of a Llama: width 4096, 32 layers and four query heads for each KV head in the 8B model."""
+def llama(width: int, layers: int, vocabulary_size: int, *, is_tied: bool) -> dict[str, Any]:
+    """Shape of a Llama, as `LlamaConfig` names it: width 4096 and 32 layers are the 8B model's. Tied: embedding and head
+    are one matrix."""
+    # 128 as in the 8B model; less for narrow ones, so that there are four heads at least
+    head_dim = 128 if width >= 2048 else 64 if width >= 1024 and width % 256 == 0 else 32
+    heads = width // head_dim
+    return {
+        "vocab_size": vocabulary_size, "tie_word_embeddings": is_tied,
+        "hidden_size": width, "intermediate_size": width * 7 // 2, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": heads // 4, "head_dim": head_dim,
+    }
 
-    width: int
-    layers: int
-    vocabulary_size: int
-    is_tied: bool
-    """True if embedding and head are one matrix."""
 
-    @property
-    def head_dim(self) -> int:
-        """128 as in the 8B model; less for narrow ones, so that there are four heads at least."""
-        return 128 if self.width >= 2048 else 64 if self.width >= 1024 and self.width % 256 == 0 else 32
+def layer_parameters(shape: Mapping[str, Any]) -> int:
+    """Number of parameters of one layer."""
+    width, kv_width = shape["hidden_size"], shape["num_key_value_heads"] * shape["head_dim"]
+    return int(2 * width * (width + kv_width) + 3 * width * shape["intermediate_size"] + 2 * width)
 
-    @property
-    def heads(self) -> int:
-        """Query heads."""
-        return self.width // self.head_dim
 
-    @property
-    def kv_heads(self) -> int:
-        """Key-value heads."""
-        return self.heads // 4
-
-    @property
-    def mlp_width(self) -> int:
-        """3.5 times the width."""
-        return self.width * 7 // 2
-
-    @property
-    def layer_parameters(self) -> int:
-        """Number of parameters of one layer."""
-        kv_width = self.kv_heads * self.head_dim
-        return 2 * self.width * (self.width + kv_width) + 3 * self.width * self.mlp_width + 2 * self.width
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters of the model."""
-        embeddings = self.vocabulary_size * self.width * (1 if self.is_tied else 2)
-        return embeddings + self.layers * self.layer_parameters + self.width
+def parameters(shape: Mapping[str, Any]) -> int:
+    """Number of parameters of the model."""
+    embeddings = shape["vocab_size"] * shape["hidden_size"] * (1 if shape["tie_word_embeddings"] else 2)
+    return int(embeddings + shape["num_hidden_layers"] * layer_parameters(shape) + shape["hidden_size"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,22 +61,19 @@ class ShapedPair:
         """Name of the cache's folder."""
         return f"shaped-{self.parameters:.3g}-{self.draft_layers}-{self.agreement:g}"
 
-    def shape(self) -> Shape:
-        """The target's: as many parameters as asked, and as close to 32 layers as that allows."""
+    def shape(self) -> dict[str, Any]:
+        """The target's: as many parameters as asked, and as close to Llama 3.1 8B's 32 layers as that allows."""
         # Small models have the demo pair's vocabulary, large ones Llama 2's and 3.1's.
         size = 128_256 if self.parameters >= 1e9 else 32_000 if self.parameters >= 5e7 else 2_048
-        tied = self.parameters < 5e9
-        shapes = []
-        for one in (Shape(width, 1, size, tied) for width in _WIDTHS):
-            layers = round((self.parameters - one.parameters) / one.layer_parameters) + 1
-            if one.heads % 4 == 0 and layers >= 2:
-                shapes.append(Shape(one.width, layers, size, tied))
-        return min(shapes, key=self._distance)
-
-    def _distance(self, shape: Shape) -> float:
-        off = abs(math.log(shape.parameters / self.parameters))
-        # As many layers as Llama 3.1 8B, where the parameters allow it
-        return 10 * off + abs(math.log(shape.layers / 32))
+        shapes: dict[float, dict[str, Any]] = {}
+        for width in _WIDTHS:
+            one = llama(width, 1, size, is_tied=self.parameters < 5e9)
+            layers = round((self.parameters - parameters(one)) / layer_parameters(one)) + 1
+            if one["num_attention_heads"] % 4 == 0 and layers >= 2:
+                shape = one | {"num_hidden_layers": layers}
+                off = abs(math.log(parameters(shape) / self.parameters))
+                shapes[10 * off + abs(math.log(layers / 32))] = shape
+        return shapes[min(shapes)]
 
 
 def parse_shaped(text: str) -> ShapedPair:
@@ -111,10 +91,9 @@ def parse_shaped(text: str) -> ShapedPair:
     return pair
 
 
-class PairInfo(BaseModel):
+@dataclass(frozen=True, slots=True)
+class PairInfo:
     """The models."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     name: str
     target_parameters: int
@@ -145,17 +124,15 @@ def open_pair(text: str, cache_folder: Path, device: str) -> Pair:
         asked = parse_shaped(text)
         from benchmarks.shaping import shaped_pair
 
-        target, draft, made = shaped_pair(asked, cache_folder, device)
-        return Pair(target, draft, PairInfo(name=text, **made))
+        return shaped_pair(asked, text, cache_folder / asked.name, device)
     if text == "random":
         from benchmarks.shaping import random_draft
 
         target, draft = DEMO / "target", random_draft(cache_folder / "random")
     else:
         target, draft = (DEMO / "target", DEMO / "draft") if text == "demo" else _folders(text)
-    target_parameters, draft_parameters = (find_weights(each).value_count for each in (target, draft))
-    info = PairInfo(name=text, target_parameters=target_parameters, draft_parameters=draft_parameters)
-    return Pair(target, draft, info)
+    sizes = (find_weights(each).value_count for each in (target, draft))
+    return Pair(target, draft, PairInfo(text, *sizes))
 
 
 def _folders(text: str) -> list[Path]:

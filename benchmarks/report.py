@@ -125,6 +125,8 @@ class Machine(Data):
     processor: str
     cores: int
     device: str
+    gpus: tuple[str, ...] = ()
+    """What nvidia-smi says about each."""
     load_before: float
     """Processes that ran or waited for a core in the minute before: near 0 on a quiet machine."""
     versions: dict[str, str]
@@ -277,6 +279,7 @@ def _circumstances(report: Report) -> Iterator[str]:
         )
         sizes += f" share {pair.overlap or 0.0:.1%} of their probability."
     yield sizes
+    yield from machine.gpus
     if settings.note:
         yield settings.note
 

@@ -9,9 +9,8 @@ asked: at 0 they are the same model. Random models have no use for their text, b
 from __future__ import annotations
 
 import json
-import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from benchmarks.pairs import DEMO, Shape, ShapedPair
+from benchmarks.common import bisect
+from benchmarks.pairs import DEMO, Pair, PairInfo, ShapedPair
 from tandem.errors import ConfigurationError
 
 ENTROPY_NATS = 2.5
@@ -28,23 +28,25 @@ _POSITIONS = 512
 """Random tokens on which agreement is measured: a share of 0.8 has a standard error of 0.018."""
 
 
-def shaped_pair(asked: ShapedPair, cache: Path, device: str = "cpu") -> tuple[Path, Path, dict[str, Any]]:
-    """Folders of target and draft, made if they are not in the cache yet, and the fields of `PairInfo` but its name."""
+def shaped_pair(asked: ShapedPair, name: str, folder: Path, device: str = "cpu") -> Pair:
+    """The pair in the folder, made if it is not there yet."""
     shape = asked.shape()
-    if not 1 <= asked.draft_layers < shape.layers:
+    layers = shape["num_hidden_layers"]
+    if not 1 <= asked.draft_layers < layers:
         raise ConfigurationError(
-            f"the draft of the shaped pair has {asked.draft_layers} layers; the target has {shape.layers}, "
+            f"the draft of the shaped pair has {asked.draft_layers} layers; the target has {layers}, "
             "and the draft must have at least 1 and fewer than that"
         )
-    folder = cache / asked.name
     record = folder / "pair.json"
     if not record.is_file():
         made = _make(asked, shape, folder, device)
         record.write_text(json.dumps(made, indent=1) + "\n")
-    return folder / "target", folder / "draft", json.loads(record.read_text())
+    info = PairInfo(name, **json.loads(record.read_text()))
+    return Pair(folder / "target", folder / "draft", info)
 
 
-def _make(asked: ShapedPair, shape: Shape, folder: Path, device: str) -> dict[str, Any]:
+def _make(asked: ShapedPair, shape: Mapping[str, Any], folder: Path, device: str) -> dict[str, Any]:
+    """Make the pair; the fields of `PairInfo` but its name."""
     shutil.rmtree(folder, ignore_errors=True)
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     target = random_target(shape, torch.float32 if device == "cpu" else torch.bfloat16, device)
@@ -54,7 +56,7 @@ def _make(asked: ShapedPair, shape: Shape, folder: Path, device: str) -> dict[st
     agreement, overlap = agreement_and_overlap(target, draft)
     made: dict[str, Any] = {"agreement": agreement, "overlap": overlap}
     for name, model in (("target", target), ("draft", draft)):
-        _save(model, folder / name, shape)
+        _save(model, folder / name)
         made[f"{name}_parameters"] = sum(parameter.numel() for parameter in model.parameters())
     return made
 
@@ -70,25 +72,11 @@ def random_draft(folder: Path) -> Path:
     return folder
 
 
-def random_target(shape: Shape, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
+def random_target(shape: Mapping[str, Any], dtype: torch.dtype, device: str) -> Any:
     """A model of that shape with random weights."""
     make: Any = LlamaConfig
-    config = make(
-        vocab_size=shape.vocabulary_size,
-        hidden_size=shape.width,
-        intermediate_size=shape.mlp_width,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=2048,
-        rms_norm_eps=1e-5,
-        rope_theta=500_000.0,
-        tie_word_embeddings=shape.is_tied,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    rope: dict[str, Any] = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0}
+    config = make(**shape, **rope, bos_token_id=None, eos_token_id=None, pad_token_id=0)
     with torch.random.fork_rng(), torch.device(device):
         torch.manual_seed(1)
         model: Any = LlamaForCausalLM(config)
@@ -127,21 +115,6 @@ def scale_for(target: Any, draft: Any, agreement: float) -> float:
     return found
 
 
-def bisect(
-    rising: Callable[[float], float], wanted: float, low: float, high: float, within: float = 0.0
-) -> float:
-    """Argument at which a rising function comes closest to a value, by bisection on a logarithmic scale; it ends when
-    the value is as near as wanted, or the interval so narrow."""
-    best, distance = 1.0, math.inf
-    while distance > within and high / low > 1.001:
-        middle = math.sqrt(low * high)
-        reached = rising(middle)
-        if abs(reached - wanted) < distance:
-            best, distance = middle, abs(reached - wanted)
-        low, high = (middle, high) if reached < wanted else (low, middle)
-    return best
-
-
 def scale_later_layers(target: Any, kept: int, factor: float) -> None:
     """Multiply the output of the layers after the first `kept`, which they add to the residual stream."""
     for layer in target.model.layers[kept:]:
@@ -177,13 +150,13 @@ def _logits(model: Any) -> torch.Tensor:
     return logits.flatten(0, 1).float()
 
 
-def _save(model: Any, folder: Path, shape: Shape) -> None:
+def _save(model: Any, folder: Path) -> None:
     """A checkpoint in bf16, as real ones are, with the demo pair's tokenizer and a word for each id that it lacks."""
     model.config.dtype = torch.bfloat16
     weights = {name: value.to(torch.bfloat16) for name, value in model.state_dict().items()}
     model.save_pretrained(folder, state_dict=weights)
     tokenizer = json.loads((DEMO / "target" / "tokenizer.json").read_text(encoding="utf-8"))
     vocabulary = tokenizer["model"]["vocab"]
-    vocabulary |= {f"w{token_id}": token_id for token_id in range(len(vocabulary), shape.vocabulary_size)}
+    vocabulary |= {f"w{token_id}": token_id for token_id in range(len(vocabulary), model.config.vocab_size)}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     shutil.copy(DEMO / "target" / "tokenizer_config.json", folder)

@@ -12,10 +12,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from benchmarks.common import study_parser
+from benchmarks.common import bisect, study_parser
 from benchmarks.faulty_server import FAULTS, PROPOSED, RIGHT, Language, Sampler, steps_of
 from tandem.audit.run import COLD, MAIN, NUCLEUS, TEMPERATURE, TOP_P, expected
 from tandem.audit.statistics import ALPHA, LEVEL, Calibration, Evidence, FloatArray, IntArray, Steps
@@ -116,16 +117,14 @@ def biases(language: Language) -> dict[str, FloatArray]:
         ),
         "the draft mixed in": lambda amount: target + amount * (draft - target),
     }
-    return {name: _of_variation(target, form) for name, form in forms.items()}
 
+    def variation(form: Callable[[float], FloatArray], amount: float) -> float:
+        return float(0.5 * np.abs(form(amount) - target).sum(axis=1).mean())
 
-def _of_variation(target: FloatArray, form: Callable[[float], FloatArray]) -> FloatArray:
-    low, high = 0.0, 1.0
-    for _ in range(30):
-        middle = (low + high) / 2
-        variation = 0.5 * np.abs(form(middle) - target).sum(axis=1).mean()
-        low, high = (middle, high) if variation < VARIATION else (low, middle)
-    return form(low)
+    return {
+        name: form(bisect(partial(variation, form), VARIATION, 1e-6, 1.0, within=1e-9))
+        for name, form in forms.items()
+    }
 
 
 def judged(evidence: Evidence, removed: int) -> Run:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from benchmarks import bench, common, gpu
+from benchmarks import bench, common
 from benchmarks.load import generator
 from benchmarks.peers import Workload, load_transformers
 from benchmarks.report import Report
@@ -68,25 +68,42 @@ def test_with_a_fresh_coordinator_the_first_tokens_are_reported_apart(
 
 
 @pytest.mark.soak
-def test_the_report_of_gpus_without_one(starts: list[str], tmp_path: Path) -> None:
-    """`make bench-gpu` on a CPU: the own engine runs, and the run with a vLLM that is not there is left out."""
-    gpu.run(
+def test_the_other_engine_may_be_absent(starts: list[str], tmp_path: Path) -> None:
+    """One of the runs of `make bench-gpu`, on a CPU: the own engine runs, and a vLLM that is not there is left out."""
+    bench.run(
         [
-            *("--device", "cpu", "--pair", f"{DEMO_TARGET}:{DEMO_DRAFT}", "--folder", str(tmp_path)),
-            *("--runs", "engine-tandem,vllm", "--vllm-python", str(tmp_path / "python"), "--rounds", "1"),
-            *("--batch", "1", "--temperature", "0", "--max-tokens", "8", "--threads", "1", "--no-phases"),
-            *("--no-steps", "--dtype", "float32"),
+            *(
+                "--device",
+                "cpu",
+                "--pair",
+                f"{DEMO_TARGET}:{DEMO_DRAFT}",
+                "--engine",
+                "tandem",
+                "--no-prefix",
+            ),
+            *("--contenders", "target-alone,speculative,speculative-ahead,one-process,vllm"),
+            *(
+                "--vllm-python",
+                str(tmp_path / "python"),
+                "--rounds",
+                "1",
+                "--batch",
+                "1",
+                "--temperature",
+                "0",
+            ),
+            *("--max-tokens", "8", "--threads", "1", "--no-phases", "--dtype", "float32"),
+            *("--json", str(tmp_path / "json")),
         ]
     )
 
-    runs = json.loads((tmp_path / "gpu.json").read_text())["runs"]
-    own, vllm = (Report(**runs[name]) for name in ("engine-tandem", "vllm"))
-    assert {cell.contender for cell in own.cells} == {
+    report = Report.model_validate_json((tmp_path / "json").read_text())
+    assert {cell.contender for cell in report.cells} == {
         *("target-alone", "speculative", "speculative-ahead", "one-process")
     }
-    assert {cell.same_tokens for cell in own.cells} == {1.0}
+    assert {cell.same_tokens for cell in report.cells} == {1.0}
     assert starts.count("target_service") == 1
-    assert "did not start" in vllm.absent["vllm"]
+    assert "did not start" in report.absent["vllm"]
 
 
 @pytest.mark.slow

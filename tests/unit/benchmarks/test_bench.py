@@ -1,31 +1,26 @@
-"""`tandem bench` and `make bench-gpu`: options, who can take part, turns, pace, report."""
+"""`tandem bench`: options, who can take part, turns, pace, report."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import pytest
 
-from benchmarks import bench, demo, gpu
+from benchmarks import bench, demo
 from benchmarks.bench import parse
 from benchmarks.common import Contender, rotated
-from benchmarks.contenders import CONTENDERS, BenchSettings, Setup, prepared
-from benchmarks.gpu import RUNS, gpus, options_of
+from benchmarks.contenders import CONTENDERS, Setup, prepared
 from benchmarks.pace import Pace
 from benchmarks.peers import Answer, Outcome, Workload
-from benchmarks.report import Report
 from tandem.engine.core.jobs import StepRecord
-from tandem.errors import ConfigurationError, ModelFolderError, ServiceUnavailableError
+from tandem.errors import ConfigurationError, ModelFolderError
 from tests.paths import DEMO_DRAFT
-from tests.unit.benchmarks.test_report import cell, report
 
 
 def test_everything_that_is_wrong_is_said_at_once() -> None:
@@ -78,96 +73,18 @@ echo "1, NVIDIA H100 80GB HBM3, 81559 MiB, 580.65, 700.00 W, 5"
 """
 
 
-def measured(settings: BenchSettings, speed: float) -> Report:
-    cells = [cell(name, each, 0.0, speed * each) for name in settings.contenders for each in settings.batch]
-    return report(cells, settings=settings)
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[BenchSettings]:
-    """Settings of the runs that are measured. The own engine's fails."""
-    found: list[BenchSettings] = []
-
-    async def measure(settings: BenchSettings, progress: Callable[[str], None], command: str) -> Report:
-        progress("starting the services")
-        found.append(settings)
-        if settings.engine == "tandem":
-            raise ServiceUnavailableError("target_service did not start: exit code 1")
-        return measured(settings, speed=10.0 * len(found))
-
-    monkeypatch.setattr(gpu, "measure", measure)
-    monkeypatch.setattr(gpu, "configure", lambda level, form: None)
-    return found
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_each_run_has_options_that_bench_knows(name: str) -> None:
-    settings = bench.parse(options_of(name, ()))
-
-    assert (settings.pair, settings.device) == (gpu.PAIR, "cuda")
-    assert settings.batch == (1, 16, 64)
-    assert settings.engine == (name.partition("-")[2] if name.startswith("engine") else "")
-    kinds = [CONTENDERS[each] for each in settings.contenders]
-    has_services = settings.phases or any(kind.shares_models for kind in kinds)
-    assert has_services == name.startswith("engine"), "a GPU has room for one of them"
-
-
-def test_a_failed_run_is_reported_and_the_others_go_on(
-    asked: list[BenchSettings], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    gpu.run(["--folder", str(tmp_path), "--device", "cpu", "--batch", "1,2", "--draft-device", "cuda:1"])
-
-    assert [settings.engine for settings in asked] == ["vllm", "tandem", "", ""]
-    assert {settings.device for settings in asked} == {"cpu"}, "the user's option wins"
-    assert {settings.vllm_python for settings in asked} == {Path(sys.executable)}
-    runs = json.loads((tmp_path / "gpu.json").read_text())["runs"]
-    assert runs.pop("engine-tandem") == {"failed": "target_service did not start: exit code 1"}
-    assert {Report(**each).cells[0].contender for each in runs.values()} == {
-        "target-alone",
-        "vllm",
-        "vllm-draft",
-    }
-    page = (tmp_path / "gpu.md").read_text()
-    printed = capsys.readouterr()
-    assert printed.out == page
-    assert "please send both in" in printed.err
-    assert "# engine-tandem: failed\n\ntarget_service did not start: exit code 1" in page
-    assert "| vLLM, draft model | 40.0 |" in page.partition("# vllm-draft: demo")[2]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (
-            ("--runs", "vllm,max"),
-            "--runs has 'max'; it must be of engine-vllm, engine-tandem, vllm, vllm-draft",
-        ),
-        (("--batch", "0"), "batch.0 is 0"),
-    ],
-)
-def test_wrong_options_are_refused_before_anything_runs(
-    asked: list[BenchSettings], capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], sentence: str
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        gpu.run(arguments)
-
-    assert ended.value.code == 2
-    assert sentence in capsys.readouterr().err
-    assert asked == []
-
-
 def test_the_report_names_every_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = tmp_path / "nvidia-smi"
     tool.write_text(NVIDIA_SMI)
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert [line.split(", ")[1] for line in gpus()] == ["NVIDIA H100 80GB HBM3"] * 2
+    assert [line.split(", ")[1] for line in bench._gpus()] == ["NVIDIA H100 80GB HBM3"] * 2
     assert "name,memory.total,driver_version" in (tmp_path / "nvidia-smi.asked").read_text()
 
     tool.write_text("#!/bin/sh\nexit 9\n")
-    assert gpus() == []
+    assert bench._gpus() == ()
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    assert gpus() == []
+    assert bench._gpus() == ()
 
 
 def test_the_demo_shows_the_bundled_pair_where_the_package_of_smollm2_is_missing(
@@ -204,5 +121,7 @@ async def test_steps_are_timed_from_the_start_of_a_batch_and_not_from_that_of_it
     monkeypatch.setattr(bench, "start", start)
     with prepared(parse(["--fresh", "--pace", "1,1"])) as setup:
         (setup.logs / "target.steps").write_text("105.5 106.0 1 1\n")
-        outcome = await bench._Run(setup, print)._run("target-alone", {}, Workload(((1,),), 0.0, 2))
+        outcome = await bench._Run(setup, print)._run(
+            "target-alone", AsyncExitStack(), Workload(((1,),), 0.0, 2)
+        )
     assert outcome.steps == [(0.5, 1.0)]

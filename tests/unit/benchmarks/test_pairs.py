@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.pairs import parse_shaped
+from benchmarks.pairs import parameters, parse_shaped
 from benchmarks.shaping import ENTROPY_NATS, shaped_pair
 from tandem.engine.models.checkpoint import open_checkpoint, tokenizer_hash
 from tandem.errors import ConfigurationError
@@ -18,9 +18,16 @@ from tandem.errors import ConfigurationError
 def test_eight_billion_parameters_are_llama_31_itself() -> None:
     shape = parse_shaped("shaped:8B:2:0.8").shape()
 
-    assert (shape.width, shape.layers, shape.mlp_width, shape.vocabulary_size) == (4096, 32, 14336, 128_256)
-    assert (shape.heads, shape.kv_heads, shape.head_dim, shape.is_tied) == (32, 8, 128, False)
-    assert shape.parameters == 8_030_261_248, "what Hugging Face counts for Llama-3.1-8B"
+    assert shape == {
+        "hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336, "vocab_size": 128_256,
+
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "tie_word_embeddings": False
+        ,
+    }
+    assert parameters(shape) == 8_030_261_248, "what Hugging Face counts for Llama-3.1-8B"
 
 
 @pytest.mark.parametrize("asked", ["1M", "5M", "25M", "200M", "1B", "3B", "70B"])
@@ -28,10 +35,10 @@ def test_a_shape_has_about_as_many_parameters_as_asked(asked: str) -> None:
     pair = parse_shaped(f"shaped:{asked}:1:0.5")
     shape = pair.shape()
 
-    assert shape.parameters == pytest.approx(pair.parameters, rel=0.1)
-    assert shape.heads * shape.head_dim == shape.width
-    assert shape.heads == 4 * shape.kv_heads
-    assert shape.layers >= 2
+    assert parameters(shape) == pytest.approx(pair.parameters, rel=0.1)
+    assert shape["num_attention_heads"] * shape["head_dim"] == shape["hidden_size"]
+    assert shape["num_attention_heads"] == 4 * shape["num_key_value_heads"]
+    assert shape["num_hidden_layers"] >= 2
 
 
 @pytest.mark.parametrize(
@@ -60,8 +67,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folders(cache: Path) -> tuple[Path, Path]:
-    target, draft, _ = shaped_pair(parse_shaped(f"shaped:1M:1:{AGREEMENT}"), cache)
-    return target, draft
+    pair = shaped_pair(parse_shaped(f"shaped:1M:1:{AGREEMENT}"), "small", cache / "pair")
+    return pair.target, pair.draft
 
 
 def test_the_pair_as_saved_agrees_as_often_as_asked(folders: tuple[Path, Path]) -> None:
@@ -89,4 +96,4 @@ def test_services_can_load_the_folders_and_every_id_has_a_word(folders: tuple[Pa
 
 def test_a_draft_with_all_layers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="has 3 layers; the target has 3"):
-        shaped_pair(parse_shaped("shaped:1M:3:0.5"), tmp_path)
+        shaped_pair(parse_shaped("shaped:1M:3:0.5"), "small", tmp_path)

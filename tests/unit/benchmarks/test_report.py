@@ -62,7 +62,7 @@ def report(cells: Sequence[Cell], **changes: object) -> Report:
         machine=Machine(
             processor="<A & B>", cores=2, device="cpu", load_before=0.1, versions={"python": "3"}
         ),
-        pair=PairInfo(name="demo", target_parameters=9_260_000, draft_parameters=1_030_000),
+        pair=PairInfo("demo", 9_260_000, 1_030_000),
         settings=BenchSettings(threads=2, rounds=len(cells[0].tokens_per_second)),
         cells=tuple(cells),
         tables=(

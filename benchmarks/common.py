@@ -18,7 +18,7 @@ from coordinator.cli.app import exit_code
 from tandem.config.options import Options, sentences
 from tandem.errors import ConfigurationError, TandemError
 from tandem.serving.children import Child
-from tandem.standard_streams import exit_with, write_out
+from tandem.standard_streams import exit_with
 
 if TYPE_CHECKING:
     from benchmarks.peers import Outcome, Workload
@@ -140,24 +140,8 @@ def one_sentence() -> Iterator[None]:
         sys.exit(130)
 
 
-def several(kind: Callable[[str], ItemT]) -> Callable[[str], list[ItemT]]:
-    """Reads values separated by commas."""
-    return lambda text: [kind(part.strip()) for part in text.split(",")]
-
-
 def study_parser(description: str | None) -> argparse.ArgumentParser:
     """The command line of a study, described as it is written in its module."""
     return argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-
-
-def markdown_head(*columns: str) -> None:
-    """Print the head of a table in Markdown."""
-    markdown_row(*columns)
-    write_out(f"{'|---' * len(columns)}|\n")
-
-
-def markdown_row(*cells: object) -> None:
-    """Print a row of a table in Markdown."""
-    write_out(f"| {' | '.join(map(str, cells))} |\n")

@@ -65,21 +65,19 @@ class Language:
 
 def _softmax(logits: FloatArray) -> FloatArray:
     weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-    probs: FloatArray = weights / weights.sum(axis=1, keepdims=True)
-    return probs
+    return np.asarray(weights / weights.sum(axis=1, keepdims=True))
 
 
 def _warped(probs: FloatArray, temperature: float, top_p: float) -> FloatArray:
     params = SamplingParams(temperature=temperature, top_p=top_p)
-    warped: FloatArray = warp(np.log(probs), [params] * len(probs))
-    return warped
+    return np.asarray(warp(np.log(probs), [params] * len(probs)))
 
 
 def _drawn(probs: FloatArray, uniforms: FloatArray) -> IntArray:
     """By the inverse of the distribution function. [N, V] and [N] to [N]."""
     sums = probs.cumsum(axis=1)
-    drawn: IntArray = np.minimum((sums < uniforms[:, None] * sums[:, -1:]).sum(axis=1), probs.shape[1] - 1)
-    return drawn
+    below = sums < uniforms[:, None] * sums[:, -1:]
+    return np.asarray(np.minimum(below.sum(axis=1), probs.shape[1] - 1))
 
 
 @dataclass(slots=True)
@@ -136,14 +134,17 @@ class Sampler:
         count, size = len(contexts), self.language.size
         found = np.zeros((count, PROPOSED + 1), np.int64)
         accepted = np.zeros(count, np.int64)
-        is_going_on = np.ones(count, bool)
+        is_going_on, rows = np.ones(count, bool), np.arange(count)
         before = contexts
         for i in range(PROPOSED):
             uniforms, noise = generator.random(count), generator.exponential(size=(count, size))
             draft, seen, target = self._draft[contexts], self._seen[contexts], self._target[contexts]
             raced = self.fault == "recovery shares the draft's noise"
             proposed = (draft / noise).argmax(axis=1) if raced else _drawn(draft, uniforms)
-            is_kept = is_going_on & self._accepts(proposed, seen, target, uniforms, generator)
+            if self.fault != "draft's uniform is reused":
+                uniforms = generator.random(count)
+            pair = target[rows, proposed], seen[rows, proposed]
+            is_kept = is_going_on & self._accepts(*pair, target, uniforms)
             residual = np.maximum(target - seen, 0.0)
             if self.fault in ("residual is the target", "typical-acceptance"):
                 residual = target
@@ -162,23 +163,13 @@ class Sampler:
         return found, accepted
 
     def _accepts(
-        self,
-        proposed: IntArray,
-        draft: FloatArray,
-        target: FloatArray,
-        uniforms: FloatArray,
-        generator: np.random.Generator,
+        self, probs: FloatArray, draft_probs: FloatArray, target: FloatArray, uniforms: FloatArray
     ) -> BoolArray:
-        rows = np.arange(len(proposed))
-        p, q = target[rows, proposed], draft[rows, proposed]
+        """The rule, of the proposed tokens' probabilities, [N] each, and the target's distributions [N, V]."""
         if self.fault == "typical-acceptance":
             entropy = -(target * np.log(np.maximum(target, 1e-300))).sum(axis=1)
-            is_typical: BoolArray = p > np.minimum(0.09, 0.3 * np.exp(-entropy))
-            return is_typical
-        if self.fault != "draft's uniform is reused":
-            uniforms = generator.random(len(proposed))
-        is_kept: BoolArray = uniforms * q <= p
-        return is_kept
+            return np.asarray(probs > np.minimum(0.09, 0.3 * np.exp(-entropy)))
+        return np.asarray(uniforms * draft_probs <= probs)
 
 
 def steps_of(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,13 +27,13 @@ from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.stats.speculation import add
 from coordinator.transport.streams import RemoteSequence
 from draft_service.proposers import DraftedSequence
-from draft_service.proposers.standalone import StandaloneProposer, load_standalone
+from draft_service.proposers.standalone import load_standalone
 from draft_service.settings import DraftSettings
 from tandem.serving.server import set_start_aside
 from tandem.settings import load_settings
 from tandem.types import GenerationRequest, Proposal, ProposeStep, SpeculationStats, Verification
 from target_service.settings import TargetSettings
-from target_service.verifier import VerifiedSequence, Verifier, load_verifier
+from target_service.verifier import VerifiedSequence, load_verifier
 
 
 class Local:
@@ -78,81 +77,66 @@ class Local:
         return verification
 
 
-@dataclass(frozen=True, slots=True)
-class LocalPair:
-    """Both models behind their engines."""
-
-    target: Verifier
-    draft: StandaloneProposer
-    tokenizer: Tokenizer
-    settings: CoordinatorSettings
-
-
 def load(setup: dict[str, Any]) -> Run:
     """Load both models into this process. Setup: see `benchmarks.contenders.Setup.as_json`."""
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     shared = {name: setup[name] for name in ("device", "dtype", "max_sequences", "max_length", "threads")}
     shared["enable_prefix_caching"] = False  # as in the services
-    target, draft = ({**shared, "model": Path(setup[name])} for name in ("target", "draft"))
     pace = Pace.from_text(setup["pace"]) if setup["pace"] else None
-    pair = LocalPair(
-        load_verifier(TargetSettings(**target), None if pace is None else pace.paced("target")),
-        load_standalone(DraftSettings(**draft), None if pace is None else pace.paced("draft")),
-        Tokenizer.from_file(str(Path(setup["target"]) / "tokenizer.json")),
-        load_settings(
-            CoordinatorSettings,
-            (
-                *("--target-address", "127.0.0.1:1"),
-                *("--num-speculative-tokens", str(setup["num_speculative_tokens"])),
-                *(("--rejection-sampling-strategy", setup["rule"]) if setup["rule"] else ()),
-                *setup["options"],
-            ),
-            "one-process",
-        ),
+    on_steps = [None if pace is None else pace.paced(role) for role in ("target", "draft")]
+    target = load_verifier(TargetSettings(**shared, model=Path(setup["target"])), on_steps[0])
+    draft = load_standalone(DraftSettings(**shared, model=Path(setup["draft"])), on_steps[1])
+    words = (
+        "--target-address",
+        "127.0.0.1:1",
+        "--num-speculative-tokens",
+        str(setup["num_speculative_tokens"]),
     )
+    rule = ("--rejection-sampling-strategy", setup["rule"]) if setup["rule"] else ()
+    settings = load_settings(CoordinatorSettings, (*words, *rule, *setup["options"]), "one-process")
+    encoder = PromptEncoder(Tokenizer.from_file(str(Path(setup["target"]) / "tokenizer.json")))
 
     async def start() -> None:
-        await pair.target.start()
-        await pair.draft.start()
+        await target.start()
+        await draft.start()
+
+    async def run(workload: Workload) -> Outcome:
+        phases: dict[str, list[float]] = {phase: [] for phase in PHASES}
+        stats = SpeculationStats()
+        served = Models(target.model_info, draft.model_info, encoder)
+        started = time.perf_counter()
+
+        async def one(request: GenerationRequest) -> Answer:
+            plan = await make_plan(request, uuid.uuid4().hex, settings, served)
+            completion, answer, proposed_before = plan.begin(), Answer(), False
+            known = completion.length
+            async with (
+                draft.sequence(plan.draft_options()) as drafted,
+                target.sequence(plan.target_options()) as verified,
+            ):
+                rounds = RequestRounds()
+                models = Local(drafted, verified, plan, rounds)
+                accept = rounds.timed(partial(plan.accept, completion))
+                chunks = generate(completion, models, models, accept)
+                async for chunk, result in rounds.results(chunks):
+                    # The first one waits until the draft has read the prompt
+                    if chunk.proposed and proposed_before:
+                        for phase in PHASES:
+                            phases[phase].append(getattr(result.times, phase))
+                    proposed_before |= chunk.proposed > 0
+                    answer.add(time.perf_counter() - started, completion.token_ids[known:])
+                    known = completion.length
+                await models.finish()
+            add(stats, completion.stats)
+            return answer
+
+        answers = await asyncio.gather(*map(one, requests_of(workload)))
+        seconds = time.perf_counter() - started
+        return Outcome(answers, seconds, stats.rounds, stats.drafted, stats.accepted, phases=phases)
 
     runner.run(start())
     set_start_aside()  # as the services do
-    return lambda workload: runner.run(_run(pair, workload))
-
-
-async def _run(pair: LocalPair, workload: Workload) -> Outcome:
-    phases: dict[str, list[float]] = {phase: [] for phase in PHASES}
-    stats = SpeculationStats()
-    served = Models(pair.target.model_info, pair.draft.model_info, PromptEncoder(pair.tokenizer))
-    started = time.perf_counter()
-
-    async def one(request: GenerationRequest) -> Answer:
-        plan = await make_plan(request, uuid.uuid4().hex, pair.settings, served)
-        completion, answer, proposed_before = plan.begin(), Answer(), False
-        known = completion.length
-        async with (
-            pair.draft.sequence(plan.draft_options()) as drafted,
-            pair.target.sequence(plan.target_options()) as verified,
-        ):
-            rounds = RequestRounds()
-            models = Local(drafted, verified, plan, rounds)
-            accept = rounds.timed(partial(plan.accept, completion))
-            chunks = generate(completion, models, models, accept)
-            async for chunk, result in rounds.results(chunks):
-                # The first one waits until the draft has read the prompt
-                if chunk.proposed and proposed_before:
-                    for phase in PHASES:
-                        phases[phase].append(getattr(result.times, phase))
-                proposed_before |= chunk.proposed > 0
-                answer.add(time.perf_counter() - started, completion.token_ids[known:])
-                known = completion.length
-            await models.finish()
-        add(stats, completion.stats)
-        return answer
-
-    answers = await asyncio.gather(*map(one, requests_of(workload)))
-    seconds = time.perf_counter() - started
-    return Outcome(answers, seconds, stats.rounds, stats.drafted, stats.accepted, phases=phases)
+    return lambda workload: runner.run(run(workload))
 
 
 if __name__ == "__main__":

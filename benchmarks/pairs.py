@@ -23,15 +23,20 @@ _SMALLEST, _LARGEST = 5e5, 1e11
 
 
 def llama(width: int, layers: int, vocabulary_size: int, *, is_tied: bool) -> dict[str, Any]:
-    """Shape of a Llama, as `LlamaConfig` names it: width 4096 and 32 layers are the 8B model's. Tied: embedding and head
-    are one matrix."""
+    """Shape of a Llama, as `LlamaConfig` names it; width 4096 and 32 layers are the 8B model's. Where it is tied,
+    embedding and head are one matrix."""
     # 128 as in the 8B model; less for narrow ones, so that there are four heads at least
     head_dim = 128 if width >= 2048 else 64 if width >= 1024 and width % 256 == 0 else 32
     heads = width // head_dim
     return {
-        "vocab_size": vocabulary_size, "tie_word_embeddings": is_tied,
-        "hidden_size": width, "intermediate_size": width * 7 // 2, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": heads // 4, "head_dim": head_dim,
+        "vocab_size": vocabulary_size,
+        "tie_word_embeddings": is_tied,
+        "hidden_size": width,
+        "intermediate_size": width * 7 // 2,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 4,
+        "head_dim": head_dim,
     }
 
 

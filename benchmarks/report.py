@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
-from rich import table as rich
-from rich.console import Console, Group
-from rich.text import Text
+from rich.console import Console
+from rich.markdown import Markdown
 
 from benchmarks.contenders import BenchSettings, title_of
 from benchmarks.pace import Pace
@@ -241,15 +240,15 @@ def tables(report: Report) -> list[Table]:
 
 
 def show(console: Console, report: Report) -> None:
-    """Print the tables, and the contenders that are absent."""
-    console.print(Group(*map(_rich, tables(report)), *map(Text, _absent(report))))
+    """Print the report."""
+    console.print(Markdown(markdown(report)))
 
 
 def markdown(report: Report) -> str:
     """The whole report as a Markdown document."""
     parts = [f"# Benchmark: {report.pair.name}", *_circumstances(report)]
     parts += map(markdown_table, tables(report))
-    parts += [f"- {line}" for line in _absent(report)]
+    parts += [f"- {title_of(name)}: {why}" for name, why in report.absent.items()]
     return "\n\n".join(parts) + "\n"
 
 
@@ -352,20 +351,6 @@ def _paced_steps(report: Report) -> Table:
             rows.append((cell, (steps, rate * Pace.from_text(report.settings.pace).verify_seconds, gap)))
     columns = ("steps per token", "fraction"), ("speed by one token a step", "fraction")
     return _of_cells("Steps of the paced target", rows, *columns, ("between steps", "seconds"))
-
-
-def _absent(report: Report) -> list[str]:
-    return [f"{title_of(name)}: {why}" for name, why in report.absent.items()]
-
-
-def _rich(table: Table) -> rich.Table:
-    shown = rich.Table(title=table.title, title_justify="left")
-    for index, (name, _) in enumerate(table.columns):
-        # Figures stay whole; only the sentences of the first column may be broken.
-        shown.add_column(name, justify="right" if index else "left", no_wrap=index > 0)
-    for row in table.texts():
-        shown.add_row(*row)
-    return shown
 
 
 def markdown_table(table: Table) -> str:

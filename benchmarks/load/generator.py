@@ -185,6 +185,15 @@ class Figures:
 def figures(all_served: Sequence[Served], bounds: Mapping[str, float], percents: Sequence[float]) -> Figures:
     """The figures of requests that were served. For goodput a request has to keep all bounds, in seconds by latency;
     of its waits between chunks, the longest counts."""
+
+    def spread(latencies: Sequence[float]) -> dict[str, float]:
+        milliseconds = 1000.0 * np.asarray(latencies)
+        found = zip(percents, np.percentile(milliseconds, percents), strict=True)
+        return {
+            "mean": float(milliseconds.mean()),
+            **{f"p{percent:g}": float(value) for percent, value in found},
+        }
+
     well = [served for served in all_served if not served.error and served.chunks]
     seconds = max(served.ended for served in all_served) - min(served.arrived for served in all_served)
     own = [served.latencies() for served in well]
@@ -200,23 +209,11 @@ def figures(all_served: Sequence[Served], bounds: Mapping[str, float], percents:
         seconds=seconds,
         prompt_tokens=sum(served.prompt_tokens for served in well),
         output_tokens=tokens,
-        requests_per_second=_rate(len(well), seconds),
-        output_tokens_per_second=_rate(tokens, seconds),
-        goodput=_rate(sum(good), seconds) if bounds else None,
-        latencies={name: _spread(found, percents) for name, found in values.items() if found},
+        requests_per_second=len(well) / seconds,
+        output_tokens_per_second=tokens / seconds,
+        goodput=sum(good) / seconds if bounds else None,
+        latencies={name: spread(found) for name, found in values.items() if found},
     )
-
-
-def _spread(seconds: Sequence[float], percents: Sequence[float]) -> dict[str, float]:
-    found = zip(percents, np.percentile(seconds, percents), strict=True)
-    return {
-        "mean": 1000.0 * float(np.mean(seconds)),
-        **{f"p{percent:g}": 1000.0 * float(value) for percent, value in found},
-    }
-
-
-def _rate(count: float, seconds: float) -> float:
-    return count / seconds if seconds > 0 else 0.0
 
 
 BETWEEN = "between"
@@ -366,10 +363,6 @@ def _checked(text: str) -> str:
     return text
 
 
-def _lengths(value: Any) -> Any:
-    return Lengths.parse(value) if isinstance(value, str) else value
-
-
 def _one_server(options: LoadSettings) -> Iterator[str]:
     if options.http is not None and options.address:
         yield "--address and --http name two servers; give one of them"
@@ -394,9 +387,9 @@ class LoadSettings(Options):
     """NAME:MS: bounds of ttft, tpot, itl or e2el."""
     percentiles: Annotated[tuple[Annotated[float, Field(ge=0, le=100)], ...], *LISTED] = (50.0, 90.0, 99.0)
     """Percentiles of latencies."""
-    prompt_tokens: Annotated[Lengths, BeforeValidator(_lengths)] = SHAREGPT_PROMPTS
+    prompt_tokens: Annotated[Lengths, BeforeValidator(Lengths.parse)] = SHAREGPT_PROMPTS
     """MEDIAN[:SIGMA[:MAXIMUM]]; by default as ShareGPT's chats."""
-    output_tokens: Annotated[Lengths, BeforeValidator(_lengths)] = SHAREGPT_OUTPUTS
+    output_tokens: Annotated[Lengths, BeforeValidator(Lengths.parse)] = SHAREGPT_OUTPUTS
     """Likewise."""
     temperature: float | None = Field(default=None, ge=0)
     """By default that of the rule, and 0 for a server that runs."""

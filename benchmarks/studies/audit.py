@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -37,21 +36,6 @@ _LOOKS = {COLD: (TEMPERATURE, 1.0), NUCLEUS: (1.0, TOP_P), MAIN: (1.0, 1.0)}
 
 Generate = Callable[[str, IntArray, np.random.Generator], tuple[IntArray, IntArray]]
 """Makes completions for a look: of prompts, tokens and which of them were accepted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """The result of a simulated audit."""
-
-    level: float
-    """The lowest level at which it has a finding."""
-    tokens: int
-    """Until the e-process crossed its level; all where it did not."""
-
-    @property
-    def is_finding(self) -> bool:
-        """True if a real audit would have a finding."""
-        return self.level < ALPHA
 
 
 def simulated(
@@ -127,39 +111,41 @@ def biases(language: Language) -> dict[str, FloatArray]:
     }
 
 
-def judged(evidence: Evidence, removed: int) -> Run:
-    """The verdict of an audit with this evidence."""
-    crossing = next((tokens for tokens, value in evidence.path if value > LEVEL), evidence.path[-1][0])
-    return Run(0.0 if removed > 2 else evidence.level, crossing)
+def judged(evidence: Evidence, removed: int) -> float:
+    """The lowest level at which an audit with this evidence has a finding; a real one has it below `ALPHA`."""
+    return 0.0 if removed > 2 else evidence.level
 
 
-def false_alarms(runs: int, tokens: int) -> Iterator[Run]:
-    """Audits of right samplers."""
+def false_alarms(runs: int, tokens: int) -> Iterator[float]:
+    """Levels of audits of right samplers."""
     languages = [Language.random(seed=seed) for seed in range(min(runs, 20))]  # making one takes long
     for seed in range(runs):
         language = languages[seed % len(languages)]
         yield judged(*simulated(language, sampler(language), seed, tokens))
 
 
-def _counted(runs: Sequence[Run]) -> str:
-    counts = (f"{sum(run.level < level for run in runs)} at {level:g}" for level in _LEVELS)
-    return f"of {len(runs)} by level: {', '.join(counts)}"
+def _counted(levels: Sequence[float]) -> str:
+    counts = (f"{sum(found < level for found in levels)} at {level:g}" for level in _LEVELS)
+    return f"of {len(levels)} by level: {', '.join(counts)}"
 
 
 def main(options: argparse.Namespace) -> None:
     """Simulate what the command line asks for, and print it."""
-    runs = list[Run]()
-    for run in false_alarms(options.false_alarms, options.tokens):
-        runs.append(run)
-        if len(runs) % 50 == 0 or len(runs) == options.false_alarms:
-            write_out(f"right samplers accused {_counted(runs)}\n")
+    levels = list[float]()
+    for level in false_alarms(options.false_alarms, options.tokens):
+        levels.append(level)
+        if len(levels) % 50 == 0 or len(levels) == options.false_alarms:
+            write_out(f"right samplers accused {_counted(levels)}\n")
     language = Language.random()
     small = {name: biased(language, probs) for name, probs in biases(language).items()}
 
     def show(name: str, generate: Generate, count: int, fault: str = RIGHT) -> None:
-        found = [judged(*simulated(language, generate, seed, options.tokens, fault)) for seed in range(count)]
-        tokens = int(np.median([each.tokens for each in found]))
-        write_out(f"{name}: found {_counted(found)}; the e-process crosses at {tokens:,} tokens (median)\n")
+        runs = [simulated(language, generate, seed, options.tokens, fault) for seed in range(count)]
+        paths = (evidence.path for evidence, _ in runs)
+        # Until the e-process crosses its level; all where it does not
+        crossings = (next((tokens for tokens, value in each if value > LEVEL), each[-1][0]) for each in paths)
+        tokens, found = int(np.median(list(crossings))), _counted([judged(*each) for each in runs])
+        write_out(f"{name}: found {found}; the e-process crosses at {tokens:,} tokens (median)\n")
 
     for fault in FAULTS if options.faults else ():
         show(fault, sampler(language, fault), options.faults, fault)

@@ -10,7 +10,6 @@ with the weights that the others have, those rounded to bfloat16, so what differ
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 
@@ -55,12 +54,6 @@ def reference(folder: Path) -> Backends:
     return Backends(model)
 
 
-def ways(folder: Path) -> Iterator[tuple[str, Backends]]:
-    """Torch's bfloat16 and the kernels'."""
-    yield "torch", Backends(load_model(folder, dtype="bfloat16"))
-    yield "kernels", choose_backends(load_model(folder, dtype="bfloat16"), compile_mode="on")
-
-
 def log_probs(backends: Backends, texts: SequenceOf[SequenceOf[int]]) -> list[FloatArray]:
     """The log probability of each token but the first, float64 [tokens - 1] for each text."""
     steps = Steps(backends, 1, LONGEST)
@@ -79,13 +72,6 @@ def _of_text(steps: Steps, text: SequenceOf[int]) -> FloatArray:
     return found
 
 
-def absolute_errors(
-    backends: Backends, texts: SequenceOf[SequenceOf[int]], exact: SequenceOf[FloatArray]
-) -> list[FloatArray]:
-    """Absolute errors of log probabilities in nats, float64 [tokens - 1] for each text."""
-    return [np.abs(found - right) for found, right in zip(log_probs(backends, texts), exact, strict=True)]
-
-
 def ratio_interval(ours: SequenceOf[FloatArray], theirs: SequenceOf[FloatArray]) -> tuple[float, float]:
     """95 % interval of the ratio of two mean errors, by drawing prompts with replacement."""
     generator = np.random.default_rng(0)
@@ -99,7 +85,14 @@ def table(name: str, folder: Path, count: int) -> Table:
     """Errors of one model."""
     texts = prompts(folder, count)
     exact = log_probs(reference(folder), texts)
-    errors = {way: absolute_errors(backends, texts, exact) for way, backends in ways(folder)}
+    ways = {
+        "torch": Backends(load_model(folder, dtype="bfloat16")),
+        "kernels": choose_backends(load_model(folder, dtype="bfloat16"), compile_mode="on"),
+    }
+    errors = {
+        way: [np.abs(own - right) for own, right in zip(log_probs(backends, texts), exact, strict=True)]
+        for way, backends in ways.items()
+    }
     low, high = ratio_interval(errors["kernels"], errors["torch"])
     nats = {way: np.concatenate(found) for way, found in errors.items()}
     result = Table(

@@ -45,11 +45,9 @@ _GOOD_ADDRESS = "127.0.0.9"
 
 async def _inputs(address: str, port: int, seconds: float) -> AsyncIterator[str]:
     async with Client(address) as client, _http(port) as http:
-        for name, attack in (
-            ("alone", nullcontext()),
-            (f"beside {CLIENTS} clients", _attack("inputs", address, port)),
-        ):
-            async with attack:
+        attack = _attack("inputs", address, port)
+        for name, beside in (("alone", nullcontext()), (f"beside {CLIENTS} clients", attack)):
+            async with beside:
                 until = time.perf_counter() + seconds
                 health, gaps = await asyncio.gather(_health(http, until), _gaps(client, until))
             yield f"{name}: /health {_described(health)}; between chunks {_described(gaps)}"
@@ -79,35 +77,27 @@ async def _gaps(client: Client, until: float) -> list[float]:
 async def _readers(kind: str, address: str, port: int) -> AsyncIterator[str]:
     async with _http(port) as http:
 
-        async def described() -> str:
-            return _described([await _good_request(http, number) for number in range(30)])
+        async def request(number: int) -> float:
+            """Seconds of a good request."""
+            began = time.perf_counter()
+            body = {"prompt": [5, 9, number % 1000], "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+            (await http.post("/v1/completions", json=body)).raise_for_status()
+            return time.perf_counter() - began
 
-        yield f"{kind}, alone: a request of 16 tokens {await described()}"
+        async def held() -> int:
+            """Places on the target that are taken: none once the readers have given theirs up."""
+            replicas = (await http.get("/tandem/status")).json()["replicas"]
+            return sum(int(each["open_sequences"]) for each in replicas if each["role"] == "target")
+
+        yield f"{kind}, alone: a request of 16 tokens {_described([await request(n) for n in range(30)])}"
         async with _attack(kind, address, port):
-            came = await _until_stalled(http)
+            came = [await request(0)]
+            async with asyncio.timeout(SETTLED_SECONDS):
+                while await held():
+                    came.append(await request(len(came)))
             yield f"{kind}, while they arrive: {1e3 * came[0]:.1f} ms at first, then {_described(came)}"
-            yield f"{kind}, beside {READERS} readers: {await described()}"
-
-
-async def _until_stalled(http: httpx2.AsyncClient) -> list[float]:
-    """Seconds of good requests, one after another, until the readers have given up their places on the target."""
-    deadline = time.perf_counter() + SETTLED_SECONDS
-    found: list[float] = []
-    while True:
-        found.append(await _good_request(http, len(found)))
-        replicas = (await http.get("/tandem/status")).json()["replicas"]
-        held = sum(int(each["open_sequences"]) for each in replicas if each["role"] == "target")
-        if not held:
-            return found
-        if time.perf_counter() > deadline:
-            raise TimeoutError(f"{held} readers still hold places after {SETTLED_SECONDS:g} s")
-
-
-async def _good_request(http: httpx2.AsyncClient, number: int) -> float:
-    began = time.perf_counter()
-    body = {"prompt": [5, 9, number % 1000], "max_tokens": 16, "temperature": 0, "ignore_eos": True}
-    (await http.post("/v1/completions", json=body)).raise_for_status()
-    return time.perf_counter() - began
+            beside = _described([await request(n) for n in range(30)])
+            yield f"{kind}, beside {READERS} readers: {beside}"
 
 
 def _http(port: int, local_address: str = _GOOD_ADDRESS) -> httpx2.AsyncClient:

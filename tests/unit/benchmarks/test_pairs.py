@@ -19,13 +19,14 @@ def test_eight_billion_parameters_are_llama_31_itself() -> None:
     shape = parse_shaped("shaped:8B:2:0.8").shape()
 
     assert shape == {
-        "hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336, "vocab_size": 128_256,
-
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "tie_word_embeddings": False
-        ,
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "intermediate_size": 14336,
+        "vocab_size": 128_256,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
     }
     assert parameters(shape) == 8_030_261_248, "what Hugging Face counts for Llama-3.1-8B"
 

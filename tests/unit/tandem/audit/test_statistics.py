@@ -192,17 +192,17 @@ def test_permutation_p_is_exact_and_sees_a_difference() -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_planted_fault_is_found(fault: str) -> None:
     evidence, removed = simulated(LANGUAGE, sampler(LANGUAGE, fault), 2, TOKENS.get(fault, 12_000), fault)
-    assert judged(evidence, removed).is_finding
+    assert judged(evidence, removed) < ALPHA
 
 
 @pytest.mark.parametrize("bias", ["the first choice too often", "the draft mixed in"])
 def test_a_total_variation_of_0_0125_is_found_in_ten_minutes(bias: str) -> None:
     evidence, removed = simulated(LANGUAGE, biased(LANGUAGE, biases(LANGUAGE)[bias]), 1)
-    assert judged(evidence, removed).is_finding
+    assert judged(evidence, removed) < ALPHA
 
 
 def test_right_samplers_are_not_accused() -> None:
-    assert not any(each.is_finding for each in false_alarms(8, 6_000))
+    assert min(false_alarms(8, 6_000)) >= ALPHA
 
 
 def test_the_e_process_needs_the_level_of_its_half_of_the_false_alarms() -> None:

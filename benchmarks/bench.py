@@ -12,8 +12,8 @@ import subprocess
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from importlib import metadata
 from itertools import chain, cycle, islice, product
@@ -42,6 +42,8 @@ from tandem.logs import configure
 
 REFERENCE = "target-alone"
 PEERS = ("draft", "target")
+ENDING_TOKENS = 8
+"""Tokens after the prefix whose second reading is timed, another ending each time."""
 _MACHINES_OWN = ("--vllm-python", "--max-python", "--cache-folder")
 """Options whose values mean nothing on other machines."""
 
@@ -126,11 +128,8 @@ class _Run:
         """Steps of both models' engines, each in a process that is gone before the services start."""
         from benchmarks import steps  # of all that is measured, only this needs torch in this process
 
-        rows: list[steps.Row] = []
-        for role in ("target", "draft"):
-            self.progress(f"steps of the {role}")
-            rows += await steps.measured(role, self.setup)
-        return [steps.table(rows)]
+        self.progress("steps of the target and the draft")
+        return [await steps.measured(self.setup)]
 
     async def _run(self, name: str, stack: AsyncExitStack, workload: Workload) -> Outcome:
         """One run of a contender, which starts before its first run, or each time if its coordinator is to be fresh."""
@@ -184,48 +183,83 @@ class _Run:
 
     async def phases(self) -> list[Table]:
         """Phases of rounds, and bytes for each token at the first batch: through the services by a coordinator of its
-        own; in one process from the rounds that were run."""
+        own; in one process from the rounds that were run.
+
+        The coordinator always proposes and never drafts ahead: rounds without a proposal show neither the phases of a
+        round nor what a proposal weighs on the wire, and what is pushed ahead depends on how rounds happen to meet.
+        """
         rows: list[Row] = []
         wire: list[Row] = []
-        async with timed_coordinator(self.setup) as timed:
+        setup, port = self.setup, free_port()
+        words = ("--speculation-policy", "fixed", "--draft-ahead", "off", "--prometheus-port", str(port))
+        async with through(setup, setup.target_address, setup.draft_address, *words) as contender:
             for batch, temperature in self._cells():
                 self.progress(f"where the time goes: batch {batch}, temperature {temperature:g}")
                 prompts = chosen(self.prompts, batch, 0)
                 workload = Workload(prompts, temperature, self.settings.max_tokens)
-                await timed(workload)  # to warm up
-                means, counted = await timed(workload)
+                await contender(workload)  # to warm up
+                before = await asyncio.to_thread(_totals, port)
+                outcome = await contender(workload)
+                used = await asyncio.to_thread(_totals, port)
+                used.subtract(before)
                 if batch == self.settings.batch[0]:
-                    wire.append((temperature, *counted))
+                    sent = (used["tandem_wire_bytes_total", peer] / outcome.token_count for peer in PEERS)
+                    wire.append((temperature, *sent))
+                name = "tandem_round_phase_seconds"
+                counts = {phase: used[f"{name}_count", phase] for phase in PHASES}
+                means = {
+                    phase: used[f"{name}_sum", phase] / count for phase, count in counts.items() if count
+                }
                 outcomes = self.outcomes.get(("one-process", batch, temperature), [])
                 joined = {
-                    name: [s for each in outcomes for s in each.phases.get(name, ())] for name in PHASES
+                    phase: [s for each in outcomes for s in each.phases.get(phase, ())] for phase in PHASES
                 }
-                own = {name: statistics.fmean(seconds) for name, seconds in joined.items() if seconds}
-                lost = None
-                if means and own:
-                    lost = sum(means[each] - own[each] for each in ("draft", "verify"))
+                own = {phase: statistics.fmean(seconds) for phase, seconds in joined.items() if seconds}
+                lost = sum(means[each] - own[each] for each in ("draft", "verify")) if means and own else None
                 for path, found, of_wire in (("services", means, lost), ("one process", own, None)):
                     if found:
-                        figures = (*(found[name] for name in PHASES), sum(found.values()), of_wire)
+                        figures = (*(found[phase] for phase in PHASES), sum(found.values()), of_wire)
                         rows.append((path, batch, temperature, *figures))
+        where = ("path", ""), ("batch", ""), ("temperature", "number")
         seconds = ((name, "seconds") for name in (*PHASES, "round", "of it wire"))
-        temperature_column = ("temperature", "number")
-        sent = ((f"{peer} service", "bytes") for peer in PEERS)
+        by_peer = ((f"{peer} service", "bytes") for peer in PEERS)
         return [
-            Table.of(
-                "A round by phase, means", rows, ("path", ""), ("batch", ""), temperature_column, *seconds
-            ),
-            Table.of("On the wire, for each token", wire, temperature_column, *sent),
+            Table.of("A round by phase, means", rows, *where, *seconds),
+            Table.of("On the wire, for each token", wire, where[2], *by_peer),
         ]
 
     async def prefix(self) -> list[Table]:
-        """Time to the first token after a prefix that was served before, by services of their own."""
+        """Ask services of their own for one token after a new prefix, then for one after the same prefix and another
+        ending: the times to the first token, and the median over rounds of the second by the first."""
         self.progress("a prefix that was served before")
-        async with (
-            models(self.setup, prefix_caching=True) as setup,
-            start("speculative", setup) as contender,
-        ):
-            return [await prefix_gain(contender, self.prompts, min(self.settings.rounds, 3))]
+        prompts, first, again = self.prompts, list[float](), list[float]()
+        async with models(self.setup, prefix_caching=True) as setup, start("speculative", setup) as contender:
+            for number in range(min(self.settings.rounds, 3)):
+                # Another text in each round, and other first tokens: nothing of it was served before.
+                text = [*prompts[-1 - number], *chain.from_iterable(prompts[number:])]
+                prefix = tuple(islice(cycle(text), PREFIX_TOKENS))
+                for ending, found in (
+                    (prompts[0][:ENDING_TOKENS], first),
+                    (prompts[1][-ENDING_TOKENS:], again),
+                ):
+                    outcome = await contender(Workload((prefix + ending,), 0.0, 2))
+                    found.append(outcome.answers[0].arrivals[0][0])
+        ratio = statistics.median(b / a for a, b in zip(first, again, strict=True))
+        spreads = [(statistics.median(each), min(each), max(each)) for each in (first, again)]
+        rows = ("the first time", *spreads[0], None), ("again", *spreads[1], ratio)
+        seconds = ((name, "seconds") for name in ("median", "lowest", "highest"))
+        title = f"Time to first token, {PREFIX_TOKENS} tokens of prefix"
+        return [Table.of(title, rows, ("prefix", ""), *seconds, ("by the first", "ratio"))]
+
+
+def _totals(port: int) -> Counter[tuple[str, str]]:
+    """Values of a coordinator's metrics by name, and by phase or peer."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
+        families = list(text_string_to_metric_families(response.read().decode()))
+    found: Counter[tuple[str, str]] = Counter()
+    for sample in chain.from_iterable(family.samples for family in families):
+        found[sample.name, sample.labels.get("phase", sample.labels.get("peer", ""))] += sample.value  # type: ignore[assignment]
+    return found
 
 
 def _machine(settings: BenchSettings, load_before: float) -> Machine:
@@ -257,68 +291,3 @@ def _processor() -> str:
     lines = cpus.read_text(encoding="utf-8").splitlines() if cpus.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-# ---- where the time of a round goes and how many bytes it takes, and the gain of a prefix
-
-ENDING_TOKENS = 8
-"""Tokens after the prefix, another ending each time."""
-
-Timed = Callable[[Workload], Awaitable[tuple[Mapping[str, float], list[float]]]]
-"""Completes a workload; mean seconds of a round by phase, and bytes for each token by peer."""
-
-
-@asynccontextmanager
-async def timed_coordinator(setup: Setup) -> AsyncIterator[Timed]:
-    """A coordinator that always proposes and never drafts ahead: rounds without a proposal show neither the phases of a
-    round nor what a proposal weighs on the wire, and what is pushed ahead depends on how rounds happen to meet."""
-    port = free_port()
-    words = ("--speculation-policy", "fixed", "--draft-ahead", "off", "--prometheus-port", str(port))
-
-    def totals() -> Counter[tuple[str, str]]:
-        """Values by name, and by phase or peer."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
-            families = list(text_string_to_metric_families(response.read().decode()))
-        found: Counter[tuple[str, str]] = Counter()
-        for sample in chain.from_iterable(family.samples for family in families):
-            found[sample.name, sample.labels.get("phase", sample.labels.get("peer", ""))] += sample.value  # type: ignore[assignment]
-        return found
-
-    async with through(setup, setup.target_address, setup.draft_address, *words) as contender:
-
-        async def run(workload: Workload) -> tuple[Mapping[str, float], list[float]]:
-            before = await asyncio.to_thread(totals)
-            outcome = await contender(workload)
-            used = await asyncio.to_thread(totals)
-            used.subtract(before)
-            name = "tandem_round_phase_seconds"
-            counts = {phase: used[f"{name}_count", phase] for phase in PHASES}
-            means = {phase: used[f"{name}_sum", phase] / count for phase, count in counts.items() if count}
-            return means, [used["tandem_wire_bytes_total", peer] / outcome.token_count for peer in PEERS]
-
-        yield run
-
-
-async def prefix_gain(contender: Contender, prompts: Sequence[tuple[int, ...]], rounds: int) -> Table:
-    """Ask for one token after a new prefix, then for one after the same prefix and another ending: the times to the
-    first token, and the median over rounds of the second by the first."""
-
-    async def first_token_seconds(prompt: tuple[int, ...]) -> float:
-        outcome = await contender(Workload((prompt,), 0.0, 2))
-        return outcome.answers[0].arrivals[0][0]
-
-    first, again = [], []
-    for number in range(rounds):
-        # Another text in each round, and other first tokens: nothing of it was served before.
-        text = [*prompts[-1 - number], *chain.from_iterable(prompts[number:])]
-        prefix = tuple(islice(cycle(text), PREFIX_TOKENS))
-        first.append(await first_token_seconds(prefix + prompts[0][:ENDING_TOKENS]))
-        again.append(await first_token_seconds(prefix + prompts[1][-ENDING_TOKENS:]))
-    ratio = statistics.median(b / a for a, b in zip(first, again, strict=True))
-    spreads = [(statistics.median(each), min(each), max(each)) for each in (first, again)]
-    seconds = ((name, "seconds") for name in ("median", "lowest", "highest"))
-    return Table.of(
-        f"Time to first token, {PREFIX_TOKENS} tokens of prefix",
-        (("the first time", *spreads[0], None), ("again", *spreads[1], ratio)),
-        *(("prefix", ""), *seconds, ("by the first", "ratio")),
-    )

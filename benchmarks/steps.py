@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 import torch
 
 from benchmarks.contenders import Setup
-from benchmarks.report import Table
+from benchmarks.report import Row, Table
 from tandem.engine.core.selection import Backends, choose_backends
 from tandem.engine.kv_cache.arena import PAGE_TOKENS, KvArena, PageTable, pages_for
 from tandem.engine.kv_cache.sequence import Segment, Sequence
@@ -28,21 +28,15 @@ _READ_BYTES = 1 << 28
 Work = Callable[[], object]
 
 
-Row = tuple[str, float | None, float, float, float | None]
-"""Name of the operation; seconds by torch, as a service runs it, and to read the weights once; first by second."""
-
-
-def table(rows: Iterable[Row]) -> Table:
-    """Steps of both models as a table."""
+async def measured(setup: Setup) -> Table:
+    """Steps of the target and of the draft, each in a process that takes the model with it when it ends."""
+    rows: list[Row] = []
+    for role in ("target", "draft"):
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            rows += await asyncio.get_running_loop().run_in_executor(pool, step_rows, role, setup)
     seconds = ((name, "seconds") for name in ("torch", "as served", "weights read once"))
     columns = ("step: sequences x tokens", ""), *seconds, ("torch by served", "ratio")
     return Table.of("Steps of the engine, medians", rows, *columns)
-
-
-async def measured(role: str, setup: Setup) -> list[Row]:
-    """Steps of the target or the draft, in a process that takes the model with it when it ends."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return await asyncio.get_running_loop().run_in_executor(pool, step_rows, role, setup)
 
 
 def step_rows(role: str, setup: Setup) -> list[Row]:

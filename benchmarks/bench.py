@@ -12,7 +12,7 @@ import subprocess
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from importlib import metadata
@@ -23,7 +23,7 @@ import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
-from benchmarks.common import Contender, chosen, free_port, one_sentence, read_options, rotated
+from benchmarks.common import chosen, free_port, one_sentence, read_options, rotated
 from benchmarks.contenders import (
     PREFIX_TOKENS,
     BenchSettings,
@@ -35,7 +35,7 @@ from benchmarks.contenders import (
     through,
     title_of,
 )
-from benchmarks.peers import PHASES, Outcome, Workload
+from benchmarks.peers import PHASES, Contender, Outcome, Workload
 from benchmarks.report import Machine, Report, Row, Table, cell_of, show, write
 from tandem.errors import TandemError
 from tandem.logs import configure
@@ -117,6 +117,7 @@ class _Run:
         self.settings = setup.settings
         self.progress = progress
         self.prompts = setup.pair.prompts()
+        self.cells = list(product(self.settings.batch, self.settings.temperature))
         self.outcomes: dict[tuple[str, int, float], list[Outcome]] = {}
         """By contender, batch and temperature."""
         reasons = {name: kind_of(name).absent(setup) for name in self.settings.contenders}
@@ -157,13 +158,10 @@ class _Run:
             raise error
         self.absent[name] = str(error)
 
-    def _cells(self) -> Iterator[tuple[int, float]]:
-        return product(self.settings.batch, self.settings.temperature)
-
     async def rounds(self, stack: AsyncExitStack) -> None:
         """Run the rounds, and one before them to warm up."""
         for number in range(-1, self.settings.rounds):
-            for batch, temperature in self._cells():
+            for batch, temperature in self.cells:
                 tokens = self.settings.max_tokens if number >= 0 else 8
                 prompts = chosen(self.prompts, batch, max(number, 0))
                 workload = Workload(prompts, temperature, tokens, seed=1000 * (number + 1))
@@ -193,7 +191,7 @@ class _Run:
         setup, port = self.setup, free_port()
         words = ("--speculation-policy", "fixed", "--draft-ahead", "off", "--prometheus-port", str(port))
         async with through(setup, setup.target_address, setup.draft_address, *words) as contender:
-            for batch, temperature in self._cells():
+            for batch, temperature in self.cells:
                 self.progress(f"where the time goes: batch {batch}, temperature {temperature:g}")
                 prompts = chosen(self.prompts, batch, 0)
                 workload = Workload(prompts, temperature, self.settings.max_tokens)
@@ -232,20 +230,17 @@ class _Run:
         """Ask services of their own for one token after a new prefix, then for one after the same prefix and another
         ending: the times to the first token, and the median over rounds of the second by the first."""
         self.progress("a prefix that was served before")
-        prompts, first, again = self.prompts, list[float](), list[float]()
+        prompts, times = self.prompts, list[list[float]]()
+        endings = prompts[0][:ENDING_TOKENS], prompts[1][-ENDING_TOKENS:]
         async with models(self.setup, prefix_caching=True) as setup, start("speculative", setup) as contender:
             for number in range(min(self.settings.rounds, 3)):
                 # Another text in each round, and other first tokens: nothing of it was served before.
                 text = [*prompts[-1 - number], *chain.from_iterable(prompts[number:])]
                 prefix = tuple(islice(cycle(text), PREFIX_TOKENS))
-                for ending, found in (
-                    (prompts[0][:ENDING_TOKENS], first),
-                    (prompts[1][-ENDING_TOKENS:], again),
-                ):
-                    outcome = await contender(Workload((prefix + ending,), 0.0, 2))
-                    found.append(outcome.answers[0].arrivals[0][0])
-        ratio = statistics.median(b / a for a, b in zip(first, again, strict=True))
-        spreads = [(statistics.median(each), min(each), max(each)) for each in (first, again)]
+                outcomes = [await contender(Workload((prefix + each,), 0.0, 2)) for each in endings]
+                times.append([outcome.answers[0].arrivals[0][0] for outcome in outcomes])
+        ratio = statistics.median(again / first for first, again in times)
+        spreads = [(statistics.median(each), min(each), max(each)) for each in zip(*times, strict=True)]
         rows = ("the first time", *spreads[0], None), ("again", *spreads[1], ratio)
         seconds = ((name, "seconds") for name in ("median", "lowest", "highest"))
         title = f"Time to first token, {PREFIX_TOKENS} tokens of prefix"

@@ -7,10 +7,10 @@ import math
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError
 
@@ -20,14 +20,9 @@ from tandem.errors import ConfigurationError, TandemError
 from tandem.serving.children import Child
 from tandem.standard_streams import exit_with
 
-if TYPE_CHECKING:
-    from benchmarks.peers import Outcome, Workload
-
 ItemT = TypeVar("ItemT")
 OptionsT = TypeVar("OptionsT", bound=Options)
 
-Contender = Callable[["Workload"], Awaitable["Outcome"]]
-"""A started way of decoding: completes a workload's prompts, all at once, or raises a `TandemError`."""
 CACHE_FOLDER = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tandem" / "bench"
 """Default folder of shaped pairs."""
 
@@ -36,9 +31,8 @@ CACHE_FOLDER = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / 
 async def process(package: str, *options: str, port: int = 0) -> AsyncIterator[tuple[str, int]]:
     """Run a service that logs warnings, by default on a free port; its address and its process id."""
     words = (*options, "--port", str(port), "--log-level", "warning")
-    child = await Child.start(
-        package, package, words, stop_seconds=60.0
-    )  # longer than a service takes to drain
+    # Longer than a service takes to drain
+    child = await Child.start(package, package, words, stop_seconds=60.0)
     try:
         yield await child.line("ready on "), child.process.pid
     finally:

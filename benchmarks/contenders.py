@@ -22,11 +22,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from benchmarks.common import CACHE_FOLDER, LISTED, Contender, Positive, free_port, service
+from benchmarks.common import CACHE_FOLDER, LISTED, Positive, free_port, service
 from benchmarks.load.generator import Connection, Served, http_connection, served_model
 from benchmarks.pace import Pace
 from benchmarks.pairs import Pair, open_pair
-from benchmarks.peers import Answer, Outcome, Workload, peer
+from benchmarks.peers import Answer, Contender, Outcome, Workload, peer
 from coordinator.cli.serve import BOUND_PACKAGE
 from coordinator.cli.up import SHARES
 from coordinator.stats.speculation import add
@@ -231,11 +231,8 @@ def _model_options(setup: Setup, role: str, prefix_caching: bool = False) -> Ite
 
 def requests_of(workload: Workload, **changes: Any) -> list[GenerationRequest]:
     """The workload's requests to Tandem. Changes are fields that all of them have otherwise than it asks for."""
-    common: dict[str, Any] = {
-        "max_tokens": workload.max_tokens,
-        "temperature": workload.temperature,
-        "ignore_eos": True,
-    }
+    common: dict[str, Any] = {"max_tokens": workload.max_tokens, "temperature": workload.temperature}
+    common["ignore_eos"] = True
     return [
         GenerationRequest(**common | {"prompt": prompt, "seed": workload.seed + number} | changes)
         for number, prompt in enumerate(workload.prompts)
@@ -247,7 +244,6 @@ class Kind:
     """A contender that can be asked for."""
 
     title: str
-    """Display name."""
     start: Callable[[Setup], AbstractAsyncContextManager[Contender]]
     is_ours: bool = False
     """True if a failure ends the run; another engine's failure is part of the report."""
@@ -382,11 +378,9 @@ def _through_http(complete: Connection) -> Contender:
         started = time.perf_counter()
 
         async def one(request: GenerationRequest) -> Answer:
-            served, answer = Served(started), Answer()
+            served = Served(started)
             await complete(request, served)
-            for moment in served.chunks:
-                answer.add(moment - started, [-1])
-            return answer
+            return Answer([-1] * len(served.chunks), [(moment - started, 1) for moment in served.chunks])
 
         answers = await asyncio.gather(*map(one, requests_of(workload)))
         return Outcome(answers, time.perf_counter() - started)

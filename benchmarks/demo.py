@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import one_sentence, service, study_parser
-from benchmarks.prompts import QUESTIONS, Prompt, held_out_prompts
+from benchmarks.pairs import held_out_prompts
 from coordinator.cli.command import plain_table
 from coordinator.cli.generate import ACCEPTED_STYLE, Record
 from coordinator.cli.up import SMOLLM2_METHOD
@@ -24,32 +24,57 @@ from tandem.types import ChatMessage, GenerationRequest, SpeculationStats
 
 NUM_SPECULATIVE_TOKENS = 4
 """The documentation's examples have as many."""
+QUESTIONS = {
+    "a question": "Why is the sky blue?",
+    "a corrected sentence": (
+        "Correct the spelling and repeat the whole text: The quick brown fox jumpd over the lazy dog, and then the "
+        "quick brown fox jumpd over the lazy cat as well, because the quick brown fox is very quick."
+    ),
+    "a list in capitals": "Write this list again with capital letters: apple, banana, cherry, apple, banana, date.",
+    "a function": "Write a Python function that returns the sum of a list of numbers, and a test for it.",
+    "three colours": "Name three colours and one thing of each colour.",
+    "a summary": (
+        "Summarise in one sentence: Speculative decoding lets a small model propose several tokens, which a large "
+        "model verifies in one pass. The text is the large model's own, but it is written faster."
+    ),
+    "a haiku": "Write a haiku about the sea.",
+    "the capital of France": "What is the capital of France?",
+}
+"""By name. Some answers repeat the question's text, which drafting without a model foresees, and some do not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The beginning of a function, or a question for a model that chats."""
+
+    name: str
+    text: str
+    token_ids: tuple[int, ...] = ()
+    """The question in the model's chat format; empty where the text is to be continued."""
 
 
 async def main(model: str, prompt_count: int, max_tokens: int, method: str | None = None) -> None:
     """Run the demo on a cluster of its own."""
     console = Console(highlight=False)
-    if model == DEMO:
-        named = "the bundled models" if method is None else f"the bundled target and {method} drafting"
-    else:
-        named = f"{model} and {_drafting(model, method)}"
-    console.print(f"Starting the three services with {named} ...")
+    console.print(f"Starting the three services with {_named(model, method)} ...")
     drafting = [] if method is None else ["--method", method]
     async with (
         service("tandem", "up", "--model", model, "--no-http", *drafting) as address,
         Client(address) as client,
     ):
-        prompts = held_out_prompts(prompt_count) if model == DEMO else await _questions(client, prompt_count)
+        prompts = (
+            [Prompt(*each) for each in held_out_prompts(prompt_count)]
+            if model == DEMO
+            else await _questions(client, prompt_count)
+        )
         console.print(
             f"\n[bold]{prompts[0].name}[/bold]: [dim]the prompt[/dim], "
             f"[{ACCEPTED_STYLE}]accepted from the draft[/{ACCEPTED_STYLE}], the target's own\n"
         )
         end = "\n" if prompts[0].token_ids else ""
         console.print(prompts[0].text, style="dim", markup=False, end=end)
-        chunks = client.generate(_request(prompts[0], max_tokens, temperature=0.0))
-        streamed, record = Console(highlight=False, soft_wrap=True), Record()
-        async for chunk in chunks:
-            record.add(chunk, streamed)
+        streamed = Console(highlight=False, soft_wrap=True)
+        await _run(client, _request(prompts[0], max_tokens, temperature=0.0), streamed)
         streamed.print()
         console.print(
             f"\n{len(prompts)} prompts, {max_tokens} tokens each, in turn without and with up to "
@@ -78,12 +103,13 @@ def default_model() -> str:
     return SMOLLM2
 
 
-def _drafting(model: str, method: str | None) -> str:
-    """How `tandem up` drafts for a model other than the demo target."""
-    if method is not None:
-        return f"{method} drafting"
+def _named(model: str, method: str | None) -> str:
+    """The models in words, and how `tandem up` drafts for one other than the demo target."""
+    if model == DEMO:
+        return "the bundled models" if method is None else f"the bundled target and {method} drafting"
     has_head = model == SMOLLM2 and smollm2_head(SMOLLM2_METHOD) is not None
-    return "its EAGLE-3 head" if has_head else "suffix decoding"
+    default = "its EAGLE-3 head" if has_head else "suffix decoding"
+    return f"{model} and {default if method is None else f'{method} drafting'}"
 
 
 async def _questions(client: Client, count: int) -> list[Prompt]:
@@ -117,10 +143,10 @@ async def _comparison(client: Client, prompts: Sequence[Prompt], max_tokens: int
     return table
 
 
-async def _run(client: Client, request: GenerationRequest) -> Record:
+async def _run(client: Client, request: GenerationRequest, console: Console | None = None) -> Record:
     record = Record()
     async for chunk in client.generate(request):
-        record.add(chunk)
+        record.add(chunk, console)
     return record
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +11,6 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from benchmarks.prompts import held_out_prompts
 from tandem.engine.models.checkpoint import find_weights
 from tandem.errors import ConfigurationError
 from tandem.model_sources import hub
@@ -20,6 +20,12 @@ _FORM = "shaped:TARGET_PARAMETERS:DRAFT_LAYERS:AGREEMENT, for instance shaped:20
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9}
 _WIDTHS = range(128, 16_385, 128)
 _SMALLEST, _LARGEST = 5e5, 1e11
+
+
+def held_out_prompts(count: int) -> list[tuple[str, str]]:
+    """Names and texts of the first beginnings of functions that the demo pair was not trained on."""
+    entries = json.loads((DEMO / "heldout_prompts.json").read_text(encoding="utf-8"))
+    return [(entry["name"], entry["prompt"]) for entry in entries[:count]]
 
 
 def llama(width: int, layers: int, vocabulary_size: int, *, is_tied: bool) -> dict[str, Any]:
@@ -120,7 +126,7 @@ class Pair:
     def prompts(self) -> list[tuple[int, ...]]:
         """Beginnings of real functions, as token ids of the pair's own tokenizer."""
         tokenizer = Tokenizer.from_file(str(self.target / "tokenizer.json"))
-        return [tuple(tokenizer.encode(prompt.text).ids) for prompt in held_out_prompts(64)]
+        return [tuple(tokenizer.encode(text).ids) for _, text in held_out_prompts(64)]
 
 
 def open_pair(text: str, cache_folder: Path, device: str) -> Pair:

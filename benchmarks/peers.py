@@ -101,6 +101,8 @@ class Outcome:
         return made / passed * len(self.answers) if passed else 0.0
 
 
+Contender = Callable[[Workload], Awaitable[Outcome]]
+"""A started way of decoding: completes a workload's prompts, all at once, or raises a `TandemError`."""
 WORKLOADS, OUTCOMES = TypeAdapter(Workload), TypeAdapter(Outcome)
 
 
@@ -109,9 +111,7 @@ class PeerError(TandemError):
 
 
 @asynccontextmanager
-async def peer(
-    name: str, command: list[str], setup: dict[str, Any], log: Path
-) -> AsyncIterator[Callable[[Workload], Awaitable[Outcome]]]:
+async def peer(name: str, command: list[str], setup: dict[str, Any], log: Path) -> AsyncIterator[Contender]:
     """Another engine in a process of its own, which completes workloads; what it writes to stderr goes to a file."""
     python, *module = command
     with log.open("wb") as errors:
@@ -289,6 +289,13 @@ def load_vllm(setup: dict[str, Any]) -> Run:
     from vllm import LLM
 
     mend_expansion()
+    mode, speculation = setup["mode"], dict[str, Any]()
+    if drafts := _VLLM_DRAFTS.get(mode):
+        own = {"model": setup["draft"]} if mode == "draft_model" else {}
+        config = {**drafts, **own, "num_speculative_tokens": setup["num_speculative_tokens"]}
+        speculation["speculative_config"] = config
+    if mode == "tandem":
+        speculation["worker_cls"] = "tandem.integrations.vllm.worker.TandemWorker"
     engine = LLM(
         model=setup["target"],
         dtype=setup["dtype"],
@@ -301,7 +308,7 @@ def load_vllm(setup: dict[str, Any]) -> Run:
         enforce_eager=setup["vllm_eager"],
         tensor_parallel_size=(size := setup.get("tensor_parallel_size", 1)),
         distributed_executor_backend="uni" if size == 1 else "mp",
-        **_vllm_speculation(setup),
+        **speculation,
     )
     if setup["pace"]:
         _pace_vllm(engine, setup["pace"])
@@ -323,23 +330,12 @@ def mend_expansion() -> None:
     cpu_triton_utils._expand_kernel_impl = expand
 
 
-def _vllm_speculation(setup: dict[str, Any]) -> dict[str, Any]:
-    if setup["mode"] == "alone":
-        return {}
-    config = {
-        "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5},
-        "draft_model": {
-            "method": "draft_model",
-            "model": setup["draft"],
-            "draft_sample_method": "probabilistic",
-        },
-        "tandem": {"method": "custom_class", "model": "tandem.integrations.vllm.TandemProposer"},
-    }[setup["mode"]]
-    worker = {"worker_cls": "tandem.integrations.vllm.worker.TandemWorker"}
-    return {
-        "speculative_config": {**config, "num_speculative_tokens": setup["num_speculative_tokens"]},
-        **(worker if setup["mode"] == "tandem" else {}),
-    }
+_VLLM_DRAFTS: dict[str, dict[str, Any]] = {
+    "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5},
+    "draft_model": {"method": "draft_model", "draft_sample_method": "probabilistic"},
+    "tandem": {"method": "custom_class", "model": "tandem.integrations.vllm.TandemProposer"},
+}
+"""vLLM's options of speculative decoding by mode."""
 
 
 def _pace_vllm(engine: Any, text: str) -> None:

@@ -8,6 +8,7 @@ from itertools import chain, pairwise, zip_longest
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 from rich.markdown import Markdown
@@ -80,7 +81,7 @@ class Cell(Data):
     """Share of the rounds that the target had begun before it was asked; None where that is not known."""
     wasted: float | None = None
     """Rounds that it had begun in vain, by all that it computed."""
-    paced: tuple[float, float, float] | None = None
+    paced: tuple[float, ...] | None = None
     """Of the paced target, see `steps_between`; None where there is none."""
     same_tokens: float | None = None
     """Share of tokens, up to the first that differs, that equal those of the target alone; None above temperature 0."""
@@ -158,7 +159,9 @@ def cell_of(
 ) -> Cell:
     """Statistics of one contender's rounds, beside those of the target alone where it took part."""
     answers = [answer for outcome in outcomes for answer in outcome.answers]
-    gaps = sorted(gap for answer in answers for gap in inter_token_seconds(answer))
+    gaps = [gap for answer in answers for gap in inter_token_seconds(answer)] or [0.0]
+    p50, p99 = map(float, np.percentile(gaps, (50, 99)))
+    paced = list(filter(None, map(steps_between, outcomes)))
     rounds, drafted, accepted, led, wasted = (
         sum(getattr(outcome, name) for outcome in outcomes)
         for name in ("rounds", "drafted", "accepted", "led", "wasted")
@@ -177,13 +180,13 @@ def cell_of(
         first_tokens_per_second=first,
         later_tokens_per_second=later,
         first_token_seconds=Spread.of([answer.arrivals[0][0] for answer in answers]),
-        inter_token_seconds_p50=_quantile(gaps, 0.5),
-        inter_token_seconds_p99=_quantile(gaps, 0.99),
+        inter_token_seconds_p50=p50,
+        inter_token_seconds_p99=p99,
         acceptance_rate=accepted / drafted if drafted else None,
         tokens_per_pass=tokens / rounds if rounds else None,
         led=led / rounds if led else None,
         wasted=wasted / (rounds + wasted) if led else None,
-        paced=_medians(filter(None, map(steps_between, outcomes))),
+        paced=tuple(map(float, np.median(paced, axis=0))) if paced else None,
         same_tokens=_same_tokens(outcomes, references) if temperature == 0 else None,
     )
 
@@ -208,15 +211,6 @@ def steps_between(outcome: Outcome) -> tuple[float, float, float] | None:
         return None
     gap = statistics.median(later[0] - sooner[1] for sooner, later in pairwise(times))
     return len(times) / tokens, tokens / (last - first), gap
-
-
-def _medians(found: Iterable[tuple[float, float, float]]) -> tuple[float, float, float] | None:
-    columns = [statistics.median(each) for each in zip(*found, strict=True)]
-    return (columns[0], columns[1], columns[2]) if columns else None
-
-
-def _quantile(ascending: Sequence[float], share: float) -> float:
-    return ascending[min(len(ascending) - 1, int(share * len(ascending)))] if ascending else 0.0
 
 
 def _same_tokens(outcomes: Sequence[Outcome], references: Sequence[Outcome]) -> float | None:

@@ -25,8 +25,6 @@ PAST_TOKENS = 200
 _READ_BYTES = 1 << 28
 """More than the caches of a processor hold."""
 
-Work = Callable[[], object]
-
 
 async def measured(setup: Setup) -> Table:
     """Steps of the target and of the draft, each in a process that takes the model with it when it ends."""
@@ -75,7 +73,7 @@ def step_rows(role: str, setup: Setup) -> list[Row]:
     return rows
 
 
-def _seconds(works: dict[str, Work], clock: Callable[[], float]) -> dict[str, list[float]]:
+def _seconds(works: dict[str, Callable[[], object]], clock: Callable[[], float]) -> dict[str, list[float]]:
     """Time each work in turn, after one run of each that is not counted."""
     taken: dict[str, list[float]] = {name: [] for name in works}
     for number in range(-1, 15):
@@ -105,7 +103,7 @@ class Steps:
         made.token_ids = list(token_ids)
         return made
 
-    def work(self, sequences: int, width: int) -> Work:
+    def work(self, sequences: int, width: int) -> Callable[[], object]:
         """A step of so many sequences and tokens, to be repeated."""
         past = 0 if width > PAST_TOKENS else PAST_TOKENS
         segments = []

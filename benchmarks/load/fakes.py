@@ -109,7 +109,6 @@ class FakeTarget(Fake, TargetServicer):
     """A target whose distributions are one-hot, at any temperature."""
 
     step_seconds = 0.0
-    """Duration of a step."""
 
     async def serve_sequence(self, sequence: VerifiedFor) -> None:
         self.running += 1
@@ -195,9 +194,7 @@ class FakeDraft(Fake, DraftServicer):
         super().__init__(next_token)
         self.load = LoadTracker(lambda: self.is_full)
         self.is_full = False
-        """Reported as `DraftLoad.is_full`."""
         self.requested: list[int] = []
-        """Number of tokens that each step requested."""
 
     async def serve_sequence(self, sequence: DraftedFor) -> None:
         self.running += 1
@@ -314,14 +311,18 @@ class Steps:
             await asyncio.sleep(0)  # what goes on by another step takes part in the next one
 
 
-class ScriptedTarget(FakeTarget):
-    """Says the script."""
+class Scripted(Fake):
+    """Base of the fakes that know the script."""
 
     def __init__(self, script: Script, steps: Steps) -> None:
         super().__init__()
         self.model_info = replace(self.model_info, max_length=_SCRIPTED_LENGTH)
         self._script = script
         self._steps = steps
+
+
+class ScriptedTarget(Scripted, FakeTarget):
+    """Says the script."""
 
     async def verified(self, tokens: Sequence[int], step: VerifyStep) -> Verification:
         cost = await self._steps.take_part(len(step.delta.token_ids))
@@ -330,14 +331,8 @@ class ScriptedTarget(FakeTarget):
         return Verification(first, rows(said, step), cost)
 
 
-class ScriptedDraft(FakeDraft):
+class ScriptedDraft(Scripted, FakeDraft):
     """Guesses at the script."""
-
-    def __init__(self, script: Script, steps: Steps) -> None:
-        super().__init__()
-        self.model_info = replace(self.model_info, max_length=_SCRIPTED_LENGTH)
-        self._script = script
-        self._steps = steps
 
     async def answers(self, sequence: DraftedFor, tokens: Sequence[int], step: ProposeStep) -> None:
         began, cost = time.monotonic(), await self._steps.take_part(len(step.delta.token_ids))
@@ -361,17 +356,19 @@ _PEAKED: FloatArray = np.array([0.9, *[0.1 / (_SUPPORT_SIZE - 1)] * (_SUPPORT_SI
 class ScriptedService(Service):
     """Serves a scripted target or draft."""
 
-    def __init__(self, servicer: ScriptedTarget | ScriptedDraft, steps: Steps) -> None:
-        self._is_target = isinstance(servicer, ScriptedTarget)
-        self.name = "target" if self._is_target else "draft"
-        protos = target_pb2 if self._is_target else draft_pb2
+    def __init__(self, role: str, script: Script, steps: Steps) -> None:
+        is_target = role == "target"
+        self.name = role
+        protos = target_pb2 if is_target else draft_pb2
         self.full_names = [each.full_name for each in protos.DESCRIPTOR.services_by_name.values()]
-        self._servicer: Any = servicer
+        self._servicer: Any = (ScriptedTarget if is_target else ScriptedDraft)(script, steps)
+        self._add: Any = (
+            add_TargetServiceServicer_to_server if is_target else add_DraftServiceServicer_to_server
+        )
         self._steps = steps
 
     def register(self, server: grpc.aio.Server) -> None:
-        add = add_TargetServiceServicer_to_server if self._is_target else add_DraftServiceServicer_to_server
-        add(self._servicer, server)
+        self._add(self._servicer, server)
 
     def open_other_endpoints(self, calls: RunningCalls) -> None:
         self._servicer.streams.calls = calls
@@ -395,8 +392,7 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     configure(options.log_level, "text")
     steps = Steps(options.step_ms / 1000.0)
-    scripted = ScriptedTarget if options.role == "target" else ScriptedDraft
-    service = ScriptedService(scripted(Script(options.acceptance), steps), steps)
+    service = ScriptedService(options.role, Script(options.acceptance), steps)
     uvloop.run(serve(ServerSettings(port=options.port), service, before_ready=set_start_aside))
 
 

@@ -20,7 +20,7 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -47,9 +47,6 @@ from tandem.types import GenerationRequest
 
 # ---- arrivals, lengths and figures, named as by `vllm bench serve`
 
-_ARRIVALS, _PROMPTS, _OUTPUTS = range(3)
-"""Each has random numbers of its own, so that a change of one leaves the others as they are."""
-
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
@@ -72,6 +69,11 @@ class Lengths:
         if not (median >= 1 and sigma >= 0 and maximum >= median) or not math.isfinite(median + sigma):
             raise ValueError("MEDIAN must be at least 1, SIGMA at least 0, MAXIMUM at least MEDIAN")
         return cls(median, sigma, min(4, int(median)), int(maximum))
+
+    def drawn(self, count: int, random: np.random.Generator) -> list[int]:
+        """So many token counts."""
+        lengths = self.median * np.exp(self.sigma * random.standard_normal(count))
+        return [int(each) for each in np.clip(np.rint(lengths), self.minimum, self.maximum)]
 
     def __str__(self) -> str:
         return f"{self.median:g}:{self.sigma:g}:{self.maximum}"
@@ -102,21 +104,13 @@ def arrivals(
 ) -> list[Arrival]:
     """Requests in the order of their arrival: a Poisson process, whose gaps are exponential. At an infinite rate
     (requests a second) all arrive at the start."""
-    gaps = np.zeros(count) if math.isinf(rate) else _random(seed, _ARRIVALS).exponential(1.0 / rate, count)
+    # Each has random numbers of its own, so that a change of one leaves the others as they are.
+    of_gaps, of_prompts, of_outputs = np.random.default_rng(seed).spawn(3)
+    gaps = np.zeros(count) if math.isinf(rate) else of_gaps.exponential(1.0 / rate, count)
     # The first arrives at the start, as the gaps lie between requests.
-    times = np.concatenate(([0.0], np.cumsum(gaps)))[:count]
-    lengths = _drawn(prompts, count, seed, _PROMPTS), _drawn(outputs, count, seed, _OUTPUTS)
-    return [Arrival(float(time), int(p), int(o)) for time, p, o in zip(times, *lengths, strict=True)]
-
-
-def _drawn(lengths: Lengths, count: int, seed: int, purpose: int) -> np.ndarray:
-    """Lengths as an int64 array of shape (count,)."""
-    drawn = lengths.median * np.exp(lengths.sigma * _random(seed, purpose).standard_normal(count))
-    return np.clip(np.rint(drawn), lengths.minimum, lengths.maximum).astype(np.int64)
-
-
-def _random(seed: int, purpose: int) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(key=[seed, purpose]))
+    times = [0.0, *map(float, np.cumsum(gaps))][:count]
+    lengths = prompts.drawn(count, of_prompts), outputs.drawn(count, of_outputs)
+    return [Arrival(*each) for each in zip(times, *lengths, strict=True)]
 
 
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
@@ -167,7 +161,6 @@ class Figures:
     completed: int
     failed: int
     errors: Mapping[str, int]
-    """Number of errors of each kind."""
     reasons: Mapping[str, str]
     """The sentence of the first error of each kind."""
     seconds: float
@@ -429,7 +422,7 @@ class Used:
 
     processor_milliseconds_per_token: float
     mebibytes: list[float]
-    """Resident memory of the process and of its children at the end."""
+    """Resident memory of the process and of each of its children at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -502,7 +495,7 @@ class Loaded:
     def used(self) -> dict[str, float]:
         """Processor seconds of each process so far. The clients' has started the others, which count by themselves."""
         return {
-            name: sum(os.times()[:2]) if name == "clients" else sum(map(_processor_seconds, tree(pid)))
+            name: sum(os.times()[:2]) if name == "clients" else sum(spent for spent, _ in resources(pid))
             for name, pid in self.pids.items()
         }
 
@@ -533,7 +526,7 @@ async def _measure(options: LoadSettings) -> LoadReport:
         used = {
             name: Used(
                 1000.0 * (seconds - before[name]) / max(found.output_tokens, 1),
-                _resident_mebibytes(server.pids[name])[: 1 if name == "clients" else None],
+                [size for _, size in resources(server.pids[name])][: 1 if name == "clients" else None],
             )
             for name, seconds in server.used().items()
         }
@@ -625,36 +618,21 @@ async def send(
         return list(await asyncio.gather(*(serve(*each) for each in enumerate(arrivals))))
 
 
-# ---- what processes take of the machine; zero where there is no /proc
+# ---- what processes take of the machine
 
 
-def tree(pid: int) -> list[int]:
-    """A process, its children, their children and so on."""
-    parents: dict[int, list[int]] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        if fields := _fields(int(folder.name)):
-            parents.setdefault(int(fields[1]), []).append(int(folder.name))
+def resources(pid: int) -> list[tuple[float, float]]:
+    """Processor seconds so far, and resident MiB, of a process, its children, their children and so on; none where
+    there is no /proc."""
+    stats: dict[int, list[str]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            # The fields after its name (proc(5))
+            text = path.read_text(encoding="ascii", errors="replace").rpartition(")")[2]
+            stats[int(path.parent.name)] = text.split()
     found = [pid]
     for each in found:
-        found.extend(parents.get(each, ()))
-    return found
-
-
-def _processor_seconds(pid: int) -> float:
-    fields = _fields(pid)
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
-
-
-def _resident_mebibytes(pid: int) -> list[float]:
-    """Resident memory of a process and of each of its children, the largest first."""
-    page = os.sysconf("SC_PAGE_SIZE") / (1 << 20)
-    return sorted((page * int(fields[21]) for each in tree(pid) if (fields := _fields(each))), reverse=True)
-
-
-def _fields(pid: int) -> list[str]:
-    """Fields of a process's stat after its name (proc(5)); none when it has ended."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return []
-    return stat.rpartition(")")[2].split()
+        found += [child for child, fields in stats.items() if int(fields[1]) == each]
+    tick, page = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+    alive = [stats[each] for each in found if each in stats]
+    return [((int(each[11]) + int(each[12])) / tick, page * int(each[21])) for each in alive]

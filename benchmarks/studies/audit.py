@@ -31,8 +31,8 @@ _PROMPTS = 24
 """Beginnings of completions."""
 _LEVELS = (0.01, 0.001, ALPHA, 0.0002)
 """A study shows how many audits have a finding at each."""
-_SHARES = {COLD: 0.05, NUCLEUS: 0.05, MAIN: 0.9}
-_LOOKS = {COLD: (TEMPERATURE, 1.0), NUCLEUS: (1.0, TOP_P), MAIN: (1.0, 1.0)}
+_LOOKS = {COLD: (0.05, TEMPERATURE, 1.0), NUCLEUS: (0.05, 1.0, TOP_P), MAIN: (0.9, 1.0, 1.0)}
+"""Share of the tokens, temperature and top-p of each."""
 
 Generate = Callable[[str, IntArray, np.random.Generator], tuple[IntArray, IntArray]]
 """Makes completions for a look: of prompts, tokens and which of them were accepted."""
@@ -46,7 +46,7 @@ def simulated(
     evidence = Evidence({name: Calibration(name != MAIN, PROPOSED + 1) for name in _LOOKS})
     prompts = np.random.default_rng(1).integers(0, language.size**2, _PROMPTS)
     size, removed = 16 * LENGTH, 0  # in batches, as `tandem.audit.run` reads completions
-    for name, share in _SHARES.items():
+    for name, (share, *_) in _LOOKS.items():
         count = max(1, round(tokens * share / size)) * size // LENGTH
         contexts = np.resize(prompts, count)
         made, accepted = generate(name, contexts, generator)
@@ -61,7 +61,7 @@ def simulated(
 
 def sampler(language: Language, fault: str = RIGHT) -> Generate:
     """Speculative sampling, right or with a fault."""
-    samplers = {name: Sampler(language, fault, *parameters) for name, parameters in _LOOKS.items()}
+    samplers = {name: Sampler(language, fault, *params) for name, (_, *params) in _LOOKS.items()}
     return lambda name, contexts, generator: samplers[name].generate(contexts, LENGTH, generator)
 
 

@@ -10,6 +10,7 @@ with the weights that the others have, those rounded to bfloat16, so what differ
 
 from __future__ import annotations
 
+import sysconfig
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 
@@ -21,7 +22,6 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from benchmarks.common import study_parser
-from benchmarks.prompts import source_text
 from benchmarks.steps import Steps
 from tandem.engine.core.selection import Backends, choose_backends
 from tandem.engine.kv_cache.sequence import Segment
@@ -38,9 +38,10 @@ LAST_STEPS = (5, 5, 1, 1, 1, 1, 1)
 
 def prompts(folder: Path, count: int) -> list[list[int]]:
     """Token ids of `count` pieces of source code, each of another length."""
-    # More than any tokenizer takes on average for source code
-    characters = count * LONGEST * 8
-    token_ids = iter(Tokenizer.from_file(str(folder / "tokenizer.json")).encode(source_text(characters)).ids)
+    text, files = "", iter(sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")))
+    while len(text) < count * LONGEST * 8:  # more than any tokenizer takes on average for source code
+        text += next(files).read_text(encoding="utf-8", errors="replace")
+    token_ids = iter(Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids)
     lengths = [SHORTEST + 37 * index % (LONGEST - SHORTEST + 1) for index in range(count)]
     return [[next(token_ids) for _ in range(length)] for length in lengths]
 
@@ -54,21 +55,19 @@ def reference(folder: Path) -> Backends:
     return Backends(model)
 
 
+@torch.inference_mode()
 def log_probs(backends: Backends, texts: SequenceOf[SequenceOf[int]]) -> list[FloatArray]:
     """The log probability of each token but the first, float64 [tokens - 1] for each text."""
     steps = Steps(backends, 1, LONGEST)
-    with torch.inference_mode():
-        return [_of_text(steps, text) for text in texts]
-
-
-def _of_text(steps: Steps, text: SequenceOf[int]) -> FloatArray:
-    sequence = steps.sequence(text)
-    logits: list[Tensor] = []
-    for width in (len(text) - sum(LAST_STEPS), *LAST_STEPS):
-        logits.append(steps.runner.run([Segment(sequence, width)], range(width)).double())
-        sequence.advance(width)
-    following = torch.tensor(text[1:])[:, None]
-    found: FloatArray = torch.cat(logits)[:-1].log_softmax(-1).gather(1, following)[:, 0].numpy()
+    found: list[FloatArray] = []
+    for text in texts:
+        sequence = steps.sequence(text)
+        logits: list[Tensor] = []
+        for width in (len(text) - sum(LAST_STEPS), *LAST_STEPS):
+            logits.append(steps.runner.run([Segment(sequence, width)], range(width)).double())
+            sequence.advance(width)
+        following = torch.tensor(text[1:])[:, None]
+        found.append(torch.cat(logits)[:-1].log_softmax(-1).gather(1, following)[:, 0].numpy())
     return found
 
 

@@ -14,7 +14,6 @@ import json
 import random
 import re
 import socket
-import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
@@ -22,6 +21,7 @@ from functools import partial
 from itertools import pairwise
 
 import httpx2
+import numpy as np
 
 from benchmarks.common import free_port, service, study_parser
 from coordinator.settings.coordinator import MAX_CHAT_MESSAGES
@@ -36,6 +36,8 @@ READERS = 300
 """More than the 256 requests that a coordinator runs by default."""
 SETTLED_SECONDS = 120.0
 """All readers have to be served until they do not read, and then wait for a second."""
+_READY = "ready on the attacked ports\n"
+"""What a service says when it has started."""
 _GOOD_ADDRESS = "127.0.0.9"
 """Requests of one client address are bounded, so the good client has one of its own."""
 
@@ -106,10 +108,8 @@ def _http(port: int, local_address: str = _GOOD_ADDRESS) -> httpx2.AsyncClient:
 
 
 def _described(seconds: Sequence[float]) -> str:
-    ordered = sorted(each * 1e3 for each in seconds)
-    p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
-    median = statistics.median(ordered)
-    return f"median {median:.1f} ms, p99 {p99:.1f} ms, longest {ordered[-1]:.1f} ms ({len(ordered)})"
+    median, p99, longest = (1e3 * float(each) for each in np.percentile(seconds, (50, 99, 100)))
+    return f"median {median:.1f} ms, p99 {p99:.1f} ms, longest {longest:.1f} ms ({len(seconds)})"
 
 
 # ---- the attacks
@@ -122,7 +122,7 @@ def _attack(kind: str, address: str, port: int) -> AbstractAsyncContextManager[s
 async def _send_inputs(address: str, port: int) -> None:
     """Send the largest inputs from so many clients, for ever."""
     bodies = await _largest(port)
-    _say_ready()
+    write_out(_READY)
 
     async def send(number: int) -> None:
         chance = random.Random(number)
@@ -168,7 +168,7 @@ async def _stall_http(address: str, port: int, addresses: int = 1) -> None:
         reader.connect(("127.0.0.1", port))
         reader.sendall((head + body).encode())
         stalled.append(reader)
-    _say_ready()
+    write_out(_READY)
     await asyncio.Event().wait()
 
 
@@ -179,12 +179,8 @@ async def _stall_grpc(address: str, port: int) -> None:
         first = [asyncio.ensure_future(anext(stream)) for stream in streams]
         # Readers that get no first chunk go on waiting for their places
         await asyncio.wait(first, timeout=4.0)
-        _say_ready()
+        write_out(_READY)
         await asyncio.Event().wait()
-
-
-def _say_ready() -> None:
-    write_out("ready on the attacked ports\n")
 
 
 _ATTACKS: dict[str, Callable[[str, int], Coroutine[None, None, None]]] = {

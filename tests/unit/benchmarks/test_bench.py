@@ -14,10 +14,10 @@ import pytest
 
 from benchmarks import bench, demo
 from benchmarks.bench import parse
-from benchmarks.common import Contender, rotated
+from benchmarks.common import rotated
 from benchmarks.contenders import CONTENDERS, Setup, prepared
 from benchmarks.pace import Pace
-from benchmarks.peers import Answer, Outcome, Workload
+from benchmarks.peers import Answer, Contender, Outcome, Workload
 from tandem.engine.core.jobs import StepRecord
 from tandem.errors import ConfigurationError, ModelFolderError
 from tests.paths import DEMO_DRAFT

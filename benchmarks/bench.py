@@ -153,11 +153,6 @@ class _Run:
         """True if its coordinator starts anew for each run."""
         return self.settings.fresh and kind_of(name).has_shared_target
 
-    def _failed(self, name: str, error: TandemError) -> None:
-        if kind_of(name).is_ours:
-            raise error
-        self.absent[name] = str(error)
-
     async def rounds(self, stack: AsyncExitStack) -> None:
         """Run the rounds, and one before them to warm up."""
         for number in range(-1, self.settings.rounds):
@@ -174,7 +169,9 @@ class _Run:
                     try:
                         outcome = await self._run(name, stack, workload)
                     except TandemError as error:
-                        self._failed(name, error)
+                        if kind_of(name).is_ours:
+                            raise
+                        self.absent[name] = str(error)
                         continue
                     if number >= 0:
                         self.outcomes.setdefault((name, batch, temperature), []).append(outcome)

@@ -148,9 +148,8 @@ class Setup:
         """Maximum tokens of a sequence, prompt and completion together."""
         settings = self.settings
         longest = max(PREFIX_TOKENS, *map(len, self.pair.prompts())) + settings.max_tokens
-        return (
-            longest + 2 * settings.num_speculative_tokens
-        )  # vLLM asks no proposer so near to the longest length
+        # vLLM asks no proposer so near to the longest length
+        return longest + 2 * settings.num_speculative_tokens
 
     @property
     def max_sequences(self) -> int:

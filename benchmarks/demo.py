@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import Console
@@ -62,11 +62,7 @@ async def main(model: str, prompt_count: int, max_tokens: int, method: str | Non
         service("tandem", "up", "--model", model, "--no-http", *drafting) as address,
         Client(address) as client,
     ):
-        prompts = (
-            [Prompt(*each) for each in held_out_prompts(prompt_count)]
-            if model == DEMO
-            else await _questions(client, prompt_count)
-        )
+        prompts = [each async for each in _prompts(client, model, prompt_count)]
         console.print(
             f"\n[bold]{prompts[0].name}[/bold]: [dim]the prompt[/dim], "
             f"[{ACCEPTED_STYLE}]accepted from the draft[/{ACCEPTED_STYLE}], the target's own\n"
@@ -112,12 +108,11 @@ def _named(model: str, method: str | None) -> str:
     return f"{model} and {default if method is None else f'{method} drafting'}"
 
 
-async def _questions(client: Client, count: int) -> list[Prompt]:
-    """The first questions, as a model that chats is asked them."""
-    return [
-        Prompt(name, question, await client.chat_prompt([ChatMessage("user", question)]))
-        for name, question in list(QUESTIONS.items())[:count]
-    ]
+async def _prompts(client: Client, model: str, count: int) -> AsyncIterator[Prompt]:
+    """Beginnings of functions for the demo target, and the first questions for a model that chats."""
+    for name, text in held_out_prompts(count) if model == DEMO else list(QUESTIONS.items())[:count]:
+        chat = () if model == DEMO else await client.chat_prompt([ChatMessage("user", text)])
+        yield Prompt(name, text, chat)
 
 
 async def _comparison(client: Client, prompts: Sequence[Prompt], max_tokens: int) -> Table:

@@ -54,10 +54,6 @@ class Language:
             _softmax(target.reshape(-1, size)), _softmax(np.repeat(draft[None], size, 0).reshape(-1, size))
         )
 
-    def warped(self, temperature: float, top_p: float) -> FloatArray:
-        """The target's distributions, [V * V, V]."""
-        return _warped(self.target, temperature, top_p)
-
     def after(self, contexts: Any, tokens: Any) -> Any:
         """The contexts behind these tokens: integers, or [N] each."""
         return contexts % self.size * self.size + tokens

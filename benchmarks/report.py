@@ -144,7 +144,6 @@ class Report(Data):
     settings: BenchSettings
     cells: tuple[Cell, ...]
     tables: tuple[Table, ...] = ()
-    """Further measurements."""
     absent: dict[str, str] = Field(default_factory=dict)
     """Contenders that did not take part, or failed, and why."""
 

@@ -89,8 +89,7 @@ class Fake:
         self.opened = 0
         self.finished = 0
         self.running = 0
-        self.longest = 0
-        """Maximum number of tokens of a sequence so far."""
+        self.longest = 0  # tokens of a sequence so far
 
     def begin(self, max_length: int) -> list[int]:
         """Begin a sequence, which must not be longer than the model can read; return its tokens."""

@@ -131,7 +131,6 @@ class Served:
     error: str = ""
     """Kind of the error that ended it; empty when it did not fail."""
     reason: str = ""
-    """The error's sentence."""
 
     def latencies(self) -> dict[str, list[float]]:
         """Seconds by name of `LATENCIES`, of a request with a chunk: one of each, but as many `itl` as there are gaps,
@@ -486,7 +485,6 @@ class Loaded:
     """The server under load."""
 
     connect: Connect
-    """Connects a client to it."""
     pids: Mapping[str, int]
     """Processes that are measured by name; clients: this one."""
     metrics_url: str = ""

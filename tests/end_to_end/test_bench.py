@@ -72,27 +72,20 @@ def test_the_other_engine_may_be_absent(starts: list[str], tmp_path: Path) -> No
     """One of the runs of `make bench-gpu`, on a CPU: the own engine runs, and a vLLM that is not there is left out."""
     bench.run(
         [
-            *(
-                "--device",
-                "cpu",
-                "--pair",
-                f"{DEMO_TARGET}:{DEMO_DRAFT}",
-                "--engine",
-                "tandem",
-                "--no-prefix",
-            ),
+            *("--device", "cpu", "--pair", f"{DEMO_TARGET}:{DEMO_DRAFT}", "--engine", "tandem"),
             *("--contenders", "target-alone,speculative,speculative-ahead,one-process,vllm"),
+            *("--vllm-python", str(tmp_path / "python"), "--no-prefix", "--rounds", "1", "--batch", "1"),
             *(
-                "--vllm-python",
-                str(tmp_path / "python"),
-                "--rounds",
-                "1",
-                "--batch",
-                "1",
                 "--temperature",
                 "0",
+                "--max-tokens",
+                "8",
+                "--threads",
+                "1",
+                "--no-phases",
+                "--dtype",
+                "float32",
             ),
-            *("--max-tokens", "8", "--threads", "1", "--no-phases", "--dtype", "float32"),
             *("--json", str(tmp_path / "json")),
         ]
     )

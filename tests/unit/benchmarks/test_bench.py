@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -20,7 +21,7 @@ from benchmarks.pace import Pace
 from benchmarks.peers import Answer, Contender, Outcome, Workload
 from tandem.engine.core.jobs import StepRecord
 from tandem.errors import ConfigurationError, ModelFolderError
-from tests.paths import DEMO_DRAFT
+from tests.paths import DEMO_DRAFT, ROOT
 
 
 def test_everything_that_is_wrong_is_said_at_once() -> None:
@@ -64,6 +65,16 @@ def test_a_step_sleeps_for_what_is_left_of_its_time(monkeypatch: pytest.MonkeyPa
     assert until == pytest.approx([100.004, 100.0 + 0.0065 * 1.1, 99.9065], abs=1e-6)
     assert len(seen) == 3
     assert pace.seconds("draft", 1) == pytest.approx(0.0012)
+
+
+def test_beside_another_engine_no_service_of_ours_takes_a_part_of_the_gpus() -> None:
+    commands = subprocess.check_output(["make", "-n", "bench-gpu"], cwd=ROOT, text=True).replace("\\\n", " ")
+    runs = [words.split() for line in commands.splitlines() if (words := line.partition("-m benchmarks ")[2])]
+    assert len(runs) == 4
+    for settings in map(parse, runs):
+        kinds = [CONTENDERS[each] for each in settings.contenders]
+        has_services = settings.phases or any(kind.shares_models for kind in kinds)
+        assert has_services == bool(settings.engine)
 
 
 NVIDIA_SMI = """#!/bin/sh

@@ -12,7 +12,7 @@ from coordinator.rejection.strategies import SYNTHETIC
 from coordinator.settings.coordinator import MAX_SPECULATIVE_TOKENS, RequestBounds
 from tandem.config import SpeculativeConfig
 from tandem.config.names import OWN_METHODS
-from tandem.config.rule import Rule, at_least, broken, refuse, rule, spelled, within
+from tandem.config.rule import Rule, broken, refuse, rule, spelled, within
 from tandem.plural import plural
 from tandem.sampling.ranges import sampling_rules
 from tandem.types import MAX_LOGIT_BIAS, GenerationRequest, ModelInfo, RowKind
@@ -388,14 +388,14 @@ REQUEST_RULES: tuple[Rule[TokenizedRequest], ...] = (
     _known_delivered_ids,
     _max_tokens,
     *sampling_rules(of=_request),
-    at_least("num_speculative_tokens", 1, of=_request),
+    within("num_speculative_tokens", 1, of=_request),
     within("seed", -(2**63), 2**63 - 1, "a signed 64-bit integer", of=_request),
     within("logprobs", 0, MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}", of=_request),
     _rows_with_logprobs,
     _stop_strings,
     _stop_token_ids,
     _logit_bias,
-    at_least("min_tokens", 0, of=_request),
+    within("min_tokens", 0, of=_request),
     _min_tokens_fit,
     _max_tokens_fit,
     _echo,

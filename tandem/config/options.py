@@ -128,18 +128,16 @@ def sentences(error: ValidationError) -> list[str]:
 
 
 _WORDS = {
-    "int_parsing": "an integer",
-    "int_type": "an integer",
-    "int_from_float": "an integer",
-    "float_parsing": "a number",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "bool_parsing": "true or false",
-    "bool_type": "true or false",
-    "string_type": "a text",
-    "tuple_type": "a list of numbers",
-    "path_type": "a path",
+    "int": "an integer",
+    "float": "a number",
+    "finite": "a finite number",
+    "bool": "true or false",
+    "string": "a text",
+    "tuple": "a list of numbers",
+    "dict": "an object",
+    "path": "a path",
 }
+"""What a value must be where pydantic cannot read it, by the first word of its error's type."""
 
 
 def _describe(cls: type[Options], detail: ErrorDetails) -> str:
@@ -152,9 +150,10 @@ def _describe(cls: type[Options], detail: ErrorDetails) -> str:
         return f"--{name.replace('_', '-')} is missing; give it, or set {cls.variable(name)}"
     field = cls.model_fields[str(detail["loc"][0])]
     if SecretStr in (field.annotation, *get_args(field.annotation)):
-        return f"{name} is no text but a {type(value).__name__}; it must be {_WORDS.get(kind, 'a text')}"
-    if kind in _WORDS:
-        return f"{name} is {value!r}; it must be {_WORDS[kind]}"
+        return f"{name} is no text but a {type(value).__name__}; it must be a text"
+    word = _WORDS.get(kind.partition("_")[0])
+    if word is not None and kind.endswith(("_parsing", "_type", "_from_float", "_number")):
+        return f"{name} is {value!r}; it must be {word}"
     if kind == "value_error":
         return f"{name} is {value!r}; {detail['ctx']['error']}"
     must = detail["ctx"]["expected"] if kind == "literal_error" else allowed_range(field)
@@ -270,9 +269,8 @@ def inferred(values: Mapping[str, Any], fields: Container[str]) -> dict[str, Any
 def _default_length(model: str, method: object, values: Mapping[str, Any]) -> dict[str, Any]:
     """vLLM's default number of proposed tokens: a head's own `n_predict`, the depth of suffix trees, else none."""
     if method == names.SUFFIX:
-        return {
-            "num_speculative_tokens": values.get("suffix_decoding_max_tree_depth") or names.SUFFIX_TREE_DEPTH
-        }
+        depth = values.get("suffix_decoding_max_tree_depth")
+        return {"num_speculative_tokens": depth or names.SUFFIX_TREE_DEPTH}
     own = names.read_config(Path(model)).get("n_predict") if model else None
     return {"num_speculative_tokens": own} if isinstance(own, int) and own > 0 else {}
 

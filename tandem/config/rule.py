@@ -55,15 +55,16 @@ def itself(subject: object) -> object:
     return subject
 
 
-def at_least(option: str, minimum: float, *, of: Callable[[SubjectT], object] = itself) -> Rule[SubjectT]:
-    """The rule that an option is not below a number. None keeps it."""
-    return within(option, minimum, math.inf, f"at least {minimum:g}", of=of)
-
-
 def within(
-    option: str, low: float, high: float, words: str, *, of: Callable[[SubjectT], object] = itself
+    option: str,
+    low: float,
+    high: float = math.inf,
+    words: str = "",
+    *,
+    of: Callable[[SubjectT], object] = itself,
 ) -> Rule[SubjectT]:
     """The rule that an option lies between two numbers, both allowed; `words` describes them. None is allowed."""
+    words = words or f"at least {low:g}"
 
     def check(subject: SubjectT) -> Iterator[str]:
         value = getattr(of(subject), option)

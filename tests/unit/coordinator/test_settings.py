@@ -39,6 +39,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"draft_devices": "gpu:0,1"}, "draft_devices is 'gpu:0,1'; it must be cpu, cuda, cuda:N, gpu or gpu:N"),
     ({"prompt_lookup_min": 4, "prompt_lookup_max": 2},
         "prompt_lookup_max is 2; it must be at least prompt_lookup_min (4)"),
+    ({"draft_load_config": [1]}, "draft_load_config is [1]; it must be an object"),
     ({"max_num_steps": 8}, "max_num_steps is 8; it must be 1"),
     ({"enable_echo": True}, "enable_echo is true; it must be false: the prompt is not streamed back"),
     ({"use_relaxed_acceptance_for_thinking": True, "rejection_sampling_strategy": "strict"},

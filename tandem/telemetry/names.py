@@ -90,18 +90,13 @@ _CONVENTIONS: Mapping[str, str] = {
     "tandem_e2e_request_latency_seconds": "gen_ai.server.request.duration",
 }
 _UNITS = {"seconds": "s", "bytes": "By", "pos": "{token}", "length": "{token}"}
-"""UCUM's units, by the last word of a name."""
-_COUNTED = {
-    *("drafts", "failovers", "failures", "fallbacks", "hits", "preemptions", "replicas"),
-    *("requests", "rounds", "sequences", "steps", "streams", "tokens"),
-}
-"""Last words of other names, whose unit is one of them."""
+"""UCUM's units, by the last word of a name. Other words in the plural count what they name."""
 
 
 def unit_of(name: str) -> str:
     """The unit of one of our metrics, as OTLP spells it; empty for a number without one."""
     word = name.removesuffix("_running").removesuffix("_waiting").rpartition("_")[2]
-    return f"{{{word[:-1]}}}" if word in _COUNTED else _UNITS.get(word, "")
+    return _UNITS.get(word) or (f"{{{word[:-1]}}}" if word.endswith("s") else "")
 
 
 def by_conventions(families: Iterable[Metric]) -> Iterator[Metric]:

@@ -239,13 +239,11 @@ class RequestRunner:
             keeps_proposals=plan.keeps_proposals,
             max_length=plan.settings.draft_max_length,
         )
-        observer.deciding(
-            lambda: {
-                "tandem.decision.tokens": speculation.tokens,
-                "tandem.decision.load": speculation.load,
-                "tandem.decision.predicted_gain": round(speculation.gain, 3),
-            }
-        )
+        observer.decision = lambda: {
+            "tandem.decision.tokens": speculation.tokens,
+            "tandem.decision.load": speculation.load,
+            "tandem.decision.predicted_gain": round(speculation.gain, 3),
+        }
         return FailoverDrafter(
             self.replicas.drafts,
             options,

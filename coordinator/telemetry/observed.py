@@ -107,7 +107,6 @@ class ObservedRequest(RequestObserver):
         self._seconds = dict.fromkeys(("queue", "prefill", *PHASES), 0.0)
         self._rounds = 0
         self._events = 0
-        self._decision: Callable[[], Mapping[str, EventValue]] = dict
         self._first_token: float | None = None
         self._prefill: Span = INVALID_SPAN
         # The sampler uses the other half of the id, so the two ratios are independent.
@@ -149,9 +148,6 @@ class ObservedRequest(RequestObserver):
             total[role, "sent"] += traffic.sent_bytes
             total[role, "received"] += traffic.received_bytes
         return total
-
-    def deciding(self, decision: Callable[[], Mapping[str, EventValue]]) -> None:
-        self._decision = decision
 
     def event(self, name: str, attributes: Mapping[str, EventValue]) -> None:
         for counters in (self._metrics.fallbacks, self._metrics.failovers):
@@ -212,7 +208,7 @@ class ObservedRequest(RequestObserver):
             "tandem.drafted_tokens": result.proposed,
             "tandem.accepted_tokens": result.accepted,
             **_seconds({phase: getattr(timed, phase) for phase in PHASES}),
-            **self._decision(),
+            **self.decision(),
         }
         if result.awaited_outcome:
             attributes["tandem.ahead.hit"] = result.outcome_rank is not None
@@ -242,7 +238,7 @@ class ObservedRequest(RequestObserver):
         return next((name for kind, name in ERRORS if isinstance(error, kind)), "error")
 
     def _attributes(self) -> dict[str, Any]:
-        attributes: dict[str, Any] = {**_seconds(self._seconds), **self._decision()}
+        attributes: dict[str, Any] = {**_seconds(self._seconds), **self.decision()}
         own_bytes = self.bytes()
         for peer, direction in _PEERS:
             attributes[f"tandem.bytes.{peer}.{direction}"] = own_bytes[peer, direction]

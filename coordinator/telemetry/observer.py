@@ -33,6 +33,9 @@ class StreamObserver:
 class RequestObserver:
     """Observes one request."""
 
+    decision: Callable[[], Mapping[str, EventValue]] = dict
+    """Returns how much the round in progress proposes, and why. Set when the proposals begin."""
+
     def admitted(self) -> None:
         """The request has its place."""
 
@@ -45,9 +48,6 @@ class RequestObserver:
 
     def round_ended(self, result: RoundResult) -> None:
         """A round ended."""
-
-    def deciding(self, decision: Callable[[], Mapping[str, EventValue]]) -> None:
-        """The proposals begin. `decision` returns how much the round in progress proposes, and why."""
 
     def event(self, name: str, attributes: Mapping[str, EventValue]) -> None:
         """Something happened: draft_lost, draft_late, draft_resumed, draft_paused, target_lost, target_resumed."""

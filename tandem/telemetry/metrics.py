@@ -7,6 +7,7 @@ import logging
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import InitVar, dataclass, field
 from itertools import accumulate, chain
 from typing import Any, TypeVar
@@ -137,21 +138,23 @@ def on_loop(read: Callable[[], ValueT]) -> Callable[[], ValueT | None]:
     """A function that calls `read` on this event loop, from any thread; None where the loop has ended or is held up."""
     loop, own_thread = asyncio.get_running_loop(), threading.get_ident()
 
-    async def answer() -> ValueT:
-        return read()
-
     def from_any_thread() -> ValueT | None:
         if threading.get_ident() == own_thread:
             return read()
-        answering = answer()
+        answer: Future[ValueT] = Future()
+
+        def put() -> None:
+            try:
+                answer.set_result(read())
+            except Exception as error:  # noqa: BLE001 - it is raised where it was asked for
+                answer.set_exception(error)
+
         try:
+            loop.call_soon_threadsafe(put)
             # Prometheus gives up after 10 s by default
-            return asyncio.run_coroutine_threadsafe(answering, loop).result(2.0)
-        except RuntimeError:
-            answering.close()
-        except TimeoutError:
-            pass
-        return None
+            return answer.result(2.0)
+        except (RuntimeError, TimeoutError):
+            return None
 
     return from_any_thread
 

@@ -174,7 +174,9 @@ class Choice:
         """Count a round towards the turn in progress, if there is one."""
         if self._turn is not None and self._tries(request):
             self._turn_rounds -= result.proposed > 0
-            self._lost += seconds * self._speed(self.plan) - result.committed
+            # What a scout loses, each of all will.
+            lost = seconds * self._speed(self.plan) - result.committed
+            self._lost += lost * (len(self.requests) if self.scout is request else 1)
 
     def count(self, way: Way, proposed: int, seconds: float) -> None:
         """Count a uniform round at this load."""

@@ -158,7 +158,7 @@ def test_of_many_requests_one_finds_out_what_an_unknown_draft_is_worth(draft: fl
     controller = profiled(draft, many=many)
     requests = [begun(controller) for _ in range(16)]
     drafting = set()
-    for number in range(40):
+    for number in range(200):
         for request in requests:
             count = request.begin_round(16)
             drafting |= {request} if count else set()

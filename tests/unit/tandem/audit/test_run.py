@@ -414,7 +414,9 @@ class _Served:
             made, accepted = [one] * count, [[0] * length] * count
         else:
             key = (temperature, top_p)
-            sampler = self.samplers.setdefault(key, Sampler(self.language, self.fault, *key))
+            if key not in self.samplers:  # each takes a while to make
+                self.samplers[key] = Sampler(self.language, self.fault, *key)
+            sampler = self.samplers[key]
             seed = body.get("seed")
             generator = self.generator if seed is None else np.random.default_rng(seed)
             tokens, flags = sampler.generate(np.full(count, context), length, generator)

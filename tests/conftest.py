@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tandem.serving.server import set_start_aside
 from tests.end_to_end.processes import nursery
 
 # No test asserts a time, and a busy machine may pause any example.
@@ -29,6 +30,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("soak"):
             item.add_marker(pytest.mark.timeout(0))
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what was imported from garbage collection, as services do: a full one visits all objects of torch."""
+    set_start_aside()
 
 
 def pytest_sessionfinish() -> None:

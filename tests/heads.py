@@ -16,6 +16,24 @@ from torch import Tensor
 from torch.nn import functional
 
 
+class TargetStates:
+    """The hidden states of a target for a text and, since attention is causal, for all its beginnings."""
+
+    def __init__(self, target: Any) -> None:
+        """Read by this model of transformers."""
+        self._decoder = target.model
+        self._text: tuple[int, ...] = ()
+        self._states: tuple[Tensor, ...] = ()
+
+    def of(self, token_ids: Sequence[int]) -> tuple[Tensor, ...]:
+        """Before the first layer, after each but the last, and after the last norm; [len(token_ids), size] each."""
+        if self._text[: len(token_ids)] != tuple(token_ids):
+            self._text = tuple(token_ids)
+            output = self._decoder(input_ids=torch.tensor([token_ids]), output_hidden_states=True)
+            self._states = tuple(states[0] for states in output.hidden_states)
+        return tuple(states[: len(token_ids)] for states in self._states)
+
+
 class Numbers:
     """Random tensors, by a seed."""
 
@@ -190,6 +208,7 @@ class Eagle3Reference(Layers):
             self._w[name] = tensor.float()
         self._theta = target.config.rope_parameters["rope_theta"]
         self._target = target
+        self._states = TargetStates(target)
         self._embedding = self._w.get("embed_tokens.weight", target.get_input_embeddings().weight)
 
     @torch.no_grad()
@@ -204,8 +223,8 @@ class Eagle3Reference(Layers):
 
     def _context(self, token_ids: Sequence[int]) -> Tensor:
         """The state that comes of the target's, for each token."""
-        output = self._target(input_ids=torch.tensor([token_ids]), output_hidden_states=True)
-        return self._combined([output.hidden_states[index][0] for index in self._layer_ids])
+        states = self._states.of(token_ids)
+        return self._combined([states[index] for index in self._layer_ids])
 
     def _combined(self, read: list[Tensor]) -> Tensor:
         if self._flags["fc_norm"]:
@@ -322,8 +341,7 @@ class EagleReference(Eagle3Reference):
     """Of EAGLE-3's reference it has the loop and the attention of a layer."""
 
     def _context(self, token_ids: Sequence[int]) -> Tensor:
-        output: Tensor = self._target.model(input_ids=torch.tensor([token_ids])).last_hidden_state[0]
-        return output
+        return self._states.of(token_ids)[-1]
 
     def _next(self, tokens: list[int], states: Tensor) -> tuple[Tensor, int]:
         embedded = self._normed(self._embedding[torch.tensor(tokens)], "embedding_layernorm")
@@ -392,13 +410,13 @@ class MedusaReference(Layers):
             name.removeprefix("medusa_heads."): each if name == "token_map" else each.float()
             for name, each in stored.items()
         }
-        self._target = target
+        self._states = TargetStates(target)
 
     @torch.no_grad()
     def propose(self, token_ids: Sequence[int], count: int) -> list[int]:
         """The most probable `count` tokens after these, one by each head."""
         # The state that made the target's last token; the token itself is not read.
-        state = self._target.model(input_ids=torch.tensor([token_ids])).last_hidden_state[0, -2]
+        state = self._states.of(token_ids)[-1][-2]
         return [self._said(head, state) for head in range(count)]
 
     def _said(self, head: int, state: Tensor) -> int:
@@ -494,6 +512,7 @@ class DFlashReference(Layers):
         self._config = json.loads((folder / "config.json").read_text())
         self._w = load_file(folder / "model.safetensors")
         self._target = target
+        self._states = TargetStates(target)
 
     @torch.no_grad()
     def propose(self, token_ids: Sequence[int], count: int) -> list[int]:
@@ -501,8 +520,8 @@ class DFlashReference(Layers):
         own = self._config.get("dflash_config", self._config)
         # z-lab counts layers from 0 and means their outputs; speculators counts the layers before a state.
         numbers = own.get("aux_hidden_state_layer_ids") or [each + 1 for each in own["target_layer_ids"]]
-        output = self._target(input_ids=torch.tensor([token_ids[:-1]]), output_hidden_states=True)
-        read = [output.hidden_states[number][0] for number in numbers]
+        states = self._states.of(token_ids[:-1])
+        read = [states[number] for number in numbers]
         context = self._norm(torch.cat(read, dim=-1) @ self._w["fc.weight"].T, "hidden_norm")
         ids = torch.tensor([token_ids[-1], *(own["mask_token_id"] for _ in range(count))])
         hidden = self._target.get_input_embeddings().weight[ids]

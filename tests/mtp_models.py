@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.end_to_end.models import save_model
+from tests.heads import TargetStates
 
 LAYERS, EXPERTS, SIZE = 3, 4, 32
 _APPENDED = {"moe_intermediate_size": 16, "n_shared_experts": 1, "n_routed_experts": EXPERTS, "num_experts_per_tok": 2,
@@ -85,6 +86,7 @@ class MtpTarget:
         if types := getattr(config, "layer_types", None):
             self.model.config.layer_types = types[:LAYERS]
         self._is_appended = family in APPENDED_FAMILIES
+        self._states = TargetStates(self.model)
 
     def save(self, folder: Path) -> Path:
         """Write both, by the published names."""
@@ -114,7 +116,7 @@ class MtpTarget:
     def propose(self, token_ids: Sequence[int], count: int) -> list[int]:
         """The most probable `count` tokens after these, by the prediction layer."""
         decoder = self.model.model
-        states = decoder(input_ids=torch.tensor([token_ids])).last_hidden_state[:, :-1]  # after the last norm
+        states = self._states.of(token_ids)[-1][None, :-1]
         tokens = list(token_ids[1:])
         for _ in range(count):
             embedded = self._before(decoder.embed_tokens(torch.tensor([tokens])))

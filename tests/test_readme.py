@@ -57,8 +57,8 @@ def test_the_demo_compares_speeds() -> None:
     async def cluster(*command: str) -> AsyncIterator[str]:
         assert command == ("tandem", "up", "--model", "demo", "--no-http")
         with (
-            processes.model_service("target_service", DEMO_TARGET) as target,
-            processes.model_service("draft_service", DEMO_DRAFT) as draft,
+            processes.model_service("target_service", DEMO_TARGET, *processes.NO_KERNELS) as target,
+            processes.model_service("draft_service", DEMO_DRAFT, *processes.NO_KERNELS) as draft,
             processes.coordinator(processes.address_of(target), processes.address_of(draft)) as process,
         ):
             yield processes.address_of(process)

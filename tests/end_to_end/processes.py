@@ -26,6 +26,9 @@ TANDEM = str(Path(sys.executable).with_name("tandem"))
 AHEAD = ("--speculation-policy", "fixed", "--draft-ahead", "8")
 """Options of a coordinator that always drafts ahead."""
 
+NO_KERNELS = ("--compile", "off")
+"""Options of a model service whose text nobody times: to trace the model and try the kernels takes most of a start."""
+
 START_SECONDS = 300.0
 """Bound on a start; importing torch takes many seconds on two busy cores."""
 _POLL_SECONDS = 0.02

@@ -32,7 +32,7 @@ from tandem.types import (
 from tandem.v1 import generation_pb2
 from tandem.wire import draft as draft_wire
 from tandem.wire import target as target_wire
-from tests.end_to_end.processes import Process, address_of, coordinator, model_service
+from tests.end_to_end.processes import NO_KERNELS, Process, address_of, coordinator, model_service
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
 
 _INT32 = st.sampled_from([0, 1, -1, 2, 5, 64, 2047, 2048, 2**31 - 1, -(2**31)])
@@ -222,8 +222,8 @@ def services() -> Iterator[dict[str, Served]]:
     with ExitStack() as stack:
         enter = stack.enter_context
         processes = {
-            "target": enter(model_service("target_service", DEMO_TARGET)),
-            "draft": enter(model_service("draft_service", DEMO_DRAFT)),
+            "target": enter(model_service("target_service", DEMO_TARGET, *NO_KERNELS)),
+            "draft": enter(model_service("draft_service", DEMO_DRAFT, *NO_KERNELS)),
         }
         addresses = address_of(processes["target"]), address_of(processes["draft"])
         processes["coordinator"] = enter(coordinator(*addresses, "--log-level", "warning"))

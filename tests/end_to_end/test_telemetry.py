@@ -22,6 +22,7 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 from tandem.client import Client
 from tandem.types import GenerationRequest
 from tests.end_to_end.processes import (
+    NO_KERNELS,
     Process,
     address_of,
     coordinator,
@@ -127,8 +128,8 @@ def cluster() -> Iterator[Cluster]:
         collector = Collector()
         stack.callback(collector.close)
         options = ("--otlp-endpoint", collector.endpoint, "--prometheus-port", "0")
-        target = stack.enter_context(model_service("target_service", DEMO_TARGET, *options))
-        draft = stack.enter_context(model_service("draft_service", DEMO_DRAFT, *options))
+        target = stack.enter_context(model_service("target_service", DEMO_TARGET, *NO_KERNELS, *options))
+        draft = stack.enter_context(model_service("draft_service", DEMO_DRAFT, *NO_KERNELS, *options))
         joined = stack.enter_context(
             coordinator(
                 address_of(target), address_of(draft), "--trace-rounds", "1", "--http-port", "0", *options

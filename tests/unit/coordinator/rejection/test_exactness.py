@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from fractions import Fraction
+from functools import cache
 
 import numpy as np
 import pytest
@@ -158,6 +159,7 @@ def row(table: torch.Tensor, tokens: Tokens) -> torch.Tensor:
 def by_enumeration(table: torch.Tensor) -> Model:
     """The model among the ids that begin a word."""
 
+    @cache
     def probabilities(tokens: Tokens) -> list[float]:
         allowed = allowed_by(WORDS, tokens)
         weights = [
@@ -182,6 +184,7 @@ def by_mask(table: torch.Tensor, state: GrammarState) -> Model:
 
 
 def unmasked(table: torch.Tensor) -> Model:
+    @cache
     def probabilities(tokens: Tokens) -> list[float]:
         found: list[float] = row(table, tokens).double().softmax(-1).tolist()
         return found

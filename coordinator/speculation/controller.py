@@ -232,7 +232,7 @@ class Choice:
             rest = costs.rest_seconds(Way.AHEAD, load)
             self._seconds[outcomes] = self._seconds[0][:1] + [
                 max(
-                    self._ahead_seconds(self.expected[: tokens + 1], outcomes) + rest,
+                    self._ahead_seconds(self.expected[: tokens + 1], outcomes) + rest * self.expected[tokens],
                     costs.verify_seconds(load, tokens),
                 )
                 for tokens in range(1, len(self.expected))
@@ -416,7 +416,7 @@ class RequestSpeculation:
                 choice.costs.add(load, cost, is_settled=is_settled)
             elif (load == 1 or self._alike_rounds > 2) and made:
                 # Many requests that begin to draft ahead together first wait for each other's steps.
-                choice.costs.add_rest(way, load, beside * choice.expected[proposed] / made)
+                choice.costs.add_rest(way, load, beside / made)
         if cost.is_uniform(load) and not cost.was_late:
             choice.count(Way.ASKED if way is Way.LED else way, proposed, cost.seconds)
 

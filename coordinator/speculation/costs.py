@@ -41,8 +41,9 @@ class Way(Enum):
     DRAFTED = auto()
     """The draft was asked for a proposal, then the target."""
     AHEAD = auto()
-    """The draft worked ahead. The rest of such a round is what its prediction leaves out: draft and target may share a
-    machine, where the draft's steps slow down the verification that they hide behind."""
+    """The draft worked ahead. The rest is what the prediction leaves out, for each expected token, since rounds propose
+    what is ready: draft and target may share a machine, where the draft's steps slow down the verification that they
+    hide behind."""
     MISSED = auto()
     """No round: the question to a draft that worked ahead for other outcomes than the one that came."""
 

@@ -69,12 +69,13 @@ def profiled(draft_seconds: float, *, many: float | None = None) -> SpeculationC
     return controller
 
 
-def draft_ahead_and_miss(request: RequestSpeculation, load: int, seconds: float, alone: float) -> None:
+def draft_ahead_and_miss(request: RequestSpeculation, proposed: int, seconds: float, alone: float) -> None:
     """A round that drafts ahead, and one of the target alone after its miss."""
-    request.begin_round(load)
-    request.end_round(round_result(K, 2, RoundCost(K, seconds, 0.011, load, load * (K + 1)), awaited=True))
-    request.begin_round(load)
-    request.end_round(round_result(0, 0, RoundCost(0, alone, 0.01, load, load)))
+    request.begin_round(1)
+    cost = RoundCost(proposed, seconds, 0.011, 1, proposed + 1)
+    request.end_round(round_result(proposed, min(proposed, 2), cost, awaited=True))
+    request.begin_round(1)
+    request.end_round(round_result(0, 0, RoundCost(0, alone, 0.01, 1, 1)))
 
 
 def test_a_fixed_length_request_keeps_its_length_and_informs_the_others() -> None:
@@ -138,14 +139,18 @@ def test_a_fixed_number_of_outcomes_is_always_drafted_for() -> None:
         assert fixed.ahead_budget == AheadBudget(8, K)
 
 
-def test_rounds_that_draft_ahead_are_predicted_as_fast_as_they_are_with_those_alone_after_misses() -> None:
+@pytest.mark.parametrize("proposed", [K, 1])
+def test_rounds_that_draft_ahead_are_predicted_as_fast_as_they_are_with_those_alone_after_misses(
+    proposed: int,
+) -> None:
+    """Also where the draft has fewer tokens in time than rounds may propose."""
     controller = profiled(0.001)
     request = RequestSpeculation(controller, Terms(KIND, K, draft_ahead=8, is_adaptive=False))
     request.target = "target"
     for _ in range(200):
-        draft_ahead_and_miss(request, 1, 0.016, 0.012)
+        draft_ahead_and_miss(request, proposed, 0.016, 0.012)
     assert request.choice is not None
-    made = request.choice.expected[K] + 1.0
+    made = request.choice.expected[proposed] + 1.0
     assert request.choice.tokens_per_second[K] == pytest.approx(made / (0.016 + 0.012), rel=0.1)
 
 

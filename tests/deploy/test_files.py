@@ -25,10 +25,6 @@ PROFILES = (("cpu",), ("gpu",), ("cpu", "gpu"), ("cpu", "observe"), ("gpu", "obs
 OWN = ("draft_service", "target_service", "draft_service_gpu", "target_service_gpu", "coordinator")
 
 
-def seconds(duration: str) -> int:
-    return int(duration.removesuffix("s"))
-
-
 def assert_passes(tool: str, *arguments: str) -> None:
     done = subprocess.run(
         [str(Path(sys.executable).with_name(tool)), *arguments], capture_output=True, text=True, check=False
@@ -133,7 +129,7 @@ def test_our_services_are_as_their_image_says(everything: dict[str, dict[str, An
     assert service["user"] == dockerfile.last(stage, "USER")
     assert dockerfile.last(stage, "EXPOSE") in service["healthcheck"]["test"][-1]
     default_drain = 30
-    assert seconds(service["stop_grace_period"]) > default_drain
+    assert int(service["stop_grace_period"].removesuffix("s")) > default_drain
     home = dockerfile.environment(stage)["HOME"]
     assert all(volume.endswith(":ro") or volume == home for volume in service.get("volumes", []))
     if name != "coordinator":

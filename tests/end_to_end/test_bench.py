@@ -75,18 +75,8 @@ def test_the_other_engine_may_be_absent(starts: list[str], tmp_path: Path) -> No
             *("--device", "cpu", "--pair", f"{DEMO_TARGET}:{DEMO_DRAFT}", "--engine", "tandem"),
             *("--contenders", "target-alone,speculative,speculative-ahead,one-process,vllm"),
             *("--vllm-python", str(tmp_path / "python"), "--no-prefix", "--rounds", "1", "--batch", "1"),
-            *(
-                "--temperature",
-                "0",
-                "--max-tokens",
-                "8",
-                "--threads",
-                "1",
-                "--no-phases",
-                "--dtype",
-                "float32",
-            ),
-            *("--json", str(tmp_path / "json")),
+            *("--temperature", "0", "--max-tokens", "8", "--threads", "1", "--no-phases"),
+            *("--dtype", "float32", "--json", str(tmp_path / "json")),
         ]
     )
 

@@ -66,21 +66,10 @@ def test_a_start_that_fails_is_explained_in_one_sentence(
 
 async def generation(client: Client) -> asyncio.Task[Completed]:
     begun = asyncio.Event()
-
-    async def complete() -> Completed:
-        return await clients.complete(client, REQUEST, begun)
-
-    task = asyncio.create_task(complete())
+    task = asyncio.create_task(clients.complete(client, REQUEST, begun))
     await asyncio.wait_for(begun.wait(), START_SECONDS)
     assert not task.done()
     return task
-
-
-async def refused(address: str) -> None:
-    """Assert that a new request, on a new connection, is refused."""
-    async with Client(address) as client:
-        with pytest.raises(ServiceUnavailableError):
-            await clients.complete(client, REQUEST)
 
 
 async def test_running_generations_finish_and_new_ones_are_refused() -> None:
@@ -97,9 +86,10 @@ async def test_running_generations_finish_and_new_ones_are_refused() -> None:
             for process in (target, draft, front):
                 process.signal(signal.SIGTERM)
             await clients.until(lambda: "draining" in front.stderr + target.stderr, QUICK_SECONDS)
-            with pytest.raises(ServiceUnavailableError):
-                await clients.complete(client, REQUEST)
-            await refused(address_of(front))
+            async with Client(address_of(front)) as newcomer:
+                for each in (client, newcomer):
+                    with pytest.raises(ServiceUnavailableError):
+                        await clients.complete(each, REQUEST)
             completed = await task
         assert len(completed.token_ids) == TOKENS
         assert [process.wait(END_SECONDS) for process in (front, draft, target)] == [0, 0, 0]

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -20,32 +20,24 @@ from tandem.errors import InvalidRequestError, ServiceUnavailableError
 from tandem.speculation_state import SpeculationState
 from tandem.types import GenerationRequest
 from tests.service.clients import complete
-from tests.service.fakes import Fake, FakeDraft, FakeTarget, Served, fleet, paced
+from tests.service.fakes import Fake, FakeDraft, FakeTarget, fleet, paced
 from tests.service.test_draft_loss import useless
 
 REQUEST = GenerationRequest((10,), max_tokens=40, temperature=0.0, seed=1)
 
 
-class Cluster(NamedTuple):
-    admin: AdminClient
-    client: Client
-    targets: list[Served]
-    """In the order of their addresses."""
-    draft: Served
-
-
 @asynccontextmanager
-async def cluster() -> AsyncIterator[Cluster]:
-    """Two targets, a draft, a coordinator, and clients of it."""
-    fakes = (FakeTarget(), FakeTarget(), FakeDraft())
-    async with fleet(*fakes) as (client, services, _), AdminClient(client.address) as admin:
-        yield Cluster(admin, client, sorted(services[:2], key=lambda each: each.address), services[2])
+async def administered(
+    target: FakeTarget, draft: FakeDraft
+) -> AsyncIterator[tuple[AdminClient, Client, str]]:
+    """A coordinator over these fakes: clients of it, and the address of the draft."""
+    async with fleet(target, draft) as (client, services, _), AdminClient(client.address) as admin:
+        yield admin, client, services[1].address
 
 
 async def test_a_change_applies_to_new_requests_only() -> None:
-    async with cluster() as (admin, client, targets, draft):
-        for each in targets:
-            each.fake.step_seconds = 0.02
+    draft = FakeDraft()
+    async with administered(paced(0.02), draft) as (admin, client, _):
         begun = asyncio.Event()
         work = asyncio.create_task(complete(client, REQUEST, begun))
         await begun.wait()
@@ -60,17 +52,17 @@ async def test_a_change_applies_to_new_requests_only() -> None:
             await admin.update_config({})
         again = await complete(client, REQUEST)
     assert [len(done.speculation.positions) for done in (before, after, again)] == [2, 6, 2]
-    assert max(draft.fake.requested) == 6
+    assert max(draft.requested) == 6
 
 
 async def test_statistics_are_not_watched_more_often_than_they_are_made() -> None:
-    async with cluster() as (admin, *_):
+    async with administered(FakeTarget(), FakeDraft()) as (admin, *_):
         with pytest.raises(InvalidRequestError, match=r"interval_seconds is 0\.01; it must be at least 0\.1"):
             await anext(admin.watch_stats(0.01))
 
 
 async def test_statistics_never_decrease_when_requests_end() -> None:
-    async with cluster() as (admin, client, *_):
+    async with administered(FakeTarget(), FakeDraft()) as (admin, client, _):
         work = [asyncio.create_task(complete(client, REQUEST)) for _ in range(24)]
         rounds = [0]
         while not all(task.done() for task in work):
@@ -137,14 +129,11 @@ async def test_the_state_of_a_completion_and_of_the_coordinator(
 
 
 async def test_an_administrator_can_switch_speculation_off_and_on_and_drain_the_draft() -> None:
-    async with (
-        fleet(FakeTarget(), FakeDraft()) as (client, services, _),
-        AdminClient(client.address) as admin,
-    ):
+    async with administered(FakeTarget(), FakeDraft()) as (admin, client, draft):
         await admin.update_config({"speculation": "false"})
         assert await told(client, REQUEST) == [report.off(report.DISABLED)] * 3
         assert not (await admin.status()).settings.is_on
         await admin.update_config({"speculation": "on"})
         assert (await client.complete(REQUEST)).speculation.drafted > 0
-        await admin.drain(services[1].address)
+        await admin.drain(draft)
         assert await told(client, REQUEST) == [report.off(report.NONE_READY)] * 3

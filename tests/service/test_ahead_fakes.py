@@ -108,11 +108,6 @@ async def completed(draft: FakeDraft, *, step_seconds: float = 0.01, **options: 
 STEP_SECONDS = 0.02
 
 
-def proposal_requests(draft: FakeDraft) -> int:
-    """Count the steps that ask for a proposal; others only let the draft read the sequence."""
-    return sum(count > 0 for count in draft.requested)
-
-
 class StepwiseDraft(AheadDraft):
     """Takes so long for each depth of its outcomes."""
 
@@ -128,19 +123,13 @@ async def test_a_draft_that_never_has_an_outcome_ready_is_asked_every_second_rou
 ) -> None:
     """However long its answers seem to take: what the wait costs was measured beside other work of the draft."""
     monkeypatch.setattr(RequestSpeculation, "tokens_after_miss", lambda *_: 0)
-    draft = PushingNothing()
+    draft = ViolatingDraft(lambda *_: iter(()))  # it knows budgets, and never gets to use them
     done = await completed(draft)
     assert done.token_ids == EXPECTED
     assert draft.granted > 0
     assert done.speculation.ahead.hits == 0
-    assert (done.speculation.rounds - 2) // 2 <= proposal_requests(draft) < done.speculation.rounds - 2
-
-
-class PushingNothing(AheadDraft):
-    """Knows budgets, and never gets to use them."""
-
-    def pushes(self, tokens: list[int], step: ProposeStep) -> Pushes:
-        return iter(())
+    proposals = sum(count > 0 for count in draft.requested)  # other steps only let it read the sequence
+    assert (done.speculation.rounds - 2) // 2 <= proposals < done.speculation.rounds - 2
 
 
 async def test_a_round_waits_for_the_last_token_of_a_continuation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -248,16 +248,13 @@ async def test_a_lost_target_takes_its_draft_along_and_the_text_stays(pair: Pair
     assert drafts[second.address].figures.accepted > 0
 
 
-@pytest.fixture(scope="module")
-def own_layers(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return saved(tmp_path_factory.mktemp("mtp"), "mtp")
-
-
-async def test_penalized_text_does_not_depend_on_the_targets_own_layers(own_layers: Pair) -> None:
+async def test_penalized_text_does_not_depend_on_the_targets_own_layers(tmp_path: Path) -> None:
     plain = [*SEEDED[:4], GREEDY]
     penalized = [replace(each, frequency_penalty=1.0, presence_penalty=0.5) for each in plain]
     alone = [replace(request, speculation=False) for request in penalized]
-    (unpenalized, with_layer, without), _ = await completed(own_layers, plain[:1], penalized, alone)
+    (unpenalized, with_layer, without), _ = await completed(
+        saved(tmp_path, "mtp"), plain[:1], penalized, alone
+    )
     assert texts(with_layer) == texts(without)
     assert accepted(with_layer) > 0, "penalties leave the layer at work"
     assert texts(with_layer[:1]) != texts(unpenalized), "and they count"

@@ -59,11 +59,11 @@ def completer(kind: str, address: str, **options: Any) -> Complete:
 class FlakyCoordinator(GenerateOnly):
     """A coordinator that fails with each of these status codes in turn before it answers."""
 
-    def __init__(self, *codes: grpc.StatusCode, after: int = 0, hint: float | None = 0.05) -> None:
+    def __init__(self, *codes: grpc.StatusCode, after: int = 0, is_lost_at_the_end: bool = False) -> None:
         self.codes = list(codes)
         self.calls = 0
         self._after = after
-        self._hint = hint
+        self._is_lost_at_the_end = is_lost_at_the_end
 
     async def Generate(  # noqa: N802 - gRPC looks a method up by the name that it has in the proto
         self, request: generation_pb2.GenerateRequest, context: Context
@@ -74,9 +74,11 @@ class FlakyCoordinator(GenerateOnly):
             code = self.codes.pop(0)
             for _ in range(self._after):
                 yield chunk_to_proto(Chunk("a", (1,), (False,), (1,)))
-            await context.abort(code, "later", Ending(code, "later", self._hint).metadata)
+            await context.abort(code, "later", Ending(code, "later", 0.05).metadata)
         summary = Summary(FinishReason.LENGTH, 1, 1, SpeculationStats(), "r", 1)
         yield chunk_to_proto(Chunk("a", (1,), (False,), (1,), summary))
+        if self._is_lost_at_the_end:
+            await context.abort(UNAVAILABLE, "lost")
 
 
 @asynccontextmanager
@@ -86,12 +88,6 @@ async def serving_flaky(servicer: FlakyCoordinator, auth_token: str | None = Non
     register = partial(generation_pb2_grpc.add_GenerationServiceServicer_to_server, servicer)
     async with serving(register, auth_token=auth_token) as (address, _):
         yield address
-
-
-@asynccontextmanager
-async def address_of(target: FakeTarget, draft: FakeDraft | None = None) -> AsyncIterator[str]:
-    async with cluster(target, draft) as client:
-        yield client.address
 
 
 def test_options_are_the_fields_of_a_request() -> None:
@@ -105,8 +101,8 @@ def test_options_are_the_fields_of_a_request() -> None:
 
 @BOTH
 async def test_every_form_of_prompt_works(kind: str) -> None:
-    async with address_of(FakeTarget(), FakeDraft()) as address:
-        complete = completer(kind, address)
+    async with cluster(FakeTarget(), FakeDraft()) as client:
+        complete = completer(kind, client.address)
         completed = await complete((10,), max_tokens=5, temperature=0.0, logprobs=1)
         assert completed.token_ids == (11, 12, 13, 14, 15)
         assert completed.finish_reason is FinishReason.LENGTH
@@ -127,8 +123,8 @@ async def test_every_form_of_prompt_works(kind: str) -> None:
 
 @BOTH
 async def test_invalid_options_are_refused(kind: str) -> None:
-    async with address_of(FakeTarget()) as address:
-        complete = completer(kind, address)
+    async with cluster(FakeTarget()) as client:
+        complete = completer(kind, client.address)
         with pytest.raises(InvalidRequestError, match=r"temperature is -1\.0"):
             await complete("x", temperature=-1.0)
         with pytest.raises(InvalidRequestError, match=r"the request cannot be sent|is \d+; it must be from"):
@@ -143,29 +139,28 @@ async def test_a_request_ends_at_its_timeout(kind: str, step_seconds: float, tok
     """Both before the first token and between two tokens."""
     target = paced(step_seconds)
     sentence = rf"longer than the 0\.5 s it was given; {tokens} tokens? (was|were) delivered"
-    async with address_of(target) as address:
+    async with cluster(target) as client:
         with pytest.raises(DeadlineError, match=sentence):
-            await completer(kind, address)((10,), timeout_seconds=0.5)
+            await completer(kind, client.address)((10,), timeout_seconds=0.5)
         await until(lambda: not target.running)
 
 
 async def test_leaving_the_loop_cancels_the_request() -> None:
     target = paced(0.02)
-    async with address_of(target) as address:
+    async with cluster(target) as client:
 
         def leave() -> None:
-            with SyncClient(address) as client:
+            with SyncClient(client.address) as in_sync:
                 with suppress(KeyboardInterrupt):
-                    for _ in client.generate((10,), max_tokens=50):
+                    for _ in in_sync.generate((10,), max_tokens=50):
                         raise KeyboardInterrupt
                 # The client is still open: leaving the loop is what ends the request.
                 processes.until(lambda: not target.running, SECONDS)
 
         await asyncio.to_thread(leave)
-        async with Client(address) as client:
-            async for _ in client.generate((10,), max_tokens=50):
-                break
-            await until(lambda: not target.running)
+        async for _ in client.generate((10,), max_tokens=50):
+            break
+        await until(lambda: not target.running)
     assert target.opened == 2
     assert target.finished == 0
 
@@ -181,9 +176,9 @@ with SyncClient(sys.argv[1]) as client:
 
 async def test_ctrl_c_ends_a_sync_client_at_once() -> None:
     target = paced(0.5)
-    async with address_of(target) as address:
+    async with cluster(target) as client:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", SCRIPT, address, stdout=PIPE, stderr=PIPE, cwd=ROOT
+            sys.executable, "-c", SCRIPT, client.address, stdout=PIPE, stderr=PIPE, cwd=ROOT
         )
         try:
             assert process.stdout is not None
@@ -203,8 +198,8 @@ async def test_ctrl_c_ends_a_sync_client_at_once() -> None:
 
 
 async def test_one_sync_client_serves_many_threads() -> None:
-    async with address_of(FakeTarget(), FakeDraft()) as address:
-        with SyncClient(address) as client:
+    async with cluster(FakeTarget(), FakeDraft()) as other:
+        with SyncClient(other.address) as client:
             await asyncio.to_thread(client.wait_until_ready, SECONDS)
             completed = await asyncio.gather(
                 *(asyncio.to_thread(client.complete, (n,), max_tokens=4) for n in range(10, 30))
@@ -235,20 +230,9 @@ async def test_a_broken_stream_goes_on_after_what_it_has_delivered(kind: str) ->
     assert servicer.delivered == [1] * 12
 
 
-class LostAtTheEnd(FlakyCoordinator):
-    """A coordinator that is lost after the last chunk."""
-
-    async def Generate(  # noqa: N802 - as above
-        self, request: generation_pb2.GenerateRequest, context: Context
-    ) -> AsyncIterator[generation_pb2.GenerateResponse]:
-        async for response in super().Generate(request, context):
-            yield response
-        await context.abort(UNAVAILABLE, "lost")
-
-
 @BOTH
 async def test_a_stream_that_breaks_after_its_summary_is_whole(kind: str) -> None:
-    servicer = LostAtTheEnd()
+    servicer = FlakyCoordinator(is_lost_at_the_end=True)
     async with serving_flaky(servicer) as address:
         completed = await completer(kind, address)("x")
     assert (completed.text, servicer.calls) == ("a", 1)

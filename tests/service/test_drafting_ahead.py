@@ -45,11 +45,10 @@ def small_target() -> Any:
 
 
 class ObservedDraft(DraftServicer):
-    """A draft that counts its messages, and ends its sequences at some of them."""
+    """A draft that counts its pushes, and ends its sequences at some of them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.answers = 0
         self.pushes = 0
         self.requested = 0
         """Steps that requested a proposal."""
@@ -65,7 +64,6 @@ class ObservedDraft(DraftServicer):
 
         def on_answer(answer: Answer) -> Answer:
             if isinstance(answer, Proposal):
-                self.answers += 1
                 return answer
             self.pushes += 1
             if self.pushes in self.breaks_at:

@@ -43,15 +43,10 @@ def small_model() -> Any:
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
-    return small_model()
-
-
-@pytest.fixture(scope="module")
-def folders(model: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The target, and a draft that errs often."""
     made = (tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("draft"))
-    return save_model(model, made[0]), save_model(blurred(small_model(), 1, 0.2), made[1])
+    return save_model(small_model(), made[0]), save_model(blurred(small_model(), 1, 0.2), made[1])
 
 
 @asynccontextmanager
@@ -99,7 +94,7 @@ def by_transformers(model: Any, token_ids: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("room", ["enough", "little"])
 def test_files_hold_the_states_of_the_kept_tokens(
-    room: str, model: Any, folders: tuple[Path, Path], tmp_path: Path
+    room: str, folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """Four requests at once, whose proposals are partly rejected and whose prompts share pages; with little room they
     take pages from each other."""
@@ -107,6 +102,7 @@ def test_files_hold_the_states_of_the_kept_tokens(
     of_a_page = 64 * 4 * (4 * 2 * 32 + 3 * 48 + 8)
     limits = {"kv_cache_memory_bytes": 6 * of_a_page} if room == "little" else {}
     plain = run(folders, REQUESTS)
+    model = small_model()
     completed = run(
         folders, REQUESTS, shared_storage_path=tmp_path, eagle_aux_hidden_state_layer_ids=LAYERS, **limits
     )

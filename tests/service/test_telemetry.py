@@ -17,8 +17,6 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
 from opentelemetry.trace import SpanKind, StatusCode
 from prometheus_client import CollectorRegistry
 
-from coordinator.service import CoordinatorService
-from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.speculation.ahead import DraftAhead
 from coordinator.speculation.controller import RequestSpeculation
 from coordinator.telemetry.observed import ObservedRequests
@@ -40,7 +38,7 @@ from tandem.wire.generation import chunk_from_proto, request_to_proto
 from target_service.servicer import TargetServicer
 from tests.paths import DEMO_TARGET
 from tests.service.clients import until
-from tests.service.fakes import FakeDraft, FakeTarget, counting, paced, serving
+from tests.service.fakes import FakeDraft, FakeTarget, coordinator, counting, paced, serving, settings_for
 
 
 class MemoryExports(OtlpExports):
@@ -122,10 +120,7 @@ class ObservedCluster:
 
 @asynccontextmanager
 async def observed_cluster(
-    target: FakeTarget,
-    draft: FakeDraft,
-    *,
-    draft_ahead: DraftAhead = "off",
+    target: FakeTarget, draft: FakeDraft, *, draft_ahead: DraftAhead = "off"
 ) -> AsyncIterator[ObservedCluster]:
     """Run a coordinator, a target and a draft in this process, each with telemetry."""
     exports = MemoryExports()
@@ -142,18 +137,9 @@ async def observed_cluster(
         draft_observer.ready(draft.model_info.name, lambda: None)
         target_address, _ = await stack.enter_async_context(serving(verifying))
         draft_address, _ = await stack.enter_async_context(serving(drafting))
-        settings = CoordinatorSettings(
-            target_address=target_address,
-            draft_address=draft_address,
-            draft_patience_seconds=30.0,
-            speculation_policy="fixed",
-            draft_ahead=draft_ahead,
-        )
+        settings = settings_for(target_address, draft_address, draft_ahead=draft_ahead)
         observer = ObservedRequests(settings, exports)
-        service = CoordinatorService(settings, observer)
-        await service.start()
-        stack.push_async_callback(service.close)
-        address, _ = await stack.enter_async_context(serving(service.register))
+        address, _ = await stack.enter_async_context(coordinator(settings, observer))
         yield ObservedCluster(
             address,
             observer.registry,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +15,7 @@ from coordinator.transport.draft_client import DraftClient, PendingOutcomes
 from draft_service.servicer import DraftedFor
 from tandem.integrations.vllm import TandemProposer
 from tandem.types import DraftOptions, Proposal, RowKind, SparseDistribution, StepProfile
+from tests.end_to_end.processes import read
 from tests.service import vllm_stub
 from tests.service.clients import until
 from tests.service.fakes import FakeDraft, counting, served
@@ -32,7 +32,6 @@ from tests.service.vllm_stub import (
     steps_of,
 )
 
-SECONDS = 30.0
 TOKEN = "a-token-of-many-characters"
 
 
@@ -301,11 +300,6 @@ async def test_metrics_tell_what_was_proposed() -> None:
         await run(proposer, runner, 5)
         report = steps_of(proposer)._report
         assert report is not None
-        text = await asyncio.to_thread(_metrics, report.prometheus_port)
+        text = await asyncio.to_thread(read, f"http://127.0.0.1:{report.prometheus_port}/metrics")
     assert f"tandem_vllm_proposed_tokens_total {float(runner.proposed)}" in text
     assert "tandem_vllm_wait_seconds_count 5.0" in text
-
-
-def _metrics(port: int | None) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=SECONDS) as answer:
-        return str(answer.read().decode())

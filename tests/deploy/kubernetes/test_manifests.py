@@ -98,14 +98,11 @@ def test_autoscalers_use_metrics_that_the_adapter_and_the_services_have() -> Non
     }
 
 
-def test_the_dashboard_is_the_one_of_grafana() -> None:
+def test_dashboard_and_alerts_are_those_of_compose() -> None:
     config_map = named(rendered("gpu"), "ConfigMap", "tandem-dashboard")
     assert config_map["metadata"]["labels"]["grafana_dashboard"] == "1"
     path = ROOT / "deploy" / "grafana" / "dashboards" / "tandem.json"
     assert json.loads(config_map["data"]["tandem.json"]) == json.loads(path.read_text(encoding="utf-8"))
-
-
-def test_the_alerts_are_those_of_compose() -> None:
     path = ROOT / "deploy" / "prometheus" / "alerts.yml"
     expected = yaml.safe_load(path.read_text(encoding="utf-8"))
     for overlay in ("gpu", "vllm"):

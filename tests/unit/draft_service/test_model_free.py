@@ -333,10 +333,6 @@ def test_the_service_starts_without_torch() -> None:
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
 
 
-def draft_settings(*arguments: str) -> DraftSettings:
-    return load_settings(DraftSettings, arguments, "draft")
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -351,7 +347,7 @@ def draft_settings(*arguments: str) -> DraftSettings:
 )  # fmt: skip
 def test_invalid_options_are_refused_before_loading(arguments: Sequence[str], sentence: str) -> None:
     with pytest.raises(ConfigurationError) as refusal:
-        DraftService(draft_settings(*arguments))
+        DraftService(load_settings(DraftSettings, arguments, "draft"))
     assert sentence in str(refusal.value)
 
 

@@ -330,15 +330,11 @@ def test_the_method_by_the_checkpoint(tmp_path: Path, config: Any, method: str) 
     assert inferred_method(str(tmp_path)) == method
 
 
-def test_a_method_given_as_the_model_is_not_a_model() -> None:
+def test_a_method_may_be_given_as_the_model_and_one_that_is_named_is_not_inferred() -> None:
     config = SpeculativeConfig.model_validate({"model": "ngram"})
     assert (config.speculative_method, config.draft_model_path) == ("ngram", None)
-
-
-def test_a_method_that_is_named_is_not_inferred() -> None:
-    assert SpeculativeConfig.model_validate(
-        {"model": "my/eagle-like", "method": "draft_model"}
-    ).is_standalone()
+    named = {"model": "my/eagle-like", "method": "draft_model"}
+    assert SpeculativeConfig.model_validate(named).is_standalone()
 
 
 @pytest.mark.parametrize(

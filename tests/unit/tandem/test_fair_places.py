@@ -37,9 +37,6 @@ class Guests:
     def waiting(self) -> list[tuple[str, int]]:
         return [guest for guest, task in self.tasks.items() if not task.done()]
 
-    def held_by(self) -> Counter[str]:
-        return Counter(client for client, _ in self.inside)
-
     async def _enter(self, guest: tuple[str, int]) -> None:
         await self.places.take(guest[0])
         self.inside.append(guest)
@@ -91,7 +88,7 @@ async def test_no_place_is_lost_withheld_or_given_twice(count: int, moves: list[
     places = FairPlaces(count, extra)
     guests = Guests(places)
     for kind, number in moves:
-        before = guests.held_by()
+        before = Counter(client for client, _ in guests.inside)
         entered = len(guests.inside)
         waiting = {client for client, _ in guests.waiting}
         if kind == "comes":

@@ -16,13 +16,7 @@ from coordinator.replicas.hangs import (
     VerificationTimes,
 )
 from tandem.errors import ServiceUnavailableError
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.unit.coordinator.stats.test_speculation import Clock
 
 
 @pytest.fixture

@@ -185,11 +185,8 @@ def stats_of(*ranks: int | None, saved: float = 0.25) -> SpeculationStats:
     return tally.stats()
 
 
-def test_hits_are_counted_by_rank() -> None:
+def test_hits_are_counted_by_rank_and_ranks_alone_are_bounded() -> None:
     assert stats_of(0, 2, None, 0).ahead == AheadStats(4, 3, [2, 0, 1], 0.75)
-
-
-def test_ranks_are_bounded_and_hits_are_not() -> None:
     ahead = stats_of(MAX_RANKS - 1, MAX_RANKS, 63).ahead
     assert ahead.hits == 3
     assert ahead.hits_by_rank == [0] * (MAX_RANKS - 1) + [1]

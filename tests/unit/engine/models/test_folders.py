@@ -163,6 +163,12 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (f / "adapter_config.json").write_text("{}"), "has an adapter .* which is not applied; merge it"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer.json"),
     "encoder-decoder": (lambda f: set_config(f, is_encoder_decoder=True), "only decoder-only models"),
+    "more tensors than the config can use": (
+        lambda f: write_weights(f, {f"t{number}": tensor(0, 0, [0]) for number in range(5000)}),
+        "has 5000 tensors; a model as config.json describes has at most 4224"),
+    "two wrong sizes": (
+        lambda f: set_config(f, hidden_size=0, text_config={"num_attention_heads": "x"}),
+        "hidden_size is .*; num_attention_heads is"),
 }  # fmt: skip
 NUMBERS: dict[str, list[object]] = {
     "num_hidden_layers": [10**7, 0, -1, "2", 2.5, True],
@@ -188,21 +194,9 @@ def test_an_impossible_size_is_refused(folder: Path, name: str, value: object) -
     assert_refused(f"{name} is .* and must be a whole number from", lambda: open_checkpoint(folder))
 
 
-def test_more_tensors_than_the_config_can_use_are_refused(folder: Path) -> None:
-    write_weights(folder, {f"t{number}": tensor(0, 0, [0]) for number in range(5000)})
-    assert_refused(
-        "has 5000 tensors; a model as config.json describes has at most 4224", lambda: open_checkpoint(folder)
-    )
-
-
 def test_tensors_of_a_part_that_is_not_served_are_left(folder: Path) -> None:
     add_tensor(folder, "vision_tower.embed.weight")
     assert load_model(folder).info.vocabulary_size == 97
-
-
-def test_one_error_names_all_wrong_sizes(folder: Path) -> None:
-    set_config(folder, hidden_size=0, text_config={"num_attention_heads": "x"})
-    assert_refused(r"hidden_size is .*; num_attention_heads is", lambda: open_checkpoint(folder))
 
 
 def add_tensor(folder: Path, name: str) -> None:

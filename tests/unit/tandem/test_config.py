@@ -168,14 +168,6 @@ def test_invalid_files_are_refused(
 # ---- what is no option
 
 
-def test_unknown_on_the_command_line() -> None:
-    assert refusal(*ADDRESS, "--num-speculative-token=4", "--pipeline-parallel-size", "2", "--x") == (
-        "--num-speculative-token is not an option; did you mean --num-speculative-tokens?; "
-        "--pipeline-parallel-size is not available in this version: a sequence's next step depends on the one before, "
-        "so stages would wait for each other; set tensor_parallel_size; --x is not an option"
-    )
-
-
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
@@ -190,21 +182,25 @@ def test_unknown_in_the_environment(monkeypatch: pytest.MonkeyPatch, name: str, 
     assert refusal(*ADDRESS).startswith(sentence.format(name))
 
 
-def test_unknown_in_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "c.toml"
-    path.write_text("num_speculative_token = 3\n[inner]\nx = 1\n")
-    assert refusal(*ADDRESS, "--config-file", str(path)) == (
-        "num_speculative_token is not an option; did you mean num_speculative_tokens?; "
-        "inner is not an option; if it is a section of the file, name it with section_name"
-    )
-
-
-def test_one_option_by_two_names() -> None:
-    assert refusal(
-        *ADDRESS, "--speculative-config", '{"method": "ngram", "speculative_method": "suffix"}'
-    ) == (
-        "speculative_method is ngram and suffix: speculative_method and method are one option; give it once"
-    )
+@pytest.mark.parametrize(
+    ("content", "words", "sentence"),
+    [
+        ("", ("--num-speculative-token=4", "--pipeline-parallel-size", "2", "--x"),
+            "--num-speculative-token is not an option; did you mean --num-speculative-tokens?; "
+            "--pipeline-parallel-size is not available in this version: a sequence's next step depends on the one "
+            "before, so stages would wait for each other; set tensor_parallel_size; --x is not an option"),
+        ("num_speculative_token = 3\n[inner]\nx = 1\n", (),
+            "num_speculative_token is not an option; did you mean num_speculative_tokens?; "
+            "inner is not an option; if it is a section of the file, name it with section_name"),
+        ("", ("--speculative-config", '{"method": "ngram", "speculative_method": "suffix"}'),
+            "speculative_method is ngram and suffix: speculative_method and method are one option; give it once"),
+    ],
+)  # fmt: skip
+def test_unknown_elsewhere_or_twice(
+    tmp_path: Path, content: str, words: tuple[str, ...], sentence: str
+) -> None:
+    (tmp_path / "c.toml").write_text(content)
+    assert refusal(*ADDRESS, "--config-file", str(tmp_path / "c.toml"), *words) == sentence
 
 
 # ---- all at once

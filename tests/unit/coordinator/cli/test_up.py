@@ -179,22 +179,16 @@ def test_the_coordinator_listens_where_host_says_or_its_environment(monkeypatch:
     assert hosts(UpOptions(host="0.0.0.0", insecure=True)) == ("0.0.0.0", "0.0.0.0")
 
 
-def test_the_maximum_length_in_a_config_file_reaches_every_service(tmp_path: Path) -> None:
-    file = tmp_path / "tandem.toml"
-    file.write_text("max_length = 256")
-    arguments = service_arguments(UpOptions(config_file=file))
-    assert arguments.draft is not None
-    assert value(arguments.target, "--max-length") == value(arguments.draft, "--max-length") == "256"
-
-
 @pytest.mark.parametrize(("content", "draft"), [({"method": "ngram"}, None), ({}, str(DEMO_DRAFT))])
-def test_a_config_file_names_the_draft_where_the_command_line_does_not(
+def test_a_config_file_names_the_draft_where_the_command_line_does_not_and_the_length_of_all(
     content: dict[str, str], draft: str | None, tmp_path: Path
 ) -> None:
     file = tmp_path / "tandem.json"
-    file.write_text(json.dumps(content | {"num_speculative_tokens": 3}), encoding="utf-8")
+    file.write_text(json.dumps(content | {"max_length": 256}), encoding="utf-8")
     arguments = service_arguments(UpOptions(config_file=file))
     assert arguments.draft is not None
+    assert value(arguments.target, "--max-length") == "256"
+    assert value(arguments.draft, "--max-length") == (draft and "256")
     assert value(arguments.coordinator, "--config-file") == str(file)
     assert value(arguments.draft, "--model") == draft
     settings = load_settings(DraftSettings, arguments.draft, "test")
@@ -252,55 +246,37 @@ def on(*values: object) -> dict[str, Any]:
     return dict(zip(DEVICES, ("cpu", *(None,) * 4), strict=True)) | dict(zip(DEVICES, values, strict=False))
 
 
-def placed(devices: dict[str, Any]) -> tuple[TargetSettings, DraftSettings]:
-    """The settings that the services make of their command lines and the environment."""
-    arguments = service_arguments(UpOptions(**devices))
-    assert arguments.draft is not None
-    return (
-        load_settings(TargetSettings, arguments.target, "test"),
-        load_settings(DraftSettings, arguments.draft, "test"),
-    )
-
-
 @pytest.mark.parametrize(
-    ("options", "devices"),
+    ("options", "variable", "devices", "shares"),
     [
-        (on(), ("cpu", "cpu")),
-        (on("gpu:1"), ("cuda:1", "cuda:1")),
-        (on("cpu", "cuda:0", "cuda:1"), ("cuda:0", "cuda:1")),
-        (on("cuda:2", None, "cpu"), ("cuda:2", "cpu")),
-        (on("cpu", "gpu"), ("cuda", "cpu")),
-    ],
-)
-def test_each_model_runs_on_its_device(options: dict[str, Any], devices: tuple[str, str]) -> None:
-    target, draft = placed(options)
-    assert (target.compute_device, draft.compute_device) == devices
-
-
-@pytest.mark.parametrize(
-    ("options", "variable", "shares"),
-    [
-        (on("cuda"), None, (0.65, 0.25)),
-        (on("cpu", "cuda", "gpu:0"), None, (0.65, 0.25)),
-        (on("cuda", None, None, None, 0.1), None, (0.65, 0.1)),
-        (on("cpu", "cuda:0", "cuda:1"), None, (None, None)),
-        (on("cpu", "cuda:0", "cuda:1", 0.8, 0.7), None, (0.8, 0.7)),
-        (on("cpu"), None, (None, None)),
+        (on(), None, ("cpu", "cpu"), (None, None)),
+        (on("gpu:1"), None, ("cuda:1", "cuda:1"), (0.65, 0.25)),
+        (on("cpu", "cuda", "gpu:0"), None, ("cuda", "cuda:0"), (0.65, 0.25)),
+        (on("cuda", None, None, None, 0.1), None, ("cuda", "cuda"), (0.65, 0.1)),
+        (on("cpu", "cuda:0", "cuda:1"), None, ("cuda:0", "cuda:1"), (None, None)),
+        (on("cpu", "cuda:0", "cuda:1", 0.8, 0.7), None, ("cuda:0", "cuda:1"), (0.8, 0.7)),
+        (on("cuda:2", None, "cpu"), None, ("cuda:2", "cpu"), (None, None)),
+        (on("cpu", "gpu"), None, ("cuda", "cpu"), (None, None)),
         # The environment is stronger than the default.
-        (on("cuda:1"), "TANDEM_TARGET_DEVICE_MEMORY_UTILIZATION", (0.4, 0.25)),
-        (on("cuda:1"), "TANDEM_DRAFT_DEVICE_MEMORY_UTILIZATION", (0.65, 0.4)),
-        (on("cuda:1"), "TANDEM_DEVICE_MEMORY_UTILIZATION", (0.4, 0.4)),
+        (on("cuda:1"), "TANDEM_TARGET_DEVICE_MEMORY_UTILIZATION", ("cuda:1", "cuda:1"), (0.4, 0.25)),
+        (on("cuda:1"), "TANDEM_DRAFT_DEVICE_MEMORY_UTILIZATION", ("cuda:1", "cuda:1"), (0.65, 0.4)),
+        (on("cuda:1"), "TANDEM_DEVICE_MEMORY_UTILIZATION", ("cuda:1", "cuda:1"), (0.4, 0.4)),
     ],
 )
-def test_models_on_one_accelerator_share_its_memory(
+def test_each_model_runs_on_its_device_and_two_on_one_accelerator_share_its_memory(
     options: dict[str, Any],
     variable: str | None,
+    devices: tuple[str, str],
     shares: tuple[float | None, float | None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if variable is not None:
         monkeypatch.setenv(variable, "0.4")
-    target, draft = placed(options)
+    arguments = service_arguments(UpOptions(**options))
+    assert arguments.draft is not None
+    target = load_settings(TargetSettings, arguments.target, "test")
+    draft = load_settings(DraftSettings, arguments.draft, "test")
+    assert (target.compute_device, draft.compute_device) == devices
     assert (target.device_memory_utilization, draft.device_memory_utilization) == shares
 
 
@@ -444,28 +420,20 @@ def test_an_option_arrives_from_every_source(
 
 @pytest.mark.parametrize("name", [each.name for each in fields(UpOptions)])
 def test_a_flag_of_up_reaches_a_service(name: str, tmp_path: Path) -> None:
-    (tmp_path / "file.json").write_text("{}")
-    values: dict[str, Any] = {
-        "model": str(DEMO_DRAFT),
-        "target": str(DEMO_DRAFT),
+    file = tmp_path / "file.json"
+    file.write_text("{}")
+    values: dict[str, Any] = dict.fromkeys(("model", "target"), str(DEMO_DRAFT))
+    values |= dict.fromkeys(("device", "target_device", "draft_device"), "cuda")
+    values |= dict.fromkeys(("target_memory_utilization", "draft_memory_utilization"), 0.5)
+    values |= {
         "draft": "ngram",
         "method": "suffix",
-        "device": "cuda",
-        "target_device": "cuda",
-        "draft_device": "cuda",
         "engine": "tandem",
         "dtype": "bfloat16",
-        "chat_template": tmp_path / "file.json",
-        "config_file": tmp_path / "file.json",
-        "http": False,
-        "insecure": True,
-        "log_level": "debug",
         "draft_ahead": "off",
-        "served_model_name": "name",
-        "host": "127.0.0.2",
-        "target_memory_utilization": 0.5,
-        "draft_memory_utilization": 0.5,
     }
+    values |= {"chat_template": file, "config_file": file, "http": False, "insecure": True}
+    values |= {"log_level": "debug", "served_model_name": "name", "host": "127.0.0.2"}
     if name == "api_key":
         return  # goes by the environment
     assert service_arguments(UpOptions(**{name: values.get(name, 3)})) != service_arguments(UpOptions())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from itertools import groupby
+from typing import Any
 
 import pytest
 
 from coordinator.speculation import report
 from coordinator.speculation.controller import TURN_ROUNDS, RequestSpeculation, SpeculationController, Terms
 from coordinator.speculation.costs import Way
-from coordinator.speculation.gains import TEMPERATURE_RANGES, request_kind
+from coordinator.speculation.gains import TEMPERATURE_RANGES, RequestKind, request_kind
 from coordinator.stats.rounds import RoundCost
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.speculation_state import DecidingFigure, SpeculationState
@@ -21,8 +22,8 @@ KIND = request_kind("draft", "residual", 1.0)
 K = 4
 
 
-def begun(controller: SpeculationController, *, is_adaptive: bool = True) -> RequestSpeculation:
-    request = RequestSpeculation(controller, Terms(KIND, K, is_adaptive=is_adaptive))
+def begun(controller: SpeculationController, kind: RequestKind = KIND, **options: Any) -> RequestSpeculation:
+    request = RequestSpeculation(controller, Terms(kind, K, **options))
     request.target = "target"
     return request
 
@@ -45,9 +46,7 @@ def simulate(
 
 def test_profiles_decide_before_the_first_round() -> None:
     for step, expected in ((0.0005, K), (0.02, 0)):
-        controller = SpeculationController()
-        controller.introduce("target", model_of(0.01), 0.0001)
-        controller.introduce("draft", model_of(step), 0.0001)
+        controller = profiled(step)
         request = begun(controller)
         assert request.begin_round(1) == expected
         (decision,) = controller.decisions()
@@ -126,13 +125,12 @@ def test_a_new_temperature_range_begins_with_the_nearest_ones_first_rate() -> No
 
 def test_a_fixed_number_of_outcomes_is_always_drafted_for() -> None:
     controller = SpeculationController()
-    request = RequestSpeculation(controller, Terms(KIND, K, draft_ahead=8))
+    request = begun(controller, draft_ahead=8)
     assert request.begin_round(1) == K
     assert request.ahead_budget == AheadBudget(8, K)
     (decision,) = controller.decisions()
     assert decision.reason == f"batch 1: K = {K}, ahead 8, nothing was measured yet"
-    fixed = RequestSpeculation(controller, Terms(KIND, K, draft_ahead=8, is_adaptive=False))
-    fixed.target = "target"
+    fixed = begun(controller, draft_ahead=8, is_adaptive=False)
     for _ in range(100):
         simulate(fixed, 1, 0.05, 2)
         assert fixed.begin_round(1) == K
@@ -145,8 +143,7 @@ def test_rounds_that_draft_ahead_are_predicted_as_fast_as_they_are_with_those_al
 ) -> None:
     """Also where the draft has fewer tokens in time than rounds may propose."""
     controller = profiled(0.001)
-    request = RequestSpeculation(controller, Terms(KIND, K, draft_ahead=8, is_adaptive=False))
-    request.target = "target"
+    request = begun(controller, draft_ahead=8, is_adaptive=False)
     for _ in range(200):
         draft_ahead_and_miss(request, proposed, 0.016, 0.012)
     assert request.choice is not None
@@ -200,8 +197,7 @@ def test_a_newer_profile_replaces_what_was_known() -> None:
 def test_a_predicted_gain_is_at_most_what_a_whole_proposal_makes(leads: bool) -> None:
     """Rounds of the target alone that waited for others, under load, do not make drafting pay more than it can."""
     controller = profiled(0.0005)
-    request = RequestSpeculation(controller, Terms(KIND, K, leads=leads))
-    request.target = "target"
+    request = begun(controller, leads=leads)
     alone = 0
     for _ in range(800):
         proposed = request.begin_round(4)
@@ -237,10 +233,7 @@ def test_auto_chooses_the_rule_with_the_most_tokens_once_each_is_measured() -> N
     for _ in range(40):
         name = controller.choose_rule(names, "draft", 1.0, 1)
         chosen.append(name)
-        request = RequestSpeculation(
-            controller, Terms(request_kind("draft", name, 1.0), K, is_adaptive=False)
-        )
-        request.target = "target"
+        request = begun(controller, request_kind("draft", name, 1.0), is_adaptive=False)
         simulate(request, 60, 0.05, accepted[name])
         request.end()
     assert set(chosen[10:]) == {"strict"}
@@ -264,10 +257,7 @@ def test_of_equal_acceptance_the_rule_wins_under_which_the_target_leads_while_it
     controller = SpeculationController()
     controller.introduce("target", model_of(0.006), 0.0005)
     controller.introduce("draft", model_of(0.0008), 0.0005)
-    request = RequestSpeculation(
-        controller, Terms(request_kind("draft", "residual", 1.0), K, draft_ahead=4, leads=leads)
-    )
-    request.target = "target"
+    request = begun(controller, request_kind("draft", "residual", 1.0), draft_ahead=4, leads=leads)
     for _ in range(3):
         request.begin_round(1)
     chosen = controller.choose_rule(["residual", "strict"], "draft", 1.0, 1)
@@ -277,8 +267,7 @@ def test_of_equal_acceptance_the_rule_wins_under_which_the_target_leads_while_it
 def test_rounds_that_the_target_leads_take_their_mean_however_unevenly_they_are_read() -> None:
     """A late round's answer is followed at once by the next one's, which waited for it."""
     controller = profiled(0.02)
-    request = RequestSpeculation(controller, Terms(KIND, K, leads=True))
-    request.target = "target"
+    request = begun(controller, leads=True)
     for number in range(200):
         request.begin_round(1)
         cost = RoundCost(0, 0.019 if number % 2 else 0.001, 0.01, 1, 1, was_led=True)
@@ -289,8 +278,7 @@ def test_rounds_that_the_target_leads_take_their_mean_however_unevenly_they_are_
 def test_rules_learn_what_rounds_cost_from_each_other() -> None:
     controller = profiled(0.0005)
     simulate(begun(controller), 100, 2.0, 1)
-    other = RequestSpeculation(controller, Terms(request_kind("draft", "block", 1.0), K))
-    other.target = "target"
+    other = begun(controller, request_kind("draft", "block", 1.0))
     assert other.begin_round(1) == 0, (
         "a step of the draft takes two of the target's, as the other rule's rounds say"
     )

@@ -241,7 +241,7 @@ class Choice:
         shortest = min(map(min, self._seconds.values()))
         for each in self._seconds.values():
             each[0] = shortest
-        self._renew_in = TURN_ROUNDS * len(self.requests)
+        self._renew_in = (TURN_ROUNDS if self.plan.tokens else WINDOW) * len(self.requests)
         self._choose(is_first)
 
     def ahead_seconds(self, proposed: int, outcomes: int) -> float:
@@ -307,7 +307,7 @@ class RequestSpeculation:
         self.tokens = 0
         """K of the round in progress; 0: the target works alone."""
         self._choice_target = ""
-        self.rounds = 0
+        self.rounds = self._phase = 0
         self._outcomes = self._granted = 0
         """Outcomes that the round in progress drafts ahead for, and those that the round before it did."""
         self._own_tokens: int | None = None
@@ -338,6 +338,7 @@ class RequestSpeculation:
             self._leave_choice()
             self.choice = self._controller.choice(self.target, self.terms, load)
             self.choice.requests.add(self)
+            self._phase = len(self.choice.requests)
         self._granted = self._outcomes
         shared, self._outcomes = self.choice.begin_round(self)
         self.tokens = self._chosen(self.choice, shared) if self.terms.is_adaptive else self.terms.max_tokens
@@ -410,6 +411,8 @@ class RequestSpeculation:
             self._beside = self._made = 0.0
             if not proposed and choice.scout not in (None, self):
                 return  # what is beside a scout is not alone
+            if not proposed and (self.rounds + self._phase) % len(choice.requests):
+                return  # of the target alone one request at a time tells, in turn: all share its steps
             if way is not Way.AHEAD:
                 is_of_all = choice.scout is not self or len(choice.requests) == 1
                 is_settled = self._alike_rounds > 1 and is_of_all

@@ -180,7 +180,8 @@ class CostModel:
                 that was asked for, and for the first proposal the draft read all that was committed before.
         """
         shared = cost.verify_sequences
-        self.target.add(shared, cost.verify_tokens, cost.verify_seconds, 1.0 / shared)
+        share = 1.0 / shared if cost.proposed else 1.0  # of the target alone one request at a time tells
+        self.target.add(shared, cost.verify_tokens, cost.verify_seconds, share)
         way = Way.DRAFTED if cost.proposed else Way.LED if cost.was_led else Way.ASKED
         if not is_settled and way is not Way.ASKED:
             return
@@ -201,7 +202,7 @@ class CostModel:
             begin = self.rest_seconds(way, load)
             known[load_class(load)] = _Rest(load, 1.0, begin) if begin else _Rest(load, 0.0, seconds)
         rest = known[load_class(load)]
-        share = 1.0 / load
+        share = 1.0 if way in (Way.LED, Way.ASKED) else 1.0 / load
         rest.weight = min(rest.weight + share, float(WINDOW))
         # Requests that wait for each other make long rounds common: only what is twice a surprise is a pause.
         limit = 2.0 * SURPRISE * max(rest.seconds, trips) or seconds

@@ -126,7 +126,7 @@ class BackgroundWork:
     """The jobs in the background, at most one for each sequence. They share steps."""
 
     def __init__(
-        self, machinery: Machinery, on_step: Callable[[StepRecord], None], watchdog: StepWatchdog
+        self, machinery: Machinery, on_step: Callable[[StepRecord], StepRecord], watchdog: StepWatchdog
     ) -> None:
         self._cache = machinery.cache  # gives pages as far as nobody else holds them
         self._runner = machinery.runner
@@ -312,9 +312,7 @@ class BackgroundWork:
 
     def _count(self, sequences: int, tokens: int, rows: int, began: float) -> StepRecord:
         seconds = time.perf_counter() - began
-        record = StepRecord(sequences, tokens, rows, seconds, seconds)
-        self._on_step(record)
-        return record
+        return self._on_step(StepRecord(sequences, tokens, rows, seconds, seconds))
 
 
 def _parts(logits: Tensor, counts: SequenceOf[int]) -> list[Tensor]:

@@ -503,17 +503,21 @@ class Engine(Generic[PayloadT, ResultT]):
             self._watchdog.end()
         self._failed_steps = 0
         seconds = time.perf_counter() - began
-        self._stepped(StepRecord(len(jobs), token_count, row_count, model_end - began, seconds))
+        record = self._stepped(StepRecord(len(jobs), token_count, row_count, model_end - began, seconds))
         for job in jobs:
-            job.count_step(seconds, len(jobs), token_count)
+            job.count_step(record.seconds, len(jobs), token_count)
         for job, outcome in outcomes:
             self._conclude(job, outcome)
         return True
 
-    def _stepped(self, record: StepRecord) -> None:
+    def _stepped(self, record: StepRecord) -> StepRecord:
+        """Tells of a step. What its observer takes is counted in: whoever waits for the step waits for that too."""
+        told = time.perf_counter()
         if self._on_step is not None:
             self._on_step(record)
+        record = replace(record, seconds=record.seconds + time.perf_counter() - told)
         self._step_times.add(record)
+        return record
 
     def _run(
         self, segments: SequenceOf[Segment], jobs: SequenceOf[Job[PayloadT]]

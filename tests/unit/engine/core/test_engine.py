@@ -6,6 +6,7 @@ import asyncio
 import math
 import random
 import threading
+import time
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -354,6 +355,18 @@ async def test_a_warm_engine_knows_its_step_times(llama: TinyModel, monkeypatch:
         assert {(1, 1), (2, 5), (4, 9)} <= engine.info.step_profile.seconds.keys()
         assert all(seconds > 0.0 for seconds in engine.info.step_profile.seconds.values())
         assert max(count for count, _ in engine.info.step_profile.seconds) == 4
+        await settle(engine)
+
+
+async def test_step_times_contain_what_the_observer_of_steps_takes(llama: TinyModel) -> None:
+    """Whoever waits for a step waits for that too: a paced step is as long to the coordinator as to its clients."""
+
+    def hold_up(_: StepRecord) -> None:
+        time.sleep(0.02)
+
+    async with running(llama.backends, GreedyHead(), on_step=hold_up, max_sequences=1) as engine:
+        await engine.warm_up()
+        assert min(engine.info.step_profile.seconds.values()) >= 0.02
         await settle(engine)
 
 

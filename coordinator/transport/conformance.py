@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import grpc
 import grpc.aio
@@ -53,11 +53,19 @@ Request = DraftOptions | ProposeStep | Finish | Cancel
 class Conversation:
     """One stream to the service, on which requests are said as they are."""
 
-    def __init__(self, channel: grpc.aio.Channel, seconds: float) -> None:
-        self._call: Call = channel.stream_stream("/tandem.v1.DraftService/Propose")()
-        self._seconds = seconds
+    def __init__(self, draft: Subject) -> None:
+        self._draft = draft
+        self._call: Call = draft.channel.stream_stream("/tandem.v1.DraftService/Propose")()
         self._arrived: defaultdict[int, asyncio.Queue[wire.Answer | Ending]] = defaultdict(asyncio.Queue)
         self._reading = asyncio.create_task(self._read())
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._call.cancel()
+        self._reading.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
 
     async def say(self, *requests: tuple[int, Request]) -> None:
         """Send requests in one message, each with the number of its sequence."""
@@ -67,13 +75,24 @@ class Conversation:
         with errors_of("draft service"):
             await self._call.write(message)
 
+    async def begin(
+        self, tokens: Sequence[int], options: DraftOptions | None = None, count: int = _COUNT
+    ) -> Proposal:
+        """The first proposal of sequence 1, which is opened and sent all tokens in one message."""
+        await self.say((1, options or self._draft.options()), (1, _step(tokens, count=count)))
+        return await self.proposal(len(tokens), count)
+
+    async def go_on(self, tokens: Sequence[int], base_length: int) -> Proposal:
+        """The next proposal of sequence 1, from the tokens that a delta from the base length on makes."""
+        await self.say((1, _step(tokens, base_length)))
+        return await self.proposal(len(tokens))
+
     async def next(self, sequence: int) -> wire.Answer | Ending:
         """The next answer or end of a sequence."""
+        seconds = self._draft.seconds
         waiting = asyncio.create_task(self._arrived[sequence].get())
         try:
-            await asyncio.wait(
-                {waiting, self._reading}, timeout=self._seconds, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait({waiting, self._reading}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if waiting.done():
                 return waiting.result()
         finally:
@@ -81,17 +100,18 @@ class Conversation:
         if self._reading.done():
             self._reading.result()
             raise ProtocolError("it ended the stream")
-        raise ProtocolError(f"no answer to sequence {sequence} within {self._seconds:g} s")
+        raise ProtocolError(f"no answer to sequence {sequence} within {seconds:g} s")
 
-    async def proposal(self, sequence: int) -> Proposal:
-        """The answer to a step; outcomes that were drafted ahead before it are passed over."""
+    async def proposal(self, length: int, count: int = _COUNT, sequence: int = 1) -> Proposal:
+        """The answer to a step, as a coordinator would take it; outcomes that were drafted ahead are passed over."""
         while isinstance(answer := await self.next(sequence), DraftedOutcomes):
             pass
         if isinstance(answer, Ending):
             raise ProtocolError(f"it ended sequence {sequence} instead of answering: {_words(answer)}")
+        check_proposal(answer, length, count, self._draft.vocabulary_size, with_token_logits=False)
         return answer
 
-    async def ending(self, sequence: int) -> Ending:
+    async def ending(self, sequence: int = 1) -> Ending:
         """How a sequence ends."""
         while isinstance(answer := await self.next(sequence), DraftedOutcomes):
             pass
@@ -105,19 +125,14 @@ class Conversation:
 
     async def end_of_stream(self) -> grpc.StatusCode:
         """Status of the stream, which must end now."""
-        await asyncio.wait({self._reading}, timeout=self._seconds)
+        await asyncio.wait({self._reading}, timeout=self._draft.seconds)
         if not self._reading.done():
-            raise ProtocolError(f"it did not end the stream within {self._seconds:g} s")
+            raise ProtocolError(f"it did not end the stream within {self._draft.seconds:g} s")
         code: grpc.StatusCode = await self._call.code()
         return code
 
     async def half_close(self) -> None:
         await self._call.done_writing()
-
-    async def close(self) -> None:
-        self._call.cancel()
-        self._reading.cancel()
-        await asyncio.gather(self._reading, return_exceptions=True)
 
     async def _read(self) -> None:
         with errors_of("draft service"):
@@ -162,27 +177,13 @@ class Subject:
         usual = DraftOptions("conformance", sampling, self.max_length, prompt_length=_PROMPT_LENGTH)
         return replace(usual, **others)  # type: ignore[arg-type]  # fields of the class
 
-    @asynccontextmanager
-    async def conversation(self) -> AsyncIterator[Conversation]:
-        talk = Conversation(self.channel, self.seconds)
-        try:
-            yield talk
-        finally:
-            await talk.close()
-
-    async def fresh(self, tokens: Sequence[int], options: DraftOptions) -> Proposal:
+    async def fresh(self, tokens: Sequence[int], options: DraftOptions | None = None) -> Proposal:
         """The proposal of a new sequence that was sent all tokens at once."""
-        async with self.conversation() as talk:
-            await talk.say((1, options), (1, _step(tokens)))
-            proposal = self.checked(await talk.proposal(1), len(tokens))
+        async with Conversation(self) as talk:
+            proposal = await talk.begin(tokens, options)
             await talk.say((1, Finish(len(tokens))))
-            await talk.ending(1)
+            await talk.ending()
             return proposal
-
-    def checked(self, proposal: Proposal, length: int, count: int = _COUNT) -> Proposal:
-        """A proposal that a coordinator would take."""
-        check_proposal(proposal, length, count, self.vocabulary_size, with_token_logits=False)
-        return proposal
 
 
 def _step(tokens: Sequence[int], base_length: int = 0, count: int = _COUNT) -> ProposeStep:
@@ -225,22 +226,19 @@ async def _model(draft: Subject) -> str:
 
 
 async def _reading(draft: Subject) -> str:
-    tokens = draft.prompt()
-    async with draft.conversation() as talk:
-        await talk.say((1, draft.options()), (1, _step(tokens, count=0)))
-        draft.checked(await talk.proposal(1), len(tokens), 0)
+    async with Conversation(draft) as talk:
+        await talk.begin(draft.prompt(), count=0)
     return "a step that asks for no tokens is answered by an empty proposal"
 
 
 async def _proposals(draft: Subject) -> str:
     tokens = list(draft.prompt())
     lengths: list[int] = []
-    async with draft.conversation() as talk:
+    async with Conversation(draft) as talk:
         await talk.say((1, draft.options()))
         base = 0
         for _ in range(4):
-            await talk.say((1, _step(tokens, base)))
-            proposal = draft.checked(await talk.proposal(1), len(tokens))
+            proposal = await talk.go_on(tokens, base)
             base, lengths = len(tokens), [*lengths, len(proposal)]
             tokens += [*proposal.token_ids[:2], *tokens[3:7]]
     return f"rounds were answered with {', '.join(map(str, lengths))} of {_COUNT} tokens"
@@ -269,25 +267,22 @@ async def _logits(draft: Subject) -> str:
     if not draft.model.has_model:
         return "not asked for: without a model there are none"
     tokens = draft.prompt()
-    async with draft.conversation() as talk:
-        await talk.say((1, draft.options(with_token_logits=True)), (1, _step(tokens)))
-        proposal = await talk.proposal(1)
-        check_proposal(proposal, len(tokens), _COUNT, draft.vocabulary_size, with_token_logits=True)
+    proposal = await draft.fresh(tokens, draft.options(with_token_logits=True))
+    check_proposal(proposal, len(tokens), _COUNT, draft.vocabulary_size, with_token_logits=True)
     return "each token comes with its logit where the Open asks for it"
 
 
 async def _order(draft: Subject) -> str:
     prompts = {number: draft.prompt(number)[: _PROMPT_LENGTH - number] for number in (1, 2, 3)}
-    async with draft.conversation() as talk:
+    async with Conversation(draft) as talk:
         await talk.say(
             *((number, draft.options()) for number in prompts),
             *((number, _step(prompt)) for number, prompt in prompts.items()),
         )
         for number in (3, 1, 2):
-            draft.checked(await talk.proposal(number), len(prompts[number]))
+            await talk.proposal(len(prompts[number]), sequence=number)
         # Each step has one answer: none may be left once another step was answered
-        await talk.say((1, _step(prompts[1], len(prompts[1]))))
-        await talk.proposal(1)
+        await talk.go_on(prompts[1], len(prompts[1]))
         if not all(map(talk.is_silent, prompts)):
             raise ProtocolError("it answered a step twice")
     return "three sequences of one message: each step is answered once, by its sequence's number"
@@ -298,35 +293,29 @@ async def _order(draft: Subject) -> str:
 
 async def _idempotence(draft: Subject) -> str:
     tokens = draft.prompt()
-    async with draft.conversation() as talk:
-        await talk.say((1, draft.options()), (1, _step(tokens)))
-        first = draft.checked(await talk.proposal(1), len(tokens))
+    async with Conversation(draft) as talk:
+        first = await talk.begin(tokens)
         for base, what in ((0, "the same step again"), (_PROMPT_LENGTH // 2, "a delta that repeats a half")):
-            await talk.say((1, _step(tokens, base)))
-            _must_equal(draft.checked(await talk.proposal(1), len(tokens)), first, what)
+            _must_equal(await talk.go_on(tokens, base), first, what)
     return "a delta that says again what is there changes nothing"
 
 
 async def _rollback(draft: Subject) -> str:
     kept = draft.prompt()
-    async with draft.conversation() as talk:
-        await talk.say((1, draft.options()), (1, _step([*kept, *reversed(kept)])))
-        await talk.proposal(1)
+    async with Conversation(draft) as talk:
+        await talk.begin([*kept, *reversed(kept)])
         tokens = [*kept[:-3], *kept[3:7]]
-        await talk.say((1, _step(tokens, len(kept) - 3)))
-        found = draft.checked(await talk.proposal(1), len(tokens))
-    _must_equal(found, await draft.fresh(tokens, draft.options()), "after a rollback and on a fresh sequence")
+        found = await talk.go_on(tokens, len(kept) - 3)
+    _must_equal(found, await draft.fresh(tokens), "after a rollback and on a fresh sequence")
     return "a delta that begins earlier replaces the tail, and the proposal is that of a fresh sequence"
 
 
 async def _unchanged(draft: Subject) -> str:
     tokens = draft.prompt()
-    async with draft.conversation() as talk:
-        await talk.say((1, draft.options()), (1, _step(tokens)))
-        await talk.proposal(1)
-        beyond = len(tokens) + 1
-        await talk.say((1, ProposeStep(Delta(beyond, [tokens[0]]), _COUNT)))
-        _must_refuse(await talk.ending(1), "a delta that begins behind the sequence's end")
+    async with Conversation(draft) as talk:
+        await talk.begin(tokens)
+        await talk.say((1, ProposeStep(Delta(len(tokens) + 1, [tokens[0]]), _COUNT)))
+        _must_refuse(await talk.ending(), "a delta that begins behind the sequence's end")
     return "a proposal changes nothing: a delta behind it leaves a gap, and is refused"
 
 
@@ -340,32 +329,27 @@ def _must_refuse(ending: Ending, what: str) -> None:
 
 async def _malformed(draft: Subject) -> str:
     tokens = list(draft.prompt())
-    steps = {
-        "a negative base length": ProposeStep(Delta(-1, tokens), _COUNT),
-        "a negative id": ProposeStep(Delta(0, [*tokens[:-1], -1]), _COUNT),
-        "a negative number of tokens to propose": ProposeStep(Delta(0, tokens), -1),
-        "a sequence beyond its max_length": ProposeStep(
-            Delta(0, [tokens[0]] * (draft.max_length + 2)), _COUNT
-        ),
+    deltas = {
+        "a negative base length": Delta(-1, tokens),
+        "a negative id": Delta(0, [*tokens[:-1], -1]),
+        "a sequence beyond its max_length": Delta(0, [tokens[0]] * (draft.max_length + 2)),
     }
     if draft.model.has_model:
-        unknown = min(draft.vocabulary_size, _LARGEST_ID)
-        steps["an unknown id"] = ProposeStep(Delta(0, [*tokens[:-1], unknown]), _COUNT)
-    async with draft.conversation() as talk:
-        await talk.say((1, draft.options()), (1, _step(tokens)))
-        first = await talk.proposal(1)
+        deltas["an unknown id"] = Delta(0, [*tokens[:-1], min(draft.vocabulary_size, _LARGEST_ID)])
+    steps = {what: ProposeStep(delta, _COUNT) for what, delta in deltas.items()}
+    steps["a negative number of tokens to propose"] = ProposeStep(Delta(0, tokens), -1)
+    async with Conversation(draft) as talk:
+        first = await talk.begin(tokens)
         for number, (what, step) in enumerate(steps.items(), start=2):
             await talk.say((number, draft.options()), (number, step))
             _must_refuse(await talk.ending(number), what)
-        await talk.say((1, _step(tokens, len(tokens))))
-        _must_equal(await talk.proposal(1), first, "beside sequences that were refused")
+        _must_equal(await talk.go_on(tokens, len(tokens)), first, "beside sequences that were refused")
     return f"{len(steps)} bad steps each ended their own sequence with {_REFUSED.name}, and no other"
 
 
 async def _huge(draft: Subject) -> str:
-    tokens = draft.prompt()
-    async with draft.conversation() as talk:
-        await talk.say((1, draft.options()), (1, _step(tokens, count=1 << 30)))
+    async with Conversation(draft) as talk:
+        await talk.say((1, draft.options()), (1, _step(draft.prompt(), count=1 << 30)))
         answer = await talk.next(1)
     if isinstance(answer, Ending):
         _must_refuse(answer, "a step that asks for 2^30 tokens")
@@ -377,18 +361,18 @@ async def _huge(draft: Subject) -> str:
 
 async def _opening(draft: Subject) -> str:
     tokens = draft.prompt()
-    async with draft.conversation() as talk:
+    async with Conversation(draft) as talk:
         await talk.say((1, _step(tokens)))
-        _must_refuse(await talk.ending(1), "a step without an Open")
+        _must_refuse(await talk.ending(), "a step without an Open")
         await talk.say((2, draft.options()), (2, _step(tokens)))
-        await talk.proposal(2)
+        await talk.proposal(len(tokens), sequence=2)
         await talk.say((2, draft.options()))
         _must_refuse(await talk.ending(2), "a second Open")
     return "a step without an Open and a second Open are refused"
 
 
 async def _torn(draft: Subject) -> str:
-    async with draft.conversation() as talk:
+    async with Conversation(draft) as talk:
         message = wire.requests_to_proto([(1, draft.options()), (1, _step(draft.prompt()))])
         message.steps.token_ids = message.steps.token_ids[:-4]
         await talk.write(message.SerializeToString())
@@ -396,7 +380,7 @@ async def _torn(draft: Subject) -> str:
             raise ProtocolError(
                 f"columns that do not fit together ended the stream with {code.name}; it must be {_REFUSED.name}"
             )
-    await draft.fresh(draft.prompt(), draft.options())
+    await draft.fresh(draft.prompt())
     return f"columns that do not fit together end the stream with {_REFUSED.name}; the next stream is served"
 
 
@@ -405,25 +389,24 @@ async def _torn(draft: Subject) -> str:
 
 async def _finish(draft: Subject) -> str:
     tokens = draft.prompt()
-    async with draft.conversation() as talk:
-        await talk.say((1, draft.options()), (1, _step(tokens)))
-        await talk.proposal(1)
+    async with Conversation(draft) as talk:
+        await talk.begin(tokens)
         await talk.say((1, Finish(len(tokens))))
-        if (ending := await talk.ending(1)).code is not grpc.StatusCode.OK:
+        if (ending := await talk.ending()).code is not grpc.StatusCode.OK:
             raise ProtocolError(f"a Finish was answered with {_words(ending)}; it must be OK")
     return "a Finish is answered by the sequence's end, code 0"
 
 
 async def _stale(draft: Subject) -> str:
     tokens = draft.prompt()
-    async with draft.conversation() as talk:
+    async with Conversation(draft) as talk:
         await talk.say((1, draft.options()), (1, _step(tokens)), (1, Finish(len(tokens))))
-        await talk.proposal(1)
-        await talk.ending(1)
+        await talk.proposal(len(tokens))
+        await talk.ending()
         # Said before the coordinator knew of the end
         await talk.say((1, _step(tokens)), (1, Finish(len(tokens))), (1, Cancel()))
         await talk.say((2, draft.options()), (2, _step(tokens)))
-        draft.checked(await talk.proposal(2), len(tokens))
+        await talk.proposal(len(tokens), sequence=2)
         if not talk.is_silent(1):
             raise ProtocolError("it answered a sequence that had ended")
     return "what comes for a sequence that has ended is passed over"
@@ -431,22 +414,20 @@ async def _stale(draft: Subject) -> str:
 
 async def _cancel(draft: Subject) -> str:
     tokens = draft.prompt()
-    async with draft.conversation() as talk:
+    async with Conversation(draft) as talk:
         await talk.say((1, draft.options()), (1, _step(tokens)), (2, draft.options()), (2, _step(tokens)))
         await talk.say((1, Cancel()))
-        draft.checked(await talk.proposal(2), len(tokens))
-    await draft.fresh(tokens, draft.options())
+        await talk.proposal(len(tokens), sequence=2)
+    await draft.fresh(tokens)
     return "a cancelled sequence ends alone"
 
 
 async def _half_closed(draft: Subject) -> str:
-    tokens = draft.prompt()
-    async with draft.conversation() as talk:
-        await talk.say((1, draft.options()), (1, _step(tokens)))
-        await talk.proposal(1)
+    async with Conversation(draft) as talk:
+        await talk.begin(draft.prompt())
         await talk.half_close()
         await talk.end_of_stream()
-    await draft.fresh(tokens, draft.options())
+    await draft.fresh(draft.prompt())
     return "a stream that ends without a Finish ends its sequences; the next stream is served"
 
 
@@ -461,10 +442,10 @@ async def _ahead(draft: Subject) -> str:
         return "it does not draft ahead, so no budget is granted"
     tokens = list(draft.prompt())
     pending = PendingOutcomes(draft.vocabulary_size, RowKind.TOKEN)
-    async with draft.conversation() as talk:
+    async with Conversation(draft) as talk:
         await talk.say((1, draft.options(ahead=_BUDGET)))
         await talk.say((1, ProposeStep(Delta(0, tokens), _COUNT, _BUDGET)))
-        proposal = draft.checked(await talk.proposal(1), len(tokens))
+        proposal = await talk.proposal(len(tokens))
         pending.expect(len(tokens), proposal.token_ids, _BUDGET)
         found = await _outcomes(talk, pending)
         # The round that follows is verified already: nothing is asked for, and nothing but outcomes comes.
@@ -484,7 +465,7 @@ async def _ahead(draft: Subject) -> str:
             pending.add(answer)
         if isinstance(answer, Ending):
             raise ProtocolError(f"it ended the sequence after its budget: {_words(answer)}")
-        draft.checked(answer, len(tokens))
+        check_proposal(answer, len(tokens), _COUNT, draft.vocabulary_size, with_token_logits=False)
     return f"{_BUDGET.branch_count} x {_BUDGET.token_count} granted twice: outcomes came within them, also unasked"
 
 
@@ -506,7 +487,7 @@ async def _outcomes(talk: Conversation, pending: PendingOutcomes) -> DraftedOutc
 async def _budgets(draft: Subject) -> str:
     if not draft.model.drafts_ahead:
         return "it does not draft ahead, so no budget is granted"
-    async with draft.conversation() as talk:
+    async with Conversation(draft) as talk:
         wrong = (AheadBudget(MAX_BRANCHES + 1, 1), AheadBudget(1, 1 << 20), AheadBudget(-1, 1))
         for number, budget in enumerate(wrong, start=1):
             await talk.say((number, draft.options(ahead=budget)))

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from coordinator.admin.diagnosis import diagnose
-from coordinator.rejection import named_strategy
+from coordinator.rejection import find_strategy
 from coordinator.replicas.registry import ReplicaRegistry
 from coordinator.requests.active import ActiveRequest
 from coordinator.requests.runner import RequestRunner
@@ -30,7 +30,7 @@ MIN_INTERVAL_SECONDS = 0.1
 
 
 class Administrator(ABC):
-    """Shows and steers a coordinator: one process, or several that share a port."""
+    """Shows and steers a coordinator: one process, or several that share a port. `AdminServicer` names the verbs."""
 
     def __init__(self, live_config: LiveConfig) -> None:
         self.live_config = live_config
@@ -41,32 +41,14 @@ class Administrator(ABC):
         """State, load and replicas at this moment."""
 
     @abstractmethod
-    async def replicas(self) -> list[ReplicaSnapshot]:
-        """Every replica: targets first, then drafts, each by address."""
-
-    @abstractmethod
-    async def drain(self, address: str, *, allow_last_target: bool, by: str) -> ReplicaSnapshot:
-        """Send no new sequences to a replica, and let it finish its own; the last target only if
-        `allow_last_target`."""
-
-    @abstractmethod
-    async def resume(self, address: str, *, by: str) -> ReplicaSnapshot:
-        """Give a replica new sequences again."""
-
-    @abstractmethod
     async def requests(self) -> list[admin.RequestReport]:
         """The requests that run, the oldest first."""
-
-    @abstractmethod
-    async def abort(self, request_id: str, *, reason: str, by: str) -> admin.RequestReport:
-        """End the request whose id begins like this."""
 
     @abstractmethod
     async def stats(self) -> admin.Stats:
         """Statistics since the start."""
 
     async def request(self, request_id: str) -> admin.RequestReport:
-        """The request whose id begins like this."""
         return found_request(await self.requests(), request_id)
 
     async def watch(self, interval_seconds: float) -> AsyncGenerator[admin.Stats]:
@@ -125,7 +107,7 @@ class Administration(Administrator):
             settings=admin.SpeculationSettings(
                 is_on=settings.speculation and has_draft,
                 num_speculative_tokens=settings.num_speculative_tokens,
-                rule=AUTO if names_auto(settings) else named_strategy(options).name,
+                rule=AUTO if names_auto(settings) else find_strategy(options.acceptance_rule).name,
             ),
             replicas=tuple(replicas),
             **self._common(replicas),

@@ -236,7 +236,12 @@ class Completion:
     def extend(self, proposal: Proposal, acceptance: Acceptance) -> Chunk:
         """Commit the accepted tokens up to the completion's end, and drop those past it."""
         token_ids = acceptance.kept(proposal)
-        texts = self._commit_up_to_end(token_ids) if self._may_end(token_ids) else self._commit_all(token_ids)
+        if self._may_end(token_ids):
+            texts = self._commit_up_to_end(token_ids)
+        else:
+            self.token_ids += token_ids
+            self.room -= len(token_ids)
+            texts = list(map(self._detokenizer.push, token_ids))
         count, proposed = len(texts), len(proposal.token_ids)
         accepted = min(acceptance.accepted_count, proposed, count)
         self.tally.add(proposed, accepted)
@@ -254,11 +259,6 @@ class Completion:
         """False if none of these tokens can end it, as is the case in nearly every round."""
         is_plain = len(token_ids) < self.room and not self._stop_strings.stop and self._grammar is None
         return not (is_plain and self._end_token_ids.isdisjoint(token_ids))
-
-    def _commit_all(self, token_ids: Sequence[int]) -> list[str]:
-        self.token_ids += token_ids
-        self.room -= len(token_ids)
-        return list(map(self._detokenizer.push, token_ids))
 
     def _commit_up_to_end(self, token_ids: Sequence[int]) -> list[str]:
         texts = []

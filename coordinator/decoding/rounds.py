@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
 
 from coordinator.decoding.loop import AcceptanceRule
 from coordinator.stats.rounds import RoundCost, RoundResult, RoundTimes
@@ -19,22 +18,6 @@ _MIN_SECONDS = 0.25
 _MAX_SECONDS = 0.8
 """A draft that hangs stops a stream once, for less than a second."""
 _NO_DRAFTING = StepCost(0.0, 1, 0)
-
-
-@dataclass(slots=True)
-class _Round:
-    """What is known so far of the round in progress."""
-
-    is_drafted: bool = False
-    was_late: bool = False
-    """True if it waited in vain for a proposal."""
-    awaited_outcome: bool = False
-    outcome_rank: int | None = None
-    """Place of the outcome that came among those that it drafted for; None if it was not one of them."""
-    verification: tuple[float, StepCost | None, int, bool] | None = None
-    """The target's part: seconds, cost, proposed tokens, and whether it began by itself. None during prefill."""
-    drafting: tuple[float, StepCost | None] | None = None
-    """The draft's part: seconds, cost."""
 
 
 class RequestRounds:
@@ -51,7 +34,13 @@ class RequestRounds:
         """Address of the target that verifies now; None before the first."""
         self.load = 1
         """Sequences that share the target in the round in progress, for services that do not say."""
-        self.round = _Round()
+        self.round = RoundResult()
+        """The round in progress."""
+        self._verification: tuple[float, StepCost | None, int, bool] | None = None
+        """The target's part of it: seconds, cost, proposed tokens, and whether it began by itself. None during
+        prefill."""
+        self._drafting: tuple[float, StepCost | None] | None = None
+        """The draft's part of it: seconds, cost."""
         self.proposing = MovingAverage()
         self.verifying = MovingAverage()
         """Time to verify a proposal that is not empty."""
@@ -83,22 +72,15 @@ class RequestRounds:
 
     def result(self, chunk: Chunk) -> RoundResult:
         """The result of the round that ended with this chunk. Call it once for each chunk, before the next round."""
-        times = RoundTimes(self._began, self._requested, self._proposed, self._verified, self._decided)
-        self._last_draft = self.draft_address or self._last_draft
-        ended, saved_seconds = self.round, self.saved_seconds
-        return RoundResult(
-            chunk.proposed,
-            sum(chunk.drafted),
-            len(chunk.token_ids),
-            times,
-            self.end_round(times.seconds),
-            ended.is_drafted,
-            self._last_draft,
-            self.target_address,
-            ended.awaited_outcome,
-            ended.outcome_rank,
-            saved_seconds,
-        )
+        ended, proposed = self.round, chunk.proposed
+        ended.proposed, ended.accepted, ended.committed = proposed, sum(chunk.drafted), len(chunk.token_ids)
+        ended.times = RoundTimes(self._began, self._requested, self._proposed, self._verified, self._decided)
+        ended.draft_address = self._last_draft = self.draft_address or self._last_draft
+        ended.target_address = self.target_address
+        if ended.outcome_rank is not None:
+            ended.saved_seconds = self.proposing.value or 0.0
+        ended.cost = self.end_round(ended.times.seconds)
+        return ended
 
     def proposed(self) -> None:
         """The proposal is there, and is being verified from now on."""
@@ -115,7 +97,7 @@ class RequestRounds:
     ) -> None:
         """Count a verification of so many proposed tokens. The first one of a stream also reads all tokens."""
         self._verified = time.perf_counter()
-        self.round.verification = None if is_first else (seconds, cost, proposed, was_led)
+        self._verification = None if is_first else (seconds, cost, proposed, was_led)
         if is_first:
             self._reading = seconds
         elif proposed:
@@ -125,32 +107,28 @@ class RequestRounds:
 
     def drafted(self, seconds: float, cost: StepCost | None) -> None:
         self.proposing.add(seconds)
-        self.round.drafting = seconds, cost
+        self._drafting = seconds, cost
 
     def drafted_ahead(self, proposal: Proposal | None) -> None:
         """The proposal of the round in progress was to be drafted ahead; None: another outcome came."""
         self.round.awaited_outcome = True
         self.round.outcome_rank = None if proposal is None else proposal.outcome_rank
 
-    @property
-    def saved_seconds(self) -> float:
-        """Usual time of a proposal if the one of the round in progress was drafted ahead, else 0."""
-        return 0.0 if self.round.outcome_rank is None else self.proposing.value or 0.0
-
     def end_round(self, seconds: float) -> RoundCost | None:
         """The cost of the round that has ended; None when it says nothing about the next one."""
-        ended, self.round = self.round, _Round()
-        if ended.verification is None:
+        ended, verification, drafting = self.round, self._verification, self._drafting
+        self.round, self._verification, self._drafting = RoundResult(), None, None
+        if verification is None:
             return None
-        verify_seconds, verify_cost, proposed, was_led = ended.verification
+        verify_seconds, verify_cost, proposed, was_led = verification
         was_ahead = ended.outcome_rank is not None
-        if proposed and ended.drafting is None and not was_ahead:
+        if proposed and drafting is None and not was_ahead:
             return None  # an earlier round had asked for the proposal
         load = self.load
         verify = verify_cost or StepCost(verify_seconds, load, load * (proposed + 1))
         draft = _NO_DRAFTING
-        if proposed and ended.drafting is not None:
-            draft_seconds, draft_cost = ended.drafting
+        if proposed and drafting is not None:
+            draft_seconds, draft_cost = drafting
             draft = draft_cost or StepCost(draft_seconds, load, 0)
         return RoundCost(
             proposed,

@@ -15,6 +15,7 @@ from coordinator.replicas.pool import Member, Pool
 from coordinator.speculation import report as speculation_report
 from coordinator.speculation.ahead import Unfinished
 from coordinator.speculation.controller import RequestSpeculation
+from coordinator.stats.rounds import RoundResult
 from coordinator.telemetry.observer import EventValue, RequestObserver
 from coordinator.transport.draft_client import DraftClient, DraftLimits, DraftSequence
 from tandem.errors import TandemError
@@ -111,6 +112,9 @@ class FailoverDrafter:
         if current is not None and current.sequence.is_late:
             return speculation_report.late(current.sequence.late_seconds, self._rounds.patience_seconds)
         return speculation_report.decided(self._speculation)
+
+    def end_round(self, result: RoundResult) -> None:
+        self._speculation.end_round(result)
 
     async def finish(self) -> None:
         await self._placement.finish()

@@ -3,7 +3,7 @@
 `resolve` turns options into a rule, whose `accept` decides a `Round`.
 """
 
-from coordinator.rejection.resolution import AcceptanceRule, named_strategy, resolve
+from coordinator.rejection.resolution import AcceptanceRule, resolve
 from coordinator.rejection.rounds import KEYED, MessageRounds, Noise, Round, RowError
 from coordinator.rejection.strategies import STRATEGIES, RuleError, Strategy, find_strategy
 
@@ -18,6 +18,5 @@ __all__ = [
     "RuleError",
     "Strategy",
     "find_strategy",
-    "named_strategy",
     "resolve",
 ]

@@ -43,7 +43,6 @@ class AcceptanceRule:
 
     @property
     def name(self) -> str:
-        """The rule's name."""
         return self.strategy.name
 
     @property
@@ -52,11 +51,7 @@ class AcceptanceRule:
         return self.decide if self.strategy.gains_by_many and not self.is_relaxed else None
 
     def row_kind(self, requested: RowKind | None = None) -> RowKind:
-        """Return the requested kind of target row, or the cheapest one that the rule accepts.
-
-        Raises:
-            RuleError: The rule does not accept the requested kind.
-        """
+        """Return the requested kind of target row, if the rule accepts it, or the cheapest one that it accepts."""
         if requested is None:
             return self.row_kinds[0]
         if requested not in self.row_kinds:
@@ -91,12 +86,8 @@ class AcceptanceRule:
     def accept(self, own: Round, noise: Noise = KEYED) -> Acceptance:
         """Decide which part of a proposal is kept, and which token follows it.
 
-        Args:
-            own: The proposal, with distributions or logits where the rule needs them, and K + 1 rows of the target, of
-                one of `row_kinds`. If they came in a message with others, it decides all of those at once.
-
-        Raises:
-            RowError: The rows do not fit the proposal, or lack something that the rule needs.
+        The proposal has distributions or logits where the rule needs them, and the K + 1 rows of the target are of one
+        of `row_kinds`. If they came in a message with others, all of those are decided at once.
         """
         if isinstance(own.verification, MessageVerification):
             return own.verification.acceptance()
@@ -109,16 +100,14 @@ def resolve(options: SpeculativeConfig, sampling: SamplingParams) -> AcceptanceR
     At temperature 0 the rule is `greedy` whatever the options name, except for `synthetic`, which measures
     something else. The target's distribution is then one-hot, so relaxed acceptance could not keep more.
     Without a name the rule is `residual` for a standalone draft model, n-gram and suffix drafting, and
-    `typical-acceptance` for eagle and mtp.
-
-    Raises:
-        RuleError: The options conflict; the message has one sentence for each reason.
+    `typical-acceptance` for eagle and mtp. Options that conflict are refused with a sentence for each reason.
     """
-    strategy = named_strategy(options)
+    strategy = find_strategy(options.acceptance_rule)
     if conflicts := broken(COMBINATION_RULES, options):
         raise RuleError("; ".join(conflicts))
     if sampling.is_greedy and strategy is not SYNTHETIC:
         strategy = GREEDY
+    reads_sample = strategy.reads_argmax and not sampling.is_greedy  # a token row holds no argmax then
     is_relaxed = options.use_relaxed_acceptance_for_thinking and not sampling.is_greedy
     decide = strategy.build(options)
     if is_relaxed:
@@ -126,27 +115,12 @@ def resolve(options: SpeculativeConfig, sampling: SamplingParams) -> AcceptanceR
         decide = relaxed(decide, options.relaxed_topk, options.relaxed_delta)
     return AcceptanceRule(
         strategy=strategy,
-        lossless=strategy.lossless and not is_relaxed and (sampling.is_greedy or not strategy.reads_argmax),
-        row_kinds=_row_kinds(strategy, sampling),
+        lossless=strategy.lossless and not is_relaxed and not reads_sample,
+        row_kinds=tuple(kind for kind in strategy.row_kinds if not (reads_sample and kind is RowKind.TOKEN)),
         needs_statistics=strategy.needs_statistics or is_relaxed,
         decide=decide,
         is_relaxed=is_relaxed,
     )
-
-
-def named_strategy(options: SpeculativeConfig) -> Strategy:
-    """Return the rule that the options name or imply, whatever the temperature.
-
-    Raises:
-        RuleError: The options name an unknown rule.
-    """
-    return find_strategy(options.acceptance_rule)
-
-
-def _row_kinds(strategy: Strategy, sampling: SamplingParams) -> tuple[RowKind, ...]:
-    if strategy.reads_argmax and not sampling.is_greedy:
-        return tuple(kind for kind in strategy.row_kinds if kind is not RowKind.TOKEN)
-    return strategy.row_kinds
 
 
 def checked_strategy(options: SpeculativeConfig) -> Strategy | None:
@@ -155,7 +129,7 @@ def checked_strategy(options: SpeculativeConfig) -> Strategy | None:
     if names.canonical_name(options.acceptance_rule) == names.AUTO:
         return RESIDUAL
     try:
-        return named_strategy(options)
+        return find_strategy(options.acceptance_rule)
     except RuleError:
         return None
 

@@ -168,9 +168,5 @@ class MessageVerification(Verification):
     index: int
 
     def acceptance(self) -> Acceptance:
-        """Decide its round, together with the others of the message that have the same rule.
-
-        Raises:
-            RowError: The rows do not fit the proposal, or lack something that the rule needs.
-        """
+        """Decide its round, together with the others of the message that have the same rule."""
         return self.batch.acceptance(self.index)

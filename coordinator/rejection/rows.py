@@ -1,4 +1,4 @@
-"""Reads draft and target rows for the rules, whatever their kind.
+"""Reads draft and target rows for the rules, whatever their kind; a RowError where they lack what a rule needs.
 
 A support row has the target's probabilities on a support, and one sample from outside with its probability. Exact
 rejection sampling needs no more when the support covers every token that the draft could have proposed: outside it the
@@ -25,11 +25,7 @@ _NO_STATISTICS = "the acceptance rule needs rows with statistics, and the target
 
 
 def support_row(own: Round, index: int) -> SupportRow:
-    """Return the target's row at `index` as a support row.
-
-    Raises:
-        RowError: The row is a token row, which contains no probabilities.
-    """
+    """Return the target's row at `index` as a support row, which a token row cannot be: it has no probabilities."""
     row = own.verification.rows[index]
     if isinstance(row, SupportRow):
         return row
@@ -42,9 +38,7 @@ def support_row(own: Round, index: int) -> SupportRow:
 def draft_probs(own: Round, index: int, row: SupportRow) -> FloatArray:
     """Return the draft's probabilities on the support of the target's row, shape [S].
 
-    Raises:
-        RowError: The support leaves out a token that the draft could have proposed. Rejection sampling would not be
-            exact.
+    Refuses a support that leaves out a token that the draft could have proposed: the rule would not be exact.
     """
     proposal = own.proposal
     if not proposal.distributions:
@@ -88,11 +82,7 @@ class JointRow:
 
 
 def joint_row(own: Round, index: int) -> JointRow:
-    """Join target and draft at a proposed token.
-
-    Raises:
-        RowError: The row leaves out a token that the draft could have proposed, or is no distribution.
-    """
+    """Join target and draft at a proposed token."""
     row = support_row(own, index)
     drafted = draft_probs(own, index, row)
     column = _column(row, own.proposal.token_ids[index])
@@ -132,12 +122,9 @@ def with_next_tokens(
 
     That is drawn in proportion to max(scale * target - draft, 0). If that is zero everywhere, draft and target are
     equal, and only the rounding of probabilities on the wire can have caused a rejection: a token of the target's
-    distribution is then correct.
-
-    Args:
-        counts: For each round, how many tokens it keeps.
-        rejected: Target and draft at the first token that a round does not keep, and the factor of the target, which is
-            1 for token-by-token rules; by the number of the round and its count.
+    distribution is then correct. `counts` are the tokens that the rounds keep, and `rejected`, by the number of a round
+    and its count, gives target and draft at the first token that it does not keep, and the scale, which is 1 for
+    token-by-token rules.
     """
     joints = {
         number: rejected(number, count)
@@ -163,11 +150,7 @@ def with_next_tokens(
 
 
 def sample_target(own: Round, index: int, noise: Noise) -> int:
-    """Sample a token of the target's distribution at row `index`, of any kind.
-
-    Raises:
-        RowError: The mass of the row is zero or NaN.
-    """
+    """Sample a token of the target's distribution at row `index`, of any kind."""
     row = own.verification.rows[index]
     return (
         row.token_id if isinstance(row, TokenRow) else sample_row(own, index, support_row(own, index), noise)
@@ -175,7 +158,7 @@ def sample_target(own: Round, index: int, noise: Noise) -> int:
 
 
 def sample_row(own: Round, index: int, row: SupportRow, noise: Noise) -> int:
-    """Sample a token of a support row. Raises RowError when its mass is zero or NaN."""
+    """Sample a token of a support row, whose mass must not be zero or NaN."""
     if not row.token_ids.size:  # a single candidate, the target's sample after the proposal, needs no noise
         prob = row.outside_mass if row.outside_prob is None else row.outside_prob
         token_id = row.outside_token_id if 0.0 < prob < math.inf else -1
@@ -187,11 +170,7 @@ def sample_row(own: Round, index: int, row: SupportRow, noise: Noise) -> int:
 
 
 def target_sample(own: Round, index: int) -> int:
-    """Return the target's own sample at row `index`: that of a token row, or from a dense row with the target's key.
-
-    Raises:
-        RowError: The row is a support row, which does not contain it.
-    """
+    """Return the target's own sample at row `index`: that of a token row, or from a dense row with the target's key."""
     row, sampling = own.verification.rows[index], own.sampling
     if isinstance(row, TokenRow):
         return row.token_id
@@ -202,11 +181,7 @@ def target_sample(own: Round, index: int) -> int:
 
 
 def target_argmax(own: Round, index: int) -> int:
-    """Return the target's argmax at row `index`, the lowest id among equals.
-
-    Raises:
-        RowError: A token row at a temperature other than 0 is a sample; a support row needs statistics.
-    """
+    """Return the target's argmax at row `index`, the lowest id among equals."""
     row, sampling = own.verification.rows[index], own.sampling
     if isinstance(row, DenseRow):
         # Top-p may drop the first of several tokens that tie for the maximum logit.
@@ -235,11 +210,7 @@ class TokenStatistics:
 
 
 def token_statistics(own: Round, index: int) -> TokenStatistics:
-    """Return the statistics of the proposed token at `index`.
-
-    Raises:
-        RowError: The row leaves the token out, or lacks statistics.
-    """
+    """Return the statistics of the proposed token at `index`."""
     row, token_id = own.verification.rows[index], own.proposal.token_ids[index]
     if isinstance(row, DenseRow):
         probs: FloatArray = warp(row.logits[None, :], [own.sampling])[0]

@@ -179,11 +179,8 @@ def relaxed(rule: TokenRule, top_k: int, delta: float) -> TokenRule:
 def synthetic(schedule: Sequence[float]) -> TokenRule:
     """`synthetic`: accept at a given rate, whatever the models predict; the target's argmax follows.
 
-    For benchmarks of the system around them; not lossless.
-
-    Args:
-        schedule: For each position, the probability that its token is accepted given that all earlier ones are. Tokens
-            past its end are rejected.
+    For benchmarks of the system around them; not lossless. The schedule has for each position the probability that its
+    token is accepted given that all earlier ones are; tokens past its end are rejected.
     """
 
     def passes(own: Round, index: int, noise: Noise) -> bool:

@@ -110,11 +110,7 @@ _BY_NAME = {strategy.name: strategy for strategy in STRATEGIES}
 
 
 def find_strategy(name: str) -> Strategy:
-    """Return the rule of this name in MAX's or vLLM's spelling; underscores and capitals do not matter.
-
-    Raises:
-        RuleError: No rule has this name.
-    """
+    """Return the rule of this name in MAX's or vLLM's spelling; underscores and capitals do not matter."""
     try:
         return _BY_NAME[names.canonical_name(name)]
     except KeyError:

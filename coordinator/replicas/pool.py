@@ -37,25 +37,6 @@ from tandem.types import Coverage, ModelInfo, SpeculationStats
 ClientT = TypeVar("ClientT", bound=TargetClient | DraftClient)
 
 
-@dataclass(frozen=True, slots=True)
-class Means(Generic[ClientT]):
-    """The way to reach and judge the members of a pool."""
-
-    role: Role
-    make_client: Callable[[grpc.aio.Channel], ClientT]
-    judge: Callable[[ModelInfo], str]
-    """Reason why a replica with this model cannot join; empty when it can."""
-    credentials: Credentials = PLAIN
-    message_limit: Callable[[], int] = lambda: DEFAULT_MESSAGE_LIMIT_BYTES
-    """Maximum bytes of a message of the fleet's models, as far as they are known."""
-    probe: Callable[[ClientT], Awaitable[None]] | None = None
-    """Has a replica that hung do a little of its work. Raises TandemError when it does not."""
-    verification_times: VerificationTimes = field(default_factory=VerificationTimes)
-    map_vocabulary: Callable[[ClientT, ModelInfo], Awaitable[Coverage | None]] | None = None
-    """Lets a draft with another tokenizer than the target's map its vocabulary; None for one that need not. Raises
-    TandemError when it cannot."""
-
-
 logger = logging.getLogger(__name__)
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -90,9 +71,9 @@ class Member(Generic[ClientT]):
         self.model: ModelInfo | None = None
         self.coverage: Coverage | None = None
         """Tokens that a draft with another tokenizer shares with the target; None for one that has its tokenizer."""
-        self.unanswered = UnansweredSteps(pool.means.verification_times)
-        self._means, self._pool = pool.means, pool
-        self._credentials = self._means.credentials.for_address(origin)
+        self.unanswered = UnansweredSteps(pool.verification_times)
+        self._pool = pool
+        self._credentials = pool.credentials.for_address(origin)
         self._state = ReplicaState.CONNECTING
         self._reason = "it was not reached yet"
         self._since = time.monotonic()
@@ -136,7 +117,7 @@ class Member(Generic[ClientT]):
 
     def snapshot(self) -> ReplicaSnapshot:
         return ReplicaSnapshot(
-            role=self._means.role,
+            role=self._pool.role,
             address=self.address,
             state=self.state,
             reason=self.drained_because if self._state is ReplicaState.READY else self._reason,
@@ -219,23 +200,23 @@ class Member(Generic[ClientT]):
 
     async def _meet(self) -> bool:
         """Ask for its model. True if the model fits."""
-        with errors_of(f"{self._means.role.value} service"):
+        with errors_of(f"{self._pool.role.value} service"):
             self.model = await self.client.model_info()
-        if reason := self._means.judge(self.model):
+        if reason := self._pool.judge(self.model):
             self._become(ReplicaState.INCOMPATIBLE, reason)
             # It may come back with another model; until then only its health matters.
             await self._watch()
             return False
         await self._connect()
-        if self._means.map_vocabulary is not None:
+        if self._pool.map_vocabulary is not None:
             try:
-                self.coverage = await self._means.map_vocabulary(self.client, self.model)
+                self.coverage = await self._pool.map_vocabulary(self.client, self.model)
             except (ConfigurationError, InvalidRequestError) as error:
                 self._become(ReplicaState.INCOMPATIBLE, str(error))
                 await self._watch()
                 return False
-        if self._must_answer_probe and self._means.probe is not None:
-            await self._means.probe(self.client)
+        if self._must_answer_probe and self._pool.probe is not None:
+            await self._pool.probe(self.client)
         self._must_answer_probe = False
         # The first check of a connection takes several times as long as later ones, and costs are predicted
         # by their median
@@ -273,7 +254,7 @@ class Member(Generic[ClientT]):
         while True:
             await asyncio.sleep(_PING_SECONDS)
             await self._serves(UNANSWERED_SECONDS)
-            if self._means.role is Role.DRAFT and self.open_sequences == 0:
+            if self._pool.role is Role.DRAFT and self.open_sequences == 0:
                 # With its answers a draft says how busy it is; one that nobody here asks must be asked for that.
                 async with asyncio.timeout(UNANSWERED_SECONDS):
                     await self.client.model_info()
@@ -298,7 +279,7 @@ class Member(Generic[ClientT]):
             logging.WARNING if alarming else logging.INFO,
             "replica %s",
             state.value,
-            extra={"role": self._means.role.value, "address": self.address, "reason": reason},
+            extra={"role": self._pool.role.value, "address": self.address, "reason": reason},
         )
         self.notify_change()
 
@@ -312,14 +293,14 @@ class Member(Generic[ClientT]):
     async def _connect(self) -> None:
         """Open a channel, or replace one that was opened before the size of messages was known or with old
         certificates."""
-        limit = self._means.message_limit()
+        limit = self._pool.message_limit()
         wanted = limit, self._credentials.files_state()
         if self._channel is not None and (wanted == self._opened_with or self.open_sequences > 0):
             return
         old = self._channel
         self._channel = open_channel(self.address, limit, self._credentials, SERVICE_KEEPALIVE)
         self._opened_with = wanted
-        before, self._client = self._client, self._means.make_client(self._channel)
+        before, self._client = self._client, self._pool.make_client(self._channel)
         if isinstance(self._client, DraftClient) and isinstance(before, DraftClient):
             self._client.load = before.load
         if old is not None:
@@ -338,13 +319,24 @@ def _words(error: grpc.aio.AioRpcError | TandemError | TimeoutError) -> str:
 class Pool(Generic[ClientT]):
     """Keeps in touch with every replica of one role."""
 
-    means: Means[ClientT]
+    role: Role
     addresses: Sequence[Address]
-    _resolve_interval_seconds: float
-    _resolver: Resolver = resolve
+    resolve_interval_seconds: float
+    make_client: Callable[[grpc.aio.Channel], ClientT]
+    judge: Callable[[ModelInfo], str]
+    """Reason why a replica with this model cannot join; empty when it can."""
+    credentials: Credentials = PLAIN
+    message_limit: Callable[[], int] = lambda: DEFAULT_MESSAGE_LIMIT_BYTES
+    """Maximum bytes of a message of the fleet's models, as far as they are known."""
+    resolver: Resolver = resolve
+    probe: Callable[[ClientT], Awaitable[None]] | None = None
+    """Has a replica that hung do a little of its work. Raises TandemError when it does not."""
+    verification_times: VerificationTimes = field(default_factory=VerificationTimes)
+    map_vocabulary: Callable[[ClientT, ModelInfo], Awaitable[Coverage | None]] | None = None
+    """Lets a draft with another tokenizer than the target's map its vocabulary; None for one that need not. Raises
+    TandemError when it cannot."""
 
     def __post_init__(self) -> None:
-        self.role = self.means.role
         self._members: dict[str, Member[ClientT]] = {}
         self._unresolved: dict[Address, str] = {}
         self._drained: set[str] = set()
@@ -441,7 +433,7 @@ class Pool(Generic[ClientT]):
 
     async def _keep_refreshing(self) -> None:
         while True:
-            await asyncio.sleep(self._resolve_interval_seconds)
+            await asyncio.sleep(self.resolve_interval_seconds)
             await self.look()
 
     async def look(self) -> None:
@@ -459,7 +451,7 @@ class Pool(Generic[ClientT]):
         if not address.is_name:
             return [str(address)]
         try:
-            hosts = await self._resolver(address.host, address.port)
+            hosts = await self.resolver(address.host, address.port)
         except OSError as error:
             # The known addresses may still work: a failing name server ends nothing.
             kept = [found for found, member in self._members.items() if member.origin == address]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from coordinator.decoding.tokenization import TOKENIZER_FILE
 from coordinator.replicas.compatibility import Deployment, Fleet, check_coverage, check_models, needs_mapping
 from coordinator.replicas.hangs import VerificationTimes
-from coordinator.replicas.pool import ClientT, Means, Pool
+from coordinator.replicas.pool import ClientT, Pool
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.stats.rounds import RoundResult
 from coordinator.transport.draft_client import DraftClient
@@ -34,26 +34,30 @@ class ReplicaRegistry:
     ) -> None:
         self.fleet = Fleet(settings)
         self._settings = settings
-        fleet, interval = self.fleet, settings.resolve_interval_seconds
-        targets = Means(
+        fleet = self.fleet
+        self.targets = Pool(
             Role.TARGET,
+            split_addresses(settings.target_address),
+            settings.resolve_interval_seconds,
             TargetClient,
             fleet.judge_target,
             credentials,
             lambda: fleet.message_limit_bytes,
+            resolver,
             TargetClient.probe,
             VerificationTimes(settings.verification_timeout_seconds),
         )
-        drafts = Means(
+        self.drafts = Pool(
             Role.DRAFT,
+            split_addresses(settings.draft_address or ""),
+            settings.resolve_interval_seconds,
             DraftClient,
             lambda info: fleet.judge_draft(info, self._drafts_that_serve()),
             credentials,
             lambda: fleet.message_limit_bytes,
+            resolver,
             map_vocabulary=self._map_vocabulary,
         )
-        self.targets = Pool(targets, split_addresses(settings.target_address), interval, resolver)
-        self.drafts = Pool(drafts, split_addresses(settings.draft_address or ""), interval, resolver)
         """Has no members when the target works alone."""
         self._watching: asyncio.Task[None] | None = None
 

@@ -21,6 +21,8 @@ from tandem.admin import Outcomes
 from tandem.errors import AbortedError
 from tandem.plural import plural
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(slots=True, eq=False)
 class ActiveRequest:
@@ -41,6 +43,8 @@ class ActiveRequest:
     task: asyncio.Task[object] | None = None
     is_delivering: bool = False
     """True while a chunk waits for the client, so that the services compute nothing for the request."""
+    checked: tuple[int, int] = 0, 0
+    """Its tokens at the last check for stalled streams, and the number of earlier checks with as many."""
 
     @property
     def request_id(self) -> str:
@@ -71,11 +75,22 @@ class ActiveRequest:
                 self.task.cancel()
 
 
-class ActiveRequests:
-    """All running requests, and how earlier ones ended."""
+_CHECKS = 4
+"""A stream has stalled if it still delivers the same chunk at so many checks in a row after the first."""
 
-    def __init__(self) -> None:
+
+class ActiveRequests:
+    """All running requests, and how earlier ones ended. Those whose clients do not read give up their places.
+
+    A timer for each chunk would cost more than the chunk, so one timer checks all streams now and then. It counts
+    checks, not seconds: after a pause of the whole process no client has had a chance to read.
+    """
+
+    def __init__(self, stalled_seconds: float) -> None:
+        """A stream stalls when a chunk has waited for so many seconds, or up to a quarter longer."""
         self.tokens = TokenCounter()
+        self._check_interval = stalled_seconds / _CHECKS
+        self._next_check: asyncio.TimerHandle | None = None
         self._active: dict[str, ActiveRequest] = {}
         self._ended = {"completed": 0, "failed": 0, "cancelled": 0, "aborted": 0}
 
@@ -83,6 +98,8 @@ class ActiveRequests:
     def running(self, request: ActiveRequest) -> Iterator[ActiveRequest]:
         self._active[request.request_id] = request
         request.task = asyncio.current_task()
+        if self._next_check is None:
+            self._check_later()
         outcome = "failed"
         try:
             yield request
@@ -108,48 +125,17 @@ class ActiveRequests:
         """All running requests, the oldest first."""
         return [*self._active.values()]
 
-
-logger = logging.getLogger(__name__)
-
-_CHECKS = 4
-"""A stream has stalled if it still delivers the same chunk at so many checks in a row after the first."""
-
-
-class StalledStreams:
-    """Takes the places of streams whose clients do not read.
-
-    A timer for each chunk would cost more than the chunk, so one timer checks all streams now and then. It counts
-    checks, not seconds: after a pause of the whole process no client has had a chance to read.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        """A stream stalls when a chunk has waited for so many seconds, or up to a quarter longer."""
-        self._interval = seconds / _CHECKS
-        self._seen: dict[ActiveRequest, tuple[int, int]] = {}
-        """For each stream, its tokens at the last check, and the number of earlier checks with as many."""
-        self._next_check: asyncio.TimerHandle | None = None
-
-    @contextmanager
-    def following(self, active: ActiveRequest) -> Iterator[None]:
-        self._seen[active] = (0, 0)
-        if self._next_check is None:
-            self._check_later()
-        try:
-            yield
-        finally:
-            del self._seen[active]
-
     def _check_later(self) -> None:
-        self._next_check = asyncio.get_running_loop().call_later(self._interval, self._check)
+        self._next_check = asyncio.get_running_loop().call_later(self._check_interval, self._check)
 
     def _check(self) -> None:
         self._next_check = None
-        for active, (tokens, checks) in self._seen.items():
-            count = active.completion_tokens
+        for active in self._active.values():
+            (tokens, checks), count = active.checked, active.completion_tokens
             checks = checks + 1 if active.is_delivering and count == tokens else 0
-            self._seen[active] = (count, checks)
+            active.checked = count, checks
             if checks >= _CHECKS and not active.has_stalled:
                 active.stall()
                 logger.info("stalled stream", extra={"request_id": active.request_id, "tokens": count})
-        if self._seen:
+        if self._active:
             self._check_later()

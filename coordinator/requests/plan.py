@@ -244,8 +244,13 @@ async def make_plan(
     if request.logprobs is not None:
         request = replace(request, row_kind=RowKind.DENSE)
     sampling = _sampling(request)
+    room = models.target.max_length - len(prompt)
     speculates = request.speculation and models.draft is not None
     rule = resolve(options, sampling)
+    # Where rounds begin, and so how much each proposes, must not change what a seed promises.
+    promises_text = rule.name == _SYNTHETIC or (
+        request.seed is not None and rule.name not in _INDEPENDENT_OF_DRAFT
+    )
     # Synthetic acceptance exists to measure rounds with a draft.
     is_adaptive = settings.speculation_policy == "adaptive" and rule.name != _SYNTHETIC
     return Plan(
@@ -253,12 +258,18 @@ async def make_plan(
         request=request,
         prompt=prompt,
         sampling=sampling,
-        limits=_limits(request, len(prompt), models.target),
+        limits=Limits(
+            max_length=models.target.max_length,
+            max_tokens=room if request.max_tokens is None else min(request.max_tokens, room),
+            eos_token_ids=() if request.ignore_eos else frozenset(models.target.eos_token_ids),
+            stop_token_ids=frozenset(request.stop_token_ids),
+            min_tokens=request.min_tokens,
+        ),
         rule=rule,
         row_kind=rule.row_kind(request.row_kind),
         num_speculative_tokens=options.num_speculative_tokens if speculates else 0,
         draft_ahead=settings.draft_ahead if can_draft_ahead(rule, models.draft) else "off",
-        keeps_proposals=not is_adaptive and _depends_on_rounds(rule, request),
+        keeps_proposals=not is_adaptive and promises_text,
         is_adaptive=is_adaptive,
         is_penalized=is_penalized,
         think_spans=think_spans(models.tokenizer) if options.use_relaxed_acceptance_for_thinking else None,
@@ -272,17 +283,6 @@ def keep_out(request: GenerationRequest, bounds: RequestBounds, models: Models) 
     """The request's penalties because of which the target serves it alone: all of them, or none, as configured."""
     is_alone = is_separate_model(models.draft) and bounds.draft_model_penalties == "target-only"
     return penalties_of(request) if is_alone and request.speculation else ()
-
-
-def _limits(request: GenerationRequest, prompt_length: int, target: ModelInfo) -> Limits:
-    room = target.max_length - prompt_length
-    return Limits(
-        max_length=target.max_length,
-        max_tokens=room if request.max_tokens is None else min(request.max_tokens, room),
-        eos_token_ids=() if request.ignore_eos else frozenset(target.eos_token_ids),
-        stop_token_ids=frozenset(request.stop_token_ids),
-        min_tokens=request.min_tokens,
-    )
 
 
 def _sampling(request: GenerationRequest) -> SamplingParams:
@@ -313,8 +313,3 @@ def can_draft_ahead(rule: AcceptanceRule, draft: ModelInfo | None) -> bool:
         return False
     strategy = rule.strategy
     return strategy.draft_row_kind in (RowKind.TOKEN, RowKind.SUPPORT) and not strategy.needs_token_logits
-
-
-def _depends_on_rounds(rule: AcceptanceRule, request: GenerationRequest) -> bool:
-    """True if a seed promises a text that depends on where rounds begin, and so on how much each proposes."""
-    return rule.name == _SYNTHETIC or (request.seed is not None and rule.name not in _INDEPENDENT_OF_DRAFT)

@@ -18,12 +18,12 @@ from coordinator.decoding.rounds import RequestRounds
 from coordinator.failover.drafter import FailoverDrafter
 from coordinator.failover.verifier import FailoverVerifier
 from coordinator.replicas.registry import ReplicaRegistry
-from coordinator.requests.active import ActiveRequest, ActiveRequests, StalledStreams
+from coordinator.requests.active import ActiveRequest, ActiveRequests
 from coordinator.requests.admission import Admission, Peers, Place
 from coordinator.requests.chunks import ChunkPacer, ChunkQueue, stream_of
 from coordinator.requests.plan import Models, Plan, make_plan
 from coordinator.requests.validation import BoundedRequest, check_bounds
-from coordinator.settings.coordinator import MAX_SPECULATIVE_TOKENS, RequestBounds
+from coordinator.settings.coordinator import MAX_SPECULATIVE_TOKENS, CoordinatorSettings
 from coordinator.settings.live import LiveConfig
 from coordinator.speculation import report as speculation_report
 from coordinator.speculation.ahead import max_budget
@@ -36,7 +36,7 @@ from coordinator.transport.draft_client import DraftLimits, NoDrafter
 from coordinator.transport.target_client import RowChoice
 from tandem.rpc.channels import Deadline
 from tandem.speculation_state import SpeculationState
-from tandem.types import Chunk, GenerationRequest, Summary, TokenLogprobs
+from tandem.types import Chunk, GenerationRequest, TokenLogprobs
 
 LARGE_BYTES = 16 << 10
 """Parsing a larger message takes a turn. Protobuf and pydantic parse a smaller one in at most 3 ms."""
@@ -78,9 +78,8 @@ class RequestRunner:
         bounds = live_config.current
         self.admission = Admission(bounds.max_concurrent_requests, bounds.max_queued_requests)
         self.speculation = SpeculationController()
-        self.requests = ActiveRequests()
+        self.requests = ActiveRequests(bounds.stalled_stream_seconds)
         self.stats = StatsLog()
-        self._stalled = StalledStreams(bounds.stalled_stream_seconds)
         self._peers = Peers(
             bounds.max_streams_per_peer or bounds.max_concurrent_requests + bounds.max_queued_requests
         )
@@ -101,7 +100,7 @@ class RequestRunner:
         return models
 
     @property
-    def bounds(self) -> RequestBounds:
+    def bounds(self) -> CoordinatorSettings:
         return self._live_config.current
 
     async def complete(
@@ -119,8 +118,8 @@ class RequestRunner:
         observer = self._observer.begin(request_id, traceparent)
         with _observed(observer), self._peers.stream(peer):
             run = partial(self._run, request, request_id, peer, observer, Deadline(deadline_seconds))
-            interval = self._live_config.current.stream_interval
-            async with aclosing(stream_of(run, deadline_seconds, interval, self._pacer)) as chunks:
+            chunks = stream_of(run, deadline_seconds, self.bounds.stream_interval, self._pacer)
+            async with aclosing(chunks):
                 async for chunk in chunks:
                     yield chunk
 
@@ -138,16 +137,11 @@ class RequestRunner:
         queue: ChunkQueue,
     ) -> None:
         # Waiting requests stay in memory: hundreds of any size would take all of it.
-        settings, models = self._live_config.current, self.models
-        max_length, max_text_bytes = models.target.max_length, models.max_text_bytes
-        check_bounds(
-            BoundedRequest(request, settings, settings.num_speculative_tokens, max_length, max_text_bytes)
-        )
+        models = self.models
+        check_bounds(BoundedRequest(request, self.bounds, models.target.max_length, models.max_text_bytes))
         async with self.admission.place(deadline.remaining_seconds, peer) as place:
             observer.admitted()
-            plan = await make_plan(
-                request, request_id, self._live_config.current, self.models, self._choose_rule
-            )
+            plan = await make_plan(request, request_id, self.bounds, self.models, self._choose_rule)
             await self._run_rounds(plan, observer, deadline, place, queue)
 
     async def _run_rounds(
@@ -155,18 +149,25 @@ class RequestRunner:
     ) -> None:
         completion = plan.begin()
         observer.planned(completion, plan.details)
-        rounds, speculation = RequestRounds(plan.settings.draft_patience_seconds), self._speculation(plan)
-        verifier = self._verifier(plan, rounds, observer, place.client, deadline)
-        drafter = self._drafter(plan, rounds, observer, place.client, speculation, verifier)
+        rounds = RequestRounds(plan.settings.draft_patience_seconds)
+        verifier = FailoverVerifier(
+            self.replicas.targets,
+            plan.target_options(place.client),
+            RowChoice(plan.rule, plan.row_kind, plan.models.target.vocabulary_size),
+            rounds,
+            observer,
+            deadline,
+            plan.settings.target_wait_seconds,
+        )
+        drafter = self._drafter(plan, rounds, observer, place.client, verifier)
         active = ActiveRequest(plan, completion, place, rounds, drafter, verifier)
         async with AsyncExitStack() as streams:
             streams.enter_context(self.requests.running(active))
             await streams.enter_async_context(_closing(drafter))
             streams.callback(self.stats.led, plan.rule.name, completion.tally.lead)
             await streams.enter_async_context(_closing(verifier))
-            streams.enter_context(self._stalled.following(active))
             if plan.request.echo:
-                await queue.put(await self._echoed(plan, completion, verifier))
+                await queue.put(self._with_state(await _echoed(plan, completion, verifier), active))
             if not completion.can_extend:
                 return
             tokens = TokenRecorder(plan.request, plan.sampling)
@@ -178,36 +179,25 @@ class RequestRunner:
                 self.stats.round_ended(plan.rule.name, result)
                 self.replicas.round_ended(result)
                 observer.round_ended(result)
-                if speculation is not None:
-                    speculation.end_round(result)
-                if chunk.summary is not None:
-                    chunk = self._with_state(chunk, chunk.summary, plan, drafter.speculation_state)
+                drafter.end_round(result)
                 active.is_delivering = True
-                await queue.put(tokens.added_to(chunk))
+                await queue.put(tokens.added_to(self._with_state(chunk, active)))
                 active.is_delivering = False
                 if active.has_stalled and completion.can_extend:
                     await active.resume()
 
-    async def _echoed(self, plan: Plan, completion: Completion, verifier: FailoverVerifier) -> Chunk:
-        """The prompt as the first chunk, and the last one of a completion of no tokens."""
-        logprobs: tuple[TokenLogprobs, ...] = ()
-        if plan.request.logprobs is not None:
-            logprobs = await prompt_logprobs(
-                plan.begin(), verifier, plan.request.logprobs, MAX_SPECULATIVE_TOKENS
-            )
-        chunk = replace(completion.echoed(), logprobs=logprobs)
-        if chunk.summary is None:
-            return chunk
-        return self._with_state(
-            chunk, chunk.summary, plan, speculation_report.off(speculation_report.NOT_ASKED)
-        )
-
-    def _speculation(self, plan: Plan) -> RequestSpeculation | None:
-        """The request's part of the controller; None where the target works alone."""
-        replicas, controller, models = self.replicas, self.speculation, self.models
+    def _drafter(
+        self,
+        plan: Plan,
+        rounds: RequestRounds,
+        observer: RequestObserver,
+        client: str,
+        verifier: FailoverVerifier,
+    ) -> FailoverDrafter | NoDrafter:
+        replicas, controller, draft_name = self.replicas, self.speculation, plan.models.draft_name
         if not replicas.drafts.addresses or plan.num_speculative_tokens == 0:
-            return None
-        kind = request_kind(models.draft_name, plan.rule.name, plan.sampling.temperature)
+            return NoDrafter(self._why_alone(plan), plan.lead)
+        kind = request_kind(draft_name, plan.rule.name, plan.sampling.temperature)
         terms = Terms(
             kind, plan.num_speculative_tokens, plan.is_adaptive, plan.draft_ahead, leads=plan.lead > 0
         )
@@ -218,51 +208,27 @@ class RequestRunner:
             speculation.target = target.address
             controller.introduce(target.address, target.model, target.round_trip.value)
         if draft is not None:
-            controller.introduce(models.draft_name, draft.model, draft.round_trip.value)
-        return speculation
-
-    def _drafter(
-        self,
-        plan: Plan,
-        rounds: RequestRounds,
-        observer: RequestObserver,
-        client: str,
-        speculation: RequestSpeculation | None,
-        verifier: FailoverVerifier,
-    ) -> FailoverDrafter | NoDrafter:
-        if speculation is None:
-            return NoDrafter(self._why_alone(plan), plan.lead)
-        options = plan.draft_options(max_budget(plan.draft_ahead, plan.num_speculative_tokens), client)
-        limits = DraftLimits(
-            plan.num_speculative_tokens,
-            self.models.target.vocabulary_size,
-            keeps_proposals=plan.keeps_proposals,
-            max_length=plan.settings.draft_max_length,
-        )
+            controller.introduce(draft_name, draft.model, draft.round_trip.value)
         observer.decision = lambda: {
             "tandem.decision.tokens": speculation.tokens,
             "tandem.decision.load": speculation.load,
             "tandem.decision.predicted_gain": round(speculation.gain, 3),
         }
         return FailoverDrafter(
-            self.replicas.drafts,
-            options,
-            limits,
+            replicas.drafts,
+            plan.draft_options(max_budget(plan.draft_ahead, plan.num_speculative_tokens), client),
+            DraftLimits(
+                plan.num_speculative_tokens,
+                plan.models.target.vocabulary_size,
+                keeps_proposals=plan.keeps_proposals,
+                max_length=plan.settings.draft_max_length,
+            ),
             rounds,
             observer,
             speculation,
             lambda: self._load(rounds.target_address),
             plan.lead,
             verifier if plan.can_lead_with_proposals else None,
-        )
-
-    def _verifier(
-        self, plan: Plan, rounds: RequestRounds, observer: RequestObserver, client: str, deadline: Deadline
-    ) -> FailoverVerifier:
-        rows = RowChoice(plan.rule, plan.row_kind, self.models.target.vocabulary_size)
-        options, wait_seconds = plan.target_options(client), plan.settings.target_wait_seconds
-        return FailoverVerifier(
-            self.replicas.targets, options, rows, rounds, observer, deadline, wait_seconds
         )
 
     def _why_alone(self, plan: Plan) -> str:
@@ -281,9 +247,12 @@ class RequestRunner:
         ready = sum(member.is_ready for member in targets.members)
         return -(-self.admission.running // max(ready, 1))
 
-    def _with_state(self, chunk: Chunk, summary: Summary, plan: Plan, state: SpeculationState) -> Chunk:
-        """The last chunk with the state of speculation, which the next requests can expect too."""
-        if plan.num_speculative_tokens > 0 and summary.speculation.rounds > 1:
+    def _with_state(self, chunk: Chunk, active: ActiveRequest) -> Chunk:
+        """The last chunk with the state of speculation, which the next requests can expect too; others as they are."""
+        if (summary := chunk.summary) is None:
+            return chunk
+        state = active.drafter.speculation_state
+        if active.plan.num_speculative_tokens > 0 and summary.speculation.rounds > 1:
             self._latest_state = state
         at_the_end = speculation_report.at_the_end(state, summary.speculation)
         return replace(chunk, summary=replace(summary, speculation_state=at_the_end))
@@ -297,6 +266,16 @@ class RequestRunner:
     def _choose_rule(self, names: Sequence[str], temperature: float) -> str:
         draft = self.models.draft_name
         return self.speculation.choose_rule(names, draft, temperature, self.admission.running)
+
+
+async def _echoed(plan: Plan, completion: Completion, verifier: FailoverVerifier) -> Chunk:
+    """The prompt as the first chunk, and the last one of a completion of no tokens."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    if plan.request.logprobs is not None:
+        logprobs = await prompt_logprobs(
+            plan.begin(), verifier, plan.request.logprobs, MAX_SPECULATIVE_TOKENS
+        )
+    return replace(completion.echoed(), logprobs=logprobs)
 
 
 @asynccontextmanager

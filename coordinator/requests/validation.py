@@ -9,7 +9,7 @@ from typing import Any
 
 from coordinator.rejection.resolution import checked_strategy
 from coordinator.rejection.strategies import SYNTHETIC
-from coordinator.settings.coordinator import MAX_SPECULATIVE_TOKENS, RequestBounds
+from coordinator.settings.coordinator import MAX_SPECULATIVE_TOKENS, CoordinatorSettings, RequestBounds
 from tandem.config import SpeculativeConfig
 from tandem.config.names import OWN_METHODS
 from tandem.config.rule import Rule, broken, refuse, rule, spelled, within
@@ -23,9 +23,7 @@ class BoundedRequest:
     """A request as it arrived, and its bounds."""
 
     request: GenerationRequest
-    bounds: RequestBounds
-    num_speculative_tokens: int
-    """The coordinator's setting."""
+    bounds: CoordinatorSettings
     max_length: int
     """The target's."""
     max_text_bytes: int | None = None
@@ -37,10 +35,10 @@ def check_bounds(subject: BoundedRequest) -> None:
     refuse(broken(BOUND_RULES, subject))
 
 
-def check_counts(message: Any, bounds: RequestBounds, prompt_tokens: int, max_length: int) -> None:
+def check_counts(message: Any, bounds: CoordinatorSettings, prompt_tokens: int, max_length: int) -> None:
     """Refuse a GenerateRequest of the protocol with too many items, before a request is made of it: its fields have the
     same names."""
-    subject = BoundedRequest(message, bounds, 0, max_length)
+    subject = BoundedRequest(message, bounds, max_length)
     refuse([*too_long(prompt_tokens, max_length), *broken(_COUNT_RULES, subject)])
 
 
@@ -143,10 +141,8 @@ _COUNT_RULES: tuple[Rule[BoundedRequest], ...] = (
 
 @rule(f"`num_speculative_tokens` is at most {MAX_SPECULATIVE_TOKENS}, or what the coordinator is set to.")
 def _most_speculative_tokens(subject: BoundedRequest) -> Iterator[str]:
-    count, most = (
-        subject.request.num_speculative_tokens,
-        max(MAX_SPECULATIVE_TOKENS, subject.num_speculative_tokens),
-    )
+    count = subject.request.num_speculative_tokens
+    most = max(MAX_SPECULATIVE_TOKENS, subject.bounds.num_speculative_tokens)
     if count is not None and count > most:
         yield f"num_speculative_tokens is {count}; it must be at most {most}"
 
@@ -201,9 +197,8 @@ def _known_token_ids(subject: TokenizedRequest) -> Iterator[str]:
 
 @rule("Ids that an earlier stream has delivered are in the target's vocabulary.")
 def _known_delivered_ids(subject: TokenizedRequest) -> Iterator[str]:
-    return outside_vocabulary(
-        "delivered_token_ids holds", subject.request.delivered_token_ids, subject.target
-    )
+    token_ids = subject.request.delivered_token_ids
+    return outside_vocabulary("delivered_token_ids holds", token_ids, subject.target)
 
 
 @rule("No stop string is empty.")

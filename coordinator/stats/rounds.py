@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from tandem.types import AheadStats, LeadStats, PositionStats, SpeculationStats
@@ -83,30 +84,36 @@ class RoundCost(NamedTuple):
         return abs(self.verify_tokens - alike) <= 0.05 * alike
 
 
-class RoundResult(NamedTuple):
-    """One finished round of a request."""
+_NOT_TIMED = RoundTimes(0.0, 0.0, 0.0, 0.0, 0.0)
 
-    proposed: int
+
+@dataclass(slots=True, eq=False)
+class RoundResult:
+    """One round of a request: as far as it is known while the round is in progress, and whole once it has ended."""
+
+    proposed: int = 0
     """Tokens that the target verified; 0: the target worked alone."""
-    accepted: int
+    accepted: int = 0
     """Proposed tokens that the completion kept."""
-    committed: int
+    committed: int = 0
     """Tokens by which the completion grew."""
-    times: RoundTimes
-    cost: RoundCost | None
+    times: RoundTimes = _NOT_TIMED
+    cost: RoundCost | None = None
     """None where the time of this round says nothing about the next one: the target read the prompt, or the sequence
     moved to another replica."""
-    is_drafted: bool
+    is_drafted: bool = False
     """True if the draft answered in time, even with no tokens."""
-    draft_address: str | None
+    draft_address: str | None = None
     """Address of the request's draft, or of the last one that it had; None before any."""
-    target_address: str | None
+    target_address: str | None = None
     awaited_outcome: bool = False
     """True if the draft was to draft ahead of the round."""
     outcome_rank: int | None = None
     """Place, from 0 on, of the outcome that came; None if it was not drafted for."""
     saved_seconds: float = 0.0
     """Usual time to wait for a proposal, which this round did not have to; 0 unless its outcome was drafted for."""
+    was_late: bool = False
+    """True if it waited in vain for a proposal."""
 
 
 MAX_RANKS = 16

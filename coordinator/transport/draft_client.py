@@ -14,6 +14,7 @@ import grpc.aio
 
 from coordinator.decoding.completion import Completion
 from coordinator.speculation.ahead import Unfinished
+from coordinator.stats.rounds import RoundResult
 from coordinator.stats.speculation import MovingAverage
 from coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
 from coordinator.transport.streams import StreamedSequence, Streams
@@ -549,11 +550,11 @@ class NoDrafter:
         """The tokens that the grammar forces; otherwise none."""
         return completion.forced() or Proposal(completion.length, lead=self._lead)
 
-    async def finish(self) -> None:
-        """Do nothing: there is no sequence to end."""
+    def end_round(self, result: RoundResult) -> None:
+        """Do nothing, here and below: there is no draft to judge, and no sequence to end."""
 
-    def release(self) -> None:
-        """Do nothing: there is no draft to leave."""
+    async def finish(self) -> None: ...
 
-    def cancel(self) -> None:
-        """Do nothing: there is no stream to drop."""
+    def release(self) -> None: ...
+
+    def cancel(self) -> None: ...

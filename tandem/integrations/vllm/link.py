@@ -17,7 +17,7 @@ import uvloop
 
 from coordinator.failover.placement import DraftPlacement, OpenSequence
 from coordinator.replicas.compatibility import MODEL_RULES, Deployment, needs_mapping
-from coordinator.replicas.pool import Means, Member, Pool
+from coordinator.replicas.pool import Member, Pool
 from coordinator.speculation.ahead import Unfinished, tokens_after_hit
 from coordinator.transport.draft_client import DraftClient, DraftLimits, DraftSequence
 from tandem.config import SpeculativeConfig
@@ -91,14 +91,15 @@ def draft_pool(settings: VllmSettings, target: ModelInfo, tokenizer: Path) -> Po
             )
         )
 
-    means = Means(
+    return Pool(
         Role.DRAFT,
+        split_addresses(settings.draft_address or ""),
+        settings.resolve_interval_seconds,
         DraftClient,
         lambda info: why_unfit(target, info),
         settings.service_credentials,
         map_vocabulary=map_vocabulary,
     )
-    return Pool(means, split_addresses(settings.draft_address or ""), settings.resolve_interval_seconds)
 
 
 async def first_draft(pool: Pool[DraftClient], seconds: float) -> str:

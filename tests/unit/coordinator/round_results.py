@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.stats.rounds import RoundCost, RoundResult, RoundTimes
+from coordinator.stats.rounds import RoundCost, RoundResult
 
 
 def round_result(
@@ -17,7 +17,15 @@ def round_result(
     saved: float = 0.0,
 ) -> RoundResult:
     """A round that committed one token more than it accepted."""
-    times = RoundTimes(0.0, 0.0, 0.0, 0.0, 0.0)
     return RoundResult(
-        proposed, accepted, accepted + 1, times, cost, proposed > 0, draft, target, awaited, rank, saved
+        proposed,
+        accepted,
+        accepted + 1,
+        cost=cost,
+        is_drafted=proposed > 0,
+        draft_address=draft,
+        target_address=target,
+        awaited_outcome=awaited,
+        outcome_rank=rank,
+        saved_seconds=saved,
     )

@@ -22,7 +22,7 @@ from coordinator.http.openapi import field_rows
 from coordinator.http.schema import ChatBody, CompletionBody, Message, ResponsesBody, Sampled
 from coordinator.requests.plan import Models
 from coordinator.requests.validation import BoundedRequest, TokenizedRequest, check_bounds, check_request
-from coordinator.settings.coordinator import HttpOptions, RequestBounds
+from coordinator.settings.coordinator import CoordinatorSettings, HttpOptions
 from tandem.errors import InvalidRequestError
 from tandem.types import GenerationRequest, ModelInfo
 from tests.paths import DEMO_TARGET
@@ -30,7 +30,7 @@ from tests.paths import DEMO_TARGET
 TOKENIZER = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))
 INFO = ModelInfo("m", "Fake", 2048, "hash", 64, "none")
 MODELS = Models(INFO, INFO, PromptEncoder(TOKENIZER))
-BOUNDS = RequestBounds(max_prompt_bytes=1000)
+BOUNDS = CoordinatorSettings(target_address="localhost:1", max_prompt_bytes=1000)
 CHATS = Chats(None)
 
 
@@ -61,7 +61,7 @@ async def requests(body: Sampled) -> list[GenerationRequest]:
     """The requests of a body, after the checks that precede computation."""
     made = await requests_of(body, MODELS, CHATS, BOUNDS)
     for request in made:
-        check_bounds(BoundedRequest(request, BOUNDS, 4, INFO.max_length))
+        check_bounds(BoundedRequest(request, BOUNDS, INFO.max_length))
         prompt = request.prompt
         ids = prompt if isinstance(prompt, tuple) else tuple(TOKENIZER.encode(prompt).ids)
         check_request(TokenizedRequest(request, ids, INFO, INFO))

@@ -17,7 +17,7 @@ from coordinator.replicas.compatibility import (
     needs_mapping,
 )
 from coordinator.requests.validation import BoundedRequest, check_bounds
-from coordinator.settings.coordinator import CheckedSpeculativeConfig, RequestBounds
+from coordinator.settings.coordinator import CheckedSpeculativeConfig, CoordinatorSettings
 from tandem.config import SpeculativeConfig
 from tandem.config.speculative import MAX_CONFIGURED_TOKENS
 from tandem.errors import IncompatibleModelsError
@@ -87,9 +87,9 @@ VOCABULARY_SIZE = 128_256  # Llama 3
 
 @pytest.mark.parametrize("count", [32, 41, MAX_CONFIGURED_TOKENS])
 def test_an_answer_to_the_longest_proposal_fits_into_a_message(count: int) -> None:
-    config = CheckedSpeculativeConfig(num_speculative_tokens=count)
+    settings = CoordinatorSettings(target_address="localhost:1", num_speculative_tokens=count)
     request = GenerationRequest("a", num_speculative_tokens=count, logprobs=0)
-    check_bounds(BoundedRequest(request, RequestBounds(), config.num_speculative_tokens, TARGET.max_length))
+    check_bounds(BoundedRequest(request, settings, TARGET.max_length))
     # Configured lengths can grow while the channels exist.
     fleet = Fleet(CheckedSpeculativeConfig())
     assert fleet.judge_target(replace(TARGET, vocabulary_size=VOCABULARY_SIZE)) == ""

@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.requests.admission import Admission, peer_of_grpc, peer_of_host
 from coordinator.requests.validation import BoundedRequest, check_bounds
-from coordinator.settings.coordinator import RequestBounds
+from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.errors import CapacityError, DeadlineError, InvalidRequestError
 from tandem.types import GenerationRequest, Grammar, GrammarKind
 
@@ -89,7 +89,13 @@ async def test_a_refusal_says_when_the_queue_moves() -> None:
     ],
 )  # fmt: skip
 def test_a_request_above_the_bounds_is_refused(request_: GenerationRequest, sentence: str) -> None:
-    bounds = RequestBounds(max_prompt_bytes=20, max_stop_strings=2, max_stop_length=4, max_grammar_bytes=5)
+    bounds = CoordinatorSettings(
+        target_address="localhost:1",
+        max_prompt_bytes=20,
+        max_stop_strings=2,
+        max_stop_length=4,
+        max_grammar_bytes=5,
+    )
     with pytest.raises(InvalidRequestError) as refusal:
-        check_bounds(BoundedRequest(request_, bounds, 2, 8))
+        check_bounds(BoundedRequest(request_, bounds, 8))
     assert str(refusal.value) == sentence

@@ -340,7 +340,7 @@ def _ahead_efficiency(profile: Profile, contention: float, seed: int, rounds: in
         )
         cost = RoundCost(tokens, seconds, verify, 1, tokens + 1, draft if rank is None else 0.0, 1)
         was_awaited = awaited > 0 and tokens > 0
-        request.end_round(round_result(tokens, accepted, cost)._replace(awaited_outcome=was_awaited))
+        request.end_round(round_result(tokens, accepted, cost, awaited=was_awaited))
         made, passed = made + expected[tokens], passed + seconds
         budget = request.ahead_budget
         awaited = budget.branch_count if budget else 0

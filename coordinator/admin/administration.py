@@ -7,8 +7,9 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from dataclasses import fields
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from coordinator.admin.diagnosis import diagnose
 from coordinator.rejection import find_strategy
@@ -36,9 +37,30 @@ class Administrator(ABC):
         self.live_config = live_config
         self._started = time.monotonic()
 
-    @abstractmethod
     async def status(self) -> admin.Status:
         """State, load and replicas at this moment."""
+        replicas, stats = await self.replicas(), await self.stats()
+        settings = self.live_config.current
+        models = [each.model for each in replicas if each.model is not None]
+        drafts = [each for each in replicas if each.role is Role.DRAFT]
+        options = for_draft(settings, next((each.model for each in drafts if each.model), None))
+        shared = {each.name for each in fields(admin.Status)} & {each.name for each in fields(admin.Stats)}
+        return admin.Status(
+            version=__version__,
+            state=state_of(replicas),
+            model=models[0].name if models else "",
+            settings=admin.SpeculationSettings(
+                is_on=settings.speculation and bool(drafts),
+                num_speculative_tokens=settings.num_speculative_tokens,
+                rule=AUTO if names_auto(settings) else find_strategy(options.acceptance_rule).name,
+            ),
+            replicas=tuple(replicas),
+            **{name: getattr(stats, name) for name in shared},
+        )
+
+    @abstractmethod
+    async def replicas(self) -> list[ReplicaSnapshot]:
+        """Every replica: targets first, then drafts, each by address."""
 
     @abstractmethod
     async def requests(self) -> list[admin.RequestReport]:
@@ -93,26 +115,6 @@ class Administration(Administrator):
         self._completions = completions
         self._replicas = replicas
 
-    async def status(self) -> admin.Status:
-        replicas = await self.replicas()
-        settings = self.live_config.current
-        has_draft = any(replica.role is Role.DRAFT for replica in replicas)
-        draft = next((each.model for each in replicas if each.role is Role.DRAFT and each.model), None)
-        options = for_draft(settings, draft)
-        return admin.Status(
-            version=__version__,
-            state=state_of(replicas),
-            model=next((replica.model.name for replica in replicas if replica.model is not None), ""),
-            speculation=self._completions.stats.snapshot()[0],
-            settings=admin.SpeculationSettings(
-                is_on=settings.speculation and has_draft,
-                num_speculative_tokens=settings.num_speculative_tokens,
-                rule=AUTO if names_auto(settings) else find_strategy(options.acceptance_rule).name,
-            ),
-            replicas=tuple(replicas),
-            **self._common(replicas),
-        )
-
     async def replicas(self) -> list[ReplicaSnapshot]:
         return sorted(self._replicas.snapshots(), key=lambda shot: (shot.role is Role.DRAFT, shot.address))
 
@@ -144,31 +146,26 @@ class Administration(Administrator):
         return report
 
     async def stats(self) -> admin.Stats:
-        total, by_rule = self._completions.stats.snapshot()
-        return admin.Stats(
-            outcomes=self._completions.requests.outcomes,
-            completion_tokens=self._completions.requests.tokens.total,
-            speculation=total,
-            by_rule=by_rule,
-            **self._common(await self.replicas()),
-        )
-
-    def _common(self, replicas: Sequence[ReplicaSnapshot]) -> dict[str, Any]:
         completions, settings = self._completions, self.live_config.current
         tokens = completions.requests.tokens
-        return {
-            "time": datetime.now(UTC),
-            "uptime_seconds": self._uptime,
-            "load": admin.Load(len(completions.requests.list()), completions.admission.queued),
-            "throughput": admin.Throughput(tokens.rate(10), tokens.rate(60)),
-            "speculation_state": of_coordinator(
-                replicas,
+        total, by_rule = completions.stats.snapshot()
+        return admin.Stats(
+            time=datetime.now(UTC),
+            uptime_seconds=self._uptime,
+            load=admin.Load(len(completions.requests.list()), completions.admission.queued),
+            throughput=admin.Throughput(tokens.rate(10), tokens.rate(60)),
+            outcomes=completions.requests.outcomes,
+            completion_tokens=tokens.total,
+            speculation=total,
+            by_rule=by_rule,
+            speculation_state=of_coordinator(
+                await self.replicas(),
                 is_enabled=settings.speculation,
                 num_speculative_tokens=settings.num_speculative_tokens,
                 latest=completions.speculation_state,
             ),
-            "decisions": tuple(completions.speculation.decisions()),
-        }
+            decisions=tuple(completions.speculation.decisions()),
+        )
 
 
 RequestT = TypeVar("RequestT", ActiveRequest, admin.RequestReport)

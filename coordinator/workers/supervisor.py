@@ -213,8 +213,8 @@ class Hub(Administrator):
                 await asyncio.gather(self.stats(), self.metrics())
 
     async def status(self) -> admin.Status:
-        statuses, stats = await asyncio.gather(self._each(Peer.status), self.stats())
-        return merged_status(statuses, stats)
+        statuses = await self._each(Peer.status)
+        return replace(await super().status(), state=merged_state({status.state for status in statuses}))
 
     async def replicas(self) -> list[ReplicaSnapshot]:
         return merged_replicas(await self._each(Peer.replicas))
@@ -280,19 +280,13 @@ class Hub(Administrator):
         return found
 
 
-def merged_status(statuses: Sequence[admin.Status], stats: admin.Stats) -> admin.Status:
-    """The status of all workers; `stats` are their merged statistics."""
-    state, *others = {status.state for status in statuses}
-    if others:
-        completes = any(each.completes for each in (state, *others))
-        state = admin.CoordinatorState.DEGRADED if completes else admin.CoordinatorState.UNAVAILABLE
-    common = ("uptime_seconds", "load", "throughput", "speculation", "speculation_state", "decisions")
-    return replace(
-        statuses[0],
-        state=state,
-        replicas=tuple(merged_replicas(status.replicas for status in statuses)),
-        **{name: getattr(stats, name) for name in common},
-    )
+def merged_state(states: Collection[admin.CoordinatorState]) -> admin.CoordinatorState:
+    """The state of a coordinator whose workers are in these states."""
+    if len(states) > 1:
+        completes = any(state.completes for state in states)
+        return admin.CoordinatorState.DEGRADED if completes else admin.CoordinatorState.UNAVAILABLE
+    (state,) = states
+    return state
 
 
 def merged_stats(running: Sequence[admin.Stats], past: Sequence[admin.Stats] = ()) -> admin.Stats:

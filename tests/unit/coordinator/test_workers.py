@@ -13,18 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.admin.administration import found_request
 from coordinator.settings.coordinator import CoordinatorSettings
-from coordinator.workers.supervisor import merged_metrics, merged_replicas, merged_stats, merged_status
+from coordinator.workers.supervisor import merged_metrics, merged_replicas, merged_state, merged_stats
 from coordinator.workers.worker import WorkerSetup, share
-from tandem.admin import (
-    CoordinatorState,
-    Load,
-    Outcomes,
-    RequestReport,
-    SpeculationSettings,
-    Stats,
-    Status,
-    Throughput,
-)
+from tandem.admin import CoordinatorState, Load, Outcomes, RequestReport, Stats, Throughput
 from tandem.errors import InvalidRequestError, NotFoundError
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.speculation_state import SpeculationDecision, SpeculationState
@@ -84,10 +75,6 @@ STATS = Stats(
     NOW, 5.0, Load(2, 1), Throughput(10.0, 20.0), Outcomes(4, 3, 2, 1), 100, FIGURES, {"strict": FIGURES}, OFF,
     (decision(1.0, 2),),
 )  # fmt: skip
-STATUS = Status(
-    "1", CoordinatorState.READY, NOW, 5.0, "m", Load(2, 1), Throughput(10.0, 20.0), FIGURES,
-    SpeculationSettings(True, 4, "strict"), (TARGET, DRAFT), OFF,
-)  # fmt: skip
 
 
 def test_counts_loads_and_rates_are_added() -> None:
@@ -106,7 +93,7 @@ def test_counts_of_an_ended_worker_stay_and_its_load_goes() -> None:
     both = merged_stats([STATS], [STATS])
     assert (both.completion_tokens, both.outcomes.completed) == (200, 8)
     assert both.load == STATS.load
-    assert merged_status([STATUS], both).speculation.rounds == 6
+    assert both.speculation.rounds == 6
 
 
 def test_a_replica_is_as_its_worst_worker_sees_it() -> None:
@@ -131,8 +118,7 @@ def test_a_replica_is_as_its_worst_worker_sees_it() -> None:
 def test_the_state_is_degraded_where_only_some_complete_requests(
     states: tuple[CoordinatorState, ...], expected: CoordinatorState
 ) -> None:
-    status = merged_status([replace(STATUS, state=state) for state in states], STATS)
-    assert status.state is expected
+    assert merged_state(set(states)) is expected
 
 
 def test_a_request_is_found_by_the_beginning_of_its_id() -> None:

@@ -68,7 +68,6 @@ class CoordinatorService(Service):
         """Answer HTTP while the services are not ready yet, if only with that."""
 
     def open_other_endpoints(self, calls: RunningCalls) -> None:
-        """Take the address for HTTP, when there is one."""
         self._calls = calls
         if self._settings.http_port is not None:
             # Imported here, so that HTTP is loaded only where it is on.
@@ -95,7 +94,6 @@ class CoordinatorService(Service):
         AdminServicer(self.administration).add_to(server)
 
     async def start(self) -> None:
-        """Wait for the services, and refuse models that do not go together."""
         self.observer.start()
         if self.answers_while_starting:
             self._start_http()
@@ -151,7 +149,6 @@ class CoordinatorService(Service):
             announce(f"tandem coordinator: http on {self._http.url}")
 
     async def close(self) -> None:
-        """Close the connections to the services, and log the last statistics."""
         self.chats.close()
         if self._grammars is not None:
             self._grammars.close()

@@ -26,10 +26,7 @@ class GenerationServicer(GenerationServiceServicer):
     async def Generate(
         self, request: generation_pb2.GenerateRequest | UnparsedRequest, context: Context
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
-        """One completion, piece by piece."""
-        message = (
-            await parsed(request, self._completions) if isinstance(request, UnparsedRequest) else request
-        )
+        message = await parsed(request, self._completions)
         chunks = self._completions.complete(
             request_from_proto(message),
             context.time_remaining(),
@@ -44,9 +41,8 @@ class GenerationServicer(GenerationServiceServicer):
     async def RenderChat(
         self, request: generation_pb2.RenderChatRequest | UnparsedRequest, context: Context
     ) -> generation_pb2.RenderChatResponse:
-        """The prompt that a chat makes."""
         completions = self._completions
-        message = await parsed(request, completions) if isinstance(request, UnparsedRequest) else request
+        message = await parsed(request, completions)
         messages = [asdict(each) for each in chat_from_proto(message)]
         prompt = await self._chats.prompt(messages, completions.models, completions.bounds)
         return chat_prompt_to_proto(prompt)

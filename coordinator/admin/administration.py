@@ -74,7 +74,6 @@ class Administrator(ABC):
         return found_request(await self.requests(), request_id)
 
     async def watch(self, interval_seconds: float) -> AsyncGenerator[admin.Stats]:
-        """Statistics at a fixed interval."""
         if not interval_seconds >= MIN_INTERVAL_SECONDS:
             raise InvalidRequestError(
                 f"interval_seconds is {interval_seconds:g}; it must be at least {MIN_INTERVAL_SECONDS:g}"
@@ -84,19 +83,16 @@ class Administrator(ABC):
             await asyncio.sleep(interval_seconds)
 
     async def config(self) -> list[admin.ConfigOption]:
-        """Every option with its value and its origin."""
         return self.live_config.options()
 
     async def update_config(
         self, values: Mapping[str, str], reset_names: Collection[str], *, by: str
     ) -> list[admin.ConfigOption]:
-        """Change options for new requests; see `LiveConfig.change`."""
         if not values and not reset_names:
             raise InvalidRequestError("no option is named; name at least one to set or to reset")
         return self.live_config.change(values, reset_names, by)
 
     async def diagnose(self) -> admin.Diagnosis:
-        """Findings, each with what to do about it."""
         status = await self.status()
         return admin.Diagnosis(status.version, status.time, tuple(diagnose(status, self.live_config.current)))
 

@@ -66,7 +66,6 @@ class FailoverDrafter:
         )
 
     async def propose(self, completion: Completion) -> Proposal:
-        """Tokens that may follow, fewer than the completion has room for; none when no draft has any in time."""
         placement = self._placement
         count = min(self._begin_round(), completion.room - 1)
         if self._limits.max_length is not None:

@@ -81,7 +81,6 @@ class FailoverVerifier:
     _next_move: float = 0.0
 
     async def verify(self, completion: Completion, proposal: Proposal) -> Verification:
-        """The target's row at each position of the proposal, and at the one after it."""
         self._rounds.proposed()
         self._leave_if_draining()
         trouble = _Trouble(max(completion.length - self._options.prompt_length, 0))
@@ -114,11 +113,9 @@ class FailoverVerifier:
 
     @property
     def begun_proposed(self) -> int | None:
-        """How many tokens are proposed in the round that the target has begun by itself; None if it has begun none."""
         return None if self._place is None else self._place.sequence.begun_proposed
 
     def expect(self, drafted: DraftedOutcomes) -> None:
-        """Tell the target what the draft proposes after outcomes of the round in progress."""
         if self._place is not None:
             self._place.sequence.expect(drafted)
 
@@ -140,7 +137,7 @@ class FailoverVerifier:
     async def _member(self, trouble: _Trouble) -> Member[TargetClient]:
         """The least busy target; waits for one if none is ready."""
         seconds = self._deadline.at_most(self._wait_seconds)
-        member = self._pool.choose(trouble.avoided) or await self._pool.chosen(seconds, trouble.avoided)
+        member = await self._pool.chosen(seconds, trouble.avoided)
         if member is None:
             logger.warning("no target is ready", extra={**self._log_fields, "replicas": self._pool.reasons()})
             raise ServiceUnavailableError(

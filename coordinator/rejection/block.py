@@ -28,20 +28,15 @@ def block(rounds: Sequence[Round], noise: Noise) -> list[Acceptance]:
     for own in rounds:
         own.check()
     joint = [[joint_row(own, index) for index in range(len(own.proposal.token_ids))] for own in rounds]
-    weights = [_prefix_weights(rows) for rows in joint]
+    # p_i of the paper for the prefixes of 0 to K tokens: min(1, p_(i-1) * target / draft)
+    weights = [
+        [*accumulate(rows, lambda before, row: min(1.0, before * row.ratio), initial=1.0)] for rows in joint
+    ]
     masses = _ResidualMasses(joint, weights)
     counts = [_longest_kept(own, weights[number], masses, number, noise) for number, own in enumerate(rounds)]
     return with_next_tokens(
         rounds, counts, lambda number, count: (joint[number][count], weights[number][count]), noise
     )
-
-
-def _prefix_weights(rows: Sequence[JointRow]) -> list[float]:
-    """Return p_i of the paper for the prefixes of 0 to K tokens: min(1, p_(i-1) * target / draft)."""
-    weights = [1.0]
-    for row in rows:
-        weights.append(min(1.0, weights[-1] * row.ratio))
-    return weights
 
 
 class _ResidualMasses:
@@ -59,7 +54,6 @@ class _ResidualMasses:
         self._masses: list[float] | None = None
 
     def mass(self, number: int, index: int) -> float:
-        """The same at a token of a round."""
         if self._masses is None:
             self._masses = self._computed()
         return self._masses[self._starts[number] + index]

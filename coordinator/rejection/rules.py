@@ -61,7 +61,6 @@ class TokenRule:
     follow: Follow
 
     def __call__(self, rounds: Sequence[Round], noise: Noise) -> list[Acceptance]:
-        """Decide each round."""
         passes, counts = self.passes, []
         for own in rounds:
             own.check()

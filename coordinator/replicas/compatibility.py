@@ -205,16 +205,13 @@ class Fleet:
             return "; ".join(sentences)
         if self.draft is None or not any(others):
             self.draft = info
-        if info.has_model != self.draft.has_model:
-            return (
-                f"the draft {info.name} drafts {_how(info)} and the other drafts {_how(self.draft)}; "
-                "they must draft alike: what a request may ask for depends on it"
-            )
-        return ""
-
-
-def _how(draft: ModelInfo) -> str:
-    return "with a model" if draft.has_model else "without a model"
+        if info.has_model == self.draft.has_model:
+            return ""
+        own, other = ("with a model" if each.has_model else "without a model" for each in (info, self.draft))
+        return (
+            f"the draft {info.name} drafts {own} and the other drafts {other}; they must draft alike: what a request "
+            "may ask for depends on it"
+        )
 
 
 def _differences(info: ModelInfo, reference: ModelInfo) -> list[str]:

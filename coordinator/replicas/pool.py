@@ -88,7 +88,9 @@ class Member(Generic[ClientT]):
     @property
     def drained_because(self) -> str:
         """Why it gets no new sequences though it is ready; empty where it does."""
-        return self._pool.why_drained(self.address)
+        if self.address in self._pool.drained:
+            return "an operator drained it"
+        return "its name no longer stands for this address" if self.address in self._pool.missed else ""
 
     @property
     def state(self) -> ReplicaState:
@@ -176,7 +178,8 @@ class Member(Generic[ClientT]):
                 # The call waits for the connection, so that it is answered as soon as there is one.
                 if await self._serves(_PING_SECONDS, wait_for_ready=True):
                     return
-                self._starting()
+                if self._state is not ReplicaState.DRAINING:
+                    self._become(ReplicaState.CONNECTING, "it is still starting")
             except grpc.aio.AioRpcError:
                 self._lost(await self._obstacle())
             await asyncio.sleep(POLL_SECONDS)
@@ -259,10 +262,6 @@ class Member(Generic[ClientT]):
                 async with asyncio.timeout(UNANSWERED_SECONDS):
                     await self.client.model_info()
 
-    def _starting(self) -> None:
-        if self._state is not ReplicaState.DRAINING:
-            self._become(ReplicaState.CONNECTING, "it is still starting")
-
     def _lost(self, reason: str) -> None:
         if self.model is None:
             self._become(ReplicaState.CONNECTING, f"it was not reached yet: {reason}")
@@ -339,10 +338,10 @@ class Pool(Generic[ClientT]):
     def __post_init__(self) -> None:
         self._members: dict[str, Member[ClientT]] = {}
         self._unresolved: dict[Address, str] = {}
-        self._drained: set[str] = set()
+        self.drained: set[str] = set()
         """Addresses that operators drained. A drain lasts until somebody resumes it, even while its name omits it."""
         self.prefixes = Prefixes()
-        self._missed: set[str] = set()
+        self.missed: set[str] = set()
         """Members that their name did not include at the last resolution."""
         self._changed = asyncio.Event()
         self._refreshing: asyncio.Task[None] | None = None
@@ -372,20 +371,14 @@ class Pool(Generic[ClientT]):
         The sequences there move to another replica, or stay until they end.
         """
         member = self._known(address)
-        self._drained.add(address)
+        self.drained.add(address)
         member.notify_change()
 
     def resume(self, address: str) -> None:
         """Send new sequences to this address again, if its name still includes it."""
         member = self._known(address)
-        self._drained.discard(address)
+        self.drained.discard(address)
         member.notify_change()
-
-    def why_drained(self, address: str) -> str:
-        """Why this address gets no new sequences, beside its state; empty where it may."""
-        if address in self._drained:
-            return "an operator drained it"
-        return "its name no longer stands for this address" if address in self._missed else ""
 
     def _known(self, address: str) -> Member[ClientT]:
         member = self.member(address)
@@ -462,24 +455,24 @@ class Pool(Generic[ClientT]):
         return [joined(host, address.port) for host in hosts]
 
     def _keep(self, found: str, address: Address) -> None:
-        is_back = found in self._missed
-        self._missed.discard(found)
+        is_back = found in self.missed
+        self.missed.discard(found)
         if (member := self._members.get(found)) is None:
             member = self._members[found] = Member(found, address, self)
             member.start()
-        elif is_back and found not in self._drained:
+        elif is_back and found not in self.drained:
             member.notify_change()
 
     async def _leave(self, gone: str) -> None:
         """Send no new sequences to it, and drop it at the next resolution unless its name includes it again."""
         member = self._members[gone]
-        if gone not in self._missed:
-            self._missed.add(gone)
-            if gone not in self._drained:
+        if gone not in self.missed:
+            self.missed.add(gone)
+            if gone not in self.drained:
                 member.notify_change()
         elif member.open_sequences == 0:
             del self._members[gone]
-            self._missed.discard(gone)
+            self.missed.discard(gone)
             await member.close()
             logger.info("replica dropped", extra={"role": self.role.value, "address": gone})
 

@@ -43,8 +43,10 @@ def _unless_large(read: Any, content: bytes, *, is_chat: bool) -> Any:
     return UnparsedRequest(content, read, is_chat) if len(content) > LARGE_BYTES else read(content)
 
 
-async def parsed(request: UnparsedRequest, completions: RequestRunner) -> Any:
-    """The message in the bytes of a large request, with its size and its counts checked."""
+async def parsed(request: Any, completions: RequestRunner) -> Any:
+    """The message of a request; of a large one, its size and its counts are checked."""
+    if not isinstance(request, UnparsedRequest):
+        return request
     models, bounds = completions.models, completions.bounds
     size = len(request.content)
     limit = max_chat_bytes(models, bounds) if request.is_chat else max_bytes(models, bounds)

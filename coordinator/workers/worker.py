@@ -169,7 +169,6 @@ class WorkerService(CoordinatorService):
         self._private: grpc.aio.Server | None = None
 
     async def start(self) -> None:
-        """Open the way to this process alone, and start as any coordinator. See `CoordinatorService`."""
         address = socket_address(self._setup.folder, self._setup.index)
         self._private = await private_server(address, AdminServicer(self.administration), self._own_metrics)
         await super().start()

@@ -118,12 +118,16 @@ class Choice:
         self.scout: RequestSpeculation | None = None
         """The only one to try it, where nothing is known of the draft; None: all do. Beside others, its rounds do not
         tell what those of all would take."""
-        self._turn_number, self._lost = 0, 0.0
-        """Turns of the kind when it began, and tokens that it has lost so far."""
-        self._last_turn = self._turn_pause = self._turn_end = self._turn_rounds = 0
-        """Rounds: the first of the last turn, those from it to the next, the last of this one, those that it needs."""
+        self._turn_number = 0
+        """Turns of the kind when it began."""
+        self._lost: dict[Way, float] = {}
+        """Tokens that the last turn of each way of working lost."""
+        self._next_turn, self._next_at = ALONE, 0
+        """The plan that is tried next, and the round from which on it is due."""
+        self._turn_end = self._turn_rounds = 0
+        """Of the turn in progress: the last round, and rounds that it still needs."""
         self._tried: dict[Way, int] = {}
-        """Round of the last turn of each way of working."""
+        """Round in which each way of working was last tried, or ceased to be the chosen one."""
 
     @property
     def seconds(self) -> list[float]:
@@ -160,7 +164,7 @@ class Choice:
             self._turn, self.scout, self._renew_in = None, None, 0
         if self._renew_in <= 0:
             self.renew()
-        is_due = self._rounds >= self._last_turn + self._turn_pause
+        is_due = self._rounds >= self._next_at
         if self._is_unseen:
             is_due &= request.rounds > TURN_ROUNDS  # by then it is measured what the target makes alone
         if self._turn is None and len(self._best) > 1 and is_due:
@@ -176,7 +180,7 @@ class Choice:
             self._turn_rounds -= result.proposed > 0
             # What a scout loses, each of all will.
             lost = seconds * self._speed(self.plan) - result.committed
-            self._lost += lost * (len(self.requests) if self.scout is request else 1)
+            self._lost[self._turn.way] = self._lost.get(self._turn.way, 0.0) + lost * (len(self.requests) if self.scout is request else 1)
 
     def count(self, way: Way, proposed: int, seconds: float) -> None:
         """Count a uniform round at this load."""
@@ -185,20 +189,15 @@ class Choice:
             self.predicted_seconds = keep * self.predicted_seconds + self.seconds[proposed]
             self.measured_seconds = keep * self.measured_seconds + seconds
 
-    def _next_turn(self) -> Plan:
-        """The plan of the next turn: the best one of the way of working that was tried longest ago."""
-        others = [plan for way, plan in self._best.items() if way is not self.plan.way]
-        return min(others, key=lambda plan: self._tried.get(plan.way, 0), default=self.plan)
-
     def _begin_turn(self, request: RequestSpeculation) -> None:
         """Let the rounds of all go as they might: one that drafts beside others takes what it never takes otherwise.
 
         What a draft that nobody has seen is worth, one request finds out at less expense.
         """
-        self._turn = turn = self._next_turn()
-        self._tried[turn.way] = self._last_turn = self._rounds
+        self._turn = turn = self._next_turn
+        self._tried[turn.way] = self._rounds
         self.scout = request if turn.tokens and self._is_unseen else None
-        self._lost = 0.0
+        self._lost[turn.way] = 0.0
         self.gains.turns += 1
         self._turn_number = self.gains.turns
         self._turn_rounds = TURN_ROUNDS * (len(self.requests) if self.scout is None else 1)
@@ -206,16 +205,27 @@ class Choice:
         self._plan_turn()
 
     def _plan_turn(self) -> None:
-        """Decide when the next turn begins: after as many rounds as keep what it loses at its share."""
-        turn, made = self._next_turn(), self.expected[self.plan.tokens]
+        """Decide what the next turn tries, and when: the way of working that is due first."""
+        due = {
+            plan: self._tried.get(way, 0) + self._turn_pause(plan)
+            for way, plan in self._best.items()
+            if way is not self.plan.way
+        }
+        if due:
+            self._next_turn = min(due, key=lambda plan: (due[plan], -self._speed(plan)))
+            self._next_at = due[self._next_turn]
+
+    def _turn_pause(self, turn: Plan) -> int:
+        """Rounds from one turn of a way of working to the next: as many as keep what it loses at its share."""
+        made = self.expected[self.plan.tokens]
         lost = self._seconds[turn.outcomes][turn.tokens] * self._speed(self.plan) - self.expected[turn.tokens]
         lost = max(lost, (HYSTERESIS - 1.0) * made) * TURN_ROUNDS * len(self.requests)
-        pause = max(lost, self._lost) / made / TURN_SHARE
-        if turn.tokens:
+        pause = max(lost, self._lost.get(turn.way, 0.0)) / made / TURN_SHARE
+        if not self.plan.tokens:
             # What rests on few proposals is soon looked at again, and what nobody has ever seen at once. The more
             # requests there are, the more does each turn tell.
             pause *= min(self.gains.acceptance.count * len(self.requests) / WINDOW, 1.0)
-        self._turn_pause = int(pause)
+        return int(pause)
 
     def renew(self) -> None:
         """Predict again, and change what another choice is clearly better than."""
@@ -281,7 +291,7 @@ class Choice:
         drafting = [plan for plan in self._best.values() if plan.tokens]
         self.compared = self.plan if self.plan.tokens else max(drafting, key=hope)
         if is_first or self.plan.way is not was:
-            self._last_turn = self._rounds
+            self._tried, self._lost = dict.fromkeys(Way, self._rounds), {}
             self._renew_in = len(self.requests)  # what was only predicted is soon measured
         self._plan_turn()
 

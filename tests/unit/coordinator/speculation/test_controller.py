@@ -183,6 +183,21 @@ def test_a_draft_that_begins_badly_is_soon_looked_at_again() -> None:
     assert simulate(request, 200, 0.65, K)[-20:].count(0) <= TURN_ROUNDS
 
 
+def test_a_way_that_lost_much_does_not_keep_another_waiting() -> None:
+    """Each way has its own pause. With one for all, what the last turn had lost kept the better way waiting."""
+    request = begun(profiled(0.008), draft_ahead="auto")
+    ahead: list[bool] = []
+    for _ in range(100):
+        proposed = request.begin_round(1)
+        drafts_ahead = request.ahead_budget is not None
+        ahead += [drafts_ahead] if proposed else []
+        drafting = 0.0 if drafts_ahead else 0.008 * proposed
+        seconds = 0.0101 + (0.004 if drafts_ahead else drafting)
+        cost = RoundCost(proposed, seconds, 0.01, 1, proposed + 1, drafting, 1)
+        request.end_round(round_result(proposed, 0, cost, awaited=drafts_ahead))
+    assert ahead == [False] * TURN_ROUNDS + [True] * TURN_ROUNDS
+
+
 def test_a_newer_profile_replaces_what_was_known() -> None:
     controller = profiled(0.0005)
     controller.gains(KIND).acceptance.add(K, K)

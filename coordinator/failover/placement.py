@@ -12,7 +12,7 @@ from coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
 from coordinator.transport.draft_client import DraftClient, DraftLimits, DraftSequence, OnOutcomes, Tokens
 from coordinator.transport.target_client import TargetSequence
 from tandem.errors import CapacityError, ServiceUnavailableError, TandemError
-from tandem.types import AheadBudget, DraftLoad, DraftOptions, Proposal
+from tandem.types import AheadBudget, DraftOptions, Proposal
 
 SequenceT = TypeVar("SequenceT", DraftSequence, TargetSequence)
 
@@ -38,17 +38,11 @@ class OpenSequence(Generic[ClientT, SequenceT]):
         self.member.open_sequences -= 1
 
 
-def is_full(member: Member[DraftClient]) -> bool:
-    """True if a draft has said that a new sequence must wait for a place."""
-    load = member.client.load
-    return load is not None and load.is_full
-
-
 def expected_seconds(member: Member[DraftClient], token_count: int, unread: int = 0) -> float:
     """When a draft's next proposal of so many tokens would be here: its way, its queue, and its steps with one sequence
     more, by its own profile and by what it says of the sequences of all its callers; before them it reads `unread`
     tokens. Seconds; 0 for a draft without a profile, of which nothing is expected."""
-    load = member.client.load or DraftLoad()
+    load = member.client.load
     steps = member.model.step_profile.seconds if member.model is not None else {}
     if not steps:
         return 0.0
@@ -73,16 +67,15 @@ def earliest(
 ) -> Member[DraftClient]:
     """The draft with the earliest answer; one with a free place before one without, and of those that are equally
     early, the one with the fewest sequences."""
-    free = [member for member in ready if not is_full(member)] or list(ready)
+    free = [member for member in ready if not member.client.load.is_full] or list(ready)
     first = min(seconds[member] for member in free)
     # Times within a tenth and a millisecond are equal: round trips vary as much from one to the next
     near = [member for member in free if seconds[member] <= 1.1 * first + 0.001 or not first]
-    return min(near, key=lambda member: (_sequences(member), member.step.value or 0.0))
 
+    def busyness(member: Member[DraftClient]) -> tuple[int, float]:
+        return max(member.open_sequences, member.client.load.sequences), member.step.value or 0.0
 
-def _sequences(member: Member[DraftClient]) -> int:
-    load = member.client.load
-    return max(member.open_sequences, 0 if load is None else load.sequences)
+    return min(near, key=busyness)
 
 
 @dataclass(slots=True, eq=False)
@@ -214,7 +207,7 @@ class DraftPlacement:
         assert current is not None
         was_idle, began = current.sequence.is_idle, time.monotonic()
         # One that is idle has read its prompt, in a place of its own
-        waits = not was_idle and not current.sequence.is_open and is_full(current.member)
+        waits = not was_idle and not current.sequence.is_open and current.member.client.load.is_full
         if waits and not self._limits.keeps_proposals:
             seconds = 0.0  # it may have its place in a while, and the round goes on without it
         proposal = await current.sequence.propose(tokens, count, seconds, budget)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from coordinator.decoding.completion import Completion
 from coordinator.settings.coordinator import CoordinatorSettings
@@ -23,8 +23,8 @@ class StreamObserver:
 
     traceparent: str = ""
     """The W3C trace context that the service's span joins; empty when the request is not traced."""
-    traffic: Traffic | None = None
-    """Counter of the stream's bytes; None when nobody reads it."""
+    traffic: Traffic = field(default_factory=Traffic)
+    """Counter of the stream's bytes."""
     ended: Callable[..., None] = lambda *_: None
     """Called at the end, with an error if it was one. Only the first call counts, so that a failure can be reported
     before the drop."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -156,8 +156,7 @@ class Subject:
 
     @property
     def vocabulary_size(self) -> int:
-        """Bound of ids."""
-        # Bound of ids for a draft without a vocabulary, which proposes ids that it was sent
+        """Bound of ids, also for a draft without a vocabulary, which proposes ids that it was sent."""
         return self.model.vocabulary_size or 1 << 20
 
     @property
@@ -172,7 +171,6 @@ class Subject:
         )
 
     def options(self, temperature: float = 0.0, **others: object) -> DraftOptions:
-        """Open a sequence."""
         sampling = SamplingParams(temperature=temperature, seed=7)
         usual = DraftOptions("conformance", sampling, self.max_length, prompt_length=_PROMPT_LENGTH)
         return replace(usual, **others)  # type: ignore[arg-type]  # fields of the class
@@ -263,7 +261,7 @@ async def _token_rows(draft: Subject) -> str:
     return "ROW_KIND_TOKEN: no distributions"
 
 
-async def _logits(draft: Subject) -> str:
+async def _token_logits(draft: Subject) -> str:
     if not draft.model.has_model:
         return "not asked for: without a model there are none"
     tokens = draft.prompt()
@@ -497,29 +495,12 @@ async def _budgets(draft: Subject) -> str:
     return f"budgets out of range are refused with {_REFUSED.name}"
 
 
-CHECKS: dict[str, Callable[[Subject], Awaitable[str]]] = {
-    "health": _health,
-    "model": _model,
-    "reading": _reading,
-    "proposals": _proposals,
-    "token rows": _token_rows,
-    "distributions": _distributions,
-    "token logits": _logits,
-    "order": _order,
-    "idempotence": _idempotence,
-    "rollback": _rollback,
-    "unchanged": _unchanged,
-    "malformed": _malformed,
-    "huge": _huge,
-    "opening": _opening,
-    "torn": _torn,
-    "finish": _finish,
-    "stale": _stale,
-    "cancel": _cancel,
-    "half-closed": _half_closed,
-    "ahead": _ahead,
-    "budgets": _budgets,
-}
+_ALL = (
+    _health, _model, _reading, _proposals, _token_rows, _distributions, _token_logits, _order,
+    _idempotence, _rollback, _unchanged, _malformed, _huge, _opening, _torn,
+    _finish, _stale, _cancel, _half_closed, _ahead, _budgets,
+)  # fmt: skip
+CHECKS = {check.__name__.strip("_").replace("_", " "): check for check in _ALL}
 """By name. Each opens streams of its own, so that one failure explains no other."""
 
 

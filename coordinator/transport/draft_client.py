@@ -496,8 +496,8 @@ class DraftClient:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = DraftServiceStub(channel)
-        self.load: DraftLoad | None = None
-        """How busy it last said that it is; None: it has said nothing."""
+        self.load = DraftLoad()
+        """How busy it last said that it is."""
         self._streams: Streams[DraftOptions | ProposeStep, wire.Answer] = Streams(
             service="draft service",
             call=channel.stream_stream("/tandem.v1.DraftService/Propose"),

@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError, Message
 
 from coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
 from tandem.errors import ProtocolError, TandemError
-from tandem.rpc.channels import Traffic, ending_of, failure
+from tandem.rpc.channels import ending_of, failure
 from tandem.types import Cancel, Delta, Finish, common_length
 from tandem.wire.columns import Outbox
 from tandem.wire.status import Ending
@@ -85,7 +85,7 @@ class StreamedSequence(ABC, Generic[RequestT, AnswerT]):
         self._stream = streams.open()
         self._stream.sequences.add(self)
         self._observer = observer
-        self._traffic = observer.traffic or Traffic()
+        self._traffic = observer.traffic
         self._remote = RemoteSequence()
         self._committed: Sequence[int] = ()
         """The tokens that stay, a list that grows."""

@@ -319,21 +319,22 @@ def merged_replicas(lists: Iterable[Iterable[ReplicaSnapshot]]) -> list[ReplicaS
     by_name = defaultdict(list)
     for shot in chain.from_iterable(lists):
         by_name[shot.role is Role.DRAFT, shot.address].append(shot)
-    return [_merged_replica(by_name[name]) for name in sorted(by_name)]
+    return [
+        replace(
+            max(shots, key=lambda shot: [*ReplicaState].index(shot.state)),  # the worst
+            open_sequences=sum(shot.open_sequences for shot in shots),
+            round_trip_seconds=_mean(shot.round_trip_seconds for shot in shots),
+            step_seconds=_mean(shot.step_seconds for shot in shots),
+            figures=summed(shot.figures for shot in shots),
+            model=next((shot.model for shot in shots if shot.model is not None), None),
+        )
+        for _, shots in sorted(by_name.items())
+    ]
 
 
-def _merged_replica(shots: Sequence[ReplicaSnapshot]) -> ReplicaSnapshot:
-    worst = max(shots, key=lambda shot: [*ReplicaState].index(shot.state))
-    round_trips = [shot.round_trip_seconds for shot in shots if shot.round_trip_seconds is not None]
-    steps = [shot.step_seconds for shot in shots if shot.step_seconds is not None]
-    return replace(
-        worst,
-        open_sequences=sum(shot.open_sequences for shot in shots),
-        round_trip_seconds=fmean(round_trips) if round_trips else None,
-        step_seconds=fmean(steps) if steps else None,
-        figures=summed(shot.figures for shot in shots),
-        model=next((shot.model for shot in shots if shot.model is not None), None),
-    )
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
 
 
 def merged_metrics(processes: Iterable[Iterable[Metric]]) -> list[Metric]:

@@ -252,7 +252,7 @@ FAULTS: list[tuple[str, str, Callable[[], Faulty]]] = [
         partial(Faulty, response=lambda _, each: each.ends.add(sequence=1)),
     ),
     ("cancel", "breaks the stream with a cancelled sequence", partial(Faulty, request=fragile)),
-    ("half-closed", "keeps a stream that has ended", Clinging),
+    ("half closed", "keeps a stream that has ended", Clinging),
     ("ahead", "pushes more than it was granted", partial(Faulty, outcomes=generous)),
     ("budgets", "takes any budget", partial(Faulty, request=boundless)),
 ]

@@ -355,7 +355,7 @@ def _is_ready(service: CoordinatorService) -> bool:
 def _heard(service: CoordinatorService) -> bool:
     """True once a draft has told this coordinator of a sequence."""
     members = service.replicas.drafts.members
-    return any(each.client.load is not None and each.client.load.sequences for each in members)
+    return any(each.client.load.sequences for each in members)
 
 
 class Full(FakeDraft):

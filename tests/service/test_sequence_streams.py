@@ -23,7 +23,7 @@ from coordinator.transport.streams import StreamedSequence, Streams
 from draft_service.service import DraftService
 from draft_service.settings import DraftSettings
 from tandem.errors import CapacityError, ProtocolError, ServiceUnavailableError, TandemError
-from tandem.rpc.channels import Traffic, open_channel
+from tandem.rpc.channels import open_channel
 from tandem.serving.interceptors import Context, RunningCalls
 from tandem.types import (
     Delta,
@@ -100,10 +100,8 @@ class Echo(FakeTarget):
 class Asker(StreamedSequence[Any, wire.Answer]):
     """The coordinator's end of a sequence."""
 
-    def __init__(self, streams: Streams[Any, wire.Answer], traffic: Traffic | None = None) -> None:
-        observer = StreamObserver()
-        observer.traffic = traffic
-        super().__init__(streams, observer)
+    def __init__(self, streams: Streams[Any, wire.Answer]) -> None:
+        super().__init__(streams, StreamObserver())
         self._answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._is_open = False
 

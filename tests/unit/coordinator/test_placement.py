@@ -22,7 +22,7 @@ PROFILE = StepProfile({(1, 1): 0.010, (4, 1): 0.012, (16, 1): 0.020, (1, 64): 0.
 class Draft:
     """The attributes of a draft that the choice reads."""
 
-    load: DraftLoad | None = None
+    load: DraftLoad = field(default_factory=DraftLoad)
     round_trip_seconds: float | None = 0.001
     profile: StepProfile = PROFILE
     open_sequences: int = 0
@@ -79,7 +79,7 @@ def test_sequences_of_others_count_between_equals() -> None:
 def test_the_chosen_one_is_never_much_later_than_the_earliest(states: list[tuple[int, float, bool]]) -> None:
     drafts = [Draft(DraftLoad(count, 0, full, wait)) for count, wait, full in states]
     found = chosen(*drafts)
-    free = [each for each in drafts if each.load is not None and not each.load.is_full] or drafts
+    free = [each for each in drafts if not each.load.is_full] or drafts
     assert found in free
     assert expected(found) <= 1.1 * min(map(expected, free)) + 0.001
 

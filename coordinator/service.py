@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc.aio
@@ -13,7 +14,7 @@ from coordinator.admin.servicer import AdminServicer
 from coordinator.decoding.tokenization import PromptEncoder, read_tokenizer
 from coordinator.http.chat import Chats
 from coordinator.replicas.registry import ReplicaRegistry
-from coordinator.requests.arrival import Arrivals
+from coordinator.requests.arrival import admitted
 from coordinator.requests.grammars import CheckedGrammars
 from coordinator.requests.plan import Models
 from coordinator.requests.runner import RequestRunner
@@ -56,7 +57,7 @@ class CoordinatorService(Service):
         self.live_config = LiveConfig(settings)
         self.observer = observer or observer_for(settings, is_read=settings.http_port is not None)
         self.completions = RequestRunner(self.live_config, self.observer)
-        self.steps = (Arrivals(self.completions).admitted,)
+        self.steps = (partial(admitted, self.completions),)
         self.replicas = ReplicaRegistry(settings, settings.service_credentials)
         self.administration = Administration(self.completions, self.live_config, self.replicas)
         self.chats = Chats(settings.chat_template)

@@ -5,8 +5,9 @@ Sun et al., "Block Verification Accelerates Speculative Decoding" (ICLR 2025, ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import accumulate, islice
 
 import numpy as np
 
@@ -32,47 +33,39 @@ def block(rounds: Sequence[Round], noise: Noise) -> list[Acceptance]:
     weights = [
         [*accumulate(rows, lambda before, row: min(1.0, before * row.ratio), initial=1.0)] for rows in joint
     ]
-    masses = _ResidualMasses(joint, weights)
+    # Computed for all when the first is needed: many rounds keep their whole proposal, which needs none.
+    masses = cache(lambda: _residual_masses(joint, weights))
     counts = [_longest_kept(own, weights[number], masses, number, noise) for number, own in enumerate(rounds)]
     return with_next_tokens(
         rounds, counts, lambda number, count: (joint[number][count], weights[number][count]), noise
     )
 
 
-class _ResidualMasses:
-    """The sums of max(weight * target - draft, 0) over the vocabulary at each proposed token of all rounds.
+def _residual_masses(
+    joint: Sequence[Sequence[JointRow]], weights: Sequence[Sequence[float]]
+) -> list[list[float]]:
+    """The sums of max(weight * target - draft, 0) over the vocabulary at each proposed token of each round.
 
-    Each weight is that of the prefix before the token. They are computed at once when the first is needed: many rounds
-    keep their whole proposal, which needs none. The sum over a support depends on nothing but that support, so a round
-    is decided alike alone and among others.
+    Each weight is that of the prefix before the token. The sum over a support depends on nothing but that support, so a
+    round is decided alike alone and among others.
     """
-
-    def __init__(self, joint: Sequence[Sequence[JointRow]], weights: Sequence[Sequence[float]]) -> None:
-        self._rows = [row for rows in joint for row in rows]
-        self._weights = [weight for own in weights for weight in own[:-1]]
-        self._starts = [0, *accumulate(map(len, joint))]
-        self._masses: list[float] | None = None
-
-    def mass(self, number: int, index: int) -> float:
-        if self._masses is None:
-            self._masses = self._computed()
-        return self._masses[self._starts[number] + index]
-
-    def _computed(self) -> list[float]:
-        sizes = [each.row.token_ids.size for each in self._rows]
-        residuals = np.concatenate([each.row.probs for each in self._rows])
-        residuals *= np.repeat(self._weights, sizes)
-        residuals -= np.fmax(np.concatenate([each.draft_probs for each in self._rows]), 0.0)
-        np.maximum(residuals, 0.0, out=residuals)
-        inside: list[float] = np.add.reduceat(residuals, [0, *accumulate(sizes[:-1])]).tolist()
-        return [
-            mass + weight * each.row.outside_mass if each.row.outside_token_id >= 0 else mass
-            for mass, weight, each in zip(inside, self._weights, self._rows, strict=True)
-        ]
+    rows = [row for own in joint for row in own]
+    before = [weight for own in weights for weight in own[:-1]]
+    sizes = [each.row.token_ids.size for each in rows]
+    residuals = np.concatenate([each.row.probs for each in rows])
+    residuals *= np.repeat(before, sizes)
+    residuals -= np.fmax(np.concatenate([each.draft_probs for each in rows]), 0.0)
+    np.maximum(residuals, 0.0, out=residuals)
+    inside: list[float] = np.add.reduceat(residuals, [0, *accumulate(sizes[:-1])]).tolist()
+    masses = (
+        mass + weight * each.row.outside_mass if each.row.outside_token_id >= 0 else mass
+        for mass, weight, each in zip(inside, before, rows, strict=True)
+    )
+    return [[*islice(masses, len(own))] for own in joint]
 
 
 def _longest_kept(
-    own: Round, weights: Sequence[float], masses: _ResidualMasses, number: int, noise: Noise
+    own: Round, weights: Sequence[float], masses: Callable[[], list[list[float]]], number: int, noise: Noise
 ) -> int:
     """Return the length of the longest prefix that passes its test; the longest is tried first."""
     count = len(own.proposal.token_ids)
@@ -82,7 +75,7 @@ def _longest_kept(
         if length < count and keep > 0.0:
             # Zero over zero means that draft and target are equal after the prefix. The prefix one token longer then
             # has weight 1 as well, so that it or a longer one is always kept.
-            mass = masses.mass(number, length)
+            mass = masses()[number][length]
             keep = mass / (mass + 1.0 - keep) if mass > 0.0 else 0.0
         if noise.uniform(own, length - 1) < keep:
             return length

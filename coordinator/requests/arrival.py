@@ -82,26 +82,21 @@ def _max_text_bytes(models: Models, bounds: RequestBounds) -> int:
     return bounds.max_prompt_bytes if limit is None else min(bounds.max_prompt_bytes, limit)
 
 
-class Arrivals:
-    """The step before GenerationService's methods.
+def admitted(completions: RequestRunner, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+    """The call's own handler, which gets the bytes of a large request in place of its message; or a refusal.
 
     Under overload every refusal delays the next one. Reading a request that is then refused would take a third of the
     coordinator's time for it, so most are refused here. A few that arrive at the same moment still pass, and
     `Admission` refuses them. Large requests are left to `parsed`, which has them take turns.
     """
 
-    def __init__(self, completions: RequestRunner) -> None:
-        self._completions = completions
+    # Not in this step itself: a caller without a token gets another error, and does not count as a request.
+    async def refuse(_requests: Any, context: Context) -> None:
+        completions.refuse(traceparent_of(context))
 
-    def admitted(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
-        """The call's own handler, which gets the bytes of a large request in place of its message; or a refusal."""
-        if details.method not in (GENERATE, RENDER_CHAT):
-            return handler
-        if details.method == GENERATE and self._completions.admission.is_full:
-            return remade(handler, self._refuse, at_once=True)
-        read = partial(_unless_large, handler.request_deserializer, is_chat=details.method == RENDER_CHAT)
-        return remade(handler, behaviour_of(handler), read)
-
-    # Not in the step itself: a caller without a token gets another error, and does not count as a request.
-    async def _refuse(self, _requests: Any, context: Context) -> None:
-        self._completions.refuse(traceparent_of(context))
+    if details.method not in (GENERATE, RENDER_CHAT):
+        return handler
+    if details.method == GENERATE and completions.admission.is_full:
+        return remade(handler, refuse, at_once=True)
+    read = partial(_unless_large, handler.request_deserializer, is_chat=details.method == RENDER_CHAT)
+    return remade(handler, behaviour_of(handler), read)

@@ -180,7 +180,8 @@ class Choice:
             self._turn_rounds -= result.proposed > 0
             # What a scout loses, each of all will.
             lost = seconds * self._speed(self.plan) - result.committed
-            self._lost[self._turn.way] = self._lost.get(self._turn.way, 0.0) + lost * (len(self.requests) if self.scout is request else 1)
+            way, times = self._turn.way, len(self.requests) if self.scout is request else 1
+            self._lost[way] = self._lost.get(way, 0.0) + lost * times
 
     def count(self, way: Way, proposed: int, seconds: float) -> None:
         """Count a uniform round at this load."""

@@ -45,14 +45,12 @@ class HiddenStateTap:
                 f"the target {target.info.name} runs its sequences one by one, and a drafting head needs steps that "
                 "pack them; choose a target with plain attention, or a standalone draft"
             )
-        self.target = target
-        self._head = head
+        self.target, self._head = target, head
         self._layer = SimpleNamespace(layer_idx=len(target.layers))
         """The additional layer, as far as attention functions know a layer."""
         # So that whoever packs or traces the model's linear layers finds those which combine the states.
         target.module.add_module("hidden_state_readers", nn.ModuleList(head.readers))
         self.state_size = head.state_size
-        """Numbers that are kept for each token."""
         self._storage: LayerCache | None = None
         self._states: dict[int, Tensor] = {}
         """The chosen states of the step in progress, [1, tokens, hidden size]."""
@@ -74,9 +72,8 @@ class HiddenStateTap:
                 place = module.get_decoder() if layer_id == FINAL_STATE else layers[-1]
                 place.register_forward_hook(partial(self._keep_output, layer_id))
             else:
-                layers[layer_id].register_forward_pre_hook(
-                    partial(self._keep_input, layer_id), with_kwargs=True
-                )
+                keep = partial(self._keep_input, layer_id)
+                layers[layer_id].register_forward_pre_hook(keep, with_kwargs=True)
         module.register_forward_hook(self._store, with_kwargs=True)
 
     def _keep_input(self, layer_id: int, _: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
@@ -95,40 +92,34 @@ class HiddenStateTap:
         keys = values[..., :_KEY_SIZE]
         if isinstance(step, Packing):
             spans = step.spans(self._storage.group)
-            PageWriter.of_spans(spans, self.target.device).write(self._storage, keys, values)
+            PageWriter(spans, self.target.device).write(self._storage, keys, values)
         else:
             step.attend(self._layer, keys, keys, values, Scoring())
 
     def read(self, parts: SequenceOf[tuple[Sequence, int, int]]) -> list[Tensor | None]:
-        """The states of some positions. May be called from any thread.
+        """The states, [positions, state_size], of parts of the target's sequences: first position, and the one after
+        the last. None where they are not there. May be called from any thread.
 
         The target's engine goes on meanwhile. It takes a page away before it overwrites it, so pages that a sequence
         held before and after the copy held the sequence's own states throughout; on CUDA both threads' work is in
         order on one stream.
-
-        A part is a sequence of the target with its first position and the one after its last. Returns [positions,
-        state_size] for each; None where the states are not there.
         """
+        assert self._storage is not None, "attached before any step runs"
+        values = self._storage.values
         found: list[Tensor | None] = [None] * len(parts)
         for _ in range(3):  # again where the target's engine has meanwhile replaced a page by an equal one
             slots = {i: _slots(*part) for i, part in enumerate(parts) if found[i] is None}
             present = {i: each for i, each in slots.items() if each is not None}
             if not present:
                 break
-            joined = self._gathered(np.concatenate([*present.values()]))
-            pieces = torch.split(joined, [len(each) for each in present.values()])
+            places = np.stack(np.divmod(np.concatenate([*present.values()]), values.shape[1]))
+            pages, offsets = torch.from_numpy(places).to(values.device)
+            pieces = torch.split(values[pages, offsets, 0], [len(each) for each in present.values()])
             for (i, before), piece in zip(present.items(), pieces, strict=True):
                 after = _slots(*parts[i])
                 if after is not None and np.array_equal(before, after):
                     found[i] = piece
         return found
-
-    def _gathered(self, slots: np.ndarray) -> Tensor:
-        assert self._storage is not None, "attached before any step runs"
-        values = self._storage.values
-        pages, offsets = np.divmod(slots, values.shape[1])
-        places = torch.from_numpy(np.stack((pages, offsets))).to(values.device)
-        return values[places[0], places[1], 0]
 
 
 def _slots(sequence: Sequence, start: int, end: int) -> np.ndarray | None:
@@ -203,7 +194,7 @@ class PairedStates:
             for segment, pairing in known
             if pairing is not None and pairing.target is not None and segment.start < pairing.known_length
         ]
-        answers = iter(self.tap.read(asked))
+        answers = iter(self.tap.read(asked) if asked else ())
         parts: list[Tensor] = []
         for segment, pairing in known:
             if pairing is None or pairing.target is None:
@@ -222,20 +213,13 @@ class PairedStates:
 
     def is_past_known(self, segments: SequenceOf[Segment]) -> Tensor:
         """Mask of the tokens that lie behind those whose states are the target's, bool [tokens]."""
-        found: list[bool] = []
-        for segment in segments:
-            pairing = self.pairings.get(segment.sequence)
-            known = 0 if pairing is None else pairing.known_length
-            found.extend(position >= known for position in range(segment.start, segment.end))
+        known = [self.pairings.get(segment.sequence, Pairing()).known_length for segment in segments]
+        found = [at >= length for own, length in zip(segments, known, strict=True) for at in own.positions()]
         return torch.tensor(found, device=self.tap.target.device)
 
     def keep(self, segments: SequenceOf[Segment], states: Tensor) -> None:
         """Keeps the head's state after each segment of the step, of its output [tokens, state_size]: a proposal goes
-        on with it.
-
-        By CPU kernels a head in bfloat16 has a residual stream in float32; what it reads next has the head's dtype
-        all the same, or its queries and keys would be of another type than its KV cache.
-        """
+        on with it, in the head's dtype, although by CPU kernels its residual stream is float32."""
         end = 0
         for segment in segments:
             end += segment.token_count
@@ -289,11 +273,8 @@ class HeadModel(nn.Module):
         return SimpleNamespace(logits=self.finished(segments, head.own_logits(rows), fed_back)[None])
 
     def computed(self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any) -> PassStates:
-        """Computes a pass and nothing else, so that it can be traced.
-
-        Arguments are those of `DraftHead.advanced`. Returns logits of what the head can say, [1, tokens, width], and
-        the states of a proposal's next pass, [tokens, state_size]; `finished` takes both.
-        """
+        """Computes a pass and nothing else, so that it can be traced: logits of what the head can say, [1, tokens,
+        width], and the states of a proposal's next pass, [tokens, state_size]; `finished` takes both."""
         hidden, fed_back = self.head.advanced(token_ids, positions, states, step)
         return self.head.own_logits(hidden)[None], fed_back
 

@@ -7,7 +7,7 @@ there, computes without waiting, and reads the result on the host.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, islice
+from itertools import accumulate, islice, pairwise
 from math import isfinite
 from typing import Any, TypeAlias, cast
 
@@ -41,11 +41,9 @@ _NUMPY = {torch.int64: np.int64, torch.float64: np.float64, torch.float32: np.fl
 
 
 def to_device(arrays: Sequence[IntArray | FloatArray], device: torch.device) -> list[Tensor]:
-    """Brings int64 and float64 arrays to the device in one copy, which the host does not wait for; on a CPU the tensors
-    are in the arrays' own memory.
+    """Brings int64 and float64 arrays to the device in one copy; on a CPU the tensors are in the arrays' own memory.
 
-    Any other way to bring numbers there from ordinary memory makes the host wait until the device has done all of its
-    work so far.
+    Any other way from ordinary memory makes the host wait until the device has done all of its work so far.
     """
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
@@ -75,45 +73,35 @@ def to_host(tensors: Sequence[Tensor]) -> list[HostArray]:
 class Sampler:
     """Chooses tokens with torch's own operations, on any device.
 
-    A subclass may compute otherwise. It draws the same noise bits; its probabilities may differ in their last places,
-    which changes about one sample in 10**13.
+    A subclass draws the same noise bits; its probabilities may differ in their last places, which changes about one
+    sample in 10**13.
     """
 
     def probabilities(
         self, logits: Tensor, sampling: Sequence[SamplingParams], columns: Tensor | None = None
     ) -> Tensor:
-        """The distribution of each row, float64 [R, V]; see `tandem.sampling.warping.warp`.
-
-        `columns` are their `parameter_rows` on the device of the logits, so that the host need not wait for it.
-        """
+        """The distribution of each row, float64 [R, V]; see `tandem.sampling.warping.warp`. `columns` are their
+        `parameter_rows` on the device of the logits, so that the host need not wait for it."""
         probs: Tensor = warp(logits, sampling, columns)
         return probs
 
     def sample(self, probs: Tensor, keys: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """One column per row of float64 probs [R, V], int64 [R]; see `tandem.sampling.noise.sample`.
-
-        `token_ids` [R, V] are the ids of the columns; None when columns are ids.
-        """
+        """One column per row of float64 probs [R, V], int64 [R]; see `tandem.sampling.noise.sample`. `token_ids` [R, V]
+        are the ids of the columns; None when columns are ids."""
         winners: Tensor = sample(probs, keys, token_ids)
         return winners
 
     def sample_tokens(self, probs: Tensor, keys: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """The column that each row draws, int64 [R]; -1 where the row is no distribution, as `probabilities` makes of
-        logits that are not finite. Does not wait for the device.
-
-        `token_ids` [V] are the ids of the columns; None when columns are ids.
-        """
+        """As `sample`, with `token_ids` [V] and without waiting for the device; -1 where the row is no distribution, as
+        `probabilities` makes of logits that are not finite."""
         ids = None if token_ids is None else token_ids.repeat(len(probs), 1)
         columns = self.sample(probs, keys, ids)[:, None]
         # A row that is no distribution holds only NaN or zeros, so any winner shows it.
         return torch.where(probs.gather(1, columns) > 0.0, columns, -1)[:, 0]
 
     def argmax(self, logits: Tensor) -> Tensor:
-        """The column of each row's highest logit, the first of equal ones, int64 [R]; -1 where the highest is not
-        finite.
-
-        Kernels skip NaN as long as a row has other numbers. Does not wait for the device.
-        """
+        """The column of each row's highest logit, the first of equal ones, int64 [R]; -1 where that is not finite. Does
+        not wait for the device. Kernels skip NaN as long as a row has other numbers."""
         columns = logits.argmax(dim=-1, keepdim=True)  # of a NaN, where there is one
         is_finite = logits.gather(1, columns).isfinite()
         return torch.where(is_finite, columns, -1)[:, 0]
@@ -172,15 +160,13 @@ def forbid(logits: Tensor, masks: MaskArray) -> Tensor:
 
 def _masks_of_rows(requests: Sequence[RowRequest]) -> MaskArray | None:
     """The masks of all rows, those of requests without a grammar allow everything; None if no request has one."""
-    masks = [request.masks for request in requests]
-    words = next((own.shape[1] for own in masks if own is not None), None)
+    words = next((request.masks.shape[1] for request in requests if request.masks is not None), None)
     if words is None:
         return None
+    rows = max(request.step.row_count for request in requests)
+    everything = np.full((rows, words), -1, dtype=np.int32)
     return np.concatenate(
-        [
-            np.full((request.step.row_count, words), -1, dtype=np.int32) if own is None else own
-            for request, own in zip(requests, masks, strict=True)
-        ]
+        [everything[: each.step.row_count] if each.masks is None else each.masks for each in requests]
     )
 
 
@@ -198,11 +184,9 @@ def penalized(
     the end. Returns float32 [R, V].
     """
     scores = logits.float()
-    if sampling.repetition_penalty != 1.0:
+    if (penalty := sampling.repetition_penalty) != 1.0:
         occurred = _counts(scores, token_ids, 0) > 0
-        discouraged = torch.where(
-            scores < 0, scores * sampling.repetition_penalty, scores / sampling.repetition_penalty
-        )
+        discouraged = torch.where(scores < 0, scores * penalty, scores / penalty)
         scores = torch.where(occurred, discouraged, scores)
     if sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0:
         counts = _counts(scores, token_ids, prompt_length)
@@ -225,17 +209,15 @@ def _counts(like: Tensor, token_ids: Sequence[int], start: int) -> Tensor:
 
 
 def keys_of_rows(requests: Sequence[RowRequest]) -> IntArray:
-    """Return the key of each row of all requests, int64 [R]."""
+    """The key of each row of all requests, int64 [R]."""
     # Integers take 11 us for each, arrays 50 us and 2 us for each
     if len(requests) < 8:
         return np.concatenate([request.keys for request in requests])
-    counts, bases, seeds, races = np.array(
-        [
-            (request.step.row_count, request.base_length, request.sampling.seed, request.races_recovery)
-            for request in requests
-        ],
-        dtype=np.int64,
-    ).T
+    table = [
+        (request.step.row_count, request.base_length, request.sampling.seed, request.races_recovery)
+        for request in requests
+    ]
+    counts, bases, seeds, races = np.array(table, dtype=np.int64).T
     rows = np.arange(counts.sum())
     positions = rows + np.repeat(bases - counts.cumsum() + counts, counts)
     purposes = np.where(races, Purpose.RECOVERY, Purpose.TARGET)
@@ -246,7 +228,7 @@ def keys_of_rows(requests: Sequence[RowRequest]) -> IntArray:
 
 
 def sampling_of_rows(requests: Sequence[RowRequest]) -> list[SamplingParams]:
-    """Return the sampling parameters of each row."""
+    """The sampling parameters of each row."""
     return [request.sampling for request in requests for _ in range(request.step.row_count)]
 
 
@@ -275,12 +257,9 @@ class RowsOfKind:
         return self._by_request([DenseRow(row) if isfinite(row.max()) else None for row in found[0]])
 
     def _by_request(self, rows: Sequence[TargetRow | None]) -> list[Rows]:
-        ends = accumulate(request.step.row_count for request in self._requests)
-        parts = (
-            rows[end - request.step.row_count : end]
-            for request, end in zip(self._requests, ends, strict=True)
-        )
-        return [None if None in part else cast("Rows", tuple(part)) for part in parts]
+        given = iter(rows)
+        parts = (tuple(islice(given, request.step.row_count)) for request in self._requests)
+        return [None if None in part else cast("Rows", part) for part in parts]
 
 
 class GreedyTokens(RowsOfKind):
@@ -341,33 +320,27 @@ class SupportRows(RowsOfKind):
         inside = probs.new_empty(0)
         if len(token_ids):
             inside = probs[rows, token_ids]
-            probs[rows, token_ids] = (
-                0.0  # a copy of rows times vocabulary would cost more than drawing from it
-            )
+            # In place: a copy of rows times vocabulary would cost more than drawing from it
+            probs[rows, token_ids] = 0.0
         samples = sampler.sample(probs, keys)
         sample_probs = probs.gather(1, samples[:, None])[:, 0]
         return [inside, samples, sample_probs, probs.sum(dim=-1), self._max_logits(logits), *statistics]
 
     def rows(self, found: Sequence[HostArray]) -> list[Rows]:
-        inside, ids, outside_probs, masses, max_logits, *statistics_parts = found
-        bounds = [0, *accumulate(self._sizes)]
-        statistics = _read_statistics(self._wants_statistics, statistics_parts, bounds[1:-1])
-        is_finite = self._finite_rows(inside, masses, max_logits)
-        rows: list[TargetRow | None] = [None] * len(ids)
+        inside, ids, outside_probs, masses, max_logits, *statistics = found
+        parts = [slice(*bounds) for bounds in pairwise((0, *accumulate(self._sizes)))]
         columns = zip(
-            self._supports, masses.tolist(), ids.tolist(), outside_probs.tolist(), statistics, strict=True
+            self._finite_rows(inside, masses, max_logits), self._supports, parts, masses.tolist(), ids.tolist(),
+            self._read_statistics(statistics, parts), outside_probs.tolist(), strict=True,
+        )  # fmt: skip
+        return self._by_request(
+            [
+                SupportRow(support, inside[part], mass, token_id if mass > 0.0 else -1, own, outside_prob)
+                if is_finite
+                else None
+                for is_finite, support, part, mass, token_id, own, outside_prob in columns
+            ]
         )
-        for i, (support, mass, token_id, outside_prob, own_statistics) in enumerate(columns):
-            if is_finite[i]:
-                rows[i] = SupportRow(
-                    support,
-                    inside[bounds[i] : bounds[i + 1]],
-                    mass,
-                    token_id if mass > 0.0 else -1,
-                    own_statistics,
-                    outside_prob,
-                )
-        return self._by_request(rows)
 
     def _finite_rows(self, inside: HostArray, masses: HostArray, max_logits: HostArray) -> list[bool]:
         found = np.isfinite(masses) & np.isfinite(max_logits)
@@ -377,10 +350,8 @@ class SupportRows(RowsOfKind):
         return cast("list[bool]", found.tolist())
 
     def _max_logits(self, logits: Tensor) -> Tensor:
-        """The highest logit of each row, float32 [R], if a row is greedy.
-
-        One-hot probabilities hide logits that are not finite; in other rows the probabilities show them.
-        """
+        """The highest logit of each row, float32 [R], if a row is greedy: its one-hot probabilities hide logits that
+        are not finite, which those of other rows show."""
         if any(request.sampling.is_greedy for request in self._requests):
             return logits.amax(dim=-1).float()
         return logits.new_zeros(len(logits), dtype=torch.float32)
@@ -395,32 +366,24 @@ class SupportRows(RowsOfKind):
         entropies = torch.special.entr(probs).sum(dim=-1)
         return [entropies, max_probs, argmaxes, torch.cat(ranks), logits[rows, token_ids].float()]
 
+    def _read_statistics(
+        self, found: Sequence[HostArray], parts: Sequence[slice]
+    ) -> list[RowStatistics | None]:
+        if not found:
+            return [None] * len(parts)
+        entropies, max_probs, argmaxes = (each.tolist() for each in found[:3])
+        ranks, logits = found[3].astype(np.int64), found[4].astype(np.float32)
+        return [
+            RowStatistics(entropies[i], max_probs[i], argmaxes[i], ranks[part], logits[part])
+            if wanted
+            else None
+            for i, (wanted, part) in enumerate(zip(self._wants_statistics, parts, strict=True))
+        ]
+
 
 def _parameters(sampling: Sequence[SamplingParams], device: torch.device) -> list[FloatArray]:
     """The parameters for the device, if that is another; a CPU takes them from `sampling`."""
     return [] if device.type == "cpu" else [parameter_rows(sampling)]
-
-
-def _read_statistics(
-    wants_statistics: Sequence[bool], found: Sequence[HostArray], ends: Sequence[int]
-) -> list[RowStatistics | None]:
-    if not found:
-        return [None] * len(wants_statistics)
-    entropies, max_probs, argmaxes, ranks, logits = found
-    return [
-        RowStatistics(
-            entropy=float(entropies[i]),
-            max_prob=float(max_probs[i]),
-            argmax_token_id=int(argmaxes[i]),
-            ranks=own_ranks.astype(np.int64),
-            logits=own_logits.astype(np.float32),
-        )
-        if wanted
-        else None
-        for i, (wanted, own_ranks, own_logits) in enumerate(
-            zip(wants_statistics, np.split(ranks, ends), np.split(logits, ends), strict=True)
-        )
-    ]
 
 
 def verifications(
@@ -457,11 +420,8 @@ def verifications(
 
 
 def _kind_of(request: RowRequest) -> type[RowsOfKind]:
-    if request.step.row_kind is RowKind.DENSE:
-        return RowsOfKind
-    if request.step.row_kind is RowKind.SUPPORT:
-        return SupportRows
-    return GreedyTokens if request.sampling.is_greedy else DrawnTokens
+    tokens = GreedyTokens if request.sampling.is_greedy else DrawnTokens
+    return {RowKind.DENSE: RowsOfKind, RowKind.SUPPORT: SupportRows}.get(request.step.row_kind, tokens)
 
 
 def _processed(request: RowRequest, block: Tensor) -> Tensor:

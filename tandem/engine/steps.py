@@ -70,7 +70,6 @@ class Packing:
         return [token_id for part in self.parts for token_id in part.token_ids]
 
     def positions(self) -> list[int]:
-        """Each token's position in its sequence, packed."""
         return [position for part in self.parts for position in part.positions()]
 
     def spans(self, group: int) -> list[Span]:
@@ -104,10 +103,7 @@ def run_modules(module: Any, packing: Packing, rows: SequenceOf[int], device: to
 
 
 class StepBackend(ABC):
-    """One way to run a step.
-
-    It finds the keys and values of a segment by itself; the engine passes only segments.
-    """
+    """One way to run a step. It finds the keys and values of a segment by itself."""
 
     warm_up_steps: SequenceOf[tuple[int, ...]] = tuple((size,) for size in range(1, SMALL_STEP_TOKENS + 1))
     """Steps for which the backend prepares something on first use, smallest first; each as the number of tokens of its
@@ -133,8 +129,7 @@ class StepBackend(ABC):
         """Runs one step of branches; see `can_branch`. All tokens of the sequences have to be in the cache. What is
         written behind them is nobody's: the sequences may grow over it.
 
-        Returns the logits that follow each branch's token, [branches of all parts, vocabulary_size], in their order;
-        valid until the next step.
+        Returns the logits that follow each branch's token, as `run` does.
         """
         raise NotImplementedError
 
@@ -154,9 +149,7 @@ class ModelRunner(Protocol):
     """A model as an engine runs it: here (`Backends`), or by another engine's workers."""
 
     @property
-    def info(self) -> ModelInfo:
-        """Information about the model."""
-
+    def info(self) -> ModelInfo: ...
     @property
     def device(self) -> torch.device:
         """Where the engine's thread finds logits."""

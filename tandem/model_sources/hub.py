@@ -79,30 +79,21 @@ def model_name(folder: Path) -> str:
 def _explained(error: Exception, model_id: str, revision: str | None) -> TandemError:
     from huggingface_hub import errors
 
-    match error:
-        case errors.GatedRepoError():
-            return ModelFolderError(
-                f"the model {model_id} is gated: accept its conditions on its page at the hub, then set HF_TOKEN to a "
-                "token of that account"
-            )
-        case errors.RepositoryNotFoundError():
-            return ModelFolderError(
-                f"the model {model_id} is neither a folder here nor a model that the hub shows you; check the name, "
-                "and for a private model set HF_TOKEN"
-            )
-        case errors.RevisionNotFoundError():
-            return ModelFolderError(
-                f"the model {model_id} has no revision {revision}; it must be a branch, a tag or a commit of it"
-            )
-        case errors.LocalEntryNotFoundError():
-            return ServiceUnavailableError(
-                f"the hub cannot be reached (or HF_HUB_OFFLINE is set) and the cache does not hold {model_id}; "
-                "fetch it once while online, or name a folder"
-            )
-        case errors.HFValidationError():
-            return ModelFolderError(
-                f"the model {model_id} is neither a folder here nor a valid Hugging Face id"
-            )
-        case _:
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            return ServiceUnavailableError(f"the hub did not send {model_id}: {reason}")
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        return ServiceUnavailableError(
+            f"the hub cannot be reached (or HF_HUB_OFFLINE is set) and the cache does not hold {model_id}; "
+            "fetch it once while online, or name a folder"
+        )
+    faults = {
+        errors.GatedRepoError: "is gated: accept its conditions on its page at the hub, then set HF_TOKEN to a token "
+        "of that account",
+        errors.RepositoryNotFoundError: "is neither a folder here nor a model that the hub shows you; check the name, "
+        "and for a private model set HF_TOKEN",
+        errors.RevisionNotFoundError: f"has no revision {revision}; it must be a branch, a tag or a commit of it",
+        errors.HFValidationError: "is neither a folder here nor a valid Hugging Face id",
+    }  # a gated repository's error is one of a repository that was not found as well
+    for kind, fault in faults.items():
+        if isinstance(error, kind):
+            return ModelFolderError(f"the model {model_id} {fault}")
+    reason = (str(error) or type(error).__name__).splitlines()[0]
+    return ServiceUnavailableError(f"the hub did not send {model_id}: {reason}")

@@ -43,7 +43,6 @@ class Group:
 
     def __init__(self, part: Segment | BranchStep, model: LoadedModel) -> None:
         self.parts = [part]
-        self._segments = [part] if isinstance(part, Segment) else []
         self.width = part.token_count
         """Tokens of each part."""
         self.longest = self._total = part.span(0)[2]
@@ -62,7 +61,6 @@ class Group:
         if count * longest - (self._total + part.end) > count * 256:
             return False
         self.parts.append(part)
-        self._segments.append(part)
         self.longest = longest
         self._total += part.end
         return True
@@ -75,12 +73,12 @@ class Group:
         `query`, `key` and `value` are the group's part, [1, heads, group_tokens, dim].
         """
         batch, width, heads, kv_heads = len(self.parts), self.width, query.shape[1], layer.keys.shape[2]
-        repeats, window = heads // kv_heads, layer.window
+        repeats = heads // kv_heads
         is_explicit = bool(scoring.softcap or scoring.sinks is not None)
-        span_key = window, repeats, is_explicit  # layers that are alike share what they see
+        span_key = layer.window, repeats, is_explicit  # layers that are alike share what they see
         span = self._spans.get(span_key)
         if span is None:
-            span = self._spans[span_key] = self._seen(window, repeats, is_explicit)
+            span = self._spans[span_key] = self._seen(*span_key)
         if span.has_past:
             key, value = (self._read(layer, storage, span.first) for storage in (layer.keys, layer.values))
         block = query if batch == 1 else query.view(heads, batch, width, -1).transpose(0, 1)
@@ -103,10 +101,12 @@ class Group:
         reader = self._readers.get((layer.group, first - skipped))
         if reader is None:
             tables = [part.sequence.tables[layer.group] for part in self.parts]
-            reader = PageReader.of_tables(tables, first - skipped, self.longest, self._model.device)
+            reader = PageReader(tables, first - skipped, self.longest, self._model.device)
             self._readers[layer.group, first - skipped] = reader
         found = reader.read(storage)[:, :, skipped : skipped + self.longest - first]
-        for index, part in enumerate(self._segments):  # for branches see `clear_room`
+        for index, part in enumerate(self.parts):
+            if isinstance(part, BranchStep):
+                continue  # see `clear_room`
             if part.end < self.longest:
                 found[index, :, part.end - first :].zero_()
             if layer.window is not None and (unseen := part.start - layer.window + 1 - first) > 0:
@@ -161,11 +161,8 @@ class StepLayout(Packing):
             if not self._groups or not self._groups[-1].take(part):
                 self._groups.append(Group(part, model))
         super().__init__([part for group in self._groups for part in group.parts])
-        self._arena = arena
-        self._model = model
-        self._writers = [
-            PageWriter.of_spans(self.spans(group), model.device) for group in range(arena.group_count)
-        ]
+        self._arena, self._model = arena, model
+        self._writers = [PageWriter(self.spans(group), model.device) for group in range(arena.group_count)]
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
@@ -201,13 +198,10 @@ class StepLayout(Packing):
             token_start += segment.token_count
             if count == 0:
                 continue
-            tables, end = [segment.sequence.tables[layer.group]], segment.end
-            reader = PageReader.of_tables(tables, 0, end, self._model.device)
-            keys, values = (reader.read(each)[:, :, :end] for each in (layer.keys, layer.values))
+            reader = PageReader([segment.sequence.tables[layer.group]], 0, segment.end, self._model.device)
+            keys, values = (reader.read(each)[:, :, : segment.end] for each in (layer.keys, layer.values))
             block = query[None, first : first + count].transpose(1, 2)
-            attended = functional.scaled_dot_product_attention(
-                block, keys, values, enable_gqa=block.shape[1] != keys.shape[1]
-            )
+            attended = functional.scaled_dot_product_attention(block, keys, values, enable_gqa=True)
             outputs.append(attended[0].transpose(0, 1))
             first += count
         return torch.cat(outputs) if outputs else query[:0, :, : value.shape[-1]]
@@ -226,29 +220,26 @@ class SerialBackend(StepBackend):
     """Calls a model once for each segment, each seeing the arena as a transformers cache."""
 
     def __init__(self, model: LoadedModel, arena: KvArena) -> None:
-        self._module = model.module
-        self._device = model.device
-        self._arena = arena
+        self._model, self._arena = model, arena
 
     def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Tensor:
-        logits = []
-        first = 0
+        logits, first = [], 0
         for segment in segments:
-            end = first + segment.token_count
-            logits.append(self._run(segment, [row - first for row in rows if first <= row < end]))
-            first = end
+            wanted = [row - first for row in rows if 0 <= row - first < segment.token_count]
+            logits.append(self._run(segment)[wanted])
+            first += segment.token_count
         return torch.cat(logits)
 
-    def _run(self, segment: Segment, rows: list[int]) -> Tensor:
-        writer = PageWriter.of_spans([segment.span(0)], self._device)
-        reader = PageReader.of_tables([segment.sequence.table], 0, segment.end, self._device)
+    def _run(self, segment: Segment) -> Tensor:
+        module, device = self._model.module, self._model.device
+        writer = PageWriter([segment.span(0)], device)
+        reader = PageReader([segment.sequence.table], 0, segment.end, device)
         cache = Cache(layers=[_ArenaLayer(layer, segment, writer, reader) for layer in self._arena.layers])
-        positions = torch.arange(segment.start, segment.end, device=self._device)[None]
-        token_ids = torch.tensor([segment.token_ids], device=self._device)
-        arguments = forward_arguments(self._module, input_ids=token_ids, position_ids=positions)
-        output = self._module(**arguments, past_key_values=cache, use_cache=True)
-        logits: Tensor = output.logits[0]
-        return logits[rows]
+        positions = torch.arange(segment.start, segment.end, device=device)[None]
+        token_ids = torch.tensor([segment.token_ids], device=device)
+        arguments = forward_arguments(module, input_ids=token_ids, position_ids=positions)
+        logits: Tensor = module(**arguments, past_key_values=cache, use_cache=True).logits[0]
+        return logits
 
 
 class _ArenaLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its base's hook for subclasses is untyped
@@ -280,8 +271,7 @@ class EagerBackend(StepBackend):
     can_branch = writes_behind_trunk = True
 
     def __init__(self, model: LoadedModel, arena: KvArena) -> None:
-        self._model = model
-        self._arena = arena
+        self._model, self._arena = model, arena
 
     def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Tensor:
         model = self._model

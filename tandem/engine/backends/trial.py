@@ -184,7 +184,7 @@ def trial_segments(arena: KvArena, vocabulary_size: int, lengths: SequenceOf[Len
     cache, size = PagedCache(arena, reuses_prefixes=False), arena.page_tokens
     segments = []
     for index, (past, count) in enumerate(lengths):
-        sequence = Sequence(arena.shape.tables(past + count), past + count, vocabulary_size)
+        sequence = Sequence(arena.tables(past + count), past + count, vocabulary_size)
         sequence.token_ids = [(7 * index + 3 * step) % vocabulary_size for step in range(past + count)]
         segments.append(Segment(sequence, count))
     for end in range(size, max(map(sum, lengths)) + size, size):

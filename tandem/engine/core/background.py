@@ -39,9 +39,7 @@ class BackgroundJob(Protocol):
     """Branches of one sequence. Every method is called on the engine's thread."""
 
     @property
-    def sequence(self) -> Sequence:
-        """The sequence."""
-
+    def sequence(self) -> Sequence: ...
     @property
     def delta(self) -> Delta:
         """Makes the sequence the trunk. It is applied in any case, also when the work is never begun."""
@@ -56,8 +54,8 @@ class BackgroundJob(Protocol):
 
     def begin(self, logits: Tensor, room: int, lead: Lead | None) -> BranchStep | None:
         """Choose the branches by the logits of the trunk's last positions, [row_count, vocabulary_size]; the first
-        step, or None for no branches. `room` counts tokens that fit behind the trunk and the lead; a branch may go on
-        behind the lead, whose tokens are in the cache."""
+        step, or None for no branches. `room` counts tokens that fit behind the trunk and the lead, whose tokens are in
+        the cache and which a branch may go on behind."""
 
     def advance(self, logits: Tensor) -> BranchStep | None:
         """Take the logits that follow each branch, [branches, vocabulary_size], and return what to run next."""
@@ -231,15 +229,11 @@ class BackgroundWork:
         return _Branches(job, room, known, lead) if room > 0 else None
 
     def _next_branches(self) -> list[tuple[_Branches, BranchStep]]:
-        """Take jobs whose turn it is, as many as have branches that fit into one step."""
-        taken: list[tuple[_Branches, BranchStep]] = []
-        tokens = 0
-        for sequence, (_, step) in [*self._begun.items()]:
-            tokens += step.token_count
-            if taken and tokens > _MAX_STEP_TOKENS:
-                break
-            taken.append(self._begun.pop(sequence))
-        return taken
+        """Take jobs whose turn it is, at least one, as many as have branches that fit into one step."""
+        begun = [*self._begun.items()]
+        ends = accumulate(step.token_count for _, (_, step) in begun)
+        count = max(sum(end <= _MAX_STEP_TOKENS for end in ends), 1)
+        return [self._begun.pop(sequence) for sequence, _ in begun[:count]]
 
     def _read(self, trunks: SequenceOf[_Branches], began: float) -> None:
         segments = [Segment(trunk.job.sequence, trunk.job.sequence.pending_count) for trunk in trunks]

@@ -72,15 +72,11 @@ class Engine(Generic[PayloadT, ResultT]):
         self.max_length = settings.longest_sequence(model.info.name, model.info.max_length)
         machinery = model.allocate(settings, self.max_length)
         shape = self._shape = machinery.shape
+        free_places = settings.max_sequences - settings.kept_sequences
         # Two pages are enough for each sequence of a warm-up, in each group of layers.
-        self._most_together = min(
-            settings.max_sequences - settings.kept_sequences,
-            max(shape.page_count // (2 * shape.group_count), 1),
-        )
-        self._places = FairPlaces(settings.max_sequences - settings.kept_sequences, settings.kept_sequences)
+        self._most_together = min(free_places, max(shape.page_count // (2 * shape.group_count), 1))
+        self._places = FairPlaces(free_places, settings.kept_sequences)
         self._max_waiting = settings.max_waiting
-        self._open: dict[Sequence, str] = {}
-        """The open sequences, each with its client."""
         self._max_rows = machinery.max_rows or self.max_length
         self._on_step = on_step
         self._on_failure = on_failure
@@ -118,29 +114,25 @@ class Engine(Generic[PayloadT, ResultT]):
         """Every job does, and only news can change that."""
 
     def start(self) -> None:
-        """Begin to work, on the event loop that calls this."""
         self._loop = asyncio.get_running_loop()
         self._is_stopping = False
         self._thread.start()
 
     async def close(self) -> None:
-        """Stop after the step in progress; whoever still waits gets a ServiceUnavailableError."""
         if self._loop is None:
             return
         self._is_closing = True
         with self._wakeup:
             self._is_stopping = True
             self._wakeup.notify()
-        self._refuse_waiting()
+        self._places.refuse_waiting(_shutting_down())
         await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_SECONDS)
         if self._thread.is_alive():
             logger.error("engine thread did not stop", extra={"timeout_seconds": _CLOSE_TIMEOUT_SECONDS})
         await asyncio.to_thread(self.model.close)
 
     async def warm_up(self) -> None:
-        """Runs steps of several sizes, so that no request pays for what is set up when a size is first wanted, and
-        measures some; of a large model only the small ones, which are all that the time allows for. Raises
-        NonFiniteLogitsError if the model computes NaN or infinity."""
+        """See `RunningModel`. Of a large model only small steps are run, which are all that the time allows for."""
         steps = self._served(self._runner.warm_up_steps)
         profiled = self._served(
             (width,) * count for count, width in product(_PROFILED_SEQUENCES, _PROFILED_TOKENS)
@@ -172,7 +164,7 @@ class Engine(Generic[PayloadT, ResultT]):
     async def _run_warm_up(
         self, steps: SequenceOf[tuple[int, ...]], sequences: SequenceOf[Sequence]
     ) -> float:
-        """Returns the largest number of tokens for which a step is prepared; infinity if all are."""
+        """Returns the largest number of tokens of a prepared step; infinity if all are prepared."""
         ends = time.perf_counter() + _WARM_UP_SECONDS
         for step in steps:
             began, size = time.perf_counter(), sum(step)
@@ -215,14 +207,8 @@ class Engine(Generic[PayloadT, ResultT]):
         return jobs
 
     async def open(self, max_length: int, spare_tokens: int = 0, client: str = "") -> Sequence:
-        """A new, empty sequence of up to `max_length` tokens; waits while `max_sequences` are open. A free place goes
-        to the client that has the fewest, and then in order of arrival.
-
-        It takes pages as it grows, and `spare_tokens` more behind its end while there are any: for branches
-        (`put_back`).
-
-        Every sequence must be given back with `release`, whatever happens.
-        """
+        """See `SequenceEngine`. The sequence takes pages as it grows, and `spare_tokens` more behind its end while
+        there are any: for branches (`put_back`)."""
         if self._is_stopping:
             raise _not_running()
         if not 1 <= max_length <= self.max_length:
@@ -237,14 +223,10 @@ class Engine(Generic[PayloadT, ResultT]):
             )
         await places.take(client)
         most_tokens = min(max_length + spare_tokens, max(shape.page_count * shape.page_tokens, max_length))
-        sequence = Sequence(
-            shape.tables(most_tokens), max_length, self.model.info.vocabulary_size, spare_tokens
-        )
-        self._open[sequence] = client
-        return sequence
+        vocabulary_size = self.model.info.vocabulary_size
+        return Sequence(shape.tables(most_tokens), max_length, vocabulary_size, spare_tokens, client)
 
     def release(self, sequence: Sequence) -> None:
-        """Gives the sequence's pages back, before the next step. Jobs of it that are in flight are dropped."""
         if sequence.is_released:
             return
         sequence.is_released = True
@@ -253,10 +235,8 @@ class Engine(Generic[PayloadT, ResultT]):
             self._rejoin.came_back(sequence)
 
     async def submit(self, job: Job[PayloadT]) -> ResultT:
-        """Runs a job and returns what the head makes of it. Cancelling the caller drops the job before the next step.
-
-        Jobs of one sequence run one after the other; a job object is run once.
-        """
+        """Runs a job, behind those of its sequence, and returns what the head makes of it. Cancelling the caller drops
+        it before the next step."""
         if job.sequence.is_released:
             raise _released_error()
         job.future = asyncio.get_running_loop().create_future()
@@ -290,17 +270,14 @@ class Engine(Generic[PayloadT, ResultT]):
 
     @property
     def info(self) -> ModelInfo:
-        """The model, with the longest sequence that is served, and what steps take (empty before `warm_up`)."""
         return replace(self.model.info, max_length=self.max_length, step_profile=self._step_times.profile)
 
     @property
     def overdue_seconds(self) -> float:
-        """How long the step in progress has taken, once that is longer than any step should; 0 otherwise."""
         return self._watchdog.overdue_seconds
 
     @property
     def is_full(self) -> bool:
-        """True if a new sequence would wait for a place, unless its client has few."""
         return not self._places.has_room("")
 
     @property
@@ -312,9 +289,6 @@ class Engine(Generic[PayloadT, ResultT]):
             led_step_count=self._leads.begun_count,
             wasted_step_count=self._leads.wasted_count,
         )
-
-    def _refuse_waiting(self) -> None:
-        self._places.refuse_waiting(ServiceUnavailableError("The engine is shutting down."))
 
     def _tell(self, learn: Callable[..., None], *news: object) -> None:
         """Takes news from the thread to the event loop, where futures and the count of open sequences live."""
@@ -333,18 +307,17 @@ class Engine(Generic[PayloadT, ResultT]):
             else:
                 job.future.set_result(result)
         for sequence in freed:
-            if (client := self._open.pop(sequence, None)) is not None:
-                self._places.leave(client)
+            self._places.leave(sequence.client)
 
     def _learn_of_end(self) -> None:
-        self._refuse_waiting()
+        self._places.refuse_waiting(_shutting_down())
         if not self._is_closing and self._on_failure is not None:
             self._on_failure()
 
     # ---- on the thread: taking work
 
     def _work(self) -> None:
-        error: TandemError = ServiceUnavailableError("The engine is shutting down.")
+        error = _shutting_down()
         try:
             device = self.model.device
             if device.type == "cuda" and device.index is not None:
@@ -457,8 +430,8 @@ class Engine(Generic[PayloadT, ResultT]):
         self._ended.append((job, result))
 
     def _deliver_if_idle(self) -> None:
-        """Delivers unless another step begins now, which does it when it computes: the event loop would take the
-        interpreter from it."""
+        """Delivers unless a step begins now, which does it when it computes: the event loop would take the interpreter
+        from it."""
         if not self._running or self._waits_for_pages:
             self._deliver()
 
@@ -537,10 +510,10 @@ class Engine(Generic[PayloadT, ResultT]):
         self._deliver()
         logits = self._runner.run(segments, rows)
         model_end = time.perf_counter()
-        for segment, job in zip(segments, jobs, strict=True):
-            segment.sequence.advance(segment.token_count)
-            self._cache.computed(segment.sequence)
-            if job.row_count == 0 and segment.sequence.pending_count == 0:
+        for job, segment in zip(jobs, segments, strict=True):
+            job.sequence.advance(segment.token_count)
+            self._cache.computed(job.sequence)
+            if job.row_count == 0 and job.sequence.pending_count == 0:
                 self._settle(job, None)  # it wanted keys and values only
         outcomes = self._head(ready, logits) if ready else []
         return list(zip(ready, outcomes, strict=True)), len(rows), model_end
@@ -571,6 +544,10 @@ class Engine(Generic[PayloadT, ResultT]):
         for job in jobs:
             if self._running.get(job.sequence) is job:
                 self._settle(job, error)
+
+
+def _shutting_down() -> ServiceUnavailableError:
+    return ServiceUnavailableError("The engine is shutting down.")
 
 
 def _not_running() -> ServiceUnavailableError:

@@ -22,17 +22,14 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(slots=True, eq=False)
 class Job(Generic[PayloadT]):
-    """One request: a delta to apply and rows wanted of what then stands at the end of the sequence.
-
-    `row_count` 0 only computes keys and values; the head is then not called and the result is None.
-    """
+    """One request: a delta to apply and rows wanted of what then stands at the end of the sequence. Run once."""
 
     sequence: Sequence
     delta: Delta
     row_count: int
-    """Rows for the last `row_count` positions. 1 after the head returned `Continue`."""
+    """Rows for so many last positions, 1 after `Continue`. 0 computes keys and values only: the result is None."""
     payload: PayloadT
-    """Data for the head; the engine does not read it."""
+    """Data for the head."""
     lead: int = 0
     """How many jobs may follow this one by themselves."""
     on_result: Callable[[Job[PayloadT], object], None] | None = None
@@ -41,7 +38,7 @@ class Job(Generic[PayloadT]):
     """Computed for the head by another thread, beside the forward pass whose rows complete the job."""
     future: asyncio.Future[object] | None = field(default=None, init=False)
     cost: StepCost | None = field(default=None, init=False)
-    """Cost of the steps so far, including all of their sequences; None before the first."""
+    """Of the steps so far, including all of their sequences."""
     is_cancelled: bool = field(default=False, init=False)
 
     def count_step(self, seconds: float, sequences: int, tokens: int) -> None:
@@ -80,15 +77,12 @@ class Failed:
 
 
 Head: TypeAlias = Callable[[SequenceOf[Job[PayloadT]], Tensor], SequenceOf[Done[ResultT] | Failed | Continue]]
-"""Returns an outcome for each job whose rows are computed, in order: for all jobs of a step at once, so that the work
-can be batched. Called on the engine's thread; a slow head delays every sequence.
-
-The logits are [sum of their row_count, vocabulary_size] in the model's dtype, on its device; first job first, positions
-ascending."""
+"""Returns an outcome for each job whose rows are computed, in order, by logits [sum of their row_count,
+vocabulary_size] in the model's dtype, on its device. Called on the engine's thread; a slow head delays everybody."""
 
 
 def non_finite(length: int) -> Failed:
-    """The failure of a job whose logits after `length` tokens are not finite."""
+    """The failure of a job whose logits after so many tokens are not finite."""
     return Failed(NonFiniteLogitsError(f"the model's logits after {length} tokens are not finite numbers"))
 
 
@@ -106,15 +100,13 @@ def finite_head(model: ModelRunner, ready: SequenceOf[Job[Any]], logits: Any) ->
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """Record of one step."""
+    """One step, with its time in the forward pass, and in all with the head."""
 
     sequence_count: int
     token_count: int
     row_count: int
     model_seconds: float
-    """Time in the forward pass."""
     seconds: float
-    """Time in all, the head included."""
 
 
 @dataclass(slots=True)
@@ -144,17 +136,13 @@ class Leads:
 
     def follow(self, job: Job[Any], following: Job[Any]) -> Job[Any] | None:
         """Let one job follow another that was answered; returns it if it may begin."""
-        sequence = job.sequence
-        if sequence not in self._leads:
-            self._leads[sequence] = _Lead(allowed=job.lead)
-        lead = self._leads[sequence]
+        lead = self._leads.setdefault(job.sequence, _Lead(allowed=job.lead))
         lead.waiting = following
         return self._next(lead)
 
     def grant(self, sequence: Sequence, asked: int, count: int) -> Job[Any] | None:
         """The job of that number was asked for, and so many may begin behind it; returns the one that may now."""
-        lead = self._leads.get(sequence)
-        if lead is None:
+        if (lead := self._leads.get(sequence)) is None:
             return None
         lead.asked, lead.allowed = asked, asked + count
         return self._next(lead)

@@ -45,7 +45,7 @@ class Backends:
         pages = arena_pages(model.layers, settings, max_length, model.dtype, model.device)
         arena = KvArena(model.layers, pages, model.dtype, model.device)
         cache = PagedCache(arena, reuses_prefixes=settings.prefix_reuse)
-        return Machinery(arena.shape, cache, self.steps(arena))
+        return Machinery(arena, cache, self.steps(arena))
 
     def verify(self, requests: SequenceOf[RowRequest], logits: Tensor) -> list[Verification | None]:
         return verifications(requests, logits, self.sampler)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -41,7 +42,7 @@ def first_kept_page(length: int, window: int | None, page_tokens: int) -> int:
 class PageTable:
     """The pages of one sequence in one group of layers, first positions first.
 
-    The numbers stay at one address for as long as the table lives, so that a kernel is told the address alone.
+    The numbers, int64, stay at one address as long as the table lives, so that a kernel is told the address alone.
     """
 
     __slots__ = ("_count", "_numbers", "address", "first", "page_tokens", "window")
@@ -49,11 +50,9 @@ class PageTable:
     def __init__(
         self, page_tokens: int, max_tokens: int, pages: Iterable[int] = (), window: int | None = None
     ) -> None:
-        self.page_tokens = page_tokens
-        self.window = window
+        self.page_tokens, self.window = page_tokens, window
         self._numbers = np.zeros(pages_for(max_tokens, page_tokens), dtype=np.int64)
         self.address: int = self._numbers.ctypes.data
-        """Address of the numbers, int64."""
         self.first = 0
         """Index of the first page that it holds. Numbers before it are those of any pages."""
         self._count = 0
@@ -73,19 +72,17 @@ class PageTable:
         return self._count * self.page_tokens
 
     @property
-    def max_pages(self) -> int:
-        return len(self._numbers)
+    def max_tokens(self) -> int:
+        return len(self._numbers) * self.page_tokens
 
     @property
     def pages(self) -> list[int]:
         """The pages in order, with any numbers before the first that it holds."""
-        pages: list[int] = self._numbers[: self._count].tolist()
-        return pages
+        return cast("list[int]", self._numbers[: self._count].tolist())
 
     @property
     def held_pages(self) -> list[int]:
-        pages: list[int] = self._numbers[self.first : self._count].tolist()
-        return pages
+        return self.pages[self.first :]
 
     @property
     def shortest_length(self) -> int:
@@ -104,16 +101,15 @@ class PageTable:
 
     def shorten(self, count: int) -> list[int]:
         """Keeps the first `count` pages and returns the others that it held, last first."""
-        removed: list[int] = self._numbers[max(count, self.first) : self._count][::-1].tolist()
-        self._count = min(self._count, count)
-        self.first = min(self.first, count)
+        removed = self.pages[max(count, self.first) :][::-1]
+        self._count, self.first = min(self._count, count), min(self.first, count)
         return removed
 
     def drop_before(self, index: int) -> list[int]:
         """Keeps the pages from `index` on and returns the others that it held. There need be none from there on."""
         if index <= self.first:
             return []
-        removed: list[int] = self._numbers[self.first : min(index, self._count)].tolist()
+        removed = self.pages[self.first : index]
         self.first, self._count = index, max(self._count, index)
         return removed
 
@@ -122,7 +118,6 @@ class PageTable:
         return self.slots_of(np.arange(start, end))
 
     def slots_of(self, positions: np.ndarray) -> np.ndarray:
-        """Slots of these positions; see `slots`."""
         pages, offsets = np.divmod(positions, self.page_tokens)
         return self._numbers[pages] * self.page_tokens + offsets
 
@@ -133,7 +128,7 @@ Span = tuple[PageTable, int, int]
 
 @dataclass(frozen=True, slots=True)
 class LayerGeometry:
-    """Geometry of one attention layer: what it stores per token, and its window."""
+    """Geometry of one attention layer."""
 
     kv_heads: int
     key_dim: int
@@ -146,12 +141,10 @@ class LayerGeometry:
         return self.kv_heads * (self.key_dim + self.value_dim)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerGroup:
-    """Layers whose keys and values of the same tokens lie in one page."""
+class LayerGroup(NamedTuple):
+    """Layers whose keys and values of the same tokens lie in one page, all with this window."""
 
     window: int | None
-    """Number of positions that a token attends to in these layers; None if they keep all tokens."""
     layers: tuple[int, ...]
 
 
@@ -204,14 +197,14 @@ def memory_allowance(utilization: float | None, device: torch.device) -> int:
         share = 0.9 if utilization is None else utilization  # as in vLLM and MAX
         allowed = accelerator_allowance(total, free, own, share)
         if allowed < (promised := int(total * share) - own):
+            found = {
+                "device": str(device),
+                "utilization": share,
+                "promised_bytes": promised,
+                "free_bytes": free,
+            }
             logger.warning(
-                "less memory is free than device_memory_utilization leaves for the KV cache",
-                extra={
-                    "device": str(device),
-                    "utilization": share,
-                    "promised_bytes": promised,
-                    "free_bytes": free,
-                },
+                "less memory is free than device_memory_utilization leaves for the KV cache", extra=found
             )
         return allowed
     share = 0.3 if utilization is None else utilization  # everything else on the machine needs memory, too
@@ -250,7 +243,7 @@ class LayerCache:
     window: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class CacheShape:
     """How a KV cache is divided into pages."""
 
@@ -258,14 +251,14 @@ class CacheShape:
     page_count: int
     group_count: int
     """Groups of layers: a sequence takes a page for each at a time."""
-    windows: SequenceOf[int | None]
-    """The window of each page table that sequences have; None for one that sees all."""
+    windows: tuple[int | None, ...]
+    """The window of each page table that sequences have; None for those that see all, which come first."""
 
     def tables(self, max_tokens: int) -> list[PageTable]:
         return [PageTable(self.page_tokens, max_tokens, window=window) for window in self.windows]
 
 
-class KvArena:
+class KvArena(CacheShape):
     """Keys and values of `page_count` pages.
 
     A page holds tokens of the layers of one group (`LayerGroup`): the n-th layers of all groups share a tensor.
@@ -274,11 +267,8 @@ class KvArena:
     def __init__(
         self, layers: SequenceOf[LayerGeometry], page_count: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.page_count = page_count
-        self.page_tokens = PAGE_TOKENS
         groups = group_layers(layers)
-        self.windows = tuple(group.window for group in groups)
-        """Window of each group of layers; None for those that keep all tokens, which come first."""
+        super().__init__(PAGE_TOKENS, page_count, len(groups), tuple(group.window for group in groups))
 
         def states(heads: int, dim: int) -> Tensor:
             storage = torch.empty(page_count, heads, PAGE_TOKENS, dim, dtype=dtype, device=device)
@@ -297,16 +287,10 @@ class KvArena:
         }
         self.layers = tuple(by_index[index] for index in range(len(layers)))
 
-        self.group_count = len(groups)
-        self.shape = CacheShape(self.page_tokens, page_count, self.group_count, self.windows)
-
     def zero(self, tables: Iterable[PageTable], start: int, end: int) -> None:
         """Clears a sequence's positions from `start` up to `end` in every layer."""
-        size = self.page_tokens
         for table in tables:
-            for index in range(start // size, pages_for(end, size)):
-                first, last = max(start - index * size, 0), min(end - index * size, size)
-                page = table[index]
+            for page, first, last in _runs((table, start, end)):
                 for storage in self.storages:
                     storage.keys[page, first:last].zero_()
                     storage.values[page, first:last].zero_()
@@ -340,10 +324,10 @@ def arena_pages(
     device: torch.device,
 ) -> int:
     """Number of pages of the arena."""
-    size, groups = PAGE_TOKENS, group_layers(layers)
-    windows = [group.window for group in groups]
+    windows = [group.window for group in group_layers(layers)]
     page_bytes = bytes_of_page(layers, dtype)
-    longest = most_pages(windows, max_length, max(settings.prefill_chunk_tokens, ROLLBACK_TOKENS), size)
+    step_tokens = max(settings.prefill_chunk_tokens, ROLLBACK_TOKENS)
+    longest = most_pages(windows, max_length, step_tokens, PAGE_TOKENS)
     allowed_bytes = settings.kv_cache_bytes
     if allowed_bytes is None:
         allowed_bytes = memory_allowance(settings.device_memory_utilization, device)
@@ -353,7 +337,7 @@ def arena_pages(
             f"The KV cache may take {max(allowed_bytes, 0)} bytes, but one sequence of max_length {max_length} needs "
             f"{longest * page_bytes}; give it more memory or lower max_length."
         )
-    tokens = count * size // len(groups)
+    tokens = count * PAGE_TOKENS // len(windows)
     logger.info("kv cache sized", extra={"tokens": tokens, "bytes": count * page_bytes})
     return count
 
@@ -372,19 +356,12 @@ prompt of 512 tokens: 98 us by runs and 158 scattered; for 16 times 5 tokens: 21
 class PageWriter:
     """Writes the tokens of a step to their places, in every layer of a group."""
 
-    def __init__(self, pages: Tensor, offsets: Tensor, runs: SequenceOf[tuple[int, int, int]] = ()) -> None:
-        """`pages` and `offsets` are those of each token, int64 [tokens]; or else `runs` of consecutive tokens in one
-        page: page, first and last place."""
-        self._pages, self._offsets, self._runs = pages, offsets, runs
-
-    @classmethod
-    def of_spans(cls, spans: SequenceOf[Span], device: torch.device) -> PageWriter:
-        page_tokens = spans[0][0].page_tokens
-        if device.type == "cpu" and (runs := _long_runs(spans)):
-            return cls(torch.empty(0), torch.empty(0), runs)
-        slots = torch.from_numpy(np.concatenate([table.slots(start, end) for table, start, end in spans]))
-        # One copy to the device for both.
-        return cls(*torch.stack((slots // page_tokens, slots % page_tokens)).to(device))
+    def __init__(self, spans: SequenceOf[Span], device: torch.device) -> None:
+        self._runs = _long_runs(spans) if device.type == "cpu" else []
+        if not self._runs:
+            slots = np.concatenate([table.slots(start, end) for table, start, end in spans])
+            places = np.stack(np.divmod(slots, spans[0][0].page_tokens))
+            self._pages, self._offsets = torch.from_numpy(places).to(device)  # one copy for both
 
     def write(self, layer: LayerCache, key: Tensor, value: Tensor) -> None:
         """Stores keys and values, [1, kv_heads, tokens, dim] with the tokens of the spans in order."""
@@ -400,25 +377,18 @@ class PageWriter:
 
 
 class PageReader:
-    """Reads the pages of sequences in order, the same ones in every layer."""
+    """Reads the pages of sequences that hold positions from `start` up to `end`, the same ones in every layer.
 
-    def __init__(self, pages: Tensor) -> None:
-        self._pages = pages
-        self._rows: dict[int, Tensor] = {}
+    A sequence that ends earlier is read on in its last page, whose numbers are its own or hidden anyway.
+    """
 
-    @classmethod
-    def of_tables(
-        cls, tables: SequenceOf[PageTable], start: int, end: int, device: torch.device
-    ) -> PageReader:
-        """The reader of all pages that hold positions from `start` up to `end`.
-
-        A sequence that ends earlier is read on in its last page, whose numbers are its own or hidden anyway.
-        """
+    def __init__(self, tables: SequenceOf[PageTable], start: int, end: int, device: torch.device) -> None:
         size = tables[0].page_tokens
         first, count = start // size, pages_for(end, size)
         lists = [table.pages[first:count] or table.pages[-1:] for table in tables]
         padded = [pages + pages[-1:] * (count - first - len(pages)) for pages in lists]
-        return cls(torch.tensor(padded, device=device))
+        self._pages = torch.tensor(padded, device=device)
+        self._rows: dict[int, Tensor] = {}
 
     def read(self, storage: Tensor) -> Tensor:
         """A copy of keys or values, [sequences, kv_heads, pages * page_tokens, dim]."""
@@ -433,15 +403,21 @@ class PageReader:
         return found.view(sequences, heads, count * page_tokens, dim)
 
 
-def _long_runs(spans: SequenceOf[Span]) -> list[tuple[int, int, int]]:
-    """Page, first and last offset of each run of tokens in one page; none where the runs are short."""
+Run = tuple[int, int, int]
+"""A page, and the first and last offset of consecutive tokens in it."""
+
+
+def _runs(span: Span) -> list[Run]:
+    table, start, end = span
+    size = table.page_tokens
+    indices = range(start // size, pages_for(end, size))
+    return [(table[i], max(start - i * size, 0), min(end - i * size, size)) for i in indices]
+
+
+def _long_runs(spans: SequenceOf[Span]) -> list[Run]:
+    """The runs of all spans; none where they are short."""
     token_count = sum(end - start for _, start, end in spans)
     if token_count < _MIN_RUN_TOKENS * len(spans):
         return []
-    runs = []
-    for table, start, end in spans:
-        size = table.page_tokens
-        for index in range(start // size, pages_for(end, size)):
-            first = index * size
-            runs.append((table[index], max(start - first, 0), min(end - first, size)))
+    runs = [run for span in spans for run in _runs(span)]
     return runs if token_count >= _MIN_RUN_TOKENS * len(runs) else []

@@ -16,24 +16,19 @@ from collections import OrderedDict
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import count
+from operator import ge, itemgetter
 
 from tandem.engine.interface import KvUsage
 from tandem.engine.kv_cache.arena import KvArena, first_kept_page, first_seen_page, most_pages, pages_for
-from tandem.engine.kv_cache.sequence import Sequence
+from tandem.engine.kv_cache.sequence import ROOT, Sequence
 from tandem.errors import InvalidRequestError
 from tandem.types import common_length
 
 MIN_COPIED_TOKENS = 16
 """Fewer tokens of a block are computed: a copy costs two calls a layer, however short."""
 
-ROOT = 0
-"""The chain of no tokens."""
-
 NO_PAGE = -1
 """In place of a page that was lost."""
-
-
-_Key = tuple[int, tuple[int, ...]]
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +44,11 @@ class KnownBlock:
     token_ids: tuple[int, ...]
 
 
+def _beginning(parent: int, token_ids: SequenceOf[int]) -> tuple[int, ...]:
+    """What blocks have in common that may be mistaken for each other at first."""
+    return parent, *token_ids[:MIN_COPIED_TOKENS]
+
+
 class PagePool:
     """Who holds each page, and which block of known tokens it belongs to.
 
@@ -56,17 +56,15 @@ class PagePool:
     that was let go first, first. Not thread-safe; pure bookkeeping.
     """
 
-    def __init__(self, page_count: int, page_tokens: int) -> None:
-        self.page_count = page_count
-        self._page_tokens = page_tokens
+    def __init__(self, page_count: int) -> None:
         self._holders = [0] * page_count
         self._unused = list(range(page_count - 1, -1, -1))
         self._kept: OrderedDict[int, None] = OrderedDict()
         self._chains = count(ROOT + 1)
         self._known: dict[int, KnownBlock] = {}
-        self._full: dict[_Key, KnownBlock] = {}
-        self._alike: dict[_Key, dict[int, KnownBlock]] = {}
-        """By chain before them and by their first tokens, then by chain, the latest last."""
+        """By page."""
+        self._alike: dict[tuple[int, ...], dict[tuple[int, ...], KnownBlock]] = {}
+        """By chain before them and first tokens, then by all of their tokens, the latest last."""
 
     @property
     def available_count(self) -> int:
@@ -112,32 +110,25 @@ class PagePool:
                 self._kept.move_to_end(page)
 
     def full_block(self, parent: int, token_ids: SequenceOf[int]) -> KnownBlock | None:
-        """The block of exactly these tokens, `page_tokens` many, after the chain `parent`."""
-        return self._full.get((parent, tuple(token_ids)))
+        """The block of exactly these tokens after the chain `parent`."""
+        return self._alike.get(_beginning(parent, token_ids), {}).get(tuple(token_ids))
 
     def longest_beginning(self, parent: int, token_ids: SequenceOf[int]) -> tuple[KnownBlock, int] | None:
-        """The block without a lost page that begins with most of these tokens, after the chain `parent`, and how many;
-        None for too few."""
-        alike = self._alike.get((parent, tuple(token_ids[:MIN_COPIED_TOKENS])))
-        if not alike or len(token_ids) < MIN_COPIED_TOKENS:
-            return None
+        """The block without a lost page that begins with most of these tokens, at least `MIN_COPIED_TOKENS`, after the
+        chain `parent`, and how many."""
+        alike = self._alike.get(_beginning(parent, token_ids), {}).values()
         # Of many that begin alike, the latest are compared for the longest match
-        latest = [known for known in list(alike.values())[-64:] if NO_PAGE not in known.pages]
-        if not latest:
-            return None
-        best = max(latest, key=lambda known: common_length(known.token_ids, token_ids))
-        return best, common_length(best.token_ids, token_ids)
+        latest = [known for known in list(alike)[-64:] if NO_PAGE not in known.pages]
+        matches = ((known, common_length(known.token_ids, token_ids)) for known in latest)
+        return max(matches, key=itemgetter(1), default=None)
 
     def enter(self, pages: SequenceOf[int], parent: int, token_ids: SequenceOf[int]) -> KnownBlock:
-        """Makes a block known, with a page for each group. A full one must not be known already."""
+        """Makes a block of at least `MIN_COPIED_TOKENS` known, with a page for each group. A full one must not be known
+        already."""
         known = KnownBlock([NO_PAGE] * len(pages), parent, next(self._chains), tuple(token_ids))
         for group, page in enumerate(pages):
             self.put(known, group, page)
-        if len(known.token_ids) == self._page_tokens:
-            self._full[parent, known.token_ids] = known
-        if len(known.token_ids) >= MIN_COPIED_TOKENS:
-            key = parent, known.token_ids[:MIN_COPIED_TOKENS]
-            self._alike.setdefault(key, {})[known.chain] = known
+        self._alike.setdefault(_beginning(parent, token_ids), {})[known.token_ids] = known
         return known
 
     def put(self, known: KnownBlock, group: int, page: int) -> None:
@@ -155,14 +146,12 @@ class PagePool:
         if known is None:
             return
         known.pages[known.pages.index(page)] = NO_PAGE
-        if any(other != NO_PAGE for other in known.pages):
-            return
-        self._full.pop((known.parent, known.token_ids), None)
-        key = known.parent, known.token_ids[:MIN_COPIED_TOKENS]
-        if alike := self._alike.get(key):
-            alike.pop(known.chain, None)
+        beginning = _beginning(known.parent, known.token_ids)
+        alike = self._alike.get(beginning, {})
+        if all(other == NO_PAGE for other in known.pages) and alike.get(known.token_ids) is known:
+            del alike[known.token_ids]
             if not alike:
-                del self._alike[key]
+                del self._alike[beginning]
 
 
 class PagedCache:
@@ -172,11 +161,10 @@ class PagedCache:
         self._arena = arena
         self._page_tokens = arena.page_tokens
         self._reuses_prefixes = reuses_prefixes
-        self._pool = PagePool(arena.page_count, arena.page_tokens)
+        self._pool = PagePool(arena.page_count)
         self._unbounded = arena.windows.count(None)
         """Groups that keep all tokens. They come first."""
-        self._windows = list(enumerate(arena.windows))[self._unbounded :]
-        """Number and window of the others."""
+        self._has_windows = self._unbounded < arena.group_count
         self._holders: dict[Sequence, bool] = {}
         """Sequences with pages, and whether they write to some of their own."""
         self.preemption_count = 0
@@ -186,24 +174,20 @@ class PagedCache:
         return list(self._holders)
 
     def usage(self) -> KvUsage:
-        pool, groups = self._pool, self._arena.group_count
-        held = pool.page_count - pool.available_count
-        return KvUsage(
-            total_tokens=pool.page_count * self._page_tokens // groups,
-            reserved_tokens=held * self._page_tokens // groups,
-            used_tokens=sum(sequence.computed_length for sequence in self.holders),
-            retained_tokens=pool.kept_count * self._page_tokens // groups,
-            preemption_count=self.preemption_count,
-        )
+        arena, pool = self._arena, self._pool
+        counts = arena.page_count, arena.page_count - pool.available_count, pool.kept_count
+        total, reserved, retained = (count * self._page_tokens // arena.group_count for count in counts)
+        used = sum(sequence.computed_length for sequence in self.holders)
+        return KvUsage(total, reserved, used, retained, self.preemption_count)
 
     def check_rows(self, sequence: Sequence, row_count: int) -> None:
-        if not self._windows:
+        if not self._has_windows:
             return  # the longest sequence fits in any steps
         needed = most_pages(self._arena.windows, sequence.length, row_count, self._page_tokens)
-        if needed > self._pool.page_count:
+        if needed > self._arena.page_count:
             raise InvalidRequestError(
                 f"Rows were asked for the last {row_count} positions, whose keys and values take {needed} pages at "
-                f"once, but the KV cache has {self._pool.page_count}; ask for fewer at a time."
+                f"once, but the KV cache has {self._arena.page_count}; ask for fewer at a time."
             )
 
     def is_ready(self, sequence: Sequence, end: int) -> bool:
@@ -216,7 +200,7 @@ class PagedCache:
 
     def _lacks_seen_pages(self, sequence: Sequence) -> bool:
         """True if it rolled back further than its pages reach: it computes all of its tokens again."""
-        return bool(self._windows) and sequence.computed_length < sequence.shortest_rollback
+        return self._has_windows and sequence.computed_length < sequence.shortest_rollback
 
     def make_ready(self, sequence: Sequence, end: int) -> bool:
         if self._lacks_seen_pages(sequence):
@@ -234,7 +218,7 @@ class PagedCache:
         blocks.
         """
         begun = [other for other, has_begun in self._holders.items() if has_begun]
-        watermark = self._pool.page_count // 100 if begun else 0
+        watermark = self._arena.page_count // 100 if begun else 0
         size, length = self._page_tokens, sequence.length
         # For all of its tokens that a window does not pass over
         lacking = sum(
@@ -280,14 +264,11 @@ class PagedCache:
         return True
 
     def take_spare(self, sequence: Sequence, count: int) -> int:
-        self._extend(sequence, min(sequence.length + count, sequence.table.max_pages * self._page_tokens))
+        self._extend(sequence, min(sequence.length + count, sequence.table.max_tokens))
         return sequence.table.capacity - sequence.length
 
     def take_over(self, sequence: Sequence, positions: SequenceOf[int]) -> None:
-        """Makes what lies at these positions the keys and values of the sequence's first uncomputed tokens.
-
-        The pages of the tokens must be the sequence's own; see `make_ready`.
-        """
+        """See `SequenceCache`. The pages of the tokens must be the sequence's own; see `make_ready`."""
         self._arena.move(sequence.tables, positions, sequence.computed_length)
         sequence.advance(len(positions))
 
@@ -312,11 +293,9 @@ class PagedCache:
         self._copy_beginning(sequence, end)
 
     def computed(self, sequence: Sequence) -> None:
-        """Makes the sequence's full blocks known to others, and takes back what lies before its windows. To be called
-        after each step of it."""
         if self._reuses_prefixes and not sequence.is_private:
             self._publish(sequence)
-        if self._windows:
+        if self._has_windows:
             for table in sequence.tables:
                 first = first_kept_page(sequence.computed_length, table.window, self._page_tokens)
                 self._pool.let_go(*table.drop_before(first))
@@ -378,20 +357,18 @@ class PagedCache:
 
     def _usable_count(self, own_count: int, blocks: list[KnownBlock]) -> int:
         """The most of the blocks after which a token finds all that it sees, in layers with a window as well."""
-        if not self._windows:
+        if not self._has_windows:
             return len(blocks)
-        usable = 0
+        usable, size = 0, self._page_tokens
         whole_from = [0] * self._arena.group_count  # the block behind the last one whose page is lost
         for taken, block in enumerate(blocks, 1):
             total = own_count + taken
-            is_whole = True
-            for group, window in self._windows:
-                if block.pages[group] == NO_PAGE:
-                    whole_from[group] = total
-                is_whole &= (
-                    first_seen_page(total * self._page_tokens, window, self._page_tokens) >= whole_from[group]
-                )
-            if is_whole:
+            whole_from = [
+                total if page == NO_PAGE else first
+                for page, first in zip(block.pages, whole_from, strict=True)
+            ]
+            seen_from = [first_seen_page(total * size, window, size) for window in self._arena.windows]
+            if all(map(ge, seen_from, whole_from)):
                 usable = taken
         return usable
 
@@ -414,15 +391,15 @@ class PagedCache:
     def _longest_beginning(self, sequence: Sequence, wanted: list[int]) -> tuple[list[int], int] | None:
         """Pages of a block and how many of the wanted tokens it begins with, after the sequence's own chains."""
         chains, size = sequence.chains, self._page_tokens
-        if len(wanted) < MIN_COPIED_TOKENS:
-            return None
-        parent, index, start = (chains[-1] if chains else ROOT), len(chains), len(chains) * size
-        best = self._pool.longest_beginning(parent, wanted)
+        index, start = len(chains), len(chains) * size
+        best = self._pool.longest_beginning(sequence.last_chain, wanted)
         pages, longest = (best[0].pages, best[1]) if best is not None else ([], MIN_COPIED_TOKENS - 1)
         for other in self._holders:
-            if other is sequence or other.computed_length - start <= longest or len(other.chains) < index:
-                continue
-            if index and other.chains[index - 1] != parent:
+            if (
+                other is sequence
+                or other.computed_length - start <= longest
+                or other.chains[:index] != chains
+            ):
                 continue
             if any(table.first > index for table in other.tables):
                 continue
@@ -437,31 +414,25 @@ class PagedCache:
         while (len(chains) + 1) * size <= sequence.computed_length:
             index = len(chains)
             token_ids = sequence.token_ids[index * size : (index + 1) * size]
-            parent = chains[-1] if chains else ROOT
-            known = self._pool.full_block(parent, token_ids)
+            own = [table[index] for table in sequence.tables]
+            known = self._pool.full_block(sequence.last_chain, token_ids)
             if known is None:
-                known = self._pool.enter([table[index] for table in sequence.tables], parent, token_ids)
-            else:
-                self._merge(sequence, index, known)
+                known = self._pool.enter(own, sequence.last_chain, token_ids)
+            for group, (table, page) in enumerate(zip(sequence.tables, own, strict=True)):
+                other = known.pages[group]
+                if other == NO_PAGE:
+                    self._pool.put(known, group, page)
+                elif other != page:  # another sequence has computed it meanwhile: one copy is enough
+                    self._pool.share(other)
+                    table.replace(index, other)
+                    self._pool.let_go(page)
             chains.append(known.chain)
-
-    def _merge(self, sequence: Sequence, index: int, known: KnownBlock) -> None:
-        """Use the block that another sequence has computed meanwhile: one copy is enough."""
-        for group, table in enumerate(sequence.tables):
-            own, other = table[index], known.pages[group]
-            if other == NO_PAGE:
-                self._pool.put(known, group, own)
-            elif other != own:
-                self._pool.share(other)
-                table.replace(index, other)
-                self._pool.let_go(own)
 
     def _publish_beginning(self, sequence: Sequence) -> None:
         index, size = len(sequence.chains), self._page_tokens
         token_ids = sequence.token_ids[index * size : min((index + 1) * size, sequence.computed_length)]
         if not MIN_COPIED_TOKENS <= len(token_ids) < size:
             return
-        parent = sequence.chains[-1] if sequence.chains else ROOT
-        best = self._pool.longest_beginning(parent, token_ids)
+        best = self._pool.longest_beginning(sequence.last_chain, token_ids)
         if best is None or best[1] < len(token_ids):
-            self._pool.enter([table[index] for table in sequence.tables], parent, token_ids)
+            self._pool.enter([table[index] for table in sequence.tables], sequence.last_chain, token_ids)

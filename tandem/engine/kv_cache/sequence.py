@@ -15,12 +15,16 @@ from tandem.types import Delta, common_length
 
 _serial_numbers = count(1)
 
+ROOT = 0
+"""The chain of no tokens."""
+
 
 class Sequence:
     """Token ids and the state of their KV, made by `Engine.open`. Its state belongs to the engine's thread."""
 
-    __slots__ = ("chains", "clean_length", "computed_length", "idle_since", "is_new", "is_private", "is_released",
-                 "max_length", "serial", "spare_tokens", "table", "tables", "token_ids", "vocabulary_size")  # fmt: skip
+    __slots__ = ("chains", "clean_length", "client", "computed_length", "idle_since", "is_new", "is_private",
+                 "is_released", "max_length", "serial", "spare_tokens", "table", "tables", "token_ids",
+                 "vocabulary_size")  # fmt: skip
 
     def __init__(
         self,
@@ -28,19 +32,18 @@ class Sequence:
         max_length: int,
         vocabulary_size: int,
         spare_tokens: int = 0,
+        client: str = "",
     ) -> None:
         self.serial = next(_serial_numbers)
         """Rises with each sequence: the younger one has the higher number."""
         self.tables = (tables,) if isinstance(tables, PageTable) else tuple(tables)
-        """Pages of the sequence for each group of layers; all tables have the same capacity."""
+        """Pages for each group of layers, of the same capacity. The first holds pages for all tokens if any does."""
         self.table = self.tables[0]
-        """The first of them, which holds pages for all tokens if any does."""
         self.chains: list[int] = []
         """Chains of its first blocks, which others know; see `tandem.engine.kv_cache.paged_cache`."""
         self.spare_tokens = spare_tokens
-        """Tokens behind its end for which room is wanted, if there is any: for branches."""
-        self.max_length = max_length
-        self.vocabulary_size = vocabulary_size
+        """Room that is wanted behind its end, if there is any: for branches."""
+        self.max_length, self.vocabulary_size, self.client = max_length, vocabulary_size, client
         self.token_ids: list[int] = []
         self.computed_length = 0
         """Number of tokens, from the first on, whose keys and values are in the arena."""
@@ -55,16 +58,16 @@ class Sequence:
         """When its last job ended, by `time.monotonic`; infinite while it has one."""
 
     @property
+    def last_chain(self) -> int:
+        return self.chains[-1] if self.chains else ROOT
+
+    @property
     def length(self) -> int:
         return len(self.token_ids)
 
     @property
     def pending_count(self) -> int:
         return len(self.token_ids) - self.computed_length
-
-    @property
-    def can_extend(self) -> bool:
-        return len(self.token_ids) < self.max_length
 
     @property
     def free_places(self) -> int:
@@ -77,19 +80,20 @@ class Sequence:
         Ids are compared, so that a delta that repeats what is there already costs nothing. One that is refused leaves
         the sequence as it was.
         """
-        self._check(delta)
+        if not 0 <= delta.base_length <= self.length:
+            raise InvalidRequestError(
+                f"The delta starts at token {delta.base_length}, but the sequence has {self.length} tokens; "
+                "send the missing ones from base_length 0."
+            )
+        self._check_fits(delta.token_ids, delta.length)
         present = self.token_ids[delta.base_length : delta.length]
         kept_length = delta.base_length + common_length(present, delta.token_ids)
         self.token_ids[delta.base_length :] = delta.token_ids
         self._roll_back(kept_length)
 
     def append(self, token_id: int) -> None:
-        # Once per drafted token, hence not by way of `apply`.
-        if not self.can_extend:
-            raise self._too_long(self.length + 1)
-        if not 0 <= token_id < self.vocabulary_size:
-            raise self._unknown(token_id)
-        self.token_ids.append(token_id)
+        self._check_fits((token_id,), self.length + 1)
+        self.token_ids.append(token_id)  # once per drafted token, hence not by way of `apply`
 
     def want_rows(self, row_count: int) -> None:
         """Makes sure that the last `row_count` positions will be run, again if their KV is there already."""
@@ -115,31 +119,21 @@ class Sequence:
             self.computed_length = length if length >= self.shortest_rollback else 0
 
     def restart(self) -> None:
-        """Forget what was computed, since the pages were given to others."""
+        """Forgets what was computed, since the pages were given to others."""
         self.computed_length = self.clean_length = 0
         self.chains.clear()
 
-    def _check(self, delta: Delta) -> None:
-        if not 0 <= delta.base_length <= self.length:
+    def _check_fits(self, token_ids: TokenIds[int], length: int) -> None:
+        """Refuses tokens that would make it longer than it may be, and ids that do not exist."""
+        if length > self.max_length:
             raise InvalidRequestError(
-                f"The delta starts at token {delta.base_length}, but the sequence has {self.length} tokens; "
-                "send the missing ones from base_length 0."
+                f"The sequence would have {length} tokens, but its limit is {self.max_length}."
             )
-        if delta.length > self.max_length:
-            raise self._too_long(delta.length)
-        for token_id in delta.token_ids:
+        for token_id in token_ids:
             if not 0 <= token_id < self.vocabulary_size:
-                raise self._unknown(token_id)
-
-    def _too_long(self, length: int) -> InvalidRequestError:
-        return InvalidRequestError(
-            f"The sequence would have {length} tokens, but its limit is {self.max_length}."
-        )
-
-    def _unknown(self, token_id: int) -> InvalidRequestError:
-        return InvalidRequestError(
-            f"Token id {token_id} is not in the vocabulary, whose ids are 0 to {self.vocabulary_size - 1}."
-        )
+                raise InvalidRequestError(
+                    f"Token id {token_id} is not in the vocabulary, whose ids are 0 to {self.vocabulary_size - 1}."
+                )
 
 
 @dataclass(slots=True)
@@ -178,11 +172,10 @@ class SequenceCache(Protocol):
         """Sequences that hold pages."""
 
     def usage(self) -> KvUsage:
-        """Use of the cache. May be called from any thread: the figures are then of about the same moment."""
+        """May be called from any thread: the figures are then of about the same moment."""
 
     def check_rows(self, sequence: Sequence, row_count: int) -> None:
-        """Refuses rows that are too many to be computed in one step, as all rows of a job are: the pages would not
-        suffice, even if nobody else held any."""
+        """Refuses rows for which all pages together would not suffice, since all rows of a job are of one step."""
 
     def is_ready(self, sequence: Sequence, end: int) -> bool:
         """True if the tokens from the first uncomputed one up to `end` may be written at once."""
@@ -192,8 +185,7 @@ class SequenceCache(Protocol):
         Those that it got stay with it."""
 
     def take_spare(self, sequence: Sequence, count: int) -> int:
-        """Finds room for so many tokens behind its last one, as far as there are pages that nobody holds; returns the
-        number of tokens for which there is room."""
+        """Takes pages that nobody holds for so many tokens behind its last one; returns for how many there is room."""
 
     def take_over(self, sequence: Sequence, positions: TokenIds[int]) -> None:
         """Makes what lies at these positions the keys and values of the sequence's first uncomputed tokens."""
@@ -202,8 +194,7 @@ class SequenceCache(Protocol):
         """Takes the pages back that lie behind the sequence's last token."""
 
     def reuse(self, sequence: Sequence, row_count: int = 0) -> None:
-        """Lets a sequence take over what others have computed of the tokens that it is about to compute, but for its
-        last `row_count`."""
+        """Lets a sequence take over what others have computed of its uncomputed tokens but the last `row_count`."""
 
     def computed(self, sequence: Sequence) -> None:
         """Learns that a step of the sequence has ended."""

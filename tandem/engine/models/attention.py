@@ -63,7 +63,6 @@ class AttentionStep(Protocol):
         Queries are [1, heads, step_tokens, key_dim], keys and values [1, kv_heads, step_tokens, dim]; the result is
         [1, step_tokens, heads, value_dim].
         """
-        ...
 
 
 def attention_forward(
@@ -144,8 +143,6 @@ def grouped_attention(
 for _name in (ATTENTION_NAME, PROBE_NAME):
     AttentionInterface.register(_name, attention_forward)
 AttentionMaskInterface.register(PROBE_NAME, describe_mask)
-
-
 logger = logging.getLogger(__name__)
 
 
@@ -156,14 +153,11 @@ def probe(module: Any, device: torch.device) -> tuple[tuple[LayerGeometry, ...],
     row. Otherwise each sequence has a forward pass of its own, with transformers' attention and masks.
     """
     try:
-        layers = _probe_packed(module, device)
+        return _probe_packed(module, device), True
     except UnsupportedAttentionError as error:
-        logger.warning(
-            "attention cannot be packed; sequences run one by one",
-            extra={"architecture": type(module).__name__, "reason": str(error)},
-        )
+        found = {"architecture": type(module).__name__, "reason": str(error)}
+        logger.warning("attention cannot be packed; sequences run one by one", extra=found)
         return _probe_serial(module, device), False
-    return layers, True
 
 
 class _Observer:
@@ -174,12 +168,10 @@ class _Observer:
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> Tensor:
         """Records the layer; the numbers it returns are meaningless."""
-        layer_index = getattr(module, "layer_idx", None)
-        if not isinstance(layer_index, int) or layer_index in self.layers:
+        index, window = getattr(module, "layer_idx", None), window_of(scoring.mask)
+        if not isinstance(index, int) or index in self.layers:
             raise UnsupportedAttentionError("attention layers cannot be told apart by layer_idx")
-        self.layers[layer_index] = LayerGeometry(
-            key.shape[1], key.shape[3], value.shape[3], window_of(scoring.mask)
-        )
+        self.layers[index] = LayerGeometry(key.shape[1], key.shape[3], value.shape[3], window)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
     def in_order(self) -> tuple[LayerGeometry, ...]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -27,21 +26,22 @@ def read_object(path: Path, why: str, max_bytes: int = MAX_CONFIG_BYTES) -> dict
     try:
         if not path.is_file():
             raise ModelFolderError(f"the model folder {path.parent} has no {path.name}; {why}")
-        check_size(path, max_bytes)
+        _check_size(path, max_bytes)
         content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_constant)
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise _unreadable(path, error) from error
     except RecursionError:
-        raise ModelFolderError(
-            f"the file {path} should be JSON, but is nested too deeply to be read"
-        ) from None
+        raise refusal(path, "should be JSON, but is nested too deeply to be read") from None
     except ValueError as error:  # no JSON, no UTF-8, or a number of more digits than Python reads
-        raise ModelFolderError(f"the file {path} should be JSON, but does not parse: {error}") from error
+        raise refusal(path, f"should be JSON, but does not parse: {error}") from error
     if not isinstance(content, dict):
-        raise ModelFolderError(
-            f"the file {path} should hold a JSON object, but holds a {type(content).__name__}"
-        )
+        raise refusal(path, f"should hold a JSON object, but holds a {type(content).__name__}")
     return content
+
+
+def refusal(path: Path | str, fault: str) -> ModelFolderError:
+    """The refusal of a file; `fault` completes the sentence."""
+    return ModelFolderError(f"the file {path} {fault}")
 
 
 def _constant(name: str) -> float:
@@ -50,18 +50,14 @@ def _constant(name: str) -> float:
     return float(name)
 
 
-def check_size(path: Path, max_bytes: int) -> None:
-    """Refuse a file that is larger than any of its kind."""
+def _check_size(path: Path, max_bytes: int) -> None:
     size = path.stat().st_size
     if size > max_bytes:
-        raise ModelFolderError(
-            f"the file {path} has {size} bytes; it should have at most {max_bytes} to be read"
-        )
+        raise refusal(path, f"has {size} bytes; it should have at most {max_bytes} to be read")
 
 
-def unreadable(path: Path, error: OSError) -> ModelFolderError:
-    """The refusal of a file that the operating system does not let us read."""
-    return ModelFolderError(f"the file {path} cannot be read: {(error.strerror or str(error)).lower()}")
+def _unreadable(path: Path, error: OSError) -> ModelFolderError:
+    return refusal(path, f"cannot be read: {(error.strerror or str(error)).lower()}")
 
 
 WEIGHTS_FILE = "model.safetensors"
@@ -118,14 +114,11 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
 def _sharded_files(index: Path) -> tuple[Path, ...]:
     weight_map = read_object(index, "it was just there", MAX_LARGE_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelFolderError(
-            f"the file {index} should have a 'weight_map' from tensor names to files, but has none"
-        )
+        raise refusal(index, "should have a 'weight_map' from tensor names to files, but has none")
     foreign = next((name for name in weight_map.values() if not _is_inside(name)), None)
     if foreign is not None:
-        raise ModelFolderError(
-            f"the file {index} names the file {shortened(foreign)}; it should name {_SUFFIX} files inside its folder"
-        )
+        name = _shortened(foreign)
+        raise refusal(index, f"names the file {name}; it should name {_SUFFIX} files inside its folder")
     names = sorted(set(weight_map.values()))
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
@@ -144,7 +137,7 @@ def _is_inside(name: object) -> bool:
     return not path.is_absolute() and ".." not in path.parts
 
 
-def shortened(value: object) -> str:
+def _shortened(value: object) -> str:
     """A value as Python writes it, cut to fit a sentence."""
     text = repr(value)
     return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]}..."
@@ -156,16 +149,16 @@ def _shapes(path: Path, max_tensors: int | None) -> list[tuple[str, tuple[int, .
         with safe_open(path, framework="np") as tensors:
             names = tensors.keys()
             if max_tensors is not None and len(names) > max_tensors:
-                raise ModelFolderError(
-                    f"the file {path} has {len(names)} tensors; a model as config.json describes has at most "
-                    f"{max_tensors}"
+                fault = (
+                    f"has {len(names)} tensors; a model as config.json describes has at most {max_tensors}"
                 )
+                raise refusal(path, fault)
             return [(name, tuple(tensors.get_slice(name).get_shape())) for name in names]
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise _unreadable(path, error) from error
     except SafetensorError as error:
         reason = str(error).partition("\n")[0].rstrip(".")[:LONGEST_REASON]
-        raise ModelFolderError(f"the file {path} is damaged: {reason}") from error
+        raise refusal(path, f"is damaged: {reason}") from error
 
 
 _LAYERS = frozenset({"num_hidden_layers", "n_layer", "n_layers", "num_layers"})
@@ -205,28 +198,24 @@ def _listed(value: object) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def check_numbers(path: Path, config: Mapping[str, Any], tensor_count: int) -> None:
+def _check_numbers(path: Path, config: Mapping[str, Any], tensor_count: int) -> None:
     """Refuse a config with sizes that no model has, or with more layers than the checkpoint has tensors."""
-    sentences = [sentence for section in _sections(config) for sentence in _wrong(section, tensor_count)]
-    if sentences:
-        raise ModelFolderError(f"the file {path} describes no model that can be: {'; '.join(sentences)}")
-
-
-def _wrong(section: Mapping[str, Any], tensor_count: int) -> Iterator[str]:
     bounds = dict.fromkeys(_SIZES, (1, (1 << 31) - 1, ""))
     bounds |= dict.fromkeys(_EXPERTS, (0, _MAX_PARTS, ""))
     why = f", the checkpoint having {tensor_count} tensors"
     bounds |= dict.fromkeys(_LAYERS, (1, min(_MAX_PARTS, max(tensor_count, 1)), why))
-    for name in filter(bounds.__contains__, section):
-        minimum, maximum, why = bounds[name]
+    sentences = []
+    named = [(name, section[name]) for section in _sections(config) for name in section if name in bounds]
+    for name, value in named:
+        least, most, why = bounds[name]
         # Some configs have one per layer, and null where it is derived
-        numbers = [number for number in _listed(section[name]) if number is not None]
-        wrong = [each for each in numbers if type(each) is not int or not minimum <= each <= maximum]
-        if wrong:
-            yield f"{name} is {str(wrong[0])[:40]!r} and must be a whole number from {minimum} to {maximum}{why}"
+        numbers = [number for number in _listed(value) if number is not None]
+        if wrong := [each for each in numbers if type(each) is not int or not least <= each <= most]:
+            found = str(wrong[0])[:40]
+            sentences.append(f"{name} is {found!r} and must be a whole number from {least} to {most}{why}")
+    if sentences:
+        raise refusal(path, f"describes no model that can be: {'; '.join(sentences)}")
 
-
-logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -262,23 +251,18 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
             f"the model folder {folder} should be a directory with a checkpoint, but {found} is there"
         )
     try:
-        return _opened(folder)
+        config = read_object(folder / CONFIG_FILE, "a Hugging Face model folder has one")
+        architecture = _architecture(folder, config)
+        weights = find_weights(folder, _most_tensors(config))
+        _check_numbers(folder / CONFIG_FILE, config, weights.tensor_count)
+        _check_tokenizer_file(folder)
+        for name, max_bytes in _MAX_SENT_BYTES.items():
+            if (folder / name).is_file():
+                _check_size(folder / name, max_bytes)
+        model_type = str(config.get("model_type", ""))
+        return Checkpoint(folder, architecture, model_type, config, weights, eos_token_ids(folder))
     except OSError as error:
-        raise unreadable(folder, error) from error
-
-
-def _opened(folder: Path) -> Checkpoint:
-    config = read_object(folder / CONFIG_FILE, "a Hugging Face model folder has one")
-    architecture = _architecture(folder, config)
-    model_type = str(config.get("model_type", ""))
-    _refuse_unusable(folder, architecture, config)
-    weights = find_weights(folder, _most_tensors(config))
-    check_numbers(folder / CONFIG_FILE, config, weights.tensor_count)
-    _check_tokenizer_file(folder)
-    for name, max_bytes in _MAX_SENT_BYTES.items():
-        if (folder / name).is_file():
-            check_size(folder / name, max_bytes)
-    return Checkpoint(folder, architecture, model_type, config, weights, eos_token_ids(folder))
+        raise _unreadable(folder, error) from error
 
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:
@@ -307,7 +291,7 @@ def parsed_tokenizer(content: bytes, where: str) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # tokenizers raises bare Exception, whatever the cause
-        raise ModelFolderError(f"the file {where} is not a tokenizer that can be read: {error}") from error
+        raise refusal(where, f"is not a tokenizer that can be read: {error}") from error
     _try_long_runs(where, tokenizer)
     return tokenizer
 
@@ -330,9 +314,8 @@ def _try_long_runs(where: str, tokenizer: Tokenizer) -> None:
     except BaseException as error:
         # Rust's panics are a BaseException that no module exports. The search ends at 10 million steps, a second.
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise ModelFolderError(
-                f"the file {where} is a tokenizer that cannot split a run of one character: {shortened(str(error))}"
-            ) from None
+            fault = f"is a tokenizer that cannot split a run of one character: {_shortened(str(error))}"
+            raise refusal(where, fault) from None
         raise
 
 
@@ -342,21 +325,19 @@ def _check_tokenizer_file(folder: Path) -> Path:
         raise ModelFolderError(
             f"the model folder {folder} has no {TOKENIZER_FILE}, which is needed to compare vocabularies"
         )
-    check_size(path, MAX_LARGE_BYTES)
+    _check_size(path, MAX_LARGE_BYTES)
     return path
 
 
 def _architecture(folder: Path, config: Mapping[str, Any]) -> str:
-    architectures = config.get("architectures")
-    if isinstance(architectures, list) and architectures and isinstance(architectures[0], str):
-        return architectures[0]
-    raise ModelFolderError(
-        f"the file {folder / CONFIG_FILE} names no model class: 'architectures' is {architectures!r} "
-        "and should be a list such as ['LlamaForCausalLM']"
-    )
-
-
-def _refuse_unusable(folder: Path, architecture: str, config: Mapping[str, Any]) -> None:
+    """The model class; refuses a folder whose model is not this one alone, decoder-only and from safetensors."""
+    path, architectures = folder / CONFIG_FILE, config.get("architectures")
+    if not (isinstance(architectures, list) and architectures and isinstance(architectures[0], str)):
+        raise refusal(
+            path,
+            f"names no model class: 'architectures' is {architectures!r} and should be a list such as "
+            "['LlamaForCausalLM']",
+        )
     if (folder / _ADAPTER_FILE).is_file():
         raise ModelFolderError(
             f"the model folder {folder} has an adapter ({_ADAPTER_FILE}), which is not applied; merge it into the "
@@ -364,20 +345,22 @@ def _refuse_unusable(folder: Path, architecture: str, config: Mapping[str, Any])
         )
     if config.get("is_encoder_decoder"):
         raise ModelFolderError(
-            f"the model in {folder} is an encoder-decoder ({architecture}); only decoder-only models can be served"
+            f"the model in {folder} is an encoder-decoder ({architectures[0]}); only decoder-only models can be served"
         )
-    if config.get("transformers_weights") is not None:
-        raise ModelFolderError(
-            f"the file {folder / CONFIG_FILE} has transformers_weights {shortened(config['transformers_weights'])}; it "
-            f"should have none, since weights are read from {WEIGHTS_FILE} or {WEIGHTS_INDEX_FILE} alone"
+    if (other := config.get("transformers_weights")) is not None:
+        raise refusal(
+            path,
+            f"has transformers_weights {_shortened(other)}; it should have none, since weights are read from "
+            f"{WEIGHTS_FILE} or {WEIGHTS_INDEX_FILE} alone",
         )
+    return architectures[0]
 
 
 def _ids(path: Path, value: object) -> tuple[int, ...]:
     values = _listed(value)
     if len(values) > _MAX_END_IDS or not all(type(item) is int and item >= 0 for item in values):
-        raise ModelFolderError(
-            f"the file {path} has eos_token_id {shortened(value)}; it should be an id or a list of up to "
-            f"{_MAX_END_IDS} ids"
+        fault = (
+            f"has eos_token_id {_shortened(value)}; it should be an id or a list of up to {_MAX_END_IDS} ids"
         )
+        raise refusal(path, fault)
     return tuple(values)

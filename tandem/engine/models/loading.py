@@ -24,6 +24,7 @@ from tandem.engine.models.checkpoint import (
     Checkpoint,
     first_of,
     open_checkpoint,
+    refusal,
     tokenizer_hash,
 )
 from tandem.errors import ConfigurationError, ModelFolderError
@@ -90,23 +91,16 @@ def load_model(
         service_version=tandem.__version__,
         parameter_count=sum(parameter.numel() for parameter in module.parameters()),
     )
-    logger.info(
-        "model loaded",
-        extra={
-            "model": info.name,
-            "architecture": info.architecture,
-            "parameters": info.parameter_count,
-            "dtype": dtype,
-        },
-    )
+    loaded = {"model": info.name, "architecture": info.architecture, "parameters": info.parameter_count}
+    logger.info("model loaded", extra={**loaded, "dtype": dtype})
     return LoadedModel(module, info, layers, is_packed, torch_dtype, torch_device)
 
 
 def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigurationError(f"the device is {name!r} and should be cpu, cuda or cuda:N") from error
+    except RuntimeError:
+        device = torch.device("meta")
     if device.type not in ("cpu", "cuda"):
         raise ConfigurationError(f"the device is {name!r} and should be cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -158,10 +152,8 @@ def _load_config(checkpoint: Checkpoint) -> Any:
     except Exception as error:
         if checkpoint.model_type not in transformers.CONFIG_MAPPING:
             raise _unknown_architecture(checkpoint) from error
-        raise ModelFolderError(
-            f"the file {checkpoint.folder / CONFIG_FILE} is no config of a {checkpoint.model_type} model: "
-            f"{first_line(error)}"
-        ) from error
+        fault = f"is no config of a {checkpoint.model_type} model: {first_line(error)}"
+        raise refusal(checkpoint.folder / CONFIG_FILE, fault) from error
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise _unknown_architecture(checkpoint)
     return config
@@ -226,9 +218,8 @@ def empty_model(checkpoint: Checkpoint, config: Any) -> Any:
             made: Any = transformers.AutoModelForCausalLM
             module = made.from_config(config, trust_remote_code=False)
     except Exception as error:
-        raise ModelFolderError(
-            f"the file {checkpoint.folder / CONFIG_FILE} describes no {checkpoint.architecture}: {first_line(error)}"
-        ) from error
+        fault = f"describes no {checkpoint.architecture}: {first_line(error)}"
+        raise refusal(checkpoint.folder / CONFIG_FILE, fault) from error
     count = sum(parameter.numel() for parameter in module.parameters())
     # Up to that, loading reports missing tensors by name
     if count > 2 * checkpoint.weights.value_count:
@@ -260,8 +251,7 @@ def end_ids_within(checkpoint: Checkpoint, vocabulary_size: int) -> tuple[int, .
 def check_finite(module: nn.Module, checkpoint: Checkpoint) -> None:
     """Refuse weights that hold NaN or infinity, and buffers made of the config, such as rotary frequencies, that do.
 
-    The extremes of each tensor show it, since NaN is both; all are read from the device at once. Minus infinity is
-    valid in buffers, as a mask.
+    The extremes of each tensor show it, since NaN is both. Minus infinity is valid in buffers, as a mask.
     """
     weights, buffers = _extremes(module.named_parameters()), _extremes(module.named_buffers())
     wrong = [name for name, (low, high) in weights.items() if not (isfinite(low) and isfinite(high))]
@@ -271,14 +261,12 @@ def check_finite(module: nn.Module, checkpoint: Checkpoint) -> None:
         )
     wrong = [name for name, (low, high) in buffers.items() if isnan(low) or high == inf]
     if wrong:
-        raise ModelFolderError(
-            f"the file {checkpoint.folder / CONFIG_FILE} describes a model that cannot be: of its numbers come NaN or "
-            f"infinity in {first_of(wrong)}"
-        )
+        fault = f"describes a model that cannot be: of its numbers come NaN or infinity in {first_of(wrong)}"
+        raise refusal(checkpoint.folder / CONFIG_FILE, fault)
 
 
 def _extremes(named: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[float, float]]:
-    """The minimum and maximum of each floating-point tensor; NaN where it holds one."""
+    """The minimum and maximum of each floating-point tensor, NaN where it holds one, read from the device at once."""
     tensors = {name: tensor for name, tensor in named if tensor.is_floating_point() and tensor.numel()}
     if not tensors:
         return {}
@@ -360,8 +348,7 @@ def _varies(rope_type: str) -> bool:
 
 def _evaluate_at(module: Any, max_length: int, device: torch.device, **layer: str) -> None:
     """Runs the embedding at the last position, which makes it choose the frequencies of that length."""
-    # Not inference mode: the module keeps the frequencies, and others may train or export it
-    with torch.no_grad():
+    with torch.no_grad():  # no inference mode: the module keeps the frequencies, and others may train it
         module(torch.zeros(1, device=device), torch.tensor([[max_length - 1]], device=device), **layer)
     logger.warning(
         "rotary frequencies are fixed for the longest sequence; a lower max_length may suit short texts better",

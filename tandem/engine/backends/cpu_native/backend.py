@@ -30,7 +30,7 @@ from tandem.engine.hidden_states import HeadModel
 from tandem.engine.kv_cache.arena import KvArena
 from tandem.engine.kv_cache.sequence import Segment
 from tandem.engine.models.loading import LoadedModel
-from tandem.engine.rows import Sampler
+from tandem.engine.rows import TORCH_SAMPLER, Sampler
 from tandem.engine.steps import BranchStep, Packing, StepBackend, run_modules
 from tandem.errors import ConfigurationError
 from tandem.types import SamplingParams
@@ -78,12 +78,11 @@ class PlannedBackend(CpuNativeBackend):
         self._is_trusted = True
         # One of each size. A plan that is compiled later delays everybody: by 0.15 s for 9 million parameters on a busy
         # processor. A drafting head reads no prompt beside other sequences.
-        alone = [(size,) for size in TOKEN_COUNTS if size <= WIDEST_SEGMENT]
-        rest = [
-            size - WIDEST_SEGMENT for size in TOKEN_COUNTS if size > WIDEST_SEGMENT and self._head is None
+        sizes = [size for size in TOKEN_COUNTS if size <= WIDEST_SEGMENT or self._head is None]
+        self.warm_up_steps = [
+            (min(size, WIDEST_SEGMENT), *(_FEW_TOKENS,) * ((size - WIDEST_SEGMENT) // _FEW_TOKENS))
+            for size in sizes
         ]
-        wider = [(WIDEST_SEGMENT, *(_FEW_TOKENS,) * (size // _FEW_TOKENS)) for size in rest]
-        self.warm_up_steps = [*alone, *wider]
 
     def prompt_tokens(self, limit: int) -> int:
         """See `StepBackend`. A prompt that plans hold comes faster in parts than in one step by the modules."""
@@ -236,48 +235,39 @@ def load_kernels(device: torch.device, dtype: torch.dtype, folder: Path | None =
         try:
             return _checked(bundled)
         except BuildError as error:
-            logger.warning(
-                "the kernels of this installation are not used",
-                extra={"library": str(bundled), "reason": str(error)},
-            )
+            refused = {"library": str(bundled), "reason": str(error)}
+            logger.warning("the kernels of this installation are not used", extra=refused)
     return _checked(built_kernels(folder))
 
 
 def _checked(library: Path) -> Kernels:
+    """Compares sampling with torch's: the trial of a model looks at logits alone."""
     kernels = Kernels(library)
-    if not _samples_alike(kernels, Sampler()):
+    own, torchs = KernelSampler(kernels), TORCH_SAMPLER
+    sampling = [SamplingParams(temperature) for temperature in (0.4, 1.0, 1.7)]
+    logits = 4.0 * torch.randn(len(sampling), 301, generator=torch.Generator().manual_seed(5))
+    probs, keys = torchs.probabilities(logits, sampling), torch.arange(len(sampling)) << 40
+    pairs = ((own.sample(probs, keys), torchs.sample(probs, keys)), (own.argmax(logits), torchs.argmax(logits)),
+             (own.topk(logits, 20)[0], torchs.topk(logits, 20)[0]))  # fmt: skip
+    are_close = torch.allclose(own.probabilities(logits, sampling), probs, rtol=1e-12, atol=0.0)
+    if not are_close or not all(torch.equal(*pair) for pair in pairs):
         raise BuildError("they do not sample as torch does")
     return kernels
-
-
-def _samples_alike(kernels: Kernels, sampler: Sampler) -> bool:
-    """Compare sampling with torch's: the trial of a model looks at logits alone."""
-    generator = torch.Generator().manual_seed(5)
-    sampling = [SamplingParams(temperature) for temperature in (0.4, 1.0, 1.7)]
-    logits = 4.0 * torch.randn(len(sampling), 301, generator=generator)
-    probs, keys = sampler.probabilities(logits, sampling), torch.arange(len(sampling)) << 40
-    own = KernelSampler(kernels)
-    pairs = ((own.sample(probs, keys), sampler.sample(probs, keys)), (own.argmax(logits), sampler.argmax(logits)),
-             (own.topk(logits, 20)[0], sampler.topk(logits, 20)[0]))  # fmt: skip
-    return all(torch.equal(*pair) for pair in pairs) and torch.allclose(
-        own.probabilities(logits, sampling), probs, rtol=1e-12, atol=0.0
-    )
 
 
 def _packed(model: LoadedModel, kernels: Kernels) -> NativeModel:
     """Packs the model and runs it beside torch's own layers, whose logits were computed before."""
     reference = trusted(lambda: Reference(model), lambda _: 0.0, 0.0)
 
-    def steps(model: LoadedModel, arena: KvArena) -> StepBackend:
-        return NativeModel(model, kernels, reference, None).backend(arena)
+    def error_of(_: int) -> float:
+        return reference.error_of(
+            lambda model, arena: NativeModel(model, kernels, reference, None).backend(arena)
+        )
 
     for wide_residual in (True, False) if model.dtype is torch.bfloat16 else (False,):
         try:
-            trusted(
-                lambda: pack_linears(model.module, kernels, wide_residual=wide_residual),  # noqa: B023 - called at once
-                lambda _: reference.error_of(steps),
-                reference.limit,
-            )
+            pack = partial(pack_linears, model.module, kernels, wide_residual=wide_residual)
+            trusted(pack, error_of, reference.limit)
             break
         except DistrustedError as error:
             unpack_linears(model.module)

@@ -114,10 +114,7 @@ def packed(weight: Tensor, block: int) -> Tensor:
 
 def unpacked(weights: Tensor, outputs: int, inputs: int) -> Tensor:
     """The matrix that was packed, [outputs, inputs]."""
-    in_order = weights.transpose(1, 2)
-    if weights.dtype == torch.bfloat16:
-        return in_order.reshape(-1, 2 * weights.shape[1])[:outputs, :inputs]
-    return in_order.reshape(-1, inputs)[:outputs]
+    return weights.transpose(1, 2).flatten(2).flatten(0, 1)[:outputs, :inputs]
 
 
 WIDEST_SEGMENT = 128
@@ -128,16 +125,13 @@ class NativeAttention:
     """Geometry of an engine's layers, as attention needs it."""
 
     def __init__(self, kernels: Kernels, arena: KvArena) -> None:
-        self.kernels = kernels
-        self._layers = arena.layers
-        self.group_count = arena.group_count
-        """Page tables of a sequence."""
-        self.calls = [self.new_call(index) for index in range(len(self._layers))]
+        self.kernels, self.arena = kernels, arena
+        self.calls = [self.new_call(index) for index in range(len(arena.layers))]
         """The part of a call that is the same at each step, by layer."""
 
     def new_call(self, layer_index: int) -> AttentionCall:
         """A call of a layer that shares nothing with `calls`."""
-        layer = self._layers[layer_index]
+        layer = self.arena.layers[layer_index]
         _, page_tokens, kv_heads, key_dim = layer.keys.shape
         return AttentionCall(
             keys=layer.keys.data_ptr(),
@@ -149,10 +143,6 @@ class NativeAttention:
             window=layer.window or 0,
             kind=kind_of(layer.keys.dtype),
         )
-
-    def group_of(self, layer_index: int) -> int:
-        """Index of the page table for a layer's keys and values."""
-        return self._layers[layer_index].group
 
 
 def places(packing: Packing, group: int = 0) -> list[int]:
@@ -197,7 +187,7 @@ class NativeLayout(Packing):
     def __init__(self, segments: SequenceOf[Segment], attention: NativeAttention) -> None:
         super().__init__(segments)
         self._attention = attention
-        self._places = torch.tensor([places(self, group) for group in range(attention.group_count)])
+        self._places = torch.tensor([places(self, group) for group in range(attention.arena.group_count)])
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
@@ -210,6 +200,6 @@ class NativeLayout(Packing):
         )
         output = query.new_empty((1, self.token_count, query.shape[1], value.shape[3]))
         _sinks = point(call, query, key, value, output, scoring)  # alive until the call has run
-        call.segments = self._places[self._attention.group_of(layer_index)].data_ptr()
+        call.segments = self._places[self._attention.arena.layers[layer_index].group].data_ptr()
         self._attention.kernels.run(KernelCall(Routine.ATTEND, call))
         return output

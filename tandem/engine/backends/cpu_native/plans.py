@@ -10,7 +10,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import groupby
 from operator import getitem
@@ -129,7 +129,7 @@ def traced(module: nn.Module) -> GraphModule:
     if isinstance(module, HeadModel):
         inputs.append(module.states.any_states(tokens.numel()))
         of_inputs = partial(module.computed, step=_TracedStep())
-    with torch.no_grad(), _stand_ins(module), _quiet():
+    with torch.no_grad(), _traceable(module):
         try:
             graph = make_fx(of_inputs, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
         except Exception as error:  # noqa: BLE001 - what cannot be traced runs as it is
@@ -157,41 +157,25 @@ def _drop_repeated_casts(graph: GraphModule) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """torch logs untraceable code at length; one line of our own log suffices."""
+def _traceable(module: nn.Module) -> Iterator[None]:
+    """Packed layers show their products. torch logs untraceable code at length; one line of our own log suffices."""
+    layers: list[Any] = [layer for layer in module.modules() if isinstance(layer, PackedLinear)]
+    kernels = [layer._kernels for layer in layers]
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     log.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
-
-
-@contextmanager
-def _stand_ins(module: nn.Module) -> Iterator[None]:
-    layers: list[Any] = [layer for layer in module.modules() if isinstance(layer, PackedLinear)]
-    kernels = [layer._kernels for layer in layers]
     for layer in layers:
         layer._kernels = _TracedKernels()
     try:
         yield
     finally:
+        log.setLevel(level)
         for layer, own in zip(layers, kernels, strict=True):
             layer._kernels = own
 
 
 _aten: Any = torch.ops.aten
-
-_POINTWISE = {
-    _aten._to_copy.default: Operation.COPY,
-    _aten.clone.default: Operation.COPY,
-    _aten.neg.default: Operation.NEGATE,
-    _aten.rsqrt.default: Operation.RECIPROCAL_ROOT,
-    _aten.silu.default: Operation.SILU,
-    _aten.add.Tensor: Operation.ADD,
-    _aten.mul.Tensor: Operation.MULTIPLY,
-}
+_COPIES = (_aten._to_copy.default, _aten.clone.default)
 
 
 class UnknownOperationError(Exception):
@@ -205,14 +189,15 @@ def kernel_calls(
 
     The tensors must outlive the calls. The named arguments of a copy say what `output` is already.
     """
-    operation, maker = _POINTWISE.get(target), _MAKERS.get(target)
-    is_copy = operation is Operation.COPY
-    if (operation is None and maker is None) or (named and not is_copy):
+    maker = _MAKERS.get(target)
+    if maker is None or (named and target not in _COPIES):
         raise UnknownOperationError(f"{target} with {', '.join(named) or 'any arguments'}")
-    if maker is not None:
-        return maker(output, *arguments)
-    assert operation is not None
-    if len(arguments) == 1 and not is_copy and arguments[0].dtype != output.dtype:
+    return maker(output, *arguments)
+
+
+def _elementwise(operation: Operation, output: Tensor, *arguments: Any) -> list[KernelCall]:
+    is_cast = len(arguments) == 1 and arguments[0].dtype != output.dtype
+    if is_cast and operation is not Operation.COPY:
         raise UnknownOperationError(f"{operation.name} from {arguments[0].dtype} to {output.dtype}")
     return [_pointwise(operation, output, *arguments)]
 
@@ -220,7 +205,7 @@ def kernel_calls(
 def _power(output: Tensor, value: Tensor, exponent: float) -> list[KernelCall]:
     if exponent != 2:
         raise UnknownOperationError(f"to the power of {exponent}")
-    return [_pointwise(Operation.SQUARE, output, value)]
+    return _elementwise(Operation.SQUARE, output, value)
 
 
 def _concatenation(output: Tensor, parts: SequenceOf[Tensor], dim: int = 0) -> list[KernelCall]:
@@ -251,6 +236,12 @@ def _embedding(output: Tensor, table: Tensor, ids: Tensor, *_: object) -> list[K
 
 
 _MAKERS: dict[Any, Callable[..., list[KernelCall]]] = {
+    **dict.fromkeys(_COPIES, partial(_elementwise, Operation.COPY)),
+    _aten.neg.default: partial(_elementwise, Operation.NEGATE),
+    _aten.rsqrt.default: partial(_elementwise, Operation.RECIPROCAL_ROOT),
+    _aten.silu.default: partial(_elementwise, Operation.SILU),
+    _aten.add.Tensor: partial(_elementwise, Operation.ADD),
+    _aten.mul.Tensor: partial(_elementwise, Operation.MULTIPLY),
     _aten.pow.Tensor_Scalar: _power,
     _aten.cat.default: _concatenation,
     _aten.mean.dim: _mean,
@@ -264,14 +255,21 @@ def _pointwise(
     tensors = [output, first, *([second] if isinstance(second, Tensor) else [])]
     if any(tensor.dim() == 0 and tensor.dtype != output.dtype for tensor in tensors):
         raise UnknownOperationError("a single number that torch rounds first")
-    sizes, strides = _dimensions(output.shape, [_expanded(tensor, output.shape) for tensor in tensors])
-    if len(strides) == 3 and strides[1][-1] == 0:  # sums and products are the same the other way round
+    try:
+        expanded = [tensor.expand(output.shape).stride() for tensor in tensors]
+    except RuntimeError as error:
+        raise UnknownOperationError(str(error)) from None
+    sizes, strides = _dimensions(output.shape, expanded)
+    if strides[1][-1] == 0:  # sums and products are the same the other way round
         tensors[1:], strides[1:] = tensors[:0:-1], strides[:0:-1]
     if strides[0][-1] != 1 or strides[1][-1] != 1 or strides[-1][-1] not in {0, 1}:
         raise UnknownOperationError(f"{operation.name} of numbers that do not lie side by side")
     call = PointwiseCall(operation, (ctypes.c_int64 * DIMENSIONS)(*sizes))
     for place, tensor, steps in zip(("output", "first", "second"), tensors, strides, strict=False):
-        setattr(call, place, _operand(operation, tensor, steps))
+        if tensor.dtype not in DTYPES and (tensor.dtype != torch.int64 or operation is not Operation.COPY):
+            raise UnknownOperationError(f"{operation.name} of {tensor.dtype}")
+        kind = kind_of(tensor.dtype) if tensor.dtype in DTYPES else INT64_KIND
+        setattr(call, place, Operand(tensor.data_ptr(), kind, (ctypes.c_int64 * DIMENSIONS)(*steps)))
     if second is not None and not isinstance(second, Tensor):
         if float(torch.tensor(second, dtype=output.dtype)) != torch.tensor(second, dtype=torch.float32):
             raise UnknownOperationError(f"{second}, which torch rounds for some numbers and not for others")
@@ -281,26 +279,7 @@ def _pointwise(
     return KernelCall(Routine.POINTWISE, call)
 
 
-def _operand(operation: Operation, tensor: Tensor, strides: list[int]) -> Operand:
-    if tensor.dtype in DTYPES:
-        kind = kind_of(tensor.dtype)
-    elif tensor.dtype == torch.int64 and operation is Operation.COPY:
-        kind = INT64_KIND
-    else:
-        raise UnknownOperationError(f"{operation.name} of {tensor.dtype}")
-    return Operand(tensor.data_ptr(), kind, (ctypes.c_int64 * DIMENSIONS)(*strides))
-
-
-def _expanded(tensor: Tensor, shape: torch.Size) -> list[int]:
-    try:
-        return list(tensor.expand(shape).stride())
-    except RuntimeError as error:
-        raise UnknownOperationError(str(error)) from None
-
-
-def _dimensions(
-    shape: torch.Size, strides: list[tuple[int, ...] | list[int]]
-) -> tuple[list[int], list[list[int]]]:
+def _dimensions(shape: torch.Size, strides: list[tuple[int, ...]]) -> tuple[list[int], list[list[int]]]:
     """Merge adjacent dimensions where possible, and pad in front up to `DIMENSIONS`."""
     sizes: list[int] = []
     kept: list[list[int]] = [[] for _ in strides]
@@ -323,8 +302,6 @@ def _dimensions(
 
 
 TorchCall = Callable[[], object]
-
-_COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default}
 
 
 def torch_call(
@@ -359,7 +336,7 @@ def _candidates(
         for function in (getattr(place, name, None) for place in (torch, torch._C._nn))
         if function is not None
     ]
-    packet = getattr(torch.ops.aten, name)
+    packet = getattr(_aten, name)
     found += [partial(getattr(packet, overload), *arguments, **named, out=output)
               for overload in packet.overloads() if "out" in overload]  # fmt: skip
     return found
@@ -372,9 +349,8 @@ def copied(
 
     def call() -> None:
         results = target(*arguments, **named)
-        for output, result in zip(
-            outputs, (results,) if isinstance(results, Tensor) else results, strict=True
-        ):
+        parts = (results,) if isinstance(results, Tensor) else results
+        for output, result in zip(outputs, parts, strict=True):
             output.copy_(result)
 
     return call
@@ -398,8 +374,7 @@ class Head:
         table = inputs.view(-1, inputs.shape[-1])
         rows = torch.arange(table.shape[0])
         self._rows = rows.numpy()
-        gather = kernel_calls(torch.ops.aten.embedding.default, (table, rows), {}, chosen)
-        self.calls = [*gather, linear_call(chosen, weights, bias, output)]
+        self.calls = [*_embedding(chosen, table, rows), linear_call(chosen, weights, bias, output)]
         self._gather, self._linear = (call.arguments for call in self.calls)
         self._kept = (chosen, inputs, rows)
 
@@ -447,9 +422,7 @@ class PlanCompiler(Interpreter):
         `layers.places` says from a row of `places` for each group of layers, and those of a drafting head `states`,
         [tokens, state_size]."""
         super().__init__(graph, garbage_collect_values=False)
-        self._attention = attention
-        self._kernels = attention.kernels
-        self._places = places
+        self._attention, self._kernels, self._places = attention, attention.kernels, places
         self.calls: list[Call] = []
         self.kept: list[object] = []
         """Objects that must live as long as the calls."""
@@ -479,12 +452,10 @@ class PlanCompiler(Interpreter):
 
     def joined_calls(self) -> list[TorchCall]:
         """The calls, those of kernels that follow on each other as one."""
-        joined: list[TorchCall] = []
+        joined: list[Any] = []
         for is_kernel, group in groupby(self.calls, lambda call: isinstance(call, KernelCall)):
-            if is_kernel:
-                joined.append(self._kernels.joined(cast("list[KernelCall]", list(group))))
-            else:
-                joined += cast("list[TorchCall]", group)
+            calls: list[Any] = list(group)
+            joined += [self._kernels.joined(calls)] if is_kernel else calls
         return joined
 
     def run_node(self, n: Node) -> Any:
@@ -501,9 +472,8 @@ class PlanCompiler(Interpreter):
         arguments, named = self.fetch_args_kwargs_from_env(node)
         if isinstance(like, Tensor) and self._survey.root[node] is node:
             size = like.untyped_storage().nbytes()
-            storage = self._storages[node] = (
-                self._pool[size].pop() if self._pool[size] else _new_storage(size)
-            )
+            free = self._pool[size]
+            storage = self._storages[node] = free.pop() if free else _new_storage(size)
             output = torch.empty(0, dtype=like.dtype)
             output.set_(storage, like.storage_offset(), like.shape, like.stride())
             self.calls += self._writing(node, arguments, named, output)
@@ -528,11 +498,8 @@ class PlanCompiler(Interpreter):
         if node.target is ATTEND:
             return self._attend(output, *arguments)
         expected = cast(Any, node.target)(*arguments, **named)
-        try:
+        with suppress(UnknownOperationError):
             calls = kernel_calls(node.target, arguments, named, output)
-        except UnknownOperationError:
-            pass
-        else:
             output.zero_()
             self._kernels.run(*calls)
             if same(output, expected):
@@ -552,22 +519,14 @@ class PlanCompiler(Interpreter):
         self.head = Head(inputs, weights, bias, output)
         return self.head.calls
 
-    def _attend(
-        self,
-        output: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        layer: int,
-        scale: float | None,
-        softcap: float | None,
-    ) -> SequenceOf[Call]:
+    def _attend(self, output: Tensor, *arguments: Any) -> SequenceOf[Call]:
+        """`arguments` are those of `ATTEND`."""
         output.zero_()
-        query, key, value = (self._laid(states, states.stride(3) == 1) for states in (query, key, value))
+        *states, sinks, layer, scale, softcap = arguments
+        query, key, value = (self._laid(each, each.stride(3) == 1) for each in states)
         call = self._attention.new_call(layer)
         self.kept.append(point(call, query, key, value, output, Scoring(scale, softcap, sinks)))
-        call.segments = self._places[self._attention.group_of(layer)].data_ptr()
+        call.segments = self._places[self._attention.arena.layers[layer].group].data_ptr()
         return [KernelCall(Routine.ATTEND, call)]
 
     def _laid(self, states: Tensor, is_laid: bool) -> Tensor:
@@ -595,12 +554,11 @@ class ExecutionPlan:
     def __init__(
         self, graph: GraphModule, attention: NativeAttention, token_count: int, states: Tensor | None = None
     ) -> None:
-        """Lays out memory and binds the calls. The arena is not touched.
-
-        A drafting head's calls are tried with any `states`, [token_count, state_size].
-        """
+        """A drafting head's calls are tried with any `states`, [token_count, state_size]."""
         inputs = torch.zeros(2, token_count, dtype=torch.long)
-        where = torch.zeros(attention.group_count, 1 + 6 * token_count, dtype=torch.long)  # see `places`
+        where = torch.zeros(
+            attention.arena.group_count, 1 + 6 * token_count, dtype=torch.long
+        )  # see `places`
         compiled = PlanCompiler(graph, attention, inputs, where, states)
         self._states = states
         # As numpy's, which take a few numbers in a third of the time that torch takes.

@@ -21,7 +21,6 @@ from tandem.config.names import DFLASH
 from tandem.engine.kv_cache.arena import LayerGeometry
 from tandem.engine.models.heads.interface import BlockHead, HeadFile, HeadTensors, shared_layers
 from tandem.engine.models.loading import LoadedModel
-from tandem.errors import ModelFolderError
 
 ARCHITECTURE = "DFlashDraftModel"
 
@@ -45,10 +44,8 @@ class DFlashHead(BlockHead):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        if _SPECULATORS_TYPE in self.file.content:
-            self._read_wrapped(self.file)
-        else:
-            self._read_raw(self.file)
+        is_wrapped = _SPECULATORS_TYPE in self.file.content
+        (self._read_wrapped if is_wrapped else self._read_raw)(self.file)
 
     def _read_raw(self, file: HeadFile) -> None:
         if file.content.get("architectures") != [ARCHITECTURE]:
@@ -94,9 +91,9 @@ class DFlashHead(BlockHead):
 
     def build(self, target: LoadedModel, tensors: Container[str] = ()) -> None:
         if self.mask_token_id >= self.vocabulary_size:
-            raise ModelFolderError(
-                f"the drafting head in {self.file.folder} has mask_token_id {self.mask_token_id}; it must be one of "
-                f"the {self.vocabulary_size} tokens of {target.info.name}"
+            raise self.misfit(
+                f"has mask_token_id {self.mask_token_id}; it must be one of the {self.vocabulary_size} tokens of "
+                f"{target.info.name}"
             )
         shape, size = self.shape, self.state_size
         self.fc = nn.Linear(len(self.layer_ids) * size, size, bias=False)
@@ -106,20 +103,15 @@ class DFlashHead(BlockHead):
         self.rotary_emb = Qwen3RotaryEmbedding(shape)
         if self.draft_vocabulary_size is not None:
             self.lm_head = nn.Linear(size, self.draft_vocabulary_size, bias=False)
+        self.readers = (self.fc, self.hidden_norm)
 
     def read(self, target: LoadedModel, tensors: HeadTensors) -> None:
         super().read(target, tensors)
         self.embed_tokens, output_layer = shared_layers(target)
-        if self.draft_vocabulary_size is None:
+        if (count := self.draft_vocabulary_size) is None:
             self.lm_head = output_layer
         else:
-            self.target_ids = tensors.target_ids(
-                "d2t", self.draft_vocabulary_size, self.vocabulary_size, are_offsets=True
-            )
-
-    @property
-    def readers(self) -> Sequence[nn.Module]:
-        return (self.fc, self.hidden_norm)
+            self.target_ids = tensors.target_ids("d2t", count, self.vocabulary_size, are_offsets=True)
 
     def combined(self, hidden_states: Sequence[Tensor]) -> Tensor:
         output: Tensor = self.hidden_norm(self.fc(torch.cat(list(hidden_states), dim=-1)))

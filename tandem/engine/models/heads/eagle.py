@@ -111,9 +111,7 @@ def _layer(file: HeadFile) -> HeadFile:
     return file.nested("model") if isinstance(file.content.get("model"), dict) else file
 
 
-_ARCHITECTURES = (
-    "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3DraftModel", "Eagle3Speculator",
-)  # fmt: skip
+_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3DraftModel", "Eagle3Speculator")
 """First entries of `architectures`, as in vLLM's registry."""
 
 _AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -139,9 +137,8 @@ class Eagle3Head(LlamaHead):
         self.take_shape(file.nested("transformer_layer_config") if is_wrapped else file, "an EAGLE-3 head")
         self.architecture = file.architecture("Eagle3Speculator")
         self.draft_vocabulary_size = file.number("draft_vocab_size", self.vocabulary_size)
-        self.target_size = self.expected["target_hidden_size"] = file.number(
-            "target_hidden_size", self.state_size
-        )
+        self.target_size = file.number("target_hidden_size", self.state_size)
+        self.expected["target_hidden_size"] = self.target_size
         nvidias = file.content.get("eagle_config")
         flags = HeadFile(file.path, {**(nvidias if isinstance(nvidias, dict) else {}), **file.content})
         self.layer_ids = () if flags.content.get(_AUX_LAYERS) is None else flags.layer_ids(_AUX_LAYERS)
@@ -173,25 +170,19 @@ class Eagle3Head(LlamaHead):
         self.midlayer.hidden_norm = LlamaRMSNorm(size, epsilon)
         self.norm = LlamaRMSNorm(size, epsilon)
         self.lm_head = nn.Linear(size, self.draft_vocabulary_size, bias=False)
+        readers = (self.fc, self.fc_norm, self.input_norm)
+        self.readers = [module for module in readers if module is not None]
 
     def read(self, target: LoadedModel, tensors: HeadTensors) -> None:
         super().read(target, tensors)
         if self.draft_vocabulary_size != self.vocabulary_size or "d2t" in tensors:
-            ids = tensors.target_ids(
-                "d2t", self.draft_vocabulary_size, self.vocabulary_size, are_offsets=True
-            )
+            count = self.draft_vocabulary_size
+            ids = tensors.target_ids("d2t", count, self.vocabulary_size, are_offsets=True)
             self.target_ids = None if ids.tolist() == list(range(self.vocabulary_size)) else ids
 
-    @property
-    def readers(self) -> Sequence[nn.Module]:
-        readers = (self.fc, self.fc_norm, self.input_norm)
-        return [module for module in readers if module is not None]
-
     def combined(self, hidden_states: Sequence[Tensor]) -> Tensor:
-        states = list(hidden_states)
-        if len(self.fc_norm):
-            states = [norm(state) for norm, state in zip(self.fc_norm, states, strict=True)]
-        joined = torch.cat(states, dim=-1)
+        norms = self.fc_norm or [nn.Identity()] * _STATES
+        joined = torch.cat([norm(state) for norm, state in zip(norms, hidden_states, strict=True)], dim=-1)
         combined: Tensor = self.fc(joined if self.input_norm is None else self.input_norm(joined))
         return combined
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
@@ -14,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from tandem.engine.kv_cache.arena import LayerGeometry
 from tandem.engine.models.attention import ATTENTION_NAME, STEP_ARGUMENT
-from tandem.engine.models.checkpoint import CONFIG_FILE, find_weights, read_object
+from tandem.engine.models.checkpoint import CONFIG_FILE, find_weights, read_object, refusal
 from tandem.engine.models.loading import LoadedModel, StoredTensor, stored_tensors
 from tandem.errors import ModelFolderError
 
@@ -33,11 +34,8 @@ class StateReader:
     """Residual streams by the number of layers before them, or `FINAL_STATE`."""
     state_size: int
     """Width of what is kept for each token."""
-
-    @property
-    def readers(self) -> Sequence[nn.Module]:
-        """The modules that `combined` calls."""
-        return ()
+    readers: Sequence[nn.Module] = ()
+    """The modules that `combined` calls."""
 
     def combined(self, hidden_states: Sequence[Tensor]) -> Tensor:
         """The numbers to keep, [tokens, state_size], of [tokens, target_hidden_size] for each of `layer_ids`; by
@@ -53,7 +51,7 @@ class DraftHead(nn.Module, StateReader):
     target's.
 
     A head is made from its config alone, so that a folder that fits none is refused before the target is read. Then it
-    is loaded for its target, or built for it, to be trained. Subclasses read their config, build and compute.
+    is loaded for its target, or built for it, to be trained.
     """
 
     architecture: str
@@ -85,17 +83,16 @@ class DraftHead(nn.Module, StateReader):
         for key, own in self.expected.items():
             others = target.info.vocabulary_size if key == "vocab_size" else config.hidden_size
             if own not in (None, others):
-                raise ModelFolderError(
-                    f"the drafting head in {folder} was made for another target: its {key} is {own}, and that of "
-                    f"{target.info.name} is {others}"
+                raise self.misfit(
+                    f"was made for another target: its {key} is {own}, and that of {target.info.name} is {others}"
                 )
         tensors = HeadTensors(folder, self.renamed)
         self.build(target, tensors)
         reads_layers, count = self.layer_ids != DraftHead.layer_ids, config.num_hidden_layers
         if reads_layers and not all(0 <= each <= count for each in self.layer_ids):
-            raise ModelFolderError(
-                f"the drafting head in {folder} reads the target's states after {list(self.layer_ids)} layers; "
-                f"{target.info.name} has {count}"
+            layers = list(self.layer_ids)
+            raise self.misfit(
+                f"reads the target's states after {layers} layers; {target.info.name} has {count}"
             )
         self.read(target, tensors)
         # Buffers keep their dtype, which `Module.to` would change: in bfloat16 rotary frequencies have 8 significant
@@ -103,6 +100,9 @@ class DraftHead(nn.Module, StateReader):
         for parameter in self.parameters():
             parameter.data = parameter.data.to(target.device, target.dtype)
         return self.to(target.device).eval().requires_grad_(False)
+
+    def misfit(self, fault: str) -> ModelFolderError:
+        return ModelFolderError(f"the drafting head in {self.file.folder} {fault}")
 
     def build(self, target: LoadedModel, tensors: Container[str] = ()) -> None:
         """Make the modules, with any numbers. `tensors` are names of the checkpoint's, which say what a config leaves
@@ -163,12 +163,12 @@ class BlockHead(DraftHead):
         raise NotImplementedError
 
 
+@dataclass(frozen=True, slots=True)
 class HeadFile:
     """A head's `config.json`, or an object in it. Values that no head has here are refused in one sentence each."""
 
-    def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
-        self.path = path
-        self.content = content
+    path: Path
+    content: Mapping[str, Any]
 
     @classmethod
     def of(cls, folder: Path) -> HeadFile:
@@ -179,7 +179,7 @@ class HeadFile:
         return self.path.parent
 
     def refusal(self, fault: str) -> ModelFolderError:
-        return ModelFolderError(f"the file {self.path} {fault}")
+        return refusal(self.path, fault)
 
     def architecture(self, default: str) -> str:
         names = self.content.get("architectures")
@@ -197,9 +197,7 @@ class HeadFile:
         return None if self.content.get(key) is None else self.number(key)
 
     def flag(self, key: str, *, default: bool = False) -> bool:
-        value = self.content.get(key)
-        if value is None:
-            return default
+        value = default if self.content.get(key) is None else self.content[key]
         if not isinstance(value, bool):
             raise self.refusal(f"should have true or false for {key}, but it is {value!r}")
         return value
@@ -239,7 +237,7 @@ class LlamaHead(DraftHead):
             qkv_bias=False,
         )  # fmt: skip
         hidden_size, heads = layer.number("hidden_size"), layer.number("num_attention_heads")
-        self.shape = shape = LlamaConfig(
+        self.shape = LlamaConfig(
             hidden_size=hidden_size,
             intermediate_size=layer.number("intermediate_size"),
             num_attention_heads=heads,
@@ -248,10 +246,9 @@ class LlamaHead(DraftHead):
             vocab_size=layer.number("vocab_size"),
             rms_norm_eps=float(layer.content.get("rms_norm_eps") or 1e-6),
         )
+        shape: Any = self.shape
         self.state_size, self.vocabulary_size = hidden_size, shape.vocab_size
-        self.layers = (
-            LayerGeometry(self.shape.num_key_value_heads, self.shape.head_dim, self.shape.head_dim),
-        )
+        self.layers = (LayerGeometry(shape.num_key_value_heads, shape.head_dim, shape.head_dim),)
         self.expected["vocab_size"] = shape.vocab_size
 
     def build(self, target: LoadedModel, tensors: Container[str] = ()) -> None:
@@ -265,14 +262,12 @@ class LlamaHead(DraftHead):
         module: Any = target.module
         embedding: Tensor = module.get_input_embeddings().weight.detach()
         if _EMBEDDING in tensors:
-            own = tensors.read(_EMBEDDING, self.embed_tokens.weight.shape).to(
-                embedding.device, embedding.dtype
-            )
+            own = tensors.read(_EMBEDDING, self.embed_tokens.weight.shape).to(embedding)
             embedding = embedding if torch.equal(own, embedding) else own
         elif embedding.shape[1] != self.state_size:
-            raise ModelFolderError(
-                f"the drafting head in {self.file.folder} has no {_EMBEDDING}, and the target's embedding is "
-                f"{embedding.shape[1]} wide; it must be as wide as the head, {self.state_size}"
+            raise self.misfit(
+                f"has no {_EMBEDDING}, and the target's embedding is {embedding.shape[1]} wide; it must be as wide as "
+                f"the head, {self.state_size}"
             )
         self.embed_tokens.weight = nn.Parameter(embedding, requires_grad=False)
 

@@ -74,9 +74,7 @@ class MtpHead(DraftHead):
                 if file.content.get(key) is not None:
                     _check_count(file, key)
             if _FIRST_TENSOR not in find_weights(folder).names:
-                raise ModelFolderError(
-                    f"the model in {folder} has no layers for multi-token prediction: it has no tensor {_FIRST_TENSOR}"
-                )
+                raise _without_layers(file, f"it has no tensor {_FIRST_TENSOR}")
         else:
             raise file.refusal(
                 f"has the model_type {family!r}; the method mtp needs a model with layers for multi-token prediction, "
@@ -114,15 +112,10 @@ class MtpHead(DraftHead):
             return tensors.read(published, parameter.shape)
         experts, rows, columns = parameter.shape
         parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
+        beginnings = [f"{layer}{_EXPERTS}{expert}." for expert in range(experts)]
         wanted = (rows // len(parts), columns)
-        return torch.stack(
-            [
-                torch.cat(
-                    [tensors.read(f"{layer}{_EXPERTS}{expert}.{each}.weight", wanted) for each in parts]
-                )
-                for expert in range(experts)
-            ]
-        )
+        stored = [tensors.read(f"{own}{each}.weight", wanted) for own in beginnings for each in parts]
+        return torch.cat(stored).view(parameter.shape)
 
     def advanced(self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any) -> PassStates:
         embedded = self.embed_tokens(token_ids)
@@ -150,7 +143,8 @@ def _separate_layer(target: LoadedModel) -> nn.Module:
 def _check_count(file: HeadFile, key: str) -> None:
     count = file.content.get(key)
     if not isinstance(count, int) or count < 1:
-        raise ModelFolderError(
-            f"the model in {file.folder} has no layers for multi-token prediction: {key} is {count!r}; it must be at "
-            "least 1"
-        )
+        raise _without_layers(file, f"{key} is {count!r}; it must be at least 1")
+
+
+def _without_layers(file: HeadFile, why: str) -> ModelFolderError:
+    return ModelFolderError(f"the model in {file.folder} has no layers for multi-token prediction: {why}")

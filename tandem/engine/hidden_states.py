@@ -53,7 +53,6 @@ class HiddenStateTap:
         self.state_size = head.state_size
         self._storage: LayerCache | None = None
         self._states: dict[int, Tensor] = {}
-        """The chosen states of the step in progress, [1, tokens, hidden size]."""
 
     @property
     def model(self) -> LoadedModel:

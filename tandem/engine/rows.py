@@ -252,7 +252,6 @@ class RowsOfKind:
         return [logits.float()]
 
     def rows(self, found: Sequence[HostArray]) -> list[Rows]:
-        """The rows of each request, from what `launch` returned."""
         # NaN is the highest wherever it is.
         return self._by_request([DenseRow(row) if isfinite(row.max()) else None for row in found[0]])
 
@@ -266,7 +265,6 @@ class GreedyTokens(RowsOfKind):
     """The id of each row's highest logit."""
 
     def launch(self, logits: Tensor, inputs: Sequence[Tensor], sampler: Sampler) -> list[Tensor]:
-        """int64 [R]; -1 for logits that are not finite."""
         return [sampler.argmax(logits)]
 
     def rows(self, found: Sequence[HostArray]) -> list[Rows]:
@@ -304,7 +302,6 @@ class SupportRows(RowsOfKind):
         ]
 
     def inputs(self, device: torch.device) -> list[IntArray | FloatArray]:
-        """Keys, row and column of each id of the supports, and parameters."""
         rows = np.repeat(np.arange(len(self._supports)), self._sizes)
         places = np.stack((rows, np.concatenate(self._supports)))
         return [keys_of_rows(self._requests), places, *_parameters(self._sampling, device)]

@@ -33,7 +33,6 @@ class BranchStep:
     trunk_lengths: SequenceOf[int]
     """How many tokens of the trunk come before each branch, for all branches that there were at first."""
     depth: int
-    """Number of tokens that each branch has in the cache."""
     max_depth: int
     """Number of steps that there will be; room behind the trunk is needed for as many tokens of each branch."""
 

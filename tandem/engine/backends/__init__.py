@@ -1,1 +1,1 @@
-"""Ways to run a step: `cpu_native` by CPU kernels, `eager` by the model's own modules; `selection` chooses."""
+"""Ways to run a step: `cpu_native` by CPU kernels, `eager` by the model's own modules."""

@@ -28,13 +28,11 @@ class _Seen(NamedTuple):
     """The keys that a group reads, and which of them each query sees."""
 
     first: int
-    """Position of the first key."""
     has_past: bool = True
     """False where a group's queries see their own step's keys alone."""
     mask: Tensor | None = None
     """Minus infinity for keys that are hidden and zero for others, for one head, repeated; None for none hidden."""
     is_causal: bool = False
-    """Query i sees the keys up to i, without a mask."""
 
 
 class Group:
@@ -44,7 +42,6 @@ class Group:
     def __init__(self, part: Segment | BranchStep, model: LoadedModel) -> None:
         self.parts = [part]
         self.width = part.token_count
-        """Tokens of each part."""
         self.longest = self._total = part.span(0)[2]
         """Keys of the longest sequence."""
         self._model = model
@@ -243,8 +240,6 @@ class SerialBackend(StepBackend):
 
 
 class _ArenaLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its base's hook for subclasses is untyped
-    """One layer of one sequence, as transformers sees a cache."""
-
     def __init__(self, storage: LayerCache, segment: Segment, writer: PageWriter, reader: PageReader) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._storage, self._segment, self._writer, self._reader = storage, segment, writer, reader

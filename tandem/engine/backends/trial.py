@@ -124,9 +124,7 @@ class Reference:
         self.spread = max(root_mean_square(_difference(own, self._exact)), smallest)
         """Root mean square of torch's own rounding errors in a logit."""
         self._spreads = [max(error, smallest) for error in self._errors(own)]
-        """The spread of each sequence of the trial."""
         self.limit = MAX_ERROR[model.dtype]
-        """The largest error that is trusted, in spreads."""
 
     def error_of(self, make_backend: Callable[[LoadedModel, KvArena], StepBackend]) -> float:
         """The error of a backend's logits in the trial steps, in spreads; not a number where any result is none.

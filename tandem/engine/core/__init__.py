@@ -1,1 +1,1 @@
-"""The engine itself: `engine` is called on the event loop, `worker` is the thread that runs the model."""
+"""The engine itself: what the services call, and the thread that runs the model."""

@@ -79,7 +79,6 @@ class _Branches:
 
     job: BackgroundJob
     room: int
-    """Tokens that fit behind the trunk."""
     known: SequenceOf[Tensor] = ()
     """Logits of the first of the trunk's last positions, [positions, vocabulary_size], that a branch of the sequence's
     job before has computed."""

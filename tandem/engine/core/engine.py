@@ -8,13 +8,12 @@ import math
 import statistics
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import accumulate, product
 from typing import Any, Generic, cast
 
 import torch
@@ -56,7 +55,7 @@ _PROFILED_TOKENS = (1, 3, 5, 9)
 class Engine(Generic[PayloadT, ResultT]):
     """Runs jobs in batches on a thread of its own, so that the event loop never runs a forward pass.
 
-    Belongs to the event loop that calls `start`; any number of its tasks may use it.
+    Belongs to the event loop that calls `start`.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class Engine(Generic[PayloadT, ResultT]):
         self._runner = machinery.runner
         self._head: Head[Any, Any] = head
         self._chunk_tokens = settings.prefill_chunk_tokens
-        self._queued: deque[Job[PayloadT]] = deque()
+        self._queued: list[Job[PayloadT]] = []
         self._running: dict[Sequence, Job[PayloadT]] = {}
         """At most one job for each sequence, in the order in which they started."""
         self._ended: list[tuple[Job[PayloadT], object]] = []
@@ -107,7 +106,6 @@ class Engine(Generic[PayloadT, ResultT]):
         self._step_times = StepTimes()
         self._background = BackgroundWork(machinery, self._stepped, self._watchdog)
         self._leads = Leads()
-        """Jobs that follow others by themselves."""
         self._pages = PageScheduler(machinery.cache, self._background.drop, self._leads.is_ahead)
         self._failed_steps = 0
         self._waits_for_pages = False
@@ -137,10 +135,8 @@ class Engine(Generic[PayloadT, ResultT]):
         profiled = self._served(
             (width,) * count for count, width in product(_PROFILED_SEQUENCES, _PROFILED_TOKENS)
         )
-        sequences = [
-            await self.open(max(max(step) for step in (*steps, *profiled)))
-            for _ in range(max(len(step) for step in (*steps, *profiled)))
-        ]
+        every = [*steps, *profiled]
+        sequences = [await self.open(max(map(max, every))) for _ in range(max(map(len, every)))]
         own = self._head
         try:
             for sequence in sequences:
@@ -181,10 +177,9 @@ class Engine(Generic[PayloadT, ResultT]):
         ends = time.perf_counter() + _WARM_UP_SECONDS / 5
         found: dict[tuple[int, int], float] = {}
         for step in sorted(steps, key=sum):
-            seconds = []
-            for repeat in range(3):  # for a median
-                jobs = await self._warm_step(sequences, step, sum(step) + repeat, with_rows=True)
-                seconds += [job.cost.seconds for job in jobs[:1] if job.cost is not None]
+            seconds = [
+                await self._warm_step(sequences, step, sum(step) + i, with_rows=True) for i in range(3)
+            ]
             found[len(step), step[0]] = statistics.median(seconds)
             if time.perf_counter() > ends:
                 break
@@ -192,19 +187,19 @@ class Engine(Generic[PayloadT, ResultT]):
 
     async def _warm_step(
         self, sequences: SequenceOf[Sequence], step: tuple[int, ...], number: int, *, with_rows: bool = False
-    ) -> list[Job[Any]]:
-        """Runs a step of so many tokens of each sequence. Another number than the last one's makes other tokens, or
-        they would be known already."""
-        token_id = number % self.model.info.vocabulary_size
+    ) -> float:
+        """Runs a step of so many tokens of each sequence and returns its seconds. Another number than the last one's
+        makes other tokens, or they would be known already."""
+        token_id, loop = number % self.model.info.vocabulary_size, asyncio.get_running_loop()
         jobs: list[Job[Any]] = [
             Job(sequence, Delta(0, (token_id,) * count), min(count, self._max_rows) if with_rows else 0, None)
             for sequence, count in zip(sequences, step, strict=False)
         ]
         for job in jobs:
-            job.future = asyncio.get_running_loop().create_future()
+            job.future = loop.create_future()
         self._put(*jobs)  # together, so that they share a step
         await asyncio.gather(*(job.future for job in jobs if job.future is not None))
-        return jobs
+        return jobs[0].cost.seconds if jobs[0].cost is not None else 0.0
 
     async def open(self, max_length: int, spare_tokens: int = 0, client: str = "") -> Sequence:
         """See `SequenceEngine`. The sequence takes pages as it grows, and `spare_tokens` more behind its end while
@@ -389,18 +384,17 @@ class Engine(Generic[PayloadT, ResultT]):
         self._freed.append(sequence)
 
     def _start_queued(self) -> None:
-        waiting: deque[Job[PayloadT]] = deque()
-        for job in self._queued:
+        queued, self._queued = self._queued, []
+        for job in queued:
             if job.is_abandoned:
                 self._settle(job, _released_error())
                 continue
             if self._leads.end(job.sequence):
                 self._running.pop(job.sequence, None)
             if job.sequence in self._running:
-                waiting.append(job)
+                self._queued.append(job)
             else:
                 self._start_job(job)
-        self._queued = waiting
 
     def _start_job(self, job: Job[PayloadT] | None) -> None:
         if job is None:
@@ -497,12 +491,10 @@ class Engine(Generic[PayloadT, ResultT]):
     ) -> tuple[list[tuple[Job[PayloadT], Done[ResultT] | Failed | Continue]], int, float]:
         """Runs the model and asks the head; returns outcomes, the number of rows and when the forward pass ended."""
         rows: list[int] = []
-        """Indices of the step's tokens whose logits are wanted."""
+        """Indices of the step's tokens whose logits are wanted, which complete the jobs that are ready."""
         ready: list[Job[PayloadT]] = []
-        """Jobs that they complete."""
-        token_end = 0
-        for segment, job in zip(segments, jobs, strict=True):
-            token_end += segment.token_count
+        ends = accumulate(segment.token_count for segment in segments)
+        for segment, job, token_end in zip(segments, jobs, ends, strict=True):
             if job.row_count and segment.end == segment.sequence.length:
                 rows.extend(range(token_end - job.row_count, token_end))
                 ready.append(job)
@@ -610,17 +602,20 @@ def row_head(
     ready: SequenceOf[Job[RowRequest]], logits: Any, model: ModelRunner
 ) -> list[Done[Verification] | Failed]:
     """Logits become the rows that each job asks for."""
-    failures: dict[Job[RowRequest], Failed] = {}
-    requests = [_with_tokens(job, failures) for job in ready]
-    return [
-        failures.get(job)
-        or (
-            non_finite(job.payload.base_length)
-            if answer is None
-            else Done(answer, partial(_go_on, job, answer))
-        )
-        for job, answer in zip(ready, model.verify(requests, logits), strict=True)
+    given = [_with_tokens(job) for job in ready]
+    requests = [
+        each if isinstance(each, RowRequest) else replace(job.payload, grammar=None)
+        for each, job in zip(given, ready, strict=True)
     ]
+    outcomes: list[Done[Verification] | Failed] = []
+    for job, each, answer in zip(ready, given, model.verify(requests, logits), strict=True):
+        if isinstance(each, InvalidRequestError):
+            outcomes.append(Failed(each))
+        elif answer is None:
+            outcomes.append(non_finite(job.payload.base_length))
+        else:
+            outcomes.append(Done(answer, partial(_go_on, job, answer)))
+    return outcomes
 
 
 def _go_on(job: Job[RowRequest], answer: Verification) -> tuple[Verification, Job[RowRequest] | None]:
@@ -639,12 +634,7 @@ def _tell_led(job: Job[RowRequest], result: object) -> None:
         on_led(job.payload, result)
 
 
-def _with_tokens(job: Job[RowRequest], failures: dict[Job[RowRequest], Failed]) -> RowRequest:
-    request = job.payload
+def _with_tokens(job: Job[RowRequest]) -> RowRequest | InvalidRequestError:
     if job.prepared is not None:
-        found = job.prepared.result()[job]
-        if isinstance(found, RowRequest):
-            return found
-        failures[job] = Failed(found)
-        return replace(request, grammar=None)
-    return request.with_tokens(job.sequence.token_ids) if request.sampling.penalizes else request
+        return cast("RowRequest | InvalidRequestError", job.prepared.result()[job])
+    return job.payload.with_tokens(job.sequence.token_ids) if job.payload.sampling.penalizes else job.payload

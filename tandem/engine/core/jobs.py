@@ -29,7 +29,6 @@ class Job(Generic[PayloadT]):
     row_count: int
     """Rows for so many last positions, 1 after `Continue`. 0 computes keys and values only: the result is None."""
     payload: PayloadT
-    """Data for the head."""
     lead: int = 0
     """How many jobs may follow this one by themselves."""
     on_result: Callable[[Job[PayloadT], object], None] | None = None
@@ -130,7 +129,6 @@ class Leads:
     def __init__(self) -> None:
         self._leads: dict[Sequence, _Lead] = {}
         self.begun_count = 0
-        """Jobs that have begun by themselves."""
         self.wasted_count = 0
         """Those of them that nobody asked for until their lead ended."""
 

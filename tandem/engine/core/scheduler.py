@@ -25,20 +25,16 @@ def next_segments(jobs: Collection[Job[Any]], prompt_tokens: int) -> list[Segmen
     short = min(32, prompt_tokens)
     budget = prompt_tokens
     counts: dict[Job[Any], int] = {}
-    for job in jobs:
-        pending = job.sequence.pending_count
-        if pending > short:
-            continue
-        if not job.sequence.is_new:
-            counts[job] = pending
-        elif pending <= budget:
-            counts[job] = pending
-            budget -= pending
-    for job in jobs:
+    for job in sorted(jobs, key=lambda job: job.sequence.pending_count > short):
         pending = job.sequence.pending_count
         if pending > short:
             counts[job] = _part(pending, job.row_count, budget)
             budget -= counts[job]
+        elif not job.sequence.is_new:
+            counts[job] = pending
+        elif pending <= budget:
+            counts[job] = pending
+            budget -= pending
     return [Segment(job.sequence, counts[job]) for job in jobs if counts.get(job)]
 
 
@@ -85,14 +81,14 @@ class PageScheduler:
             return list(segments)
         preempted: set[Sequence] = set()
         ready: set[Sequence] = set()
-        waited = [segment for segment in segments if not self.is_ahead(segment.sequence)]
+        ahead = {segment.sequence for segment in segments if self.is_ahead(segment.sequence)}
+        waited = [segment for segment in segments if segment.sequence not in ahead]
         for segment in sorted(waited, key=lambda segment: segment.sequence.serial):
             if segment.sequence not in preempted and self._provide(segment, preempted):
                 ready.add(segment.sequence)
         for segment in segments:
-            sequence = segment.sequence
-            if self.is_ahead(sequence) and sequence not in preempted:
-                ready |= {sequence} if self.cache.make_ready(sequence, segment.end) else set()
+            if segment.sequence in ahead - preempted and self.cache.make_ready(segment.sequence, segment.end):
+                ready.add(segment.sequence)
         ready -= preempted
         found = [segment for segment in segments if segment.sequence in ready]
         return found or self._first_by_idle_pages([s for s in waited if s.sequence not in preempted])
@@ -157,7 +153,6 @@ class RejoinWindow:
         self._due: dict[Sequence, float] = {}
         """Until when each sequence that was answered should have returned."""
         self._late: set[Sequence] = set()
-        """Those that took longer the last time."""
         self._missing: set[Sequence] = set()
         """Those that were answered and are worth a wait."""
         self._ends = 0.0

@@ -14,7 +14,6 @@ class StepTimes:
 
     def __init__(self) -> None:
         self.profile = StepProfile()
-        """The durations as last published."""
         self._seconds: dict[tuple[int, int], float] = {}
 
     def measured(self, seconds: dict[tuple[int, int], float]) -> None:

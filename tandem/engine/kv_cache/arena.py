@@ -29,16 +29,6 @@ def pages_for(tokens: int, page_tokens: int) -> int:
     return -(-tokens // page_tokens)
 
 
-def first_seen_page(length: int, window: int | None, page_tokens: int) -> int:
-    """Index of the first page that the token after `length` others sees."""
-    return 0 if window is None else max(0, length - window + 1) // page_tokens
-
-
-def first_kept_page(length: int, window: int | None, page_tokens: int) -> int:
-    """Index of the first page that a sequence of `length` computed tokens keeps, so that it may roll back."""
-    return first_seen_page(length - ROLLBACK_TOKENS, window, page_tokens)
-
-
 class PageTable:
     """The pages of one sequence in one group of layers, first positions first.
 
@@ -90,6 +80,14 @@ class PageTable:
         if not self.first or self.window is None:
             return 0
         return self.first * self.page_tokens + self.window - 1
+
+    def first_seen(self, length: int) -> int:
+        """Index of the first page that the token after `length` others sees."""
+        return 0 if self.window is None else max(0, length - self.window + 1) // self.page_tokens
+
+    def first_kept(self, length: int) -> int:
+        """Index of the first page to keep after `length` computed tokens, so that the sequence may roll back."""
+        return self.first_seen(length - ROLLBACK_TOKENS)
 
     def extend(self, pages: Iterable[int]) -> None:
         for page in pages:
@@ -279,7 +277,6 @@ class KvArena(CacheShape):
             LayerCache(states(shape.kv_heads, shape.key_dim), states(shape.kv_heads, shape.value_dim))
             for shape in shapes
         )
-        """The tensors that the layers share."""
         by_index = {
             index: replace(storage, group=number, window=layers[index].window)
             for number, group in enumerate(groups)

@@ -19,7 +19,7 @@ from itertools import count
 from operator import ge, itemgetter
 
 from tandem.engine.interface import KvUsage
-from tandem.engine.kv_cache.arena import KvArena, first_kept_page, first_seen_page, most_pages, pages_for
+from tandem.engine.kv_cache.arena import KvArena, PageTable, most_pages, pages_for
 from tandem.engine.kv_cache.sequence import ROOT, Sequence
 from tandem.errors import InvalidRequestError
 from tandem.types import common_length
@@ -219,12 +219,10 @@ class PagedCache:
         """
         begun = [other for other, has_begun in self._holders.items() if has_begun]
         watermark = self._arena.page_count // 100 if begun else 0
-        size, length = self._page_tokens, sequence.length
+        length = sequence.length
         # For all of its tokens that a window does not pass over
-        lacking = sum(
-            pages_for(length, size) - max(len(table), first_kept_page(length, table.window, size))
-            for table in sequence.tables
-        )
+        present = [max(len(table), table.first_kept(length)) for table in sequence.tables]
+        lacking = len(present) * pages_for(length, self._page_tokens) - sum(present)
         has_older = any(other.serial < sequence.serial for other in begun)
         return self._pool.available_count >= lacking + watermark or not has_older
 
@@ -241,14 +239,13 @@ class PagedCache:
         """Make the pages that are about to be written the sequence's own, known to no other."""
         first = sequence.computed_length // self._page_tokens
         while len(sequence.chains) > first:
-            for group in range(len(sequence.tables)):
-                if not self._own_page(sequence, group, len(sequence.chains) - 1):
-                    return False
+            if not all(self._own_last_page(sequence, table) for table in sequence.tables):
+                return False
             sequence.chains.pop()
         return True
 
-    def _own_page(self, sequence: Sequence, group: int, index: int) -> bool:
-        table = sequence.tables[group]
+    def _own_last_page(self, sequence: Sequence, table: PageTable) -> bool:
+        index = len(sequence.chains) - 1
         page = table[index]
         if self._pool.holders(page) == 1:
             self._pool.forget(page)
@@ -256,8 +253,7 @@ class PagedCache:
         if not self._pool.available_count:
             return False
         own = self._pool.take()
-        kept = max(0, sequence.computed_length - index * self._page_tokens)
-        if kept:
+        if (kept := sequence.computed_length - index * self._page_tokens) > 0:
             self._arena.copy(page, own, kept)
         table.replace(index, own)
         self._pool.let_go(page)
@@ -297,8 +293,7 @@ class PagedCache:
             self._publish(sequence)
         if self._has_windows:
             for table in sequence.tables:
-                first = first_kept_page(sequence.computed_length, table.window, self._page_tokens)
-                self._pool.let_go(*table.drop_before(first))
+                self._pool.let_go(*table.drop_before(table.first_kept(sequence.computed_length)))
 
     def release(self, sequence: Sequence) -> None:
         if self._reuses_prefixes and not sequence.is_private:
@@ -329,13 +324,12 @@ class PagedCache:
         """Gives a sequence the known blocks that follow its chains and end at `end` at the latest."""
         own_count = len(sequence.chains)
         blocks = self._known_blocks(sequence, own_count, end)
-        del blocks[self._usable_count(own_count, blocks) :]
+        del blocks[self._usable_count(sequence, blocks) :]
         if not blocks:
             return
         length = (own_count + len(blocks)) * self._page_tokens
         for group, table in enumerate(sequence.tables):
-            first = first_seen_page(length, table.window, self._page_tokens)
-            self._pool.let_go(*table.drop_before(first))
+            self._pool.let_go(*table.drop_before(table.first_seen(length)))
             for block in blocks[len(table) - own_count :]:
                 self._pool.share(block.pages[group])
                 table.extend((block.pages[group],))
@@ -344,32 +338,29 @@ class PagedCache:
 
     def _known_blocks(self, sequence: Sequence, first: int, end: int) -> list[KnownBlock]:
         """The blocks from `first` on that have their pages in all layers that keep all tokens, and end by `end`."""
-        size, token_ids, unbounded = self._page_tokens, sequence.token_ids, self._unbounded
+        size = self._page_tokens
         blocks: list[KnownBlock] = []
         parent = sequence.chains[first - 1] if first else ROOT
         for start in range(first * size, end - size + 1, size):
-            known = self._pool.full_block(parent, token_ids[start : start + size])
-            if known is None or NO_PAGE in known.pages[:unbounded]:
+            known = self._pool.full_block(parent, sequence.token_ids[start : start + size])
+            if known is None or NO_PAGE in known.pages[: self._unbounded]:
                 break
             blocks.append(known)
             parent = known.chain
         return blocks
 
-    def _usable_count(self, own_count: int, blocks: list[KnownBlock]) -> int:
+    def _usable_count(self, sequence: Sequence, blocks: list[KnownBlock]) -> int:
         """The most of the blocks after which a token finds all that it sees, in layers with a window as well."""
         if not self._has_windows:
             return len(blocks)
-        usable, size = 0, self._page_tokens
-        whole_from = [0] * self._arena.group_count  # the block behind the last one whose page is lost
-        for taken, block in enumerate(blocks, 1):
-            total = own_count + taken
-            whole_from = [
-                total if page == NO_PAGE else first
-                for page, first in zip(block.pages, whole_from, strict=True)
-            ]
-            seen_from = [first_seen_page(total * size, window, size) for window in self._arena.windows]
+        usable, own_count = 0, len(sequence.chains)
+        whole_from = [0] * len(sequence.tables)  # the block behind the last one whose page is lost
+        for end, block in enumerate(blocks, own_count + 1):
+            lost = (page == NO_PAGE for page in block.pages)
+            whole_from = [end if is_lost else first for is_lost, first in zip(lost, whole_from, strict=True)]
+            seen_from = (table.first_seen(end * self._page_tokens) for table in sequence.tables)
             if all(map(ge, seen_from, whole_from)):
-                usable = taken
+                usable = end - own_count
         return usable
 
     def _copy_beginning(self, sequence: Sequence, end: int) -> None:

@@ -60,8 +60,10 @@ def load_model(
     threads: int | None = None,
     name: str | None = None,
 ) -> LoadedModel:
-    """Loads a decoder-only Hugging Face checkpoint."""
-    torch_device, torch_dtype = _device(device), _dtype(dtype)
+    """Loads a decoder-only Hugging Face checkpoint. `device` and `dtype` are names that settings have checked."""
+    torch_device, torch_dtype = torch.device(device), _DTYPES[dtype]
+    if torch_device.type == "cuda" and (torch_device.index or 0) >= (count := torch.cuda.device_count()):
+        raise ConfigurationError(f"the device is {device!r}, but torch sees {count} CUDA devices")
     if threads is not None:
         torch.set_num_threads(threads)
     checkpoint = open_checkpoint(folder)
@@ -96,28 +98,7 @@ def load_model(
     return LoadedModel(module, info, layers, is_packed, torch_dtype, torch_device)
 
 
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigurationError(f"the device is {name!r} and should be cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigurationError(
-            f"the device is {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices"
-        )
-    return device
-
-
-def _dtype(name: str) -> torch.dtype:
-    if name not in _DTYPES:
-        raise ConfigurationError(f"the dtype is {name!r} and should be one of {', '.join(_DTYPES)}")
-    return _DTYPES[name]
-
-
 def _load_module(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Any:
-    """The transformers model with all of its weights, in evaluation mode."""
     config = _load_config(checkpoint)
     _refuse_recurrent(checkpoint, config)
     empty = empty_model(checkpoint, config)
@@ -306,7 +287,6 @@ class StoredTensor:
     device: torch.device
 
     def __getitem__(self, index: EllipsisType) -> StoredTensor:
-        """The whole tensor, still in its file."""
         return self
 
     def get_dtype(self) -> str:

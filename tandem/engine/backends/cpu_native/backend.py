@@ -72,7 +72,6 @@ class PlannedBackend(CpuNativeBackend):
         super().__init__(model, arena, kernels)
         self._graph = graph
         self.reference = reference
-        """Measures a plan's error."""
         self._head = model.module if isinstance(model.module, HeadModel) else None
         self._plans: dict[int, ExecutionPlan] = {}
         self._is_trusted = True
@@ -125,7 +124,6 @@ class PlannedBackend(CpuNativeBackend):
         return any(plan.computes_wanted_rows_only for plan in self._plans.values())
 
     def _try_out(self, size: int, packing: Packing, rows: SequenceOf[int]) -> Tensor:
-        """Compiles a plan and does this step both ways; the modules' logits are the ones that count."""
         # The last token has looked at all others. Logits of all, of a large vocabulary, take longer than the step.
         compared = sorted({0, packing.token_count - 1, *rows})
         expected = super().run_modules(packing.segments, compared)
@@ -192,7 +190,6 @@ class NativeModel:
     kernels: Kernels
     reference: Reference
     trace: MakeTrace | None
-    """None compiles no execution plans."""
 
     def backend(self, arena: KvArena) -> StepBackend:
         if not self.model.is_packed:

@@ -130,7 +130,6 @@ class NativeAttention:
         """The part of a call that is the same at each step, by layer."""
 
     def new_call(self, layer_index: int) -> AttentionCall:
-        """A call of a layer that shares nothing with `calls`."""
         layer = self.arena.layers[layer_index]
         _, page_tokens, kv_heads, key_dim = layer.keys.shape
         return AttentionCall(

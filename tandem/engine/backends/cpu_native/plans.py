@@ -91,8 +91,6 @@ class _TracedStep:
 
 
 class _TracedKernels:
-    """Stands for the kernels of a packed layer."""
-
     def linear(
         self,
         inputs: Tensor,
@@ -390,7 +388,6 @@ class _Survey(Interpreter):
     def __init__(self, graph: GraphModule) -> None:
         super().__init__(graph, garbage_collect_values=False)
         self.root: dict[Node, Node] = {}
-        """The node to whose memory each result belongs."""
         self.last_use: dict[Node, Node] = {}
         """The last node that needs a root's memory."""
         self._owner: dict[int, Node] = {}
@@ -425,7 +422,6 @@ class PlanCompiler(Interpreter):
         self._attention, self._kernels, self._places = attention, attention.kernels, places
         self.calls: list[Call] = []
         self.kept: list[object] = []
-        """Objects that must live as long as the calls."""
         self._storages: dict[Node, torch.UntypedStorage] = {}
         self._pool: dict[int, list[torch.UntypedStorage]] = defaultdict(list)
         self.head: Head | None = None
@@ -451,7 +447,6 @@ class PlanCompiler(Interpreter):
         """The logits, and what a drafting head feeds back."""
 
     def joined_calls(self) -> list[TorchCall]:
-        """The calls, those of kernels that follow on each other as one."""
         joined: list[Any] = []
         for is_kernel, group in groupby(self.calls, lambda call: isinstance(call, KernelCall)):
             calls: list[Any] = list(group)
@@ -520,7 +515,6 @@ class PlanCompiler(Interpreter):
         return self.head.calls
 
     def _attend(self, output: Tensor, *arguments: Any) -> SequenceOf[Call]:
-        """`arguments` are those of `ATTEND`."""
         output.zero_()
         *states, sinks, layer, scale, softcap = arguments
         query, key, value = (self._laid(each, each.stride(3) == 1) for each in states)
@@ -566,7 +560,6 @@ class ExecutionPlan:
         self._places = where.numpy()
         self._head = compiled.head
         self.computes_wanted_rows_only = self._head is not None
-        """True if logits of further tokens are free."""
         self._logits = compiled.outputs[0][0]
         self._fed_back = compiled.outputs[1:]
         self._calls = compiled.joined_calls()

@@ -33,9 +33,7 @@ class StateReader:
     layer_ids: tuple[int, ...] = (FINAL_STATE,)
     """Residual streams by the number of layers before them, or `FINAL_STATE`."""
     state_size: int
-    """Width of what is kept for each token."""
     readers: Sequence[nn.Module] = ()
-    """The modules that `combined` calls."""
 
     def combined(self, hidden_states: Sequence[Tensor]) -> Tensor:
         """The numbers to keep, [tokens, state_size], of [tokens, target_hidden_size] for each of `layer_ids`; by
@@ -56,11 +54,9 @@ class DraftHead(nn.Module, StateReader):
 
     architecture: str
     vocabulary_size: int
-    """The target's."""
     target_ids: Tensor | None
     """The target's id of each id of a reduced vocabulary, int64; None where the head can say all of the target's."""
     layers: tuple[LayerGeometry, ...]
-    """Attention layers of the head itself."""
     tokens_per_pass: int = 1
     """Tokens that one pass foresees. With more than one a proposal is a single pass, and has at most as many."""
     lm_head: nn.Linear
@@ -310,7 +306,6 @@ class HeadTensors:
         self._folder = folder
         stored = stored_tensors(find_weights(folder).files, torch.device("cpu"))
         self._stored: dict[str, tuple[str, StoredTensor]] = {}
-        """Each with its name in the file."""
         for written, tensor in stored.items():
             name = written
             while (prefix := next(filter(name.startswith, renamed), None)) is not None:
@@ -321,7 +316,6 @@ class HeadTensors:
         return name in self._stored
 
     def rows(self, name: str) -> int | None:
-        """First number of a tensor's shape; None where there is no such tensor."""
         return self._stored[name][1].to().shape[0] if name in self._stored else None
 
     def read(self, name: str, shape: Sequence[int], reason: str = "by config.json") -> Tensor:

@@ -55,7 +55,6 @@ class MedusaHeads(DraftHead):
         if self.truncated_size == self.expected["vocab_size"]:
             self.truncated_size = None
         self.shares_output_layer = file.flag("original_lm_head")
-        """All heads have one output layer (vLLM's name)."""
         self.renamed = _renamed(self.tokens_per_pass, self.block_count)
 
     def build(self, target: LoadedModel, tensors: Container[str] = ()) -> None:

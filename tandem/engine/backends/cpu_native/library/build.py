@@ -60,7 +60,6 @@ def built_kernels(folder: Path | None = None, target: str | None = None) -> Path
 
 
 def _compiler() -> str:
-    """The compiler that CXX names, or else the first that is there."""
     named = os.environ.get("CXX")
     for candidate in (named,) if named else _COMPILERS:
         if path := shutil.which(candidate):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -182,26 +183,29 @@ class Kernels:
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Multiply inputs [..., input_width] by packed weights (`layers.packed`) and add a float32 bias [output_width].
-
-        Sums are kept in float32; `dtype` is that of the results, by default that of the inputs.
-        """
+        Sums are kept in float32; `dtype` is that of the results, by default that of the inputs."""
         outputs = inputs.new_empty((*inputs.shape[:-1], output_width), dtype=dtype)
         self.run(linear_call(inputs.contiguous(), weights, bias, outputs))
         return outputs
 
     def run(self, *calls: KernelCall) -> None:
-        """Run calls one after the other. Their memory must belong to live tensors."""
         self.joined(calls)()
 
-    def joined(self, calls: SequenceOf[KernelCall]) -> JoinedCalls:
-        """Join calls into one without arguments, valid while their tensors live."""
-        return JoinedCalls(self._replay, calls)
+    def joined(self, calls: SequenceOf[KernelCall]) -> Callable[[], None]:
+        """Join calls into one without arguments, valid while their tensors live. An IndexError says that a look-up is
+        out of its table's range."""
+        steps = (RoutineCall * len(calls))(
+            *(RoutineCall(call.routine, ctypes.addressof(call.arguments)) for call in calls)
+        )
+        return partial(self._run, ctypes.addressof(steps), len(calls), (steps, calls))
+
+    def _run(self, address: int, count: int, kept: object) -> None:
+        """`kept` holds what the library knows by address."""
+        if self._replay(address, count) != count:
+            raise IndexError("an id is not in the table that is looked up")
 
     def probabilities(self, logits: Tensor, temperatures: SequenceOf[float]) -> Tensor:
-        """The softmax of logits [R, V] divided by temperatures above 0, float64 [R, V].
-
-        An entry may differ from torch's in its last places.
-        """
+        """The softmax of logits [R, V] divided by temperatures above 0, float64 [R, V], to the last places."""
         logits = logits.contiguous()
         rows, width = logits.shape
         probs = torch.empty(rows, width, dtype=torch.float64)
@@ -238,24 +242,6 @@ class Kernels:
 def _function(function: Any, result: Any, *arguments: Any) -> Any:
     function.restype, function.argtypes = result, arguments
     return function
-
-
-class JoinedCalls:
-    """Kernels that run one after the other, as one call without arguments."""
-
-    def __init__(self, replay: Callable[[int, int], int], calls: SequenceOf[KernelCall]) -> None:
-        self._replay = replay
-        self._calls = calls  # keeps them alive: the library knows only addresses
-        self._steps = (RoutineCall * len(calls))(
-            *(RoutineCall(call.routine, ctypes.addressof(call.arguments)) for call in calls)
-        )
-        self._address = ctypes.addressof(self._steps)
-
-    def __call__(self) -> None:
-        """Run them; an IndexError says that a look-up is out of its table's range."""
-        count = len(self._calls)
-        if self._replay(self._address, count) != count:
-            raise IndexError("an id is not in the table that is looked up")
 
 
 def linear_call(inputs: Tensor, weights: Tensor, bias: Tensor | None, outputs: Tensor) -> KernelCall:

@@ -33,15 +33,9 @@ logger = logging.getLogger(__name__)
 def find_model(reference: str | Path, revision: str | None = None) -> Path:
     """Return the folder of a model, and fetch or convert the model first if necessary.
 
-    Args:
-        reference: A folder, the name ``smollm2``, or a Hugging Face id such as
-            ``HuggingFaceTB/SmolLM2-135M-Instruct``. A folder of that name comes first.
-        revision: Branch, tag or commit of a Hugging Face id; None is the hub's main branch.
-
-    Raises:
-        ModelFolderError: there is no model of that name. A folder that does not exist is returned unchanged, so that
-            opening it raises a better error.
-        ServiceUnavailableError: the hub does not answer, and the model is not in the cache.
+    `reference` is a folder, the name ``smollm2``, or a Hugging Face id such as ``HuggingFaceTB/SmolLM2-135M-Instruct``,
+    whose branch, tag or commit is `revision`. A folder of that name comes first. One that does not exist is returned
+    unchanged, so that opening it raises a better error.
     """
     path = Path(reference)
     if not path.exists() and str(reference) != SMOLLM2 and hub.is_model_id(reference):
@@ -54,11 +48,8 @@ def find_model(reference: str | Path, revision: str | None = None) -> Path:
 
 
 def checked_folder(settings: ModelServerSettings, reference: str | Path) -> Path:
-    """Return the folder of a model that an engine can run, and set up the process for it.
-
-    Called before torch is imported, which takes seconds: a wrong folder is refused at once, and some of torch's
-    threads read the environment only then.
-    """
+    """Return the folder of a model that an engine can run, and set up the process for it. Called before torch is
+    imported, which takes seconds: a wrong folder is refused at once, and torch's threads read the environment then."""
     folder = find_model(reference, settings.revision)
     open_checkpoint(folder)
     if settings.uses_vllm:
@@ -74,10 +65,9 @@ def _set_up_threads() -> None:
     # 1024 weights takes 0.55 ms at the median with this and 12 ms with the default; on idle cores the default
     # saves some 20 us each time.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    # Seconds for which a thread may hold the interpreter while another waits. Python's default is 5
-    # ms, as long as a small model's step. The engine's thread needs the interpreter several times in a step, and
-    # the event loop, which answers the step before, would hold it for as long as it has work. docs/measurements.md has
-    # the measurement.
+    # Seconds for which a thread may hold the interpreter while another waits. Python's default is 5 ms, as long as a
+    # small model's step, in which the engine's thread needs the interpreter several times; the event loop, which
+    # answers the step before, would hold it for as long as it has work (docs/measurements.md).
     sys.setswitchinterval(0.0005)
 
 

@@ -86,10 +86,8 @@ class Group:
             sinks = sinks.view(kv_heads, -1).repeat_interleave(width, dim=1)
         scoring = scoring._replace(sinks=sinks, mask=span.mask)
         output = grouped_attention(block, key, value, scoring, is_causal=span.is_causal)
-        if width == 1:
-            return output.reshape(1, batch, heads, -1)
-        output = output.view(batch, heads, width, -1).transpose(1, 2)
-        return output.reshape(1, batch * width, heads, -1) if batch > 1 else output
+        by_token = output.reshape(batch, heads, width, -1).transpose(1, 2)
+        return by_token.reshape(1, batch * width, heads, -1)
 
     def _read(self, layer: LayerCache, storage: Tensor, first: int) -> Tensor:
         """The sequences' keys or values from the first position on, with zeros behind the end of each and before its

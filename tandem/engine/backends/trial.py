@@ -134,23 +134,20 @@ class Reference:
         be beyond three times the limit, so that a fault of one length does not hide behind the others.
         """
         results = self._logits(self._model.dtype, make_backend)
-        errors = zip(self._errors(results), self._spreads, strict=True)
-        # A sequence that is more exact than this makes up for no other
-        ratios = [max(error / spread, 0.25) for error, spread in errors]
+        ratios = [error / spread for error, spread in zip(self._errors(results), self._spreads, strict=True)]
         if any(math.isnan(ratio) for ratio in ratios):
             return math.nan
-        # In one sequence the error may exceed the limit threefold
-        return max(math.prod(ratios) ** (1.0 / len(ratios)), max(ratios) / 3.0)
+        # A sequence that is more exact than a quarter makes up for no other
+        mean = math.prod(max(ratio, 0.25) for ratio in ratios) ** (1.0 / len(ratios))
+        return max(mean, max(ratios) / 3.0)
 
     def _errors(self, results: Tensor) -> list[float]:
         parts = torch.split(_difference(results, self._exact), [count for _, count in self._lengths])
         return [root_mean_square(part) for part in parts]
 
     def in_spreads(self, results: Tensor, expected: Tensor) -> float:
-        """Root mean square of a difference of logits, in spreads; not a number where any result is none.
-
-        Minus infinity, which a drafting head gives for tokens that it cannot say, equals itself.
-        """
+        """Root mean square of a difference of logits, in spreads; not a number where any result is none. Minus
+        infinity, which a drafting head gives for tokens that it cannot say, equals itself."""
         return root_mean_square(_difference(results, expected)) / self.spread
 
     def _logits(
@@ -161,10 +158,9 @@ class Reference:
         arena = KvArena(model.layers, pages * len(group_layers(model.layers)), dtype, model.device)
         segments = trial_segments(arena, model.info.vocabulary_size, self._lengths)
         generator = torch.Generator(model.device).manual_seed(0)
-        for layer in arena.storages:
-            for storage in (layer.keys, layer.values):
-                numbers = torch.randn(storage.shape, generator=generator, device=model.device)
-                storage.copy_(numbers.to(self._model.dtype))  # as they are stored in service
+        for storage in (each for layer in arena.storages for each in (layer.keys, layer.values)):
+            numbers = torch.randn(storage.shape, generator=generator, device=model.device)
+            storage.copy_(numbers.to(self._model.dtype))  # as they are stored in service
         rows = range(sum(segment.token_count for segment in segments))
         wider = nullcontext() if dtype is self._model.dtype else ComputingIn(dtype)
         with torch.inference_mode():

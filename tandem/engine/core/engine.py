@@ -384,17 +384,18 @@ class Engine(Generic[PayloadT, ResultT]):
         self._freed.append(sequence)
 
     def _start_queued(self) -> None:
-        queued, self._queued = self._queued, []
-        for job in queued:
+        waiting: list[Job[PayloadT]] = []
+        for job in self._queued:  # which stay there if something fails, so that no caller hangs
             if job.is_abandoned:
                 self._settle(job, _released_error())
                 continue
             if self._leads.end(job.sequence):
                 self._running.pop(job.sequence, None)
             if job.sequence in self._running:
-                self._queued.append(job)
+                waiting.append(job)
             else:
                 self._start_job(job)
+        self._queued = waiting
 
     def _start_job(self, job: Job[PayloadT] | None) -> None:
         if job is None:

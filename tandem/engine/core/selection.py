@@ -44,8 +44,7 @@ class Backends:
         fix_rotary_frequencies(model.module, max_length, model.device)
         pages = arena_pages(model.layers, settings, max_length, model.dtype, model.device)
         arena = KvArena(model.layers, pages, model.dtype, model.device)
-        cache = PagedCache(arena, reuses_prefixes=settings.prefix_reuse)
-        return Machinery(arena, cache, self.steps(arena))
+        return Machinery(arena, PagedCache(arena, reuses_prefixes=settings.prefix_reuse), self.steps(arena))
 
     def verify(self, requests: SequenceOf[RowRequest], logits: Tensor) -> list[Verification | None]:
         return verifications(requests, logits, self.sampler)
@@ -64,7 +63,11 @@ class Backends:
         """Runs steps over an arena, which must be empty."""
         if self.tap is not None:
             self.tap.attach(arena)
-        return eager_backend(self.model, arena) if self.native is None else self.native.backend(arena)
+        return (
+            eager_backend(self.model, arena)
+            if self.native is None
+            else self.native.backend(self.model, arena)
+        )
 
 
 def choose_backends(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import isfinite
 from pathlib import Path
@@ -184,22 +184,21 @@ class KernelSampler(Sampler):
 
 @dataclass(frozen=True, slots=True)
 class NativeModel:
-    """A model whose linear layers are packed for the kernels."""
+    """The kernels for a model whose linear layers are packed for them."""
 
-    model: LoadedModel
     kernels: Kernels
     reference: Reference
-    trace: MakeTrace | None
+    trace: MakeTrace | None = None
 
-    def backend(self, arena: KvArena) -> StepBackend:
-        if not self.model.is_packed:
-            return eager_backend(self.model, arena)
+    def backend(self, model: LoadedModel, arena: KvArena) -> StepBackend:
+        if not model.is_packed:
+            return eager_backend(model, arena)
         if self.trace is not None:
             try:
-                return PlannedBackend(self.model, arena, self.kernels, self.trace(), self.reference)
+                return PlannedBackend(model, arena, self.kernels, self.trace(), self.reference)
             except TraceError as error:
                 logger.info("steps run by the model's modules", extra={"reason": str(error)})
-        return CpuNativeBackend(self.model, arena, self.kernels)
+        return CpuNativeBackend(model, arena, self.kernels)
 
 
 def load_native(model: LoadedModel, mode: str = "auto", folder: Path | None = None) -> NativeModel | None:
@@ -256,19 +255,16 @@ def _packed(model: LoadedModel, kernels: Kernels) -> NativeModel:
     """Packs the model and runs it beside torch's own layers, whose logits were computed before."""
     reference = trusted(lambda: Reference(model), lambda _: 0.0, 0.0)
 
-    def error_of(_: int) -> float:
-        return reference.error_of(
-            lambda model, arena: NativeModel(model, kernels, reference, None).backend(arena)
-        )
+    native = NativeModel(kernels, reference)
 
     for wide_residual in (True, False) if model.dtype is torch.bfloat16 else (False,):
         try:
             pack = partial(pack_linears, model.module, kernels, wide_residual=wide_residual)
-            trusted(pack, error_of, reference.limit)
+            trusted(pack, lambda _: reference.error_of(native.backend), reference.limit)
             break
         except DistrustedError as error:
             unpack_linears(model.module)
             if not wide_residual:
                 raise
             logger.info("the residual stream stays bfloat16", extra={"reason": str(error)})
-    return NativeModel(model, kernels, reference, cache(partial(traced, model.module)))
+    return replace(native, trace=cache(partial(traced, model.module)))

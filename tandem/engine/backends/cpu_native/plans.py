@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -382,26 +382,19 @@ class Head:
         self._gather.count = self._linear.rows = len(rows)
 
 
-class _Survey(Interpreter):
-    """Runs the graph once, to find the shape and the lifetime of each result."""
-
-    def __init__(self, graph: GraphModule) -> None:
-        super().__init__(graph, garbage_collect_values=False)
-        self.root: dict[Node, Node] = {}
-        self.last_use: dict[Node, Node] = {}
-        """The last node that needs a root's memory."""
-        self._owner: dict[int, Node] = {}
-
-    def run_node(self, n: Node) -> Any:
-        value = super().run_node(n)
+def _lifetimes(graph: GraphModule, values: Mapping[Node, Any]) -> tuple[dict[Node, Node], dict[Node, Node]]:
+    """The node to whose memory each result belongs, its root; and the last node that needs a root's memory."""
+    roots: dict[Node, Node] = {}
+    last_use: dict[Node, Node] = {}
+    owner: dict[int, Node] = {}
+    for node in graph.graph.nodes:
+        value = values.get(node)
         for part in value if isinstance(value, tuple | list) else ():
-            self._owner.setdefault(_memory(part), n)
+            owner.setdefault(_memory(part), node)
         if isinstance(value, Tensor):
-            self.root[n] = self._owner.setdefault(_memory(value), n)
-            for user in (n, *n.all_input_nodes):
-                if user in self.root:
-                    self.last_use[self.root[user]] = n
-        return value
+            roots[node] = owner.setdefault(_memory(value), node)
+            last_use |= {roots[each]: node for each in (node, *node.all_input_nodes) if each in roots}
+    return roots, last_use
 
 
 class PlanCompiler(Interpreter):
@@ -433,13 +426,15 @@ class PlanCompiler(Interpreter):
         with torch.no_grad():
             # All zeros would hide a mistake, and no model has fewer than 8 ids and positions.
             inputs[:] = torch.arange(inputs.shape[1]) % 8
-            self._survey = _Survey(graph)
-            self._survey.run(*given)
-            roots = self._survey.root
+            survey = Interpreter(graph, garbage_collect_values=False)
+            survey.run(*given)
+            self._likes: dict[Node, Any] = survey.env
+            """A value of each node, of its shape."""
+            self._roots, last_use = _lifetimes(graph, survey.env)
             self._released: dict[Node, list[Node]] = defaultdict(list)
             """Roots whose memory is free once a node has run. That of the results never is."""
-            for root, node in self._survey.last_use.items():
-                if root not in {roots[each] for each in self._results}:
+            for root, node in last_use.items():
+                if root not in {self._roots[each] for each in self._results}:
                     self._released[node].append(root)
             self.run(*given)
             inputs.zero_()
@@ -454,7 +449,7 @@ class PlanCompiler(Interpreter):
         return joined
 
     def run_node(self, n: Node) -> Any:
-        value = self._bound(n, self._survey.env[n]) if n.op == "call_function" else super().run_node(n)
+        value = self._bound(n, self._likes[n]) if n.op == "call_function" else super().run_node(n)
         self.kept.append(value)
         for root in self._released[n]:
             if root in self._storages:
@@ -465,7 +460,7 @@ class PlanCompiler(Interpreter):
     def _bound(self, node: Node, like: Any) -> Any:
         """A node's value, for which there is a call where it takes one; `like` has its shape."""
         arguments, named = self.fetch_args_kwargs_from_env(node)
-        if isinstance(like, Tensor) and self._survey.root[node] is node:
+        if isinstance(like, Tensor) and self._roots[node] is node:
             size = like.untyped_storage().nbytes()
             free = self._pool[size]
             storage = self._storages[node] = free.pop() if free else _new_storage(size)
@@ -509,7 +504,7 @@ class PlanCompiler(Interpreter):
         output.zero_()
         self.kept += (weights, bias)
         inputs = self._laid(inputs, inputs.is_contiguous())
-        if self._survey.root[node] is not self._survey.root[self._results[0]]:
+        if self._roots[node] is not self._roots[self._results[0]]:
             return [linear_call(inputs, weights, bias, output)]
         self.head = Head(inputs, weights, bias, output)
         return self.head.calls

@@ -39,11 +39,9 @@ class Runner:
     """The CPU backend of a model with an arena."""
 
     def __init__(self, backends: Backends) -> None:
-        native = backends.native
-        assert native is not None
-        loaded = native.model
+        loaded = backends.model
         self.arena = KvArena(loaded.layers, _GROUPS * _SEQUENCES * _PAGES_EACH, loaded.dtype, loaded.device)
-        backend = native.backend(self.arena)
+        backend = backends.steps(self.arena)
         assert isinstance(backend, CpuNativeBackend)
         self.backend = backend
 

@@ -116,13 +116,11 @@ TORCH_SAMPLER = Sampler()
 
 
 def adjusted(logits: Tensor, wanted: LogitAdjustments, prompt_length: int, base_length: int) -> Tensor:
-    """A request's changes to the logits of successive positions: biases, and a minimum number of tokens.
+    """A request's changes to the logits of successive positions, float32 [R, V]: biases, and a minimum of tokens.
 
     Biases are those of OpenAI's `logit_bias` (transformers' `SequenceBiasLogitsProcessor` with single tokens). The
     minimum is vLLM's `min_tokens` (transformers' `MinNewTokensLengthLogitsProcessor`): each position of a proposal
     has its own count of tokens before it; `base_length` is that of the first. The ids must be in the vocabulary.
-
-    Returns float32 [R, V]. A suppressed id has -inf.
     """
     scores = logits.to(torch.float32, copy=True)
     if wanted.biases:
@@ -143,10 +141,8 @@ def masked(logits: Tensor, masks: MaskArray) -> Tensor:
 
 
 def forbid(logits: Tensor, masks: MaskArray) -> Tensor:
-    """Write -inf over the logits of the ids that a grammar forbids, and return the logits.
-
-    In place, since new memory for 80 rows of 128k ids costs a CPU more than the rest.
-    """
+    """Write -inf over the logits of the ids that a grammar forbids, and return the logits. In place, since new memory
+    for 80 rows of 128k ids costs a CPU more than the rest."""
     if logits.device.type == "cpu":
         bits = np.unpackbits(~masks.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
         forbidden = torch.from_numpy(bits).view(torch.bool)
@@ -173,15 +169,12 @@ def _masks_of_rows(requests: Sequence[RowRequest]) -> MaskArray | None:
 def penalized(
     logits: Tensor, token_ids: Sequence[int], prompt_length: int, sampling: SamplingParams
 ) -> Tensor:
-    """The logits of one sequence's rows with penalties on tokens that occurred before, position by position.
+    """The logits of one sequence's rows, float32 [R, V], with penalties on tokens that occurred before.
 
     Each row sees all tokens before its own position, including a proposal's tokens, as if the target had written
-    them. Repetition is that of transformers' `RepetitionPenaltyLogitsProcessor` (Keskar et al. 2019, arXiv
-    1909.05858, section 4.1), over prompt and completion. Frequency and presence are those of OpenAI's API and of
-    vLLM, over the completion alone. In this order, as in vLLM.
-
-    Logits are [R, V], of any floating type; the last row is for the token after all of `token_ids`, the proposal's at
-    the end. Returns float32 [R, V].
+    them. The last row is for the token after all of `token_ids`. Repetition is that of transformers'
+    `RepetitionPenaltyLogitsProcessor` (Keskar et al. 2019, arXiv 1909.05858, section 4.1), over prompt and completion.
+    Frequency and presence are those of OpenAI's API and of vLLM, over the completion alone. In this order, as in vLLM.
     """
     scores = logits.float()
     if (penalty := sampling.repetition_penalty) != 1.0:
@@ -386,10 +379,8 @@ def _parameters(sampling: Sequence[SamplingParams], device: torch.device) -> lis
 def verifications(
     requests: Sequence[RowRequest], logits: Tensor, sampler: Sampler = TORCH_SAMPLER
 ) -> list[Verification | None]:
-    """The rows of each request, of logits [rows of all in order, V]; None for one whose logits are not finite.
-
-    What grammars forbid is written over the logits first: no adjustment and no penalty makes -inf anything else.
-    """
+    """The rows of each request, of logits [rows of all in order, V]; None for one whose logits are not finite."""
+    # Grammars come first: no adjustment and no penalty makes -inf anything else
     masks = _masks_of_rows(requests)
     if masks is not None:
         forbid(logits, masks)

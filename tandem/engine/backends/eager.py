@@ -65,10 +65,7 @@ class Group:
     def attend(
         self, layer: LayerCache, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> Tensor:
-        """Attention of the group's queries, whose keys and values are stored; see `AttentionStep.attend`.
-
-        `query`, `key` and `value` are the group's part, [1, heads, group_tokens, dim].
-        """
+        """Attention of the group's part, [1, heads, group_tokens, dim]; see `AttentionStep.attend`."""
         batch, width, heads, kv_heads = len(self.parts), self.width, query.shape[1], layer.keys.shape[2]
         repeats = heads // kv_heads
         is_explicit = bool(scoring.softcap or scoring.sinks is not None)
@@ -143,10 +140,7 @@ class Group:
 
 
 class StepLayout(Packing):
-    """One step: which tokens it runs, where their keys and values go, and what each attends to.
-
-    Attention is called once for each group of sequences in each layer; what layers share (masks, indices) is made once.
-    """
+    """One step: attention is called once for each group of sequences in a layer. What layers share is made once."""
 
     def __init__(self, parts: SequenceOf[Segment | BranchStep], arena: KvArena, model: LoadedModel) -> None:
         self._groups: list[Group] = []

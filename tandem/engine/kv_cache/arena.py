@@ -30,10 +30,8 @@ def pages_for(tokens: int, page_tokens: int) -> int:
 
 
 class PageTable:
-    """The pages of one sequence in one group of layers, first positions first.
-
-    The numbers, int64, stay at one address as long as the table lives, so that a kernel is told the address alone.
-    """
+    """The pages of one sequence in one group of layers, first positions first. The numbers, int64, stay at one address,
+    so that a kernel is told the address alone."""
 
     __slots__ = ("_count", "_numbers", "address", "first", "page_tokens", "window")
 
@@ -149,9 +147,8 @@ class LayerGroup(NamedTuple):
 def group_layers(layers: SequenceOf[LayerGeometry]) -> tuple[LayerGroup, ...]:
     """The groups of a model, those that keep all tokens first.
 
-    Each has as many layers as there are of the rarest window. The last one of a window may have fewer; what it lacks
-    is empty in its pages. Layers of different shapes would need pages of different sizes, so they form one group that
-    keeps all tokens.
+    Each has as many layers as there are of the rarest window; the last one of a window may have fewer. Layers of
+    different shapes would need pages of different sizes, so they form one group that keeps all tokens.
     """
     shapes = {(layer.kv_heads, layer.key_dim, layer.value_dim) for layer in layers}
     by_window: dict[int | None, list[int]] = {}
@@ -257,10 +254,7 @@ class CacheShape:
 
 
 class KvArena(CacheShape):
-    """Keys and values of `page_count` pages.
-
-    A page holds tokens of the layers of one group (`LayerGroup`): the n-th layers of all groups share a tensor.
-    """
+    """Keys and values. A page holds tokens of the layers of one group: the n-th layers of all groups share a tensor."""
 
     def __init__(
         self, layers: SequenceOf[LayerGeometry], page_count: int, dtype: torch.dtype, device: torch.device
@@ -374,10 +368,8 @@ class PageWriter:
 
 
 class PageReader:
-    """Reads the pages of sequences that hold positions from `start` up to `end`, the same ones in every layer.
-
-    A sequence that ends earlier is read on in its last page, whose numbers are its own or hidden anyway.
-    """
+    """Reads the pages of sequences that hold positions from `start` up to `end`, the same ones in every layer. One that
+    ends earlier is read on in its last page, whose numbers are its own or hidden anyway."""
 
     def __init__(self, tables: SequenceOf[PageTable], start: int, end: int, device: torch.device) -> None:
         size = tables[0].page_tokens

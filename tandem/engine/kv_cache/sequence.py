@@ -75,11 +75,8 @@ class Sequence:
         return max(min(self.table.capacity, self.max_length) - self.length, 0)
 
     def apply(self, delta: Delta) -> None:
-        """Sets ``token_ids[base_length:]`` and keeps the KV of everything that did not change by it.
-
-        Ids are compared, so that a delta that repeats what is there already costs nothing. One that is refused leaves
-        the sequence as it was.
-        """
+        """Sets ``token_ids[base_length:]`` and keeps the KV of what did not change by it, since ids are compared. A
+        delta that is refused leaves the sequence as it was."""
         if not 0 <= delta.base_length <= self.length:
             raise InvalidRequestError(
                 f"The delta starts at token {delta.base_length}, but the sequence has {self.length} tokens; "
@@ -110,8 +107,7 @@ class Sequence:
 
     @property
     def shortest_rollback(self) -> int:
-        """The fewest computed tokens that it may have without computing all of them again: what the next token sees of
-        them in layers with a window is still there."""
+        """The fewest computed tokens after which layers with a window still have all that the next token sees."""
         return max([table.shortest_length for table in self.tables])
 
     def _roll_back(self, length: int) -> None:

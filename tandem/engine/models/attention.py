@@ -78,11 +78,8 @@ def attention_forward(
     tandem_step: AttentionStep | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Attention function for transformers, with its signature.
-
-    `sliding_window` is not among the arguments: not every model passes it, but every model has it in its mask, which
-    is looked at when the model is loaded.
-    """
+    """Attention function for transformers, with its signature. `sliding_window` is not among the arguments: not every
+    model passes it, but every model has it in its mask, which is looked at when the model is loaded."""
     if tandem_step is None:
         raise UnsupportedAttentionError("the model does not pass keyword arguments down to attention")
     if position_bias is not None:
@@ -119,9 +116,8 @@ def grouped_attention(
 
     `query` is [batch, kv_heads, repeats * width, key_dim]: query heads that share a KV head are rows of one matrix,
     so that grouped-query attention needs no copy of the keys. When `is_causal`, it is [batch, heads, width, key_dim],
-    query i sees the keys up to i, and there is no mask. `keys` and `values` are [batch, kv_heads, length, dim]. The
-    mask of `scoring`, [batch or 1, 1, repeats * width, length], is added to the scores; its sinks are [kv_heads,
-    repeats * width].
+    query i sees the keys up to i, and there is no mask. `keys` and `values` are [batch, kv_heads, length, dim], the
+    mask of `scoring` [batch or 1, 1, repeats * width, length], its sinks [kv_heads, repeats * width].
     """
     scale, softcap, sinks, mask = scoring
     if softcap is None and sinks is None:
@@ -147,11 +143,9 @@ logger = logging.getLogger(__name__)
 
 
 def probe(module: Any, device: torch.device) -> tuple[tuple[LayerGeometry, ...], bool]:
-    """Runs one token to see what attention is asked for, and sets the attention function accordingly.
-
-    Returns the geometry of each attention layer, by `layer_idx`; and true if tokens of several sequences can share a
-    row. Otherwise each sequence has a forward pass of its own, with transformers' attention and masks.
-    """
+    """Runs one token to see what attention is asked for, and sets the attention function accordingly. Returns the
+    geometry of each attention layer, by `layer_idx`; and true if tokens of several sequences can share a row. Otherwise
+    each sequence has a forward pass of its own, with transformers' attention and masks."""
     try:
         return _probe_packed(module, device), True
     except UnsupportedAttentionError as error:

@@ -161,11 +161,9 @@ def _refuse_recurrent(checkpoint: Checkpoint, config: Any) -> None:
 
 
 def _check_loaded(checkpoint: Checkpoint, report: dict[str, Any], module: nn.Module) -> None:
-    """Refuse a model with gaps, which transformers fills with random numbers, or with tensors that it drops.
-
-    A tensor that is left over may belong to a part that is not served, such as a vision tower or an MTP layer. One that
-    belongs to a module of the model, such as the scale of a quantized weight, would change what the model says.
-    """
+    """Refuse a model with gaps, which transformers fills with random numbers, or with tensors that it drops: those of a
+    part that is not served, such as a vision tower or an MTP layer, may be left over; one of a module of the model,
+    such as the scale of a quantized weight, would change what the model says."""
     unused = sorted(report.get("unexpected_keys", ()))
     modules = {name for name, _ in module.named_modules() if name}
     wrong = {
@@ -231,9 +229,7 @@ def end_ids_within(checkpoint: Checkpoint, vocabulary_size: int) -> tuple[int, .
 @torch.no_grad()
 def check_finite(module: nn.Module, checkpoint: Checkpoint) -> None:
     """Refuse weights that hold NaN or infinity, and buffers made of the config, such as rotary frequencies, that do.
-
-    The extremes of each tensor show it, since NaN is both. Minus infinity is valid in buffers, as a mask.
-    """
+    The extremes of each tensor show it, since NaN is both. Minus infinity is valid in buffers, as a mask."""
     weights, buffers = _extremes(module.named_parameters()), _extremes(module.named_buffers())
     wrong = [name for name, (low, high) in weights.items() if not (isfinite(low) and isfinite(high))]
     if wrong:
@@ -276,9 +272,8 @@ def stored_tensors(files: Sequence[Path], device: torch.device) -> dict[str, Sto
 class StoredTensor:
     """A tensor in a file, to be passed to transformers in a state dict.
 
-    Behaves as the slices that transformers takes from the files itself: `tensor[...].to(device, dtype)` reads it. It
-    arrives on the model's device, since transformers moves tensors to another device than the CPU only if the package
-    accelerate is installed.
+    Behaves as transformers' own slices of files: `tensor[...].to(device, dtype)` reads it. It arrives on the model's
+    device, since transformers moves tensors to another one than the CPU only if accelerate is installed.
     """
 
     file: Any

@@ -27,11 +27,8 @@ _INTO_RESIDUAL = frozenset(("o_proj", "down_proj"))
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer without its weight matrix: a packed copy takes its place.
-
-    Weights that are bfloat16 numbers are packed as such, whatever the layer computes in: this loses nothing, and
-    reading the weights takes most of the time.
-    """
+    """A linear layer with a packed copy of its weight matrix instead. Weights that are bfloat16 numbers are packed as
+    such, whatever the layer computes in: this loses nothing, and reading the weights takes most of the time."""
 
     # Made from an existing layer, hence no constructor; see `pack_linears`.
     _kernels: Kernels
@@ -96,11 +93,8 @@ def unpack_linears(module: nn.Module) -> None:
 
 
 def packed(weight: Tensor, block: int) -> Tensor:
-    """A matrix [outputs, inputs] of float32 or bfloat16 in the kernel's order, so many outputs side by side.
-
-    float32 [blocks, inputs, block]; or bfloat16 [blocks, pairs of inputs, block, 2]. Missing outputs of the last
-    block are zero, and so is the missing input of the last pair.
-    """
+    """A matrix [outputs, inputs] in the kernel's order: float32 [blocks, inputs, block], or bfloat16 [blocks, pairs of
+    inputs, block, 2]. Missing outputs of the last block are zero, and so is the missing input of the last pair."""
     narrow = weight.bfloat16()
     is_narrow = weight.dtype == torch.bfloat16 or torch.equal(narrow.to(weight.dtype), weight)
     source = narrow if is_narrow else weight
@@ -145,10 +139,8 @@ class NativeAttention:
 
 
 def places(packing: Packing, group: int = 0) -> list[int]:
-    """Places of a step's tokens in a group of layers, as the kernel reads them (`segments` in attention.h).
-
-    The numbers name the sequences' page tables by address: they are of use while these live.
-    """
+    """Places of a step's tokens in a group of layers, as the kernel reads them (`segments` in attention.h): page tables
+    by address, so that the numbers are of use while these live."""
     are_branches = isinstance(packing.parts[0], BranchStep)
     numbers = [-len(packing.parts) if are_branches else len(packing.parts)]
     for part in packing.parts:

@@ -183,10 +183,8 @@ class UnknownOperationError(Exception):
 def kernel_calls(
     target: Any, arguments: tuple[Any, ...], named: dict[str, Any], output: Tensor
 ) -> list[KernelCall]:
-    """The calls that write an operation's result to `output`; a concatenation has one for each part.
-
-    The tensors must outlive the calls. The named arguments of a copy say what `output` is already.
-    """
+    """The calls that write an operation's result to `output`; the tensors must outlive them. The named arguments of a
+    copy say what `output` is already."""
     maker = _MAKERS.get(target)
     if maker is None or (named and target not in _COPIES):
         raise UnknownOperationError(f"{target} with {', '.join(named) or 'any arguments'}")
@@ -305,10 +303,8 @@ TorchCall = Callable[[], object]
 def torch_call(
     target: Any, arguments: tuple[Any, ...], named: dict[str, Any], output: Tensor, expected: Tensor
 ) -> TorchCall:
-    """The cheapest call by which an operation of torch writes its result to `output`, with the bits of `expected`.
-
-    It has run once when this returns.
-    """
+    """The cheapest call by which an operation of torch writes its result to `output`, with the bits of `expected`. It
+    has run once when this returns."""
     for call in _candidates(target, arguments, named, output):
         output.zero_()
         try:
@@ -481,8 +477,7 @@ class PlanCompiler(Interpreter):
     def _writing(
         self, node: Node, arguments: tuple[Any, ...], named: dict[str, Any], output: Tensor
     ) -> SequenceOf[Call]:
-        """Return the operation that writes the node's value to `output`. It has run once, so that the next node
-        finds its inputs."""
+        """The calls that write the node's value to `output`; they have run, so that the next node finds its inputs."""
         if node.target is LINEAR:
             return self._linear(node, output, *arguments)
         if node.target is ATTEND:
@@ -568,9 +563,7 @@ class ExecutionPlan:
 
     def replay(self, packing: Packing, rows: SequenceOf[int], states: Tensor | None = None) -> Tensor:
         """Runs a step of no more tokens than the plan's, and stores keys and values. A drafting head reads `states`.
-
-        Returns logits, [len(rows), vocabulary_size], which no later replay changes.
-        """
+        Returns logits, [len(rows), vocabulary_size], which no later replay changes."""
         count = packing.token_count
         self._token_ids[:count] = packing.token_ids()
         self._positions[:count] = packing.positions()

@@ -45,8 +45,7 @@ class DraftHead(nn.Module, StateReader):
     """The engine's view of a drafting head: a model of its own that reads pairs of a token and a state.
 
     The pair of position i is the token at i + 1 and the target's state at i, so a head predicts the token at i + 2.
-    Where the target has not read the token yet, within a proposal, the head's own state takes the place of the
-    target's.
+    Within a proposal, where the target has not read the token yet, the head's own state takes its state's place.
 
     A head is made from its config alone, so that a folder that fits none is refused before the target is read. Then it
     is loaded for its target, or built for it, to be trained.
@@ -61,9 +60,9 @@ class DraftHead(nn.Module, StateReader):
     """Tokens that one pass foresees. With more than one a proposal is a single pass, and has at most as many."""
     lm_head: nn.Linear
     renamed: Mapping[str, str] = {}
-    """Prefixes of the names of tensors in a checkpoint, and what the head's module calls them."""
+    """Prefixes of tensors' names in a checkpoint, and what the head's module calls them."""
     written: Mapping[str, str] = {}
-    """Beginnings of the names of parameters that the checkpoint has with others, and those."""
+    """Beginnings of parameters' names that the checkpoint has with others, and those."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -101,8 +100,7 @@ class DraftHead(nn.Module, StateReader):
         return ModelFolderError(f"the drafting head in {self.file.folder} {fault}")
 
     def build(self, target: LoadedModel, tensors: Container[str] = ()) -> None:
-        """Make the modules, with any numbers. `tensors` are names of the checkpoint's, which say what a config leaves
-        open."""
+        """Make the modules, with any numbers. The names of the checkpoint's `tensors` say what a config leaves open."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -117,8 +115,7 @@ class DraftHead(nn.Module, StateReader):
 
     def advanced(self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any) -> PassStates:
         """One pass over pairs of several sequences: their tokens and positions, int64 [1, tokens] both, and states,
-        [tokens, state_size]. `step` is it as attention layers see it
-        (`tandem.engine.models.attention.AttentionStep`)."""
+        [tokens, state_size]. `step` is an `AttentionStep`."""
         raise NotImplementedError
 
     def own_logits(self, hidden: Tensor) -> Tensor:
@@ -152,10 +149,8 @@ class BlockHead(DraftHead):
         self, token_ids: Tensor, positions: Tensor, states: Tensor, is_in_block: Tensor, step: Any
     ) -> Tensor:
         """One pass over context and blocks of several sequences; see `advanced`. The states of tokens of a block are
-        zeros; `is_in_block` is bool [tokens], and `step` an `eager.StepLayout`.
-
-        Returns the input of `logits`, [tokens, state_size]; zeros for tokens of the context.
-        """
+        zeros; `is_in_block` is bool [tokens], and `step` an `eager.StepLayout`. Returns the input of `logits`, [tokens,
+        state_size]; zeros for tokens of the context."""
         raise NotImplementedError
 
 
@@ -297,10 +292,7 @@ class HeadLayer(LlamaDecoderLayer):
 
 
 class HeadTensors:
-    """The tensors of a head's folder, each of the name and the shape that its config implies.
-
-    Their names are read without the prefixes that some exporters add.
-    """
+    """The tensors of a head's folder, by names without the prefixes that some exporters add."""
 
     def __init__(self, folder: Path, renamed: Mapping[str, str]) -> None:
         self._folder = folder
@@ -335,8 +327,7 @@ class HeadTensors:
         return tensor
 
     def target_ids(self, name: str, count: int, vocabulary_size: int, *, are_offsets: bool) -> Tensor:
-        """The target's id of each id of a reduced vocabulary, int64 [count]. With `are_offsets` the tensor holds the
-        target's id minus the head's own."""
+        """The target's id of each id of a reduced vocabulary, int64 [count]. An offset is it minus the head's own."""
         ids = self.read(name, (count,), "the size of the head's vocabulary").long()
         if are_offsets:
             ids = ids + torch.arange(count)
@@ -362,8 +353,7 @@ def text_config(target: LoadedModel) -> Any:
 
 
 def shared_layers(target: LoadedModel) -> tuple[nn.Embedding, nn.Linear]:
-    """Embedding and output head over the target's weights. The modules are not the target's own: whoever packs those
-    must not change a head."""
+    """Modules of a head's own over the target's weights: whoever packs the target's must not change a head."""
     module: Any = target.module
     weights: list[Tensor] = [
         layer.weight.detach() for layer in (module.get_input_embeddings(), module.get_output_embeddings())

@@ -76,13 +76,12 @@ class RowRequest:
     def with_tokens(self, token_ids: Sequence[int]) -> RowRequest:
         """The request with what its rows need of the sequence's tokens, and without the grammar, which stays in the
         process that has the sequence."""
+        own = token_ids if self.sampling.penalizes else ()
         if self.grammar is None:
-            return replace(self, token_ids=token_ids) if self.sampling.penalizes else self
+            return replace(self, token_ids=own) if own else self
         base = self.base_length
         masks = self.grammar.masks(token_ids[self.prompt_length : base], token_ids[base:])
-        return replace(
-            self, grammar=None, masks=masks, token_ids=token_ids if self.sampling.penalizes else ()
-        )
+        return replace(self, grammar=None, masks=masks, token_ids=own)
 
     def go_on(
         self, answer: Verification, token_ids: Sequence[int] = ()
@@ -136,10 +135,8 @@ class RowRequest:
 
     @property
     def races_recovery(self) -> bool:
-        """True if the rows' samples must use the recovery keys, with which the coordinator goes on.
-
-        Without a proposal there is nothing to recover: the token is the target's own sample.
-        """
+        """True if the rows' samples must use the recovery keys, with which the coordinator goes on. Without a proposal
+        there is nothing to recover: the token is the target's own sample."""
         return self.step.row_kind is RowKind.SUPPORT and self.step.row_count > 1
 
     @property

@@ -94,11 +94,9 @@ class _Branches:
 
     def continuation(self, max_lead: int) -> tuple[list[int], Tensor, Lead | None] | None:
         """The branch that the sequence's uncomputed tokens begin with, as far as it was computed; None for another
-        continuation. Only the branches from the trunk's end go on with the lead.
-
-        Returns the places of its tokens' keys and values; the logits that follow each of those tokens which the
-        sequence has; and up to `max_lead` tokens that the branch has behind the sequence's last one.
-        """
+        continuation. Only the branches from the trunk's end go on with the lead. Returns the places of its tokens' keys
+        and values; the logits that follow each of those tokens which the sequence has; and up to `max_lead` tokens that
+        the branch has behind the sequence's last one."""
         sequence = self.job.sequence
         pending = sequence.token_ids[sequence.computed_length :]
         for branch, length in enumerate(self.ran[0][0].trunk_lengths if self.ran else ()):

@@ -42,18 +42,15 @@ MARGIN = 4.0
 
 
 class StepWatchdog:
-    """Notices a step that does not end: a device that hangs, a driver that waits forever, a kernel that loops.
-
-    Nothing can end such a step from outside, but the service must report that it is not healthy. The engine's thread
-    calls `begin` and `end`, any other thread asks.
-    """
+    """Notices a step that does not end: a device that hangs, a driver that waits forever, a kernel that loops. Nothing
+    can end such a step from outside, but the service must report that it is not healthy. The engine's thread calls
+    `begin` and `end`, any other thread asks."""
 
     def __init__(
         self, fixed_seconds: float | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """A step may take `fixed_seconds`; None learns it. `clock` is in seconds."""
-        self._fixed_seconds = fixed_seconds
-        self._clock = clock
+        """A step may take `fixed_seconds`; None learns it."""
+        self._fixed_seconds, self._clock = fixed_seconds, clock
         self._slowest_token_seconds = 0.0
         # One attribute, so that a reader on another thread sees both or neither.
         self._running: tuple[float, int] | None = None

@@ -1,13 +1,14 @@
 """Settings of all tests."""
 
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from tandem.serving.server import set_start_aside
-from tests.end_to_end.processes import nursery
+from tests.end_to_end.processes import WARM_UP_SECONDS, nursery
 
 # No test asserts a time, and a busy machine may pause any example.
 settings.register_profile("no deadline", settings(), deadline=None)
@@ -33,7 +34,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exempt what was imported from garbage collection, as services do: a full one visits all objects of torch."""
+    """Exempt what was imported from garbage collection, as services do: a full one visits all objects of torch.
+
+    Engines prepare and measure only small steps, as those of the nursery.
+    """
+    if engine := sys.modules.get("tandem.engine.core.engine"):
+        vars(engine)["_WARM_UP_SECONDS"] = WARM_UP_SECONDS
     set_start_aside()
 
 

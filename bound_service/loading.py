@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from bound_service.service import head_method
+from bound_service.service import chosen_head
 from draft_service.proposers.heads import BoundProposer
 from tandem.config.names import DFLASH, EAGLE, EAGLE3, MEDUSA, MTP
 from tandem.engine.core.selection import choose_backends
@@ -41,14 +40,10 @@ class BoundPair:
 
 
 def load_pair(
-    settings: TargetSettings,
-    head_folder: Path | None,
-    on_step: OnStep = None,
-    on_failure: Callable[[], None] | None = None,
+    settings: TargetSettings, on_step: OnStep = None, on_failure: Callable[[], None] | None = None
 ) -> BoundPair:
-    """Load both; the head runs on the target's device and in its dtype. Without a folder it is the layers for
-    multi-token prediction in the target's own checkpoint."""
-    method = head_method(settings, head_folder)
+    """Load both; the head runs on the target's device and in its dtype."""
+    method, head_folder = chosen_head(settings)
     # Refuses before the target's weights are read.
     head = HEADS[method](head_folder or settings.model)
     target = load_target(settings)

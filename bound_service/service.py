@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc.aio
 
 from draft_service.servicer import DraftServicer
-from tandem.config.names import BOUND_METHODS, MTP, OWN_METHODS, canonical_method, checkpoint_method
+from tandem.config.names import BOUND_METHODS, OWN_METHODS, canonical_method, checkpoint_method
 from tandem.errors import ConfigurationError
 from tandem.serving.model_service import ModelService, ServedModel
 from tandem.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
@@ -15,39 +15,30 @@ from target_service.servicer import TargetServicer
 from target_service.settings import TargetSettings, check_extraction
 
 
-def head_folder(settings: TargetSettings) -> Path | None:
-    """Return the head's folder; None if the target's own checkpoint has it."""
-    folder = settings.draft_model
-    if canonical_method(settings.speculative_method or "") in OWN_METHODS:
+def chosen_head(settings: TargetSettings) -> tuple[str, Path | None]:
+    """Return the drafting method and the head's folder; None if the target's own checkpoint has the head."""
+    given, folder = settings.speculative_method, settings.draft_model
+    if (method := canonical_method(given or "")) in OWN_METHODS:
         if folder is not None:
             raise ConfigurationError(
-                f"--method is {settings.speculative_method}, whose weights lie in the target's own checkpoint, and "
-                f"--draft-model is {folder}; leave out --draft-model"
+                f"--method is {given}, whose weights lie in the target's own checkpoint, and --draft-model is "
+                f"{folder}; leave out --draft-model"
             )
-        return None
+        return method, None
     if folder is None:
         raise ConfigurationError(
             "--draft-model is missing; give the folder of a drafting head for this model"
         )
     if not folder.is_dir():
         raise ConfigurationError(f"--draft-model is {folder}; there is no such folder")
-    return folder
-
-
-def head_method(settings: TargetSettings, folder: Path | None) -> str:
-    """Return the method that the settings name, or else the one that the head's checkpoint implies."""
-    given = settings.speculative_method
-    if folder is None:
-        return canonical_method(given or MTP)
-    found = checkpoint_method(folder)
-    method = found if given is None else canonical_method(given)
+    method = method or checkpoint_method(folder)
     hosted = [each for each in BOUND_METHODS if each not in OWN_METHODS]
     if method not in hosted:
         raise ConfigurationError(
-            f"--method is {given or found or 'not given'} for the draft {folder}; beside a target it must be "
+            f"--method is {given or method or 'not given'} for the draft {folder}; beside a target it must be "
             f"{' or '.join(hosted)}"
         )
-    return method
+    return method, folder
 
 
 class BoundService(ModelService):
@@ -61,10 +52,9 @@ class BoundService(ModelService):
 
     def __init__(self, settings: TargetSettings) -> None:
         check_extraction(settings)
+        chosen_head(settings)
         super().__init__(settings)
         self._settings = settings
-        self._head_folder = head_folder(settings)
-        head_method(settings, self._head_folder)
         self._target, self._draft = TargetServicer(self._observer), DraftServicer()
         self.streams = [self._target.streams, self._draft.streams]
 
@@ -76,6 +66,6 @@ class BoundService(ModelService):
         settings = self.with_folder(self._settings, self._settings.model)
         from bound_service.loading import load_pair
 
-        pair = load_pair(settings, self._head_folder, self._observer.on_step, on_failure=self.fail)
+        pair = load_pair(settings, self._observer.on_step, self.fail)
         self._target.verifier, self._draft.proposer = pair.verifier, pair.proposer
         return [pair.verifier, pair.proposer]

@@ -70,4 +70,4 @@ class DraftService(ModelService):
         settings = self.with_folder(settings, checkpoint)
         from draft_service.proposers.standalone import load_standalone
 
-        return load_standalone(settings, self._observer.on_step, self.fail_from_thread)
+        return load_standalone(settings, self._observer.on_step, self.fail)

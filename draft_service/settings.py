@@ -40,8 +40,7 @@ class DraftSettings(DraftingOptions, SourceOptions, ModelServerSettings):
 
     @property
     def device_count(self) -> int:
-        """Devices that the draft model is split over. `draft_tensor_parallel_size` is vLLM's name for it, and may be
-        shared."""
+        """Devices that it is split over. `draft_tensor_parallel_size` is vLLM's name for it, and may be shared."""
         return self.draft_tensor_parallel_size or self.tensor_parallel_size
 
     @property

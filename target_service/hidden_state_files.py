@@ -46,10 +46,6 @@ def hidden_state_files(settings: TargetSettings, model: LoadedModel) -> HiddenSt
         raise ConfigurationError(
             f"--shared-storage-path is {folder}, which cannot be written to: {error.strerror}"
         ) from error
-    return HiddenStateFiles(folder, model, _layer_ids(settings, model))
-
-
-def _layer_ids(settings: TargetSettings, model: LoadedModel) -> tuple[int, ...]:
     count: int = text_config(model).num_hidden_layers
     given = settings.eagle_aux_hidden_state_layer_ids
     ids = given or (2, count // 2, count - 3)  # EAGLE-3's
@@ -59,7 +55,7 @@ def _layer_ids(settings: TargetSettings, model: LoadedModel) -> tuple[int, ...]:
             f"--eagle-aux-hidden-state-layer-ids is {list(ids)}{origin}; {model.info.name} has {count} layers, so each "
             f"must be from 0 to {count}"
         )
-    return ids
+    return HiddenStateFiles(folder, model, ids)
 
 
 class HiddenStateFiles:

@@ -36,7 +36,5 @@ class TargetService(ModelService):
         settings = self.with_folder(self._settings, self._settings.model)
         from target_service.verifier import load_verifier
 
-        verifier = self._servicer.verifier = load_verifier(
-            settings, self._observer.on_step, self.fail_from_thread
-        )
+        verifier = self._servicer.verifier = load_verifier(settings, self._observer.on_step, self.fail)
         return [verifier]

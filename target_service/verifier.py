@@ -113,7 +113,6 @@ class Verifier(EngineOwner[SequenceEngine[Any]]):
 
     @asynccontextmanager
     async def sequence(self, options: TargetOptions, on_led: OnLed = None) -> AsyncIterator[VerifiedSequence]:
-        """Keep a sequence in the KV cache for as long as the context lives."""
         info = self._engine.info
         if options.adjustments:
             check_ids(options.adjustments, info.vocabulary_size)
@@ -182,7 +181,6 @@ class VerifiedSequence:
         return True
 
     def expect(self, drafted: DraftedOutcomes) -> None:
-        """Learn what the draft proposes after outcomes of a round."""
         own = [token_id for token_id in drafted.token_ids if token_id != ENDED]
         token_ids = (*own, *drafted.lead_token_ids)
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._vocabulary_size):

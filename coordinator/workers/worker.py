@@ -25,7 +25,7 @@ from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.telemetry.observer import observer_for
 from tandem.admin import Stats, Status
 from tandem.admin_client import AdminClient
-from tandem.serving.interceptors import CallInterceptor, Context, ErrorBoundary, RunningCalls
+from tandem.serving.interceptors import CallInterceptor, Context, RunningCalls, guarding
 from tandem.serving.server import exit_codes, serve_to_the_end, settings_of_process
 
 CALLER_KEY = "tandem-caller-bin"
@@ -94,7 +94,7 @@ async def private_server(
     async def get(_request: bytes, _context: Context) -> bytes:
         return await metrics_text()
 
-    server = grpc.aio.server(interceptors=[CallInterceptor(ErrorBoundary(RunningCalls()).guarded)])
+    server = grpc.aio.server(interceptors=[CallInterceptor(guarding(RunningCalls()))])
     admin.add_to(server)
     handlers: dict[str, Any] = {"Get": grpc.unary_unary_rpc_method_handler(get)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_METRICS, handlers),))

@@ -47,13 +47,11 @@ class Child:
         raise ServiceUnavailableError(await self.obituary())
 
     async def lines(self) -> AsyncIterator[str]:
-        """The lines of stdout from now on."""
         assert self.process.stdout is not None
         async for line in self.process.stdout:
             yield line.decode().rstrip()
 
     async def obituary(self) -> str:
-        """A sentence about the end of the process."""
         code = await self.process.wait()
         if code == -signal.SIGILL:
             return (

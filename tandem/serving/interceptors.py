@@ -7,14 +7,7 @@ import inspect
 import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import (
-    AbstractAsyncContextManager,
-    aclosing,
-    asynccontextmanager,
-    contextmanager,
-    nullcontext,
-    suppress,
-)
+from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -112,7 +105,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        """Return the handler for a call; None for a method that does not exist."""
         handler = await continuation(handler_call_details)
         if handler is not None:
             for step in self._steps:
@@ -130,12 +122,9 @@ def behaviour_of(handler: Handler) -> Behaviour:
 def remade(
     handler: Handler, behaviour: Behaviour, deserializer: Any = None, *, at_once: bool = False
 ) -> Handler:
-    """Copy a method handler with another behaviour.
-
-    Args:
-        at_once: Start before the first request arrives, and take requests as a stream. gRPC calls a method with a
-            single request only once that has arrived, so a call that never sends it would stay.
-    """
+    """Copy a method handler with another behaviour. `at_once`: it starts before the first request arrives, and takes
+    requests as a stream. gRPC calls a method with a single request only once that has arrived, so a call that never
+    sends it would stay."""
     make: Any = _MAKE_HANDLER[at_once or handler.request_streaming, handler.response_streaming]
     made: Handler = make(behaviour, deserializer or handler.request_deserializer, handler.response_serializer)
     return made
@@ -221,7 +210,6 @@ class RunningCalls:
         return True
 
     def cut_off(self, because: str) -> None:
-        """End the running calls with UNAVAILABLE and the reason."""
         self._cut_because = because
         for task in self._tasks:
             task.cancel()
@@ -307,8 +295,6 @@ async def _only(requests: AsyncIterator[Any]) -> Any:
 
 logger = logging.getLogger(__name__)
 
-Counted: TypeAlias = Callable[[], AbstractAsyncContextManager[None]]
-
 # Watchers of health and statistics stay for as long as the server does; a drain does not wait for them. Of a stream
 # that sequences share, each sequence is counted.
 _NOT_COUNTED = (
@@ -354,44 +340,33 @@ async def errors_to_status(context: Context) -> AsyncIterator[None]:
             await context.abort(ending.code, ending.sentence, ending.metadata)
 
 
-class ErrorBoundary:
-    """Stands before every method of a server: its errors, its unreadable requests, and readers that take nothing."""
+def guarding(calls: RunningCalls, stalled_reader_timeout_seconds: float | None = None) -> Step:
+    """The step before every method: its errors, its unreadable requests, and readers that take nothing."""
+    readers = SlowReaderWatchdog(stalled_reader_timeout_seconds)
 
-    def __init__(self, calls: RunningCalls, stalled_reader_timeout_seconds: float | None = None) -> None:
-        self._calls = calls
-        self._readers = SlowReaderWatchdog(stalled_reader_timeout_seconds)
-
-    def guarded(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
-        """The step before all others."""
+    def guarded(handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
         inner, read = behaviour_of(handler), handler.request_deserializer or bytes
         # Messages are read within the boundary: of bytes that are none, gRPC would make a Python error, or UNKNOWN.
         requests_of = partial(_Messages if handler.request_streaming else _message, read)
-        counted = nullcontext if details.method.startswith(_NOT_COUNTED) else self._calls.running
-        behaviour = self._streaming if handler.response_streaming else self._single
-        return remade(handler, behaviour(inner, requests_of, counted), bytes)
+        counted = nullcontext if details.method.startswith(_NOT_COUNTED) else calls.running
 
-    def _single(self, inner: Behaviour, requests_of: Callable[[Any], Any], counted: Counted) -> Behaviour:
         async def answer(content: Any, context: Context) -> Any:
-            async with errors_to_status(context), counted():
-                return await inner(requests_of(content), context)
-
-        return answer
-
-    def _streaming(self, inner: Behaviour, requests_of: Callable[[Any], Any], counted: Counted) -> Behaviour:
-        # Writing here, not by yielding to gRPC, lets a cancelled call close its generator at once and in its own task.
-        async def answer(content: Any, context: Context) -> None:
             async with errors_to_status(context), counted():
                 called = inner(requests_of(content), context)
                 if not inspect.isasyncgen(called):
-                    await called
-                    return
+                    return await called
+                # Writing here, not by yielding to gRPC, lets a cancelled call close its generator at once and in its
+                # own task.
                 async with aclosing(called) as responses:
                     async for response in responses:
                         # Returns once the flow control of HTTP/2 has let the message go, so a stream never queues more
                         # than one.
-                        await self._readers.take(context.write(response))
+                        await readers.take(context.write(response))
+            return None
 
-        return answer
+        return remade(handler, answer, bytes)
+
+    return guarded
 
 
 def _message(read: Callable[[bytes], Any], content: bytes) -> Any:

@@ -59,11 +59,7 @@ class ModelService(Service):
 
     @abstractmethod
     def load(self) -> Sequence[ServedModel]:
-        """Load the models and hand each to its servicer; telemetry shows the first. Called on a thread of its own.
-
-        Raises:
-            ConfigurationError: they cannot run as the settings ask.
-        """
+        """Load the models and hand each to its servicer; telemetry shows the first. Called on a thread of its own."""
 
     def with_folder(self, settings: SettingsT, reference: str | Path) -> SettingsT:
         """The settings with the checked folder of the model that a reference names, which may be fetched first."""
@@ -74,7 +70,6 @@ class ModelService(Service):
         return settings.model_copy(update={"model": checked_folder(settings, reference)})
 
     def open_other_endpoints(self, calls: RunningCalls) -> None:
-        """Count the sequences of shared streams as calls."""
         for streams in self.streams:
             streams.calls = calls
 
@@ -90,13 +85,14 @@ class ModelService(Service):
 
     @property
     def overdue_seconds(self) -> float:
-        """Seconds that the slowest has been stuck in a step; 0 while all is well."""
         return max((model.overdue_seconds for model in self._models), default=0.0)
 
-    def fail_from_thread(self) -> None:
-        """End the service as `fail` does. May be called on any thread."""
+    def fail(self) -> None:
+        """End the server with an error, because the engine has failed, on whichever thread. Running calls may still
+        finish."""
+        self.failure = "the engine has failed, and the log has the reason; start the service again"
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self.fail)
+            self._loop.call_soon_threadsafe(self.request_drain)
 
     async def close(self) -> None:
         """Stop the models, the last first, and send the rest of the telemetry."""

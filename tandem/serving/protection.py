@@ -25,7 +25,7 @@ from tandem.config.options import Options
 from tandem.config.rule import Rule, Rules, rule
 from tandem.errors import ConfigurationError, PermissionDeniedError, UnauthenticatedError
 from tandem.rpc.addresses import is_loopback
-from tandem.rpc.credentials import ReloadedFile, is_token
+from tandem.rpc.credentials import ReloadedFile, is_token, lines_of
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +87,7 @@ def authorize(scope: Scope, authorization: str | None, tokens: Tokens) -> None:
 
 def parse_tokens(content: bytes, source: str) -> tuple[str, ...]:
     """The tokens of a file, one on each line. An error never contains one."""
-    words = [line.strip() for line in content.decode("utf-8", "replace").splitlines()]
-    tokens = tuple(filter(None, words))
+    tokens = tuple(lines_of(content))
     if not tokens:
         raise ConfigurationError(f"{source} holds no token; it must hold one on each line")
     for problem in filter(None, map(token_problem, tokens)):
@@ -135,15 +134,14 @@ def _token_rule(option: str) -> Rule[Any]:
 
     return Rule(
         option.replace("_", "-"),
-        f"`{option}` is a word of at least 16 visible ASCII characters, and not set beside `{file}`.",
+        f"`{option}` is a word of at least {MIN_TOKEN_LENGTH} visible ASCII characters, and not set beside `{file}`.",
         check,
     )
 
 
 @rule("`tls_cert_file` and `tls_key_file` are set together, and `tls_client_ca_file` only with them.")
 def _tls_files(options: ProtectionOptions) -> Iterator[str]:
-    pair = {"tls_cert_file": options.tls_cert_file, "tls_key_file": options.tls_key_file}
-    missing = [name for name, path in pair.items() if path is None]
+    missing = [name for name in ("tls_cert_file", "tls_key_file") if getattr(options, name) is None]
     if len(missing) == 1:
         yield f"{missing[0]} is not set; a certificate needs its key, and a key its certificate"
     if len(missing) == 2 and options.tls_client_ca_file is not None:
@@ -182,11 +180,8 @@ class ProtectionOptions(Options):
 
     @property
     def knows_callers(self) -> bool:
-        """True if callers must authenticate."""
-        return (
-            self.tls_client_ca_file is not None
-            or self.auth_token is not None
-            or self.auth_token_file is not None
+        return any(
+            each is not None for each in (self.tls_client_ca_file, self.auth_token, self.auth_token_file)
         )
 
 
@@ -212,11 +207,8 @@ def token_source(options: ProtectionOptions, host: str) -> Callable[[], Tokens]:
 
 
 def exposure_rule(host: str, *port: str) -> Rule[Any]:
-    """The rule that a server which others reach is protected, by the option of its address.
-
-    Args:
-        port: The option of its port, where it is off without one.
-    """
+    """The rule that a server which others reach is protected, by the option of its address, and by that of its port
+    where it is off without one."""
 
     def check(options: Any) -> Iterator[str]:
         address = getattr(options, host)
@@ -280,12 +272,8 @@ def server_credentials(
 
 
 def server_context(paths: Sequence[Path], contents: Sequence[bytes]) -> ssl.SSLContext:
-    """TLS context for a server with Python's own TLS, from the current files.
-
-    Args:
-        paths: The files of certificate and key, and that of the clients' authorities where there is one.
-        contents: Their contents when they were read; they may have changed since.
-    """
+    """TLS context for a server with Python's own TLS, from the files of certificate and key, and that of the clients'
+    authorities where there is one. `contents` are theirs when they were read; they may have changed since."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     with ExitStack() as files:
@@ -337,14 +325,14 @@ def warn_of_expiry(paths: Sequence[Path], now: datetime) -> timedelta:
             left = end_of(path.read_bytes(), path) - now
         except (OSError, ConfigurationError):
             continue  # using the file reports this
-        has_expired = left <= timedelta()
-        if not has_expired:
+        event = (logging.WARNING, "certificate expires soon")
+        if left <= timedelta():
+            event = (logging.ERROR, "certificate has expired")
+        else:
             next_look = min(next_look, left)
         if left <= WARNING_TIME:
             logger.log(
-                logging.ERROR if has_expired else logging.WARNING,
-                "certificate has expired" if has_expired else "certificate expires soon",
-                extra={"file": str(path), "ends": (now + left).isoformat(), "days": left // _DAY},
+                *event, extra={"file": str(path), "ends": (now + left).isoformat(), "days": left // _DAY}
             )
     return next_look
 

@@ -24,14 +24,15 @@ from grpc_reflection.v1alpha import reflection
 
 from tandem.errors import ConfigurationError, ModelFolderError, TandemError
 from tandem.logs import configure
+from tandem.rpc.addresses import joined
 from tandem.rpc.channels import read_all_wake_ups
 from tandem.serving.interceptors import (
     AnonymousCallLimiter,
     CallInterceptor,
-    ErrorBoundary,
     RunningCalls,
     Step,
     authorizing,
+    guarding,
 )
 from tandem.serving.protection import server_credentials, token_source, watch_expiry
 from tandem.settings import ServerSettings, load_settings
@@ -47,10 +48,8 @@ def stop_signals(before_end: Callable[[], None] = lambda: None) -> Iterator[asyn
     """An event that SIGTERM, SIGINT and SIGHUP set. A further SIGTERM or SIGINT ends the process at once.
 
     A terminal that closes sends SIGHUP, and its shell may send it again, so a further one is no sign of impatience.
-    SIGHUP stays ignored where it was ignored at the start, as nohup asks for.
-
-    Args:
-        before_end: Called before the process ends at once.
+    SIGHUP stays ignored where it was ignored at the start, as nohup asks for. `before_end` is called before the process
+    ends at once.
     """
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -96,7 +95,6 @@ class Readiness:
         self._full_names = full_names
 
     async def announce(self, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
-        """Set this health status for the server and for each of its services."""
         for name in ("", *self._full_names):
             await self.health.set(name, status)
 
@@ -141,7 +139,7 @@ class Service(ABC):
     """A service that a server runs."""
 
     name: str
-    """Role of the service: draft, target or coordinator."""
+    """draft, target or coordinator."""
     full_names: Sequence[str]
     """Names of its gRPC services, for health and reflection."""
     steps: Sequence[Step] = ()
@@ -156,17 +154,8 @@ class Service(ABC):
         """Seconds that the service has been stuck in a step; 0 while all is well."""
         return 0.0
 
-    def fail(self) -> None:
-        """End the server with an error, because the engine has failed. Running calls may still finish."""
-        self.failure = "the engine has failed, and the log has the reason; start the service again"
-        self.request_drain()
-
     def open_other_endpoints(self, calls: RunningCalls) -> None:  # noqa: B027 - most have none
-        """Open what serves requests other than one gRPC call each: HTTP, or shared streams. Called first.
-
-        Raises:
-            ConfigurationError: an address cannot be bound.
-        """
+        """Open what serves requests other than one gRPC call each: HTTP, or shared streams. Called first."""
 
     @abstractmethod
     def register(self, server: grpc.aio.Server) -> None:
@@ -188,7 +177,7 @@ async def serve(
     *,
     shares_port: bool = False,
     listens_late: bool = False,
-) -> bool:
+) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP, then let running calls finish within the drain timeout.
 
     Writes two lines to stdout: its address as soon as it listens, and another once it is ready. A second signal ends
@@ -198,9 +187,6 @@ async def serve(
         before_ready: Called once the service has started, before it accepts calls.
         shares_port: True if other processes listen on the same port; the system gives each connection to one of them.
         listens_late: Listen only once the service is ready, so that no connection comes here before.
-
-    Returns:
-        True if the server was ever ready.
     """
     read_all_wake_ups()
     calls = RunningCalls(f"the {service.name} service is still starting", settings.max_concurrent_streams)
@@ -217,11 +203,8 @@ async def serve(
         try:
             if not listens_late:
                 announce(f"tandem {service.name}: listening on {address}")
-            was_ready = False
             with suppress(CancelledByEventError):
                 await unless(stopping.wait(), service.start())
-                was_ready = True
-            if was_ready:
                 before_ready()
                 await readiness.open()
                 if listens_late:
@@ -233,7 +216,6 @@ async def serve(
             await _drain(calls, settings.drain_timeout_seconds, service.name)
             if service.failure:
                 raise TandemError(service.failure)
-            return was_ready
         finally:
             expiry.cancel()
             # Only now: a server that stops takes no connection, and could not even say that it is draining.
@@ -271,13 +253,11 @@ def new_server(
     settings: ServerSettings, calls: RunningCalls, *steps: Step, shares_port: bool = False
 ) -> grpc.aio.Server:
     """Create a server: error boundary, authentication, limit on anonymous calls, readiness, and these steps."""
-    boundary = ErrorBoundary(calls, settings.stalled_reader_timeout_seconds)
+    guarded = guarding(calls, settings.stalled_reader_timeout_seconds)
     authorized = authorizing(token_source(settings, settings.host))
     return grpc.aio.server(
         interceptors=[
-            CallInterceptor(
-                *steps, calls.refuse_closed, AnonymousCallLimiter().limited, authorized, boundary.guarded
-            )
+            CallInterceptor(*steps, calls.refuse_closed, AnonymousCallLimiter().limited, authorized, guarded)
         ],
         # By default two servers that share a port by mistake would not notice.
         options=(("grpc.so_reuseport", int(shares_port)), *_SERVER_OPTIONS),
@@ -295,19 +275,13 @@ async def _register(server: grpc.aio.Server, service: Service, readiness: Readin
 
 
 def _bind(server: grpc.aio.Server, settings: ServerSettings, *, shares_port: bool) -> str:
-    host, port = settings.host, settings.port
-    credentials = None
-    if settings.tls_cert_file is not None and settings.tls_key_file is not None:
-        credentials = server_credentials(
-            settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file
-        )
+    host, address = settings.host, joined(settings.host, settings.port)
     if not shares_port:
-        check_free(host, port)
-    name = f"[{host}]" if ":" in host else host
-    address = f"{name}:{port}"
-    if credentials is None:
-        return f"{name}:{server.add_insecure_port(address)}"
-    return f"{name}:{server.add_secure_port(address, credentials)}"
+        check_free(host, settings.port)
+    if settings.tls_cert_file is None or settings.tls_key_file is None:
+        return joined(host, server.add_insecure_port(address))
+    files = settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file
+    return joined(host, server.add_secure_port(address, server_credentials(*files)))
 
 
 def check_free(host: str, port: int) -> None:
@@ -316,11 +290,7 @@ def check_free(host: str, port: int) -> None:
 
 
 def bound_socket(host: str, port: int, options: str, reuse: int = socket.SO_REUSEADDR) -> socket.socket:
-    """A socket with this address, which does not listen yet.
-
-    Raises:
-        ConfigurationError: it cannot be bound; the sentence names the options to choose another.
-    """
+    """A socket with this address, which does not listen yet. Its error names the options to choose another."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with ExitStack() as stack:
@@ -398,8 +368,8 @@ SettingsT = TypeVar("SettingsT", bound=ServerSettings)
 def main(
     settings_class: type[SettingsT],
     make_service: Callable[[SettingsT], Service],
-    arguments: Sequence[str],
     program: str,
+    arguments: Sequence[str],
 ) -> None:
     """Serve until a signal ends it.
 

@@ -41,11 +41,8 @@ class ServedSequence(Generic[OptionsT, StepT, AnswerT]):
     _pushing: asyncio.Task[None] | None = None
 
     async def steps(self, pushed: asyncio.Queue[Any] | None = None) -> AsyncIterator[StepT]:
-        """Yield the steps of the sequence, until its Finish.
-
-        Args:
-            pushed: Answers to send unasked, until then; an error ends the sequence.
-        """
+        """Yield the steps of the sequence, until its Finish. `pushed` brings answers to send unasked, until then; an
+        error ends the sequence."""
         if pushed is not None:
             self._pushing = asyncio.create_task(self._push(pushed))
         while True:

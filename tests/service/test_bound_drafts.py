@@ -51,7 +51,7 @@ async def host(target: Path, head: Path | None, **settings: object) -> AsyncIter
     """A target with its head, ready; None for the prediction layers in the target's own checkpoint."""
     values: dict[str, Any] = {"model": target, "threads": 1, "max_length": 128, "compile": "off", **settings}
     values.setdefault("draft_repeats", False)  # in a text of six tokens no head would ever be asked
-    pair = load_pair(TargetSettings(**values), head)
+    pair = load_pair(TargetSettings(**values, draft_model=head, speculative_method=None if head else "mtp"))
     targets, drafts = TargetServicer(), DraftServicer()
     targets.verifier, drafts.proposer = pair.verifier, pair.proposer
     async with AsyncExitStack() as stack:

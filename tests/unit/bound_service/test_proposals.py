@@ -67,8 +67,8 @@ def saved_target(model: Any, folder: Path) -> Path:
 async def running(target: Path, head: Path | None, **settings: object) -> AsyncIterator[BoundPair]:
     values: dict[str, Any] = {"model": target, "threads": 1, "max_length": 256, "compile": "off", **settings}
     values.setdefault("draft_repeats", False)
-    made = TargetSettings(**values)
-    pair = load_pair(made, head)
+    made = TargetSettings(**values, draft_model=head, speculative_method=None if head else "mtp")
+    pair = load_pair(made)
     async with AsyncExitStack() as stack:
         for each in (pair.proposer, pair.verifier):
             stack.push_async_callback(each.close)

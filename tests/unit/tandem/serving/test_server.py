@@ -114,7 +114,7 @@ async def test_a_drain_is_announced_to_all_and_waits_for_calls_but_not_for_watch
         slow.may_go_on.set()
         assert [response.text async for response in call] == ["a", "b"]
         # The watcher is not waited for: the drain would take longer than this.
-        assert await asyncio.wait_for(server, QUICK_SECONDS)
+        await asyncio.wait_for(server, QUICK_SECONDS)
 
 
 FROZEN = """
@@ -133,7 +133,7 @@ class Fake(Scripted):
     async def close(self):
         print("frozen", gc.get_freeze_count() > 50_000, gc.get_threshold()[0])
 
-main(ServerSettings, Fake, ["--port", "0"], "fake")
+main(ServerSettings, Fake, "fake", ["--port", "0"])
 """
 
 
@@ -189,7 +189,7 @@ async def test_it_refuses_until_it_is_ready_then_answers(capsys: pytest.CaptureF
     await wait_for_health(address, "SERVING")
     assert await texts_from(address) == ["hello"]
     os.kill(os.getpid(), signal.SIGTERM)
-    assert await server
+    await server
     assert service.is_closed
 
 

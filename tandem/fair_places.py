@@ -53,7 +53,8 @@ class FairPlaces:
         self._held_by[client] -= 1
         if not self._held_by[client]:
             del self._held_by[client]
-        while (favoured := self._next_client()) is not None:
+        while able := [each for each in self._queues if self.has_room(each)]:
+            favoured = min(able, key=lambda each: (self._held_by[each], self._queues[each][0][0]))
             _, future = self._queues[favoured].popleft()
             self._forget_empty(favoured)
             if not future.done():
@@ -70,10 +71,6 @@ class FairPlaces:
     def _give(self, client: str) -> None:
         self.held += 1
         self._held_by[client] += 1
-
-    def _next_client(self) -> str | None:
-        able = [client for client in self._queues if self.has_room(client)]
-        return min(able, key=lambda client: (self._held_by[client], self._queues[client][0][0]), default=None)
 
     def _give_up(self, client: str, turn: _Turn) -> None:
         queue = self._queues.get(client, ())

@@ -8,6 +8,7 @@ takes a sequence over need nothing else.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -52,21 +53,19 @@ def grammar_limits() -> LLParserLimits:
 def definition(grammar: Grammar) -> str:
     """The grammar as llguidance reads it. Not every definition can be compiled."""
     try:
-        if grammar.kind is GrammarKind.JSON_OBJECT:
-            return LLMatcher.grammar_from_json_schema('{"type": "object"}', defaults=JSON_OPTIONS)  # type: ignore[arg-type]
-        if grammar.kind is GrammarKind.JSON_SCHEMA:
-            return LLMatcher.grammar_from_json_schema(grammar.source, defaults=JSON_OPTIONS)  # type: ignore[arg-type]
-        if grammar.kind is GrammarKind.REGEX:
-            return LLMatcher.grammar_from_regex(grammar.source)
-        if grammar.kind is GrammarKind.CHOICE:
-            return LLMatcher.grammar_from_lark(_choices(json.loads(grammar.source)))
-        return grammar_from("grammar", grammar.source)
+        match grammar.kind:
+            case GrammarKind.JSON_OBJECT | GrammarKind.JSON_SCHEMA:
+                schema = grammar.source or '{"type": "object"}'
+                return LLMatcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)  # type: ignore[arg-type]
+            case GrammarKind.REGEX:
+                return LLMatcher.grammar_from_regex(grammar.source)
+            case GrammarKind.CHOICE:
+                choices = (json.dumps(each, ensure_ascii=False) for each in json.loads(grammar.source))
+                return LLMatcher.grammar_from_lark(f"start: {' | '.join(choices)}")
+            case GrammarKind.GRAMMAR:
+                return grammar_from("grammar", grammar.source)
     except (ValueError, RecursionError) as error:
         raise refused(grammar, str(error)) from None
-
-
-def _choices(choices: Sequence[str]) -> str:
-    return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
 
 
 def refused(grammar: Grammar, reason: str) -> InvalidRequestError:
@@ -197,8 +196,7 @@ class GrammarState:
         missing = own[kept:]
         if not missing:
             return True
-        known = next((i for i, token_id in enumerate(missing) if token_id >= self._known_ids), len(missing))
-        count = self._matcher.validate_tokens(missing[:known])
+        count = self._allowed(missing)
         if count and not self._matcher.consume_tokens(missing[:count]):
             self._check()
         read += missing[:count]
@@ -225,8 +223,11 @@ class GrammarState:
         """How many of these tokens may follow. A span in which anything may is not looked into."""
         if self._is_free or self._may_think:
             return len(token_ids)
-        known = next((i for i, token_id in enumerate(token_ids) if token_id >= self._known_ids), None)
-        count: int = self._matcher.validate_tokens([*token_ids[:known]])
+        return self._allowed(token_ids)
+
+    def _allowed(self, token_ids: Sequence[int]) -> int:
+        known = itertools.takewhile(lambda token_id: token_id < self._known_ids, token_ids)
+        count: int = self._matcher.validate_tokens([*known])
         return count
 
     def fill(self, row: MaskArray) -> None:

@@ -43,12 +43,8 @@ class Vocabulary:
     """A tokenizer, as the texts that its ids stand for."""
 
     def __init__(self, tokenizer: Tokenizer, model_size: int | None = None, owner: str = "the") -> None:
-        """Read a tokenizer. It must not be used otherwise, since it tokenizes parts of texts from here on.
-
-        Args:
-            model_size: Ids from here on are unknown to the model; None: there are none.
-            owner: Whose it is, for the error: the draft's or the target's.
-        """
+        """Read a tokenizer. It must not be used otherwise, since it tokenizes parts of texts from here on. Ids from
+        `model_size` on are unknown to the model; `owner` is for the error: the draft's or the target's."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         size = (1 << 31) if model_size is None else model_size
@@ -148,11 +144,8 @@ class SharedVocabulary:
         self.draft = draft
         self.target = target
         pairs = [(own, target.ids[text]) for text, own in draft.ids.items() if text in target.ids]
-        pairs += [
-            (own, target.special_ids[name])
-            for name, own in draft.special_ids.items()
-            if name in target.special_ids
-        ]
+        shared_names = draft.special_ids.keys() & target.special_ids.keys()
+        pairs += [(draft.special_ids[name], target.special_ids[name]) for name in shared_names]
         shared = np.array(sorted(pairs), dtype=np.int64).reshape(-1, 2)
         self.draft_ids: IntArray = shared[:, 0].copy()
         """The draft's ids of tokens that the target has too, ascending; shape [S]."""
@@ -163,7 +156,6 @@ class SharedVocabulary:
 
     @cached_property
     def coverage(self) -> Coverage:
-        """How much of the draft the target's vocabulary covers."""
         draft_ids = {*self.draft_ids.tolist()}
         tokens = [token_id for text in SAMPLE_TEXT for token_id in self.draft.encode(text)]
         return Coverage(
@@ -258,9 +250,13 @@ class Transcript:
         while len(self._starts) > 1 and self._starts[-1] + _LOOKAHEAD_BYTES > kept_bytes:
             self._starts.pop()
             self._counts.pop()
-        kept = self._counts[-1]
+        start, kept = self._starts.pop(), self._counts.pop()
         del self.token_ids[kept:]
-        self._tokenize()
+        self.is_whole, found = _tokenized(self._draft, bytes(self._text[start:]), start)
+        for begin, tokens in found:
+            self._starts.append(begin)
+            self._counts.append(len(self.token_ids))
+            self.token_ids += tokens
         return Delta(kept, tuple(self.token_ids[kept:]))
 
     @property
@@ -282,17 +278,6 @@ class Transcript:
             return b""
         return text.removeprefix(b" ") if self._target.begins_with_space else text
 
-    def _tokenize(self) -> None:
-        """Tokenize anew from the last segment on."""
-        start = self._starts.pop()
-        self._counts.pop()
-        self.is_whole, segments = _segments(bytes(self._text[start:]))
-        for segment in segments:
-            self._starts.append(start)
-            self._counts.append(len(self.token_ids))
-            self.token_ids += _tokens(self._draft, segment, start)
-            start += len(segment)
-
 
 @dataclass(frozen=True, slots=True)
 class TranscriptEnd:
@@ -306,28 +291,22 @@ class TranscriptEnd:
 
     def tokens(self, more: bytes) -> list[int] | None:
         """The draft's tokens of the segment and this text; None if the text ends within a character."""
-        is_whole, segments = _segments(self._text + more)
-        if not is_whole:
-            return None
-        found, start = list[int](), self._start
-        for segment in segments:
-            found += _tokens(self._draft, segment, start)
-            start += len(segment)
-        return found
+        is_whole, found = _tokenized(self._draft, self._text + more, self._start)
+        return [token_id for _, tokens in found for token_id in tokens] if is_whole else None
 
 
-def _segments(text: bytes) -> tuple[bool, list[bytes]]:
-    """The segments of a text, one at least, without a part of a character at its end; False if there is one."""
+def _tokenized(draft: Vocabulary, text: bytes, start: int) -> tuple[bool, list[tuple[int, list[int]]]]:
+    """The segments of a text that begins so many bytes behind the whole's begin, one at least: where each begins, and
+    its tokens. A part of a character at the end is left out; False if there is one."""
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
-    segments = _SEGMENT.findall(decoder.decode(text)) or [""]
-    return not decoder.getstate()[0], [each.encode("utf-8", "surrogateescape") for each in segments]
-
-
-def _tokens(draft: Vocabulary, segment: bytes, start: int) -> list[int]:
-    """The tokens of a segment that begins so many bytes behind the text's begin."""
-    space = " " if start == 0 and segment and draft.begins_with_space else ""
-    # A byte that begins no character, which sampling may produce, becomes U+FFFD.
-    return draft.encode(space + segment.decode("utf-8", "replace"))
+    found = []
+    for segment in _SEGMENT.findall(decoder.decode(text)) or [""]:
+        content = segment.encode("utf-8", "surrogateescape")
+        space = " " if start == 0 and content and draft.begins_with_space else ""
+        # A byte that begins no character, which sampling may produce, becomes U+FFFD.
+        found.append((start, draft.encode(space + content.decode("utf-8", "replace"))))
+        start += len(content)
+    return not decoder.getstate()[0], found
 
 
 SAMPLE_TEXT = (

@@ -30,7 +30,6 @@ class CoordinatorState(Enum):
 
     @property
     def completes(self) -> bool:
-        """True if requests are completed."""
         return self in (CoordinatorState.READY, CoordinatorState.DEGRADED)
 
 
@@ -39,9 +38,7 @@ class Load:
     """Running and waiting requests."""
 
     running: int
-    """Requests that run."""
     queued: int
-    """Requests that wait for a place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +78,6 @@ class Status:
     settings: SpeculationSettings
     replicas: tuple[ReplicaSnapshot, ...]
     speculation_state: SpeculationState
-    """State of speculation now."""
     decisions: tuple[SpeculationDecision, ...] = ()
     """The proposal length at each load so far, and the reason."""
 
@@ -94,7 +90,6 @@ class RequestReport:
     age_seconds: float
     prompt_tokens: int
     completion_tokens: int
-    """Tokens so far."""
     rule: str
     num_speculative_tokens: int
     """0: the target alone."""
@@ -132,7 +127,6 @@ class Stats:
     speculation: SpeculationStats
     by_rule: Mapping[str, SpeculationStats]
     speculation_state: SpeculationState
-    """State of speculation now."""
     decisions: tuple[SpeculationDecision, ...] = ()
     """The proposal length at each load so far, and the reason."""
 
@@ -148,7 +142,7 @@ class ConfigOption:
     is_live: bool
     """True if it can be changed while the coordinator runs."""
     changed_by: str = ""
-    """The caller who changed it last; empty unless the origin is LIVE."""
+    """Empty unless the origin is LIVE."""
     changed_at: datetime | None = None
 
 
@@ -172,23 +166,18 @@ class Finding:
     """Subject of the finding: an address or an option; empty for the coordinator itself."""
     severity: Severity
     detail: str
-    """The finding, in a sentence."""
     advice: str = ""
-    """The remedy."""
 
     @classmethod
     def ok(cls, check: str, detail: str, subject: str = "") -> Finding:
-        """A finding that needs nothing to be done."""
         return cls(check, subject, Severity.OK, detail)
 
     @classmethod
     def warning(cls, check: str, detail: str, advice: str = "", subject: str = "") -> Finding:
-        """Something that works worse than it could."""
         return cls(check, subject, Severity.WARNING, detail, advice)
 
     @classmethod
     def problem(cls, check: str, detail: str, advice: str = "", subject: str = "") -> Finding:
-        """Something that makes requests fail."""
         return cls(check, subject, Severity.PROBLEM, detail, advice)
 
 

@@ -63,11 +63,8 @@ class Retries:
     last stream. False: only a request that nothing was delivered of is tried again."""
 
     def wait_seconds(self, error: TandemError, tried: int, uniform: float) -> float | None:
-        """Seconds to wait before the next attempt; None: do not retry.
-
-        Args:
-            uniform: Between 0 and 1: spreads the retries of clients that failed at the same moment.
-        """
+        """Seconds to wait before the next attempt; None: do not retry. `uniform`, between 0 and 1, spreads the retries
+        of clients that failed at the same moment."""
         if tried >= self.attempts:
             return None
         spread = self.first_wait_seconds * 2.0 ** (tried - 1)
@@ -115,11 +112,8 @@ class Tries:
         return as_message(replace(request, delivered_token_ids=delivered))
 
     def wait_seconds(self, error: TandemError) -> float:
-        """Seconds to wait before the next attempt.
-
-        Raises:
-            TandemError: the error itself, if there is no next attempt: a retry would not help, or the time is up.
-        """
+        """Seconds to wait before the next attempt. Raises the error itself if there is none: a retry would not help, or
+        the time is up."""
         self._tried += 1
         count = len(self.delivered)
         if isinstance(error, DeadlineError) and self.timeout_seconds is not None:
@@ -212,12 +206,10 @@ class Completed:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Reason for which the completion ended."""
         return self.summary.finish_reason
 
     @property
     def speculation(self) -> SpeculationStats:
-        """Speculation statistics of the completion."""
         return self.summary.speculation
 
 

@@ -21,10 +21,8 @@ class OutcomeTable:
     """
 
     def __init__(self) -> None:
-        self.min_proposed = 0
+        self.min_proposed, self.alone_after_miss = 0, False
         """See `VerifyStep`; of the step that was asked for last."""
-        self.alone_after_miss = False
-        """Likewise."""
         self._round = _Round(-1, (), {})
 
     def add(self, drafted: DraftedOutcomes) -> bool:
@@ -43,7 +41,6 @@ class OutcomeTable:
         return True
 
     def ask(self, step: VerifyStep) -> None:
-        """A step was asked for, which says with what the target may go on."""
         self.min_proposed, self.alone_after_miss = step.min_proposed, step.alone_after_miss
 
     def suffices(self, base_length: int, accepted_count: int, next_token_id: int, room: int) -> bool:
@@ -57,8 +54,6 @@ class OutcomeTable:
     def find(self, base_length: int, accepted_count: int, next_token_id: int) -> tuple[int, ...]:
         """The proposal for an outcome of the round that extends so many tokens; empty where there is none."""
         known = self._round
-        return (
-            known.proposals.get((accepted_count, next_token_id), ())
-            if known.base_length == base_length
-            else ()
-        )
+        if known.base_length != base_length:
+            return ()
+        return known.proposals.get((accepted_count, next_token_id), ())

@@ -52,7 +52,7 @@ class ReplicaSnapshot:
     step_seconds: float | None
     """Moving average of the time from a step to its answer; None before the first."""
     figures: SpeculationStats
-    """Statistics of the proposals that it made (a draft) or verified (a target)."""
+    """Of the proposals that it made (a draft) or verified (a target)."""
     model: ModelInfo | None
     """None until it was reached."""
     coverage: Coverage | None = None
@@ -70,7 +70,5 @@ def replica_at(replicas: Sequence[ReplicaSnapshot], address: str) -> ReplicaSnap
 
 def is_last_target(replica: ReplicaSnapshot, replicas: Sequence[ReplicaSnapshot]) -> bool:
     """True if no other target takes new sequences."""
-    ready = [
-        other.address for other in replicas if other.role is Role.TARGET and other.state is ReplicaState.READY
-    ]
-    return replica.role is Role.TARGET and ready == [replica.address]
+    ready = [each for each in replicas if each.role is Role.TARGET and each.state is ReplicaState.READY]
+    return ready == [replica]

@@ -148,7 +148,6 @@ class ModelServerSettings(ModelOptions, ServerSettings):
 
     @property
     def uses_vllm(self) -> bool:
-        """True if vLLM runs the model."""
         if self.engine != "auto":
             return self.engine == "vllm"
         is_possible = self.compute_device != "cpu" and not self.needs_hidden_states

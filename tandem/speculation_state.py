@@ -18,7 +18,6 @@ class DecidingFigure:
 
     @property
     def words(self) -> str:
-        """Name and value without the unit."""
         value = f"{self.value:,.0f}" if float(self.value).is_integer() else f"{self.value:,.4g}"
         return f"{self.name} {value}"
 

@@ -18,10 +18,8 @@ def fill_closed() -> None:
     """Open the null device in place of each standard stream that is closed.
 
     The system assigns the lowest free number, so without this the next socket would get a standard stream's number, and
-    output would go over the network. libuv aborts the process when it finds such a socket.
-
-    Raises:
-        OutputError: stdout is closed, so that a server's address or a command's result would be lost.
+    output would go over the network. libuv aborts the process when it finds such a socket. A closed stdout is an error,
+    since a server's address or a command's result would be lost.
     """
     has_stdout = sys.stdout is not None
     for number in range(3):

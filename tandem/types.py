@@ -18,7 +18,6 @@ FloatArray = npt.NDArray[np.float64]
 Float32Array = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
 
-
 MIN_TEMPERATURE = 1e-4
 """Lowest temperature above 0: a logit divided by less may exceed the range of binary32."""
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
@@ -51,7 +50,6 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """True if the argmax is always chosen."""
         return self.temperature == 0.0
 
     @property
@@ -61,7 +59,6 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """True if any token of positive probability is left out."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
@@ -129,7 +126,6 @@ class Delta:
 
     @property
     def length(self) -> int:
-        """Length of the sequence once the delta is applied."""
         return self.base_length + len(self.token_ids)
 
 
@@ -169,7 +165,6 @@ class StepCost:
     """Cost of the engine's steps behind an answer."""
 
     seconds: float
-    """Duration of all these steps."""
     sequences: int
     """Sequences that shared a step, this one included; the maximum over all steps."""
     tokens: int
@@ -183,22 +178,19 @@ class Proposal:
     base_length: int
     """Length of the sequence that the proposal extends."""
     token_ids: tuple[int, ...] = ()
-    """The proposed tokens, K of them, possibly none."""
     distributions: tuple[SparseDistribution, ...] = ()
     """Distribution that each token was drawn from. Empty for a deterministic proposal, whose distributions are
     one-hot."""
     token_logits: Float32Array | None = None
     """Each token's logit before temperature, shape [K]. None unless the step requested it."""
     cost: StepCost | None = None
-    """Cost of drafting; None where it was not measured."""
     outcome_rank: int | None = None
     """Place, from 0 on, among the outcomes that were drafted ahead; None for a proposal that was requested."""
     lead: int = 0
     """How many rounds the target may begin by itself behind this one."""
     min_proposed: int = 0
-    """The fewest proposed tokens with which it begins them; 0: also with none."""
     alone_after_miss: bool = False
-    """True if it also begins one with none behind an outcome that the draft did not draft for."""
+    """With which proposals; see `VerifyStep`."""
 
     def cut(self, count: int) -> Proposal:
         """The proposal's first `count` tokens, without a cost: a proposal of fewer tokens begins alike."""
@@ -276,7 +268,6 @@ class Verification:
     rows: tuple[TargetRow, ...]
     """K + 1 rows, all of one kind."""
     cost: StepCost | None = None
-    """Cost of verification; None where it was not measured."""
     led_token_id: int = -1
     """The last of the `base_length` tokens, if the target went on with it by itself; -1 for the answer to a step."""
     next_proposed: int = -1
@@ -300,7 +291,6 @@ class Acceptance:
     """The part of a proposal that is kept."""
 
     accepted_count: int
-    """Number of proposed tokens that are kept, from the first on."""
     next_token_id: int
     """The token after them; -1 when `next_token` is NONE."""
     next_token: NextToken
@@ -322,9 +312,7 @@ class AheadBudget:
     """Bounds of what a draft drafts ahead of one verification."""
 
     branch_count: int
-    """Most outcomes to draft for."""
     token_count: int
-    """Most tokens to draft for each."""
 
 
 ENDED = -1
@@ -345,15 +333,13 @@ class DraftedOutcomes:
     token_ids: tuple[int, ...]
     """The next token of each continuation, `ENDED` where there is none; fewer where the last ones were given up."""
     accepted_counts: tuple[int, ...] = ()
-    """`a` of each outcome; given with the first depth only."""
     next_token_ids: tuple[int, ...] = ()
-    """`t` of each outcome; given with the first depth only."""
+    """a and t of each outcome; given with the first depth only."""
     distributions: tuple[SparseDistribution, ...] = ()
     """Distribution that each of `token_ids` was drawn from; empty for deterministic proposals."""
     lead_token_ids: tuple[int, ...] = ()
     """Tokens of the first continuation behind this depth's, where the draft is ahead with it."""
     cost: StepCost | None = None
-    """Cost of the step of this depth; None where it was not measured."""
 
 
 class VocabularyMapping(Enum):
@@ -436,7 +422,6 @@ class DraftOptions(SequenceOptions):
     tokenizer_hash: str = ""
     """Tokenizer of the sequence's tokens; empty for the draft's own."""
     vocabulary_mapping: VocabularyMapping = VocabularyMapping.AUTO
-    """How tokens of another tokenizer are proposed."""
     draft_support_mass: float = 0.0
     """Share of the probability of these tokens that the draft's distribution holds; 0 means the service's default."""
     noise_is_unknown: bool = False
@@ -473,7 +458,6 @@ class ProposeStep:
     token_count: int
     """Tokens to propose; 0 only computes the KV cache."""
     ahead: AheadBudget | None = None
-    """Budget for drafting ahead; None for none."""
     proposed_count: int = 0
     """Number of last tokens that are a proposal which is being verified."""
 
@@ -510,14 +494,8 @@ class VerifyStep:
         proposal: Callable[[int, int, int], Sequence[int]],
     ) -> Delta | None:
         """The delta with which a target can go on by itself behind the answer to this step; None where it may not, or
-        where the sequence ends.
-
-        Args:
-            end_token_ids: Ids behind which no token follows.
-            max_length: Length of the sequence at which none follows.
-            proposal: What the draft proposes after an outcome, by the answer's base length, the number of accepted
-                tokens, and the token that follows them.
-        """
+        where the sequence ends. `proposal` finds what the draft proposes after an outcome, by the answer's base length,
+        the number of accepted tokens, and the token that follows them."""
         if not self.lead or self.row_kind is not RowKind.TOKEN:
             return None
         token_ids = [row.token_id for row in answer.rows if isinstance(row, TokenRow)]
@@ -536,7 +514,7 @@ class Finish:
     """Ends a sequence as planned."""
 
     token_count: int
-    """Number of first tokens that the coordinator kept."""
+    """How many of the first tokens the coordinator kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -574,8 +552,7 @@ class ModelInfo:
     """Method of a draft that reads a target's hidden states: the service's own, for the target at its address alone, or
     that of the draft which a target hosts. Empty otherwise."""
     step_profile: StepProfile = StepProfile()
-    """Durations of steps; empty where the service does not measure them."""
-
+    """Empty where the service does not measure them."""
     drafts_ahead: bool = False
     """True if a draft drafts ahead where a step grants a budget."""
     maps_vocabularies: bool = False
@@ -583,7 +560,7 @@ class ModelInfo:
 
     @property
     def has_model(self) -> bool:
-        """True if there is a model at all: a service that drafts without one has no vocabulary either."""
+        """False for a service that drafts without one, which has no vocabulary either."""
         return self.vocabulary_size > 0
 
 
@@ -611,9 +588,8 @@ class GenerationRequest:
     repetition_penalty: float | None = None
     """Penalty over prompt and completion as transformers defines it; 1 is off."""
     frequency_penalty: float | None = None
-    """Penalty over the completion as OpenAI and vLLM define it; 0 is off."""
     presence_penalty: float | None = None
-    """Penalty over the completion as OpenAI and vLLM define it; 0 is off."""
+    """Penalties over the completion as OpenAI and vLLM define them; 0 is off."""
     seed: int | None = None
     """Makes the completion reproducible; by default drawn at random."""
     stop: tuple[str, ...] = ()
@@ -735,7 +711,6 @@ class TokenLogprobs:
     top_token_ids: tuple[int, ...] = ()
     """The most probable tokens, the most probable first; as many as were asked for."""
     top_logprobs: tuple[float, ...] = ()
-    """Log probabilities of `top_token_ids`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -759,7 +734,6 @@ class Chunk:
     """True if the proposal was drafted during the verification before it, so that nobody waited for it. A chunk that
     joins rounds: true if one of them had such a proposal."""
     draft_probs: tuple[float, ...] = ()
-    """For each token, when the request asked for them: its probability by the draft, after temperature and truncation.
-    NaN where it is not known."""
     target_probs: tuple[float, ...] = ()
-    """The same by the target."""
+    """For each token, when the request asked for them: its probability by either model, after temperature and
+    truncation. NaN where it is not known."""

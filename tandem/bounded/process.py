@@ -32,11 +32,8 @@ class BoundedProcess:
     """A process that answers jobs. One thread waits for it, so the event loop never does; `close` ends both."""
 
     def __init__(self, module: str, waiting: str, first: Any = None) -> None:
-        """
-        Args:
-            module: What it runs; see `tandem.bounded.worker.work`.
-            first: A message before all others, without which the process is of no use.
-        """
+        """`module` is what it runs (see `tandem.bounded.worker.work`); `first` is a message before all others, without
+        which the process is of no use."""
         self._module = module
         self._waiters = waiting
         self._first = first
@@ -46,12 +43,8 @@ class BoundedProcess:
         self._is_closed = False
 
     async def answer(self, job: Any) -> dict[str, Any]:
-        """The answer to a job; None only starts the process.
-
-        Raises:
-            JobError: there is none, and why.
-            CapacityError: too many wait.
-        """
+        """The answer to a job; None only starts the process. A JobError says why there is none, a CapacityError that
+        too many wait."""
         if self._waiting >= MAX_WAITING:
             raise CapacityError(f"{self._waiting} {self._waiters}; try again later")
         self._waiting += 1

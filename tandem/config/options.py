@@ -70,7 +70,6 @@ class Options(BaseModel):
 
     @classmethod
     def variable(cls, name: str) -> str:
-        """The environment variable of an option."""
         is_shared = any(
             vars(base).get("is_shared") and name in base.model_fields
             for base in cls.__mro__
@@ -86,7 +85,11 @@ class Options(BaseModel):
         if not isinstance(values, dict):
             return handler(values)
         try:
-            values = normalized(values, cls.model_fields, with_file=cls.reads_files)
+            values = spelled_one_way(values, cls.model_fields)
+            if cls.reads_files and (path := values.get("config_file")):
+                section = read_section(Path(path), values.get("section_name"))
+                values = spelled_one_way(section, cls.model_fields, is_shared=True) | values
+            values |= inferred(values, cls.model_fields)
             options = handler(values)
             if not (found := broken(cls.rules(), options)):
                 return options
@@ -189,27 +192,14 @@ def unknown_option(
     return f"{given} is not an option" + (f"; did you mean {known[similar[0]]}?" if similar else "")
 
 
-def normalized(
-    values: Mapping[str, Any], fields: Container[str], *, with_file: bool = True
-) -> dict[str, Any]:
-    """The values under one spelling, over those of their config file, with inferred values added."""
-    values = spelled_one_way(values, fields)
-    if with_file and (path := values.get("config_file")):
-        section = read_section(Path(path), values.get("section_name"))
-        values = spelled_one_way(section, fields, is_shared=True) | values
-    return values | inferred(values, fields)
-
-
 def spelled_one_way(
     values: Mapping[str, Any], fields: Container[str], *, is_shared: bool = False
 ) -> dict[str, Any]:
     """The values by Tandem's names, with those inside the JSON form as separate options.
 
-    A null value counts as not given, as in vLLM. A separate option is stronger than the JSON form.
-
-    Args:
-        is_shared: True if other processes read the same source. There an alias stays an alias, even where a class has
-            its own option of that name: a service's `--model` is the one it serves, `TANDEM_MODEL` is the draft's.
+    A null value counts as not given, as in vLLM. A separate option is stronger than the JSON form. In a source that
+    other processes read too (`is_shared`) an alias stays an alias, even where a class has its own option of that name:
+    a service's `--model` is the one it serves, `TANDEM_MODEL` is the draft's.
     """
     own = dict(values)
     inside = own.pop(_JSON_OPTION, None)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -32,7 +32,6 @@ class Keepalive:
 
     @property
     def options(self) -> tuple[tuple[str, int], ...]:
-        """Options in the form that a channel takes."""
         answer = round(1000 * self.answer_seconds)
         return (
             ("grpc.keepalive_time_ms", round(1000 * self.interval_seconds)),
@@ -69,29 +68,21 @@ def open_channel(
     keepalive: Keepalive = CLIENT_KEEPALIVE,
 ) -> grpc.aio.Channel:
     """A channel to a service. Connects on first use."""
-    options = _options(credentials, message_limit_bytes, keepalive)
-    channel = (
-        grpc.aio.secure_channel(address, credentials.channel_credentials(), options=options)
-        if credentials.uses_tls
-        else grpc.aio.insecure_channel(address, options=options)
-    )
-    header = credentials.header()
-    if header is not None:
+    channel: grpc.aio.Channel = _open(grpc.aio, address, credentials, message_limit_bytes, keepalive)
+    if (header := credentials.header()) is not None:
         attach_token(channel, header)
     return channel
 
 
 def open_sync_channel(address: str, credentials: Credentials = PLAIN) -> grpc.Channel:
     """Open a blocking channel. The token is not attached: callers take it from `credentials.header`."""
-    options = _options(credentials, DEFAULT_MESSAGE_LIMIT_BYTES, CLIENT_KEEPALIVE)
-    if credentials.uses_tls:
-        return grpc.secure_channel(address, credentials.channel_credentials(), options=options)
-    return grpc.insecure_channel(address, options=options)
+    channel: grpc.Channel = _open(grpc, address, credentials, DEFAULT_MESSAGE_LIMIT_BYTES, CLIENT_KEEPALIVE)
+    return channel
 
 
-def _options(
-    credentials: Credentials, message_limit_bytes: int, keepalive: Keepalive
-) -> list[tuple[str, int | str]]:
+def _open(
+    kind: Any, address: str, credentials: Credentials, message_limit_bytes: int, keepalive: Keepalive
+) -> Any:
     options: list[tuple[str, int | str]] = [
         *keepalive.options,
         *_CHANNEL_OPTIONS,
@@ -99,7 +90,9 @@ def _options(
     ]
     if credentials.server_name:
         options.append(("grpc.ssl_target_name_override", credentials.server_name))
-    return options
+    if credentials.uses_tls:
+        return kind.secure_channel(address, credentials.channel_credentials(), options=options)
+    return kind.insecure_channel(address, options=options)
 
 
 @contextmanager
@@ -150,10 +143,9 @@ class Deadline:
     @property
     def remaining_seconds(self) -> float | None:
         """Remaining seconds, at least 0; None without a deadline."""
-        return None if math.isinf(self._moment) else max(0.0, self._moment - time.monotonic())
+        return None if math.isinf(self._moment) else self.at_most(math.inf)
 
     def at_most(self, seconds: float) -> float:
-        """Remaining seconds, at most `seconds`."""
         return min(seconds, max(0.0, self._moment - time.monotonic()))
 
 
@@ -162,9 +154,9 @@ class MessageWaits:
     """Receives how long the messages of a shared stream wait in this process, in seconds each."""
 
     answer: Callable[[float], None]
-    """Called with the time from reading an answer until its sequence goes on."""
+    """From reading an answer until its sequence goes on."""
     question: Callable[[float], None]
-    """Called with the time from a sequence's question until its message is written."""
+    """From a sequence's question until its message is written."""
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -38,6 +38,7 @@ class ReloadedFile(Generic[ValueT]):
     def __init__(self, paths: Sequence[Path], make: Callable[[Sequence[bytes]], ValueT]) -> None:
         """`make` makes the value of the files' contents. It raises ConfigurationError when they make no sense."""
         self._paths = paths
+        self._names = ", ".join(map(str, paths))
         self._make = make
         try:
             self._versions: list[_Version] | None = self._look()
@@ -48,31 +49,20 @@ class ReloadedFile(Generic[ValueT]):
     @property
     def value(self) -> ValueT:
         """Current content of the files."""
+        known, self._versions = self._versions, None
         try:
-            self._renew()
-        except (OSError, ConfigurationError) as error:
-            is_read = isinstance(error, ConfigurationError)
-            event = "renewed file refused" if is_read else "file not readable"
-            reason = str(error) if is_read else _reason(error)
-            logger.warning("%s; the last version stays", event, extra={"files": self._names, "error": reason})
+            self._versions = self._look()
+            if self._versions != known:
+                self._value = self._read()
+                logger.info("files renewed", extra={"files": self._names})
+        except ConfigurationError as error:
+            extra = {"files": self._names, "error": str(error)}
+            logger.warning("renewed file refused; the last version stays", extra=extra)
+        except OSError as error:
+            if known is not None or self._versions is not None:  # else that was logged when it went missing
+                extra = {"files": self._names, "error": _reason(error)}
+                logger.warning("file not readable; the last version stays", extra=extra)
         return self._value
-
-    def _renew(self) -> None:
-        try:
-            versions = self._look()
-        except OSError:
-            if self._versions is None:
-                return  # it was missing before, which has been logged
-            self._versions = None
-            raise
-        if versions != self._versions:
-            self._versions = versions
-            self._value = self._read()
-            logger.info("files renewed", extra={"files": self._names})
-
-    @property
-    def _names(self) -> str:
-        return ", ".join(map(str, self._paths))
 
     def _look(self) -> list[_Version]:
         return [_version(path) for path in self._paths]
@@ -175,11 +165,15 @@ PLAIN = Credentials()
 
 def first_token(content: bytes, path: Path | None) -> str:
     """The token of a file: its first line that is not empty."""
-    lines = [line.strip() for line in content.decode("utf-8", "replace").splitlines()]
-    token = next(filter(None, lines), "")
+    token = next(lines_of(content), "")
     if not is_token(token):
         raise ConfigurationError(f"{path} holds no token; its first line must be one word of visible ASCII")
     return token
+
+
+def lines_of(content: bytes) -> Iterator[str]:
+    """The lines of a file that are not empty, without white space around them."""
+    return filter(None, map(str.strip, content.decode("utf-8", "replace").splitlines()))
 
 
 def is_token(text: str) -> bool:

@@ -99,16 +99,14 @@ def _mixed_bits(bits: int) -> int:
     return bits ^ bits >> 31
 
 
-@lru_cache(maxsize=4096)
-def _seed_bits(seed: int) -> int:
-    """Return the part of a key that all keys of a request share."""
-    return _mixed_bits(seed & _ALL_BITS)
+_seed_bits = lru_cache(maxsize=4096)(_mixed_bits)
+"""The part of a key that all keys of a request share, of the bits of its seed."""
 
 
 def _key_bits(seed: int, position: int, purpose: Purpose, round_base: int) -> int:
     """Return a key of `stream_keys` as 64 unsigned bits."""
     word = position + (purpose << 2 * _LENGTH_BITS) + (round_base << _LENGTH_BITS)
-    return _mixed_bits(_seed_bits(seed) + word * _GOLDEN & _ALL_BITS)
+    return _mixed_bits(_seed_bits(seed & _ALL_BITS) + word * _GOLDEN & _ALL_BITS)
 
 
 def _namespace(array: Array) -> Any:
@@ -146,15 +144,12 @@ def target_keys(seed: int, base_length: int, count: int) -> IntArray:
 
     A draft that anticipates the target (`strict`) samples with the same keys.
     """
-    positions = range(base_length, base_length + count)
-    return np.array([stream_key(seed, position, Purpose.TARGET) for position in positions], dtype=np.int64)
+    return _keys(seed, base_length, count, Purpose.TARGET, 0)
 
 
 def proposal_keys(seed: int, base_length: int, count: int) -> IntArray:
     """Return the keys of the draft's own samples in the round that extends `base_length` tokens, int64 [count]."""
-    positions = range(base_length, base_length + count)
-    keys = [stream_key(seed, position, Purpose.PROPOSAL, base_length) for position in positions]
-    return np.array(keys, dtype=np.int64)
+    return _keys(seed, base_length, count, Purpose.PROPOSAL, base_length)
 
 
 def recovery_keys(seed: int, base_length: int, count: int) -> IntArray:
@@ -163,8 +158,12 @@ def recovery_keys(seed: int, base_length: int, count: int) -> IntArray:
     Entry i applies if i tokens are accepted, and so chooses the token at `base_length` + i; a proposal of K tokens
     needs K + 1. Target, coordinator and a draft that anticipates them sample with the same keys.
     """
+    return _keys(seed, base_length, count, Purpose.RECOVERY, base_length)
+
+
+def _keys(seed: int, base_length: int, count: int, purpose: Purpose, round_base: int) -> IntArray:
     positions = range(base_length, base_length + count)
-    keys = [stream_key(seed, position, Purpose.RECOVERY, base_length) for position in positions]
+    keys = [stream_key(seed, position, purpose, round_base) for position in positions]
     return np.array(keys, dtype=np.int64)
 
 
@@ -200,14 +199,10 @@ def sample(probs: Array, keys: Array, token_ids: Array | None = None) -> Array:
     that sample with the same keys agree with probability (1 - TV) / (1 + TV) or more, where TV is the total
     variation distance of their distributions.
 
-    Args:
-        probs: [R, V]; each row has a positive entry and need not sum to one. Zeros are never drawn.
-        keys: int64 [R], on the same device.
-        token_ids: Which ids the columns are, as in `token_uniforms`; None for all ids in order.
-
-    Returns:
-        int64 [R]: the sampled columns. The noise has the same bits everywhere; its logarithm may differ in
-        the last place between devices, which changes about one sample in 10**13.
+    Rows of `probs` [R, V] have a positive entry and need not sum to one; zeros are never drawn. `keys` are int64 [R] on
+    the same device, `token_ids` the ids of the columns, as in `token_uniforms`; None for all ids in order. The result
+    is the sampled columns, int64 [R]. The noise has the same bits everywhere; its logarithm may differ in the last
+    place between devices, which changes about one sample in 10**13.
     """
     xp = _namespace(probs)
     exponential = -xp.log(token_uniforms(keys, probs.shape[1] if token_ids is None else token_ids))

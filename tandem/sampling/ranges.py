@@ -14,11 +14,8 @@ _REPETITION = (MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
 
 
 def sampling_rules(of: Callable[[SubjectT], object] = itself) -> tuple[Rule[SubjectT], ...]:
-    """Rules for an object with the sampling parameters as attributes; None is allowed for each.
-
-    Args:
-        of: Returns that object for the subject of the rules.
-    """
+    """Rules for an object with the sampling parameters as attributes, which `of` returns for the subject of the rules;
+    None is allowed for each."""
 
     @rule(f"`temperature` is {_TEMPERATURES}.")
     def temperature(subject: SubjectT) -> Iterator[str]:

@@ -25,12 +25,8 @@ _PLAIN = SamplingParams()
 
 
 def parameter_rows(sampling: Sequence[SamplingParams]) -> FloatArray:
-    """Return the parameters as `warp` takes them from the device of the logits.
-
-    Returns:
-        float64 [5, R]: temperature (1 where greedy), min-p, top-k, top-p, and 1 for a greedy row. A greedy row has
-        the parameters that change nothing.
-    """
+    """Return the parameters as `warp` takes them from the device of the logits, float64 [5, R]: temperature, min-p,
+    top-k, top-p, and 1 for a greedy row, which has the parameters that change nothing."""
     others = [_PLAIN if params.is_greedy else params for params in sampling]
     columns = [
         (each.temperature, each.min_p, each.top_k, each.top_p, float(params.is_greedy))
@@ -61,7 +57,9 @@ def warp(logits: Array, sampling: Sequence[SamplingParams], columns: Array | Non
     others = [_PLAIN if params.is_greedy else params for params in sampling]
     if columns is None:
         columns = _columns(parameter_rows(sampling), logits)
-    temperature, min_p, top_k, top_p, is_greedy = map(_upright, columns)
+    temperature, min_p, top_k, top_p, is_greedy = (
+        column if isinstance(column, float) else column[:, None] for column in columns
+    )
     scores = xp.astype(logits, xp.float64) / temperature
     weights = xp.exp(scores - xp.max(scores, axis=1, keepdims=True))
     if any(params.min_p > 0.0 for params in others):
@@ -69,8 +67,11 @@ def warp(logits: Array, sampling: Sequence[SamplingParams], columns: Array | Non
         weights = xp.where(weights < min_p, 0.0, weights)
     has_top_p = any(params.top_p < 1.0 for params in others)
     if has_top_p or any(params.top_k > 0 for params in others):
-        candidate_count = _candidate_count(others, logits.shape[1])
-        weights = _truncate_sorted(weights, top_k, top_p if has_top_p else None, candidate_count)
+        # Of this many of the largest values; of all where a row has top_p alone.
+        count = logits.shape[1]
+        if not any(params.top_p < 1.0 and params.top_k == 0 for params in others):
+            count = min(max(params.top_k for params in others), count)
+        weights = _truncate_sorted(weights, top_k, top_p if has_top_p else None, count)
     probs = weights / xp.sum(weights, axis=1, keepdims=True)
     if any(params.is_greedy for params in sampling):
         probs = xp.where(is_greedy > 0.0, _one_hot_argmax(logits), probs)
@@ -86,10 +87,6 @@ def _columns(rows: FloatArray, like: Array) -> list[Array | float]:
         else xp.asarray(row.tolist(), dtype=xp.float64, device=device(like))
         for row in rows
     ]
-
-
-def _upright(column: Array | float) -> Array | float:
-    return column if isinstance(column, float) else column[:, None]
 
 
 def _one_hot_argmax(logits: Array) -> Array:
@@ -114,13 +111,6 @@ def _truncate_sorted(
         return weights
     ascending = xp.where(ascending < smallest_kept, 0.0, ascending)
     return _keep_nucleus(weights, ascending, smallest_kept, top_p)
-
-
-def _candidate_count(sampling: Sequence[SamplingParams], vocabulary_size: int) -> int:
-    """Return how many of the largest values are needed: the maximum top_k, or all where a row has top_p alone."""
-    if any(params.top_p < 1.0 and params.top_k == 0 for params in sampling):
-        return vocabulary_size
-    return min(max(params.top_k for params in sampling), vocabulary_size)
 
 
 def _largest(values: Array, count: int) -> Array:

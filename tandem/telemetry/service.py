@@ -42,7 +42,6 @@ class ObservedService(Telemetry, ServiceObserver):
         self._labels: dict[str, str] = {}
 
     def ready(self, model_name: str, kv_usage: Callable[[], KvUsage | None]) -> None:
-        """Name the model in metrics from now on."""
         self._labels = labels = {"role": self._role, "model_name": model_name}
         self.metrics = metrics = StreamMetrics(self.registry, **labels)
         self._gauge("num_streams_running", "Sequences open now.", lambda: metrics.running)
@@ -91,10 +90,8 @@ class ObservedService(Telemetry, ServiceObserver):
     def _end_span(self, span: Span, observer: SequenceObserver, outcome: str) -> None:
         """End a stream's span; its child is the first step."""
         if observer.steps:
-            offset, ended = (
-                time.time() - time.perf_counter(),
-                min(observer.prefill_ended, time.perf_counter()),
-            )
+            offset = time.time() - time.perf_counter()
+            ended = min(observer.prefill_ended, time.perf_counter())
             began = int(1e9 * (observer.prefill_began + offset))
             self.tracer.start_span("prefill", under(span), start_time=began).end(int(1e9 * (ended + offset)))
         span.set_attributes(

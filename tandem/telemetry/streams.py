@@ -31,11 +31,9 @@ class SequenceObserver:
         """When the first step, which reads the prompt, arrived and was answered, by the clock of `perf_counter`."""
 
     def opened(self) -> None:
-        """The sequence has its place."""
         self.queue_seconds = time.perf_counter() - self._began
 
     def step_arrived(self) -> None:
-        """A step arrived."""
         self._asked = time.perf_counter()
         self.prefill_began = min(self.prefill_began, self._asked)
         self.steps += 1
@@ -63,10 +61,7 @@ class ServiceObserver:
         """The service begins to start."""
 
     def ready(self, model_name: str, kv_usage: Callable[[], KvUsage | None]) -> None:
-        """The service is ready.
-
-        `kv_usage` returns the usage of its KV cache, if it has one, and is called on the event loop.
-        """
+        """The service is ready. `kv_usage` returns the usage of its KV cache, if it has one, on the event loop."""
 
     def waits(self, steps: Callable[[], float]) -> None:
         """A draft is ready; `steps` returns what a question waits at present, in steps of its profile."""

@@ -150,7 +150,7 @@ def logits_from_tensor(tensor: types_pb2.Tensor, what: str) -> Float32Array:
         )
     shape, dtype = tuple(tensor.shape), np.dtype(form)
     size = int(np.prod(shape)) * dtype.itemsize
-    if len(tensor.data) != size:
+    if len(tensor.data) != size or min(shape, default=0) < 0:
         raise ProtocolError(f"{what} holds {len(tensor.data)} bytes; its shape {shape} needs {size}")
     logits = np.frombuffer(tensor.data, dtype)
     if form == "<u2":

@@ -86,7 +86,6 @@ class Mirror(Generic[DataT, MessageT]):
         _MIRRORS[data] = Codec(self._values, self.from_proto)
 
     def to_proto(self, value: DataT) -> MessageT:
-        """The message of a value."""
         return self._message(**self._values(value))
 
     def _values(self, value: DataT) -> dict[str, Any]:

@@ -33,7 +33,6 @@ class Ending:
 
     @property
     def metadata(self) -> tuple[tuple[str, bytes], ...]:
-        """The trailing metadata of a stream that ends like this."""
         if self.retry_after_seconds is None:
             return ()
         retry = error_details_pb2.RetryInfo()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, repeat
 from struct import Struct
@@ -21,6 +21,7 @@ from tandem.types import (
     DenseRow,
     DraftedOutcomes,
     Finish,
+    FloatArray,
     IntArray,
     LogitAdjustments,
     RowKind,
@@ -34,7 +35,6 @@ from tandem.types import (
     VerifyStep,
 )
 from tandem.v1 import target_pb2
-from tandem.v1.types_pb2 import Tensor
 from tandem.wire import columns, common
 from tandem.wire.draft import outcomes_from_proto, outcomes_to_proto
 from tandem.wire.mirror import Mirror
@@ -203,6 +203,15 @@ def _supports_to_proto(message: target_pb2.SupportRows, rows: Sequence[SupportRo
         message.statistics.logits = columns.pack_floats(np.concatenate([each.logits for each in statistics]))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RowBlock:
+    """The rows of one kind in a message, those of all its sequences."""
+
+    kind: RowKind
+    rows: Sequence[Any]
+    """Token rows, dense rows, or of support rows the fields behind the support, which the step knows."""
+
+
 @dataclass(slots=True, eq=False)  # one for each answer: to freeze it would take three times as long
 class Answer:
     """A sequence's verification within a block."""
@@ -216,24 +225,33 @@ class Answer:
     next_proposed: int = -1
 
     def verification(self, step: VerifyStep) -> Verification:
-        """The verification that answers `step`."""
-        count, kind = self.stop - self.start, self.block.kind
-        if count != step.row_count:
-            raise ProtocolError(f"{count} rows came for {step.row_count} that were requested")
-        if kind is not step.row_kind and count:
+        kind, rows = self.block.kind, tuple(self.block.rows[self.start : self.stop])
+        if len(rows) != step.row_count:
+            raise ProtocolError(f"{len(rows)} rows came for {step.row_count} that were requested")
+        if kind is not step.row_kind and rows:
             raise ProtocolError(f"{kind.value}_rows came where {step.row_kind.value} rows were requested")
-        rows = self.block.rows(self.start, self.stop, step.supports)
+        if kind is RowKind.SUPPORT:
+            supports = chain(step.supports, repeat(_EMPTY_SUPPORT))
+            rows = tuple(
+                [_support_row(support, *fields) for fields, support in zip(rows, supports, strict=False)]
+            )
         return Verification(self.base_length, rows, self.cost, self.led_token_id, self.next_proposed)
+
+
+def _support_row(support: IntArray, probs: FloatArray, *others: Any) -> SupportRow:
+    if len(probs) != len(support):
+        raise ProtocolError(f"a support row of {len(probs)} ids came for a support of {len(support)}")
+    return SupportRow(support, probs, *others)
 
 
 def answers_from_proto(message: target_pb2.VerifyResponse) -> Iterator[tuple[int, Answer | Ending]]:
     """The answers of a message, by number of the sequence."""
     for answered in message.verifications:
-        block = _read_block(answered)
+        block = _read_rows(answered)
         records = list(columns.unpack_answers(answered.records))
         led = _optional(answered.led_token_ids, "led tokens", len(records))
         proposed = _optional(answered.next_proposed_counts, "next proposed counts", len(records))
-        spans = columns.bounds([count for _, _, count, _ in records], block.count, "rows")
+        spans = columns.bounds([count for _, _, count, _ in records], len(block.rows), "rows")
         for (sequence, base_length, _, cost), span, *ahead in zip(records, spans, led, proposed, strict=True):
             yield sequence, Answer(base_length, cost, block, *span, *ahead)
     for end in message.ends:
@@ -248,57 +266,35 @@ def _optional(column: bytes, what: str, count: int) -> tuple[int, ...]:
     return values
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RowBlock:
-    """The rows of one kind in a message, those of all its sequences."""
-
-    kind: RowKind
-    count: int
-    rows: Callable[[int, int, Sequence[IntArray]], tuple[TargetRow, ...]]
-    """Rows from one number to below another, of these supports. Raises ProtocolError where a support does not fit."""
-
-
-def _read_block(message: target_pb2.VerificationColumns) -> RowBlock:
+def _read_rows(message: target_pb2.VerificationColumns) -> RowBlock:
     match message.WhichOneof("rows"):
         case "support_rows":
-            return _support_rows(message.support_rows)
+            return RowBlock(RowKind.SUPPORT, _support_rows(message.support_rows))
         case "dense_rows":
-            return _dense_rows(message.dense_rows)
+            logits = common.logits_from_tensor(message.dense_rows, "dense_rows")
+            if logits.ndim != 2:
+                raise ProtocolError(
+                    f"dense_rows has the shape {logits.shape}; it must be rows times vocabulary"
+                )
+            return RowBlock(RowKind.DENSE, [*map(DenseRow, logits)])
         case _:
             ids = columns.unpack_ints(message.token_rows.token_ids, "token rows")
-            return RowBlock(
-                RowKind.TOKEN, len(ids), lambda start, stop, _: tuple(map(TokenRow, ids[start:stop]))
-            )
+            return RowBlock(RowKind.TOKEN, [*map(TokenRow, ids)])
 
 
-def _dense_rows(message: Tensor) -> RowBlock:
-    shape = tuple(message.shape)
-    if len(shape) != 2 or min(shape) < 0:
-        raise ProtocolError(f"dense_rows has the shape {shape}; it must be rows times vocabulary")
-    logits = common.logits_from_tensor(message, "dense_rows")
-    return RowBlock(
-        RowKind.DENSE, len(logits), lambda start, stop, _: tuple(map(DenseRow, logits[start:stop]))
-    )
-
-
-def _support_rows(message: target_pb2.SupportRows) -> RowBlock:
+def _support_rows(message: target_pb2.SupportRows) -> list[tuple[Any, ...]]:
     records = columns.unpack_records(_SUPPORT_ROW, message.records, "support rows")
     probs = columns.unpack_floats(message.probabilities, "probabilities").astype(float)
     spans = columns.bounds([record[0] for record in records], len(probs), "probabilities")
-    statistics = _statistics(message.statistics, spans) if message.HasField("statistics") else None
-
-    def rows(start: int, stop: int, supports: Sequence[IntArray]) -> tuple[SupportRow, ...]:
-        found = []
-        for number, support in zip(range(start, stop), chain(supports, repeat(_EMPTY_SUPPORT)), strict=False):
-            size, outside_mass, outside_token_id, outside_prob = records[number]
-            if size != len(support):
-                raise ProtocolError(f"a support row of {size} ids came for a support of {len(support)}")
-            own = probs[slice(*spans[number])]
-            known = None if statistics is None else statistics[number]
-            found.append(SupportRow(support, own, outside_mass, outside_token_id, known, outside_prob))
-        return tuple(found)
-
-    return RowBlock(RowKind.SUPPORT, len(records), rows)
+    statistics = (
+        _statistics(message.statistics, spans) if message.HasField("statistics") else [None] * len(spans)
+    )
+    return [
+        (probs[start:stop], outside_mass, outside_token_id, known, outside_prob)
+        for (_, outside_mass, outside_token_id, outside_prob), (start, stop), known in zip(
+            records, spans, statistics, strict=True
+        )
+    ]
 
 
 def _statistics(

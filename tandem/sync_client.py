@@ -53,7 +53,6 @@ class SyncClient:
         self._channel = open_sync_channel(address, credentials)
         # The stubs' types know awaited channels only.
         self._stub: Any = GenerationServiceStub(cast(Any, self._channel))
-        self._header = credentials.header() or tuple
 
     def __enter__(self) -> SyncClient:
         return self
@@ -92,9 +91,7 @@ class SyncClient:
     ) -> tuple[int, ...]:
         """As `tandem.client.Client.chat_prompt`."""
         with coordinator_errors(self.address):
-            response = self._stub.RenderChat(
-                chat_to_proto(messages), timeout=timeout_seconds, metadata=self._header()
-            )
+            response = self._stub.RenderChat(chat_to_proto(messages), timeout=timeout_seconds)
         return chat_prompt_from_proto(response)
 
     def wait_until_ready(self, timeout_seconds: float) -> None:
@@ -103,12 +100,7 @@ class SyncClient:
         end = time.monotonic() + timeout_seconds
         while (remaining := end - time.monotonic()) > 0.0:
             try:
-                answer = stub.Check(
-                    health_pb2.HealthCheckRequest(),
-                    timeout=remaining,
-                    metadata=self._header(),
-                    wait_for_ready=True,
-                )
+                answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=remaining, wait_for_ready=True)
                 if answer.status == health_pb2.HealthCheckResponse.SERVING:
                     return
             except grpc.RpcError:
@@ -117,7 +109,7 @@ class SyncClient:
         raise ServiceUnavailableError(f"coordinator {self.address}: not ready within {timeout_seconds:g} s")
 
     def _try(self, message: generation_pb2.GenerateRequest, tries: Tries) -> Iterator[Chunk]:
-        call = self._stub.Generate(message, timeout=tries.remaining_seconds, metadata=self._header())
+        call = self._stub.Generate(message, timeout=tries.remaining_seconds)
         try:
             with coordinator_errors(self.address):
                 for response in call:

@@ -95,7 +95,13 @@ class BoundedProcess:
         except OSError:
             answer = None
         if answer is None:
-            raise JobError(self._why(self._end()))
+            exit_code = self._end()
+            reason = {
+                -signal.SIGPROF: f"takes more than {CPU_SECONDS:g} s",
+                -signal.SIGALRM: f"was not done within {REAL_SECONDS:g} s",
+            }.get(exit_code, f"ended its process with {exit_code}")
+            logger.warning("a bounded process ended", extra={"module_name": self._module, "reason": reason})
+            raise JobError(reason)
         if "failed" in answer:
             raise JobError(answer["failed"])
         return cast("dict[str, Any]", answer)
@@ -109,11 +115,3 @@ class BoundedProcess:
             with suppress(OSError):  # unread input is lost
                 cast(BinaryIO, pipe).close()
         return process.wait()
-
-    def _why(self, exit_code: int) -> str:
-        reason = {
-            -signal.SIGPROF: f"takes more than {CPU_SECONDS:g} s",
-            -signal.SIGALRM: f"was not done within {REAL_SECONDS:g} s",
-        }.get(exit_code, f"ended its process with {exit_code}")
-        logger.warning("a bounded process ended", extra={"module_name": self._module, "reason": reason})
-        return reason

@@ -153,11 +153,6 @@ def canonical_name(name: str) -> str:
     return RULE_ALIASES.get(spelled, spelled)
 
 
-def default_name(speculative_method: str | None) -> str:
-    """The rule of a drafting method when none is named, as in MAX."""
-    return "typical-acceptance" if speculative_method in ("eagle", "eagle3", "mtp") else "residual"
-
-
 _DEVICE = re.compile(r"cpu|(?:cuda|gpu)(:\d+)?")
 
 DEVICES = "cpu, cuda, cuda:N, gpu or gpu:N"

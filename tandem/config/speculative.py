@@ -243,7 +243,7 @@ class SpeculativeConfig(DraftingOptions, AcceptanceOptions, SourceOptions):
             return self.rejection_sampling_strategy
         if self.synthetic_acceptance_rate is not None:
             return "synthetic"
-        return names.default_name(self.speculative_method)
+        return "typical-acceptance" if self.is_eagle() or self.is_mtp() else "residual"
 
     def uses_greedy_rejection(self) -> bool:
         """True if a token is accepted when it is the target's most probable one."""

@@ -69,13 +69,11 @@ def open_channel(
 ) -> grpc.aio.Channel:
     """A channel to a service. Connects on first use."""
     channel: grpc.aio.Channel = _open(grpc.aio, address, credentials, message_limit_bytes, keepalive)
-    if (header := credentials.header()) is not None:
-        attach_token(channel, header)
     return channel
 
 
 def open_sync_channel(address: str, credentials: Credentials = PLAIN) -> grpc.Channel:
-    """Open a blocking channel. The token is not attached: callers take it from `credentials.header`."""
+    """Open a blocking channel."""
     channel: grpc.Channel = _open(grpc, address, credentials, DEFAULT_MESSAGE_LIMIT_BYTES, CLIENT_KEEPALIVE)
     return channel
 
@@ -90,9 +88,14 @@ def _open(
     ]
     if credentials.server_name:
         options.append(("grpc.ssl_target_name_override", credentials.server_name))
-    if credentials.uses_tls:
-        return kind.secure_channel(address, credentials.channel_credentials(), options=options)
-    return kind.insecure_channel(address, options=options)
+    channel = (
+        kind.secure_channel(address, credentials.channel_credentials(), options=options)
+        if credentials.uses_tls
+        else kind.insecure_channel(address, options=options)
+    )
+    if (header := credentials.header()) is not None:
+        attach_token(channel, header)
+    return channel
 
 
 @contextmanager

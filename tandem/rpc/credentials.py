@@ -194,7 +194,7 @@ def _read(path: Path | None) -> bytes | None:
         raise _unreadable(error) from None
 
 
-def attach_token(channel: grpc.aio.Channel, header: Callable[[], Metadata]) -> None:
+def attach_token(channel: grpc.aio.Channel | grpc.Channel, header: Callable[[], Metadata]) -> None:
     """Have all calls of a channel carry a token.
 
     gRPC refuses its own call credentials on a plain connection, and its interceptors hide a stream's read and write.

@@ -114,14 +114,6 @@ def _namespace(array: Array) -> Any:
     return array_api_compat.numpy if type(array) is np.ndarray else array_namespace(array)
 
 
-def _unit_interval(bits: Array) -> Array:
-    """Map bits to odd multiples of 2**-53: exact in float64, symmetric about one half, never 0 or 1."""
-    xp = _namespace(bits)
-    odd = _shift_right(bits, 11)
-    odd |= 1
-    return xp.astype(odd, xp.float64) * 2.0**-53
-
-
 def stream_keys(
     seeds: Array, positions: Array, purposes: Purpose | Array, round_bases: Array | int = 0
 ) -> Array:
@@ -173,10 +165,13 @@ def token_uniforms(keys: Array, token_ids: Array | int) -> Array:
     Keys are int64 [R]; token ids int64 [V] for the same ids in every row, [R, V] for each row's own, or the
     vocabulary's size for all ids in order.
     """
+    xp = _namespace(keys)
     if isinstance(token_ids, int):
-        xp = _namespace(keys)
         token_ids = xp.arange(token_ids, dtype=xp.int64, device=device(keys))
-    return _unit_interval(_mix(keys[:, None] + (token_ids + 1) * _GOLDEN))
+    odd = _shift_right(_mix(keys[:, None] + (token_ids + 1) * _GOLDEN), 11)
+    odd |= 1
+    # Odd multiples of 2**-53 are exact in float64, symmetric about one half, never 0 or 1.
+    return xp.astype(odd, xp.float64) * 2.0**-53
 
 
 def uniform(seed: int, position: int, purpose: Purpose, round_base: int = 0) -> float:

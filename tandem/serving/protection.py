@@ -321,9 +321,13 @@ def warn_of_expiry(paths: Sequence[Path], now: datetime) -> timedelta:
     """Log the warnings of this moment. Returns the time until the next look: a day, or until a certificate expires."""
     next_look = _DAY
     for path in paths:
+        # Imported here, so that it is loaded only with TLS.
+        from cryptography import x509
+
         try:
-            left = end_of(path.read_bytes(), path) - now
-        except (OSError, ConfigurationError):
+            chain = x509.load_pem_x509_certificates(path.read_bytes())
+            left = min(certificate.not_valid_after_utc for certificate in chain) - now
+        except (OSError, ValueError):
             continue  # using the file reports this
         event = (logging.WARNING, "certificate expires soon")
         if left <= timedelta():
@@ -335,14 +339,3 @@ def warn_of_expiry(paths: Sequence[Path], now: datetime) -> timedelta:
                 *event, extra={"file": str(path), "ends": (now + left).isoformat(), "days": left // _DAY}
             )
     return next_look
-
-
-def end_of(pem: bytes, path: Path) -> datetime:
-    """The moment at which the first certificate of a PEM file's chain expires."""
-    # Imported here, so that it is loaded only with TLS.
-    from cryptography import x509
-
-    try:
-        return min(certificate.not_valid_after_utc for certificate in x509.load_pem_x509_certificates(pem))
-    except ValueError:
-        raise ConfigurationError(f"{path} holds no certificate; it must be PEM") from None

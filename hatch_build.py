@@ -84,13 +84,11 @@ class BuildHook(BuildHookInterface[Any]):
             build_data["force_include"].update(_compiled_kernels(root, self.app.display_warning))
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        """Remove what was made for the wheel."""
         if self._folder is not None:
             self._folder.cleanup()
 
 
 def _under_one_name(root: Path, folder: Path) -> str:
-    """Copy our packages into one, and return its folder."""
     unwanted = ignore_patterns("__pycache__", "objects")
     one = folder / "tandem"
     for part in [*PACKAGES, *LOAD_PARTS]:

@@ -150,11 +150,9 @@ class _Run:
         return outcome
 
     def _is_fresh(self, name: str) -> bool:
-        """True if its coordinator starts anew for each run."""
         return self.settings.fresh and kind_of(name).has_shared_target
 
     async def rounds(self, stack: AsyncExitStack) -> None:
-        """Run the rounds, and one before them to warm up."""
         for number in range(-1, self.settings.rounds):
             for batch, temperature in self.cells:
                 tokens = self.settings.max_tokens if number >= 0 else 8

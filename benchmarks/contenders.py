@@ -145,7 +145,6 @@ class Setup:
 
     @property
     def max_length(self) -> int:
-        """Maximum tokens of a sequence, prompt and completion together."""
         settings = self.settings
         longest = max(PREFIX_TOKENS, *map(len, self.pair.prompts())) + settings.max_tokens
         # vLLM asks no proposer so near to the longest length
@@ -153,7 +152,6 @@ class Setup:
 
     @property
     def max_sequences(self) -> int:
-        """Requests at once."""
         return max(*self.settings.batch, 2)
 
     def head_folder(self, method: str) -> Path | None:
@@ -162,7 +160,6 @@ class Setup:
         return folder if folder.is_dir() and checkpoint_method(folder) == method else None
 
     def as_json(self) -> dict[str, Any]:
-        """Input of a peer: the settings, the models' folders as text, and the limits."""
         limits = {"max_length": self.max_length, "max_sequences": self.max_sequences}
         folders = {"target": str(self.pair.target), "draft": str(self.pair.draft)}
         return {**self.settings.model_dump(mode="json"), **folders, **limits, "options": self.options}
@@ -255,7 +252,6 @@ class Kind:
 
     @property
     def has_shared_target(self) -> bool:
-        """True for a coordinator before the target that all share."""
         return self.is_ours and self.shares_models
 
 

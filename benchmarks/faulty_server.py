@@ -40,7 +40,6 @@ class Language:
 
     @property
     def size(self) -> int:
-        """V."""
         return int(self.target.shape[1])
 
     @classmethod

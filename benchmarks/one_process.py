@@ -49,7 +49,6 @@ class Local:
         self._reading: asyncio.Task[Proposal] | None = None
 
     async def propose(self, completion: Completion) -> Proposal:
-        """Tokens that may follow, fewer than the completion has room for."""
         count = min(self._plan.num_speculative_tokens, completion.room - 1)
         if count <= 0:
             return Proposal(completion.length)
@@ -69,7 +68,6 @@ class Local:
         return await self._drafted.propose(step) or Proposal(completion.length)
 
     async def verify(self, completion: Completion, proposal: Proposal) -> Verification:
-        """The target's rows for a proposal."""
         self._rounds.proposed()
         delta = self._target_knows.delta_to(completion.token_ids, proposal.token_ids)
         verification = await self._verified.verify(self._plan.rule.step(delta, proposal, self._plan.row_kind))

@@ -51,7 +51,6 @@ class Pace:
 
     @staticmethod
     def from_text(text: str) -> Pace:
-        """The pace that a command line names, in milliseconds."""
         try:
             numbers = [float(part) for part in text.split(",")]
         except ValueError:

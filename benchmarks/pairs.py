@@ -69,7 +69,6 @@ class ShapedPair:
 
     @property
     def name(self) -> str:
-        """Name of the cache's folder."""
         return f"shaped-{self.parameters:.3g}-{self.draft_layers}-{self.agreement:g}"
 
     def shape(self) -> dict[str, Any]:

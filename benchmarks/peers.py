@@ -53,7 +53,6 @@ class Answer:
     """Seconds since the batch began, and the number of tokens that arrived then."""
 
     def add(self, seconds: float, token_ids: list[int]) -> None:
-        """Add a chunk."""
         if token_ids:
             self.token_ids += token_ids
             self.arrivals.append((seconds, len(token_ids)))
@@ -81,12 +80,10 @@ class Outcome:
 
     @property
     def token_count(self) -> int:
-        """Tokens of all completions."""
         return sum(len(answer.token_ids) for answer in self.answers)
 
     @property
     def tokens_per_second(self) -> float:
-        """Throughput of all requests together."""
         return self.token_count / self.seconds
 
     def speed_between(self, begin: int, end: int) -> float:
@@ -387,7 +384,6 @@ def _run_vllm(llm: Any, workload: Workload) -> Outcome:
 
 
 def _vllm_counts(llm: Any) -> list[int]:
-    """Rounds, drafted and accepted tokens so far."""
     values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
     names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
     return [int(values.get(f"vllm:spec_decode_{name}", 0)) for name in names]

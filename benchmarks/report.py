@@ -52,7 +52,6 @@ class Spread(Data):
 
     @staticmethod
     def of(values: Sequence[float]) -> Spread:
-        """Return the spread of one or more values."""
         return Spread(median=statistics.median(values), low=min(values), high=max(values))
 
 
@@ -88,7 +87,6 @@ class Cell(Data):
 
     @property
     def speed(self) -> Spread:
-        """Tokens per second over the rounds."""
         return Spread.of(self.tokens_per_second)
 
 
@@ -107,11 +105,9 @@ class Table(Data):
 
     @staticmethod
     def of(title: str, rows: Iterable[Row], *columns: Column) -> Table:
-        """A table with these rows."""
         return Table(title=title, columns=columns, rows=tuple(rows))
 
     def texts(self) -> list[list[str]]:
-        """The rows as they are shown."""
         shown = [_SHOWN[unit] for _, unit in self.columns]
         return [
             ["" if value is None else show(value) for show, value in zip(shown, row, strict=True)]
@@ -148,7 +144,6 @@ class Report(Data):
     """Contenders that did not take part, or failed, and why."""
 
     def cell(self, contender: str, batch: int, temperature: float) -> Cell | None:
-        """One cell; None when it was not measured."""
         wanted = (contender, batch, temperature)
         return next((c for c in self.cells if (c.contender, c.batch, c.temperature) == wanted), None)
 
@@ -302,7 +297,6 @@ def _speeds(report: Report) -> Iterator[Table]:
 
 
 def _of_cells(title: str, rows: Iterable[tuple[Cell, Sequence[float | None]]], *columns: Column) -> Table:
-    """A table with a row for some of the cells."""
     return Table.of(
         title,
         ((title_of(cell.contender), cell.batch, cell.temperature, *figures) for cell, figures in rows),

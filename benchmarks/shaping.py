@@ -46,7 +46,6 @@ def shaped_pair(asked: ShapedPair, name: str, folder: Path, device: str = "cpu")
 
 
 def _make(asked: ShapedPair, shape: Mapping[str, Any], folder: Path, device: str) -> dict[str, Any]:
-    """Make the pair; the fields of `PairInfo` but its name."""
     shutil.rmtree(folder, ignore_errors=True)
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     target = random_target(shape, torch.float32 if device == "cpu" else torch.bfloat16, device)

@@ -121,12 +121,10 @@ class FakeTarget(Fake, TargetServicer):
             self.running -= 1
 
     async def verified(self, tokens: Sequence[int], step: VerifyStep) -> Verification:
-        """Return the answer to a step."""
         await asyncio.sleep(self.step_seconds)
         return self.verification(tokens, step)
 
     def verification(self, tokens: Sequence[int], step: VerifyStep) -> Verification:
-        """Return a row for each of the last positions."""
         first = len(tokens) - step.row_count + 1
         assert all(0 <= token_id < VOCABULARY_SIZE for token_id in (*tokens, *chain(*step.supports)))
         continuation = [self.next_token(tokens[:length]) for length in range(first, len(tokens) + 1)]
@@ -140,7 +138,6 @@ class FakeTarget(Fake, TargetServicer):
     async def GetTokenizer(
         self, request: target_pb2.GetTokenizerRequest, context: Context
     ) -> AsyncIterator[target_pb2.GetTokenizerResponse]:
-        """Send the demo pair's."""
         path = demo_pair().target / "tokenizer.json"
         yield target_pb2.GetTokenizerResponse(file_name=path.name, content=path.read_bytes())
 
@@ -187,7 +184,7 @@ def sure_support_row(token_id: int, support: IntArray, *, with_statistics: bool 
 
 
 class FakeDraft(Fake, DraftServicer):
-    """A draft with one-hot distributions. Tests override `respond` to make it misbehave."""
+    """A draft with one-hot distributions. Tests override `respond` to make it misbehave; None ends the sequence."""
 
     def __init__(self, next_token: NextToken = counting) -> None:
         super().__init__(next_token)
@@ -213,17 +210,14 @@ class FakeDraft(Fake, DraftServicer):
             self.load.sequences -= 1
 
     async def answers(self, sequence: DraftedFor, tokens: Sequence[int], step: ProposeStep) -> None:
-        """Answer a step."""
         if (answer := await self.respond(tokens, step.token_count)) is None:
             raise LeaveError
         await sequence.answer(answer)
 
     async def respond(self, tokens: Sequence[int], count: int) -> Proposal | None:
-        """Return the proposal that answers a step; None ends the sequence."""
         return self.proposal(tokens, count)
 
     def proposal(self, tokens: Sequence[int], count: int) -> Proposal:
-        """Return the correct proposal."""
         continuation: list[int] = []
         for _ in range(count):
             continuation.append(self.next_token([*tokens, *continuation]))
@@ -256,11 +250,9 @@ class Script:
     """Share of positions at which the draft is right."""
 
     def target_token(self, position: int) -> int:
-        """The token at a position, counted from 0."""
         return _FIRST_ID + _hash(position) % (VOCABULARY_SIZE - _FIRST_ID)
 
     def draft_token(self, position: int) -> int:
-        """The draft's guess at it."""
         token_id = self.target_token(position)
         is_right = _hash(position + 7) % 1000 < 1000 * self.acceptance
         return token_id if is_right else _other(token_id)
@@ -291,14 +283,12 @@ class Steps:
         self._more = asyncio.Event()
 
     async def take_part(self, token_count: int) -> StepCost:
-        """Take part in the next step; return its cost."""
         done: asyncio.Future[StepCost] = asyncio.get_running_loop().create_future()
         self._waiting.append((done, token_count))
         self._more.set()
         return await done
 
     async def run(self) -> None:
-        """Run one step after the other."""
         while await self._more.wait():
             self._more.clear()
             taken, self._waiting = self._waiting, []

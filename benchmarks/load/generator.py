@@ -60,7 +60,6 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> Lengths:
-        """Read MEDIAN, MEDIAN:SIGMA, or MEDIAN:SIGMA:MAXIMUM."""
         try:
             median, *rest = map(float, text.split(":"))
             sigma, maximum = (*rest, *(0.0, 1024.0)[len(rest) :])
@@ -71,7 +70,6 @@ class Lengths:
         return cls(median, sigma, min(4, int(median)), int(maximum))
 
     def drawn(self, count: int, random: np.random.Generator) -> list[int]:
-        """So many token counts."""
         lengths = self.median * np.exp(self.sigma * random.standard_normal(count))
         return [int(each) for each in np.clip(np.rint(lengths), self.minimum, self.maximum)]
 
@@ -498,7 +496,6 @@ class Loaded:
         }
 
     def waits(self) -> Counts:
-        """The waits of rounds so far."""
         if not self.metrics_url:
             return {}
         with urllib.request.urlopen(self.metrics_url, timeout=10) as response:
@@ -576,7 +573,6 @@ async def _loaded(options: LoadSettings) -> AsyncIterator[Loaded]:
 
 
 async def _over_http(base: str, options: LoadSettings) -> Connect:
-    """Connects clients to an OpenAI-compatible server."""
     token = "" if options.token_file is None else options.token_file.read_text(encoding="utf-8").strip()
     return partial(http_connection, base, options.model or await served_model(base, token), token)
 

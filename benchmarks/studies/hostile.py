@@ -56,7 +56,6 @@ async def _inputs(address: str, port: int, seconds: float) -> AsyncIterator[str]
 
 
 async def _health(http: httpx2.AsyncClient, until: float) -> list[float]:
-    """Seconds of each answer of /health."""
     found = []
     while time.perf_counter() < until:
         began = time.perf_counter()
@@ -67,7 +66,6 @@ async def _health(http: httpx2.AsyncClient, until: float) -> list[float]:
 
 
 async def _gaps(client: Client, until: float) -> list[float]:
-    """Seconds between the chunks of streams that follow each other."""
     found: list[float] = []
     request = GenerationRequest((5, 9, 17), max_tokens=200, ignore_eos=True)
     while time.perf_counter() < until:

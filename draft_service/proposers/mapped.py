@@ -57,7 +57,6 @@ class Vocabularies:
         self._thread = ThreadPoolExecutor(1, "vocabularies")
 
     def coverage(self, target_hash: str) -> Coverage | None:
-        """The mapping to a target's vocabulary; None for a target that is not known."""
         shared = self._known.get(target_hash)
         return None if shared is None else shared.coverage
 

@@ -80,7 +80,6 @@ class ModelFreeProposer:
 
     @property
     def model_info(self) -> ModelInfo:
-        """Model information of a service without a model: zeros and an empty hash."""
         return ModelInfo(
             name=self._method,
             architecture=self._method,
@@ -151,7 +150,6 @@ class ModelFreeSequence:
         """Nothing is drafted ahead: an answer takes less time than its way."""
 
     async def propose(self, step: ProposeStep) -> Proposal:
-        """Apply the step's delta and look up the tokens that may follow: each distribution is one-hot."""
         began = time.perf_counter()
         kept = self._tokens.kept_length(step.delta)
         if kept < len(self._tokens):

@@ -31,7 +31,6 @@ class Odds:
         self._own = 1.0
 
     def prefer_repeats(self) -> bool:
-        """True if what is repeated is accepted as often as what the head foresees."""
         if self._repeated >= self._own:
             return True
         self._repeated += _FORGIVENESS

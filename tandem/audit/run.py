@@ -116,7 +116,6 @@ class Audit:
 
     @property
     def findings(self) -> list[str]:
-        """Evidence against the server, a sentence each; none where nothing was found."""
         found = []
         if self.is_miscalibrated:
             worst = [

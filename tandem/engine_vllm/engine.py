@@ -210,7 +210,6 @@ class VllmModel:
         return logits.apply(_are_finite, None)
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of all workers and return what the first of them answers."""
         executor = self._core.executor
         if self._core.has_one_process:
             return executor.collective_rpc(method, args=arguments)[0]
@@ -234,10 +233,9 @@ class VllmSteps(StepBackend):
     warm_up_steps = ((1,),)
 
     def __init__(self, model: VllmModel, cache: BlockCache, limits: Any, *, can_branch: bool) -> None:
-        """`limits` is vLLM's `SchedulerConfig`."""
         self._model = model
         self._cache = cache
-        self._limits = limits
+        self._limits = limits  # vLLM's `SchedulerConfig`
         self.can_branch = can_branch
 
     def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Any:

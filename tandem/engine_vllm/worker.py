@@ -75,7 +75,6 @@ class Part:
 
     @property
     def end(self) -> int:
-        """Tokens of the sequence once the step has run."""
         return self.first + len(self.token_ids)
 
     @property

@@ -117,7 +117,6 @@ class Texts:
     """States that a drafting head reads, [layers, rows, length, width]."""
 
     def batches(self, rows: int, generator: torch.Generator) -> Iterator[Texts]:
-        """All rows once, shuffled, in batches."""
         for chosen in torch.split(torch.randperm(len(self.tokens), generator=generator), rows):
             read = None if self.read is None else self.read[:, chosen]
             yield Texts(self.tokens[chosen], self.hidden[chosen], read=read)

@@ -34,7 +34,6 @@ class Rounds:
 
     @property
     def rate(self) -> float:
-        """Accepted tokens per drafted token."""
         return sum(self.by_position) / (self.count * len(self.by_position))
 
     @property

@@ -85,7 +85,6 @@ async def answer(folder: Path, questions: Sequence[tuple[str, float]], minutes: 
     box, report, seeds, tokens = TimeBox(minutes), TimeBox(REPORT_MINUTES), enumerate(questions), 0
 
     async def ask_on(client: Client) -> None:
-        """Ask one question after another until the time is up or all are answered."""
         nonlocal tokens, report
         for seed, (question, temperature) in seeds:
             if box.fraction >= 1.0:

@@ -64,7 +64,6 @@ def tokenizer_folder(model_config: Any) -> Path:
 
 
 def _tokenizer_hash(folder: Path) -> str:
-    """Hash of the tokenizer in a folder; empty where there is none."""
     try:
         return tokenizer_hash(folder)
     except ModelFolderError as error:
@@ -263,8 +262,6 @@ class DraftedRow:
     async def _drafted_ahead(
         self, sequence: DraftSequence, batch: Batch, until: float, count: int
     ) -> Proposal | None:
-        """The proposal that was drafted ahead of the step that has ended; None where another outcome came."""
-
         def wanted(unfinished: Unfinished) -> int:
             most = min(count, unfinished.max_tokens, len(batch.expected) - 1)
             expected = batch.expected[: most + 1]

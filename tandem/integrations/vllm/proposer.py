@@ -128,7 +128,6 @@ class WaySwitch:
 
     @property
     def max_budget(self) -> AheadBudget | None:
-        """The most that any step will grant; None for nothing."""
         return self._budget(1) if Way.AHEAD in self._ways else None
 
     def begin_step(self, sequences: int) -> tuple[Way, AheadBudget | None]:
@@ -202,7 +201,6 @@ class Patience:
 
     @property
     def accepted_tokens(self) -> float:
-        """Mean number of tokens that vLLM accepts of a proposal."""
         return self.expected()[-1] - 1.0
 
     def expected(self) -> list[float]:

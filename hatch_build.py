@@ -76,7 +76,12 @@ class BuildHook(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Generate modules, and add to a wheel that will be installed our packages, the models and compiled kernels."""
         root = Path(self.root)
-        _generate_protobuf_modules(root)
+        # Run by path: while a wheel is built, the source tree is not on the import path.
+        generator = runpy.run_path(str(root / "protos" / "generate.py"))
+        try:
+            generator["generate"](root)
+        except generator["ProtoError"] as error:
+            sys.exit(f"error: {error}")
         if version != "editable":
             build_data["force_include"].update(_bundled_models(root))
             self._folder = TemporaryDirectory()
@@ -101,15 +106,6 @@ def _under_one_name(root: Path, folder: Path) -> str:
     for module in one.rglob("*.py"):
         module.write_text(MOVED.sub(r"\1tandem.\2", module.read_text(encoding="utf-8")), encoding="utf-8")
     return str(one)
-
-
-def _generate_protobuf_modules(root: Path) -> None:
-    # Run by path: while a wheel is built, the source tree is not on the import path.
-    generator = runpy.run_path(str(root / "protos" / "generate.py"))
-    try:
-        generator["generate"](root)
-    except generator["ProtoError"] as error:
-        sys.exit(f"error: {error}")
 
 
 def _bundled_models(root: Path) -> dict[str, str]:

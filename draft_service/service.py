@@ -9,7 +9,6 @@ from pathlib import Path
 import grpc.aio
 
 from draft_service.proposers import Proposer
-from draft_service.proposers.model_free import SequenceLimits
 from draft_service.proposers.ngram import ngram_proposer
 from draft_service.proposers.suffix import suffix_proposer
 from draft_service.servicer import DraftServicer
@@ -50,14 +49,13 @@ class DraftService(ModelService):
 
     def _loader(self, settings: DraftSettings) -> Callable[[], Proposer]:
         """Return the loader of the drafting method. Bad options are refused before anything is loaded."""
-        limits = SequenceLimits(settings.max_length, settings.max_sequences)
         folder = settings.model  # which may name its method, as that of a head does
         named = checkpoint_method(folder) if folder is not None and folder.is_dir() else ""
         match settings.speculative_method or named or settings.method:
             case "ngram":
-                return partial(ngram_proposer, settings, limits)
+                return partial(ngram_proposer, settings)
             case "suffix":
-                return partial(suffix_proposer, settings, limits)
+                return partial(suffix_proposer, settings)
             case method if method in BOUND_METHODS:
                 raise ConfigurationError(
                     f"speculative_method is {method}, which reads the target's hidden states and runs in its process: "

@@ -12,7 +12,6 @@ serve`.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import os
 import sys
@@ -37,11 +36,11 @@ from rich.table import Table
 
 from benchmarks.common import LISTED, Positive, free_port, one_sentence, process, read_options
 from coordinator.cli.serve import SERVICES
-from tandem.audit.client import first_model, raise_for, reached, words_of
+from tandem.audit.client import event_of, first_model, raise_for, reached, words_of
 from tandem.client import Client, Retries
 from tandem.config.options import Options
 from tandem.config.rule import Rule, Rules
-from tandem.errors import ProtocolError, TandemError
+from tandem.errors import TandemError
 from tandem.rpc.credentials import PLAIN, Credentials
 from tandem.types import GenerationRequest
 
@@ -310,7 +309,8 @@ async def http_connection(base: str, model: str, token: str = "") -> AsyncIterat
                     if not response.is_success:
                         await response.aread()
                     raise_for(response, url)
-                    async for event in _events(response):
+                    async for line in response.aiter_lines():
+                        event = event_of(line)
                         if "error" in event:
                             raise TandemError(f"{url} ended a completion: {words_of(event)}")
                         if any(choice.get("text") for choice in event.get("choices") or ()):
@@ -319,20 +319,6 @@ async def http_connection(base: str, model: str, token: str = "") -> AsyncIterat
             served.output_tokens = len(served.chunks) if usage is None else usage
 
         yield complete
-
-
-async def _events(response: httpx2.Response) -> AsyncIterator[dict[str, Any]]:
-    """The JSON objects of server-sent events (WHATWG HTML, 9.2), each on one line as OpenAI's API has them."""
-    async for line in response.aiter_lines():
-        if not line.startswith("data:") or (data := line[5:].strip()) == "[DONE]":
-            continue
-        try:
-            event = json.loads(data)
-        except ValueError:
-            event = None
-        if not isinstance(event, dict):
-            raise ProtocolError(f"an event of a completion is no JSON object: {data[:300]!r}")
-        yield event
 
 
 # ---- the load

@@ -17,6 +17,7 @@ from typing import Protocol
 
 import tandem
 from draft_service.proposers import check_start
+from draft_service.settings import DraftSettings
 from tandem.errors import InvalidRequestError
 from tandem.fair_places import FairPlaces, extra_places
 from tandem.types import (
@@ -51,27 +52,17 @@ class TokenIndex(Protocol):
         return iter(())
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceLimits:
-    """Memory bounds of a method without a model."""
-
-    max_length: int | None = None
-    """Maximum tokens of a sequence. None: whatever the coordinator asks for."""
-    max_sequences: int = 32
-    """Maximum sequences at once, but for the extra places of clients with few; others wait, as they do for a place in
-    a KV cache."""
-
-
 class ModelFreeProposer:
     """Drafts from earlier text."""
 
     def __init__(
-        self, method: str, new_index: Callable[[TokenState], TokenIndex], limits: SequenceLimits
+        self, method: str, new_index: Callable[[TokenState], TokenIndex], settings: DraftSettings
     ) -> None:
         self._method = method
         self._new_index = new_index
-        self._max_length = limits.max_length or 0
-        self._places = FairPlaces(limits.max_sequences, extra_places(limits.max_sequences))
+        self._max_length = settings.max_length or 0
+        # Others wait, as they do for a place in a KV cache.
+        self._places = FairPlaces(settings.max_sequences, extra_places(settings.max_sequences))
         self._step_profile = StepProfile()
         self.vocabularies = None
         """It needs none: it proposes what was there before, whatever it means."""
@@ -140,14 +131,14 @@ class ModelFreeProposer:
             self._places.leave(options.client)
 
 
+@dataclass(slots=True, eq=False)
 class ModelFreeSequence:
     """One sequence that is drafted for."""
 
-    def __init__(self, tokens: TokenState, index: TokenIndex) -> None:
-        self._tokens = tokens
-        self._index = index
-        self.pushed = None
-        """Nothing is drafted ahead: an answer takes less time than its way."""
+    _tokens: TokenState
+    _index: TokenIndex
+    pushed: None = None
+    """Nothing is drafted ahead: an answer takes less time than its way."""
 
     async def propose(self, step: ProposeStep) -> Proposal:
         began = time.perf_counter()

@@ -13,16 +13,17 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 
-from draft_service.proposers.model_free import ModelFreeProposer, SequenceLimits, TokenIndex, TokenState
+from draft_service.proposers.model_free import ModelFreeProposer, TokenIndex, TokenState
+from draft_service.settings import DraftSettings
 from tandem.config.speculative import DraftingOptions, LookupMatch
 
 _NONE = -1
 """Stands for the previous position of an n-gram that is new."""
 
 
-def ngram_proposer(options: DraftingOptions, limits: SequenceLimits) -> ModelFreeProposer:
+def ngram_proposer(settings: DraftSettings) -> ModelFreeProposer:
     """Draft by prompt lookup."""
-    return ModelFreeProposer("ngram", lambda tokens: NgramIndex(tokens, options), limits)
+    return ModelFreeProposer("ngram", lambda tokens: NgramIndex(tokens, settings), settings)
 
 
 class NgramIndex(TokenIndex):

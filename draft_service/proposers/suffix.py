@@ -24,7 +24,8 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from draft_service.proposers.model_free import ModelFreeProposer, SequenceLimits, TokenState
+from draft_service.proposers.model_free import ModelFreeProposer, TokenState
+from draft_service.settings import DraftSettings
 from tandem.config.speculative import DraftingOptions
 from tandem.types import common_length
 
@@ -32,12 +33,12 @@ from tandem.types import common_length
 _OWN = 0
 
 
-def suffix_proposer(options: DraftingOptions, limits: SequenceLimits) -> ModelFreeProposer:
+def suffix_proposer(settings: DraftSettings) -> ModelFreeProposer:
     """Draft by suffix decoding."""
     responses = ResponseCache(
-        options.suffix_decoding_max_tree_depth, options.suffix_decoding_max_cached_requests
+        settings.suffix_decoding_max_tree_depth, settings.suffix_decoding_max_cached_requests
     )
-    return ModelFreeProposer("suffix", lambda tokens: SuffixIndex(tokens, responses, options), limits)
+    return ModelFreeProposer("suffix", lambda tokens: SuffixIndex(tokens, responses, settings), settings)
 
 
 class ResponseCache:

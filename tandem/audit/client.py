@@ -144,8 +144,7 @@ class Server:
         answer = await self._post("/completions", body)
         parts = []
         for line in answer.text.splitlines():
-            if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
-                parts += [choice.get("text") or "" for choice in json.loads(data).get("choices", [])]
+            parts += [choice.get("text") or "" for choice in event_of(line).get("choices") or ()]
         self.budget.generated += max_tokens
         return "".join(parts)
 
@@ -310,6 +309,20 @@ def speculation_counts(metrics: str) -> SpeculationCounts | None:
     return SpeculationCounts(
         totals["drafts"], totals["draft_tokens"], totals["accepted_tokens"], per_position, dict(rules), length
     )
+
+
+def event_of(line: str) -> dict[str, Any]:
+    """The JSON object of a line of server-sent events (WHATWG HTML, 9.2), as OpenAI's API has them; empty for a line
+    without one."""
+    if not line.startswith("data:") or (data := line[5:].strip()) == "[DONE]":
+        return {}
+    try:
+        event = json.loads(data)
+    except ValueError:
+        event = None
+    if not isinstance(event, dict):
+        raise ProtocolError(f"an event of a completion is no JSON object: {data[:300]!r}")
+    return event
 
 
 def _completion(choice: Mapping[str, Any], usage: Mapping[str, Any]) -> Completion:

@@ -82,7 +82,13 @@ def html(audit: Audit) -> str:
         ("The first choice, by position modulo K + 1", bias_picture(modulo)),
     ]
     checks = _rows([each.verdict.value, each.name, each.detail] for each in audit.checks)
-    tests = _rows(_cells(look, test) for look, test in strongest(audit, 1000))
+    tests = _rows(
+        [
+            *(look, test.name, f"{test.tokens:,}", f"{test.excess:+.4f}"),
+            *(f"z {test.z:+.2f}", f"p {_number(test.adjusted_p)}"),
+        ]
+        for look, test in strongest(audit, 1000)
+    )
     reference = _rows(
         [test.name, f"{test.tokens:,}", _number(test.p), _number(test.adjusted_p)] for test in audit.reference
     )
@@ -107,17 +113,6 @@ def html(audit: Audit) -> str:
 
 def _rows(rows: Iterable[Sequence[str]]) -> str:
     return "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-
-
-def _cells(look: str, test: TestResult) -> list[str]:
-    return [
-        look,
-        test.name,
-        f"{test.tokens:,}",
-        f"{test.excess:+.4f}",
-        f"z {test.z:+.2f}",
-        f"p {_number(test.adjusted_p)}",
-    ]
 
 
 def _number(value: float | None) -> str:

@@ -8,7 +8,7 @@ known before the token is drawn. Pure functions and accumulators of numpy arrays
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from statistics import NormalDist
 from typing import TypeVar
@@ -77,6 +77,11 @@ class Steps:
         return replace(self, probs=probs, is_usable=self.is_usable & is_inside)
 
 
+_NO_STEPS = Steps(
+    np.zeros((0, 1), np.int64), np.zeros((0, 1)), *[np.zeros(0, np.int64)] * 3, np.zeros(0, bool)
+)
+
+
 def joined(parts: Sequence[Steps]) -> Steps:
     """Several completions, with equally many candidates for each token, as one."""
     return Steps(*(np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(Steps)))
@@ -137,24 +142,6 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
     return adjusted
 
 
-def tests_of(is_brief: bool, modulus: int | None) -> list[tuple[str, str]]:
-    """Names of a calibration's tests, each with the function of the drawn token that it weighs."""
-    tests = [(name, name) for name in _BROAD]
-    tests += [(name, name) for name in ("first 2", "first 4")]
-    tests += [
-        (f"first choice at confidence {low:g} to {high:g}", "first choice") for low, high in CONFIDENCES
-    ]
-    if is_brief:
-        return tests
-    tests += [(name, name) for name in ("copied pair", "favoured again")]
-    tests += [(f"first choice at position {i}", "first choice") for i in range(POSITIONS)]
-    for base in ("first choice", "surprise"):
-        tests += [(f"{base} after {what}", base) for what in ("a confident position", "an unlikely token")]
-        tests += [(f"{base} with the one {lag} before", base) for lag in LAGS]
-    tests += [(f"first choice at position {i} modulo {modulus}", "first choice") for i in range(modulus or 0)]
-    return tests
-
-
 CONFIDENCES = ((0.0, 0.3), (0.3, 0.6), (0.6, 0.9), (0.9, 1.0))
 """Ranges of the first choice's probability."""
 POSITIONS = 10
@@ -177,26 +164,26 @@ class Calibration:
         self.is_brief, self._modulus = is_brief, modulus
         self.tokens = 0
         """Tokens weighed so far."""
-        self.names = tests_of(is_brief, modulus)
-        self._sums = np.zeros((len(self.names), 5))
-        """[tests, 5]: draws, expectations, variances, third moments, tokens."""
-        self._wealth = np.zeros((len(self.names), len(_BETS)))
-        """[tests, bets]: logarithms."""
         self._learnt = {base: np.zeros((2, _BUCKETS)) for base in ("token bias", "pair bias")}
         """[2, buckets]: summed differences and variances."""
         self._seen = np.zeros(_BUCKETS)
         """Summed probabilities of a token after another."""
         self._visits = np.zeros(_BUCKETS)
         """Positions after a token."""
+        self.names = [(name, base) for name, base, _ in self._tests(_NO_STEPS, self._moments(_NO_STEPS))]
+        """Each test's name, and the base function that it weighs."""
+        self._sums = np.zeros((len(self.names), 5))
+        """[tests, 5]: draws, expectations, variances, third moments, tokens."""
+        self._wealth = np.zeros((len(self.names), len(_BETS)))
+        """[tests, bets]: logarithms."""
 
     def add(self, steps: Steps) -> None:
         """Weigh the draws of some completions. What is learnt from them counts from the next call on."""
-        moments = {name: _moments(steps, *values) for name, values in self._functions(steps).items()}
-        weights = self._weights(steps, moments)
+        moments = self._moments(steps)
         usable = steps.is_usable.astype(np.float64)
         rows = []
-        for name, base in self.names:
-            weight = usable * weights.get(name, 1.0)
+        for _, base, weights in self._tests(steps, moments):
+            weight = usable * weights
             drawn, mean, variance, third = moments[base]
             squared = weight * weight
             rows.append(
@@ -229,6 +216,9 @@ class Calibration:
             return None
         return float((_Z_FOUND + 1.645) * math.sqrt(variance) / count)
 
+    def _moments(self, steps: Steps) -> dict[str, tuple[FloatArray, ...]]:
+        return {name: _moments(steps, *values) for name, values in self._functions(steps).items()}
+
     def _functions(self, steps: Steps) -> dict[str, tuple[FloatArray, FloatArray]]:
         """Base functions: their values on the candidates [T, M] and on a token that is not listed [T], in [-1, 1]."""
         probs, none = steps.probs, np.zeros(len(steps))
@@ -246,28 +236,30 @@ class Calibration:
             functions["favoured again"] = (_favoured(steps), none)
         return functions
 
-    def _weights(
+    def _tests(
         self, steps: Steps, moments: dict[str, tuple[FloatArray, ...]]
-    ) -> dict[str, FloatArray | BoolArray]:
-        """Weights of the tests that have one: in [-1, 1], and known before the token is drawn."""
-        first = steps.probs[:, 0]
-        found: dict[str, FloatArray | BoolArray] = {
-            f"first choice at confidence {low:g} to {high:g}": (first > low) & (first <= high)
-            for low, high in CONFIDENCES
-        }
+    ) -> Iterator[tuple[str, str, FloatArray | BoolArray | float]]:
+        """Each test: its name, the base function that it weighs, and its weights, in [-1, 1] and known before the token
+        is drawn."""
+        yield from ((name, name, 1.0) for name in (*_BROAD, "first 2", "first 4"))
+        first, index = steps.probs[:, 0], steps.index
+        for low, high in CONFIDENCES:
+            is_within = (first > low) & (first <= high)
+            yield f"first choice at confidence {low:g} to {high:g}", "first choice", is_within
+        if self.is_brief:
+            return
+        yield from ((name, name, 1.0) for name in ("copied pair", "favoured again"))
         for i in range(POSITIONS):
-            found[f"first choice at position {i}"] = steps.index == i
-        if (modulus := self._modulus) is not None:
-            for i in range(modulus):
-                found[f"first choice at position {i} modulo {modulus}"] = steps.index % modulus == i
+            yield f"first choice at position {i}", "first choice", index == i
         drawn = moments["first choice"][0]
         for base in ("first choice", "surprise"):
             difference = (moments[base][0] - moments[base][1]) * steps.is_usable
-            found[f"{base} after a confident position"] = _lagged(first, steps.index, 1, 0.0) > 0.8
-            found[f"{base} after an unlikely token"] = _lagged(drawn, steps.index, 1, 1.0) == 0
+            yield f"{base} after a confident position", base, _lagged(first, index, 1, 0.0) > 0.8
+            yield f"{base} after an unlikely token", base, _lagged(drawn, index, 1, 1.0) == 0
             for lag in LAGS:
-                found[f"{base} with the one {lag} before"] = _lagged(difference, steps.index, lag, 0.0)
-        return found
+                yield f"{base} with the one {lag} before", base, _lagged(difference, index, lag, 0.0)
+        for i in range(modulus := self._modulus or 0):
+            yield f"first choice at position {i} modulo {modulus}", "first choice", index % modulus == i
 
     def _buckets(self, steps: Steps, base: str) -> IntArray:
         keys = {

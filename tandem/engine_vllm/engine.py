@@ -164,11 +164,7 @@ class VllmModel:
 
     def __init__(self, core: Core, checkpoint: Checkpoint, device_count: int = 1) -> None:
         self._core = core
-        self._info = _info(core, checkpoint, device_count)
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._info
+        self.info = _info(core, checkpoint, device_count)
 
     @property
     def device(self) -> torch.device:
@@ -182,7 +178,7 @@ class VllmModel:
         specs = [group.kv_cache_spec for group in core.manager.kv_cache_config.kv_cache_groups]
         if not all(core.is_attention(spec) for spec in specs):
             raise ConfigurationError(
-                f"{self._info.name} has recurrent layers, whose state cannot be rolled back to before a proposal; name "
+                f"{self.info.name} has recurrent layers, whose state cannot be rolled back to before a proposal; name "
                 "a model with attention alone"
             )
         cache = BlockCache(

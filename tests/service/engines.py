@@ -18,11 +18,10 @@ from coordinator.service import CoordinatorService
 from draft_service.proposers import Proposer
 from draft_service.proposers.drafting import propose_head
 from draft_service.proposers.mapped import Vocabularies
-from draft_service.proposers.model_free import SequenceLimits
 from draft_service.proposers.standalone import StandaloneProposer
 from draft_service.servicer import DraftServicer
+from draft_service.settings import DraftSettings
 from tandem.client import Client
-from tandem.config.speculative import DraftingOptions
 from tandem.engine.core.engine import Engine, RowEngine
 from tandem.engine.core.selection import Backends
 from tandem.engine.interface import EngineSettings
@@ -173,13 +172,13 @@ async def draft(
             yield served
 
 
-NewProposer = Callable[[DraftingOptions, SequenceLimits], Proposer]
+NewProposer = Callable[[DraftSettings], Proposer]
 
 
 def model_free(new: NewProposer, servicer: DraftServicer | None = None, **options: Any) -> DraftServicer:
     """Let this servicer, or a plain one, draft without a model."""
     servicer = servicer or DraftServicer()
-    servicer.proposer = new(DraftingOptions(**options), SequenceLimits(None))
+    servicer.proposer = new(DraftSettings(**options))
     return servicer
 
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from benchmarks.peers import mend_expansion
-from tandem.integrations.vllm.proposer import WORKER, Entries, WaysOfDrafting
+from tandem.integrations.vllm.proposer import WORKER, WaysOfDrafting, entries_of
+from tandem.types import Proposal
 from tests.end_to_end.processes import address_of, model_service
 from tests.unit.engine.tiny_models import MAX_LENGTH, save_checkpoint
 from tests.vllm.families import FAMILIES
@@ -146,10 +147,9 @@ def test_with_our_drafts_vllm_draws_from_the_target(pair: Pair, monkeypatch: pyt
     assert p_value(pair.places(prompt, texts)) > SURE
 
     # The test would notice: vLLM is told that the draft had been less sure than it was
-    right = Entries.of
-    monkeypatch.setattr(Entries, "of", lambda proposals: _halved(right(proposals)))
+    def halved(proposals: Sequence[Proposal]) -> Any:
+        *at, probs = entries_of(proposals)
+        return *at, probs / np.float32(2)
+
+    monkeypatch.setattr("tandem.integrations.vllm.proposer.entries_of", halved)
     assert p_value(pair.places(prompt, pair.complete(prompt))) < SURE
-
-
-def _halved(entries: Entries) -> Entries:
-    return Entries(entries.rows, entries.tokens, entries.ids, entries.probs / np.float32(2))

@@ -173,7 +173,7 @@ class DraftedRow:
         self._options = options
         self._limits = limits
         self._counts = counts
-        self._tokens = array("i")
+        self.token_ids = array("i")
         self._unread: list[int] = []
         """Tokens that came while a proposal was awaited."""
         self.timed_out = False
@@ -184,12 +184,8 @@ class DraftedRow:
         self.placement = DraftPlacement(pool, self._options, self._limits, self._lost)
 
     @property
-    def token_ids(self) -> Sequence[int]:
-        return self._tokens
-
-    @property
     def length(self) -> int:
-        return len(self._tokens)
+        return len(self.token_ids)
 
     def begin(self, asked: AskedRow, batch: Batch) -> asyncio.Task[Proposal] | None:
         """Add the tokens and propose for a step; None while a proposal is awaited.
@@ -200,7 +196,7 @@ class DraftedRow:
         if self.task is not None and not self.task.done():
             self._counts.late_rows += 1
             return None
-        self._tokens.extend(self._unread)
+        self.token_ids.extend(self._unread)
         self._unread = []
         self.task = asyncio.create_task(self._propose(asked.count, batch))
         return self.task
@@ -387,22 +383,18 @@ class DraftLink:
             ending.add_done_callback(self._endings.discard)
         batch.left = len(batch.rows)
         for index, asked in enumerate(batch.rows):
-            task = self._begun(asked, batch)
-            if task is None:
+            row = asked.row
+            if row not in self._rows:
+                assert self._pool is not None, "batches come after the start"
+                self._rows.add(row)
+                row.place_on(self._pool)
+            task = row.begin(asked, batch)
+            if task is None:  # the row's last one goes on
                 batch.left -= 1
             else:
-                task.add_done_callback(partial(self._answered, batch, index, asked.row))
+                task.add_done_callback(partial(self._answered, batch, index, row))
         if batch.left == 0:
             batch.done.set()
-
-    def _begun(self, asked: AskedRow, batch: Batch) -> asyncio.Task[Proposal] | None:
-        """Begin a row's part of a step; None while its last one goes on."""
-        row = asked.row
-        if row not in self._rows:
-            assert self._pool is not None, "batches come after the start"
-            self._rows.add(row)
-            row.place_on(self._pool)
-        return row.begin(asked, batch)
 
     def _answered(self, batch: Batch, index: int, row: DraftedRow, task: asyncio.Task[Proposal]) -> None:
         batch.timed_out |= row.timed_out

@@ -390,13 +390,12 @@ class StepDrafter:
         was_asked: bool,
     ) -> None:
         counts = self.counts
-        proposals = 0
         for sequence, answer in zip(sequences, answers, strict=True):
             sequence.proposed = len(answer)
-            proposals += len(answer) > 0
-            counts.proposed_tokens += len(answer)
+        proposals = sum(len(answer) > 0 for answer in answers)
         counts.steps += 1
         counts.proposals += proposals
+        counts.proposed_tokens += sum(map(len, answers))
         counts.wait_seconds += seconds
         counts.timed_out_steps += is_late
         counts.paused_steps += not was_asked
@@ -436,30 +435,18 @@ def sampling_of(params: Any) -> SamplingParams:
     return SamplingParams(params.temperature, max(params.top_k, 0), params.top_p, params.min_p, seed)
 
 
-@dataclass(frozen=True, slots=True)
-class Entries:
-    """The probabilities of all proposals, as entries of a tensor of shape [rows, tokens, vocabulary] that is 0
-    elsewhere. A proposed token without a distribution is certain."""
-
-    rows: IntArray
-    tokens: IntArray
-    ids: IntArray
-    probs: Float32Array
-
-    @staticmethod
-    def of(proposals: Sequence[Proposal]) -> Entries:
-        """Those of one proposal for each row."""
-        rows, tokens, ids, probs = [_NO_IDS], [_NO_IDS], [_NO_IDS], [np.zeros(0, np.float32)]
-        for row, proposal in enumerate(proposals):
-            for token, token_id in enumerate(proposal.token_ids):
-                given = proposal.distributions[token] if token < len(proposal.distributions) else None
-                ids.append(np.array([token_id]) if given is None else given.token_ids)
-                probs.append(np.ones(1, np.float32) if given is None else given.probs.astype(np.float32))
-                rows.append(np.full(len(ids[-1]), row))
-                tokens.append(np.full(len(ids[-1]), token))
-        return Entries(
-            np.concatenate(rows), np.concatenate(tokens), np.concatenate(ids), np.concatenate(probs)
-        )
+def entries_of(proposals: Sequence[Proposal]) -> tuple[IntArray, IntArray, IntArray, Float32Array]:
+    """Rows, tokens, ids and probabilities of a proposal for each row, as entries of a tensor of shape [rows, tokens,
+    vocabulary] that is 0 elsewhere. A proposed token without a distribution is certain."""
+    rows, tokens, ids, probs = [_NO_IDS], [_NO_IDS], [_NO_IDS], [np.zeros(0, np.float32)]
+    for row, proposal in enumerate(proposals):
+        for token, token_id in enumerate(proposal.token_ids):
+            given = proposal.distributions[token] if token < len(proposal.distributions) else None
+            ids.append(np.array([token_id]) if given is None else given.token_ids)
+            probs.append(np.ones(1, np.float32) if given is None else given.probs.astype(np.float32))
+            rows.append(np.full(len(ids[-1]), row))
+            tokens.append(np.full(len(ids[-1]), token))
+    return np.concatenate(rows), np.concatenate(tokens), np.concatenate(ids), np.concatenate(probs)
 
 
 _NO_IDS = np.zeros(0, np.int64)
@@ -598,13 +585,10 @@ class TandemProposer:
         if not any(proposal.distributions for proposal in proposals):
             return
         runner = self._runner
-        entries = Entries.of(proposals)
         longest = max(map(len, proposals))
         shape = len(proposals), longest, runner.input_batch.vocab_size
         probs = torch.zeros(shape, dtype=torch.float32, device=runner.device)
-        at = tuple(
-            torch.from_numpy(each).to(runner.device) for each in (entries.rows, entries.tokens, entries.ids)
-        )
-        probs[at] = torch.from_numpy(entries.probs).to(runner.device)
+        *at, values = (torch.from_numpy(each).to(runner.device) for each in entries_of(proposals))
+        probs[tuple(at)] = values
         runner._draft_probs = probs
         runner._draft_prob_req_ids = list(runner.input_batch.req_ids)

@@ -20,7 +20,7 @@ from torch import Tensor
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from tandem.errors import ConfigurationError
-from tandem.integrations.vllm.proposer import BatchRow, Drafts, Entries
+from tandem.integrations.vllm.proposer import BatchRow, Drafts, entries_of
 from tandem.types import Proposal
 
 METHOD = "ngram_gpu"
@@ -68,12 +68,9 @@ class TandemSpeculator(BaseSpeculator):  # type: ignore[misc]
         next_prefill_tokens: object,
         temperature: Tensor,
         seeds: object,
-        dp_sync_state: object = None,
+        *,
         dummy_run: bool = False,
-        skip_attn_for_dummy_run: bool = False,
-        mm_inputs: object = None,
-        is_profile: bool = False,
-        num_speculative_tokens: int | None = None,
+        **_: object,
     ) -> Tensor:
         """Proposed tokens of each row of the batch, int64 [rows, tokens], whose logits are then in `draft_logits`.
 
@@ -93,12 +90,8 @@ class TandemSpeculator(BaseSpeculator):  # type: ignore[misc]
             Proposal(0, (*proposal.token_ids, *(token_id,) * (width - len(proposal))), proposal.distributions)
             for proposal, token_id in zip(proposals, last, strict=True)
         ]
-        entries = Entries.of(filled)
         device = self.draft_logits.device
-        at, columns, ids, probs = (
-            torch.from_numpy(each).to(device)
-            for each in (entries.rows, entries.tokens, entries.ids, entries.probs)
-        )
+        at, columns, ids, probs = (torch.from_numpy(each).to(device) for each in entries_of(filled))
         self.draft_logits[places] = -torch.inf
         # The sampler divides by the temperature
         self.draft_logits[places[at], columns, ids] = probs.log() * temperature[places[at]]

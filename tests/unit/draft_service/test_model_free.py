@@ -17,7 +17,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from draft_service.proposers.model_free import ModelFreeSequence, SequenceLimits, TokenIndex, TokenState
+from draft_service.proposers.model_free import ModelFreeSequence, TokenIndex, TokenState
 from draft_service.proposers.ngram import NgramIndex, ngram_proposer
 from draft_service.proposers.repeats import Odds, Repeats
 from draft_service.proposers.suffix import ResponseCache, SuffixIndex, SuffixTree, suffix_proposer
@@ -231,7 +231,7 @@ def test_forgetting_responses_frees_their_memory() -> None:
 
 
 async def test_sequences_learn_from_those_that_finished() -> None:
-    proposer = suffix_proposer(DraftingOptions(), SequenceLimits())
+    proposer = suffix_proposer(DraftSettings())
     with suppress(ConnectionError):
         async with proposer.sequence(OPTIONS) as dropped:
             await proposal(dropped, 0, [1, 2, 3], 0)
@@ -305,7 +305,7 @@ def test_memory_is_as_documented() -> None:
 async def test_a_delta_that_does_not_fit_is_refused(
     base_length: int, token_ids: list[int], sentence: str
 ) -> None:
-    proposer = ngram_proposer(lookup(), SequenceLimits())
+    proposer = ngram_proposer(DraftSettings())
     async with proposer.sequence(replace(OPTIONS, max_length=8)) as drafted:
         with pytest.raises(InvalidRequestError) as refusal:
             await proposal(drafted, base_length, token_ids, 1)
@@ -313,7 +313,7 @@ async def test_a_delta_that_does_not_fit_is_refused(
 
 
 async def test_a_sequence_that_may_become_too_long_is_refused() -> None:
-    proposer = ngram_proposer(lookup(), SequenceLimits(max_length=8))
+    proposer = ngram_proposer(DraftSettings(max_length=8))
     with pytest.raises(InvalidRequestError, match="9 tokens was asked for; this service takes up to 8"):
         async with proposer.sequence(replace(OPTIONS, max_length=9)):
             pass

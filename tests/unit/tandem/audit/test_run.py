@@ -295,6 +295,14 @@ async def test_an_answer_that_is_no_completion_is_a_protocol_error() -> None:
     transport, _ = _answering(httpx2.Response(200, json={"choices": [None]}))
     with pytest.raises(ProtocolError, match="is not a completion"):
         await _connect(transport)
+    transport, _ = _answering(
+        *[httpx2.Response(200, json=OF_ONE_TOKEN)] * 5, httpx2.Response(200, text="data: {]\n\n")
+    )
+    async with connected(
+        URL, None, None, {}, budget=Budget(100, 1000), concurrency=2, transport=transport
+    ) as server:
+        with pytest.raises(ProtocolError, match="is no JSON object"):
+            await server.stream("a")
 
 
 async def test_log_probabilities_in_the_form_of_chats_are_read() -> None:

@@ -77,9 +77,8 @@ class Steps:
         return replace(self, probs=probs, is_usable=self.is_usable & is_inside)
 
 
-_NO_STEPS = Steps(
-    np.zeros((0, 1), np.int64), np.zeros((0, 1)), *[np.zeros(0, np.int64)] * 3, np.zeros(0, bool)
-)
+_NONE = np.zeros(0, np.int64)
+_NO_STEPS = Steps(np.zeros((0, 1), np.int64), np.zeros((0, 1)), _NONE, _NONE, _NONE, np.zeros(0, bool))
 
 
 def joined(parts: Sequence[Steps]) -> Steps:

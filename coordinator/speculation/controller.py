@@ -252,7 +252,10 @@ class Choice:
         shortest = min(map(min, self._seconds.values()))
         for each in self._seconds.values():
             each[0] = shortest
-        self._renew_in = (TURN_ROUNDS if self.plan.tokens else WINDOW) * len(self.requests)
+        count, alike = len(self.requests), self._rounds - self._tried.get(self.plan.way, 0)
+        # Of many requests a round of each tells enough to decide again, where drafting has just begun.
+        soon = max(count, TURN_ROUNDS, min(TURN_ROUNDS * count, alike))
+        self._renew_in = soon if self.plan.tokens else WINDOW * count
         self._choose(is_first)
 
     def ahead_seconds(self, proposed: int, outcomes: int) -> float:

@@ -435,6 +435,10 @@ def test_logits_of_every_type(data_type: types_pb2.DataType.ValueType, data: byt
             types_pb2.Tensor(data_type=types_pb2.DATA_TYPE_FLOAT32, shape=[2, 3], data=b"1234"),
             "holds 4 bytes; its shape \\(2, 3\\) needs 24",
         ),
+        (
+            types_pb2.Tensor(data_type=types_pb2.DATA_TYPE_FLOAT32, shape=[-1, -2], data=b"12345678"),
+            "its shape \\(-1, -2\\)",
+        ),
         (types_pb2.Tensor(shape=[1], data=b"12"), "has data type 0"),
     ],
 )

@@ -81,7 +81,7 @@ class CoordinatorService(Service):
     async def status(self) -> Status:
         return await self.administration.status()
 
-    async def metrics(self) -> tuple[bytes, str] | None:
+    async def metrics(self) -> bytes | None:
         return self.observer.prometheus_text()
 
     def register(self, server: grpc.aio.Server) -> None:

@@ -42,7 +42,7 @@ async def requests_of(
             sentences + await _broken_later(_request(body, prompts[0], 0, None), prompts[0], models, bounds)
         )
     grammar = body.grammar
-    is_marked = isinstance(body, ChatBody) and chats.template is not None and chats.template.calls == HARMONY
+    is_marked = isinstance(body, ChatBody) and chats.calls == HARMONY
     return [
         _request(body, prompt, choice, grammar, with_special_tokens=is_marked)
         for prompt in prompts

@@ -93,11 +93,10 @@ class App:
         completions: RequestRunner,
         chats: Chats,
         status: Callable[[], Awaitable[Status]],
-        metrics: Callable[[], Awaitable[tuple[bytes, str] | None]],
+        metrics: Callable[[], Awaitable[bytes | None]],
         calls: RunningCalls,
     ) -> None:
-        """Set up the endpoints. `metrics` returns Prometheus's text form and its content type; None when none are
-        collected."""
+        """Set up the endpoints. `metrics` returns Prometheus's text form; None when none are collected."""
         self._completions = completions
         self._calls = calls
         self._chats = chats
@@ -208,8 +207,8 @@ class App:
             requests = [replace(each, prompt=prompt) for each, prompt in zip(requests, ids, strict=True)]
             answer.prompt_tokens = [*map(len, ids)]
         if isinstance(body, ChatBody):
-            assert self._chats.template is not None, "it has made the prompt"
-            is_bound, calls = requests[0].grammar is not None, self._chats.template.calls
+            is_bound, calls = requests[0].grammar is not None, self._chats.calls
+            assert calls is not None, "the template has made the prompt"
             if body.may_call and body.tool_choice not in (None, "auto"):
                 answer.read_calls("demanded")
             elif body.may_call or (calls == HARMONY and not is_bound):
@@ -306,18 +305,12 @@ class App:
         metrics = await self._metrics()
         if metrics is None:
             raise HttpError(404, "no metrics are collected here", "not_found")
-        content, media_type = metrics
-        if self._settings.metric_names == "vllm":
-            from tandem.telemetry.names import text_as_vllm  # only where metrics are collected
-
-            content = text_as_vllm(content)
-        return Response(content, media_type=media_type)
+        return Response(metrics, media_type="text/plain; version=1.0.0; charset=utf-8")
 
     async def page_status(self, request: Request) -> Response:
         # The decisions may be hundreds, and the page asks often.
         status = plain(replace(await self._status(), decisions=()))
-        template = self._chats.template
-        status |= {"chat": template is not None, "instruct": template is not None and template.is_instruct}
+        status |= {"chat": self._chats.calls is not None, "instruct": self._chats.is_instruct}
         return JSONResponse(status, headers={"Cache-Control": "no-store"})
 
     async def page_file(self, request: Request) -> Response:

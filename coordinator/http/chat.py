@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coordinator.http.tools import parser_of, readable
+from coordinator.http.tools import Parser, parser_of, readable
 from coordinator.requests.plan import Models
 from coordinator.settings.coordinator import MAX_CHAT_MESSAGES, RequestBounds
 from tandem.bounded.process import BoundedProcess, JobError
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 CONFIGURED = "chat_template"
-"""Origin of the template that the coordinator's option of this name gives."""
+"""The coordinator's option that names a template."""
 
 MAX_SOURCE_BYTES = 1 << 20
 """Maximum size of a template. Published ones have up to some 30 KiB."""
@@ -33,7 +33,12 @@ Message = Mapping[str, Any]
 
 
 class Chats:
-    """Makes prompts of chats by the configured template, else by the model's own."""
+    """Makes prompts of chats by the configured template, else by the model's own, in a process of its own."""
+
+    calls: Parser | None = None
+    """Form in which the model writes calls of tools; None until `meet`, and where there is no template."""
+    is_instruct = False
+    """True if the template marks who speaks, as templates of models that were trained on chats do."""
 
     def __init__(self, override: Path | None) -> None:
         try:
@@ -41,18 +46,36 @@ class Chats:
         except (OSError, UnicodeDecodeError) as error:
             sentence = f"--chat-template {override} cannot be read as UTF-8 text: {error}"
             raise ConfigurationError(sentence) from None
-        self.template: ChatTemplate | None = None
-        """None until `meet`, and when the model has none."""
+        self._process: BoundedProcess | None = None
+        """None while there is no template."""
 
     async def meet(self, tokenizer_files: Mapping[str, bytes], *, is_checked: bool) -> None:
-        """Take the template from the target's tokenizer files, and compile it now if it `is_checked`."""
-        self.template = read_chat_template(tokenizer_files, self._override)
-        if self.template is not None and is_checked:
-            await self.template.check()
+        """Take the template of the target's tokenizer files where none is configured, and compile it now if it
+        `is_checked`, else at its first use."""
+        config = _config(tokenizer_files)
+        source, name, refusal = self._override, CONFIGURED, ConfigurationError
+        if source is None:
+            (source, name), refusal = _own_template(tokenizer_files, config), ModelFolderError
+        if source is None:
+            return
+        if len(source.encode("utf-8", "surrogatepass")) > MAX_SOURCE_BYTES:
+            size = f"the chat template of {name} has {len(source)} characters"
+            raise refusal(f"{size}; it must have at most {MAX_SOURCE_BYTES} bytes")
+        self.calls, self.is_instruct = parser_of(source), "assistant" in source
+        self._special_tokens = _special_tokens(config)
+        worker = f"{__package__}.chat_worker"
+        self._process = BoundedProcess(worker, "chats wait for their prompts", {"source": source})
+        if is_checked:
+            try:
+                await self._process.answer(None)
+            except JobError as error:
+                self.close()
+                raise refusal(f"the chat template of {name} cannot be compiled: it {error}") from None
 
     def close(self) -> None:
-        if self.template is not None:
-            self.template.close()
+        """End the process. A chat in progress gets no answer."""
+        if self._process is not None:
+            self._process.close()
 
     async def prompt(
         self,
@@ -69,12 +92,12 @@ class Chats:
             raise InvalidRequestError(
                 f"the chat has {plural(len(messages), 'message')}; it must have 1 to {MAX_CHAT_MESSAGES}"
             )
-        if self.template is None:
+        if self._process is None:
             raise InvalidRequestError(
                 f"the model {models.target.name} has no chat template; send a prompt instead of a chat, or start the "
                 "coordinator with --chat-template FILE"
             )
-        text = await self.template.prompt(
+        text = await self.text(
             messages,
             variables,
             add_generation_prompt=add_generation_prompt and not continue_final_message,
@@ -85,33 +108,7 @@ class Chats:
         # The template writes the special tokens itself.
         return await models.encode(text, bounds, add_special_tokens=False)
 
-
-class ChatTemplate:
-    """Makes prompts of chats in a process of its own."""
-
-    def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str) -> None:
-        """A template that is compiled at its first use."""
-        self.calls = parser_of(source)
-        """Form in which the model writes calls of tools."""
-        self.is_instruct = "assistant" in source
-        """True if it marks who speaks, as templates of models that were trained on chats do."""
-        self._special_tokens = special_tokens
-        self._name = f"the chat template of {origin}"
-        self._refusal = ConfigurationError if origin == CONFIGURED else ModelFolderError
-        if len(source.encode("utf-8", "surrogatepass")) > MAX_SOURCE_BYTES:
-            size = f"{self._name} has {len(source)} characters"
-            raise self._refusal(f"{size}; it must have at most {MAX_SOURCE_BYTES} bytes")
-        worker = f"{__package__}.chat_worker"
-        self._process = BoundedProcess(worker, "chats wait for their prompts", {"source": source})
-
-    async def check(self) -> None:
-        try:
-            await self._process.answer(None)
-        except JobError as error:
-            self.close()
-            raise self._refusal(f"{self._name} cannot be compiled: it {error}") from None
-
-    async def prompt(
+    async def text(
         self,
         messages: Sequence[Message],
         variables: Mapping[str, Any] | None = None,
@@ -119,7 +116,8 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         max_bytes: int = 1 << 20,
     ) -> str:
-        """The prompt that the chat makes. It may have up to twice `max_bytes`; the caller measures it."""
+        """The prompt that the template makes. It may have up to twice `max_bytes`; the caller measures it."""
+        assert self._process is not None, "there is a template"
         context: dict[str, Any] = {
             **self._special_tokens,
             "tools": None,
@@ -140,10 +138,6 @@ class ChatTemplate:
                 f"the prompt has more than {max_bytes} bytes; it must be at most {max_bytes}"
             )
         return text
-
-    def close(self) -> None:
-        """End the process. A chat in progress gets no answer."""
-        self._process.close()
 
 
 def _open_ended(prompt: str, final_text: str) -> str:
@@ -187,18 +181,14 @@ def as_one_text(name: str, content: Any, kinds: Sequence[str] = ("text",)) -> An
 # ---- the model's files
 
 
-def read_chat_template(files: Mapping[str, bytes], override: str | None = None) -> ChatTemplate | None:
-    """The given template, or that of a model's tokenizer files; None when there is none."""
-    config = _config(files)
-    source, origin = override, CONFIGURED
-    if source is None and (sent := files.get(TEMPLATE_FILE)) is not None:
-        try:
-            source, origin = sent.decode("utf-8"), TEMPLATE_FILE
-        except UnicodeDecodeError as error:
-            raise ModelFolderError(f"the model's {TEMPLATE_FILE} is no UTF-8 text: {error}") from None
-    elif source is None:
-        source, origin = _default_of(config.get("chat_template")), CONFIG_FILE
-    return None if source is None else ChatTemplate(source, _special_tokens(config), origin)
+def _own_template(files: Mapping[str, bytes], config: Mapping[str, Any]) -> tuple[str | None, str]:
+    """The template of a model's tokenizer files, None when there is none, and the file that holds it."""
+    if (sent := files.get(TEMPLATE_FILE)) is None:
+        return _default_of(config.get("chat_template")), CONFIG_FILE
+    try:
+        return sent.decode("utf-8"), TEMPLATE_FILE
+    except UnicodeDecodeError as error:
+        raise ModelFolderError(f"the model's {TEMPLATE_FILE} is no UTF-8 text: {error}") from None
 
 
 def _config(files: Mapping[str, bytes]) -> dict[str, Any]:

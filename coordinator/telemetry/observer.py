@@ -90,8 +90,8 @@ class Observer:
         """A request arrived, in the client's trace context if it sent one."""
         return RequestObserver()
 
-    def prometheus_text(self) -> tuple[bytes, str] | None:
-        """All metrics in Prometheus's text form, and its content type; None when none are collected.
+    def prometheus_text(self) -> bytes | None:
+        """All metrics in Prometheus's text form; None when none are collected.
 
         On the event loop, or on any other thread while the loop turns.
         """

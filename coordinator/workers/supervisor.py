@@ -36,7 +36,7 @@ from tandem.serving.children import Child
 from tandem.serving.interceptors import metadata_of
 from tandem.serving.server import announce, bound_socket, check_free, stop_signals
 from tandem.telemetry.metrics import end_server, serve_metrics
-from tandem.telemetry.names import registry_of
+from tandem.telemetry.names import named, registry_of
 
 logger = logging.getLogger(__name__)
 
@@ -260,7 +260,7 @@ class Hub(Administrator):
     async def metrics_text(self) -> bytes:
         """The same in Prometheus's text form."""
         found = await self.metrics()
-        return generate_latest(registry_of(lambda: found))
+        return generate_latest(named(registry_of(lambda: found), self.live_config.current))
 
     async def _each(self, ask: Callable[[Peer], Awaitable[AnswerT]]) -> Sequence[AnswerT]:
         """The answers of all workers that give one, at least one."""

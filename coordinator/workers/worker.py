@@ -72,8 +72,9 @@ class WorkerSetup:
         shares["http_max_held_body_bytes"] = max(
             shares["http_max_held_body_bytes"], whole.http_max_body_bytes
         )
-        # The parent serves the metrics of all.
-        return whole.model_copy(update={"workers": 1, "port": self.port, "prometheus_port": None, **shares})
+        # The parent serves the metrics of all, and names them.
+        own = {"workers": 1, "port": self.port, "prometheus_port": None, "metric_names": "tandem"}
+        return whole.model_copy(update={**own, **shares})
 
 
 def share(bound: int, index: int, count: int) -> int:
@@ -185,8 +186,8 @@ class WorkerService(CoordinatorService):
     async def status(self) -> Status:
         return await self._parent.status()
 
-    async def metrics(self) -> tuple[bytes, str] | None:
-        return await self._parent.metrics_text(), "text/plain; version=0.0.4; charset=utf-8"
+    async def metrics(self) -> bytes | None:
+        return await self._parent.metrics_text()
 
     async def close(self) -> None:
         await super().close()
@@ -196,8 +197,7 @@ class WorkerService(CoordinatorService):
         await self._parent.close()
 
     async def _own_metrics(self) -> bytes:
-        found = self.observer.prometheus_text()
-        return b"" if found is None else found[0]
+        return self.observer.prometheus_text() or b""
 
 
 def run(arguments: list[str]) -> None:

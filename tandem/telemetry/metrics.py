@@ -18,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from tandem.errors import ConfigurationError
-from tandem.telemetry.names import registry_as_vllm
+from tandem.telemetry.names import named
 from tandem.telemetry.settings import TelemetryOptions
 
 logger = logging.getLogger(__name__)
@@ -164,10 +164,8 @@ def serve_metrics(options: TelemetryOptions, registry: CollectorRegistry) -> WSG
     host, port = options.prometheus_host, options.prometheus_port
     if port is None:
         return None
-    if options.metric_names == "vllm":
-        registry = registry_as_vllm(registry)
     try:
-        server, _ = start_http_server(port, host, registry)
+        server, _ = start_http_server(port, host, named(registry, options))
     except OSError as error:
         raise ConfigurationError(
             f"cannot serve metrics on {host}:{port}: {(error.strerror or str(error)).lower()}; choose another "

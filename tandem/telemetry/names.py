@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Metric, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.registry import Collector
+
+from tandem.telemetry.settings import TelemetryOptions
 
 _VLLM_HAS = frozenset(
     {
@@ -55,14 +56,9 @@ def as_vllm(families: Iterable[Metric]) -> Iterator[Metric]:
         yield renamed
 
 
-def text_as_vllm(text: bytes) -> bytes:
-    """The same for metrics in Prometheus's text form."""
-    return generate_latest(registry_of(lambda: as_vllm(text_string_to_metric_families(text.decode()))))
-
-
-def registry_as_vllm(registry: CollectorRegistry) -> CollectorRegistry:
-    """The same for a registry, whenever it is read."""
-    return registry_of(lambda: as_vllm(registry.collect()))
+def named(registry: CollectorRegistry, options: TelemetryOptions) -> CollectorRegistry:
+    """The registry under the names that the options ask for."""
+    return registry_of(lambda: as_vllm(registry.collect())) if options.metric_names == "vllm" else registry
 
 
 class Read(Collector):

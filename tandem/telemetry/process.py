@@ -29,7 +29,7 @@ from prometheus_client.samples import Sample
 
 import tandem
 from tandem.telemetry.metrics import Metrics, counter, end_server, serve_metrics
-from tandem.telemetry.names import by_conventions, unit_of
+from tandem.telemetry.names import by_conventions, named, unit_of
 from tandem.telemetry.settings import TelemetryOptions, sends
 
 logger = logging.getLogger(__name__)
@@ -73,9 +73,9 @@ class Telemetry:
             ending.append(asyncio.to_thread(self._exports.close, time.monotonic() + 1.0))
         await asyncio.gather(*ending)
 
-    def prometheus_text(self) -> tuple[bytes, str]:
-        """All metrics in Prometheus's text form, and its content type; for a server that has its own /metrics."""
-        return prometheus_client.generate_latest(self.registry), prometheus_client.CONTENT_TYPE_LATEST
+    def prometheus_text(self) -> bytes:
+        """All metrics in Prometheus's text form, for a server that has its own /metrics."""
+        return prometheus_client.generate_latest(named(self.registry, self._options))
 
 
 def _resource(service: str) -> Resource:

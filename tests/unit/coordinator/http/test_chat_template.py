@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from coordinator.http.chat import ChatTemplate, read_chat_template
+from coordinator.http.chat import Chats
 from coordinator.http.tools import CallReader, Parser, Said, demanded, functions_of, parser_of, readable
 from tandem.bounded.process import MAX_WAITING
 from tandem.errors import CapacityError, InvalidRequestError, ModelFolderError
@@ -19,16 +19,21 @@ from tandem.grammar import Grammars
 from tests.paths import DEMO_TARGET
 from tests.unit.tandem.test_grammar import tokens_of
 
-Make = Callable[..., ChatTemplate]
+Make = Callable[..., Awaitable[Chats]]
 
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    """Makes templates whose processes end with the test."""
+    """Reads a template from a model's files, or from its source; its process ends with the test."""
     made = []
 
-    def template(source: str, special_tokens: dict[str, str] | None = None) -> ChatTemplate:
-        made.append(ChatTemplate(source, special_tokens or {}, "test"))
+    async def template(
+        given: str | dict[str, bytes], override: Path | None = None, *, is_checked: bool = False
+    ) -> Chats:
+        made.append(Chats(override))
+        await made[-1].meet(
+            files(chat_template=given) if isinstance(given, str) else given, is_checked=is_checked
+        )
         return made[-1]
 
     yield template
@@ -80,29 +85,29 @@ async def test_prompts_are_those_of_transformers(name: str, make: Make) -> None:
     rendered = render_jinja_template(
         conversations=[CHAT], chat_template=TEMPLATES[name], add_generation_prompt=True, **special
     )
-    assert await make(TEMPLATES[name], special).prompt(CHAT) == rendered[0][0]
+    template = await make(files(chat_template=TEMPLATES[name], **special))
+    assert await template.text(CHAT) == rendered[0][0]
 
 
 def files(**config: object) -> dict[str, bytes]:
     return {"tokenizer_config.json": json.dumps(config).encode()}
 
 
-async def test_a_template_is_found_in_every_place_where_models_keep_it() -> None:
-    async def prompt(sent: dict[str, bytes], override: str | None = None) -> str:
-        template = read_chat_template(sent, override)
-        assert template is not None
-        try:
-            return await template.prompt(CHAT)
-        finally:
-            template.close()
+async def test_a_template_is_found_in_every_place_where_models_keep_it(make: Make, tmp_path: Path) -> None:
+    async def prompt(sent: dict[str, bytes], override: Path | None = None) -> str:
+        return await (await make(sent, override)).text(CHAT)
 
-    assert read_chat_template({}) is None
-    assert read_chat_template(files(eos_token="x")) is None
+    (tmp_path / "own.jinja").write_text("three")
+    assert (await make({})).calls is None
+    assert (await make(files(eos_token="x"))).calls is None
     assert await prompt(files(chat_template="one")) == "one"
     several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     assert await prompt(files(chat_template=several)) == "plain"
     assert await prompt(files(chat_template="one") | {"chat_template.jinja": b"two"}) == "two"
-    assert await prompt(files(chat_template="one") | {"chat_template.jinja": b"two"}, "three") == "three"
+    assert (
+        await prompt(files(chat_template="one") | {"chat_template.jinja": b"two"}, tmp_path / "own.jinja")
+        == "three"
+    )
     assert await prompt(files(chat_template="{{ bos_token }}", bos_token={"content": "<s>"})) == "<s>"
     own = files(
         chat_template="{{ image_token }}{{ cite_token }}",
@@ -127,12 +132,14 @@ async def test_a_template_is_found_in_every_place_where_models_keep_it() -> None
         ({"tokenizer_config.json": b'{"eos_token": "\\ud800", "chat_template": [{"name": []}]}'}, ""),
     ],
 )
-def test_files_without_a_template_give_none_or_an_error(sent: dict[str, bytes], sentence: str) -> None:
+async def test_files_without_a_template_give_none_or_an_error(
+    sent: dict[str, bytes], sentence: str, make: Make
+) -> None:
     if not sentence:
-        assert read_chat_template(sent) is None
+        assert (await make(sent)).calls is None
         return
     with pytest.raises(ModelFolderError, match=sentence):
-        read_chat_template(sent)
+        await make(sent)
 
 
 @pytest.mark.parametrize(
@@ -143,27 +150,24 @@ def test_files_without_a_template_give_none_or_an_error(sent: dict[str, bytes], 
         (b"{% set x = 9 ** (9 ** 9) %}", "cannot be compiled: it (takes more than|was not done)"),
     ],
 )
-async def test_an_invalid_template_is_refused_at_startup(source: bytes, sentence: str) -> None:
-    template = read_chat_template({"chat_template.jinja": source})
-    assert template is not None
+async def test_an_invalid_template_is_refused_at_startup(source: bytes, sentence: str, make: Make) -> None:
     with pytest.raises(ModelFolderError, match=sentence) as raised:
-        await template.check()
+        await make({"chat_template.jinja": source}, is_checked=True)
     assert str(raised.value).startswith("the chat template of chat_template.jinja cannot be compiled: it ")
 
 
 @pytest.mark.parametrize("count", [7, 9])
 async def test_a_huge_constant_does_not_block_startup(count: int, make: Make) -> None:
     """Jinja evaluates constants when it compiles."""
-    template = make(f"{{{{ 'a' * 10 ** {count} }}}}")
-    await template.check()
+    template = await make(f"{{{{ 'a' * 10 ** {count} }}}}", is_checked=True)
     with pytest.raises(InvalidRequestError, match=r"takes more than 512 MiB|has more than 1048576 bytes"):
-        await template.prompt(CHAT)
+        await template.text(CHAT)
 
 
 async def test_parts_of_text_become_one_and_developers_are_systems(make: Make) -> None:
-    template = make("{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}")
+    template = await make("{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}")
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert await template.prompt([{"role": "developer", "content": parts}]) == "system: a\nb;"
+    assert await template.text([{"role": "developer", "content": parts}]) == "system: a\nb;"
 
 
 @pytest.mark.parametrize(
@@ -177,7 +181,10 @@ async def test_parts_of_text_become_one_and_developers_are_systems(make: Make) -
 )
 async def test_a_message_may_have_no_content(make: Make, source: str, text: str) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    assert await make(source).prompt([{"role": "assistant", "content": None, "tool_calls": [call]}]) == text
+    assert (
+        await (await make(source)).text([{"role": "assistant", "content": None, "tool_calls": [call]}])
+        == text
+    )
 
 
 @pytest.mark.parametrize(
@@ -198,7 +205,7 @@ async def test_messages_that_a_template_rejects_are_refused(
     source: str, message: dict[str, Any], sentence: str, make: Make
 ) -> None:
     with pytest.raises(InvalidRequestError) as refusal:
-        await make(source).prompt([message])
+        await (await make(source)).text([message])
     assert sentence in str(refusal.value)
 
 
@@ -220,15 +227,15 @@ HOSTILE = {
 @pytest.mark.parametrize("case", HOSTILE)
 async def test_time_memory_and_length_are_bounded(case: str, make: Make) -> None:
     source, sentence = HOSTILE[case]
-    template = make("{% if messages[0].content == 'attack' %}" + source + "{% else %}good{% endif %}")
+    template = await make("{% if messages[0].content == 'attack' %}" + source + "{% else %}good{% endif %}")
     with pytest.raises(InvalidRequestError, match=sentence) as raised:
-        await template.prompt([{"role": "user", "content": "attack"}])
+        await template.text([{"role": "user", "content": "attack"}])
     assert len(str(raised.value)) < 2000
-    assert await template.prompt([{"role": "user", "content": "x"}]) == "good", "the next chat is served"
+    assert await template.text([{"role": "user", "content": "x"}]) == "good", "the next chat is served"
 
 
 async def test_the_event_loop_runs_while_a_template_does_not_end(make: Make) -> None:
-    rendering = asyncio.create_task(make(ENDLESS).prompt(CHAT))
+    rendering = asyncio.create_task((await make(ENDLESS)).text(CHAT))
     turns = 0
     while not rendering.done():
         await asyncio.sleep(0.01)
@@ -239,11 +246,11 @@ async def test_the_event_loop_runs_while_a_template_does_not_end(make: Make) -> 
 
 
 async def test_more_chats_than_may_wait_are_refused(make: Make) -> None:
-    template = make(ENDLESS + "{{ messages }}")
-    waiting = [asyncio.create_task(template.prompt(CHAT)) for _ in range(MAX_WAITING)]
+    template = await make(ENDLESS + "{{ messages }}")
+    waiting = [asyncio.create_task(template.text(CHAT)) for _ in range(MAX_WAITING)]
     await asyncio.sleep(0)
     with pytest.raises(CapacityError, match="64 chats wait for their prompts"):
-        await template.prompt(CHAT)
+        await template.text(CHAT)
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
@@ -259,14 +266,14 @@ async def test_the_process_inherits_no_secrets_is_restarted_and_ends_with_its_te
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TANDEM_COORDINATOR_AUTH_TOKEN", "secret-secret-secret")
-    template = make("{{ messages[0].content }}")
-    await template.check()
+    template = await make("{{ messages[0].content }}", is_checked=True)
+    assert template._process is not None
     killed = template._process._process
     assert killed is not None
     assert b"secret" not in environment_of(killed.pid)
     killed.kill()
     killed.wait()
-    assert await template.prompt(CHAT) == "Be brief."
+    assert await template.text(CHAT) == "Be brief."
     process = template._process._process
     assert process is not None
     template.close()

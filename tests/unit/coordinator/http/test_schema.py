@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from tokenizers import Tokenizer
 from coordinator.decoding.tokenization import PromptEncoder
 from coordinator.http.api import requests_of
 from coordinator.http.bodies import BodyReader, JsonShape, ignored_header
-from coordinator.http.chat import Chats, ChatTemplate
+from coordinator.http.chat import Chats
 from coordinator.http.openapi import field_rows
 from coordinator.http.schema import ChatBody, CompletionBody, Message, ResponsesBody, Sampled
 from coordinator.requests.plan import Models
@@ -37,12 +38,11 @@ CHATS = Chats(None)
 @pytest.fixture(scope="module", autouse=True)
 def template() -> Iterator[None]:
     """A template for all tests of the module, whose process ends with them."""
-    CHATS.template = ChatTemplate(
-        "{{ mood }}{{ reasoning_effort }}{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}",
-        {},
-        "test",
+    source = (
+        b"{{ mood }}{{ reasoning_effort }}{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+        b"{% if add_generation_prompt %}<assistant>{% endif %}"
     )
+    asyncio.run(CHATS.meet({"chat_template.jinja": source}, is_checked=False))
     yield
     CHATS.close()
 

@@ -22,7 +22,7 @@ from prometheus_client import Histogram as UsualHistogram
 from coordinator.telemetry.observed import probe_event_loop
 from tandem.errors import ConfigurationError
 from tandem.telemetry.metrics import Histogram, on_loop
-from tandem.telemetry.names import registry_as_vllm, text_as_vllm
+from tandem.telemetry.names import named
 from tandem.telemetry.process import Failures, Telemetry, to_otlp
 from tandem.telemetry.settings import TelemetryOptions, is_observed
 from tests.paths import ROOT
@@ -229,7 +229,7 @@ def test_metrics_may_have_vllms_names() -> None:
     latency = UsualHistogram("tandem_e2e_request_latency_seconds", "L.", ("model_name",), registry=registry)
     latency.labels("m").observe(0.5)
     Gauge("tandem_round_things", "Ours.", registry=registry).set(1)
-    lines = generate_latest(registry_as_vllm(registry)).decode().splitlines()
+    lines = generate_latest(named(registry, TelemetryOptions(metric_names="vllm"))).decode().splitlines()
     for line in (
         'vllm:request_success_total{finished_reason="stop",model_name="m"} 2.0',
         'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="0"} 5.0',
@@ -238,4 +238,4 @@ def test_metrics_may_have_vllms_names() -> None:
     ):
         assert line in lines
     assert not any('"error"' in line for line in lines)
-    assert text_as_vllm(generate_latest(registry)).decode().splitlines() == lines
+    assert named(registry, TelemetryOptions()) is registry

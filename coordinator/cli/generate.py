@@ -56,7 +56,10 @@ class Record:
             self.first_token_seconds = self.total_seconds
         self.chunks.append(chunk)
         if console is not None:
-            console.print(styled(chunk), end="")
+            accepted = AHEAD_STYLE if chunk.drafted_ahead else ACCEPTED_STYLE
+            tokens = zip(texts_of_tokens(chunk), chunk.drafted, strict=True)
+            parts = ((text, accepted if drafted else "") for text, drafted in tokens)
+            console.print(Text.assemble(*parts), end="")
             console.file.flush()
 
     @property
@@ -118,15 +121,6 @@ def texts_of_tokens(chunk: Chunk) -> list[str]:
     """The text that each token of a piece completed."""
     ends = [*accumulate(chunk.text_lengths, initial=0)]
     return [chunk.text[start:end] for start, end in pairwise(ends)]
-
-
-def styled(chunk: Chunk) -> Text:
-    """The chunk's text with accepted tokens in colour, in bold where they were drafted ahead."""
-    text = Text()
-    accepted = AHEAD_STYLE if chunk.drafted_ahead else ACCEPTED_STYLE
-    for token_text, drafted in zip(texts_of_tokens(chunk), chunk.drafted, strict=True):
-        text.append(token_text, style=accepted if drafted else "")
-    return text
 
 
 def closing_line(records: Sequence[Record]) -> str:

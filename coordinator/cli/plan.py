@@ -306,13 +306,11 @@ async def show_plan(
         planned = planning.fleet_plan(fleet, clients)
         output.show(planned, lambda: fleet_view(fleet, planned))
         return
-    if not pair.is_named and steps.verify_ms is None:
-        plans = await _measured_plans(connection, click)
-    else:
-        if pair.is_named and steps.verify_ms is not None:
-            raise ConfigurationError(
-                "--verify-ms was given with --target or --draft; give the step times or a pair to measure"
-            )
+    if pair.is_named and steps.verify_ms is not None:
+        raise ConfigurationError(
+            "--verify-ms was given with --target or --draft; give the step times or a pair to measure"
+        )
+    if pair.is_named or steps.verify_ms is not None:
         if not (sizes := _counts(steps.batch)):
             raise ConfigurationError(
                 f"--batch is {steps.batch}; it must be numbers from 1 to 4096 with commas between them"
@@ -323,20 +321,19 @@ async def show_plan(
         else:
             rounds = {size: steps.times().rounds(size, steps.max_tokens) for size in sizes}
         plans = [planning.plan(each, size, f"batch {size}") for size, each in rounds.items()]
+    else:
+        async with admin_client(connect(connection, click)) as client:
+            known = [each for each in (await client.stats()).decisions if len(each.round_seconds) > 1]
+        if not known:
+            raise NotFoundError(
+                "the coordinator has measured no rounds yet; run requests, name a pair with --target and --draft, or "
+                "give --verify-ms, --draft-step-ms and --acceptance"
+            )
+        name = "{0.rule}, temperature {0.temperatures}, batch {0.load}"
+        plans = [
+            planning.plan(planning.measured_rounds(each), each.load, name.format(each)) for each in known
+        ]
     output.show(plans, lambda: plan_view(plans))
-
-
-async def _measured_plans(connection: ConnectionOptions, click: typer.Context) -> list[planning.BatchPlan]:
-    async with admin_client(connect(connection, click)) as client:
-        known = [each for each in (await client.stats()).decisions if len(each.round_seconds) > 1]
-    if not known:
-        raise NotFoundError(
-            "the coordinator has measured no rounds yet; run requests, name a pair with --target and --draft, or give "
-            "--verify-ms, --draft-step-ms and --acceptance"
-        )
-    names = [f"{each.rule}, temperature {each.temperatures}, batch {each.load}" for each in known]
-    rounds = map(planning.measured_rounds, known)
-    return [planning.plan(*each) for each in zip(rounds, (each.load for each in known), names, strict=True)]
 
 
 def _counts(text: str) -> list[int]:

@@ -39,7 +39,7 @@ _MIN_VALUES, _OTHER_VALUES, _MAX_CONTAINERS = 1 << 15, 1 << 12, 1 << 13
 """Parsing a value takes up to 0.3 us; parsing an object or a field, and reporting its errors, up to 5 us. So a body at
 its bounds takes some 50 ms."""
 _MANY_VALUES, _MANY_CONTAINERS = 1 << 12, 1 << 8
-"""Parsing more takes a turn."""
+"""Parsing more takes as long as parsing `LARGE_BYTES`, and so takes a turn."""
 
 _FREE_BYTES = 64 << 10
 """Uncounted bytes of each connection, so that small requests and answers pass when large ones fill the rest."""
@@ -119,11 +119,6 @@ class JsonShape:
             if count > maximum:
                 yield f"the body has {count} {what} or more; it must have at most {maximum}"
 
-    @property
-    def is_costly(self) -> bool:
-        """True if parsing the text takes as long as parsing `LARGE_BYTES` of it."""
-        return self.values > _MANY_VALUES or self.containers > _MANY_CONTAINERS
-
 
 class BodyReader:
     """Reads all bodies of the HTTP side, within its bounds."""
@@ -150,9 +145,9 @@ class BodyReader:
         shape = JsonShape(max_values, _MAX_CONTAINERS + biases)
         with closing(Share(self._held)) as share:
             content = await self._content(request, shape, share)
-            is_large = len(content) > LARGE_BYTES or shape.is_costly
+            many = shape.values > _MANY_VALUES or shape.containers > _MANY_CONTAINERS
             try:
-                async with completions.turns.turn() if is_large else nullcontext():
+                async with completions.turns.turn() if many or len(content) > LARGE_BYTES else nullcontext():
                     return self.parse(model, content)
             except ValidationError as error:
                 raise InvalidRequestError("; ".join(_sentences(error))) from None

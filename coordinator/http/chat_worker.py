@@ -58,11 +58,6 @@ def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
-def main() -> None:
-    """Work until stdin ends."""
-    work(_Templates().answer)
-
-
 class _Templates:
     """Compiles the first message's template and renders the others by it."""
 
@@ -89,4 +84,4 @@ class _Templates:
 
 
 if __name__ == "__main__":
-    main()
+    work(_Templates().answer)

@@ -246,7 +246,12 @@ def inferred(values: Mapping[str, Any], fields: Container[str]) -> dict[str, Any
         if str(model) == method and method in names.MODEL_FREE_METHODS:
             found["draft_model_path"] = None  # `model` named the method, as vLLM lets it
     if "num_speculative_tokens" in fields and values.get("num_speculative_tokens") is None:
-        found |= _default_length(str(model or ""), method, values)
+        # vLLM's default: the depth of suffix trees, a head's own `n_predict`, else none.
+        if method == names.SUFFIX:
+            depth = values.get("suffix_decoding_max_tree_depth")
+            found["num_speculative_tokens"] = depth or names.SUFFIX_TREE_DEPTH
+        elif model and isinstance(own := names.read_config(Path(model)).get("n_predict"), int) and own > 0:
+            found["num_speculative_tokens"] = own
     if "prompt_lookup_min" in fields:
         smallest, largest = values.get("prompt_lookup_min"), values.get("prompt_lookup_max")
         if smallest is None and largest is not None:
@@ -254,15 +259,6 @@ def inferred(values: Mapping[str, Any], fields: Container[str]) -> dict[str, Any
         if largest is None and smallest is not None:
             found["prompt_lookup_max"] = smallest
     return found
-
-
-def _default_length(model: str, method: object, values: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's default number of proposed tokens: a head's own `n_predict`, the depth of suffix trees, else none."""
-    if method == names.SUFFIX:
-        depth = values.get("suffix_decoding_max_tree_depth")
-        return {"num_speculative_tokens": depth or names.SUFFIX_TREE_DEPTH}
-    own = names.read_config(Path(model)).get("n_predict") if model else None
-    return {"num_speculative_tokens": own} if isinstance(own, int) and own > 0 else {}
 
 
 _READERS: dict[str, Callable[[str], Any]] = {

@@ -49,7 +49,14 @@ class Telemetry:
         )
         info.labels(service, tandem.__version__).set(1)
         if exports is None and sends(options):
-            exports = OtlpExports(options, _resource(service), self.registry)
+            # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override our names.
+            ours = {
+                "service.name": f"tandem-{service}",
+                "service.version": tandem.__version__,
+                "service.instance.id": f"{os.uname().nodename}-{os.getpid()}",
+            }
+            resource = Resource.create(ours).merge(OTELResourceDetector().detect())
+            exports = OtlpExports(options, resource, self.registry)
         self._exports = exports
         self.tracer: Tracer = NoOpTracer() if exports is None else exports.tracer
         """Makes spans, which record nothing where traces go nowhere."""
@@ -76,16 +83,6 @@ class Telemetry:
     def prometheus_text(self) -> bytes:
         """All metrics in Prometheus's text form, for a server that has its own /metrics."""
         return prometheus_client.generate_latest(named(self.registry, self._options))
-
-
-def _resource(service: str) -> Resource:
-    """The process's name for a collector. OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override our names."""
-    ours = {
-        "service.name": f"tandem-{service}",
-        "service.version": tandem.__version__,
-        "service.instance.id": f"{os.uname().nodename}-{os.getpid()}",
-    }
-    return Resource.create(ours).merge(OTELResourceDetector().detect())
 
 
 # ---- to a collector

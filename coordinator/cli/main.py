@@ -33,8 +33,6 @@ VERBS = {
 
 SHORT_FORMS = ("status", "stats", "health", "doctor", "replicas", "requests")
 """Commands of `tandem admin` that are verbs as well."""
-_LISTS = ("replicas", "requests")
-"""Those of them that list what there is when no further command is named."""
 
 
 class _Verbs(TyperGroup):
@@ -42,10 +40,11 @@ class _Verbs(TyperGroup):
         return list(VERBS)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command of the first words, which may be two: `doctor draft` is a verb beside `doctor`."""
+        """The command of the first words, which may be two: `doctor draft` is a verb beside `doctor`. Where no further
+        command is named, `replicas` and `requests` list what there is."""
         if (both := " ".join(args[:2])) in VERBS:
             args = [both, *args[2:]]
-        elif args[0] in _LISTS and (len(args) == 1 or args[1].startswith("-")):
+        elif args[0] in ("replicas", "requests") and (len(args) == 1 or args[1].startswith("-")):
             is_help = args[1:2] in (["-h"], ["--help"])
             args = args if is_help else [args[0], "list", *args[1:]]
         elif args[0] == "logs":

@@ -39,13 +39,6 @@ verbs = new_app("")
 
 _LENGTHS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Proposal lengths that are measured, up to the longest asked for; those between are interpolated."""
-_PASSES = 4
-"""Each length is measured as often, in turn with the others, so that a machine that slows down slows all of them. The
-first time does not count."""
-_TOKENS = 24
-"""Tokens of each completion, beside the longest proposal."""
-_MAX_DRAFT_SHARE = 0.9
-"""Share of a round without its messages that the draft's steps may take."""
 _FIXED = {
     "TANDEM_COORDINATOR_SPECULATION_POLICY": "fixed",
     "TANDEM_COORDINATOR_DRAFT_PATIENCE_SECONDS": "60",
@@ -189,7 +182,7 @@ async def measured_through(
         # On a busy machine a message alone may take longer than a round; then half of the shortest round counts.
         messages = min(2.0 * trip, rounds.min() / 2.0)
         # The parts of a round take no longer than the round: the step is a mean over all rounds, slow ones included.
-        longest = _MAX_DRAFT_SHARE * np.maximum(rounds[1:] - messages, 0.0) / np.arange(1, max_tokens + 1)
+        longest = 0.9 * np.maximum(rounds[1:] - messages, 0.0) / np.arange(1, max_tokens + 1)
         decision = replace(
             nearest,
             round_seconds=tuple(rounds),
@@ -206,13 +199,14 @@ async def _round_seconds(
 ) -> dict[int, float]:
     """Seconds of a round by its proposed tokens, without the lengths that no round had.
 
-    The lower quartile, and no more than a longer proposal took: what else runs on the machine only adds.
+    The lower quartile, and no more than a longer proposal took: what else runs on the machine only adds. Each length is
+    measured three times, in turn with the others, so that a machine that slows down slows all of them.
     """
     seconds: dict[int, list[float]] = {}
-    for number, length in itertools.product(range(_PASSES), lengths):
+    for number, length in itertools.product(range(4), lengths):  # the first time does not count
         request = GenerationRequest(
             "",
-            max_tokens=_TOKENS + lengths[-1],
+            max_tokens=24 + lengths[-1],
             temperature=temperature,
             num_speculative_tokens=length or None,
             speculation=length > 0,

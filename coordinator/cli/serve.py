@@ -77,22 +77,19 @@ _NEEDED = {
     "torch": "install the models' side as well: pip install 'tandem-speculative[engine]'",
 }
 """Packages that a comparison needs, and how to get them."""
-_NEEDED_BY_LOADS = {"httpx2": "install it as well: pip install 'tandem-speculative[audit]'"}
-
-_OF_LOADS = ("--clients", "--rate", "--http")
-"""Options that ask for a load on a server in place of a comparison."""
 
 
 def sends_load(arguments: Sequence[str]) -> bool:
-    """True if these arguments of `tandem bench` ask for a load."""
-    return any(word.partition("=")[0] in _OF_LOADS for word in arguments)
+    """True if these arguments of `tandem bench` ask for a load on a server in place of a comparison."""
+    return any(word.partition("=")[0] in ("--clients", "--rate", "--http") for word in arguments)
 
 
 @verbs.command(context_settings=_HANDED_ON)
 def bench(context: typer.Context) -> None:
     """Compare ways of decoding on this machine; --clients, --rate or --http send a load. `--help` lists options."""
     is_load = sends_load(context.args)
-    for package, advice in (_NEEDED_BY_LOADS if is_load else _NEEDED).items():
+    needed = {"httpx2": "install it as well: pip install 'tandem-speculative[audit]'"} if is_load else _NEEDED
+    for package, advice in needed.items():
         if importlib.util.find_spec(package) is None:
             raise ConfigurationError(
                 f"tandem bench needs {package.removeprefix(_ROOT)}, which is not installed here; {advice}"

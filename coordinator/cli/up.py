@@ -38,8 +38,6 @@ SMOLLM2_METHOD = "eagle3"
 """Drafting method for smollm2 where none is named: Tandem comes with such a head for it."""
 NO_DRAFT = "none"
 """In place of a draft: the target works alone."""
-DRAFT_OF_A_TARGET_ALONE = "suffix"
-"""Drafting method for a target without a named draft: it needs no model."""
 SHARES = {"target": 0.65, "draft": 0.25}
 """Default shares where both models are on one accelerator. The rest is for CUDA itself and for steps."""
 HTTP_PORT = 8000
@@ -52,9 +50,6 @@ _DEFAULTS = {
 }
 """The sentence for each default of --model."""
 
-_START_TIMEOUT_SECONDS = 24 * 3600
-"""Bound on the coordinator's wait for the other services. `tandem up` itself notices when one ends, so fetching,
-converting and loading a model may take as long as they take."""
 STOP_SECONDS = 40.0
 """For a child to stop before it is killed. Its drain takes up to 30 s of them by default."""
 
@@ -223,7 +218,8 @@ def service_arguments(options: UpOptions) -> ServiceArguments:
                 rejection_sampling_strategy=None if names_rule or draft == _Draft() else names.AUTO,
                 chat_template=options.chat_template,
                 config_file=options.config_file,
-                start_timeout_seconds=None if "start_timeout_seconds" in shared else _START_TIMEOUT_SECONDS,
+                # This command itself notices when a service ends, so a model may load for as long as it takes.
+                start_timeout_seconds=None if "start_timeout_seconds" in shared else 24 * 3600,
                 log_level=options.log_level,
             ),
         ],
@@ -315,7 +311,7 @@ def _unnamed_draft(options: UpOptions, method: str | None, shared: Mapping[str, 
         return _Draft({"method": str(method)})
     if options.model == bundled.DEMO:
         return _Draft({"model": str(bundled.demo_pair().draft)}, has_model=True)
-    return _Draft({"method": DRAFT_OF_A_TARGET_ALONE})
+    return _Draft({"method": names.SUFFIX})  # it needs no model
 
 
 def _devices(options: UpOptions, shared: Mapping[str, Any]) -> dict[str, str]:

@@ -23,9 +23,6 @@ logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
-CONFIGURED = "chat_template"
-"""The coordinator's option that names a template."""
-
 MAX_SOURCE_BYTES = 1 << 20
 """Maximum size of a template. Published ones have up to some 30 KiB."""
 
@@ -53,7 +50,7 @@ class Chats:
         """Take the template of the target's tokenizer files where none is configured, and compile it now if it
         `is_checked`, else at its first use."""
         config = _config(tokenizer_files)
-        source, name, refusal = self._override, CONFIGURED, ConfigurationError
+        source, name, refusal = self._override, "chat_template", ConfigurationError
         if source is None:
             (source, name), refusal = _own_template(tokenizer_files, config), ModelFolderError
         if source is None:

@@ -20,18 +20,16 @@ from tandem.types import LeadStats, PositionStats, SpeculationStats
 class MovingAverage:
     """An exponentially weighted moving average."""
 
-    # Twenty measurements or so count: enough to even out noise, few enough to follow a change within seconds.
-    def __init__(self, newest_weight: float = 0.1) -> None:
-        self.value: float | None = None
-        """None before the first measurement."""
-        self._newest_weight = newest_weight
+    value: float | None = None
+    """None before the first measurement."""
 
     def add(self, measured: float) -> None:
         """Count a measurement. The first one is the average."""
         if self.value is None:
             self.value = measured
         else:
-            self.value += self._newest_weight * (measured - self.value)
+            # Twenty measurements or so count: enough to even out noise, few enough to follow a change within seconds.
+            self.value += 0.1 * (measured - self.value)
 
 
 class MovingMedian:
@@ -49,10 +47,6 @@ class MovingMedian:
         self._last.append(measured)
 
 
-LONGEST_SECONDS = 60
-"""Longest time that a rate can be asked for."""
-
-
 class TokenCounter:
     """Counts tokens as they are committed."""
 
@@ -61,8 +55,8 @@ class TokenCounter:
         """Since the start."""
         self._clock = clock
         self._started = clock()
-        self._by_second: deque[list[int]] = deque(maxlen=LONGEST_SECONDS)
-        """Seconds in which tokens were committed, each with their count."""
+        self._by_second: deque[list[int]] = deque(maxlen=60)
+        """The last seconds in which tokens were committed, each with their count."""
 
     def add(self, count: int) -> None:
         second = int(self._clock() - self._started)
@@ -72,7 +66,7 @@ class TokenCounter:
         self.total += count
 
     def rate(self, seconds: int) -> float:
-        """Tokens per second over the last `seconds`, or since the start if that was later.
+        """Tokens per second over the last `seconds`, 60 at most, or since the start if that was later.
 
         The current second counts in part.
         """

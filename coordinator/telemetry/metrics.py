@@ -20,10 +20,6 @@ from tandem.replica import ReplicaState, Role
 from tandem.telemetry.metrics import LATENCY_SECONDS, TOKENS, Metrics, Series, counter, family, histogram
 from tandem.types import FinishReason, PositionStats, SpeculationStats
 
-FALLBACKS = ("draft_lost", "draft_late", "draft_paused")
-"""Events after which the target continues alone."""
-FAILOVERS = ("target_lost", "target_resumed", "draft_resumed")
-"""Events of sequences that change their replica."""
 ERRORS: tuple[tuple[type[BaseException], str], ...] = (
     (errors.InvalidRequestError, "invalid"),
     (errors.CapacityError, "refused"),
@@ -37,9 +33,6 @@ ERRORS: tuple[tuple[type[BaseException], str], ...] = (
 OUTCOMES = (*(reason.value for reason in FinishReason), *dict.fromkeys(name for _, name in ERRORS), "error")
 PHASES = ("draft", "verify", "sampling", "wait")
 """Parts of a round, by their names in `RoundTimes`."""
-WAIT_PLACES = ("event_loop", "answer", "question")
-"""A round waits until the event loop reads its answer, until its request goes on with that, and until its next question
-is written."""
 
 # No client and no fleet makes more series than these.
 _MAX_POSITIONS = 32
@@ -50,8 +43,12 @@ class RequestMetrics(Metrics):
 
     requests: dict[str, Counter] = counter("Requests that ended, by outcome.", outcome=OUTCOMES)
     prompt_tokens: Counter = counter("Prompt tokens of requests that began.")
-    fallbacks: dict[str, Counter] = counter("Times that the target went on alone.", kind=FALLBACKS)
-    failovers: dict[str, Counter] = counter("Times that a sequence changed its replica.", kind=FAILOVERS)
+    fallbacks: dict[str, Counter] = counter(
+        "Times that the target went on alone.", kind=("draft_lost", "draft_late", "draft_paused")
+    )
+    failovers: dict[str, Counter] = counter(
+        "Times that a sequence changed its replica.", kind=("target_lost", "target_resumed", "draft_resumed")
+    )
     round_phase_seconds: dict[str, Series] = histogram(
         "Time of a round by phase, the first left out.", phase=PHASES
     )
@@ -74,11 +71,12 @@ class RequestMetrics(Metrics):
 
 
 class WaitMetrics(Metrics):
-    """What `measure_waits` adds."""
+    """What `measure_waits` adds: a round waits until the event loop reads its answer, until its request goes on with
+    that, and until its next question is written."""
 
     round_wait_seconds: dict[str, Series] = histogram(
         "Time that a round waits in the coordinator, by place; with measure_waits.",
-        place=WAIT_PLACES,
+        place=("event_loop", "answer", "question"),
     )
 
 

@@ -74,19 +74,16 @@ OWN_METHODS = (MTP,)
 MODEL_FREE_METHODS = (NGRAM, SUFFIX)
 """Those of them that have no model."""
 
-_EAGLE_ARCHITECTURES = ("EAGLEModel", "EagleLlamaForCausalLM", "EagleLlamaModel")
-"""EAGLE heads in vLLM's spelling. SafeAILab's heads say LlamaForCausalLM, so their name has to tell."""
-
-METHOD_ALIASES = {"draft_model": STANDALONE}
-"""vLLM's word for it."""
-
 
 def canonical_method(name: str) -> str:
-    """A method's own name; an unknown one is returned as it is spelled. vLLM takes brackets around it: [ngram]."""
+    """A method's own name; an unknown one is returned as it is spelled.
+
+    vLLM takes brackets around it, [ngram], and calls a draft model of its own draft_model.
+    """
     spelled = name.strip().lower().removeprefix("[").removesuffix("]")
     if spelled.endswith("_mtp"):
         return MTP
-    return METHOD_ALIASES.get(spelled, spelled)
+    return STANDALONE if spelled == "draft_model" else spelled
 
 
 def inferred_method(draft_model: str) -> str:
@@ -116,7 +113,8 @@ def _method_in(config: Mapping[str, Any]) -> str:
     for method in (EAGLE3, DFLASH):
         if any(method in name.lower() for name in architectures):
             return method
-    if any(name in _EAGLE_ARCHITECTURES for name in architectures):
+    # EAGLE heads in vLLM's spelling. SafeAILab's heads say LlamaForCausalLM, so their name has to tell.
+    if not {"EAGLEModel", "EagleLlamaForCausalLM", "EagleLlamaModel"}.isdisjoint(architectures):
         return EAGLE
     if "medusa_num_heads" in config:
         return MEDUSA
@@ -153,14 +151,12 @@ def canonical_name(name: str) -> str:
     return RULE_ALIASES.get(spelled, spelled)
 
 
-_DEVICE = re.compile(r"cpu|(?:cuda|gpu)(:\d+)?")
-
 DEVICES = "cpu, cuda, cuda:N, gpu or gpu:N"
 
 
 def as_torch(name: str) -> str:
     """The device as torch names it: gpu:1 is cuda:1."""
-    if _DEVICE.fullmatch(name) is None:
+    if re.fullmatch(r"cpu|(?:cuda|gpu)(:\d+)?", name) is None:
         raise ValueError(f"it must be {DEVICES}")
     return name.replace("gpu", "cuda")
 

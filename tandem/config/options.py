@@ -40,9 +40,6 @@ ALIASES = {
 }
 """vLLM's spelling of an option, and the one used here, which is MAX's."""
 
-_ALIASES_OF_JSON = {**ALIASES, "max_model_len": "draft_max_length"}
-"""Inside vLLM's JSON form, where the length is the draft's; a flag or a field of that name is a server's."""
-
 _JSON_OPTION = "speculative_config"
 """vLLM's option for all options at once, as a JSON object."""
 
@@ -208,9 +205,10 @@ def spelled_one_way(
             inside = json.loads(inside)
     if not isinstance(inside, dict | None):
         raise ConfigurationError(f"{_JSON_OPTION} is {values[_JSON_OPTION]!r}; it must be a JSON object")
-    return _renamed(inside or {}, fields, _ALIASES_OF_JSON, is_shared=True) | _renamed(
-        own, fields, ALIASES, is_shared=is_shared
-    )
+    # Inside the JSON form the length is the draft's; a flag or a field of that name is a server's.
+    aliases = {**ALIASES, "max_model_len": "draft_max_length"}
+    found = _renamed(inside or {}, fields, aliases, is_shared=True)
+    return found | _renamed(own, fields, ALIASES, is_shared=is_shared)
 
 
 def _renamed(

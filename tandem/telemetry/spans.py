@@ -10,9 +10,6 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from tandem.errors import TandemError, status_code
 
-_METHODS = {"draft": ("tandem.v1.DraftService", "Propose"), "target": ("tandem.v1.TargetService", "Verify")}
-"""The service and the method that a stream's spans are named after, by role."""
-
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
@@ -37,7 +34,8 @@ def rpc_span(
     tracer: Tracer, role: str, kind: SpanKind, context: Context, attributes: Mapping[str, str | int]
 ) -> Span:
     """The span of a stream to a draft or a target, at either of its ends."""
-    service, method = _METHODS[role]
+    service, method = ("DraftService", "Propose") if role == "draft" else ("TargetService", "Verify")
+    service = f"tandem.v1.{service}"
     ours = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": method}
     return tracer.start_span(f"{service}/{method}", context, kind, {**ours, **attributes})
 

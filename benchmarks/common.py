@@ -28,9 +28,9 @@ CACHE_FOLDER = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / 
 
 
 @asynccontextmanager
-async def process(package: str, *options: str) -> AsyncIterator[tuple[str, int]]:
-    """Run a service on a free port, which logs warnings; its address and its process id."""
-    words = (*options, "--port", "0", "--log-level", "warning")
+async def process(package: str, *options: str, port: int = 0) -> AsyncIterator[tuple[str, int]]:
+    """Run a service that logs warnings, by default on a free port; its address and its process id."""
+    words = (*options, "--port", str(port), "--log-level", "warning")
     # Longer than a service takes to drain
     child = await Child.start(package, package, words, stop_seconds=60.0)
     try:

@@ -94,6 +94,11 @@ def train_tokenizer(texts: Iterable[str], max_length: int) -> PreTrainedTokenize
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer=trainer)
+    return with_chat(tokenizer, max_length)
+
+
+def with_chat(tokenizer: Tokenizer, max_length: int) -> PreTrainedTokenizerFast:
+    """The tokenizer of a model folder, with the template of the demo models."""
     found: PreTrainedTokenizerFast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         eos_token=END_OF_TEXT,

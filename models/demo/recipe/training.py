@@ -106,8 +106,10 @@ def train_until_over(
     return seen
 
 
-def pretrain(model: LlamaForCausalLM, stream: Tensor, minutes: float, seed: int = 1) -> int:
-    """Train in place for the given time; returns the tokens seen."""
+def pretrain(
+    model: LlamaForCausalLM, stream: Tensor, minutes: float, seed: int = 1, rate: float = 1.0
+) -> int:
+    """Train in place for the given time, with `rate` times the usual learning rates; returns the tokens seen."""
     generator = torch.Generator().manual_seed(seed)
     # Short windows while most is learned, long ones at the end so that all positions work.
     phases = {0.92: 1024, 0.8: 512, 0.0: 256}
@@ -119,7 +121,7 @@ def pretrain(model: LlamaForCausalLM, stream: Tensor, minutes: float, seed: int 
         logits = model(input_ids=batch[:, :-1], use_cache=False).logits
         return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()), TOKENS_PER_BATCH
 
-    return train_until_over(model, next_loss, minutes, MATRIX_LR, OTHER_LR)
+    return train_until_over(model, next_loss, minutes, rate * MATRIX_LR, rate * OTHER_LR)
 
 
 def endless(groups: Sequence[Texts], rows: int, generator: torch.Generator) -> Iterator[Texts]:
@@ -136,27 +138,37 @@ def endless(groups: Sequence[Texts], rows: int, generator: torch.Generator) -> I
                 yield batch
 
 
+def own_texts(
+    target: LlamaForCausalLM, folder: Path, minutes: float, least: int, rows: int, seed: int
+) -> Iterator[tuple[int, Texts]]:
+    """What the target writes after the first tokens of training functions: their number, and as many texts as `rows`.
+
+    It ends when the time is up, but not before there are `least` of them.
+    """
+    sources = [function.source for function in functions(read_corpus())]
+    ids = load_tokenizer(folder)(sources, verbose=False)["input_ids"]
+    chooser, box = random.Random(seed), TimeBox(minutes)
+    for count, (length, temperature) in enumerate(zip(cycle(PROMPT_LENGTHS), cycle(TEMPERATURES))):
+        if count >= least and box.fraction >= 1.0:
+            return
+        beginnings = [tokens[:length] for tokens in ids if len(tokens) >= length]
+        prompts = chooser.sample(beginnings, min(rows, len(beginnings)))
+        yield length, continue_text(target, prompts, 224, temperature, seed + count)
+
+
 @torch.no_grad()
 def lessons_of(
     target: LlamaForCausalLM, folder: Path, reading: float, writing: float, seed: int
 ) -> list[Texts]:
     """All lessons: windows of the corpus that the target reads for some minutes, then the target's own text for others,
     begun by the first tokens of functions; a group for each length."""
-    corpus, tokenizer = read_corpus(), load_tokenizer(folder)
-    read = windows(packed(corpus, tokenizer), 256, torch.Generator().manual_seed(seed))
-    box = TimeBox(reading)
+    stream, box = packed(read_corpus(), load_tokenizer(folder)), TimeBox(reading)
+    corpus = windows(stream, 256, torch.Generator().manual_seed(seed))
     groups: dict[int, list[Texts]] = {length: [] for length in (0, *PROMPT_LENGTHS)}
     while not groups[0] or box.fraction < 1.0:
-        tokens = torch.stack([*islice(read, 16)])[:, :-1]
+        tokens = torch.stack([*islice(corpus, 16)])[:, :-1]
         groups[0].append(Texts(tokens, read_states(target, tokens, torch.ones_like(tokens)).half()))
-    ids = tokenizer([function.source for function in functions(corpus)], verbose=False)["input_ids"]
-    chooser, box = random.Random(seed), TimeBox(writing)
-    for count, (length, temperature) in enumerate(zip(cycle(PROMPT_LENGTHS), cycle(TEMPERATURES))):
-        if count >= len(PROMPT_LENGTHS) and box.fraction >= 1.0:
-            break
-        beginnings = [tokens[:length] for tokens in ids if len(tokens) >= length]
-        prompts = chooser.sample(beginnings, min(160, len(beginnings)))
-        written = continue_text(target, prompts, 224, temperature, seed + count)
+    for length, written in own_texts(target, folder, writing, len(PROMPT_LENGTHS), 160, seed):
         groups[length].append(Texts(written.tokens[:, :-1], written.hidden.half()))
     lessons = [
         Texts(torch.cat([part.tokens for part in parts]), torch.cat([part.hidden for part in parts]))

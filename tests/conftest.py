@@ -1,5 +1,6 @@
 """Settings of all tests."""
 
+import gc
 import signal
 import sys
 from pathlib import Path
@@ -7,9 +8,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tandem.serving.server import set_start_aside
+from tandem.serving.server import STARTING_OBJECTS, set_start_aside
 from tests.end_to_end.processes import WARM_UP_SECONDS, nursery
 
+gc.set_threshold(STARTING_OBJECTS)
 # No test asserts a time, and a busy machine may pause any example.
 settings.register_profile("no deadline", settings(), deadline=None)
 settings.load_profile("no deadline")

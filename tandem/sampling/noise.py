@@ -28,7 +28,6 @@ from enum import IntEnum
 from functools import lru_cache
 from typing import Any, TypeAlias
 
-import array_api_compat.numpy
 import numpy as np
 from array_api_compat import array_namespace, device
 
@@ -109,9 +108,10 @@ def _key_bits(seed: int, position: int, purpose: Purpose, round_base: int) -> in
     return _mixed_bits(_seed_bits(seed & _ALL_BITS) + word * _GOLDEN & _ALL_BITS)
 
 
-def _namespace(array: Array) -> Any:
-    """Return the array's namespace. Looking it up takes longer than the arithmetic on the few numbers of a round."""
-    return array_api_compat.numpy if type(array) is np.ndarray else array_namespace(array)
+def namespace_of(array: Array) -> Any:
+    """Return the array's namespace. Looking it up takes longer than the arithmetic on the few numbers of a round, and
+    numpy's own needs no wrapper, the import of which is a tenth of a coordinator's start."""
+    return np if type(array) is np.ndarray else array_namespace(array)
 
 
 def stream_keys(
@@ -165,7 +165,7 @@ def token_uniforms(keys: Array, token_ids: Array | int) -> Array:
     Keys are int64 [R]; token ids int64 [V] for the same ids in every row, [R, V] for each row's own, or the
     vocabulary's size for all ids in order.
     """
-    xp = _namespace(keys)
+    xp = namespace_of(keys)
     if isinstance(token_ids, int):
         token_ids = xp.arange(token_ids, dtype=xp.int64, device=device(keys))
     odd = _shift_right(_mix(keys[:, None] + (token_ids + 1) * _GOLDEN), 11)
@@ -182,7 +182,7 @@ def uniform(seed: int, position: int, purpose: Purpose, round_base: int = 0) -> 
 
 def gumbel(keys: Array, token_ids: Array | int) -> Array:
     """Return standard Gumbel noise, float64 [R, V]; arguments as in `token_uniforms`."""
-    xp = _namespace(keys)
+    xp = namespace_of(keys)
     return -xp.log(-xp.log(token_uniforms(keys, token_ids)))
 
 
@@ -199,6 +199,6 @@ def sample(probs: Array, keys: Array, token_ids: Array | None = None) -> Array:
     is the sampled columns, int64 [R]. The noise has the same bits everywhere; its logarithm may differ in the last
     place between devices, which changes about one sample in 10**13.
     """
-    xp = _namespace(probs)
+    xp = namespace_of(probs)
     exponential = -xp.log(token_uniforms(keys, probs.shape[1] if token_ids is None else token_ids))
     return xp.argmax(probs / exponential, axis=1)

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
-from array_api_compat import array_namespace, device, is_torch_array
+from array_api_compat import device, is_torch_array
 
+from tandem.sampling.noise import namespace_of
 from tandem.types import FloatArray, SamplingParams
 
 Array: TypeAlias = Any
@@ -52,7 +53,7 @@ def warp(logits: Array, sampling: Sequence[SamplingParams], columns: Array | Non
     """
     if all(params.is_greedy for params in sampling):
         return _one_hot_argmax(logits)
-    xp = array_namespace(logits)
+    xp = namespace_of(logits)
     # Greedy rows are replaced at the end; until then they are treated as unwarped rows, which is the cheapest.
     others = [_PLAIN if params.is_greedy else params for params in sampling]
     if columns is None:
@@ -80,7 +81,7 @@ def warp(logits: Array, sampling: Sequence[SamplingParams], columns: Array | Non
 
 def _columns(rows: FloatArray, like: Array) -> list[Array | float]:
     """Return the rows on the device of `like`; one number when all of a row are equal."""
-    xp = array_namespace(like)
+    xp = namespace_of(like)
     return [
         float(row[0])
         if (row == row[0]).all()
@@ -90,7 +91,7 @@ def _columns(rows: FloatArray, like: Array) -> list[Array | float]:
 
 
 def _one_hot_argmax(logits: Array) -> Array:
-    xp = array_namespace(logits)
+    xp = namespace_of(logits)
     token_ids = xp.arange(logits.shape[1], dtype=xp.int64, device=device(logits))
     return xp.astype(token_ids == xp.argmax(logits, axis=1, keepdims=True), xp.float64)
 
@@ -102,7 +103,7 @@ def _truncate_sorted(
 
     Both look at the `candidate_count` largest values of each row.
     """
-    xp = array_namespace(weights)
+    xp = namespace_of(weights)
     ascending = _largest(weights, candidate_count)
     smallest_kept = _kth_largest(ascending, top_k)
     # Tokens that tie with the smallest kept one are kept as well.
@@ -119,7 +120,7 @@ def _largest(values: Array, count: int) -> Array:
     Selection is many times as fast as sorting a large vocabulary, but the array API standard lacks it.
     """
     if count == values.shape[1]:
-        return array_namespace(values).sort(values, axis=1)
+        return namespace_of(values).sort(values, axis=1)
     if is_torch_array(values):
         return values.topk(count, dim=1).values.flip(1)
     return np.sort(np.partition(values, -count, axis=1)[:, -count:], axis=1)
@@ -127,7 +128,7 @@ def _largest(values: Array, count: int) -> Array:
 
 def _kth_largest(ascending: Array, top_k: Array | float) -> Array:
     """Return the `top_k`-th largest value of each sorted row, [R, 1]; 0 where `top_k` is 0."""
-    xp = array_namespace(ascending)
+    xp = namespace_of(ascending)
     size = ascending.shape[1]
     if isinstance(top_k, float):
         column = max(size - (int(top_k) or size), 0)
@@ -150,7 +151,7 @@ def _keep_nucleus(weights: Array, ascending: Array, smallest_kept: Array, top_p:
             be missing from `ascending`.
         top_p: [R, 1], or one number for all rows; 1 leaves a row unchanged.
     """
-    xp = array_namespace(weights)
+    xp = namespace_of(weights)
     limits = 1.0 - top_p
     total = xp.sum(weights, axis=1, keepdims=True)
     missing = _count(weights == smallest_kept) - _count(ascending == smallest_kept)
@@ -174,4 +175,4 @@ def _keep_nucleus(weights: Array, ascending: Array, smallest_kept: Array, top_p:
 
 def _count(mask: Array) -> Array:
     """Count the true entries of each row, [R, 1]."""
-    return array_namespace(mask).count_nonzero(mask, axis=1, keepdims=True)
+    return namespace_of(mask).count_nonzero(mask, axis=1, keepdims=True)

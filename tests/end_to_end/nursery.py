@@ -26,6 +26,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from tandem.serving.server import STARTING_OBJECTS
 from tests.end_to_end import stand_in
 from tests.end_to_end.processes import WARM_UP_SECONDS, descendants
 
@@ -43,6 +44,7 @@ _OF_VLLM = (
 
 def main() -> None:
     """Serve the lines of stdin."""
+    gc.set_threshold(STARTING_OBJECTS)
     starts = _starts()
     # Each child collects its garbage at startup; freezing keeps the shared objects out of that.
     gc.freeze()

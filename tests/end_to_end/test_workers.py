@@ -32,7 +32,9 @@ from tests.service.clients import until
 pytestmark = pytest.mark.slow
 
 SCRIPTED = "benchmarks.load.fakes"
-STREAMS = 16
+STREAMS = 12
+TOKENS = 200
+"""Of a stream that is to run while something happens: some 50 steps, a second or more."""
 SECONDS = 60.0
 
 
@@ -43,8 +45,8 @@ def request(tokens: int) -> GenerationRequest:
 @pytest.fixture(scope="module")
 def services() -> Iterator[tuple[str, str]]:
     with (
-        service(SCRIPTED, "--role", "target", "--step-ms", "2") as target,
-        service(SCRIPTED, "--role", "draft", "--step-ms", "1") as draft,
+        service(SCRIPTED, "--role", "target", "--step-ms", "20") as target,
+        service(SCRIPTED, "--role", "draft", "--step-ms", "5") as draft,
     ):
         yield target.line("ready on "), draft.line("ready on ")
 
@@ -77,14 +79,14 @@ async def test_both_workers_complete_requests_with_the_text_of_one(
     services: tuple[str, str], two: Process
 ) -> None:
     with coordinator(*services) as alone:
-        expected = await complete(address_of(alone), 60)
+        expected = await complete(address_of(alone), 40)
     address = address_of(two)
     before = await stats_of(address)
-    found = await asyncio.gather(*(complete(address, 60) for _ in range(STREAMS)))
+    found = await asyncio.gather(*(complete(address, 40) for _ in range(STREAMS)))
     assert all(each == expected for each in found)
     after = await stats_of(address)
     assert after.outcomes.completed - before.outcomes.completed == STREAMS
-    assert after.completion_tokens - before.completion_tokens == STREAMS * 60
+    assert after.completion_tokens - before.completion_tokens == STREAMS * 40
     assert len(workers_of(two)) == 2
 
 
@@ -132,14 +134,14 @@ async def test_a_killed_worker_is_started_again_as_it_was_and_a_drain_ends_all(
 ) -> None:
     with coordinator(*services, "--workers", "2") as process:
         address = address_of(process)
-        expected = await complete(address, 600)
+        expected = await complete(address, TOKENS)
         async with AdminClient(address) as admin:
             await admin.update_config({"num_speculative_tokens": "3"})
             await admin.drain(services[1])
             counted = (await admin.stats()).completion_tokens
         before = workers_of(process)
-        tasks = [asyncio.create_task(complete(address, 600, goes_on=False)) for _ in range(STREAMS)]
-        others = [asyncio.create_task(complete(address, 600)) for _ in range(4)]
+        tasks = [asyncio.create_task(complete(address, TOKENS, goes_on=False)) for _ in range(STREAMS)]
+        others = [asyncio.create_task(complete(address, TOKENS)) for _ in range(4)]
         await running(address, len(tasks) + len(others))
         os.kill(before[0], signal.SIGKILL)
         assert await asyncio.gather(*others) == [expected] * len(others), "clients go on by themselves"
@@ -150,20 +152,22 @@ async def test_a_killed_worker_is_started_again_as_it_was_and_a_drain_ends_all(
         whole = [result for result in results if not isinstance(result, BaseException)]
         assert whole, "some streams were on the other worker"
         assert all(result == expected for result in whole)
-        assert await complete(address, 600) == expected
+        assert await complete(address, TOKENS) == expected
         await until(lambda: len(set(workers_of(process)) - {before[0]}) == 2, SECONDS)
         assert before[1] in workers_of(process)
         async with AdminClient(address) as admin:
             assert "worker ended; it is started again" in process.stderr
-            assert (await admin.stats()).completion_tokens >= counted + 600 * len(whole)
+            assert (await admin.stats()).completion_tokens >= counted + TOKENS * len(whole)
             replicas = {replica.address: replica for replica in await admin.replicas()}
             assert replicas[services[1]].state is ReplicaState.DRAINING
             option = next(each for each in await admin.config() if each.name == "num_speculative_tokens")
             assert option.value == 3
-        tasks = [asyncio.create_task(complete(address, 600)) for _ in range(4)]
+        tasks = [asyncio.create_task(complete(address, TOKENS)) for _ in range(4)]
         await running(address, len(tasks))
         process.signal(signal.SIGTERM)
-        assert all(len(tokens) == 600 for _, tokens in await asyncio.gather(*tasks)), "a drain lets them end"
+        assert all(len(tokens) == TOKENS for _, tokens in await asyncio.gather(*tasks)), (
+            "a drain lets them end"
+        )
         assert await asyncio.to_thread(process.wait, SECONDS) == 0
         assert not workers_of(process)
 

@@ -8,7 +8,7 @@ import shlex
 import shutil
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -405,13 +405,10 @@ def as_words(**values: object) -> list[str]:
 class _Progress:
     """Phases of the start: one live line in a terminal, elsewhere a line for each phase."""
 
-    def __init__(self) -> None:
-        self._phases: dict[str, str] = {}
+    def __init__(self, services: Collection[str]) -> None:
+        self._phases = dict.fromkeys(services, "starting")
         """By service; empty once nothing is shown any more."""
         self._live = Console().status("") if sys.stdout.isatty() else None
-
-    def begin(self, services: Sequence[str]) -> None:
-        self._phases = dict.fromkeys(services, "starting")
         self._tell(f"starting {' and '.join(services)}")
 
     async def follow(self, name: str, child: Child) -> None:
@@ -437,8 +434,10 @@ class _Progress:
 class _Cluster:
     def __init__(self, arguments: ServiceArguments) -> None:
         self._arguments = arguments
+        services = {"target": arguments.target, "draft": arguments.draft}
+        self._models = {name: words for name, words in services.items() if words is not None}
         self._children: list[Child] = []
-        self._progress = _Progress()
+        self._progress = _Progress(self._models)
 
     async def run(self) -> None:
         """Run until a signal, or until a child ends."""
@@ -473,10 +472,7 @@ class _Cluster:
         # The stack ends the coordinator first: it drains while the models still answer it.
         async with AsyncExitStack() as stack:
             stack.callback(self._progress.end)
-            services = {"target": self._arguments.target, "draft": self._arguments.draft}
-            models = {name: arguments for name, arguments in services.items() if arguments is not None}
-            self._progress.begin([*models])
-            started = {name: await self._child(stack, name, arguments) for name, arguments in models.items()}
+            started = {name: await self._child(stack, name, words) for name, words in self._models.items()}
             addresses = [
                 word
                 for name, child in started.items()

@@ -32,10 +32,6 @@ from tandem.types import Chunk, FinishReason, SpeculationStats, Summary, TokenLo
 PART_BYTES = 32 << 10
 """Large answers are sent in parts of this size: rendering and sending one holds the event loop for less than 1 ms."""
 
-_REPLACEMENT = "\ufffd"
-_SENTENCEPIECE_SPACE = "\u2581"
-
-
 JsonList = bytearray
 """A list's items as JSON, with commas between them: rendered one by one, they never hold the event loop for long."""
 
@@ -311,10 +307,10 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
     """A token as text. One that is only a part of a character is shown as the tokenizer spells it."""
     spelling: str = tokenizer.id_to_token(token_id) or ""
     text: str = tokenizer.decode([token_id], skip_special_tokens=False)
-    if _REPLACEMENT in text or not text:
+    if "\N{REPLACEMENT CHARACTER}" in text or not text:
         return spelling
-    # A decoder strips the space of a text's first word.
-    return f" {text}" if spelling.startswith(_SENTENCEPIECE_SPACE) and not text.startswith(" ") else text
+    # A decoder strips the space of a text's first word, which SentencePiece spells as this block.
+    return f" {text}" if spelling.startswith("\u2581") and not text.startswith(" ") else text
 
 
 def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:

@@ -7,9 +7,6 @@ from tandem.config import SpeculativeConfig
 from tandem.config.names import AUTO, canonical_name
 from tandem.types import GenerationRequest, ModelInfo
 
-_STRATEGY = "rejection_sampling_strategy"
-_SYNTHETIC = "synthetic"
-
 
 def names_auto(config: SpeculativeConfig, request: GenerationRequest | None = None) -> bool:
     """True if measurements should pick the rule."""
@@ -28,11 +25,11 @@ def requested_options(
     if request.num_speculative_tokens is not None:
         options["num_speculative_tokens"] = request.num_speculative_tokens
     if (named := request.rejection_sampling_strategy) is not None:
-        options[_STRATEGY] = canonical_name(named)
-        if options[_STRATEGY] != _SYNTHETIC:
+        options["rejection_sampling_strategy"] = rule = canonical_name(named)
+        if rule != "synthetic":
             options |= dict.fromkeys(SYNTHETIC_OPTIONS)
     if names_auto(config, request):
-        options[_STRATEGY] = auto_rule
+        options["rejection_sampling_strategy"] = auto_rule
     return config.model_copy(update=options) if options else config
 
 

@@ -133,10 +133,8 @@ class ObservedRequest(RequestObserver):
     def stream(self, role: str, address: str) -> StreamObserver:
         traffic = Traffic(waits=self._all.message_waits)
         host, _, port = address.rpartition(":")
-        server: dict[str, str | int] = {
-            "server.address": host or address,
-            **({"server.port": int(port)} if port.isdigit() else {}),
-        }
+        server: dict[str, str | int] = {"server.address": host or address}
+        server |= {"server.port": int(port)} if port.isdigit() else {}
         span = rpc_span(self._all.tracer, role, SpanKind.CLIENT, under(self._span), server)
         self._streams.append((role, traffic))
         self._all.running.add(self)

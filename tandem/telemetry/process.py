@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, cast
 from wsgiref.simple_server import WSGIServer
@@ -88,19 +88,28 @@ class Telemetry:
 # ---- to a collector
 
 
-class OtlpExports:
+class OtlpExports(Metrics):
     """Sends to a collector by OTLP, on threads of its own: one that is gone costs telemetry only."""
 
+    telemetry_export_failures: dict[str, Counter] = counter(
+        "Batches that the OTLP endpoint did not take.", signal=("traces", "metrics")
+    )
+
     def __init__(self, options: TelemetryOptions, resource: Resource, registry: CollectorRegistry) -> None:
-        # The library complains of each batch and each retry, and of each span that finds the queue full; `Failures`
-        # says the same once a minute.
+        super().__init__(registry)
+        # The library complains of each batch and each retry, and of each span that finds the queue full; `lost` says
+        # the same once a minute.
         for name in ("opentelemetry.exporter.otlp", "opentelemetry.sdk._shared_internal"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
         # For one batch, retries included: with the library's 10 s the queue of spans would fill up while a collector
         # restarts
         timeout = None if os.environ.get("OTEL_EXPORTER_OTLP_TIMEOUT") else 3.0
-        self._failures = Failures(registry)
-        self._span_exporter = _SpanExporter(self._failures, endpoint=options.otlp_endpoint, timeout=timeout)
+        self._complained = float("-inf")
+        """When a loss was last said. At infinity nothing is said any more: a transfer that is cut off at the end may
+        fail when the log has long been closed."""
+        self._lock = threading.Lock()
+        self._span_exporter = _SpanExporter(endpoint=options.otlp_endpoint, timeout=timeout)
+        self._span_exporter.lost = self.lost
         self._spans = BatchSpanProcessor(self._span_exporter)
         ratio = options.trace_sample_ratio
         # Without one OTEL_TRACES_SAMPLER decides. The SDK's own exit hook would wait for the collector.
@@ -125,8 +134,8 @@ class OtlpExports:
         for thread in ending:
             thread.join(max(0.0, deadline - time.monotonic()))
         if any(thread.is_alive() for thread in ending):
-            self._failures.complain("traces and metrics")
-        self._failures.complained = float("inf")
+            self._complain("traces and metrics")
+        self._complained = float("inf")
         # Ends a transfer that is still under way, and with it the thread.
         self._span_exporter.shutdown()
         self._metric_exporter.shutdown()
@@ -145,50 +154,32 @@ class OtlpExports:
                 is_sent = False
                 logger.debug("metrics could not be sent", exc_info=True)
             if not is_sent:
-                self._failures.count("metrics")
+                self.lost("metrics")
 
-
-class Failures(Metrics):
-    """Counts batches that the collector did not take, and complains of them once a minute."""
-
-    telemetry_export_failures: dict[str, Counter] = counter(
-        "Batches that the OTLP endpoint did not take.", signal=("traces", "metrics")
-    )
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        super().__init__(registry)
-        self.complained = float("-inf")
-        """When that was last said. At infinity nothing is said any more: a transfer that is cut off at the end may fail
-        when the log has long been closed."""
-        self._lock = threading.Lock()
-
-    def count(self, signal: str) -> None:
-        """A batch of `traces` or `metrics` was lost."""
+    def lost(self, signal: str) -> None:
+        """Count a lost batch of `traces` or `metrics`."""
         self.telemetry_export_failures[signal].inc()
-        self.complain(signal)
+        self._complain(signal)
 
-    def complain(self, signal: str) -> None:
-        """Say that `signal` was lost, unless that was said in the last minute."""
+    def _complain(self, signal: str) -> None:
         now = time.monotonic()
         with self._lock:
             # A collector may be away for hours, and a batch is lost every few seconds.
-            if now - self.complained < 60.0:
+            if now - self._complained < 60.0:
                 return
-            self.complained = now
+            self._complained = now
         logger.warning(
             "the telemetry collector does not answer; what it would get is lost", extra={"signal": signal}
         )
 
 
 class _SpanExporter(OTLPSpanExporter):
-    def __init__(self, failures: Failures, **options: Any) -> None:
-        super().__init__(**options)
-        self._failures = failures
+    lost: Callable[[str], None]
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         result = super().export(spans)
         if result is not SpanExportResult.SUCCESS:
-            self._failures.count("traces")
+            self.lost("traces")
         return result
 
 

@@ -23,7 +23,7 @@ from coordinator.telemetry.observed import probe_event_loop
 from tandem.errors import ConfigurationError
 from tandem.telemetry.metrics import Histogram, on_loop
 from tandem.telemetry.names import named
-from tandem.telemetry.process import Failures, Telemetry, to_otlp
+from tandem.telemetry.process import OtlpExports, Telemetry, to_otlp
 from tandem.telemetry.settings import TelemetryOptions, is_observed
 from tests.paths import ROOT
 from tests.service.clients import until
@@ -111,24 +111,22 @@ async def _end_with_collector_gone(endpoint: str) -> None:
 
 def test_warnings_are_rare_and_losses_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     registry = CollectorRegistry()
-    failures = Failures(registry)
+    options = TelemetryOptions(otlp_endpoint="http://127.0.0.1:1")
+    exports = OtlpExports(options, Resource({}), registry)
     for _ in range(10):
-        failures.count("traces")
-    failures.count("metrics")
+        exports.lost("traces")
+    exports.lost("metrics")
     assert len(caplog.messages) == 1
     name = "tandem_telemetry_export_failures_total"
     assert registry.get_sample_value(name, {"signal": "traces"}) == 10
     assert registry.get_sample_value(name, {"signal": "metrics"}) == 1
 
 
-async def test_values_of_the_event_loop_are_read_on_it() -> None:
+async def test_values_of_the_event_loop_are_read_on_it_and_an_error_reaches_the_reader() -> None:
     read = on_loop(threading.get_ident)
     here = threading.get_ident()
     assert read() == here
     assert await asyncio.to_thread(read) == here
-
-
-async def test_an_error_in_reading_reaches_the_reader() -> None:
     with pytest.raises(ZeroDivisionError):
         await asyncio.to_thread(on_loop(lambda: 1 // 0))
 

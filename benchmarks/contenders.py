@@ -325,10 +325,6 @@ def _no_head(method: str, setup: Setup) -> str:
     return "--pace does not slow a head, which runs in the target's process" if setup.settings.pace else ""
 
 
-def _no_vllm(setup: Setup) -> str:
-    return "" if setup.settings.vllm_python else "name a Python that has vLLM with --vllm-python"
-
-
 def _no_max(setup: Setup) -> str:
     settings = setup.settings
     if settings.max_python is None:
@@ -363,7 +359,10 @@ def _vllm(title: str, mode: str, ahead: str = "") -> Kind:
         extra = {"mode": mode, "ahead": ahead, "environment": plug_in if mode == "tandem" else {}}
         return _peer(setup, setup.settings.vllm_python, "benchmarks.peers", "vllm", **extra)
 
-    return Kind(title, start, shares_models=mode == "tandem", absent=_no_vllm)
+    def absent(setup: Setup) -> str:
+        return "" if setup.settings.vllm_python else "name a Python that has vLLM with --vllm-python"
+
+    return Kind(title, start, shares_models=mode == "tandem", absent=absent)
 
 
 def _through_http(complete: Connection) -> Contender:

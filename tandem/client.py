@@ -240,15 +240,9 @@ def as_message(request: GenerationRequest) -> generation_pb2.GenerateRequest:
 
 def joined(chunks: Sequence[Chunk]) -> Completed:
     """All pieces of a completion as one."""
-    summary = chunks[-1].summary if chunks else None
-    assert summary is not None
-    return Completed(
-        text="".join(chunk.text for chunk in chunks),
-        token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
-        drafted=tuple(drafted for chunk in chunks for drafted in chunk.drafted),
-        summary=summary,
-        logprobs=tuple(position for chunk in chunks for position in chunk.logprobs),
-    )
+    whole = Chunk.joined(chunks)
+    assert whole.summary is not None
+    return Completed(whole.text, whole.token_ids, whole.drafted, whole.summary, whole.logprobs)
 
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"

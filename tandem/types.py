@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -737,3 +739,18 @@ class Chunk:
     target_probs: tuple[float, ...] = ()
     """For each token, when the request asked for them: its probability by either model, after temperature and
     truncation. NaN where it is not known."""
+
+    @staticmethod
+    def joined(chunks: Sequence[Chunk]) -> Chunk:
+        """One chunk with the text and the tokens of successive chunks. Only the last may have a summary."""
+        by_token = ("token_ids", "drafted", "text_lengths", "logprobs", "draft_probs", "target_probs")
+        together: dict[str, Any] = {
+            name: tuple(chain.from_iterable([getattr(chunk, name) for chunk in chunks])) for name in by_token
+        }
+        return Chunk(
+            text="".join(chunk.text for chunk in chunks),
+            summary=chunks[-1].summary,
+            proposed=sum(chunk.proposed for chunk in chunks),
+            drafted_ahead=any(chunk.drafted_ahead for chunk in chunks),
+            **together,
+        )

@@ -23,7 +23,6 @@ from coordinator.cli.app import new_app
 from coordinator.cli.command import command, option, plain_table, print_parts
 from coordinator.cli.connection import ConnectionOptions, connect
 from coordinator.cli.views import percent
-from coordinator.requests.chunks import joined
 from coordinator.stats.rounds import hit_rate
 from coordinator.stats.speculation import acceptance_rate, add, describe_with_state, tokens_per_pass
 from tandem.client import Client, as_message
@@ -63,7 +62,7 @@ class Record:
     @property
     def whole(self) -> Chunk:
         """What came so far, in one chunk."""
-        return joined(self.chunks or [Chunk("", (), (), ())])
+        return Chunk.joined(self.chunks or [Chunk("", (), (), ())])
 
     def as_dict(self) -> dict[str, object]:
         """The result of `--json`."""

@@ -3,9 +3,15 @@
 `resolve` turns options into a rule, whose `accept` decides a `Round`.
 """
 
-from coordinator.rejection.resolution import AcceptanceRule, resolve
 from coordinator.rejection.rounds import KEYED, MessageRounds, Noise, Round, RowError
-from coordinator.rejection.strategies import STRATEGIES, RuleError, Strategy, find_strategy
+from coordinator.rejection.strategies import (
+    STRATEGIES,
+    AcceptanceRule,
+    RuleError,
+    Strategy,
+    find_strategy,
+    resolve,
+)
 
 __all__ = [
     "KEYED",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -135,29 +135,19 @@ class MessageRounds:
             self._message, self._open = message, {}
         batch = self._open.get(decide)
         if batch is None or batch.decided is not None:
-            batch = self._open[decide] = _Batch(decide)
+            batch = self._open[decide] = _Batch()
+        found, index = own.verification, len(batch.rounds)
         batch.rounds.append(own)
-        found = own.verification
-        index = len(batch.rounds) - 1
         return MessageVerification(found.base_length, found.rows, found.cost, batch=batch, index=index)
 
 
+@dataclass(slots=True, eq=False)
 class _Batch:
     """Rounds that one call decides."""
 
-    def __init__(self, decide: Decide) -> None:
-        self.rounds: list[Round] = []
-        self.decided: list[Acceptance | RowError] | None = None
-        """None until the first acceptance is asked for."""
-        self._decide = decide
-
-    def acceptance(self, index: int) -> Acceptance:
-        if self.decided is None:
-            self.decided = decide_each(self._decide, self.rounds)
-        found = self.decided[index]
-        if isinstance(found, RowError):
-            raise found
-        return found
+    rounds: list[Round] = field(default_factory=list)
+    decided: list[Acceptance | RowError] | None = None
+    """None until the first acceptance is asked for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -167,6 +157,12 @@ class MessageVerification(Verification):
     batch: _Batch
     index: int
 
-    def acceptance(self) -> Acceptance:
+    def acceptance(self, decide: Decide) -> Acceptance:
         """Decide its round, together with the others of the message that have the same rule."""
-        return self.batch.acceptance(self.index)
+        batch = self.batch
+        if batch.decided is None:
+            batch.decided = decide_each(decide, batch.rounds)
+        found = batch.decided[self.index]
+        if isinstance(found, RowError):
+            raise found
+        return found

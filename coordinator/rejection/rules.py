@@ -70,18 +70,13 @@ class TokenRule:
         return self.follow(rounds, counts, noise)
 
 
-def _residual_passes(own: Round, index: int, noise: Noise) -> bool:
+residual = TokenRule(
     # Strictly below: a token of probability zero must not pass when both sides are 0.
-    return noise.uniform(own, index) < joint_row(own, index).ratio
-
-
-def _residual_follow(rounds: Sequence[Round], counts: Sequence[int], noise: Noise) -> list[Acceptance]:
-    return with_next_tokens(
+    lambda own, index, noise: noise.uniform(own, index) < joint_row(own, index).ratio,
+    lambda rounds, counts, noise: with_next_tokens(
         rounds, counts, lambda number, count: (joint_row(rounds[number], count), 1.0), noise
-    )
-
-
-residual = TokenRule(_residual_passes, _residual_follow)
+    ),
+)
 """`residual`: accept each token with probability min(1, target / draft). Lossless. vLLM: `probabilistic`, `standard`.
 
 The token that replaces the rejected one is drawn in proportion to max(target - draft, 0); after a proposal that is

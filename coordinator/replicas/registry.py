@@ -18,7 +18,7 @@ from tandem.errors import IncompatibleModelsError, ServiceUnavailableError
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.rpc.addresses import Resolver, resolve, split_addresses
 from tandem.rpc.credentials import PLAIN, Credentials
-from tandem.types import Coverage, ModelInfo, TargetTokenizer
+from tandem.types import Coverage, ModelInfo
 
 logger = logging.getLogger(__name__)
 
@@ -91,12 +91,7 @@ class ReplicaRegistry:
         if member is None:
             raise ServiceUnavailableError("no target is there to ask for its tokenizer")
         files = await member.client.tokenizer_files()
-        content = files.get(TOKENIZER_FILE, b"")
-        coverage = await client.map_vocabulary(
-            TargetTokenizer(
-                target.tokenizer_hash, target.vocabulary_size, content, tuple(target.eos_token_ids)
-            )
-        )
+        coverage = await client.map_vocabulary(target, files.get(TOKENIZER_FILE, b""))
         check_coverage(self._settings, draft, coverage)
         return coverage
 

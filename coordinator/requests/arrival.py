@@ -49,7 +49,8 @@ async def parsed(request: Any, completions: RequestRunner) -> Any:
         return request
     models, bounds = completions.models, completions.bounds
     size = len(request.content)
-    limit = max_chat_bytes(models, bounds) if request.is_chat else max_bytes(models, bounds)
+    chat_limit = _max_text_bytes(models, bounds) + MAX_CHAT_MESSAGES * _MESSAGE_BYTES
+    limit = chat_limit if request.is_chat else max_bytes(models, bounds)
     if size > limit:
         raise InvalidRequestError(f"the request has {size} bytes; it must be at most {limit}")
     try:
@@ -70,11 +71,6 @@ def max_bytes(models: Models, bounds: RequestBounds) -> int:
     stop = bounds.max_stop_strings * (4 * bounds.max_stop_length + _MAX_ID_BYTES)
     biases = bounds.max_logit_biases * _BIAS_BYTES + bounds.max_stop_token_ids * _MAX_ID_BYTES
     return prompt + stop + biases + bounds.max_grammar_bytes + _OTHER_BYTES
-
-
-def max_chat_bytes(models: Models, bounds: RequestBounds) -> int:
-    """Maximum bytes of a chat whose prompt is within all bounds."""
-    return _max_text_bytes(models, bounds) + MAX_CHAT_MESSAGES * _MESSAGE_BYTES
 
 
 def _max_text_bytes(models: Models, bounds: RequestBounds) -> int:

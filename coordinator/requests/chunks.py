@@ -5,29 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from itertools import chain
+from collections.abc import AsyncGenerator, Callable, Coroutine
 
 from tandem.errors import DeadlineError
 from tandem.plural import plural
 from tandem.types import Chunk
-
-
-def joined(chunks: Sequence[Chunk]) -> Chunk:
-    """One chunk with the text and the tokens of successive chunks. Only the last may have a summary."""
-    return Chunk(
-        text="".join(chunk.text for chunk in chunks),
-        token_ids=tuple(chain.from_iterable(chunk.token_ids for chunk in chunks)),
-        drafted=tuple(chain.from_iterable(chunk.drafted for chunk in chunks)),
-        text_lengths=tuple(chain.from_iterable(chunk.text_lengths for chunk in chunks)),
-        summary=chunks[-1].summary,
-        proposed=sum(chunk.proposed for chunk in chunks),
-        logprobs=tuple(chain.from_iterable(chunk.logprobs for chunk in chunks)),
-        drafted_ahead=any(chunk.drafted_ahead for chunk in chunks),
-        draft_probs=tuple(chain.from_iterable(chunk.draft_probs for chunk in chunks)),
-        target_probs=tuple(chain.from_iterable(chunk.target_probs for chunk in chunks)),
-    )
-
 
 Reader = asyncio.Future["Chunk | None"]
 """The wait of a reader for its next chunk."""
@@ -140,7 +122,7 @@ class ChunkQueue:
             self._pause.cancel()
             self._pause = None
         chunks, self._held = self._held, []
-        return chunks[0] if len(chunks) == 1 else joined(chunks)
+        return chunks[0] if len(chunks) == 1 else Chunk.joined(chunks)
 
     def _watch_for_pause(self) -> None:
         """Deliver what is held if no chunk follows for a while. One timer serves many chunks, since each costs one."""

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-from coordinator.rejection.resolution import checked_strategy
-from coordinator.rejection.strategies import SYNTHETIC
+from coordinator.rejection.strategies import SYNTHETIC, checked_strategy
 from coordinator.settings.coordinator import MAX_SPECULATIVE_TOKENS, CoordinatorSettings, RequestBounds
 from tandem.config import SpeculativeConfig
 from tandem.config.names import OWN_METHODS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.rejection.resolution import SYNTHETIC_OPTIONS
+from coordinator.rejection.strategies import SYNTHETIC_OPTIONS
 from tandem.config import SpeculativeConfig
 from tandem.config.names import AUTO, canonical_name
 from tandem.types import GenerationRequest, ModelInfo

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 
-from coordinator.rejection.resolution import COMBINATION_RULES
+from coordinator.rejection.strategies import COMBINATION_RULES
 from tandem.config import SpeculativeConfig
 from tandem.config.options import Options
 from tandem.config.rule import Rule, Rules, not_below, rule

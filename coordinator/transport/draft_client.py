@@ -521,10 +521,13 @@ class DraftClient:
         if message.HasField("load"):
             self.load = wire.load_from_proto(message.load)
 
-    async def map_vocabulary(self, target: TargetTokenizer) -> Coverage:
-        """Let it draft for a target with another tokenizer."""
+    async def map_vocabulary(self, target: ModelInfo, content: bytes) -> Coverage:
+        """Let it draft for a target with another tokenizer, whose tokenizer.json this is."""
+        tokenizer = TargetTokenizer(
+            target.tokenizer_hash, target.vocabulary_size, content, target.eos_token_ids
+        )
         with errors_of("draft service"):
-            answer = await self._stub.MapVocabulary(wire.tokenizer_to_proto(target))
+            answer = await self._stub.MapVocabulary(wire.tokenizer_to_proto(tokenizer))
         return coverage_from_proto(answer.coverage)
 
     def sequence(

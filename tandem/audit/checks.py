@@ -216,17 +216,13 @@ async def _seeds(server: Server) -> list[Check]:
     first, second = await seeded(), await seeded()
     others = (server.complete_one(prompt, temperature=1.0) for prompt in PROMPTS[: _TOGETHER - 1])
     among, *_ = await asyncio.gather(seeded(), *others)
-    return [
-        Check(f"seed, {what}", *_same(first, other))
-        for what, other in (("twice in a row", second), ("alone and among 16", among))
-    ]
-
-
-def _same(one: Completion, other: Completion) -> tuple[Verdict, str]:
-    difference = first_difference(one, other)
-    if difference is None:
-        return Verdict.OK, "the same completion"
-    return Verdict.NOTE, f"another completion from position {difference[0]}"
+    found = []
+    for name, other in (("seed, twice in a row", second), ("seed, alone and among 16", among)):
+        if (difference := first_difference(first, other)) is None:
+            found.append(Check(name, Verdict.OK, "the same completion"))
+        else:
+            found.append(Check(name, Verdict.NOTE, f"another completion from position {difference[0]}"))
+    return found
 
 
 async def _choices(server: Server) -> list[Check]:

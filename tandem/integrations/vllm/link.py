@@ -28,7 +28,7 @@ from tandem.integrations.vllm.metrics import Counts
 from tandem.integrations.vllm.settings import VllmSettings
 from tandem.replica import ReplicaState, Role
 from tandem.rpc.addresses import split_addresses
-from tandem.types import AheadBudget, Coverage, DraftOptions, ModelInfo, Proposal, TargetTokenizer
+from tandem.types import AheadBudget, Coverage, DraftOptions, ModelInfo, Proposal
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +38,16 @@ _RULES = [rule for rule in MODEL_RULES if rule.name in {"vocabulary-size", "toke
 
 def target_info(model_config: Any, tensor_parallel_size: int) -> ModelInfo:
     """vLLM's model, described as a service describes its own."""
+    try:
+        own_hash = tokenizer_hash(tokenizer_folder(model_config))
+    except ModelFolderError as error:
+        logger.warning("tokenizers cannot be compared; sizes are", extra={"reason": str(error)})
+        own_hash = ""
     return ModelInfo(
         name=str(model_config.model),
         architecture="",
         vocabulary_size=int(model_config.get_vocab_size()),
-        tokenizer_hash=_tokenizer_hash(tokenizer_folder(model_config)),
+        tokenizer_hash=own_hash,
         max_length=int(model_config.max_model_len),
         dtype="",
         tensor_parallel_size=tensor_parallel_size,
@@ -63,14 +68,6 @@ def tokenizer_folder(model_config: Any) -> Path:
     return Path(found).parent if isinstance(found, str) else Path(name)
 
 
-def _tokenizer_hash(folder: Path) -> str:
-    try:
-        return tokenizer_hash(folder)
-    except ModelFolderError as error:
-        logger.warning("tokenizers cannot be compared; sizes are", extra={"reason": str(error)})
-        return ""
-
-
 def why_unfit(target: ModelInfo, draft: ModelInfo) -> str:
     """Reason why a draft cannot propose for a target; empty where it can."""
     rules = [rule for rule in _RULES if target.tokenizer_hash or rule.name != "tokenizer"]
@@ -84,11 +81,7 @@ def draft_pool(settings: VllmSettings, target: ModelInfo, tokenizer: Path) -> Po
         if not target.tokenizer_hash or not needs_mapping(draft, target):
             return None
         content = await asyncio.to_thread((tokenizer / TOKENIZER_FILE).read_bytes)
-        return await client.map_vocabulary(
-            TargetTokenizer(
-                target.tokenizer_hash, target.vocabulary_size, content, tuple(target.eos_token_ids)
-            )
-        )
+        return await client.map_vocabulary(target, content)
 
     return Pool(
         Role.DRAFT,

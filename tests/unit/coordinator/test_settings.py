@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from coordinator.rejection.resolution import checked_strategy
-from coordinator.rejection.strategies import RESIDUAL
+from coordinator.rejection.strategies import RESIDUAL, checked_strategy
 from coordinator.settings.acceptance import requested_options
 from coordinator.settings.coordinator import CheckedSpeculativeConfig, CoordinatorSettings
 from coordinator.settings.live import LiveConfig

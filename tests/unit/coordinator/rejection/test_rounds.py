@@ -129,6 +129,8 @@ def test_a_broken_round_of_a_message_breaks_no_other() -> None:
     rounds[1] = set_probs(rounds[1], np.nan)
     message = MessageRounds()
     first, broken, last = [message.add("the message", rules.residual, own) for own in rounds]
-    assert [first.acceptance(), last.acceptance()] == rules.residual([rounds[0], rounds[2]], KEYED)
+    assert [each.acceptance(rules.residual) for each in (first, last)] == rules.residual(
+        [rounds[0], rounds[2]], KEYED
+    )
     with pytest.raises(RowError, match="distribution"):
-        broken.acceptance()
+        broken.acceptance(rules.residual)

@@ -12,10 +12,10 @@ from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 from coordinator.http.openapi import field_rows
+from coordinator.rejection.resolution import COMBINATION_RULES
 from coordinator.replicas.compatibility import MODEL_RULES
 from coordinator.requests.validation import BOUND_RULES, REQUEST_RULES
 from coordinator.settings.coordinator import (
-    CheckedSpeculativeConfig,
     CoordinatorSettings,
     HttpOptions,
     RequestBounds,
@@ -134,7 +134,7 @@ def _listed(names: Iterable[str]) -> str:
 
 def _rules() -> Iterator[str]:
     yield "## Rules\n\nIf several rules are broken, the error names all of them."
-    own = CheckedSpeculativeConfig.rules()
+    own = (*SpeculativeConfig.rules(), *COMBINATION_RULES)
     of_servers = [rule for rule in CoordinatorSettings.rules() if rule not in own]
     of_requests: Sequence[Rule[Any]] = (*BOUND_RULES, *REQUEST_RULES)
     kinds: tuple[tuple[str, str, Sequence[Rule[Any]]], ...] = (

@@ -183,14 +183,8 @@ Addresses = Annotated[str, BeforeValidator(_one_text), AfterValidator(_checked)]
 """Addresses of a service's replicas with commas between them; a list becomes such a text."""
 
 
-class CheckedSpeculativeConfig(SpeculativeConfig):
-    """`SpeculativeConfig`, checked as far as possible without a service."""
-
-    own_rules: ClassVar[Rules] = COMBINATION_RULES
-
-
 class CoordinatorSettings(
-    CheckedSpeculativeConfig, RequestBounds, ServiceAccessOptions, HttpOptions, AdminOptions, ServerSettings
+    SpeculativeConfig, RequestBounds, ServiceAccessOptions, HttpOptions, AdminOptions, ServerSettings
 ):
     """Join a draft service and a target service."""
 
@@ -244,6 +238,7 @@ class CoordinatorSettings(
     own."""
 
     own_rules: ClassVar[Rules] = (
+        *COMBINATION_RULES,
         not_below("max_concurrent_requests", "workers", ", which divide it"),
         encryption_rule(
             "coordinator",

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from coordinator.rejection.strategies import RESIDUAL, checked_strategy
 from coordinator.settings.acceptance import requested_options
-from coordinator.settings.coordinator import CheckedSpeculativeConfig, CoordinatorSettings
+from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.settings.live import LiveConfig
 from tandem.admin import ConfigOption
 from tandem.config import SpeculativeConfig
@@ -49,7 +49,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("options", "sentence"), BROKEN)
 def test_a_configuration_that_breaks_a_rule_is_refused(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValidationError) as refusal:
-        CheckedSpeculativeConfig(**options)
+        CoordinatorSettings(target_address="127.0.0.1:1", **options)
     (detail,) = refusal.value.errors()
     assert detail["msg"].startswith(sentence)
 

@@ -17,7 +17,7 @@ from coordinator.replicas.compatibility import (
     needs_mapping,
 )
 from coordinator.requests.validation import BoundedRequest, check_bounds
-from coordinator.settings.coordinator import CheckedSpeculativeConfig, CoordinatorSettings
+from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.config import SpeculativeConfig
 from tandem.config.speculative import MAX_CONFIGURED_TOKENS
 from tandem.errors import IncompatibleModelsError
@@ -91,7 +91,7 @@ def test_an_answer_to_the_longest_proposal_fits_into_a_message(count: int) -> No
     request = GenerationRequest("a", num_speculative_tokens=count, logprobs=0)
     check_bounds(BoundedRequest(request, settings, TARGET.max_length))
     # Configured lengths can grow while the channels exist.
-    fleet = Fleet(CheckedSpeculativeConfig())
+    fleet = Fleet(SpeculativeConfig())
     assert fleet.judge_target(replace(TARGET, vocabulary_size=VOCABULARY_SIZE)) == ""
     row = DenseRow(np.zeros(VOCABULARY_SIZE, np.float32))
     answer = answers_to_proto([(1, Verification(0, (row,) * (count + 1)))])
@@ -99,13 +99,13 @@ def test_an_answer_to_the_longest_proposal_fits_into_a_message(count: int) -> No
 
 
 def test_drafts_of_one_target_draft_alike() -> None:
-    fleet = Fleet(CheckedSpeculativeConfig())
+    fleet = Fleet(SpeculativeConfig())
     assert fleet.judge_target(TARGET) == fleet.judge_draft(DRAFT) == ""
     assert "they must draft alike" in fleet.judge_draft(NGRAM, [DRAFT])
 
 
 def test_targets_of_one_model_may_measure_different_steps() -> None:
-    fleet = Fleet(CheckedSpeculativeConfig())
+    fleet = Fleet(SpeculativeConfig())
     for seconds in (0.001, 0.002):
         measured = replace(TARGET, step_profile=StepProfile({(1, 1): seconds}))
         assert fleet.judge_target(measured) == ""

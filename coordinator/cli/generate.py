@@ -24,7 +24,7 @@ from coordinator.cli.command import command, option, plain_table, print_parts
 from coordinator.cli.connection import ConnectionOptions, connect
 from coordinator.cli.views import percent
 from coordinator.stats.rounds import hit_rate
-from coordinator.stats.speculation import acceptance_rate, add, describe_with_state, tokens_per_pass
+from coordinator.stats.speculation import acceptance_rate, add, describe, tokens_per_pass
 from tandem.client import Client, as_message
 from tandem.errors import ConfigurationError, InvalidRequestError
 from tandem.plural import plural
@@ -74,7 +74,7 @@ class Record:
             **({"logprobs": [*self._logprobs()]} if whole.logprobs else {}),
             "finish_reason": summary.finish_reason.value,
             "usage": {"prompt_tokens": summary.prompt_tokens, "completion_tokens": summary.completion_tokens},
-            "speculation": describe_with_state(summary.speculation, summary.speculation_state),
+            "speculation": describe(summary.speculation, summary.speculation_state),
             "rounds": [
                 {
                     "proposed": chunk.proposed,

@@ -22,7 +22,7 @@ from coordinator.http.bodies import HeldBytes, Share
 from coordinator.http.errors import error_object, unexpected
 from coordinator.http.schema import Sampled
 from coordinator.http.tools import CallReader, Parser, Said
-from coordinator.stats.speculation import add, describe_with_state
+from coordinator.stats.speculation import add, describe
 from tandem.errors import TandemError
 from tandem.serving.interceptors import RunningCalls
 from tandem.serving.server import CancelledByEventError, unless
@@ -204,7 +204,7 @@ class Answer(ABC):
                     "rejected_prediction_tokens": total.drafted - total.accepted,
                 },
             },
-            "speculation": describe_with_state(total, state),
+            "speculation": describe(total, state),
         }
 
     def _described(self, index: int, logprobs: dict[str, Any], ids: Mapping[str, Any]) -> dict[str, Any]:

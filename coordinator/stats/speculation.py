@@ -142,9 +142,11 @@ def conditional_rates(stats: SpeculationStats) -> list[float]:
     return [_share(position.accepted, position.reached) for position in stats.positions]
 
 
-def describe(stats: SpeculationStats) -> dict[str, object]:
-    """All statistics by name, of types that JSON has. `acceptance_length` is MAX's, and `tokens_per_pass` is one more;
-    `mean_acceptance_length` is vLLM's."""
+def describe(stats: SpeculationStats, state: SpeculationState | None = None) -> dict[str, object]:
+    """All statistics by name, of types that JSON has, and the speculation state where it is known.
+
+    `acceptance_length` is MAX's, and `tokens_per_pass` is one more; `mean_acceptance_length` is vLLM's.
+    """
     return {
         "rounds": stats.rounds,
         "proposals": proposals(stats),
@@ -166,12 +168,8 @@ def describe(stats: SpeculationStats) -> dict[str, object]:
             "saved_seconds": round(stats.ahead.saved_seconds, 6),
         },
         "lead": asdict(stats.lead),
+        **({} if state is None else {"state": state.as_dict()}),
     }
-
-
-def describe_with_state(stats: SpeculationStats, state: SpeculationState | None) -> dict[str, object]:
-    """All statistics by name, with the speculation state under `state` where it is known."""
-    return {**describe(stats), **({} if state is None else {"state": state.as_dict()})}
 
 
 def log_line(stats: SpeculationStats) -> str:

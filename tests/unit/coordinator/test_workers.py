@@ -38,6 +38,7 @@ def test_a_worker_has_its_share_and_the_shared_port() -> None:
         max_queued_requests=2,
         max_streams_per_peer=4,
         prometheus_port=9000,
+        metric_names="vllm",
         http_max_body_bytes=1 << 20,
         http_max_held_body_bytes=2 << 20,
         stream_interval=4,
@@ -47,7 +48,7 @@ def test_a_worker_has_its_share_and_the_shared_port() -> None:
     assert [each.max_queued_requests for each in found] == [1, 1, 0]
     assert {each.max_streams_per_peer for each in found} == {2}
     assert {each.port for each in found} == {50051}
-    assert {each.prometheus_port for each in found} == {None}
+    assert {(each.prometheus_port, each.metric_names) for each in found} == {(None, "tandem")}
     assert {each.http_max_held_body_bytes for each in found} == {1 << 20}
     assert {each.stream_interval for each in found} == {4}
     # They are settings that could have been given, so that live changes can be checked against them.

@@ -12,7 +12,7 @@ from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 from coordinator.http.openapi import field_rows
-from coordinator.rejection.resolution import COMBINATION_RULES
+from coordinator.rejection.strategies import COMBINATION_RULES
 from coordinator.replicas.compatibility import MODEL_RULES
 from coordinator.requests.validation import BOUND_RULES, REQUEST_RULES
 from coordinator.settings.coordinator import (

@@ -29,7 +29,7 @@ PROPOSED = 4
 """Tokens of a proposal."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Language:
     """Distributions of the next token given the last two, of a target and of a draft that sees only the last one."""
 

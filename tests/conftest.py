@@ -12,9 +12,9 @@ from tandem.serving.server import STARTING_OBJECTS, set_start_aside
 from tests.end_to_end.processes import WARM_UP_SECONDS, nursery
 
 gc.set_threshold(STARTING_OBJECTS)
-# No test asserts a time, and a busy machine may pause any example.
-settings.register_profile("no deadline", settings(), deadline=None)
-settings.load_profile("no deadline")
+# No test asserts a time, and a busy machine may pause any example. Each run draws other examples.
+settings.register_profile("tests", settings(), deadline=None, max_examples=50)
+settings.load_profile("tests")
 
 # Children inherit ignored signals, but not handlers. A shell starts background jobs with SIGINT ignored, and nohup
 # ignores SIGHUP: services that the tests start would not heed these signals either.

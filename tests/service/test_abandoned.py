@@ -45,7 +45,7 @@ LONG = GenerationRequest((5, 6, 7), max_tokens=1000, temperature=1.0, seed=1, ig
                          num_speculative_tokens=SPECULATIVE_TOKENS)  # fmt: skip
 MAX_SEQUENCES = 2
 STEPS_OF_A_ROUND = SPECULATIVE_TOKENS + 1
-SHORTER = replace(LONG, max_tokens=400, rejection_sampling_strategy="strict")
+SHORTER = replace(LONG, max_tokens=120, rejection_sampling_strategy="strict")
 MANY_GONE_SECONDS = 10.0
 TOKENIZER = DEMO_TARGET / "tokenizer.json"
 GRPC_CALL = "_handle_exceptions"

@@ -73,12 +73,12 @@ def accepted(completed: Sequence[Completed]) -> int:
     return sum(sum(each.drafted) for each in completed)
 
 
-TOKENS = 16
+TOKENS = 12
 GREEDY = GenerationRequest(
     (3, 4), max_tokens=TOKENS, temperature=0.0, num_speculative_tokens=4, ignore_eos=True
 )
 STRICT = replace(GREEDY, temperature=1.0, seed=5, rejection_sampling_strategy="strict")
-PROMPTS = [(1, 2, 3, 4, 5, index % 6, index // 6 % 6) * (index % 3 + 1) for index in range(16)]
+PROMPTS = [(1, 2, 3, 4, 5, index % 6, index // 6 % 6) * (index % 3 + 1) for index in range(10)]
 MANY = [replace(GREEDY, prompt=prompt) for prompt in PROMPTS]
 SEEDED = [replace(STRICT, prompt=prompt, seed=seed) for seed, prompt in enumerate(PROMPTS)]
 METHODS = ("eagle", "eagle3", "medusa", "dflash", "mtp")
@@ -162,9 +162,9 @@ def texts(completed: Sequence[Completed]) -> list[tuple[int, ...]]:
 
 
 async def test_the_draft_is_found_and_greedy_and_seeded_texts_are_the_targets(pair: Pair) -> None:
-    """One request, then sixteen at once, then the same prompts again, whose pages are reused."""
+    """One request, then ten at once, then some prompts again, whose pages are reused."""
     alone = [replace(request, speculation=False) for request in SEEDED]
-    batches = MANY[:1], MANY, MANY, SEEDED[:1], SEEDED, alone
+    batches = MANY[:1], MANY, MANY[:4], SEEDED[:1], SEEDED, alone
     hosted: Host
     async with asyncio.timeout(HANG_SECONDS), pair.host() as hosted, over(hosted) as (address, service):
         by_role = {each.role: each for each in service.replicas.snapshots()}
@@ -184,7 +184,7 @@ async def test_the_draft_is_found_and_greedy_and_seeded_texts_are_the_targets(pa
     usual = "residual" if pair.method in ("medusa", "dflash") else "typical-acceptance"
     assert rules == {"greedy", "strict", usual}
     assert_greedy(pair, second)
-    assert texts([*first, *third]) == texts([second[0], *second])
+    assert texts([*first, *third]) == texts([second[0], *second[:4]])
     assert accepted(second) > len(MANY), "the draft was right now and then"
     assert texts(together) == texts(without)
     assert texts(seeded) == texts(without[:1])
@@ -205,7 +205,7 @@ async def test_repeated_proposals_change_no_text(pair: Pair) -> None:
 
 @TWO_METHODS
 async def test_preempted_sequences_keep_their_text(pair: Pair) -> None:
-    """There are pages for a few sequences of sixteen, which grow past their first page of 64 tokens."""
+    """There are pages for a few of the sequences, which grow past their first page of 64 tokens."""
     prompts = [(*prompt * 8,)[:56] for prompt in PROMPTS]
     room = 8 * 64 * BYTES_OF_A_TOKEN[pair.method]
     requests = [replace(GREEDY, prompt=prompt) for prompt in prompts]
@@ -219,7 +219,7 @@ async def test_preempted_sequences_keep_their_text(pair: Pair) -> None:
 @TWO_METHODS
 async def test_residual_sampling_keeps_the_targets_distribution(pair: Pair) -> None:
     rule = replace(
-        STRICT, rejection_sampling_strategy="residual", top_k=3, max_tokens=6, num_speculative_tokens=2
+        STRICT, rejection_sampling_strategy="residual", top_k=3, max_tokens=5, num_speculative_tokens=2
     )
     if pair.method == "dflash":
         rule = replace(rule, temperature=3.0)  # both accept and reject often enough then
@@ -229,8 +229,7 @@ async def test_residual_sampling_keeps_the_targets_distribution(pair: Pair) -> N
 
 @TWO_METHODS
 async def test_a_lost_target_takes_its_draft_along_and_the_text_stays(pair: Pair) -> None:
-    """Sixteen requests over two targets with drafts, one of which dies; each goes on with the other target and its
-    draft."""
+    """Requests over two targets with drafts, one of which dies; each goes on with the other target and its draft."""
     async with (
         asyncio.timeout(HANG_SECONDS),
         pair.host() as first,

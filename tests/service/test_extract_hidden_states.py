@@ -92,16 +92,21 @@ def by_transformers(model: Any, token_ids: Tensor) -> Tensor:
     return torch.stack([*output.hidden_states[:-1], *last], dim=2)[0]
 
 
+@pytest.fixture(scope="module")
+def plain(folders: tuple[Path, Path]) -> list[Completed]:
+    """By a target that writes nothing."""
+    return run(folders, REQUESTS)
+
+
 @pytest.mark.parametrize("room", ["enough", "little"])
 def test_files_hold_the_states_of_the_kept_tokens(
-    room: str, folders: tuple[Path, Path], tmp_path: Path
+    room: str, folders: tuple[Path, Path], plain: list[Completed], tmp_path: Path
 ) -> None:
     """Four requests at once, whose proposals are partly rejected and whose prompts share pages; with little room they
     take pages from each other."""
     # Pages of 64 tokens of 4 layers with keys and values of 32 numbers, and three states of 48 with a key of 8.
     of_a_page = 64 * 4 * (4 * 2 * 32 + 3 * 48 + 8)
     limits = {"kv_cache_memory_bytes": 6 * of_a_page} if room == "little" else {}
-    plain = run(folders, REQUESTS)
     model = small_model()
     completed = run(
         folders, REQUESTS, shared_storage_path=tmp_path, eagle_aux_hidden_state_layer_ids=LAYERS, **limits

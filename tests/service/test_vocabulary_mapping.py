@@ -58,7 +58,7 @@ async def joined(
     async with asyncio.timeout(300.0), AsyncExitStack() as stack:
         enter = stack.enter_async_context
         # Long enough for the draft to draft ahead meanwhile.
-        seconds = 0.008 if "draft_ahead" in options else 0.0
+        seconds = 0.02 if "draft_ahead" in options else 0.0
         verifying, _ = await enter(target(target_model, Faults(), seconds))
         tokenizer = draft_folder / "tokenizer.json"
         proposing, _ = await enter(draft(loaded(draft_folder), servicer, tokenizer=tokenizer))
@@ -67,7 +67,7 @@ async def joined(
         yield client.address
 
 
-GREEDY = GenerationRequest("", max_tokens=24, temperature=0.0, num_speculative_tokens=4, ignore_eos=True)
+GREEDY = GenerationRequest("", max_tokens=16, temperature=0.0, num_speculative_tokens=4, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.8, seed=7, rejection_sampling_strategy="strict")
 
 
@@ -90,7 +90,7 @@ async def test_texts_are_those_of_the_target_alone(
     assert 0.25 < coverage.text_share <= 1.0
     assert coverage.build_seconds > 0.0
     accepted = [sum(each.speculation.accepted for each in part) for part in parts]
-    assert min(accepted) > 20, "the draft is of use at temperature 0 and above"
+    assert min(accepted) > 12, "the draft is of use at temperature 0 and above"
     # A text that is drafted freely knows nothing of the target's noise, so nothing of the outcomes above temperature 0.
     assert mapping != "slem" or hits[1] == 0
 
@@ -110,9 +110,9 @@ async def test_texts_have_the_target_s_distribution(
     request = replace(GREEDY, prompt=(3, 4), max_tokens=4, temperature=1.0, rejection_sampling_strategy=rule)
     expected = exact(reference, request, 4)
     async with joined(loaded(folder), other, vocabulary_mapping=mapping, **options) as address:
-        texts = await complete_all(address, [replace(request, seed=seed) for seed in range(240)])
+        texts = await complete_all(address, [replace(request, seed=seed) for seed in range(160)])
     assert (sum(each.speculation.ahead.hits for each in texts) > 0) is ("draft_ahead" in options)
-    assert_drawn_from(expected, texts)
+    assert_drawn_from(expected, texts, slice(1, 4))  # what comes after the prompt's own round
 
 
 async def test_vllm_gets_proposals_of_its_own_tokens(draft_folder: Path) -> None:
@@ -134,7 +134,7 @@ async def test_a_draft_that_has_forgotten_the_target_is_told_again(
     target_model: LoadedModel, draft_folder: Path
 ) -> None:
     """Other targets have pushed its tokenizer out: the request goes on, and drafting comes back."""
-    servicer, request = DraftServicer(), replace(GREEDY, prompt=PROMPTS[0], max_tokens=64)
+    servicer, request = DraftServicer(), replace(GREEDY, prompt=PROMPTS[0], max_tokens=32)
     async with joined(target_model, draft_folder, servicer) as address:
         (alone,) = await complete_all(address, [replace(request, speculation=False)])
         vocabularies = servicer.proposer.vocabularies

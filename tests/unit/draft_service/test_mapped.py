@@ -329,7 +329,7 @@ async def assert_ahead_is_what_would_be_proposed(proposer: StandaloneProposer, o
     async with proposer.sequence(options) as sequence:
         tokens, drafted, hits = target.encode(CODE), list[int](), 0
         step = ProposeStep(Delta(0, tuple(tokens)), K, BUDGET)
-        for number in range(6):
+        for number in range(4):
             answer = await sequence.propose(step)
             drafted = drafted if answer is None else [*answer.token_ids]
             writes_text = options.vocabulary_mapping is VocabularyMapping.SLEM

@@ -264,8 +264,6 @@ SLOW = (
     "\n".join(f'r{i} ::= r{i + 1} | "x" r{i + 1} "y"' for i in range(3000)) + '\nr3000 ::= "a"\nroot ::= r0'
 )
 """The library takes minutes for it, and no limit of its own stops it sooner."""
-DIVISIBLE = json.dumps({"type": "integer", "multipleOf": 1000003})
-"""Half a minute."""
 
 
 @pytest.fixture
@@ -275,18 +273,15 @@ def grammars() -> Iterator[CheckedGrammars]:
     made.close()
 
 
-@pytest.mark.parametrize(
-    "hostile", [Grammar(GrammarKind.GRAMMAR, SLOW), Grammar(GrammarKind.JSON_SCHEMA, DIVISIBLE)]
-)
 async def test_a_grammar_that_takes_too_long_is_refused_and_the_next_one_is_not(
-    grammars: CheckedGrammars, hostile: Grammar
+    grammars: CheckedGrammars,
 ) -> None:
     for _ in range(2):  # the second time without trying
         began = time.process_time()
         with pytest.raises(
             InvalidRequestError, match=r"cannot be used: it (takes more than 2 s|was not done within 30 s)"
         ):
-            await grammars.open(hostile)
+            await grammars.open(Grammar(GrammarKind.GRAMMAR, SLOW))
         assert time.process_time() - began < 2.0, "not in this process"
     state = await grammars.open(Grammar(GrammarKind.CHOICE, '["a"]'))
     assert state.follow([])

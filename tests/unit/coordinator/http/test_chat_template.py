@@ -211,7 +211,6 @@ async def test_messages_that_a_template_rejects_are_refused(
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 HOSTILE = {
-    "nested loops": (ENDLESS, "takes more than 2 s"),
     "one endless operation": ("{{ (messages | length + 8) ** (9 ** 9) }}", "takes more than"),
     "a huge text": ("{% set x = messages[0].content * 10 ** 10 %}", "takes more than 512 MiB"),
     "doubling": (

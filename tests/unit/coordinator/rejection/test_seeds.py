@@ -165,7 +165,7 @@ def test_dense_rows_give_the_same_tokens_as_those_that_the_rule_asks_for(
     """Under `strict` the coordinator draws from dense rows what the target would have drawn."""
     rule = resolve(options, sampling)
     accepted = []
-    for base in range(30):
+    for base in range(14):
         tokens = tuple(np.random.default_rng(base).integers(0, 12, base % 7).tolist())
         _, dense = one_round(rule, TARGET, DRAFT, tokens, 4, sampling, RowKind.DENSE)
         _, usual = one_round(rule, TARGET, DRAFT, tokens, 4, sampling)
@@ -180,7 +180,7 @@ def test_the_token_after_the_run_is_the_argmax_over_the_whole_vocabulary() -> No
     anticipates the round."""
     rule = resolve(SpeculativeConfig(rejection_sampling_strategy="residual"), SAMPLING[0])
     prompt, from_outside = (0, 0), 0
-    for seed in range(300):
+    for seed in range(150):
         sampling = SamplingParams(temperature=1.0, seed=seed)
         proposal, acceptance = one_round(rule, TARGET, DRAFT, prompt, 2, sampling)
         count = acceptance.accepted_count
@@ -193,7 +193,7 @@ def test_the_token_after_the_run_is_the_argmax_over_the_whole_vocabulary() -> No
         key = np.array([stream_key(seed, len(prompt) + count, Purpose.RECOVERY, len(prompt))])
         exponential = -np.log(token_uniforms(key, TARGET.vocabulary_size)[0])
         assert acceptance.next_token_id == (weights / exponential).argmax()
-    assert from_outside > 10
+    assert from_outside > 5
 
 
 def test_the_coordinator_draws_with_the_keys_of_the_round() -> None:

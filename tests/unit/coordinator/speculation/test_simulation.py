@@ -252,7 +252,7 @@ def efficiency(
     return made / possible, cluster
 
 
-PROFILES = 100
+PROFILES = 60
 STAGES = 4
 ROUNDS = 320
 """Mean over all requests, in each stage of load."""
@@ -277,7 +277,7 @@ def test_the_controller_makes_nearly_as_many_tokens_as_an_oracle(noise: float | 
     assert fmean(shares) >= 0.96
     assert shares[PROFILES // 4] >= 0.94, "three profiles in four"
     assert shares[PROFILES // 20] >= 0.88, "all but one in twenty"
-    assert shares[PROFILES // 100] >= 0.8, "all but one in a hundred"
+    assert shares[0] >= 0.8
 
 
 def test_the_first_rounds_make_nearly_as_much() -> None:
@@ -305,7 +305,8 @@ def _ahead_seconds(profile: Profile, tokens: int, is_hit: bool, contention: floa
 
 def _ahead_efficiency(profile: Profile, contention: float, seed: int, rounds: int) -> float:
     """Tokens of one request at a time by those of the best fixed choice, with drafting ahead or without."""
-    expected = expected_tokens(profile.rates())
+    rates = profile.rates()
+    expected = expected_tokens(rates)
 
     def fixed(tokens: int) -> float:
         hit, miss = (_ahead_seconds(profile, tokens, is_hit, contention) for is_hit in (True, False))
@@ -323,7 +324,7 @@ def _ahead_efficiency(profile: Profile, contention: float, seed: int, rounds: in
         tokens = request.begin_round(1)
         noise = random.lognormvariate(-(profile.noise**2) / 2, profile.noise)
         accepted = 0
-        while accepted < tokens and random.random() < profile.rates()[accepted]:
+        while accepted < tokens and random.random() < rates[accepted]:
             accepted += 1
         if awaited and tokens:
             rank = next((count - 1 for count, share in HITS.items() if random.random() < share), None)

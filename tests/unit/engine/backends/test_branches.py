@@ -26,10 +26,12 @@ from tests.unit.engine.conftest import MakeModel, TinyModel
 from tests.unit.engine.greedy import RowsHead, plain_logits, rows, running
 
 _TRUNK = [5, 17, 80, 3, 44, 9, 21, 60]
+FAMILIES = pytest.mark.parametrize(
+    ("family", "with_kernels"), [("llama", True), ("mistral", False), ("gemma2", True), ("gpt_oss", False)]
+)
 
 
-@pytest.mark.parametrize("with_kernels", [False, True])
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
+@FAMILIES
 async def test_sequences_share_steps_and_each_branch_is_what_it_would_be_alone(
     tiny_model: MakeModel, family: str, with_kernels: bool
 ) -> None:
@@ -143,8 +145,7 @@ async def drafted(model: TinyModel, *, with_kernels: bool = False) -> AsyncItera
         yield own
 
 
-@pytest.mark.parametrize("with_kernels", [False, True])
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
+@FAMILIES
 async def test_a_branch_becomes_the_trunk_and_what_it_has_more_leads_the_next(
     tiny_model: MakeModel, family: str, with_kernels: bool
 ) -> None:

@@ -500,8 +500,10 @@ class Client:
         assert usage.reserved_tokens + usage.retained_tokens <= _TOTAL_TOKENS
 
 
-@pytest.mark.parametrize(("chunk", "prefix_reuse"), [(5, True), (64, False)])
-@pytest.mark.parametrize("family", ["llama", "mistral", "falcon"])
+@pytest.mark.parametrize(
+    ("family", "chunk", "prefix_reuse"),
+    [("llama", 5, True), ("llama", 64, False), ("mistral", 5, True), ("falcon", 64, True)],
+)
 async def test_random_interleavings(
     family: str, chunk: int, prefix_reuse: bool, tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

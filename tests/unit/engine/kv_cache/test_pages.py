@@ -190,7 +190,7 @@ class PagedCaches(RuleBasedStateMachine):
 def test_paged_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena, "ROLLBACK_TOKENS", _ROLLBACK)  # so that windows move within a few pages
     case = PagedCaches.TestCase
-    case.settings = settings(max_examples=100, stateful_step_count=40)
+    case.settings = settings(max_examples=50, stateful_step_count=40)
     case().runTest()
 
 

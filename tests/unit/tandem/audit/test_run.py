@@ -6,7 +6,8 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import httpx2
@@ -33,7 +34,8 @@ from tandem.errors import (
 )
 from tests.commands import Commands
 
-LANGUAGE = Language.random()
+LANGUAGE, OTHER_LANGUAGE = Language.random(), Language.random(seed=6)
+sampler_of = cache(Sampler)  # each takes a while to make
 URL = "http://synthetic/v1"
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -86,7 +88,7 @@ async def test_a_right_server_is_lossless() -> None:
 
 
 async def test_another_model_than_the_reference_is_named() -> None:
-    result = await audited(Changed(), 6_000, Changed(language=Language.random(seed=6)))
+    result = await audited(Changed(), 6_000, Changed(language=OTHER_LANGUAGE))
     assert any("these are two models" in finding for finding in result.findings)
 
 
@@ -411,7 +413,6 @@ class _Served:
     generator: np.random.Generator
     rounds: int = 0
     accepted: int = 0
-    samplers: dict[tuple[float, float], Sampler] = field(default_factory=dict)
 
     def choices(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The choices of an answer."""
@@ -421,10 +422,7 @@ class _Served:
             one = list(self._greedy(context, length))
             made, accepted = [one] * count, [[0] * length] * count
         else:
-            key = (temperature, top_p)
-            if key not in self.samplers:  # each takes a while to make
-                self.samplers[key] = Sampler(self.language, self.fault, *key)
-            sampler = self.samplers[key]
+            sampler = sampler_of(self.language, self.fault, temperature, top_p)
             seed = body.get("seed")
             generator = self.generator if seed is None else np.random.default_rng(seed)
             tokens, flags = sampler.generate(np.full(count, context), length, generator)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from tandem.audit.statistics import (
 )
 
 LANGUAGE = Language.random()
+BIASES = cache(partial(biases, LANGUAGE))
 TOKENS = {"recovery shares the draft's noise": 60_000}
 """Where fewer than 12,000 do not suffice."""
 
@@ -197,12 +199,12 @@ def test_each_planted_fault_is_found(fault: str) -> None:
 
 @pytest.mark.parametrize("bias", ["the first choice too often", "the draft mixed in"])
 def test_a_total_variation_of_0_0125_is_found_in_ten_minutes(bias: str) -> None:
-    evidence, removed = simulated(LANGUAGE, biased(LANGUAGE, biases(LANGUAGE)[bias]), 1)
+    evidence, removed = simulated(LANGUAGE, biased(LANGUAGE, BIASES()[bias]), 1)
     assert judged(evidence, removed) < ALPHA
 
 
 def test_right_samplers_are_not_accused() -> None:
-    assert min(false_alarms(8, 6_000)) >= ALPHA
+    assert min(false_alarms(4, 6_000)) >= ALPHA
 
 
 def test_the_e_process_needs_the_level_of_its_half_of_the_false_alarms() -> None:

@@ -99,7 +99,7 @@ class Steps:
     def sequence(self, token_ids: Iterable[int], index: int = 0) -> Sequence:
         """A sequence with these tokens, of which none is computed yet. Those that grow together take turns at pages."""
         pages = PageTable(PAGE_TOKENS, self._tokens, range(index, self._page_count, self._sequences))
-        made = Sequence(pages, self._tokens, self.vocabulary_size)
+        made = Sequence([pages], self._tokens, self.vocabulary_size)
         made.token_ids = list(token_ids)
         return made
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from bound_service.service import chosen_head
-from draft_service.proposers.heads import BoundProposer
+from draft_service.proposers.heads import BoundProposer, extend_by_passes
 from tandem.config.names import DFLASH, EAGLE, EAGLE3, MEDUSA, MTP
+from tandem.engine.core.engine import Engine
 from tandem.engine.core.selection import choose_backends
 from tandem.engine.hidden_states import BoundSequences, HiddenStateTap, PairedStates, as_model
 from tandem.engine.interface import EngineSettings
@@ -56,17 +58,16 @@ def load_pair(
     name = f"{target.info.name} ({MTP})" if head_folder is None else head_folder.name
     # The head's cache first: on a GPU the target's then takes what is left of the process's share.
     states = PairedStates(tap)
-    backends = choose_backends(
-        as_model(head, states, name),
-        # Blocks have an attention of their own
-        compile_mode="off" if isinstance(head, BlockHead) else settings.compile,
-        compile_cache=settings.compile_cache,
-    )
-    proposer = BoundProposer(
-        backends, states, bound, limits, method, head, on_failure, repeats=settings.draft_repeats
-    )
+    # Blocks have an attention of their own.
+    mode = "off" if isinstance(head, BlockHead) else settings.compile
+    backends = choose_backends(as_model(head, states, name), mode, settings.compile_cache)
+    extend = partial(extend_by_passes, head=head, pairings=states.pairings, sampler=backends.sampler)
+    # A pair's keys depend on a token that its own sequence does not show.
+    engine = Engine(backends, extend, replace(limits, prefix_reuse=False), on_failure=on_failure)
+    proposer = BoundProposer(engine, head, states.pairings, bound, method, settings.draft_repeats)
     model = replace(tap.model, info=replace(target.info, drafting_method=method))
-    verifier = make_verifier(model, settings, on_step, on_failure, tap, bound)
+    runner = choose_backends(model, settings.compile, settings.compile_cache, tap)
+    verifier = make_verifier(runner, settings, on_step, on_failure, bound)
     proposer.open_grammar = verifier.open_grammar
     return BoundPair(verifier, proposer)
 

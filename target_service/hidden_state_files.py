@@ -24,7 +24,7 @@ from tandem.engine.kv_cache.sequence import Sequence
 from tandem.engine.models.heads.interface import text_config
 from tandem.engine.models.loading import LoadedModel
 from tandem.errors import ConfigurationError, TandemError
-from tandem.types import Delta, RowKind, SamplingParams, VerifyStep
+from tandem.types import Delta, RowKind, TargetOptions, VerifyStep
 from target_service.settings import TargetSettings
 
 logger = logging.getLogger(__name__)
@@ -74,13 +74,13 @@ class HiddenStateFiles:
         self.tap = HiddenStateTap(model, LayerStates(layer_ids, model))
 
     async def take(
-        self, engine: SequenceEngine[Sequence], sequence: Sequence, count: int, request_id: str
+        self, engine: SequenceEngine[Sequence], sequence: Sequence, count: int, options: TargetOptions
     ) -> None:
         """Write the states of a sequence's first tokens, computed again if its pages were given to another one.
 
         The file is written in the background, whole or not at all. A failure is logged, never raised.
         """
-        count = min(count, sequence.length)
+        count, request_id = min(count, sequence.length), options.request_id
         if count == 0:
             return
         token_ids = torch.tensor(sequence.token_ids[:count], dtype=torch.int64)
@@ -88,7 +88,7 @@ class HiddenStateFiles:
         if states is None:
             try:
                 step = VerifyStep(Delta(count, ()), RowKind.TOKEN, 0)
-                await engine.run(sequence, RowRequest(step, SamplingParams()))
+                await engine.run(sequence, RowRequest(step, options))
             except TandemError as error:
                 _report_lost(request_id, str(error))
                 return

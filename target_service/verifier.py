@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from tandem.engine.core.engine import RowEngine
 from tandem.engine.core.selection import choose_backends
-from tandem.engine.hidden_states import BoundSequences, HiddenStateTap
+from tandem.engine.hidden_states import BoundSequences
 from tandem.engine.interface import (
     EngineOwner,
     EngineSettings,
@@ -21,6 +21,7 @@ from tandem.engine.interface import (
     non_finite_logits_logged,
 )
 from tandem.engine.models.loading import LoadedModel, load_model
+from tandem.engine.steps import ModelRunner
 from tandem.errors import InvalidRequestError, TandemError
 from tandem.grammar import Grammars, GrammarState
 from tandem.outcome_table import OutcomeTable
@@ -42,6 +43,7 @@ OnLed: TypeAlias = Callable[[Verification | TandemError], None] | None
 """Takes the answers to steps that nobody has asked for, in order; an error ends the sequence."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+"""The files with which a coordinator tokenizes as the model does."""
 
 
 def load_verifier(
@@ -51,16 +53,14 @@ def load_verifier(
     if settings.uses_vllm:
         from tandem.engine_vllm.engine import load_vllm
 
-        model = load_vllm(
-            settings, settings.model, proposal_length=settings.num_speculative_tokens, on_failure=on_failure
-        )
-        engine = RowEngine(model, EngineSettings.of(settings), on_step, on_failure=on_failure)
-        return Verifier(engine, tokenizer_files(settings))
+        proposed = settings.num_speculative_tokens
+        vllm = load_vllm(settings, settings.model, proposal_length=proposed, on_failure=on_failure)
+        return make_verifier(vllm, settings, on_step, on_failure)
     target = load_target(settings)
     files = hidden_state_files(settings, target)
-    if files is None:
-        return make_verifier(target, settings, on_step, on_failure)
-    return make_verifier(files.tap.model, settings, on_step, on_failure, files.tap, files=files)
+    model, tap = (target, None) if files is None else (files.tap.model, files.tap)
+    backends = choose_backends(model, settings.compile, settings.compile_cache, tap)
+    return make_verifier(backends, settings, on_step, on_failure, files=files)
 
 
 def load_target(settings: TargetSettings) -> LoadedModel:
@@ -71,26 +71,18 @@ def load_target(settings: TargetSettings) -> LoadedModel:
 
 
 def make_verifier(
-    model: LoadedModel,
+    model: ModelRunner,
     settings: TargetSettings,
     on_step: OnStep = None,
     on_failure: Callable[[], None] | None = None,
-    tap: HiddenStateTap | None = None,
     bound: BoundSequences | None = None,
     files: HiddenStateFiles | None = None,
 ) -> Verifier:
     """Put a loaded model to work."""
-    backends = choose_backends(
-        model, compile_mode=settings.compile, compile_cache=settings.compile_cache, tap=tap
-    )
-    engine = RowEngine(backends, EngineSettings.of(settings), on_step, on_failure=on_failure)
-    return Verifier(engine, tokenizer_files(settings), bound, files)
-
-
-def tokenizer_files(settings: TargetSettings) -> tuple[Path, ...]:
-    """The files with which a coordinator tokenizes as the model does."""
     folder = settings.tokenizer or settings.model
-    return tuple(path for name in TOKENIZER_FILES if (path := folder / name).is_file())
+    tokenizer_files = tuple(path for name in TOKENIZER_FILES if (path := folder / name).is_file())
+    engine = RowEngine(model, EngineSettings.of(settings), on_step, on_failure=on_failure)
+    return Verifier(engine, tokenizer_files, bound, files)
 
 
 @dataclass(eq=False)
@@ -117,17 +109,16 @@ class Verifier(EngineOwner[SequenceEngine[Any]]):
         if options.adjustments:
             check_ids(options.adjustments, info.vocabulary_size)
         grammar = None if options.grammar is None else await self.open_grammar(options.grammar)
-        max_length = options.max_length or info.max_length
-        cached = await self._engine.open(max_length, client=options.client)
-        sequence = VerifiedSequence(
-            self._engine, cached, replace(options, max_length=max_length), on_led, grammar
-        )
+        # The grammar's source stays here, where it is compiled: engines may pass options on.
+        options = replace(options, max_length=options.max_length or info.max_length, grammar=None)
+        cached = await self._engine.open(options.max_length, client=options.client)
+        sequence = VerifiedSequence(self._engine, cached, options, on_led, grammar)
         try:
             if self._bound is not None:
                 self._bound.open(options.request_id, cached)
             yield sequence
             if self._files is not None:  # not for a request that was abandoned, which leaves by an exception
-                await self._files.take(self._engine, cached, sequence.kept_length, options.request_id)
+                await self._files.take(self._engine, cached, sequence.kept_length, options)
         finally:
             sequence.end_lead()
             if self._bound is not None:
@@ -164,7 +155,6 @@ class VerifiedSequence:
 
     def __post_init__(self) -> None:
         self._vocabulary_size = self.engine.info.vocabulary_size
-        self._adjustments = self.options.adjustments or None
 
     def confirms(self, step: VerifyStep) -> bool:
         """True for a step that the sequence has taken by itself: `on_led` takes its answer, if it has not already."""
@@ -208,22 +198,11 @@ class VerifiedSequence:
                     f"a support holds an id outside the vocabulary; ids must be in 0..{self._vocabulary_size - 1}"
                 )
         self.kept_length = step.delta.base_length + len(step.delta.token_ids) - max(step.row_count - 1, 0)
-        options = self.options
         self._outcomes.ask(step)
         self.end_lead()
         unasked = self._unasked
-        request = RowRequest(
-            step,
-            options.sampling,
-            options.prompt_length,
-            self._adjustments,
-            self.grammar,
-            options.end_token_ids,
-            options.max_length,
-            partial(self._led, unasked),
-            self._outcomes,
-        )
-        with non_finite_logits_logged(options.request_id):
+        request = RowRequest(step, self.options, self.grammar, partial(self._led, unasked), self._outcomes)
+        with non_finite_logits_logged(self.options.request_id):
             answer = await self.engine.run(self.cached, request)
         if (following := request.following(answer)) is not None:
             unasked.append(following)

@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -385,25 +386,16 @@ def _ranking(
         return None
     if trunk is not None:
         ids, values = trunk.candidates(ids, values)
+    rows = dict(zip(places, zip(ids, values, strict=True), strict=True))
     if beliefs is None:
-        rows = zip(places, ids, values, strict=True)
-        beliefs = [_share(proposed[place], *row) for place, *row in rows if place < len(proposed)]
+        known = [place for place in places if place < len(proposed)]
+        beliefs = [dict(_shares(rows[place])).get(proposed[place], 0.0) for place in known]
     # Nothing is known at the other places, whose proposed tokens the draft has drawn.
-    known = {place: (ids[i], values[i]) for i, place in enumerate(places)}
     sure = dict(zip(places, beliefs, strict=False))
-    all_rows = [known.get(place, ((), ())) for place in range(len(proposed) + 1)]
     return Ranking(
-        [row for row, _ in all_rows],
-        [row for _, row in all_rows],
+        [rows.get(place, ((), ())) for place in range(len(proposed) + 1)],
         [sure.get(place, 1.0) for place in range(len(proposed))],
     )
-
-
-def _share(token_id: int, token_ids: Sequence[int], scores: Sequence[float]) -> float:
-    if token_id not in token_ids:
-        return 0.0
-    own, highest = scores[token_ids.index(token_id)], scores[0]
-    return math.exp(own - highest) / sum(math.exp(score - highest) for score in scores)
 
 
 _EDGES = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98)
@@ -412,14 +404,16 @@ _DOUBT = 6.0
 """A class's own counts weigh as much as this many imagined ones."""
 
 
+Candidates: TypeAlias = tuple[Sequence[int], Sequence[float]]
+"""Tokens that may stand at a position, the best first, and their scores in nats, descending: log probabilities, with
+the noise that decides where noise does."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ranking:
     """The draft's view of one verification: a row for each proposed token, and one for the token after them."""
 
-    token_ids: Sequence[Sequence[int]]
-    """Candidates of each row, the best first; shape [K + 1, F]."""
-    scores: Sequence[Sequence[float]]
-    """Scores of the candidates in nats, descending: log probabilities, with the noise that decides where noise does."""
+    rows: Sequence[Candidates]
     confidences: Sequence[float]
     """The draft's belief in each proposed token, 0 to 1; shape [K]."""
 
@@ -465,10 +459,10 @@ class OutcomeHistory:
         for position, token_id in enumerate(proposed):
             accepted = self._accepted.rate(ranking.confidences[position])
             missed = reached * (1.0 - accepted)
-            for candidate, share in _shares(ranking, position, token_id):
+            for candidate, share in _shares(ranking.rows[position], token_id):
                 found.append((missed * self._recovered.rate(share), position, candidate))
             reached *= accepted
-        for candidate, share in _shares(ranking, len(proposed)):
+        for candidate, share in _shares(ranking.rows[len(proposed)]):
             found.append((reached * self._bonus.rate(share), len(proposed), candidate))
         found.sort(key=lambda outcome: -outcome[0])
         return [(accepted, token_id) for _, accepted, token_id in found[:count]]
@@ -477,17 +471,17 @@ class OutcomeHistory:
         for position in range(min(accepted + 1, len(proposed))):
             self._accepted.add(ranking.confidences[position], position < accepted)
         is_bonus = accepted == len(proposed)
-        shares = _shares(ranking, accepted, None if is_bonus else proposed[accepted])
+        shares = _shares(ranking.rows[accepted], None if is_bonus else proposed[accepted])
         calibration = self._bonus if is_bonus else self._recovered
         for candidate, share in shares:
             calibration.add(share, candidate == next_token_id)
 
 
-def _shares(ranking: Ranking, row: int, excluded: int | None = None) -> list[tuple[int, float]]:
-    """Each candidate of a row with its share of the softmax over the candidates, without the excluded one."""
+def _shares(row: Candidates, excluded: int | None = None) -> list[tuple[int, float]]:
+    """Each candidate with its share of the softmax over the candidates, without the excluded one."""
     pairs = [
         (token_id, score)
-        for token_id, score in zip(ranking.token_ids[row], ranking.scores[row], strict=True)
+        for token_id, score in zip(*row, strict=True)
         if token_id != excluded and score > -math.inf
     ]
     if not pairs:

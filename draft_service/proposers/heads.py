@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import InitVar, dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate
 
 from torch import Tensor
@@ -24,9 +24,8 @@ from draft_service.proposers.model_free import TokenState
 from draft_service.proposers.repeats import Odds, Repeats
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Continue, Failed, Job
-from tandem.engine.core.selection import Backends
-from tandem.engine.hidden_states import BoundSequences, PairedStates, Pairing
-from tandem.engine.interface import EngineOwner, EngineSettings
+from tandem.engine.hidden_states import BoundSequences, Pairing
+from tandem.engine.interface import EngineOwner
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.models.heads.interface import BlockHead, DraftHead
 from tandem.engine.rows import Sampler
@@ -44,44 +43,26 @@ class _StatesLostError(ServiceUnavailableError):
     """The target gave its pages to another sequence while the head wanted to read them."""
 
 
+@dataclass(eq=False)
 class BoundProposer(EngineOwner[Engine[Drafting, Proposal]]):
     """Drafts with a head that reads the states of one target."""
 
-    def __init__(
-        self,
-        backends: Backends,
-        states: PairedStates,
-        sequences: BoundSequences,
-        limits: EngineSettings,
-        method: str,
-        head: DraftHead,
-        on_failure: Callable[[], None] | None = None,
-        *,
-        repeats: bool = False,
-    ) -> None:
-        """`backends` run the head, which is in their model (`tandem.engine.hidden_states.as_model`)."""
-        self._head = head
-        self.vocabularies = None
-        """It reads the target's own tokens."""
-        self.open_grammar: Callable[[Grammar], Awaitable[GrammarState]] | None = None
-        """Compiles what sequences may be, as the target does; None: proposals heed no grammar."""
-        self._pairings = states.pairings
-        self._sequences = sequences
-        self._method = method
+    head: DraftHead
+    pairings: dict[CachedSequence, Pairing]
+    sequences: BoundSequences
+    method: str
+    repeats: InitVar[bool] = False
+    open_grammar: Callable[[Grammar], Awaitable[GrammarState]] | None = None
+    """Compiles what sequences may be, as the target does; None: proposals heed no grammar."""
+    vocabularies: None = field(default=None, init=False)
+    """It reads the target's own tokens."""
+
+    def __post_init__(self, repeats: bool) -> None:
         self._odds = {is_greedy: Odds() for is_greedy in (True, False)} if repeats else {}
-        super().__init__(
-            Engine(
-                backends,
-                partial(_extend, head=head, pairings=states.pairings, sampler=backends.sampler),
-                # A pair's keys depend on a token that its own sequence does not show.
-                replace(limits, prefix_reuse=False),
-                on_failure=on_failure,
-            )
-        )
 
     @property
     def model_info(self) -> ModelInfo:
-        return replace(self._engine.info, drafting_method=self._method)
+        return replace(self._engine.info, drafting_method=self.method)
 
     @asynccontextmanager
     async def sequence(self, options: DraftOptions) -> AsyncIterator[BoundSequence]:
@@ -91,14 +72,14 @@ class BoundProposer(EngineOwner[Engine[Drafting, Proposal]]):
         options = with_defaults(options, TOP_K, SUPPORT_MASS)
         length = options.max_length or self._engine.max_length
         cached = await self._engine.open(length)
-        pairing = self._pairings[cached] = Pairing()
+        pairing = self.pairings[cached] = Pairing()
         by_tokens = options.row_kind is RowKind.TOKEN and not options.with_token_logits
         odds = self._odds.get(options.sampling.is_greedy) if by_tokens else None
         try:
-            make = BlockSequence if isinstance(self._head, BlockHead) else BoundSequence
-            yield make(self._engine, self._head, cached, pairing, self._sequences, options, grammar, odds)
+            make = BlockSequence if isinstance(self.head, BlockHead) else BoundSequence
+            yield make(self._engine, self.head, cached, pairing, self.sequences, options, grammar, odds)
         finally:
-            del self._pairings[cached]
+            del self.pairings[cached]
             self._engine.release(cached)
 
 
@@ -176,7 +157,7 @@ class BoundSequence:
         return Job(self.cached, delta, 1, drafting)
 
 
-def _extend(
+def extend_by_passes(
     ready: Sequence[Job[Drafting]],
     logits: Tensor,
     *,

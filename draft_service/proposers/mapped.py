@@ -53,25 +53,33 @@ class Vocabularies:
         """For a draft and the file tokenizer.json beside it, which is read with the first target's."""
         self._file = tokenizer_file
         self._model = model
-        self._known: OrderedDict[str, Shared] = OrderedDict()
+        self._known: OrderedDict[str, Mapped] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, "vocabularies")
 
     def coverage(self, target_hash: str) -> Coverage | None:
-        shared = self._known.get(target_hash)
-        return None if shared is None else shared.coverage
+        mapped = self._known.get(target_hash)
+        return None if mapped is None else mapped.coverage
 
     async def add(self, target: TargetTokenizer) -> Coverage:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self._added, target)
 
-    def mapped(self, options: DraftOptions) -> Mapped:
-        shared = self._known.get(options.tokenizer_hash)
-        if shared is None:
+    def mapped(self, options: DraftOptions) -> tuple[Mapped, DraftOptions]:
+        """How a sequence is drafted for, and the draft's options for it."""
+        mapped = self._known.get(options.tokenizer_hash)
+        if mapped is None:
             raise ServiceUnavailableError(
                 f"the target's tokenizer (hash {options.tokenizer_hash[:12]}) is not known; it has to be sent first"
             )
         self._known.move_to_end(options.tokenizer_hash)
-        return shared.mapped(options)
+        own = replace(options, max_length=0)
+        if not _writes_text(options):
+            return mapped, own
+        # The draft's likeliest text: whatever it is, the target decides by its own tokens. Above temperature 0 the
+        # outcomes of a verification depend on noise, of which a text knows nothing.
+        ahead = options.ahead if options.sampling.is_greedy and options.grammar is None else None
+        own = replace(own, sampling=SamplingParams(temperature=0.0), row_kind=RowKind.TOKEN, ahead=ahead)
+        return replace(mapped, tokens=None), own
 
     @cached_property
     def _own(self) -> Vocabulary:
@@ -81,13 +89,13 @@ class Vocabularies:
     def _added(self, target: TargetTokenizer) -> Coverage:
         if (known := self.coverage(target.hash)) is not None:
             return known  # several coordinators of a target begin at once
-        shared = self._known[target.hash] = self._shared(target)
+        mapped = self._known[target.hash] = self._shared(target)
         while len(self._known) > MAX_TARGETS:
             self._known.popitem(last=False)
-        logger.info("vocabulary mapped", extra={"tokenizer": target.hash[:12], **asdict(shared.coverage)})
-        return shared.coverage
+        logger.info("vocabulary mapped", extra={"tokenizer": target.hash[:12], **asdict(mapped.coverage)})
+        return mapped.coverage
 
-    def _shared(self, target: TargetTokenizer) -> Shared:
+    def _shared(self, target: TargetTokenizer) -> Mapped:
         began = time.perf_counter()
         tokenizer = parsed_tokenizer(target.content, "that the coordinator sent")
         if (found := vocabulary_hash(tokenizer)) != target.hash:
@@ -100,29 +108,7 @@ class Vocabularies:
         tokens = SharedTokens(vocabulary.draft_ids, vocabulary.target_ids)
         coverage = replace(vocabulary.coverage, build_seconds=time.perf_counter() - began)
         coverage = replace(coverage, token_seconds=vocabulary.seconds_per_token())
-        return Shared(vocabulary, tokens, grammars, coverage)
-
-
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """The mapping between the draft's vocabulary and one target's."""
-
-    vocabulary: SharedVocabulary
-    tokens: SharedTokens
-    grammars: Grammars
-    """Compiles what sequences may be, in the target's tokens."""
-    coverage: Coverage
-
-    def mapped(self, options: DraftOptions) -> Mapped:
-        own = replace(options, max_length=0)
-        if not _writes_text(options):
-            return Mapped(self.vocabulary, self.grammars, self.tokens, own)
-        # The draft's likeliest text: whatever it is, the target decides by its own tokens. Above temperature 0 the
-        # outcomes of a verification depend on noise, of which a text knows nothing.
-        ahead = options.ahead if options.sampling.is_greedy and options.grammar is None else None
-        greedy = SamplingParams(temperature=0.0)
-        own = replace(own, sampling=greedy, row_kind=RowKind.TOKEN, ahead=ahead)
-        return Mapped(self.vocabulary, self.grammars, None, own)
+        return Mapped(vocabulary, tokens, grammars, coverage)
 
 
 def _writes_text(options: DraftOptions) -> bool:
@@ -141,13 +127,14 @@ def _writes_text(options: DraftOptions) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """How one sequence is drafted for."""
+    """The mapping between the draft's vocabulary and one target's."""
 
     vocabulary: SharedVocabulary
-    grammars: Grammars
     tokens: SharedTokens | None
     """The tokens that the draft draws among; None: all of its own, and its text is tokenized anew."""
-    draft_options: DraftOptions
+    grammars: Grammars
+    """Compiles what sequences may be, in the target's tokens."""
+    coverage: Coverage
 
 
 class MappedTrunk:
@@ -297,7 +284,7 @@ class MappedSequence:
         self._read = len(transcript.token_ids)
         before = None
         if self.grammar is not None:
-            before = self._token_ids[self.mapped.draft_options.prompt_length : base_length]
+            before = self._token_ids[self.drafted.options.prompt_length : base_length]
         proposal = await self.drafted.proposed(delta, count, base_length, self.mapped.tokens, before)
         if self.mapped.tokens is not None:
             return proposal

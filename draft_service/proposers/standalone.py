@@ -60,9 +60,7 @@ def load_standalone(
         model = load_model(
             folder, device=settings.compute_device, dtype=settings.compute_dtype, threads=settings.threads
         )
-        runner = backends = choose_backends(
-            model, compile_mode=settings.compile, compile_cache=settings.compile_cache
-        )
+        runner = backends = choose_backends(model, settings.compile, settings.compile_cache)
         sampler = backends.sampler
         head = partial(propose_head, sampler=sampler)
     tokenizer = folder / TOKENIZER_FILE
@@ -104,8 +102,7 @@ class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
             options.tokenizer_hash not in ("", self._engine.info.tokenizer_hash)
             and self.vocabularies is not None
         ):
-            mapped = self.vocabularies.mapped(options)  # its tokens become the draft's
-            options = mapped.draft_options
+            mapped, options = self.vocabularies.mapped(options)  # its tokens become the draft's
         grammar, grammars = None, self.grammars if mapped is None else mapped.grammars
         if options.grammar is not None and grammars is not None:
             grammar = await grammars.open(options.grammar)

@@ -19,16 +19,7 @@ from tandem.fair_places import extra_places
 from tandem.grammar import GrammarState, MaskArray
 from tandem.outcome_table import OutcomeTable
 from tandem.sampling.noise import recovery_keys, target_keys
-from tandem.types import (
-    Delta,
-    IntArray,
-    LogitAdjustments,
-    ModelInfo,
-    RowKind,
-    SamplingParams,
-    Verification,
-    VerifyStep,
-)
+from tandem.types import Delta, IntArray, ModelInfo, RowKind, TargetOptions, Verification, VerifyStep
 
 if TYPE_CHECKING:
     from tandem.settings import ModelServerSettings
@@ -47,17 +38,10 @@ class RowRequest:
 
     step: VerifyStep
     """The delta, whose last tokens are the proposal, and the rows that are wanted."""
-    sampling: SamplingParams
-    prompt_length: int = 0
-    """How many of the sequence's first tokens are the prompt; penalties and `min_tokens` ask for it."""
-    adjustments: LogitAdjustments | None = None
-    """Changes to the logits before penalties; None for none."""
+    options: TargetOptions
+    """The sequence's. At its `max_length` and behind its end tokens it does not go on by itself."""
     grammar: GrammarState | None = None
     """The grammar of the completion; None for any text. Of the sequence, so that it is not shared."""
-    end_token_ids: tuple[int, ...] = ()
-    """Ids behind which no token follows."""
-    max_length: int = 0
-    """Length of the sequence at which no token follows."""
     on_led: Callable[[RowRequest, Verification | TandemError], None] | None = None
     """Takes the requests that go on by themselves with their answers, in order, on the event loop."""
     outcomes: OutcomeTable = field(default_factory=OutcomeTable)
@@ -76,11 +60,11 @@ class RowRequest:
     def with_tokens(self, token_ids: Sequence[int]) -> RowRequest:
         """The request with what its rows need of the sequence's tokens, and without the grammar, which stays in the
         process that has the sequence."""
-        own = token_ids if self.sampling.penalizes else ()
+        own = token_ids if self.options.sampling.penalizes else ()
         if self.grammar is None:
             return replace(self, token_ids=own) if own else self
         base = self.base_length
-        masks = self.grammar.masks(token_ids[self.prompt_length : base], token_ids[base:])
+        masks = self.grammar.masks(token_ids[self.options.prompt_length : base], token_ids[base:])
         return replace(self, grammar=None, masks=masks, token_ids=own)
 
     def go_on(
@@ -88,10 +72,13 @@ class RowRequest:
     ) -> tuple[Verification, RowRequest | None]:
         """How the sequence goes on by itself, as the table of outcomes is now: the answer, which says so, and the
         request that follows it, if any. `token_ids` are all of the sequence's, where a grammar asks for them."""
-        delta = self.step.led_delta(answer, self.end_token_ids, self.max_length, self.outcomes.find)
+        delta = self._led_delta(answer)
         if delta is None or (self.grammar is not None and self._is_forced(self.grammar, delta, token_ids)):
             return answer, None
-        accepted, room = delta.base_length - answer.base_length, self.max_length - delta.base_length - 2
+        accepted, room = (
+            delta.base_length - answer.base_length,
+            self.options.max_length - delta.base_length - 2,
+        )
         if not self.outcomes.suffices(answer.base_length, accepted, delta.token_ids[0], room):
             return answer, None
         told = Verification(
@@ -103,29 +90,23 @@ class RowRequest:
         """The request with which the sequence goes on by itself, as an answer says; None where it does not."""
         if answer.next_proposed < 0:
             return None
-        delta = self.step.led_delta(answer, self.end_token_ids, self.max_length, self.outcomes.find)
+        delta = self._led_delta(answer)
         assert delta is not None, "it was decided with this delta"
         return self._led(Delta(delta.base_length, delta.token_ids[: answer.next_proposed + 1]))
 
+    def _led_delta(self, answer: Verification) -> Delta | None:
+        options = self.options
+        return self.step.led_delta(answer, options.end_token_ids, options.max_length, self.outcomes.find)
+
     def _led(self, delta: Delta) -> RowRequest:
         step = VerifyStep(delta, RowKind.TOKEN, len(delta.token_ids), lead=self.step.lead)
-        # By position, for every sequence between two steps of the target: `replace` takes three times as long.
-        return RowRequest(
-            step,
-            self.sampling,
-            self.prompt_length,
-            self.adjustments,
-            self.grammar,
-            self.end_token_ids,
-            self.max_length,
-            self.on_led,
-            self.outcomes,
-        )
+        # For every sequence between two steps of the target: `replace` takes three times as long.
+        return RowRequest(step, self.options, self.grammar, self.on_led, self.outcomes)
 
     def _is_forced(self, grammar: GrammarState, delta: Delta, token_ids: Sequence[int]) -> bool:
         """True if the completion ends behind the delta's first token, or the coordinator proposes as many tokens there
         as the draft does, since the grammar forces them."""
-        completion = [*token_ids[self.prompt_length : delta.base_length], delta.token_ids[0]]
+        completion = [*token_ids[self.options.prompt_length : delta.base_length], delta.token_ids[0]]
         count = max(len(delta.token_ids) - 1, 1)
         try:
             can_follow = grammar.follow(completion) and not grammar.is_over
@@ -149,7 +130,7 @@ class RowRequest:
     def keys(self) -> IntArray:
         """The noise key of each row, int64 [row_count]."""
         keys_of = recovery_keys if self.races_recovery else target_keys
-        return keys_of(self.sampling.seed, self.base_length, self.step.row_count)
+        return keys_of(self.options.sampling.seed, self.base_length, self.step.row_count)
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,7 +207,7 @@ def keys_of_rows(requests: Sequence[RowRequest]) -> IntArray:
     if len(requests) < 8:
         return np.concatenate([request.keys for request in requests])
     table = [
-        (request.step.row_count, request.base_length, request.sampling.seed, request.races_recovery)
+        (request.step.row_count, request.base_length, request.options.sampling.seed, request.races_recovery)
         for request in requests
     ]
     counts, bases, seeds, races = np.array(table, dtype=np.int64).T
@@ -222,7 +222,7 @@ def keys_of_rows(requests: Sequence[RowRequest]) -> IntArray:
 
 def sampling_of_rows(requests: Sequence[RowRequest]) -> list[SamplingParams]:
     """The sampling parameters of each row."""
-    return [request.sampling for request in requests for _ in range(request.step.row_count)]
+    return [request.options.sampling for request in requests for _ in range(request.step.row_count)]
 
 
 Rows: TypeAlias = tuple[TargetRow, ...] | None
@@ -342,7 +342,7 @@ class SupportRows(RowsOfKind):
     def _max_logits(self, logits: Tensor) -> Tensor:
         """The highest logit of each row, float32 [R], if a row is greedy: its one-hot probabilities hide logits that
         are not finite, which those of other rows show."""
-        if any(request.sampling.is_greedy for request in self._requests):
+        if any(request.options.sampling.is_greedy for request in self._requests):
             return logits.amax(dim=-1).float()
         return logits.new_zeros(len(logits), dtype=torch.float32)
 
@@ -392,7 +392,9 @@ def verifications(
     inputs = [kind.inputs(logits.device) for kind in kinds]
     given = iter(to_device([array for arrays in inputs for array in arrays], logits.device))
     blocks = [logits]
-    if len(kinds) > 1 or any(request.adjustments or request.sampling.penalizes for request in requests):
+    if len(kinds) > 1 or any(
+        request.options.adjustments or request.options.sampling.penalizes for request in requests
+    ):
         parts = torch.split(logits, [request.step.row_count for request in requests])
         blocks = [torch.cat([_processed(requests[i], parts[i]) for i in own]) for own in groups.values()]
     launched = [
@@ -408,14 +410,15 @@ def verifications(
 
 
 def _kind_of(request: RowRequest) -> type[RowsOfKind]:
-    tokens = GreedyTokens if request.sampling.is_greedy else DrawnTokens
+    tokens = GreedyTokens if request.options.sampling.is_greedy else DrawnTokens
     return {RowKind.DENSE: RowsOfKind, RowKind.SUPPORT: SupportRows}.get(request.step.row_kind, tokens)
 
 
 def _processed(request: RowRequest, block: Tensor) -> Tensor:
     # In the order of vLLM and transformers
-    if request.adjustments is not None:
-        block = adjusted(block, request.adjustments, request.prompt_length, request.base_length)
-    if request.sampling.penalizes:
-        block = penalized(block, request.token_ids, request.prompt_length, request.sampling)
+    options = request.options
+    if options.adjustments:
+        block = adjusted(block, options.adjustments, options.prompt_length, request.base_length)
+    if options.sampling.penalizes:
+        block = penalized(block, request.token_ids, options.prompt_length, options.sampling)
     return block

@@ -347,7 +347,7 @@ def guarding(calls: RunningCalls, stalled_reader_timeout_seconds: float | None =
     def guarded(handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
         inner, read = behaviour_of(handler), handler.request_deserializer or bytes
         # Messages are read within the boundary: of bytes that are none, gRPC would make a Python error, or UNKNOWN.
-        requests_of = partial(_Messages if handler.request_streaming else _message, read)
+        requests_of = partial(_messages if handler.request_streaming else _message, read)
         counted = nullcontext if details.method.startswith(_NOT_COUNTED) else calls.running
 
         async def answer(content: Any, context: Context) -> Any:
@@ -376,15 +376,6 @@ def _message(read: Callable[[bytes], Any], content: bytes) -> Any:
         raise unreadable() from None
 
 
-class _Messages:
-    """The messages of a stream, each read when it is asked for."""
-
-    def __init__(self, read: Callable[[bytes], Any], contents: AsyncIterator[bytes]) -> None:
-        self._read = read
-        self._contents = contents
-
-    def __aiter__(self) -> _Messages:
-        return self
-
-    async def __anext__(self) -> Any:
-        return _message(self._read, await anext(self._contents))
+async def _messages(read: Callable[[bytes], Any], contents: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+    async for content in contents:
+        yield _message(read, content)

@@ -113,11 +113,11 @@ class LeadingEngine:
         until = asyncio.get_running_loop().time() + self.patience_seconds
         whole = (0,) * request.outcomes.min_proposed
         following = request.step.led_delta(
-            answer, request.end_token_ids, request.max_length, lambda *_: whole
+            answer, request.options.end_token_ids, request.options.max_length, lambda *_: whole
         )
         while following is not None and asyncio.get_running_loop().time() < until:
             delta = request.step.led_delta(
-                answer, request.end_token_ids, request.max_length, request.outcomes.find
+                answer, request.options.end_token_ids, request.options.max_length, request.outcomes.find
             )
             if delta is None or len(delta.token_ids) >= len(following.token_ids):
                 return

@@ -18,11 +18,11 @@ from tandem.engine.core.engine import RowEngine
 from tandem.engine.core.jobs import StepRecord
 from tandem.engine.interface import EngineSettings, RowRequest
 from tandem.engine_vllm.engine import load_vllm
-from tandem.types import Delta, RowKind, SamplingParams, TokenRow, VerifyStep
+from tandem.types import Delta, RowKind, SamplingParams, TargetOptions, TokenRow, VerifyStep
 from target_service.settings import TargetSettings
 from tests.unit.engine.tiny_models import MAX_LENGTH, save_checkpoint
 
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = TargetOptions("r", SamplingParams(temperature=0.0))
 
 
 @dataclass(frozen=True)

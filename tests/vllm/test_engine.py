@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from tandem.types import (
     RowKind,
     SamplingParams,
     SupportRow,
+    TargetOptions,
     TokenRow,
     VerifyStep,
 )
@@ -65,15 +67,15 @@ async def test_a_prefix_is_computed_once(twin: Twin) -> None:
 
 
 async def test_rows_of_every_kind_are_those_of_its_logits(twin: Twin) -> None:
-    prompt = prompts(8)[7]
+    prompt, plain = prompts(8)[7], LogitAdjustments()
     logits = twin.logits(prompt)[-4:]
     supports = tuple(np.array([7, 3, 90], dtype=np.int64) for _ in range(3))
     sampling = SamplingParams(temperature=0.8, top_k=40, seed=5)
     penalized = SamplingParams(temperature=0.0, repetition_penalty=1.7)
     asked = [
-        (VerifyStep(Delta(0, prompt), RowKind.TOKEN, 4), SamplingParams(temperature=1.0, seed=3), None),
-        (VerifyStep(Delta(0, prompt), RowKind.SUPPORT, 4, supports, with_statistics=True), sampling, None),
-        (VerifyStep(Delta(0, prompt), RowKind.DENSE, 4), sampling, None),
+        (VerifyStep(Delta(0, prompt), RowKind.TOKEN, 4), SamplingParams(temperature=1.0, seed=3), plain),
+        (VerifyStep(Delta(0, prompt), RowKind.SUPPORT, 4, supports, with_statistics=True), sampling, plain),
+        (VerifyStep(Delta(0, prompt), RowKind.DENSE, 4), sampling, plain),
         (
             VerifyStep(Delta(0, prompt), RowKind.TOKEN, 4),
             penalized,
@@ -82,14 +84,14 @@ async def test_rows_of_every_kind_are_those_of_its_logits(twin: Twin) -> None:
     ]
     engine = twin.engine
     sequences = [await engine.open(len(prompt) + 1) for _ in asked]
-    requests = [RowRequest(step, how, 5, changes) for step, how, changes in asked]
+    requests = [
+        RowRequest(step, TargetOptions("r", how, prompt_length=5, adjustments=own))
+        for step, how, own in asked
+    ]
     found = await together(*(engine.run(s, r) for s, r in zip(sequences, requests, strict=True)))
     for sequence in sequences:
         engine.release(sequence)
-    expected = [
-        verified([RowRequest(r.step, r.sampling, 5, r.adjustments, token_ids=prompt)], logits)[0]
-        for r in requests
-    ]
+    expected = [verified([replace(each, token_ids=prompt)], logits)[0] for each in requests]
     for answer, known in zip(found, expected, strict=True):
         assert answer.base_length == known.base_length
         for row, other in zip(answer.rows, known.rows, strict=True):

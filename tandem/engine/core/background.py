@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tandem.engine.core.jobs import StepRecord
+from tandem.engine.core.jobs import ResultT, StepRecord
 from tandem.engine.core.timing import StepWatchdog
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.steps import BranchStep, Machinery
@@ -152,7 +152,7 @@ class BackgroundWork:
         self._begun.pop(sequence, None)
         job = self._waiting.pop(sequence, None)
         if job is not None and not sequence.is_released:
-            self._applied(job)
+            self._tried(job, partial(sequence.apply, job.delta))
 
     def run(self) -> None:
         """Run one step: of trunks while any wait to be read, otherwise of branches."""
@@ -179,12 +179,7 @@ class BackgroundWork:
         tokens = 0
         for sequence, job in [*self._waiting.items()]:
             del self._waiting[sequence]
-            try:
-                trunk = self._prepared(job)
-            except Exception as error:
-                logger.exception("background job failed")
-                self._fail(job, error)
-                continue
+            trunk = self._tried(job, partial(self._prepared, job))
             count = sequence.pending_count
             if trunk is None or count > _MAX_STEP_TOKENS:
                 continue
@@ -201,13 +196,10 @@ class BackgroundWork:
     def _prepared(self, job: BackgroundJob) -> _Branches | None:
         """Apply the job's delta, and take over what a branch has computed of it; None where nothing can follow."""
         sequence = job.sequence
-        if not self._applied(job) or not self._runner.can_branch:
+        sequence.apply(job.delta)
+        if not self._runner.can_branch:
             return None
-        try:
-            sequence.want_rows(job.row_count)
-        except InvalidRequestError as error:
-            job.fail(error)
-            return None
+        sequence.want_rows(job.row_count)
         if not self._cache.make_ready(sequence, sequence.length):
             return None
         unwanted = sequence.pending_count - job.row_count
@@ -279,27 +271,25 @@ class BackgroundWork:
             branches.ran.append((step, logits.clone()))
 
     def _follow(self, branches: _Branches, next_step: Callable[[], BranchStep | None]) -> None:
-        """Let a job take its logits and say what to run next. Its failure is no other job's."""
-        try:
-            step = next_step()
-        except Exception as error:
-            logger.exception("background job failed")
-            self._fail(branches.job, error)
-            return
+        """Let a job take its logits and say what to run next."""
+        step = self._tried(branches.job, next_step)
         if step is not None:
             self._begun[step.sequence] = branches, step
+
+    def _tried(self, job: BackgroundJob, act: Callable[[], ResultT]) -> ResultT | None:
+        """Do a job's part. Its failure, for which this returns None, is no other job's."""
+        try:
+            return act()
+        except InvalidRequestError as error:
+            self._fail(job, error)
+        except Exception as error:
+            logger.exception("background job failed")
+            self._fail(job, error)
+        return None
 
     def _fail(self, job: BackgroundJob, error: Exception) -> None:
         self._begun.pop(job.sequence, None)
         job.fail(error if isinstance(error, TandemError) else TandemError("the model's step failed"))
-
-    def _applied(self, job: BackgroundJob) -> bool:
-        try:
-            job.sequence.apply(job.delta)
-        except InvalidRequestError as error:
-            job.fail(error)
-            return False
-        return True
 
     def _count(self, sequences: int, tokens: int, rows: int, began: float) -> StepRecord:
         seconds = time.perf_counter() - began

@@ -292,9 +292,9 @@ class Engine(Generic[PayloadT, ResultT]):
 
     def _learn(self, ended: SequenceOf[tuple[Job[Any], object]], freed: SequenceOf[Sequence]) -> None:
         for job, result in ended:
-            if job.on_result is not None and self._loop is not None:
+            if job.on_led is not None and self._loop is not None:
                 # Later, like the tasks that futures wake: the answers of a sequence keep their order.
-                self._loop.call_soon(job.on_result, job, result)
+                self._loop.call_soon(job.on_led, job.payload, result)
             elif job.future is None or job.future.done():
                 continue  # cancelled meanwhile
             elif isinstance(result, BaseException):
@@ -620,22 +620,17 @@ def row_head(
 
 
 def _go_on(job: Job[RowRequest], answer: Verification) -> tuple[Verification, Job[RowRequest] | None]:
-    led_token_id = -1 if job.on_result is None else job.delta.token_ids[0]
+    led_token_id = -1 if job.on_led is None else job.delta.token_ids[0]
     counted = Verification(answer.base_length, answer.rows, job.cost, led_token_id)
     told, request = job.payload.go_on(counted, job.sequence.token_ids)
     if request is None:
         return told, None
     step = request.step
-    return told, Job(job.sequence, step.delta, step.row_count, request, on_result=_tell_led)
-
-
-def _tell_led(job: Job[RowRequest], result: object) -> None:
-    on_led = job.payload.on_led
-    if on_led is not None and isinstance(result, Verification | TandemError):
-        on_led(job.payload, result)
+    return told, Job(job.sequence, step.delta, step.row_count, request, on_led=request.on_led)
 
 
 def _with_tokens(job: Job[RowRequest]) -> RowRequest | InvalidRequestError:
     if job.prepared is not None:
         return cast("RowRequest | InvalidRequestError", job.prepared.result()[job])
-    return job.payload.with_tokens(job.sequence.token_ids) if job.payload.sampling.penalizes else job.payload
+    penalizes = job.payload.options.sampling.penalizes
+    return job.payload.with_tokens(job.sequence.token_ids) if penalizes else job.payload

@@ -31,8 +31,8 @@ class Job(Generic[PayloadT]):
     payload: PayloadT
     lead: int = 0
     """How many jobs may follow this one by themselves."""
-    on_result: Callable[[Job[PayloadT], object], None] | None = None
-    """Takes the result of a job that follows by itself, on the event loop."""
+    on_led: Callable[[PayloadT, Any], None] | None = None
+    """Takes the payload and the result of a job that follows by itself, on the event loop."""
     prepared: Future[Any] | None = field(default=None, init=False)
     """Computed for the head by another thread, beside the forward pass whose rows complete the job."""
     future: asyncio.Future[object] | None = field(default=None, init=False)

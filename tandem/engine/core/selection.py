@@ -72,7 +72,6 @@ class Backends:
 
 def choose_backends(
     model: LoadedModel,
-    *,
     compile_mode: str = "auto",
     compile_cache: Path | None = None,
     tap: HiddenStateTap | None = None,

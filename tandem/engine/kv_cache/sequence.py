@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence as TokenIds
-from dataclasses import dataclass
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 
@@ -13,49 +13,42 @@ from tandem.engine.kv_cache.arena import PageTable, Span
 from tandem.errors import InvalidRequestError
 from tandem.types import Delta, common_length
 
-_serial_numbers = count(1)
-
 ROOT = 0
 """The chain of no tokens."""
 
 
+@dataclass(slots=True, eq=False)
 class Sequence:
     """Token ids and the state of their KV, made by `Engine.open`. Its state belongs to the engine's thread."""
 
-    __slots__ = ("chains", "clean_length", "client", "computed_length", "idle_since", "is_new", "is_private",
-                 "is_released", "max_length", "serial", "spare_tokens", "table", "tables", "token_ids",
-                 "vocabulary_size")  # fmt: skip
+    tables: SequenceOf[PageTable]
+    """Pages for each group of layers, of the same capacity. The first holds pages for all tokens if any does."""
+    max_length: int
+    vocabulary_size: int
+    spare_tokens: int = 0
+    """Room that is wanted behind its end, if there is any: for branches."""
+    client: str = ""
+    serial: int = field(default_factory=count(1).__next__, init=False)
+    """Rises with each sequence: the younger one has the higher number."""
+    table: PageTable = field(init=False)
+    """The first of `tables`."""
+    chains: list[int] = field(default_factory=list, init=False)
+    """Chains of its first blocks, which others know; see `tandem.engine.kv_cache.paged_cache`."""
+    token_ids: list[int] = field(default_factory=list, init=False)
+    computed_length: int = field(default=0, init=False)
+    """Number of tokens, from the first on, whose keys and values are in the arena."""
+    clean_length: int = field(default=0, init=False)
+    """Positions below this hold numbers of this sequence or zeros, never leftovers of another."""
+    is_new: bool = field(default=True, init=False)
+    """No job of it has ended: what it has to compute is a prompt, however short."""
+    is_released: bool = field(default=False, init=False)
+    is_private: bool = field(default=False, init=False)
+    """Nobody else reuses what it computed."""
+    idle_since: float = field(default=math.inf, init=False)
+    """When its last job ended, by `time.monotonic`; infinite while it has one."""
 
-    def __init__(
-        self,
-        tables: PageTable | TokenIds[PageTable],
-        max_length: int,
-        vocabulary_size: int,
-        spare_tokens: int = 0,
-        client: str = "",
-    ) -> None:
-        self.serial = next(_serial_numbers)
-        """Rises with each sequence: the younger one has the higher number."""
-        self.tables = (tables,) if isinstance(tables, PageTable) else tuple(tables)
-        """Pages for each group of layers, of the same capacity. The first holds pages for all tokens if any does."""
+    def __post_init__(self) -> None:
         self.table = self.tables[0]
-        self.chains: list[int] = []
-        """Chains of its first blocks, which others know; see `tandem.engine.kv_cache.paged_cache`."""
-        self.spare_tokens = spare_tokens
-        """Room that is wanted behind its end, if there is any: for branches."""
-        self.max_length, self.vocabulary_size, self.client = max_length, vocabulary_size, client
-        self.token_ids: list[int] = []
-        self.computed_length = 0
-        """Number of tokens, from the first on, whose keys and values are in the arena."""
-        self.clean_length = 0
-        """Positions below this hold numbers of this sequence or zeros, never leftovers of another."""
-        self.is_new = True
-        """No job of it has ended: what it has to compute is a prompt, however short."""
-        self.is_released = False
-        self.is_private = False
-        """Nobody else reuses what it computed."""
-        self.idle_since = math.inf
-        """When its last job ended, by `time.monotonic`; infinite while it has one."""
 
     @property
     def last_chain(self) -> int:
@@ -119,7 +112,7 @@ class Sequence:
         self.computed_length = self.clean_length = 0
         self.chains.clear()
 
-    def _check_fits(self, token_ids: TokenIds[int], length: int) -> None:
+    def _check_fits(self, token_ids: SequenceOf[int], length: int) -> None:
         """Refuses tokens that would make it longer than it may be, and ids that do not exist."""
         if length > self.max_length:
             raise InvalidRequestError(
@@ -183,7 +176,7 @@ class SequenceCache(Protocol):
     def take_spare(self, sequence: Sequence, count: int) -> int:
         """Takes pages that nobody holds for so many tokens behind its last one; returns for how many there is room."""
 
-    def take_over(self, sequence: Sequence, positions: TokenIds[int]) -> None:
+    def take_over(self, sequence: Sequence, positions: SequenceOf[int]) -> None:
         """Makes what lies at these positions the keys and values of the sequence's first uncomputed tokens."""
 
     def trim(self, sequence: Sequence) -> None:

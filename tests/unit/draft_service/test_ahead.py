@@ -320,7 +320,7 @@ PROPOSED = (1, 2)
 def ranking(*confidences: float) -> Ranking:
     """Two proposed tokens and the token after them; each row's own token first, and two others."""
     scores = [math.log(0.7), math.log(0.2), math.log(0.1)]
-    return Ranking([[1, 11, 12], [2, 21, 22], [31, 32, 33]], [scores] * 3, confidences)
+    return Ranking([([1, 11, 12], scores), ([2, 21, 22], scores), ([31, 32, 33], scores)], confidences)
 
 
 def test_a_confident_draft_ranks_the_whole_proposal_first_and_an_unsure_one_a_rejection() -> None:
@@ -331,13 +331,13 @@ def test_a_confident_draft_ranks_the_whole_proposal_first_and_an_unsure_one_a_re
 
 
 def test_without_a_proposal_only_next_tokens_are_ranked() -> None:
-    alone = Ranking([[5, 6]], [[0.0, -1.0]], ())
+    alone = Ranking([([5, 6], [0.0, -1.0])], ())
     assert OutcomeHistory().likeliest((), alone, 4) == [(0, 5), (0, 6)]
 
 
 def test_a_token_without_any_probability_is_not_drafted_for() -> None:
     scores = [0.0, -math.inf]
-    found = OutcomeHistory().likeliest((1,), Ranking([[1, 11], [31, 32]], [scores, scores], (0.9,)), 9)
+    found = OutcomeHistory().likeliest((1,), Ranking([([1, 11], scores), ([31, 32], scores)], (0.9,)), 9)
     assert found == [(1, 31)]
 
 
@@ -379,7 +379,7 @@ def rankings(draw: st.DrawFn) -> tuple[tuple[int, ...], Ranking]:
     ids = [draw(st.permutations(range(10)))[:width] for _ in range(rows)]
     falling = st.lists(st.floats(-20.0, 0.0), min_size=width, max_size=width)
     scores = [sorted(draw(falling), reverse=True) for _ in range(rows)]
-    return proposed, Ranking(ids, scores, [draw(shares) for _ in proposed])
+    return proposed, Ranking([*zip(ids, scores, strict=True)], [draw(shares) for _ in proposed])
 
 
 @given(rankings(), st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), max_size=12), st.integers(0, 20))
@@ -394,10 +394,10 @@ def test_the_first_of_many_are_those_of_few_distinct_and_possible(
     assert history.likeliest(proposed, own, count) == everything[:count]
     assert len(set(everything)) == len(everything)
     for accepted, token_id in everything:
-        assert token_id in own.token_ids[accepted]
+        assert token_id in own.rows[accepted][0]
         assert accepted == len(proposed) or token_id != proposed[accepted]
     for accepted in range(len(proposed) + 1):
-        places = [own.token_ids[accepted].index(t) for a, t in everything if a == accepted]
+        places = [own.rows[accepted][0].index(t) for a, t in everything if a == accepted]
         if not came:
             assert places == sorted(places), "at first a row's candidates come in their own order"
 
@@ -428,9 +428,9 @@ def test_where_the_targets_noise_is_unknown_the_likeliest_outcomes_come_first(se
     shuffled = rank(logits, proposed_ids, 5, options, TORCH_SAMPLER)
     found = rank(logits, proposed_ids, 5, replace(options, noise_is_unknown=True), TORCH_SAMPLER)
     assert found is not None
-    assert found.token_ids == likeliest
+    assert [row for row, _ in found.rows] == likeliest
     assert shuffled is not None
-    assert shuffled.token_ids != likeliest
+    assert [row for row, _ in shuffled.rows] != likeliest
 
 
 @pytest.fixture(scope="module")

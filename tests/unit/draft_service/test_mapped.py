@@ -179,7 +179,7 @@ async def scripted(
 ) -> tuple[MappedSequence, Scripted, Vocabulary]:
     """A sequence for a target of this kind, the draft that writes the text, and the target's vocabulary."""
     await vocabularies.add(sent(kind))
-    mapped = vocabularies.mapped(options(kind))
+    mapped, _ = vocabularies.mapped(options(kind))
     drafted = Scripted(mapped.vocabulary.draft, text, room)
     return MappedSequence(drafted, mapped), drafted, mapped.vocabulary.target
 
@@ -257,9 +257,9 @@ async def test_how_a_request_is_drafted_for(
         row_kind=RowKind.SUPPORT,
         with_token_logits=with_logits,
     )
-    mapped = vocabularies.mapped(asked)
+    mapped, own = vocabularies.mapped(asked)
     assert (mapped.tokens is None) is writes_text
-    assert mapped.draft_options.sampling.is_greedy is (writes_text or temperature == 0.0)
+    assert own.sampling.is_greedy is (writes_text or temperature == 0.0)
 
 
 # ---- drafting ahead

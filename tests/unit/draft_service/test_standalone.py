@@ -53,7 +53,7 @@ def job(
         "r", sampling, row_kind=kind, draft_top_k=draft_top_k, with_token_logits=with_token_logits,
         draft_support_mass=support_mass,
     )  # fmt: skip
-    sequence = CachedSequence(PageTable(64, 64), 64, VOCABULARY_SIZE)
+    sequence = CachedSequence([PageTable(64, 64)], 64, VOCABULARY_SIZE)
     return Job(sequence, Delta(0, []), 1, Drafting(base_length, count, options))
 
 
@@ -75,7 +75,7 @@ def test_proposals_hold_to_a_grammar(is_elsewhere: bool) -> None:
     row[0, TEXTS.index("c")] = 9.0
     jobs = []
     for grammar in (state_of(*words), None):
-        sequence = CachedSequence(PageTable(64, 64), 64, VOCABULARY_SIZE)
+        sequence = CachedSequence([PageTable(64, 64)], 64, VOCABULARY_SIZE)
         sequence.apply(Delta(0, [7, 7, TEXTS.index("a")]))
         jobs.append(Job(sequence, Delta(3, []), 1, Drafting(3, 2, options, grammar=grammar)))
     logits = row.expand(2, -1)

@@ -29,6 +29,7 @@ from tandem.types import (
     RowKind,
     SamplingParams,
     SupportRow,
+    TargetOptions,
     TokenRow,
     Verification,
     VerifyStep,
@@ -76,7 +77,10 @@ def request(
     supports: tuple[IntArray, ...] = (),
 ) -> RowRequest:
     step = VerifyStep(Delta(BASE_LENGTH, TOKENS[BASE_LENGTH:]), kind, ROW_COUNT, supports)
-    return RowRequest(step, sampling, PROMPT_LENGTH, adjustments, token_ids=TOKENS)
+    own = TargetOptions(
+        "r", sampling, prompt_length=PROMPT_LENGTH, adjustments=adjustments or LogitAdjustments()
+    )
+    return RowRequest(step, own, token_ids=TOKENS)
 
 
 @pytest.mark.parametrize("penalty", [1.3, 0.7])
@@ -206,7 +210,7 @@ def masked_request(
     kind: RowKind, sampling: SamplingParams, supports: tuple[IntArray, ...] = ()
 ) -> RowRequest:
     step = VerifyStep(Delta(4, MASKED_TOKENS[4:]), kind, MASKED_ROWS, supports)
-    own = RowRequest(step, sampling, len(PROMPT), grammar=state_of(*WORDS))
+    own = RowRequest(step, TargetOptions("r", sampling, prompt_length=len(PROMPT)), state_of(*WORDS))
     return own.with_tokens(MASKED_TOKENS)
 
 
@@ -252,8 +256,9 @@ def test_penalties_see_the_tokens_and_masks_come_last() -> None:
 
 def test_a_committed_token_that_the_grammar_forbids_is_refused() -> None:
     step = VerifyStep(Delta(0, (*PROMPT, 2, 2)), RowKind.TOKEN, 1)
+    own = RowRequest(step, TargetOptions("r", SamplingParams(), prompt_length=len(PROMPT)), state_of(*WORDS))
     with pytest.raises(InvalidRequestError, match="token 1 of the completion is forbidden"):
-        RowRequest(step, SamplingParams(), len(PROMPT), grammar=state_of(*WORDS)).with_tokens((*PROMPT, 2, 2))
+        own.with_tokens((*PROMPT, 2, 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -283,9 +288,10 @@ def asked_for(
     supports: tuple[IntArray, ...] = (),
     *,
     with_statistics: bool = False,
+    adjustments: LogitAdjustments | None = None,
 ) -> RowRequest:
     step = VerifyStep(Delta(10, [1] * row_count), kind, row_count, supports, with_statistics)
-    return RowRequest(step, sampling)
+    return RowRequest(step, TargetOptions("r", sampling, adjustments=adjustments or LogitAdjustments()))
 
 
 WARPED = SamplingParams(temperature=0.7, top_k=20, top_p=0.9, seed=5)
@@ -384,7 +390,7 @@ ASKED = {
     "greedy support": asked_for(RowKind.SUPPORT, 3, GREEDY, SUPPORTS, with_statistics=True),
     "whole support": asked_for(RowKind.SUPPORT, 3, SAMPLED, (np.arange(WIDTH),) * 2),
     "dense": asked_for(RowKind.DENSE, 3, SAMPLED),
-    "adjusted": replace(asked_for(RowKind.TOKEN, 3, GREEDY), adjustments=LogitAdjustments({4: 100.0})),
+    "adjusted": asked_for(RowKind.TOKEN, 3, GREEDY, adjustments=LogitAdjustments({4: 100.0})),
     "penalized": replace(
         asked_for(RowKind.TOKEN, 3, SamplingParams(0.0, repetition_penalty=9.0)), token_ids=range(13)
     ),

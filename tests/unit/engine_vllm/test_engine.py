@@ -27,6 +27,7 @@ from tandem.types import (
     ProposeStep,
     RowKind,
     SamplingParams,
+    TargetOptions,
     TokenRow,
     VerifyStep,
 )
@@ -52,7 +53,7 @@ from tests.unit.engine_vllm.fake_vllm import (
     fake_core,
 )
 
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = TargetOptions("r", SamplingParams(temperature=0.0))
 _MAX_LENGTH = 64
 
 

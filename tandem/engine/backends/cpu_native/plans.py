@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import groupby
 from operator import getitem
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -90,18 +91,6 @@ class _TracedStep:
         return ATTEND(query, key, value, sinks, module.layer_idx, scale, softcap)  # type: ignore[no-any-return]
 
 
-class _TracedKernels:
-    def linear(
-        self,
-        inputs: Tensor,
-        weights: Tensor,
-        bias: Tensor | None,
-        output_width: int,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        return LINEAR(inputs, weights, bias, output_width, dtype)  # type: ignore[no-any-return]
-
-
 MakeTrace = Callable[[], GraphModule]
 """Traces a model's pass, or returns the trace that was made before; see `traced`."""
 
@@ -163,7 +152,7 @@ def _traceable(module: nn.Module) -> Iterator[None]:
     level = log.level
     log.setLevel(logging.CRITICAL)
     for layer in layers:
-        layer._kernels = _TracedKernels()
+        layer._kernels = SimpleNamespace(linear=LINEAR)
     try:
         yield
     finally:

@@ -33,6 +33,7 @@ from tandem.types import (
     RowKind,
     SamplingParams,
     SparseDistribution,
+    TargetOptions,
     Verification,
     VerifyStep,
 )
@@ -104,7 +105,7 @@ def verify(
     step = VerifyStep(
         Delta(len(tokens), proposal.token_ids), kind, count + 1, supports, kind is RowKind.SUPPORT
     )
-    [verification] = verified([RowRequest(step, sampling)], torch.from_numpy(logits))
+    [verification] = verified([RowRequest(step, TargetOptions("r", sampling))], torch.from_numpy(logits))
     return verification
 
 

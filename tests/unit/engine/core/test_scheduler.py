@@ -29,7 +29,7 @@ _CHUNK = 100
 
 def _job(pending: int, row_count: int = 1, computed: int = 0) -> Job[None]:
     """A job of a sequence that has had an answer, if it has computed anything."""
-    sequence = Sequence(PageTable(64, 1024), 1024, vocabulary_size=2)
+    sequence = Sequence((PageTable(64, 1024),), 1024, vocabulary_size=2)
     sequence.is_new = not computed
     sequence.apply(Delta(0, [1] * (computed + pending)))
     sequence.advance(computed)
@@ -179,12 +179,12 @@ async def test_a_lead_delays_no_other_sequence(llama: TinyModel) -> None:
     engine.start()
     try:
         leading, other = await engine.open(100), await engine.open(100)
-        greedy = SamplingParams(temperature=0.0)
+        greedy = TargetOptions("r", SamplingParams(temperature=0.0), 100)
         step = VerifyStep(Delta(0, [5, 6, 7]), RowKind.TOKEN, 1, lead=8)
-        await engine.run(leading, RowRequest(step, greedy, max_length=100, on_led=lambda *_: None))
+        await engine.run(leading, RowRequest(step, greedy, on_led=lambda *_: None))
         assert await asyncio.to_thread(is_held.wait, 10)
         step = VerifyStep(Delta(0, [8] * 40), RowKind.TOKEN, 1)
-        first = asyncio.create_task(engine.run(other, RowRequest(step, greedy, max_length=100)))
+        first = asyncio.create_task(engine.run(other, RowRequest(step, greedy)))
         await asyncio.sleep(0)  # it is submitted
         may_go_on.set()
         await asyncio.wait_for(first, 10)

@@ -307,7 +307,7 @@ def test_a_hundred_chats_without_a_limit_run() -> None:
     cache = PagedCache(arena)
     scheduler = PageScheduler(cache, lambda _: None)
     assert cache.usage().total_tokens // LONGEST == 3
-    chats = [Sequence(PageTable(64, LONGEST), LONGEST, vocabulary_size=128_256) for _ in range(100)]
+    chats = [Sequence((PageTable(64, LONGEST),), LONGEST, vocabulary_size=128_256) for _ in range(100)]
     for length in range(0, 4000, 50):
         for number, chat in enumerate(chats):
             chat.apply(Delta(length, [number] * 50))

@@ -17,7 +17,7 @@ from tandem.types import Delta
 
 def _sequence(*token_ids: int, max_length: int = 10) -> Sequence:
     """A sequence whose tokens are all computed."""
-    sequence = Sequence(PageTable(64, max_length), max_length, vocabulary_size=100)
+    sequence = Sequence((PageTable(64, max_length),), max_length, vocabulary_size=100)
     sequence.apply(Delta(0, token_ids))
     sequence.advance(len(token_ids))
     return sequence
@@ -30,7 +30,7 @@ _IDS = st.lists(st.integers(0, 3), max_size=8)
 def test_kept_tokens_are_always_a_common_prefix(
     before: list[int], computed: int, base_length: int, token_ids: list[int]
 ) -> None:
-    sequence = Sequence(PageTable(64, 64), 20, vocabulary_size=4)
+    sequence = Sequence((PageTable(64, 64),), 20, vocabulary_size=4)
     sequence.apply(Delta(0, before))
     sequence.advance(min(computed, len(before)))
     delta = Delta(min(base_length, len(before)), token_ids)

@@ -11,9 +11,10 @@ from draft_service.proposers.heads import BoundProposer, extend_by_passes
 from tandem.config.names import DFLASH, EAGLE, EAGLE3, MEDUSA, MTP
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.selection import choose_backends
-from tandem.engine.hidden_states import BoundSequences, HiddenStateTap, PairedStates, as_model
+from tandem.engine.hidden_states import HiddenStateTap, PairedStates, as_model
 from tandem.engine.interface import EngineSettings
 from tandem.engine.kv_cache.arena import memory_allowance
+from tandem.engine.kv_cache.sequence import Sequence
 from tandem.engine.models.heads.dflash import DFlashHead
 from tandem.engine.models.heads.eagle import Eagle3Head, EagleHead
 from tandem.engine.models.heads.interface import BlockHead, DraftHead
@@ -50,7 +51,7 @@ def load_pair(
     head = HEADS[method](head_folder or settings.model)
     target = load_target(settings)
     head.load(target)
-    tap, bound = HiddenStateTap(target, head), BoundSequences()
+    tap, targets = HiddenStateTap(target, head), dict[str, Sequence]()
     own, others = (
         sum(each.values_per_token for each in layers) for layers in (head.layers, tap.model.layers)
     )
@@ -64,10 +65,10 @@ def load_pair(
     extend = partial(extend_by_passes, head=head, pairings=states.pairings, sampler=backends.sampler)
     # A pair's keys depend on a token that its own sequence does not show.
     engine = Engine(backends, extend, replace(limits, prefix_reuse=False), on_failure=on_failure)
-    proposer = BoundProposer(engine, head, states.pairings, bound, method, settings.draft_repeats)
+    proposer = BoundProposer(engine, head, states.pairings, targets, method, settings.draft_repeats)
     model = replace(tap.model, info=replace(target.info, drafting_method=method))
     runner = choose_backends(model, settings.compile, settings.compile_cache, tap)
-    verifier = make_verifier(runner, settings, on_step, on_failure, bound)
+    verifier = make_verifier(runner, settings, on_step, on_failure, targets)
     proposer.open_grammar = verifier.open_grammar
     return BoundPair(verifier, proposer)
 

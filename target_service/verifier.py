@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 
 from tandem.engine.core.engine import RowEngine
 from tandem.engine.core.selection import choose_backends
-from tandem.engine.hidden_states import BoundSequences
 from tandem.engine.interface import (
     EngineOwner,
     EngineSettings,
@@ -75,14 +74,14 @@ def make_verifier(
     settings: TargetSettings,
     on_step: OnStep = None,
     on_failure: Callable[[], None] | None = None,
-    bound: BoundSequences | None = None,
+    open_sequences: dict[str, Any] | None = None,
     files: HiddenStateFiles | None = None,
 ) -> Verifier:
     """Put a loaded model to work."""
     folder = settings.tokenizer or settings.model
     tokenizer_files = tuple(path for name in TOKENIZER_FILES if (path := folder / name).is_file())
     engine = RowEngine(model, EngineSettings.of(settings), on_step, on_failure=on_failure)
-    return Verifier(engine, tokenizer_files, bound, files)
+    return Verifier(engine, tokenizer_files, files, {} if open_sequences is None else open_sequences)
 
 
 @dataclass(eq=False)
@@ -90,8 +89,9 @@ class Verifier(EngineOwner[SequenceEngine[Any]]):
     """The target model behind whichever engine runs it."""
 
     tokenizer_files: Sequence[Path]
-    _bound: BoundSequences | None = None
     _files: HiddenStateFiles | None = None
+    _open: dict[str, Any] = field(default_factory=dict)
+    """The engine's sequences by request, which a draft beside the target reads on the same event loop."""
     _grammars: Grammars | None = field(default=None, init=False)
 
     @property
@@ -113,16 +113,15 @@ class Verifier(EngineOwner[SequenceEngine[Any]]):
         options = replace(options, max_length=options.max_length or info.max_length, grammar=None)
         cached = await self._engine.open(options.max_length, client=options.client)
         sequence = VerifiedSequence(self._engine, cached, options, on_led, grammar)
+        self._open[options.request_id] = cached
         try:
-            if self._bound is not None:
-                self._bound.open(options.request_id, cached)
             yield sequence
             if self._files is not None:  # not for a request that was abandoned, which leaves by an exception
                 await self._files.take(self._engine, cached, sequence.kept_length, options)
         finally:
             sequence.end_lead()
-            if self._bound is not None:
-                self._bound.close(options.request_id, cached)
+            if self._open.get(options.request_id) is cached:
+                del self._open[options.request_id]
             self._engine.release(cached)
 
     async def open_grammar(self, grammar: Grammar) -> GrammarState:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import InitVar, dataclass, field, replace
 from functools import cache
@@ -24,7 +24,7 @@ from draft_service.proposers.model_free import TokenState
 from draft_service.proposers.repeats import Odds, Repeats
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Continue, Failed, Job
-from tandem.engine.hidden_states import BoundSequences, Pairing
+from tandem.engine.hidden_states import Pairing
 from tandem.engine.interface import EngineOwner
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.models.heads.interface import BlockHead, DraftHead
@@ -49,7 +49,8 @@ class BoundProposer(EngineOwner[Engine[Drafting, Proposal]]):
 
     head: DraftHead
     pairings: dict[CachedSequence, Pairing]
-    sequences: BoundSequences
+    targets: Mapping[str, CachedSequence]
+    """The target's open sequences, by request."""
     method: str
     repeats: InitVar[bool] = False
     open_grammar: Callable[[Grammar], Awaitable[GrammarState]] | None = None
@@ -77,7 +78,7 @@ class BoundProposer(EngineOwner[Engine[Drafting, Proposal]]):
         odds = self._odds.get(options.sampling.is_greedy) if by_tokens else None
         try:
             make = BlockSequence if isinstance(self.head, BlockHead) else BoundSequence
-            yield make(self._engine, self.head, cached, pairing, self.sequences, options, grammar, odds)
+            yield make(self._engine, self.head, cached, pairing, self.targets, options, grammar, odds)
         finally:
             del self.pairings[cached]
             self._engine.release(cached)
@@ -91,7 +92,7 @@ class BoundSequence:
     head: DraftHead
     cached: CachedSequence
     pairing: Pairing
-    sequences: BoundSequences
+    targets: Mapping[str, CachedSequence]
     options: DraftOptions
     grammar: GrammarState | None
     odds: InitVar[Odds | None]
@@ -117,7 +118,7 @@ class BoundSequence:
         check_room(self.cached, length, step.token_count)
         if self._repeats is not None and (repeated := await self._repeats.propose(step.token_count)):
             return Proposal(length, repeated, cost=StepCost(time.perf_counter() - began, 1, 1))
-        target = self.sequences.find(self.options.request_id, self._tokens.token_ids[:-1])
+        target = self._target(self._tokens.token_ids[:-1].tolist())
         token_count = self._possible(step.token_count)
         if token_count == 0 or length < 2 or target is None:
             return Proposal(length)
@@ -125,6 +126,13 @@ class BoundSequence:
         if self._repeats is not None:
             self._repeats.proposed(proposal.token_ids)
         return proposal
+
+    def _target(self, token_ids: list[int]) -> CachedSequence | None:
+        """The request's sequence on the target, if it has read exactly these tokens, whatever it read after them."""
+        target = self.targets.get(self.options.request_id)
+        if target is None or target.computed_length < len(token_ids):
+            return None
+        return target if target.token_ids[: len(token_ids)] == token_ids else None
 
     def _possible(self, token_count: int) -> int:
         """As many as one pass foresees, where that is more than one: there is no second pass then."""

@@ -139,27 +139,6 @@ def _decoder_layers(module: Any) -> nn.ModuleList:
     return layers
 
 
-class BoundSequences:
-    """The target's open sequences by request. Belongs to the event loop on which both services run."""
-
-    def __init__(self) -> None:
-        self._by_request: dict[str, Sequence] = {}
-
-    def open(self, request_id: str, sequence: Sequence) -> None:
-        self._by_request[request_id] = sequence
-
-    def close(self, request_id: str, sequence: Sequence) -> None:
-        if self._by_request.get(request_id) is sequence:
-            del self._by_request[request_id]
-
-    def find(self, request_id: str, token_ids: SequenceOf[int]) -> Sequence | None:
-        """The request's sequence on the target, if it has read exactly these tokens, whatever it read after them."""
-        sequence = self._by_request.get(request_id)
-        if sequence is None or sequence.computed_length < len(token_ids):
-            return None
-        return sequence if sequence.token_ids[: len(token_ids)] == list(token_ids) else None
-
-
 @dataclass(slots=True, eq=False)
 class Pairing:
     """The states that a head's sequence reads. The caller changes it between jobs, the engine's thread within one."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.interface import EngineSettings, RowRequest
-from tandem.engine.kv_cache.arena import CacheShape, Span
+from tandem.engine.kv_cache.arena import Span
 from tandem.engine.kv_cache.sequence import Segment, Sequence, SequenceCache
 from tandem.engine.models.attention import STEP_ARGUMENT
 from tandem.engine.rows import to_device
@@ -108,6 +108,8 @@ class StepBackend(ABC):
     """Steps for which the backend prepares something on first use, smallest first; each as the number of tokens of its
     sequences. Those of all but the first are few, as where one reads a prompt beside others that decode."""
 
+    max_rows: int | None = None
+    """Rows of one sequence that a step can have; None for any number."""
     can_branch: bool = False
     writes_behind_trunk: bool = False
     """True if a branch's keys and values lie behind the trunk, where its sequence can take them over."""
@@ -133,17 +135,6 @@ class StepBackend(ABC):
         raise NotImplementedError
 
 
-@dataclass(frozen=True, slots=True)
-class Machinery:
-    """The parts with which an engine's worker runs steps."""
-
-    shape: CacheShape
-    cache: SequenceCache
-    runner: StepBackend
-    max_rows: int | None = None
-    """Rows of one sequence that a step can have; None for any number."""
-
-
 class ModelRunner(Protocol):
     """A model as an engine runs it: here (`Backends`), or by another engine's workers."""
 
@@ -153,8 +144,9 @@ class ModelRunner(Protocol):
     def device(self) -> torch.device:
         """Where the engine's thread finds logits."""
 
-    def allocate(self, settings: EngineSettings, max_length: int) -> Machinery:
-        """Take the memory for the KV cache. Called once; a ConfigurationError says that the settings cannot be met."""
+    def allocate(self, settings: EngineSettings, max_length: int) -> tuple[SequenceCache, StepBackend]:
+        """Take the memory for the KV cache; the backend runs steps over it. Called once; a ConfigurationError says that
+        the settings cannot be met."""
 
     def verify(self, requests: SequenceOf[RowRequest], logits: Any) -> list[Verification | None]:
         """The rows of a step's logits; see `tandem.engine.rows.verifications`."""

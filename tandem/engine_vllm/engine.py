@@ -22,7 +22,7 @@ from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.models.checkpoint import Checkpoint, open_checkpoint, tokenizer_hash
 from tandem.engine.models.loading import end_ids_within
 from tandem.engine.rows import verifications
-from tandem.engine.steps import BranchStep, Machinery, StepBackend
+from tandem.engine.steps import BranchStep, StepBackend
 from tandem.engine_vllm.adapter import Core, load_core, uses_v2_runner
 from tandem.engine_vllm.cache import BlockCache
 from tandem.engine_vllm.worker import EXTENSION, NO_PROPOSER
@@ -172,7 +172,7 @@ class VllmModel:
         name = self._core.config.device_config.device_type
         return torch.device(f"{name}:0" if name == "cuda" and self._core.has_one_process else "cpu")
 
-    def allocate(self, settings: EngineSettings, max_length: int) -> Machinery:
+    def allocate(self, settings: EngineSettings, max_length: int) -> tuple[BlockCache, VllmSteps]:
         """See `ModelRunner`: vLLM has allocated the memory when it was loaded."""
         core = self._core
         specs = [group.kv_cache_spec for group in core.manager.kv_cache_config.kv_cache_groups]
@@ -188,11 +188,8 @@ class VllmModel:
             core.running,
             has_windows=any(not core.sees_all(spec) for spec in specs),
         )
-        max_rows = None if core.config.speculative_config else 1
         logger.info("kv cache sized", extra={"tokens": cache.usage().total_tokens})
-        can_branch = core.has_one_process and max_rows is None
-        steps = VllmSteps(self, cache, core.config.scheduler_config, can_branch=can_branch)
-        return Machinery(cache.shape, cache, steps, max_rows)
+        return cache, VllmSteps(self, cache, core)
 
     def verify(self, requests: SequenceOf[RowRequest], logits: RemoteLogits) -> list[Verification | None]:
         if not self._core.has_one_process:  # what belongs to the event loop cannot be pickled
@@ -228,11 +225,12 @@ class VllmSteps(StepBackend):
 
     warm_up_steps = ((1,),)
 
-    def __init__(self, model: VllmModel, cache: BlockCache, limits: Any, *, can_branch: bool) -> None:
+    def __init__(self, model: VllmModel, cache: BlockCache, core: Core) -> None:
         self._model = model
         self._cache = cache
-        self._limits = limits  # vLLM's `SchedulerConfig`
-        self.can_branch = can_branch
+        self._limits = core.config.scheduler_config
+        self.max_rows = None if core.config.speculative_config else 1
+        self.can_branch = core.has_one_process and self.max_rows is None
 
     def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Any:
         """See `StepBackend`; returns `RemoteLogits`."""

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tandem.engine.core.jobs import ResultT, StepRecord
 from tandem.engine.core.timing import StepWatchdog
-from tandem.engine.kv_cache.sequence import Segment, Sequence
-from tandem.engine.steps import BranchStep, Machinery
+from tandem.engine.kv_cache.sequence import Segment, Sequence, SequenceCache
+from tandem.engine.steps import BranchStep, StepBackend
 from tandem.errors import InvalidRequestError, TandemError
 from tandem.types import Delta, common_length
 
@@ -121,10 +121,14 @@ class BackgroundWork:
     """The jobs in the background, at most one for each sequence. They share steps."""
 
     def __init__(
-        self, machinery: Machinery, on_step: Callable[[StepRecord], StepRecord], watchdog: StepWatchdog
+        self,
+        cache: SequenceCache,
+        runner: StepBackend,
+        on_step: Callable[[StepRecord], StepRecord],
+        watchdog: StepWatchdog,
     ) -> None:
-        self._cache = machinery.cache  # gives pages as far as nobody else holds them
-        self._runner = machinery.runner
+        self._cache = cache  # gives pages as far as nobody else holds them
+        self._runner = runner
         self._on_step = on_step
         self._watchdog = watchdog
         self._waiting: dict[Sequence, BackgroundJob] = {}

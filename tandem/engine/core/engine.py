@@ -69,14 +69,15 @@ class Engine(Generic[PayloadT, ResultT]):
     ) -> None:
         self.model = model
         self.max_length = settings.longest_sequence(model.info.name, model.info.max_length)
-        machinery = model.allocate(settings, self.max_length)
-        shape = self._shape = machinery.shape
+        # Both are the thread's own.
+        cache, runner = self._cache, self._runner = model.allocate(settings, self.max_length)
+        shape = self._shape = cache.shape
         free_places = settings.max_sequences - settings.kept_sequences
         # Two pages are enough for each sequence of a warm-up, in each group of layers.
         self._most_together = min(free_places, max(shape.page_count // (2 * shape.group_count), 1))
         self._places = FairPlaces(free_places, settings.kept_sequences)
         self._max_waiting = settings.max_waiting
-        self._max_rows = machinery.max_rows or self.max_length
+        self._max_rows = runner.max_rows or self.max_length
         self._on_step = on_step
         self._on_failure = on_failure
         self._is_closing = False
@@ -92,8 +93,6 @@ class Engine(Generic[PayloadT, ResultT]):
         """No jobs are taken: before `start`, after `close`, and once the thread has failed."""
         self._rejoin = RejoinWindow(self._wakeup)
         # The thread's own.
-        self._cache = machinery.cache
-        self._runner = machinery.runner
         self._head: Head[Any, Any] = head
         self._chunk_tokens = settings.prefill_chunk_tokens
         self._queued: list[Job[PayloadT]] = []
@@ -104,9 +103,9 @@ class Engine(Generic[PayloadT, ResultT]):
         self._freed: list[Sequence] = []
         self._watchdog = StepWatchdog(settings.step_timeout_seconds)
         self._step_times = StepTimes()
-        self._background = BackgroundWork(machinery, self._stepped, self._watchdog)
+        self._background = BackgroundWork(cache, runner, self._stepped, self._watchdog)
         self._leads = Leads()
-        self._pages = PageScheduler(machinery.cache, self._background.drop, self._leads.is_ahead)
+        self._pages = PageScheduler(cache, self._background.drop, self._leads.is_ahead)
         self._failed_steps = 0
         self._waits_for_pages = False
         """Every job does, and only news can change that."""

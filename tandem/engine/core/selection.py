@@ -17,7 +17,7 @@ from tandem.engine.kv_cache.arena import KvArena, arena_pages
 from tandem.engine.kv_cache.paged_cache import PagedCache
 from tandem.engine.models.loading import LoadedModel, fix_rotary_frequencies
 from tandem.engine.rows import TORCH_SAMPLER, Sampler, verifications
-from tandem.engine.steps import Machinery, StepBackend
+from tandem.engine.steps import StepBackend
 from tandem.types import ModelInfo, Verification
 
 
@@ -38,13 +38,13 @@ class Backends:
     def device(self) -> torch.device:
         return self.model.device
 
-    def allocate(self, settings: EngineSettings, max_length: int) -> Machinery:
+    def allocate(self, settings: EngineSettings, max_length: int) -> tuple[PagedCache, StepBackend]:
         """See `ModelRunner`. The model's rotary frequencies are fixed for the longest sequence."""
         model = self.model
         fix_rotary_frequencies(model.module, max_length, model.device)
         pages = arena_pages(model.layers, settings, max_length, model.dtype, model.device)
         arena = KvArena(model.layers, pages, model.dtype, model.device)
-        return Machinery(arena, PagedCache(arena, reuses_prefixes=settings.prefix_reuse), self.steps(arena))
+        return PagedCache(arena, reuses_prefixes=settings.prefix_reuse), self.steps(arena)
 
     def verify(self, requests: SequenceOf[RowRequest], logits: Tensor) -> list[Verification | None]:
         return verifications(requests, logits, self.sampler)

@@ -158,7 +158,7 @@ class PagedCache:
     """See `SequenceCache`."""
 
     def __init__(self, arena: KvArena, *, reuses_prefixes: bool = True) -> None:
-        self._arena = arena
+        self.shape = self._arena = arena
         self._page_tokens = arena.page_tokens
         self._reuses_prefixes = reuses_prefixes
         self._pool = PagePool(arena.page_count)

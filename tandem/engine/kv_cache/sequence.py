@@ -9,7 +9,7 @@ from itertools import count
 from typing import Protocol
 
 from tandem.engine.interface import KvUsage
-from tandem.engine.kv_cache.arena import PageTable, Span
+from tandem.engine.kv_cache.arena import CacheShape, PageTable, Span
 from tandem.errors import InvalidRequestError
 from tandem.types import Delta, common_length
 
@@ -156,6 +156,8 @@ class Segment:
 class SequenceCache(Protocol):
     """Gives places in the KV cache to sequences, and takes them back. Belongs to the engine's thread."""
 
+    @property
+    def shape(self) -> CacheShape: ...
     @property
     def holders(self) -> list[Sequence]:
         """Sequences that hold pages."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
@@ -101,6 +100,7 @@ class JsonShape:
         self._rest = b""
 
     def feed(self, part: bytes) -> None:
+        """Count a part; refuse the text once it exceeds a bound."""
         # Pairs first, from the left, as a parser reads them; then a backslash before a quote escapes it.
         text = (self._rest + part).replace(b"\\\\", b"")
         self._rest = b"\\" if text.endswith(b"\\") else b""
@@ -109,15 +109,13 @@ class JsonShape:
         self._in_string ^= len(pieces) % 2 == 0
         self.values += outside.count(b",")
         self.containers += outside.count(b"{") + outside.count(b"[") + outside.count(b":")
-
-    def excesses(self) -> Iterator[str]:
-        """A sentence for each bound that the text exceeds."""
-        for count, maximum, what in (
+        counts = (
             (self.values, self._max_values, "values"),
             (self.containers, self._max_containers, "lists, objects and fields"),
-        ):
-            if count > maximum:
-                yield f"the body has {count} {what} or more; it must have at most {maximum}"
+        )
+        sentence = "the body has {} {} or more; it must have at most {}"
+        if excesses := [sentence.format(count, what, most) for count, most, what in counts if count > most]:
+            raise HttpError(413, "; ".join(excesses), "body_too_large")
 
 
 class BodyReader:
@@ -170,8 +168,6 @@ class BodyReader:
                         continue  # a client that still sends would not see the answer
                     try:
                         shape.feed(part)
-                        if excesses := list(shape.excesses()):
-                            raise HttpError(413, "; ".join(excesses), "body_too_large")
                         share.add(len(part))
                         parts.append(part)
                     except TandemError as error:

@@ -20,6 +20,8 @@ from tests.end_to_end import processes
 from tests.paths import DEMO_DRAFT, DEMO_TARGET, ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+NO_KERNELS = {"TANDEM_TARGET_COMPILE": "off", "TANDEM_DRAFT_COMPILE": "off"}
+"""As `processes.NO_KERNELS`, for command lines that are the README's."""
 BLOCKS = [block for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) if "50151" in block]
 
 
@@ -32,7 +34,10 @@ def test_the_services_of_a_block_start_serve_its_commands_and_end_with_ctrl_c(bl
     with ExitStack() as stack:
         # tests/test_first_hour.py runs `tandem up` with its services.
         packages = {"up": "stand_in", "serve": "tandem"}
-        started = [stack.enter_context(processes.service(packages[line[0]], *line)) for line in keep_running]
+        started = [
+            stack.enter_context(processes.service(packages[line[0]], *line, environment=NO_KERNELS))
+            for line in keep_running
+        ]
         for process in started:
             process.line("ready on ")
         for line in lines:

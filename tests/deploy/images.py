@@ -5,6 +5,7 @@ No engine is needed, and nothing is downloaded: the packages are those of the en
 
 from __future__ import annotations
 
+import compileall
 import json
 import os
 import re
@@ -94,6 +95,7 @@ def build_code(folder: Path) -> Path:
     subprocess.run([*command, "--wheel-dir", str(folder), "."], cwd=source, env=environment, check=True)
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         wheel.extractall(code)
+    compileall.compile_dir(code / "tandem", quiet=1)  # as pip does
     (code / "bin").mkdir()
     script = f"#!{VENV}/bin/python\nfrom tandem.__main__ import main\nmain()\n"
     (code / "bin" / "tandem").write_text(script, encoding="utf-8")

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +42,7 @@ def faults(objects: list[dict[str, Any]]) -> Iterator[str]:
     manifests = Manifests(objects)
     for entry in objects:
         if re.match(r"[^.]*/|v1$|.*\.k8s\.io/", entry["apiVersion"]):  # the others are custom resources
-            try:
-                kubernetes_validate.validate(entry, "1.37", strict=True)
-            except (kubernetes_validate.ValidationError, kubernetes_validate.SchemaNotFoundError) as error:
-                yield f"schema of {entry['kind']}: {error}"
+            yield from _schema_faults(json.dumps(entry))
         if entry["kind"] != "Namespace" and "namespace" not in entry["metadata"]:
             yield f"no namespace: {entry['kind']}"
     for workload in manifests.workloads:
@@ -56,6 +55,17 @@ def faults(objects: list[dict[str, Any]]) -> Iterator[str]:
         yield from _environment(manifests, workload)
         yield from _references(manifests, workload)
     yield from _selectors(manifests)
+
+
+@cache
+def _schema_faults(text: str) -> list[str]:
+    """Of one object, as JSON: those that differ in one object share the others."""
+    entry = json.loads(text)
+    try:
+        kubernetes_validate.validate(entry, "1.37", strict=True)
+    except (kubernetes_validate.ValidationError, kubernetes_validate.SchemaNotFoundError) as error:
+        return [f"schema of {entry['kind']}: {error}"]
+    return []
 
 
 def _confinement(workload: Workload, container: dict[str, Any]) -> Iterator[str]:

@@ -58,7 +58,7 @@ async def joined(
     async with asyncio.timeout(300.0), AsyncExitStack() as stack:
         enter = stack.enter_async_context
         # Long enough for the draft to draft ahead meanwhile.
-        seconds = 0.02 if "draft_ahead" in options else 0.0
+        seconds = 0.04 if "draft_ahead" in options else 0.0
         verifying, _ = await enter(target(target_model, Faults(), seconds))
         tokenizer = draft_folder / "tokenizer.json"
         proposing, _ = await enter(draft(loaded(draft_folder), servicer, tokenizer=tokenizer))

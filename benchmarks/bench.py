@@ -256,8 +256,11 @@ def _machine(settings: BenchSettings, load_before: float) -> Machine:
     versions = {name: metadata.version(name) for name in ("torch", "transformers", "grpcio")}
     if importlib.util.find_spec("vllm"):
         versions["vllm"] = next(metadata.version(name) for name in metadata.packages_distributions()["vllm"])
+    cpus = Path("/proc/cpuinfo")
+    lines = cpus.read_text(encoding="utf-8").splitlines() if cpus.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return Machine(
-        processor=_processor(),
+        processor=names[0] if names else platform.processor() or platform.machine(),
         cores=len(os.sched_getaffinity(0)),
         device=settings.device,
         gpus=_gpus(),
@@ -274,10 +277,3 @@ def _gpus() -> tuple[str, ...]:
         return tuple(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines())
     except (OSError, subprocess.CalledProcessError):
         return ()
-
-
-def _processor() -> str:
-    cpus = Path("/proc/cpuinfo")
-    lines = cpus.read_text(encoding="utf-8").splitlines() if cpus.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

@@ -196,7 +196,12 @@ class Fleet:
         """Reason why a target with this model cannot join; empty when it can. The first one sets the standard."""
         if self.target is None:
             self.target = info
-        return "; ".join(_differences(info, self.target))
+        return "; ".join(
+            f"{field.name} is {_shown(info, field.name)} for this target and {_shown(self.target, field.name)} for the "
+            "others; all targets must serve one model alike"
+            for field in fields(ModelInfo)
+            if field.name not in _MAY_DIFFER and getattr(info, field.name) != getattr(self.target, field.name)
+        )
 
     def judge_draft(self, info: ModelInfo, others: Iterable[ModelInfo] = ()) -> str:
         """Reason why a draft with this model cannot join the others; empty when it can."""
@@ -212,15 +217,6 @@ class Fleet:
             f"the draft {info.name} drafts {own} and the other drafts {other}; they must draft alike: what a request "
             "may ask for depends on it"
         )
-
-
-def _differences(info: ModelInfo, reference: ModelInfo) -> list[str]:
-    return [
-        f"{field.name} is {_shown(info, field.name)} for this target and {_shown(reference, field.name)} for the "
-        "others; all targets must serve one model alike"
-        for field in fields(ModelInfo)
-        if field.name not in _MAY_DIFFER and getattr(info, field.name) != getattr(reference, field.name)
-    ]
 
 
 def _shown(info: ModelInfo, name: str) -> str:

@@ -83,7 +83,10 @@ class ChunkQueue:
         may_wait = self._has_begun and count < self._interval and not is_last
         self._has_begun = self._has_begun or count > 0
         if may_wait:
-            self._watch_for_pause()
+            # Delivered if no chunk follows for a while. One timer serves many chunks, since each costs one.
+            self._last_put = time.monotonic()
+            if self._pause is None and not self._is_due:
+                self._pause = asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._check_pause)
             return
         # It stays when this task is cancelled: a reader that is late has it before the error.
         self._is_due = True
@@ -123,12 +126,6 @@ class ChunkQueue:
             self._pause = None
         chunks, self._held = self._held, []
         return chunks[0] if len(chunks) == 1 else Chunk.joined(chunks)
-
-    def _watch_for_pause(self) -> None:
-        """Deliver what is held if no chunk follows for a while. One timer serves many chunks, since each costs one."""
-        self._last_put = time.monotonic()
-        if self._pause is None and not self._is_due:
-            self._pause = asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._check_pause)
 
     def _check_pause(self) -> None:
         self._pause = None

@@ -21,34 +21,29 @@ DEFAULT_MESSAGE_LIMIT_BYTES = 4 << 20
 """gRPC's own limit."""
 
 
-@dataclass(frozen=True, slots=True)
-class Keepalive:
-    """Detection of a peer that neither answers nor closes the connection because it was stopped or unplugged."""
-
-    interval_seconds: float
-    """A silent connection is pinged after this time."""
-    answer_seconds: float
-    """A ping must be answered within this time, or the connection counts as broken."""
-
-    @property
-    def options(self) -> tuple[tuple[str, int], ...]:
-        answer = round(1000 * self.answer_seconds)
-        return (
-            ("grpc.keepalive_time_ms", round(1000 * self.interval_seconds)),
-            ("grpc.keepalive_timeout_ms", answer),
-            # keepalive_timeout alone leaves a stopped peer unnoticed for a minute; this one governs.
-            ("grpc.http2.ping_timeout_ms", answer),
-        )
+ChannelOptions = tuple[tuple[str, int | str], ...]
 
 
-CLIENT_KEEPALIVE = Keepalive(5.0, 4.0)
+def _keepalive(interval_seconds: float, answer_seconds: float) -> ChannelOptions:
+    """Detect a peer that neither answers nor closes the connection because it was stopped or unplugged: a connection
+    that is silent for the interval is pinged, and counts as broken without an answer in time."""
+    answer = round(1000 * answer_seconds)
+    return (
+        ("grpc.keepalive_time_ms", round(1000 * interval_seconds)),
+        ("grpc.keepalive_timeout_ms", answer),
+        # keepalive_timeout alone leaves a stopped peer unnoticed for a minute; this one governs.
+        ("grpc.http2.ping_timeout_ms", answer),
+    )
+
+
+CLIENT_KEEPALIVE = _keepalive(5.0, 4.0)
 """For clients, which may be many and far away."""
-SERVICE_KEEPALIVE = Keepalive(1.2, 2.5)
+SERVICE_KEEPALIVE = _keepalive(1.2, 2.5)
 """Between a coordinator and its services: a stream of text pauses until a stopped target is noticed, for at most the
 sum of both times. The interval is longer than that of health checks, so a service that answers those gets no pings. The
 time for an answer allows for a machine short of processors; gRPC's own threads answer, however busy Python is."""
 
-_CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
+_CHANNEL_OPTIONS: ChannelOptions = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     # A service that is starting is tried again soon.
@@ -65,7 +60,7 @@ def open_channel(
     address: str,
     message_limit_bytes: int = DEFAULT_MESSAGE_LIMIT_BYTES,
     credentials: Credentials = PLAIN,
-    keepalive: Keepalive = CLIENT_KEEPALIVE,
+    keepalive: ChannelOptions = CLIENT_KEEPALIVE,
 ) -> grpc.aio.Channel:
     """A channel to a service. Connects on first use."""
     channel: grpc.aio.Channel = _open(grpc.aio, address, credentials, message_limit_bytes, keepalive)
@@ -79,10 +74,10 @@ def open_sync_channel(address: str, credentials: Credentials = PLAIN) -> grpc.Ch
 
 
 def _open(
-    kind: Any, address: str, credentials: Credentials, message_limit_bytes: int, keepalive: Keepalive
+    kind: Any, address: str, credentials: Credentials, message_limit_bytes: int, keepalive: ChannelOptions
 ) -> Any:
     options: list[tuple[str, int | str]] = [
-        *keepalive.options,
+        *keepalive,
         *_CHANNEL_OPTIONS,
         ("grpc.max_receive_message_length", message_limit_bytes),
     ]

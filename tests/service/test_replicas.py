@@ -21,7 +21,6 @@ from tandem.client import Client
 from tandem.errors import InvalidRequestError, ServiceUnavailableError
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.rpc.addresses import Resolver
-from tandem.rpc.channels import Keepalive
 from tandem.rpc.credentials import Credentials
 from tandem.serving.interceptors import Context
 from tandem.types import GenerationRequest, StepProfile, Verification, VerifyStep
@@ -89,7 +88,7 @@ async def test_a_returning_replica_is_reached_with_renewed_certificates(
 ) -> None:
     ca_file, used = tmp_path / "ca.pem", list[bytes]()
 
-    def plain(address: str, limit: int, credentials: Credentials, _: Keepalive) -> grpc.aio.Channel:
+    def plain(address: str, limit: int, credentials: Credentials, _: object) -> grpc.aio.Channel:
         used.append(ca_file.read_bytes())
         return grpc.aio.insecure_channel(address)
 

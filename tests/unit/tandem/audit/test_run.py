@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -20,7 +21,7 @@ from starlette.routing import Route
 
 from benchmarks.faulty_server import PROPOSED, RIGHT, Language, Sampler
 from tandem.audit.checks import Verdict, variation
-from tandem.audit.client import Budget, Completion, connected, speculation_counts
+from tandem.audit.client import Budget, Completion, Server, connected, speculation_counts
 from tandem.audit.report import acceptance_line, as_dict, html
 from tandem.audit.run import Audit, AuditOptions, Reader, audit, compared
 from tandem.errors import (
@@ -250,9 +251,15 @@ def _answering(
 OF_ONE_TOKEN = {"choices": [{"text": "x", "finish_reason": "length"}], "usage": {"completion_tokens": 1}}
 
 
-async def _connect(transport: httpx2.MockTransport, key: str | None = None) -> str:
+def _connected(
+    transport: httpx2.MockTransport, key: str | None = None, url: str = URL, model: str | None = None
+) -> AbstractAsyncContextManager[Server]:
     budget = Budget(100, 1000)
-    async with connected(URL, None, key, {}, budget=budget, concurrency=2, transport=transport) as server:
+    return connected(url, model, key, {}, budget=budget, concurrency=2, transport=transport)
+
+
+async def _connect(transport: httpx2.MockTransport, key: str | None = None) -> str:
+    async with _connected(transport, key) as server:
         return server.model
 
 
@@ -287,9 +294,8 @@ async def test_what_a_server_refuses_is_one_sentence(status: int, error: type[Ex
 
 async def test_a_url_without_its_end_is_told_the_usual_one() -> None:
     transport, _ = _answering(httpx2.Response(404, json={}))
-    budget = Budget(100, 1000)
     with pytest.raises(NotFoundError, match="ends in /v1"):
-        async with connected("http://server", "m", "", {}, budget=budget, concurrency=2, transport=transport):
+        async with _connected(transport, url="http://server", model="m"):
             pass
 
 
@@ -300,9 +306,7 @@ async def test_an_answer_that_is_no_completion_is_a_protocol_error() -> None:
     transport, _ = _answering(
         *[httpx2.Response(200, json=OF_ONE_TOKEN)] * 5, httpx2.Response(200, text="data: {]\n\n")
     )
-    async with connected(
-        URL, None, None, {}, budget=Budget(100, 1000), concurrency=2, transport=transport
-    ) as server:
+    async with _connected(transport) as server:
         with pytest.raises(ProtocolError, match="is no JSON object"):
             await server.stream("a")
 
@@ -312,9 +316,7 @@ async def test_log_probabilities_in_the_form_of_chats_are_read() -> None:
     content = [{"token": "x", "logprob": -0.1, "top_logprobs": tops}]
     answer = {"choices": [{"text": "x", "logprobs": {"content": content}}], "usage": {"prompt_tokens": 2}}
     transport, _ = _answering(httpx2.Response(200, json=answer))
-    async with connected(
-        URL, "m", None, {}, budget=Budget(9, 9), concurrency=1, transport=transport
-    ) as server:
+    async with _connected(transport, model="m") as server:
         (found,) = await server.complete("", max_tokens=1, temperature=1.0)
     assert found == Completion("x", None, ("x",), (-0.1,), ({"x": -0.1, "y": -2.4},), 2)
     assert server.listed == 20

@@ -491,18 +491,14 @@ def round_bytes(row_kind: RowKind, rows: tuple[TargetRow, ...], supports: tuple[
     return len(request) + len(response)
 
 
-def test_token_rows_take_at_most_160_bytes() -> None:
-    """`greedy` and `strict`."""
+def test_rounds_are_as_small_as_documented() -> None:
+    """`greedy` and `strict`; `residual` and `block`, with supports of the usual size."""
     assert round_bytes(RowKind.TOKEN, (TokenRow(VOCABULARY_SIZE - 1),) * (TOKEN_COUNT + 1)) <= 160
-
-
-def test_support_rows_take_at_most_6_kilobytes() -> None:
-    """`residual` and `block`, with supports of the usual size."""
     support = np.arange(VOCABULARY_SIZE - MEAN_SUPPORT, VOCABULARY_SIZE)
     row = SupportRow(support, np.full(MEAN_SUPPORT, 1 / VOCABULARY_SIZE), 0.9, 7)
     bonus = SupportRow(np.array([], dtype=np.int64), np.array([]), 1.0, VOCABULARY_SIZE - 1)
-    size = round_bytes(RowKind.SUPPORT, (*[row] * TOKEN_COUNT, bonus), (support,) * TOKEN_COUNT)
-    assert size <= 6 * 1024
+    rows = (*[row] * TOKEN_COUNT, bonus)
+    assert round_bytes(RowKind.SUPPORT, rows, (support,) * TOKEN_COUNT) <= 6 * 1024
 
 
 @pytest.mark.parametrize(

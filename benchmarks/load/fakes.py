@@ -5,17 +5,16 @@ that is wrong at a fixed share of the positions. Both compute it from a position
 word. A step begins when the one before it has ended, and answers everything that came meanwhile, as an engine's does.
 """
 
-# ruff: noqa: N802 - gRPC looks a method up by the name that it has in the proto.
-
 from __future__ import annotations
 
 import argparse
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -25,7 +24,7 @@ import uvloop
 from draft_service.servicer import DraftedFor, DraftServicer, LoadTracker
 from tandem.logs import configure
 from tandem.model_sources.bundled import demo_pair
-from tandem.serving.interceptors import Context, RunningCalls
+from tandem.serving.interceptors import RunningCalls
 from tandem.serving.server import Service, serve, set_start_aside
 from tandem.serving.streams import SequenceStreams
 from tandem.settings import ServerSettings
@@ -50,8 +49,6 @@ from tandem.types import (
 from tandem.v1 import draft_pb2, target_pb2
 from tandem.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server
 from tandem.v1.target_pb2_grpc import add_TargetServiceServicer_to_server
-from tandem.wire.common import model_info_to_proto
-from tandem.wire.draft import load_to_proto
 from target_service.servicer import TargetServicer, VerifiedFor
 
 NextToken = Callable[[Sequence[int]], int]
@@ -85,6 +82,9 @@ class Fake:
         self.model_info = ModelInfo(
             "fake", "Fake", VOCABULARY_SIZE, "hash", MAX_LENGTH, "none", eos_token_ids
         )
+        # The servicers' own calls describe these.
+        self.verifier: Any = self
+        self.proposer: Any = self
         self.streams = SequenceStreams()
         self.opened = 0
         self.finished = 0
@@ -130,16 +130,9 @@ class FakeTarget(Fake, TargetServicer):
         continuation = [self.next_token(tokens[:length]) for length in range(first, len(tokens) + 1)]
         return Verification(first, rows(continuation, step))
 
-    async def GetModelInfo(
-        self, request: target_pb2.TargetServiceGetModelInfoRequest, context: Context
-    ) -> target_pb2.TargetServiceGetModelInfoResponse:
-        return target_pb2.TargetServiceGetModelInfoResponse(model_info=model_info_to_proto(self.model_info))
-
-    async def GetTokenizer(
-        self, request: target_pb2.GetTokenizerRequest, context: Context
-    ) -> AsyncIterator[target_pb2.GetTokenizerResponse]:
-        path = demo_pair().target / "tokenizer.json"
-        yield target_pb2.GetTokenizerResponse(file_name=path.name, content=path.read_bytes())
+    @property
+    def tokenizer_files(self) -> list[Path]:
+        return [demo_pair().target / "tokenizer.json"]
 
 
 def rows(continuation: Sequence[int], step: VerifyStep) -> tuple[TargetRow, ...]:
@@ -223,13 +216,6 @@ class FakeDraft(Fake, DraftServicer):
             continuation.append(self.next_token([*tokens, *continuation]))
         sure = [SparseDistribution(np.array([token_id]), np.ones(1)) for token_id in continuation]
         return Proposal(len(tokens), tuple(continuation), tuple(sure))
-
-    async def GetModelInfo(
-        self, request: draft_pb2.DraftServiceGetModelInfoRequest, context: Context
-    ) -> draft_pb2.DraftServiceGetModelInfoResponse:
-        return draft_pb2.DraftServiceGetModelInfoResponse(
-            model_info=model_info_to_proto(self.model_info), load=load_to_proto(self.load.now)
-        )
 
 
 # ---- fakes that follow a script

@@ -129,7 +129,7 @@ class LeadingTarget(FakeTarget):
         super().__init__(next_token, eos_token_ids)
         self._observer = NO_SERVICE_OBSERVER
         self.engine = LeadingEngine(next_token, self.model_info)
-        self.verifier = Verifier(cast("Any", self.engine), ())
+        self.verifier = Verifier(cast("Any", self.engine), self.tokenizer_files)
 
     async def serve_sequence(self, sequence: VerifiedFor) -> None:
         self.opened += 1

@@ -12,14 +12,14 @@ from transformers import AutoTokenizer
 from tandem.client import Completed
 from tandem.types import GenerationRequest
 from tests.end_to_end.models import load_reference
-from tests.end_to_end.processes import address_of, coordinator, model_service, service
+from tests.end_to_end.processes import NO_KERNELS, address_of, coordinator, model_service, service
 from tests.paths import DEMO_EAGLE3, DEMO_TARGET
 from tests.service.clients import complete_all
 
 pytestmark = pytest.mark.slow
 
 PROMPTS = 16
-MAX_TOKENS = 64
+MAX_TOKENS = 40
 PENALTY = 1.3
 
 METHODS = {
@@ -109,7 +109,7 @@ async def test_the_bundled_head_changes_no_completion(
     prompts: list[str], expected: list[tuple[int, ...]]
 ) -> None:
     """The demo target with its EAGLE-3 head, served as `tandem up --method eagle3` does."""
-    options = ("--draft-model", str(DEMO_EAGLE3), "--dtype", "float32", "--no-draft-repeats")
+    options = ("--draft-model", str(DEMO_EAGLE3), "--dtype", "float32", "--no-draft-repeats", *NO_KERNELS)
     with (
         model_service("bound_service", DEMO_TARGET, *options) as target,
         coordinator(address_of(target), None, "--rejection-sampling-strategy", "auto") as front,

@@ -112,7 +112,7 @@ async def test_texts_have_the_target_s_distribution(
     async with joined(loaded(folder), other, vocabulary_mapping=mapping, **options) as address:
         texts = await complete_all(address, [replace(request, seed=seed) for seed in range(160)])
     assert (sum(each.speculation.ahead.hits for each in texts) > 0) is ("draft_ahead" in options)
-    assert_drawn_from(expected, texts, slice(1, 4))  # what comes after the prompt's own round
+    assert_drawn_from(expected, texts, slice(2, 4), 0.35)  # the tokens that come with proposals
 
 
 async def test_vllm_gets_proposals_of_its_own_tokens(draft_folder: Path) -> None:

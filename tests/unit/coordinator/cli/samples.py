@@ -13,13 +13,12 @@ from tandem.types import AheadStats, ModelInfo, PositionStats, SpeculationStats
 
 NOW = datetime(2026, 11, 21, 12, 30, 5, 250000, tzinfo=UTC)
 FIGURES = SpeculationStats(
-    10234,
-    40936,
-    24871,
-    [PositionStats(10234, *counts) for counts in pairwise((10234, 8402, 6801, 5500, 4168))],
+    10234, 40936, 24871, [PositionStats(10234, *each) for each in pairwise((10234, 8402, 6801, 5500, 4168))],
     AheadStats(10190, 7836, [4586, 1012, 611, 420, 330, 275, 190, 160, 90, 70, 40, 30, 10, 8, 3, 1], 1246.53),
+)  # fmt: skip
+MODEL = ModelInfo(
+    "Llama-3.1-70B", "LlamaForCausalLM", 128256, "ab" * 32, 8192, "bfloat16", (2,), "0.1.0", 10**11
 )
-MODEL = ModelInfo("Llama-3.1-70B", "LlamaForCausalLM", 128256, "ab" * 32, 8192, "bfloat16", (2,), "0.1.0", 7)
 
 
 def replica(
@@ -31,57 +30,31 @@ def replica(
 REPLICAS = (
     replica(Role.TARGET, "10.244.123.231:50051"),
     replica(Role.TARGET, "10.244.123.232:50051", ReplicaState.DRAINING, "an operator drained it"),
-    replica(
-        Role.DRAFT,
-        "10.244.123.240:50052",
-        ReplicaState.INCOMPATIBLE,
+    replica(Role.DRAFT, "10.244.123.240:50052", ReplicaState.INCOMPATIBLE,
         "the draft Llama-3.2-1B has another tokenizer (hash cdcdcdcdcdcd) than the target Llama-3.1-70B (hash "
-        "abababababab); a token id must mean the same to both",
-    ),
-    replace(
-        replica(Role.DRAFT, "10.244.123.241:50052", ReplicaState.DOWN, "it does not answer"),
-        figures=SpeculationStats(),
-        round_trip_seconds=None,
-        step_seconds=None,
-    ),
-)
+        "abababababab); a token id must mean the same to both"),
+    replace(replica(Role.DRAFT, "10.244.123.241:50052", ReplicaState.DOWN, "it does not answer"),
+        figures=SpeculationStats(), round_trip_seconds=None, step_seconds=None),
+)  # fmt: skip
 SPECULATION_ON = SpeculationState(True, 4)
-SPECULATION_OFF = SpeculationState(
-    False,
-    0,
-    "drafting does not pay",
-    (DecidingFigure("with", 95.2, "tokens/s"), DecidingFigure("without", 114.1, "tokens/s")),
-)
+RATES = (DecidingFigure("with", 95.2, "tokens/s"), DecidingFigure("without", 114.1, "tokens/s"))
+SPECULATION_OFF = SpeculationState(False, 0, "drafting does not pay", RATES)
 _AT_ONE = SpeculationDecision(
     "10.244.123.231:50051", "Llama-3.2-1B", "residual", "0.85-1.15", 1, 4, 4, 1.62, 0, 0
 )
 DECISIONS = (
     _AT_ONE,
     replace(
-        _AT_ONE,
-        num_speculative_tokens=6,
-        best_draft_length=6,
-        gain=2.31,
-        predicted_seconds=0.41,
-        measured_seconds=0.43,
-        round_seconds=(0.0061, 0.0064, 0.0068, 0.0071, 0.0074, 0.0078, 0.0081),
-        acceptance_rates=(0.71, 0.68, 0.66, 0.65, 0.65, 0.64),
-        ahead_outcomes=16,
+        _AT_ONE, num_speculative_tokens=6, best_draft_length=6, gain=2.31, predicted_seconds=0.41,
+        measured_seconds=0.43, round_seconds=(0.0061, 0.0064, 0.0068, 0.0071, 0.0074, 0.0078, 0.0081),
+        acceptance_rates=(0.71, 0.68, 0.66, 0.65, 0.65, 0.64), ahead_outcomes=16,
     ),
     replace(_AT_ONE, load=16, num_speculative_tokens=0, best_draft_length=2, gain=0.86),
-)
+)  # fmt: skip
 STATS = admin.Stats(
-    NOW,
-    8054.0,
-    admin.Load(24, 3),
-    admin.Throughput(1412.34, 1388.01),
-    admin.Outcomes(12803, 3, 41, 2),
-    1_482_201,
-    FIGURES,
-    {"typical-acceptance": FIGURES, "greedy": SpeculationStats(12)},
-    SPECULATION_OFF,
-    DECISIONS,
-)
+    NOW, 8054.0, admin.Load(24, 3), admin.Throughput(1412.34, 1388.01), admin.Outcomes(12803, 3, 41, 2), 1_482_201,
+    FIGURES, {"typical-acceptance": FIGURES, "greedy": SpeculationStats(12)}, SPECULATION_OFF, DECISIONS,
+)  # fmt: skip
 STATUS = admin.Status(
     "0.1.0", admin.CoordinatorState.DEGRADED, NOW, 8054.0, "Llama-3.1-70B", STATS.load, STATS.throughput, FIGURES,
     admin.SpeculationSettings(True, 4, "residual"), REPLICAS, SPECULATION_OFF, DECISIONS,
@@ -94,14 +67,7 @@ REQUEST = admin.RequestReport(
 )  # fmt: skip
 FINDINGS = (
     admin.Finding("address", "10.0.0.5:50051", admin.Severity.OK, "it accepts connections, within 1.3 ms"),
-    admin.Finding(
-        "round trip",
-        "10.244.123.231:50051",
-        admin.Severity.WARNING,
-        "8.2 ms, which every round waits for",
-        "bring it nearer to the coordinator, or propose more tokens in each round",
-    ),
-    admin.Finding(
-        "targets", "", admin.Severity.PROBLEM, "0 of 2 take new sequences", "start a target service"
-    ),
-)
+    admin.Finding("round trip", "10.244.123.231:50051", admin.Severity.WARNING, "8.2 ms, which every round waits for",
+        "bring it nearer to the coordinator, or propose more tokens in each round"),
+    admin.Finding("targets", "", admin.Severity.PROBLEM, "0 of 2 take new sequences", "start a target service"),
+)  # fmt: skip

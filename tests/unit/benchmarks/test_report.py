@@ -27,11 +27,11 @@ from benchmarks.report import (
 SPREAD = Spread(median=0.02, low=0.01, high=0.04)
 
 
-def answer(*arrivals: tuple[float, int], first_id: int = 0) -> Answer:
+def answer(*arrivals: tuple[float, int]) -> Answer:
     """Ascending ids that came in these pieces."""
     made = Answer()
     for seconds, count in arrivals:
-        start = first_id + len(made.token_ids)
+        start = len(made.token_ids)
         made.add(seconds, list(range(start, start + count)))
     return made
 
@@ -138,16 +138,11 @@ def test_the_first_tokens_of_long_completions_are_reported_apart() -> None:
 
 
 def test_a_cell_has_a_speed_for_each_round_and_the_rest_over_all_of_them() -> None:
-    cell = cell_of(
-        "speculative",
-        2,
-        0.0,
-        [
-            outcome(1.0, answer((0.1, 1), (1.0, 3)), answer((0.3, 4)), rounds=4, drafted=8, accepted=4),
-            outcome(2.0, answer((0.2, 4)), answer((0.2, 4)), rounds=4, drafted=8, accepted=2),
-        ],
-        [],
-    )
+    outcomes = [
+        outcome(1.0, answer((0.1, 1), (1.0, 3)), answer((0.3, 4)), rounds=4, drafted=8, accepted=4),
+        outcome(2.0, answer((0.2, 4)), answer((0.2, 4)), rounds=4, drafted=8, accepted=2),
+    ]
+    cell = cell_of("speculative", 2, 0.0, outcomes, [])
 
     assert cell.tokens_per_second == (8.0, 4.0)
     assert (cell.speed.low, cell.speed.median, cell.speed.high) == (4.0, 6.0, 8.0)

@@ -38,19 +38,15 @@ def byte_level(size: int, texts: Sequence[str] = SAMPLE_TEXT, pattern: str | Non
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, plain])
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(
-            vocab_size=size, initial_alphabet=alphabet, special_tokens=[END], show_progress=False
-        ),
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, initial_alphabet=alphabet, special_tokens=[END], show_progress=False
     )
+    tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_tokens([AddedToken("    ", special=False)])
     return tokenizer
 
 
-def sentencepiece_bpe(
-    size: int, texts: Sequence[str] = SAMPLE_TEXT, *, is_legacy: bool = False, has_begin: bool = True
-) -> Tokenizer:
+def sentencepiece_bpe(size: int, texts: Sequence[str] = SAMPLE_TEXT, *, is_legacy: bool = False) -> Tokenizer:
     """BPE over characters, with a token for each byte that has none, as in Llama 2 (legacy) or Gemma."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -69,16 +65,15 @@ def sentencepiece_bpe(
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
-    return _finished(tokenizer, has_begin=has_begin)
+    return _finished(tokenizer, has_begin=True)
 
 
-def sentencepiece_unigram(size: int, texts: Sequence[str] = SAMPLE_TEXT) -> Tokenizer:
+def sentencepiece_unigram(size: int) -> Tokenizer:
     """A unigram model with a token for each byte that has none."""
     trained = Tokenizer(models.Unigram())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
-    trained.train_from_iterator(
-        texts, trainers.UnigramTrainer(vocab_size=size, unk_token="<unk>", show_progress=False)
-    )
+    trainer = trainers.UnigramTrainer(vocab_size=size, unk_token="<unk>", show_progress=False)
+    trained.train_from_iterator(SAMPLE_TEXT, trainer)
     own = [tuple(pair) for pair in json.loads(trained.to_str())["model"]["vocab"]]
     first = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *((f"<0x{b:02X}>", 0.0) for b in range(256))]
     taken = {piece for piece, _ in first}

@@ -64,21 +64,15 @@ async def test_a_prompt_is_read_in_chunks_of_at_most_the_batched_tokens() -> Non
 
 
 REFUSED_EXTRACTIONS: list[tuple[dict[str, Any], str]] = [
-    (
-        {"speculative_method": "extract_hidden_states"},
-        "--method is extract_hidden_states and --shared-storage-path is missing; name the folder for the files",
-    ),
-    (
-        {"eagle_aux_hidden_state_layer_ids": (1,)},
-        "--eagle-aux-hidden-state-layer-ids is [1] and --shared-storage-path is missing",
-    ),
-    (
-        {"shared_storage_path": Path("states"), "speculative_method": "eagle3"},
-        "--shared-storage-path is states beside the draft --method eagle3",
-    ),
+    ({"speculative_method": "extract_hidden_states"},
+        "--method is extract_hidden_states and --shared-storage-path is missing; name the folder for the files"),
+    ({"eagle_aux_hidden_state_layer_ids": (1,)},
+        "--eagle-aux-hidden-state-layer-ids is [1] and --shared-storage-path is missing"),
+    ({"shared_storage_path": Path("states"), "speculative_method": "eagle3"},
+        "--shared-storage-path is states beside the draft --method eagle3"),
     ({"speculative_method": "ngram"}, "--method is ngram, and the target has no --draft-model"),
     ({"speculative_method": "eagle3"}, "--method is eagle3 and --draft-model is missing"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "sentence"), REFUSED_EXTRACTIONS)

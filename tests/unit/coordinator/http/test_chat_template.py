@@ -103,18 +103,12 @@ async def test_a_template_is_found_in_every_place_where_models_keep_it(make: Mak
     assert await prompt(files(chat_template="one")) == "one"
     several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     assert await prompt(files(chat_template=several)) == "plain"
-    assert await prompt(files(chat_template="one") | {"chat_template.jinja": b"two"}) == "two"
-    assert (
-        await prompt(files(chat_template="one") | {"chat_template.jinja": b"two"}, tmp_path / "own.jinja")
-        == "three"
-    )
+    both = files(chat_template="one") | {"chat_template.jinja": b"two"}
+    assert await prompt(both) == "two"
+    assert await prompt(both, tmp_path / "own.jinja") == "three"
     assert await prompt(files(chat_template="{{ bos_token }}", bos_token={"content": "<s>"})) == "<s>"
-    own = files(
-        chat_template="{{ image_token }}{{ cite_token }}",
-        image_token="i",
-        extra_special_tokens={"cite_token": "c"},
-    )
-    assert await prompt(own) == "ic"
+    special: dict[str, Any] = {"image_token": "i", "extra_special_tokens": {"cite_token": "c"}}
+    assert await prompt(files(chat_template="{{ image_token }}{{ cite_token }}", **special)) == "ic"
 
 
 @pytest.mark.parametrize(
@@ -181,10 +175,8 @@ async def test_parts_of_text_become_one_and_developers_are_systems(make: Make) -
 )
 async def test_a_message_may_have_no_content(make: Make, source: str, text: str) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    assert (
-        await (await make(source)).text([{"role": "assistant", "content": None, "tool_calls": [call]}])
-        == text
-    )
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert await (await make(source)).text([message]) == text
 
 
 @pytest.mark.parametrize(
@@ -283,13 +275,8 @@ async def test_the_process_inherits_no_secrets_is_restarted_and_ends_with_its_te
 ODD = '{"a": "x}\\"{</tool_call>", "b": [1, {"c": 2}]}'
 TEXTS: list[tuple[Any, str, str, list[tuple[str, str]]]] = [
     ("hermes", f'Sure.\n<tool_call>\n{{"name": "get", "arguments": {ODD}}}\n</tool_call>', "Sure.\n", [("get", ODD)]),
-    (
-        "hermes",
-        '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n'
-        '<tool_call>\n{"name":"g","arguments":{"x":1}}\n</tool_call>',
-        "",
-        [("f", "{}"), ("g", '{"x":1}')],
-    ),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n'
+        '<tool_call>\n{"name":"g","arguments":{"x":1}}\n</tool_call>', "", [("f", "{}"), ("g", '{"x":1}')]),
     ("hermes", "a < b and <tool", "a < b and <tool", []),
     ("hermes", '<tool_call>{"\\q": 1, "name": "f\\q", "arguments": {"\\q": "\\q"}}</tool_call>', "",
         [("f\\q", '{"\\q": "\\q"}')]),
@@ -302,20 +289,10 @@ TEXTS: list[tuple[Any, str, str, list[tuple[str, str]]]] = [
     ("mistral", '[TOOL_CALLS] [{"name": "a", "arguments": {"q": "ü"}}]', "", [("a", '{"q": "ü"}')]),
     ("mistral", ' [{"name": "a", "arguments": {}}, {"name": "b", "arguments": {}}]', "", [("a", "{}"), ("b", "{}")]),
     ("mistral", "[1] says", "[1] says", []),
-    (
-        "harmony",
-        "<|channel|>analysis<|message|>Think < of |> it.<|end|><|start|>assistant<|channel|>commentary "
-        'to=functions.get <|constrain|>json<|message|>{"a": "<|"}',
-        "",
-        [("get", '{"a": "<|"}')],
-    ),
-    (
-        "harmony",
-        "<|channel|>commentary<|message|>First: <|end|><|start|>assistant to=functions.f<|channel|>commentary json"
-        "<|message|>{}<|call|>",
-        "First: ",
-        [("f", "{}")],
-    ),
+    ("harmony", "<|channel|>analysis<|message|>Think < of |> it.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.get <|constrain|>json<|message|>{"a": "<|"}', "", [("get", '{"a": "<|"}')]),
+    ("harmony", "<|channel|>commentary<|message|>First: <|end|><|start|>assistant to=functions.f<|channel|>commentary "
+        "json<|message|>{}<|call|>", "First: ", [("f", "{}")]),
     ("harmony", "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b <|c", "b <|c",
         []),
     ("harmony", "no message", "no message", []),
@@ -368,22 +345,15 @@ def test_a_template_tells_its_form(template: str, form: str) -> None:
     assert parser_of(template) == form
 
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "parameters": {
-                "type": "object",
-                "properties": {"a": {"$ref": "#/$defs/digit"}},
-                "required": ["a"],
-                "additionalProperties": False,
-                "$defs": {"digit": {"type": "integer", "minimum": 0, "maximum": 9}},
-            },
-        },
-    },
-    {"type": "function", "function": {"name": "now"}},
-]
+ONE_DIGIT = {
+    "type": "object",
+    "properties": {"a": {"$ref": "#/$defs/digit"}},
+    "required": ["a"],
+    "additionalProperties": False,
+    "$defs": {"digit": {"type": "integer", "minimum": 0, "maximum": 9}},
+}
+FUNCTIONS = {"name": "add", "parameters": ONE_DIGIT}, {"name": "now"}
+TOOLS = [{"type": "function", "function": each} for each in FUNCTIONS]
 ADD, NOW = '{"name": "add", "arguments": {"a": 5}}', '{"name": "now", "arguments": {}}'
 NAMED = {"type": "function", "function": {"name": "add"}}
 

@@ -323,11 +323,7 @@ class Untouched(PromptEncoder):
 
 
 @pytest.mark.parametrize(
-    "body",
-    [
-        chat(messages=[{"role": "user", "content": "é" * 500}], n=0),
-        completion(prompt="x" * 1001, n=0),
-    ],
+    "body", [chat(messages=[{"role": "user", "content": "é" * 500}], n=0), completion(prompt="x" * 1001, n=0)]
 )
 async def test_a_text_beyond_its_bound_is_not_tokenized(body: Sampled) -> None:
     models = Models(INFO, INFO, Untouched(TOKENIZER))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -39,11 +40,9 @@ def sparse(probs: dict[int, float]) -> SparseDistribution:
     return SparseDistribution(np.array(list(probs), dtype=np.int64), np.array(list(probs.values())))
 
 
-def sampled(*tokens: tuple[int, dict[int, float]], base_length: int = 0) -> Proposal:
+def sampled(*tokens: tuple[int, dict[int, float]]) -> Proposal:
     """Tokens, each with the distribution it was drawn from."""
-    return Proposal(
-        base_length, tuple(token for token, _ in tokens), tuple(sparse(probs) for _, probs in tokens)
-    )
+    return Proposal(0, tuple(token for token, _ in tokens), tuple(sparse(probs) for _, probs in tokens))
 
 
 def verification(*rows: TargetRow, base_length: int = 0) -> Verification:
@@ -139,9 +138,9 @@ def synthetic(*schedule: float) -> Accept:
 
 def relaxed(rule: rules.TokenRule, thinking: Sequence[bool], top_k: int = 10, delta: float = 0.6) -> Accept:
     decide = rules.relaxed(rule, top_k, delta)
-    return lambda proposal, rows, sampling, noise: decide([Round(proposal, rows, sampling, thinking)], noise)[
-        0
-    ]
+    return accepting(
+        lambda rounds, noise: decide([replace(each, thinking=thinking) for each in rounds], noise)
+    )
 
 
 BONUS, RECOVERED, NONE = NextToken.BONUS, NextToken.RECOVERED, NextToken.NONE

@@ -113,9 +113,9 @@ def output_distribution(accept: Accept, setting: Setting, length: int) -> Distri
     return finished
 
 
-def mean_accepted(accept: Accept, setting: Setting, tokens: Tokens = ()) -> float:
-    """Expected number of accepted tokens of one round."""
-    return sum(mass * (len(more) - 1) for more, mass in round_outcomes(accept, setting, tokens).items())
+def mean_accepted(accept: Accept, setting: Setting) -> float:
+    """Expected number of accepted tokens of the first round."""
+    return sum(mass * (len(more) - 1) for more, mass in round_outcomes(accept, setting, ()).items())
 
 
 def round_outcomes(accept: Accept, setting: Setting, tokens: Tokens) -> Distribution:

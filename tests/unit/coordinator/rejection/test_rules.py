@@ -242,10 +242,6 @@ def test_typical_acceptance_replaces_a_rejected_token_with_a_sample_of_the_targe
     assert noise.laws == [pytest.approx({1: 0.05, 8: 0.95})]
 
 
-def _logit_row(token: int, logit: float) -> TargetRow:
-    return support_row({token: 0.4}, outside=8, statistics=statistics(argmax=6, ranks=[1], logits=[logit]))
-
-
 @pytest.mark.parametrize(
     ("draft_logits", "target_logits", "expected"),
     [
@@ -259,15 +255,15 @@ def _logit_row(token: int, logit: float) -> TargetRow:
 def test_logit_comparison(
     draft_logits: list[float], target_logits: list[float], expected: Acceptance
 ) -> None:
-    rows = verification(*[_logit_row(1, logit) for logit in target_logits], bonus_row(7))
+    told = [statistics(argmax=6, ranks=[1], logits=[logit]) for logit in target_logits]
+    rows = verification(*[support_row({1: 0.4}, outside=8, statistics=each) for each in told], bonus_row(7))
     given = proposal(1, 1, logits=draft_logits)
     assert logit_comparison(given, rows, SAMPLED, uniforms(0.5, 0.5)) == expected
 
 
-def _row(prob: float, rank: int = 1, max_prob: float = 0.8, argmax: int = 6) -> SupportRow:
+def _row(prob: float, rank: int = 1, max_prob: float = 0.8) -> SupportRow:
     """A row whose support is token 1; token 8 lies outside."""
-    row_statistics = statistics(argmax=argmax, max_prob=max_prob, ranks=[rank], logits=[0.0])
-    return support_row({1: prob}, outside=8, statistics=row_statistics)
+    return support_row({1: prob}, 8, statistics(argmax=6, max_prob=max_prob, ranks=[rank]))
 
 
 @pytest.mark.parametrize(

@@ -135,24 +135,14 @@ SAMPLING = [
 ]
 
 
+RELAXED = {"use_relaxed_acceptance_for_thinking": True, "relaxed_topk": 3, "relaxed_delta": 0.3}
 NAMED = [
-    *(
-        SpeculativeConfig(rejection_sampling_strategy=strategy.name)
-        for strategy in STRATEGIES
-        if strategy.name != "synthetic"
-    ),
-    SpeculativeConfig(
-        rejection_sampling_strategy="synthetic", synthetic_acceptance_rate=0.6, num_speculative_tokens=4
-    ),
-    *(
-        SpeculativeConfig(
-            rejection_sampling_strategy=name,
-            use_relaxed_acceptance_for_thinking=True,
-            relaxed_topk=3,
-            relaxed_delta=0.3,
-        )
-        for name in ("residual", "typical-acceptance", "logit-comparison")
-    ),
+    SpeculativeConfig.model_validate({"rejection_sampling_strategy": name} | more)
+    for name, more in (
+        *((each.name, {}) for each in STRATEGIES if each.name != "synthetic"),
+        ("synthetic", {"synthetic_acceptance_rate": 0.6, "num_speculative_tokens": 4}),
+        *((name, RELAXED) for name in ("residual", "typical-acceptance", "logit-comparison")),
+    )
 ]
 
 

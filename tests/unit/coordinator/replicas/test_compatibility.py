@@ -36,33 +36,23 @@ MODELS: list[tuple[str, Deployment, str]] = [
         "the draft small has a vocabulary of 101 tokens and the target big one of 100; the draft's must not be larger"),
     ("tokenizer", deployment(draft=replace(DRAFT, tokenizer_hash="b" * 64)),
         "the draft small has another tokenizer (hash bbbbbbbbbbbb) than the target big (hash aaaaaaaaaaaa)"),
-    (
-        "tokenizer",
+    ("tokenizer",
         deployment(
-            {"vocabulary_mapping": "off"},
-            draft=replace(DRAFT, tokenizer_hash="b" * 64, maps_vocabularies=True),
-        ),
+            {"vocabulary_mapping": "off"}, draft=replace(DRAFT, tokenizer_hash="b" * 64, maps_vocabularies=True)),
         "the draft small has another tokenizer (hash bbbbbbbbbbbb) than the target big (hash aaaaaaaaaaaa); they "
-        "must be the same, since vocabulary_mapping is off",
-    ),
+        "must be the same, since vocabulary_mapping is off"),
     ("shared-max-length", deployment(draft=replace(DRAFT, max_length=32)),
         "max_length is 32 for the draft small and 64 for the target big; they must share one"),
     ("configured-max-length", deployment({"max_length": 48}, draft=None),
         "max_length is 48 for the coordinator and 64 for the target big; they must share one"),
     ("tensor-parallel-size", deployment({"draft_tensor_parallel_size": 2}),
         "draft_tensor_parallel_size is 2; it must be 1: 1 or the target's"),
-    (
-        "tensor-parallel-size",
-        deployment(
-            draft=replace(DRAFT, tensor_parallel_size=2), target=replace(TARGET, tensor_parallel_size=4)
-        ),
-        "draft_tensor_parallel_size is 2; it must be 1 or 4: 1 or the target's",
-    ),
-    (
-        "tensor-parallel-size",
+    ("tensor-parallel-size",
+        deployment(draft=replace(DRAFT, tensor_parallel_size=2), target=replace(TARGET, tensor_parallel_size=4)),
+        "draft_tensor_parallel_size is 2; it must be 1 or 4: 1 or the target's"),
+    ("tensor-parallel-size",
         deployment({"draft_tensor_parallel_size": 4}, target=replace(TARGET, tensor_parallel_size=4)),
-        "draft_tensor_parallel_size is 4; it must be what the draft small was started with, 1",
-    ),
+        "draft_tensor_parallel_size is 4; it must be what the draft small was started with, 1"),
 ]  # fmt: skip
 
 

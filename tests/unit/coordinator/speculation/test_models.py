@@ -51,11 +51,10 @@ def test_without_a_profile_the_first_steps_give_the_level() -> None:
     assert costs.seconds(1, 1) == pytest.approx(0.3)
 
 
-def round_of(load: int, proposed: int, slow: float = 1.0) -> RoundCost:
+def round_of(load: int, proposed: int) -> RoundCost:
     """A round on a machine whose steps take 10 ms and 0.1 ms for each token."""
-    verify = slow * (0.01 + 0.0001 * load * (proposed + 1))
-    draft = slow * 0.002 * proposed
-    seconds = verify + draft + slow * (0.001 if proposed else 0.0005)
+    verify, draft = 0.01 + 0.0001 * load * (proposed + 1), 0.002 * proposed
+    seconds = verify + draft + (0.001 if proposed else 0.0005)
     return RoundCost(proposed, seconds, verify, load, load * (proposed + 1), draft, load)
 
 
@@ -170,8 +169,8 @@ def _costs(
     return CostModel(ServiceCosts(verify, trip), ServiceCosts(draft, trip), leads)
 
 
-def _best(costs: CostModel, gains: GainModel, load: int = 1) -> int:
-    return min(OUTCOMES, key=lambda count: costs.seconds_ahead(load, _EXPECTED, count, gains.hit_rate(count)))
+def _best(costs: CostModel, gains: GainModel) -> int:
+    return min(OUTCOMES, key=lambda count: costs.seconds_ahead(1, _EXPECTED, count, gains.hit_rate(count)))
 
 
 def test_a_fast_draft_serves_many_outcomes_and_a_slow_one_few() -> None:
@@ -220,12 +219,8 @@ def test_a_round_asks_after_a_miss_for_as_many_tokens_as_pay(
     ("ready", "due_ms", "step_ms", "count"),
     [
         (2, 0.1, 0.1, 4),  # nearly free
-        (
-            2,
-            0.2,
-            1.2,
-            3,
-        ),  # 0.4 tokens for 0.2 ms, then 0.3 for 1.2 ms, where rounds make 0.3 in a millisecond
+        # 0.4 tokens for 0.2 ms, then 0.3 for 1.2 ms, where rounds make 0.3 in a millisecond
+        (2, 0.2, 1.2, 3),
         (2, 1.5, 1.5, 2),  # too slow
         (4, 0.0, 0.1, 4),  # complete
     ],

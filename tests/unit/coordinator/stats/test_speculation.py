@@ -132,11 +132,9 @@ def test_the_rate_equals_that_of_a_full_record(steps: list[tuple[float, int]], s
         assert counter.rate(seconds) * (now - oldest) == pytest.approx(expected)
 
 
-def count(
-    log: StatsLog, draft: str | None, target: str, *rounds: tuple[int, int], rule: str = "strict"
-) -> None:
+def count(log: StatsLog, draft: str | None, target: str, *rounds: tuple[int, int]) -> None:
     for proposed, accepted in rounds:
-        log.round_ended(rule, round_result(proposed, accepted, draft=draft, target=target))
+        log.round_ended("strict", round_result(proposed, accepted, draft=draft, target=target))
 
 
 async def test_a_line_for_each_interval_with_activity(caplog: pytest.LogCaptureFixture) -> None:

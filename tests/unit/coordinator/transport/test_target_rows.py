@@ -46,13 +46,7 @@ def test_an_empty_proposal_requests_a_sample_only(
 
 
 SIZE = 10
-STATISTICS = RowStatistics(
-    entropy=-1e-9,
-    max_prob=0.5,
-    argmax_token_id=SIZE - 1,
-    ranks=np.array([0, 1]),
-    logits=np.array([1.0, -math.inf], np.float32),
-)
+STATISTICS = RowStatistics(-1e-9, 0.5, SIZE - 1, np.array([0, 1]), np.array([1.0, -math.inf], np.float32))
 SUPPORT = SupportRow(np.array([1, 2]), np.array([0.5, 0.0]), 0.5, SIZE - 1, STATISTICS)
 
 
@@ -80,21 +74,14 @@ BAD: list[tuple[TargetRow, str]] = [
     (TokenRow(SIZE), "it sent token id 10; ids must be in 0..9"),
     (TokenRow(-1), "it sent token id -1; ids must be in 0..9"),
     (replace(SUPPORT, outside_token_id=SIZE), "it sent token id 10; ids must be in 0..9"),
-    (
-        replace(SUPPORT, probs=np.array([1.0, math.nan])),
+    (replace(SUPPORT, probs=np.array([1.0, math.nan])),
         "a row's lowest probability is nan and their sum is nan; no probability may be negative, and the sum must be a "
-        "positive number",
-    ),
+        "positive number"),
     (replace(SUPPORT, probs=np.array([1.0, -0.5])), "lowest probability is -0.5 and their sum is 1;"),
     (replace(SUPPORT, probs=np.array([1.0, math.inf])), "their sum is inf;"),
-    *(
-        (
-            replace(SUPPORT, outside_prob=prob),
-            f"a row's token outside the support has the probability {prob:g}; it must be between 0 and the mass "
-            "there, 0.5",
-        )
-        for prob in (-0.5, 0.5001, math.nan, math.inf)
-    ),
+    *((replace(SUPPORT, outside_prob=prob),
+        f"a row's token outside the support has the probability {prob:g}; it must be between 0 and the mass there, 0.5")
+        for prob in (-0.5, 0.5001, math.nan, math.inf)),
     (replace(SUPPORT, outside_token_id=-1, outside_prob=0.1), "between 0 and the mass there, 0"),
     (replace(SUPPORT, outside_mass=-0.5), "lowest probability is -0.5"),
     (replace(SUPPORT, outside_mass=math.nan), "their sum is nan;"),

@@ -99,9 +99,9 @@ async def refusal(address: str, credentials: Credentials = PLAIN) -> grpc.aio.Ai
     return error.value
 
 
-async def health_of(address: str, credentials: Credentials = PLAIN) -> str:
+async def health_of(address: str) -> str:
     """Return the status that the standard health service reports."""
-    async with open_channel(address, credentials=credentials) as channel:
+    async with open_channel(address) as channel:
         answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
     name: str = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
     return name

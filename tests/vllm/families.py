@@ -8,39 +8,11 @@ from typing import Any
 from tests.unit.engine.tiny_models import MAX_LENGTH, VOCABULARY_SIZE, WINDOW, hf
 
 _SHAPE = {
-    "vocab_size": VOCABULARY_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": MAX_LENGTH,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "initializer_range": 0.2,
-}
+    "vocab_size": VOCABULARY_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": MAX_LENGTH, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.2,
+}  # fmt: skip
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
-
-
-def _deepseek_v3() -> Any:
-    return hf.DeepseekV3Config(
-        **_SHAPE | {"num_key_value_heads": 2},
-        moe_intermediate_size=32,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        scoring_func="sigmoid",
-        topk_method="noaux_tc",
-        n_group=2,
-        topk_group=1,
-        first_k_dense_replace=1,
-        kv_lora_rank=512,
-        q_lora_rank=32,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=128,
-        v_head_dim=128,
-    )
-
 
 FAMILIES: dict[str, Callable[..., Any]] = {
     "llama": lambda **changes: hf.LlamaConfig(**_SHAPE | changes),
@@ -56,7 +28,11 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "gpt_oss": lambda: hf.GptOssConfig(
         **_SHAPE, num_local_experts=4, num_experts_per_tok=2, head_dim=32, sliding_window=WINDOW
     ),
-    "deepseek_v3": _deepseek_v3,
+    "deepseek_v3": lambda: hf.DeepseekV3Config(
+        **_SHAPE | _EXPERTS | {"num_key_value_heads": 2}, n_routed_experts=4, scoring_func="sigmoid",
+        topk_method="noaux_tc", n_group=2, topk_group=1, first_k_dense_replace=1, kv_lora_rank=512, q_lora_rank=32,
+        qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128,
+    ),
     "olmo2": lambda: hf.Olmo2Config(**_SHAPE),
     "granite": lambda: hf.GraniteConfig(**_SHAPE),
     "smollm3": lambda: hf.SmolLM3Config(**_SHAPE),

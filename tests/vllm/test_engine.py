@@ -76,11 +76,7 @@ async def test_rows_of_every_kind_are_those_of_its_logits(twin: Twin) -> None:
         (VerifyStep(Delta(0, prompt), RowKind.TOKEN, 4), SamplingParams(temperature=1.0, seed=3), plain),
         (VerifyStep(Delta(0, prompt), RowKind.SUPPORT, 4, supports, with_statistics=True), sampling, plain),
         (VerifyStep(Delta(0, prompt), RowKind.DENSE, 4), sampling, plain),
-        (
-            VerifyStep(Delta(0, prompt), RowKind.TOKEN, 4),
-            penalized,
-            LogitAdjustments({5: 3.0}),
-        ),
+        (VerifyStep(Delta(0, prompt), RowKind.TOKEN, 4), penalized, LogitAdjustments({5: 3.0})),
     ]
     engine = twin.engine
     sequences = [await engine.open(len(prompt) + 1) for _ in asked]

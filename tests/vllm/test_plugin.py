@@ -123,10 +123,7 @@ def _engine(folder: Path) -> Any:
         disable_log_stats=False,
         kv_cache_memory_bytes=32 << 20,
         worker_cls=WORKER,
-        speculative_config={
-            **ours,
-            "num_speculative_tokens": 3,
-        },
+        speculative_config={**ours, "num_speculative_tokens": 3},
     )
 
 

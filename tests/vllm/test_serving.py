@@ -80,11 +80,7 @@ def small_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.mark.parametrize(
     ("rule", "row_kind"),
-    [
-        ("strict", RowKind.TOKEN),
-        ("residual", RowKind.SUPPORT),
-        ("block", RowKind.SUPPORT),
-    ],
+    [("strict", RowKind.TOKEN), ("residual", RowKind.SUPPORT), ("block", RowKind.SUPPORT)],
 )
 async def test_every_lossless_rule_has_the_targets_distribution(
     small_address: str, rule: str, row_kind: RowKind

@@ -56,10 +56,8 @@ SHARED_TARGET = np.array([70, 3, 5, 81, 2, 66, 0])
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def shared_job(
-    sampling: SamplingParams, kind: RowKind, *, count: int = 1, base_length: int = 7
-) -> Job[Drafting]:
-    made = job(sampling, kind, count=count, base_length=base_length, draft_top_k=5)
+def shared_job(sampling: SamplingParams, kind: RowKind, *, count: int = 1) -> Job[Drafting]:
+    made = job(sampling, kind, count=count, draft_top_k=5)
     made.payload.shared = SharedTokens(SHARED_DRAFT, SHARED_TARGET)
     return made
 

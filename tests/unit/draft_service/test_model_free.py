@@ -58,8 +58,8 @@ scripts = st.lists(st.tuples(st.integers(0, 10), tokens), min_size=1, max_size=8
 class Held(Generic[IndexT]):
     """An index and its tokens, changed as a sequence changes them."""
 
-    def __init__(self, new_index: Callable[[TokenState], IndexT], max_length: int = 0) -> None:
-        self.state = TokenState(max_length)
+    def __init__(self, new_index: Callable[[TokenState], IndexT]) -> None:
+        self.state = TokenState(0)
         self.index = new_index(self.state)
 
     @property

@@ -47,12 +47,10 @@ def job(
     base_length: int = 7,
     draft_top_k: int = 8,
     support_mass: float = 1.0,
-    with_token_logits: bool = False,
 ) -> Job[Drafting]:
     options = DraftOptions(
-        "r", sampling, row_kind=kind, draft_top_k=draft_top_k, with_token_logits=with_token_logits,
-        draft_support_mass=support_mass,
-    )  # fmt: skip
+        "r", sampling, row_kind=kind, draft_top_k=draft_top_k, draft_support_mass=support_mass
+    )
     sequence = CachedSequence([PageTable(64, 64)], 64, VOCABULARY_SIZE)
     return Job(sequence, Delta(0, []), 1, Drafting(base_length, count, options))
 

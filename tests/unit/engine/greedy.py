@@ -128,8 +128,8 @@ def most_probable(reference: Any, prompt: SequenceOf[int], token_ids: SequenceOf
     return logits[len(prompt) - 1 :].argmax(dim=-1).tolist()
 
 
-async def settle(engine: Engine[Any, Any], timeout_seconds: float = 5.0) -> None:
+async def settle(engine: Engine[Any, Any]) -> None:
     """Waits until nothing is reserved any more."""
-    async with asyncio.timeout(timeout_seconds):
+    async with asyncio.timeout(5.0):
         while engine.usage.reserved_tokens or engine.usage.sequence_count:  # noqa: ASYNC110  the engine tells nobody
             await asyncio.sleep(0.002)

@@ -206,10 +206,8 @@ MASKED_ROWS = 3
 LOGITS = torch.randn(MASKED_ROWS, SMALL_VOCABULARY, generator=torch.Generator().manual_seed(1))
 
 
-def masked_request(
-    kind: RowKind, sampling: SamplingParams, supports: tuple[IntArray, ...] = ()
-) -> RowRequest:
-    step = VerifyStep(Delta(4, MASKED_TOKENS[4:]), kind, MASKED_ROWS, supports)
+def masked_request(kind: RowKind, sampling: SamplingParams) -> RowRequest:
+    step = VerifyStep(Delta(4, MASKED_TOKENS[4:]), kind, MASKED_ROWS)
     own = RowRequest(step, TargetOptions("r", sampling, prompt_length=len(PROMPT)), state_of(*WORDS))
     return own.with_tokens(MASKED_TOKENS)
 
@@ -225,13 +223,8 @@ def expected() -> torch.Tensor:
 
 def test_every_kind_of_row_is_that_of_the_masked_logits() -> None:
     greedy, sampled = SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, seed=3)
-    kinds = [
-        (RowKind.TOKEN, greedy),
-        (RowKind.DENSE, sampled),
-        (RowKind.SUPPORT, sampled),
-        (RowKind.TOKEN, sampled),
-    ]
-    own = [masked_request(kind, sampling) for kind, sampling in kinds]
+    own = [masked_request(RowKind.TOKEN, greedy)]
+    own += [masked_request(kind, sampled) for kind in (RowKind.DENSE, RowKind.SUPPORT, RowKind.TOKEN)]
     assert all(each.grammar is None for each in own), "a grammar stays in the process of its sequence"
     rows = [ids_in(mask) for mask in own[0].masks] if own[0].masks is not None else []
     assert rows[1:] == [{0, 1, 4}, {0, 1}]
@@ -277,8 +270,8 @@ WIDTH = 50
 NO_IDS: IntArray = np.empty(0, dtype=np.int64)
 
 
-def wide_logits(row_count: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(row_count, WIDTH, generator=torch.Generator().manual_seed(seed)) * 3
+def wide_logits(row_count: int) -> torch.Tensor:
+    return torch.randn(row_count, WIDTH, generator=torch.Generator().manual_seed(0)) * 3
 
 
 def asked_for(

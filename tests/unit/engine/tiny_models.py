@@ -27,49 +27,14 @@ _SHAPE = {
 }  # fmt: skip
 _GROUPED = _SHAPE | {"num_key_value_heads": 2}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
-
-
-def _gpt2() -> Any:
-    return hf.GPT2Config(
-        vocab_size=VOCABULARY_SIZE, n_embd=32, n_layer=2, n_head=4, n_positions=MAX_LENGTH, initializer_range=0.3,
-    )  # fmt: skip
-
-
-def _opt() -> Any:
-    return hf.OPTConfig(
-        vocab_size=VOCABULARY_SIZE, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=MAX_LENGTH, word_embed_proj_dim=32, init_std=0.3,
-    )  # fmt: skip
-
-
-def _falcon(**options: Any) -> Any:
-    return hf.FalconConfig(
-        vocab_size=VOCABULARY_SIZE,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=MAX_LENGTH,
-        initializer_range=0.3,
-        **options,
-    )
-
-
-def _deepseek_v3() -> Any:
-    return hf.DeepseekV3Config(
-        **_SHAPE,
-        num_key_value_heads=4,
-        moe_intermediate_size=24,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        first_k_dense_replace=1,
-        kv_lora_rank=16,
-        q_lora_rank=24,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=12,
-    )
+_GPT = {
+    "vocab_size": VOCABULARY_SIZE, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": MAX_LENGTH,
+    "initializer_range": 0.3,
+}  # fmt: skip
+_FALCON = {
+    "vocab_size": VOCABULARY_SIZE, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": MAX_LENGTH, "initializer_range": 0.3,
+}  # fmt: skip
 
 
 CONFIGS: dict[str, Callable[[], Any]] = {
@@ -92,25 +57,28 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         tie_word_embeddings=False,
     ),
     "phi3": lambda: hf.Phi3Config(**_GROUPED, sliding_window=WINDOW),
-    "gpt2": _gpt2,
+    "gpt2": lambda: hf.GPT2Config(**_GPT),
     "gpt_neox": lambda: hf.GPTNeoXConfig(**_SHAPE),
-    "opt": _opt,
-    "falcon": lambda: _falcon(multi_query=True),
-    "falcon_alibi": lambda: _falcon(alibi=True, multi_query=False, parallel_attn=False),
+    "opt": lambda: hf.OPTConfig(
+        vocab_size=VOCABULARY_SIZE, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=MAX_LENGTH, word_embed_proj_dim=32, init_std=0.3,
+    ),
+    "falcon": lambda: hf.FalconConfig(**_FALCON, multi_query=True),
+    "falcon_alibi": lambda: hf.FalconConfig(**_FALCON, alibi=True, multi_query=False, parallel_attn=False),
     "starcoder2": lambda: hf.Starcoder2Config(**_GROUPED, sliding_window=WINDOW),
     "cohere": lambda: hf.CohereConfig(**_GROUPED),
     "olmo2": lambda: hf.Olmo2Config(**_GROUPED),
     "gpt_oss": lambda: hf.GptOssConfig(
         **_GROUPED, num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=WINDOW
     ),
-    "deepseek_v3": _deepseek_v3,
+    "deepseek_v3": lambda: hf.DeepseekV3Config(
+        **_SHAPE, **_EXPERTS, num_key_value_heads=4, n_routed_experts=4, n_group=2, topk_group=1,
+        first_k_dense_replace=1, kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12,
+    ),
     "phimoe": lambda: hf.PhimoeConfig(
         **_GROUPED, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW
     ),
-    "gptj": lambda: hf.GPTJConfig(
-        vocab_size=VOCABULARY_SIZE, n_embd=32, n_layer=2, n_head=4, n_positions=MAX_LENGTH, rotary_dim=8,
-        initializer_range=0.3,
-    ),
+    "gptj": lambda: hf.GPTJConfig(**_GPT, rotary_dim=8),
     "bloom": lambda: hf.BloomConfig(
         vocab_size=VOCABULARY_SIZE, hidden_size=32, n_layer=2, n_head=4, seq_length=MAX_LENGTH, initializer_range=0.3
     ),
@@ -118,18 +86,17 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 """Configuration makers by family. Windows are shorter than the texts of the tests."""
 
 
-def save_checkpoint(folder: Path, config: Any, seed: int = 0) -> Any:
+def save_checkpoint(folder: Path, config: Any) -> Any:
     """Writes a checkpoint of random weights and a tokenizer to go with it; returns the model, for reference."""
     generator_state = torch.random.get_rng_state()
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     # Older transformers choose SDPA for Gemma-2, which drops its soft-capping without a word.
     attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
     model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if (
-                parameter.ndim == 1
-            ):  # biases, norms and sinks start as constants, which would hide their misuse
+            # Biases, norms and sinks start as constants, which would hide their misuse.
+            if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             elif "norm" in name or not parameter.std() > 0:
                 parameter.normal_(std=0.3)
@@ -139,7 +106,7 @@ def save_checkpoint(folder: Path, config: Any, seed: int = 0) -> Any:
     return model
 
 
-def save_tokenizer(folder: Path, vocabulary_size: int = VOCABULARY_SIZE) -> None:
-    """Writes a tokenizer.json with that many words."""
-    vocabulary = {f"w{index}": index for index in range(vocabulary_size)}
+def save_tokenizer(folder: Path) -> None:
+    """Writes a tokenizer.json with as many words."""
+    vocabulary = {f"w{index}": index for index in range(VOCABULARY_SIZE)}
     Tokenizer(WordLevel(vocabulary, unk_token="w0")).save(str(folder / "tokenizer.json"))

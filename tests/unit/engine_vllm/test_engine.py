@@ -80,7 +80,7 @@ async def ask(engine: RowEngine, sequence: Sequence, base: int, text: list[int],
     return [row.token_id for row in answer.rows if isinstance(row, TokenRow)]
 
 
-async def wander(engine: RowEngine, seed: int, steps: int = 20) -> None:
+async def wander(engine: RowEngine, seed: int) -> None:
     """Extend, repeat and roll back a sequence at random; each answer must be that of its tokens alone."""
     draw = random.Random(seed)
     shared = [each % VOCABULARY_SIZE for each in range(3, 23)]
@@ -88,7 +88,7 @@ async def wander(engine: RowEngine, seed: int, steps: int = 20) -> None:
     text = shared[: draw.randrange(1, 20)]
     try:
         base = 0
-        for _ in range(steps):
+        for _ in range(20):
             rows = min(draw.choice((1, 1, 3, 5)), len(text))
             assert await ask(engine, sequence, base, text, rows) == greedy(text, rows)
             kept = draw.choice(

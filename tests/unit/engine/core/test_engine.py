@@ -151,22 +151,15 @@ async def test_releasing_takes_effect_between_steps(llama: TinyModel) -> None:
             await engine.submit(Job(sequence, Delta(0, _PROMPT), 1, "once"))
 
 
-async def _one_by_one(engine: Engine[Any, Any], count: int, max_length: int = 60) -> Sequence:
-    """Open a sequence and request its rows one after the other."""
-    sequence = await engine.open(max_length)
-    for length in range(1, count + 1):
-        await engine.submit(Job(sequence, Delta(0, (length,) * length), 1, None))
-    return sequence
-
-
 async def test_a_step_does_not_wait_for_a_sequence_that_was_released(
     llama: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tandem.engine.core.scheduler._PATIENCE", 1e6)
     async with running(llama.backends, RowsHead()) as engine:
         async with asyncio.timeout(10):
-            first, second = await _one_by_one(engine, 1), await engine.open(60)
-            waiting = asyncio.create_task(engine.submit(Job(second, Delta(0, (9,) * 9), 1, None)))
+            first, second = [await engine.open(60) for _ in range(2)]
+            await rows(engine, first, Delta(0, (1,)), 1)
+            waiting = asyncio.create_task(rows(engine, second, Delta(0, (9,) * 9), 1))
             await asyncio.sleep(0.05)
             assert not waiting.done(), "the step waits for the first sequence"
             engine.release(first)
@@ -511,13 +504,9 @@ async def test_random_interleavings(
     model = tiny_model(family)
     backends = model.backends if model.backends.native is None else model.with_plans
     room = _TOTAL_TOKENS * 4 * sum(layer.values_per_token for layer in model.loaded.layers)
-    limits: dict[str, Any] = {
-        "max_length": _MAX_LENGTH,
-        "max_sequences": 6,
-        "kv_cache_bytes": room,
-        "prefix_reuse": prefix_reuse,
-    }
-    async with running(backends, RowsHead(), prefill_chunk_tokens=chunk, **limits) as engine:
+    limits: dict[str, Any] = {"max_length": _MAX_LENGTH, "max_sequences": 6, "kv_cache_bytes": room}
+    limits |= {"prefix_reuse": prefix_reuse, "prefill_chunk_tokens": chunk}
+    async with running(backends, RowsHead(), **limits) as engine:
         clients = [Client(engine, model.reference, random.Random(n)) for n in range(9)]
         await asyncio.gather(*(client.act(30) for client in clients))
         await settle(engine)

@@ -14,15 +14,6 @@ from tandem.engine.kv_cache.sequence import Sequence
 from tandem.errors import InvalidRequestError
 from tandem.types import Delta
 
-
-def _sequence(*token_ids: int, max_length: int = 10) -> Sequence:
-    """A sequence whose tokens are all computed."""
-    sequence = Sequence((PageTable(64, max_length),), max_length, vocabulary_size=100)
-    sequence.apply(Delta(0, token_ids))
-    sequence.advance(len(token_ids))
-    return sequence
-
-
 _IDS = st.lists(st.integers(0, 3), max_size=8)
 
 
@@ -43,24 +34,22 @@ def test_kept_tokens_are_always_a_common_prefix(
     assert not could_keep
 
 
+GAP = "the sequence has 3 tokens; send the missing ones from base_length 0."
+
+
 @pytest.mark.parametrize(
     ("delta", "sentence"),
     [
-        (
-            Delta(4, [1]),
-            "The delta starts at token 4, but the sequence has 3 tokens; send the missing ones from base_length 0.",
-        ),
-        (
-            Delta(-1, [1]),
-            "The delta starts at token -1, but the sequence has 3 tokens; send the missing ones from base_length 0.",
-        ),
+        *((Delta(start, [1]), f"The delta starts at token {start}, but {GAP}") for start in (4, -1)),
         (Delta(3, [1] * 8), "The sequence would have 11 tokens, but its limit is 10."),
         (Delta(3, [5, 100]), "Token id 100 is not in the vocabulary, whose ids are 0 to 99."),
         (Delta(3, [-1]), "Token id -1 is not in the vocabulary, whose ids are 0 to 99."),
     ],
 )
 def test_a_delta_that_does_not_fit_changes_nothing(delta: Delta, sentence: str) -> None:
-    sequence = _sequence(1, 2, 3)
+    sequence = Sequence((PageTable(64, 10),), 10, vocabulary_size=100)
+    sequence.apply(Delta(0, (1, 2, 3)))
+    sequence.advance(3)
     with pytest.raises(InvalidRequestError) as raised:
         sequence.apply(delta)
     assert str(raised.value) == sentence

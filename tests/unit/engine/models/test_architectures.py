@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -171,14 +172,12 @@ _FEW_TOKENS = 5
 @pytest.fixture(scope="module")
 def long_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
     """Makes a model of long texts, once."""
-    made: dict[str, TinyModel] = {}
 
+    @cache
     def make(family: str) -> TinyModel:
-        if family not in made:
-            config = CONFIGS[family]()
-            config.max_position_embeddings = _LENGTH
-            made[family] = saved_model(tmp_path_factory.mktemp(family), config)
-        return made[family]
+        config = CONFIGS[family]()
+        config.max_position_embeddings = _LENGTH
+        return saved_model(tmp_path_factory.mktemp(family), config)
 
     return make
 

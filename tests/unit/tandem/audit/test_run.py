@@ -477,9 +477,9 @@ def ids_of(prompt: str | list[int]) -> list[int]:
     return [ord(character) for character in prompt] if isinstance(prompt, str) else prompt
 
 
-def application(language: Language, fault: str = RIGHT, seed: int = 0) -> Starlette:
+def application(language: Language, fault: str = RIGHT) -> Starlette:
     """Serve a sampler as OpenAI's API, with vLLM's and Tandem's metrics of speculation."""
-    served = _Served(language, fault, np.random.default_rng(seed))
+    served = _Served(language, fault, np.random.default_rng(0))
 
     async def models(_: Request) -> Response:
         return JSONResponse({"data": [{"id": "synthetic"}]})

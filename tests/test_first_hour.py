@@ -275,11 +275,7 @@ def test_the_commands_work_in_a_fresh_clone(tmp_path: Path) -> None:
     assert script.count("pip") == 4
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(tmp_path / "clone")], check=True)
     ran = subprocess.run(
-        [
-            "bash",
-            "-euxc",
-            f"{script}\ncd / && tandem --version && tandem config check '{{}}'",
-        ],
+        ["bash", "-euxc", f"{script}\ncd / && tandem --version && tandem config check '{{}}'"],
         cwd=tmp_path / "clone",
         env=clean_environment(),
         capture_output=True,

@@ -20,16 +20,8 @@ from tests.deploy.images import PYTHON, VENV, Image
 from tests.end_to_end.processes import START_SECONDS, Process, running, until
 from tests.paths import ROOT
 
-_SYSTEM = (
-    "/usr",
-    "/bin",
-    "/sbin",
-    "/lib",
-    "/lib64",
-    "/etc/ld.so.cache",
-    "/etc/ld.so.conf",
-    "/etc/ld.so.conf.d",
-)
+_LINKER = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d")
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", *_LINKER)
 _PREFIX = "10.77.0"
 TEST_OPTIONS = ROOT / "tests" / "deploy" / "tandem.env"
 """Options of the services for all of these tests, for the variable OPTIONS_FILE."""

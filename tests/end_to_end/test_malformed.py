@@ -153,13 +153,12 @@ SAMPLING = SamplingParams(temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, seed=
 DELTA, NEXT_DELTA = Delta(0, [1, 2, 3]), Delta(3, [4, 5])
 DROP = Cancel()
 """For an unknown sequence; after mutation it may name a known one."""
+DRAFTED = DraftOptions("r", SAMPLING, 40, row_kind=RowKind.SUPPORT, draft_top_k=8, ahead=AheadBudget(4, 2))
+SUPPORTS = np.array([4, 9]), np.array([5, 8])
 PROPOSE = tuple(
     draft_wire.requests_to_proto([request])
     for request in (
-        (
-            1,
-            DraftOptions("r", SAMPLING, 40, row_kind=RowKind.SUPPORT, draft_top_k=8, ahead=AheadBudget(4, 2)),
-        ),
+        (1, DRAFTED),
         (1, ProposeStep(DELTA, 2)),
         (1, ProposeStep(NEXT_DELTA, 3, AheadBudget(2, 2))),
         (1, Finish(5)),
@@ -171,12 +170,7 @@ VERIFY = tuple(
     for request in (
         (1, TargetOptions("r", SAMPLING, 40, prompt_length=3, adjustments=LogitAdjustments({3: 1.0}))),
         (1, VerifyStep(DELTA, RowKind.TOKEN, 1)),
-        (
-            1,
-            VerifyStep(
-                NEXT_DELTA, RowKind.SUPPORT, 3, (np.array([4, 9]), np.array([5, 8])), with_statistics=True
-            ),
-        ),
+        (1, VerifyStep(NEXT_DELTA, RowKind.SUPPORT, 3, SUPPORTS, with_statistics=True)),
         (1, Finish(5)),
         (2, DROP),
     )

@@ -20,12 +20,12 @@ MISSING = 75
 """Exit code of a script whose library is not there."""
 HEAD = """
 import json, sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 from pydantic import BaseModel, Field
 try:
-    import {module}
-except ImportError:
+    VERSION = version("{package}")
+except PackageNotFoundError:
     sys.exit(75)
 URL = sys.argv[1] + "/v1"
 class Weather(BaseModel, extra="forbid"):
@@ -40,12 +40,11 @@ def take(value):
     found.append(value.model_dump() if isinstance(value, BaseModel) else Weather.model_validate(value).model_dump())
 """
 TAIL = """
-print(json.dumps([version("{package}"), found]))
+print(json.dumps([VERSION, found]))
 """
 SCRIPTS = {
-    "langchain-openai": (
-        "langchain_openai",
-        """
+    "langchain-openai": """
+import langchain_openai
 chat = langchain_openai.ChatOpenAI(base_url=URL, api_key="none", model="m", **SAMPLING)
 take(chat.with_structured_output(Weather).invoke("How is it?"))
 take(chat.with_structured_output(Weather, method="function_calling").invoke("How is it?"))
@@ -58,10 +57,8 @@ for piece in pieces:
     whole += piece
 take(whole.tool_calls[0]["args"])
 """,
-    ),
-    "litellm": (
-        "litellm",
-        """
+    "litellm": """
+import litellm
 ask = dict(model="openai/m", api_base=URL, api_key="none", messages=ASK, **SAMPLING)
 schema = {"name": "w", "strict": True, "schema": Weather.model_json_schema()}
 done = litellm.completion(**ask, response_format={"type": "json_schema", "json_schema": schema})
@@ -69,10 +66,7 @@ take(json.loads(done.choices[0].message.content))
 done = litellm.completion(**ask, tools=[TOOL], tool_choice="required")
 take(json.loads(done.choices[0].message.tool_calls[0].function.arguments))
 """,
-    ),
-    "pydantic-ai-slim": (
-        "pydantic_ai",
-        """
+    "pydantic-ai-slim": """
 from pydantic_ai import Agent, NativeOutput
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
@@ -80,16 +74,12 @@ model = OpenAIChatModel("m", provider=OpenAIProvider(base_url=URL, api_key="none
 for output in (Weather, NativeOutput(Weather)):
     take(Agent(model, output_type=output, model_settings=SAMPLING).run_sync("How is it?").output)
 """,
-    ),
-    "instructor": (
-        "instructor",
-        """
-import openai
+    "instructor": """
+import instructor, openai
 for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
     client = instructor.from_openai(openai.OpenAI(base_url=URL, api_key="none"), mode=mode)
     take(client.chat.completions.create(model="m", messages=ASK, response_model=Weather, max_retries=0, **SAMPLING))
 """,
-    ),
 }
 
 
@@ -113,8 +103,7 @@ async def answered(script: str, url: str) -> tuple[int | None, str, str]:
 @pytest.mark.soak
 @pytest.mark.parametrize("package", SCRIPTS)
 async def test_structured_output_and_tools_reach_it(api: MakeApi, package: str) -> None:
-    module, script = SCRIPTS[package]
-    script = HEAD.format(module=module) + script + TAIL.format(package=package)
+    script = HEAD.format(package=package) + SCRIPTS[package] + TAIL
     async with asyncio.timeout(SECONDS), api() as client:
         url = str(client.base_url).removesuffix("/v1/")
         code, out, err = await answered(script, url)

@@ -206,56 +206,34 @@ def misplaced(_: Faulty, answer: Any) -> Any:
     return replace(answer, base_length=answer.base_length + 1)
 
 
+def but(**hooks: Hook) -> Callable[[], Faulty]:
+    return partial(Faulty, **hooks)
+
+
 FAULTS: list[tuple[str, str, Callable[[], Faulty]]] = [
     ("model", "names no tokenizer", Nameless),
-    ("reading", "proposes a token where none is asked for", partial(Faulty, proposal=with_extra_token)),
-    ("proposals", "answers with the length after the proposal", partial(Faulty, proposal=misplaced)),
-    ("token rows", "sends distributions unasked", partial(Faulty, proposal=chatty)),
-    ("distributions", "draws otherwise each time", partial(Faulty, proposal=unseeded)),
-    (
-        "token logits",
-        "sends none",
-        partial(Faulty, proposal=lambda _, each: replace(each, token_logits=None)),
-    ),
-    (
-        "order",
-        "answers each step twice",
-        partial(Faulty, response=lambda _, each: each.proposals.extend(list(each.proposals))),
-    ),
-    (
-        "idempotence",
-        "takes a repeated delta for more tokens",
-        partial(
-            Faulty,
-            proposal=lambda draft, each: (
-                shifted(each) if draft.last and draft.last.delta.base_length else each
-            ),
-        ),
-    ),
-    (
-        "rollback",
-        "keeps what was rolled back",
-        partial(Faulty, proposal=lambda draft, each: shifted(each) if draft.rolled_back else each),
-    ),
-    ("malformed", "ends sequences with a status of its own", partial(Faulty, response=vague)),
+    ("reading", "proposes a token where none is asked for", but(proposal=with_extra_token)),
+    ("proposals", "answers with the length after the proposal", but(proposal=misplaced)),
+    ("token rows", "sends distributions unasked", but(proposal=chatty)),
+    ("distributions", "draws otherwise each time", but(proposal=unseeded)),
+    ("token logits", "sends none", but(proposal=lambda _, each: replace(each, token_logits=None))),
+    ("order", "answers each step twice", but(response=lambda _, each: each.proposals.extend([*each.proposals]))),
+    ("idempotence", "takes a repeated delta for more tokens",
+        but(proposal=lambda draft, each: shifted(each) if draft.last and draft.last.delta.base_length else each)),
+    ("rollback", "keeps what was rolled back",
+        but(proposal=lambda draft, each: shifted(each) if draft.rolled_back else each)),
+    ("malformed", "ends sequences with a status of its own", but(response=vague)),
     ("huge", "proposes as much as it is asked for", Endless),
-    ("opening", "passes over an Open of a sequence that is open", partial(Faulty, request=tolerant)),
+    ("opening", "passes over an Open of a sequence that is open", but(request=tolerant)),
     ("torn", "ends a stream that it cannot read as if nothing were wrong", Careless),
-    (
-        "finish",
-        "does not say that a sequence has ended",
-        partial(Faulty, response=lambda _, each: each.ClearField("ends")),
-    ),
-    (
-        "stale",
-        "says again, with each message, that the first sequence has ended",
-        partial(Faulty, response=lambda _, each: each.ends.add(sequence=1)),
-    ),
-    ("cancel", "breaks the stream with a cancelled sequence", partial(Faulty, request=fragile)),
+    ("finish", "does not say that a sequence has ended", but(response=lambda _, each: each.ClearField("ends"))),
+    ("stale", "says again, with each message, that the first sequence has ended",
+        but(response=lambda _, each: each.ends.add(sequence=1))),
+    ("cancel", "breaks the stream with a cancelled sequence", but(request=fragile)),
     ("half closed", "keeps a stream that has ended", Clinging),
-    ("ahead", "pushes more than it was granted", partial(Faulty, outcomes=generous)),
-    ("budgets", "takes any budget", partial(Faulty, request=boundless)),
-]
+    ("ahead", "pushes more than it was granted", but(outcomes=generous)),
+    ("budgets", "takes any budget", but(request=boundless)),
+]  # fmt: skip
 
 
 def test_each_check_has_a_fault() -> None:

@@ -233,12 +233,7 @@ the second begins the round with the first request to the draft."""
     ],
 )
 async def test_the_tokens_have_the_targets_distribution(
-    rule: str,
-    at_once: int,
-    step_seconds: float,
-    seeds: int,
-    distance: float,
-    paced: Paced,
+    rule: str, at_once: int, step_seconds: float, seeds: int, distance: float, paced: Paced
 ) -> None:
     request = replace(REQUESTS[rule], top_k=3, max_tokens=6, num_speculative_tokens=2)
     requests = [replace(request, seed=seed) for seed in range(seeds)]
@@ -261,9 +256,7 @@ async def test_the_tokens_have_the_targets_distribution(
     ],
 )
 async def test_so_have_those_of_a_target_that_begins_rounds_by_itself(
-    rules: tuple[str, ...],
-    temperature: float,
-    paced: Paced,
+    rules: tuple[str, ...], temperature: float, paced: Paced
 ) -> None:
     """With a draft under `strict`, and alone under every rule."""
     is_alone = len(rules) > 1

@@ -46,19 +46,12 @@ TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
         ("completions", b'{"prompt": [' + b"1," * 800_000 + b"1]}", "values or more"),
         ("completions", b'{"prompt": [' + b"{}," * 200_000 + b"{}]}", "lists, objects and fields or more"),
         ("completions", b'{"prompt": "' + b"," * 200_000 + b'"}', "the prompt has 200000 bytes"),
-        (
-            "chat/completions",
-            b'{"messages": [' + b"{}," * 130_000 + b"{}]}",
-            "lists, objects and fields or more",
-        ),
+        ("chat/completions", b'{"messages": [' + b"{}," * 130_000 + b"{}]}", "lists, objects and fields or more"),
         ("chat/completions", b'{"messages": [' + b"1," * 2_100 + b"1]}", "messages.0 is 1"),
-        (
-            "chat/completions",
-            b'{"messages": [' + b",".join([b'{"role":"user"}'] * 2_049) + b"]}",
-            "list should have at most 2048 items",
-        ),
+        ("chat/completions", b'{"messages": [' + b",".join([b'{"role":"user"}'] * 2_049) + b"]}",
+            "list should have at most 2048 items"),
     ],
-)
+)  # fmt: skip
 async def test_bodies_of_many_values_are_refused_unparsed(path: str, content: bytes, expected: str) -> None:
     async with http_cluster(FakeTarget()) as cluster:
         answer = await cluster.http.post(f"/v1/{path}", content=content, headers=JSON)
@@ -191,14 +184,10 @@ async def test_a_full_coordinator_refuses_a_request_unread_once_it_has_seen_the_
 
 CHOICES, TOKENS, TOPS = 16, 24, 20
 LARGE = {"max_tokens": TOKENS, "n": CHOICES, "temperature": 0, "return_token_ids": True}
+MESSAGES = [{"role": "user", "content": "a"}]
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": [10], "logprobs": TOPS} | LARGE,
-    "/v1/chat/completions": {
-        "messages": [{"role": "user", "content": "a"}],
-        "logprobs": True,
-        "top_logprobs": TOPS,
-    }
-    | LARGE,
+    "/v1/chat/completions": {"messages": MESSAGES, "logprobs": True, "top_logprobs": TOPS} | LARGE,
 }
 SMALL = {"prompt": [10], "max_tokens": 4, "temperature": 0}
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from benchmarks.load.fakes import FakeTarget, NextToken, counting, rows
+from benchmarks.load.fakes import FakeTarget, counting, rows
 from draft_service.proposers.ngram import ngram_proposer
 from draft_service.proposers.suffix import suffix_proposer
 from tandem.client import Completed
@@ -56,12 +56,11 @@ class LeadingEngine:
     so it is known which steps begin by themselves.
     """
 
-    def __init__(self, next_token: NextToken, info: ModelInfo) -> None:
+    def __init__(self, info: ModelInfo) -> None:
         self.info = info
         self.patience_seconds = 10.0
         """How long to wait for an outcome at most; 0 where it may never come."""
         self.open_count = 0
-        self._next_token = next_token
 
     async def open(self, max_length: int, *, client: str = "") -> Led:
         self.open_count += 1
@@ -102,7 +101,7 @@ class LeadingEngine:
         step, tokens = request.step, sequence.tokens
         tokens[step.delta.base_length :] = step.delta.token_ids
         base_length = request.base_length
-        said = [self._next_token(tokens[:length]) for length in range(base_length, len(tokens) + 1)]
+        said = [counting(tokens[:length]) for length in range(base_length, len(tokens) + 1)]
         answer = Verification(base_length, rows(said, step))
         if step.lead and step.row_kind is RowKind.TOKEN:
             await self._outcomes(request, answer)
@@ -125,10 +124,10 @@ class LeadingEngine:
 
 
 class LeadingTarget(FakeTarget):
-    def __init__(self, next_token: NextToken = counting, eos_token_ids: tuple[int, ...] = ()) -> None:
-        super().__init__(next_token, eos_token_ids)
+    def __init__(self) -> None:
+        super().__init__()
         self._observer = NO_SERVICE_OBSERVER
-        self.engine = LeadingEngine(next_token, self.model_info)
+        self.engine = LeadingEngine(self.model_info)
         self.verifier = Verifier(cast("Any", self.engine), self.tokenizer_files)
 
     async def serve_sequence(self, sequence: VerifiedFor) -> None:
@@ -234,23 +233,13 @@ REQUESTS = {
         f"{rule}, temperature {temperature}": replace(
             GREEDY, temperature=temperature, seed=seed, rejection_sampling_strategy=rule
         )
-        for seed, (rule, temperature) in enumerate(
-            itertools.product(("strict", "residual", "block"), (0.7, 1.0))
-        )
+        for seed, (rule, temperature) in enumerate(itertools.product(("strict", "residual", "block"), (0.7, 1.0)))
     },
     "penalties, biases and a minimum": replace(
-        GREEDY,
-        temperature=1.0,
-        seed=9,
-        repetition_penalty=1.3,
-        frequency_penalty=0.4,
-        logit_bias={300: 5.0},
-        min_tokens=6,
-        ignore_eos=False,
+        GREEDY, temperature=1.0, seed=9, repetition_penalty=1.3, frequency_penalty=0.4, logit_bias={300: 5.0},
+        min_tokens=6, ignore_eos=False,
     ),
-}
-
-
+}  # fmt: skip
 MODEL_FREE = ("greedy", "strict, temperature 0.7", "strict, temperature 1.0")
 """Requests whose rule may have a lead beside a draft."""
 
@@ -332,31 +321,22 @@ async def test_the_text_survives_a_loss_in_the_middle_of_a_lead(
                 assert sum(each.opened for each in faulty) == 3, "one to begin with, and one for each loss"
 
 
-def other_led_token(answer: Verification) -> Verification:
-    """Claim to have gone on with another token than the rows named."""
-    return answer if answer.led_token_id < 0 else replace(answer, led_token_id=answer.led_token_id + 1)
+LIES: dict[str, Fault] = {
+    "another token than the rows named": lambda each: replace(each, led_token_id=each.led_token_id + 1),
+    "a token is skipped": lambda each: replace(each, base_length=each.base_length + 1),
+    "a row of no model of this vocabulary": lambda each: replace(each, rows=(TokenRow(1 << 20),)),
+    "a proposal that nobody has made": lambda each: replace(each, next_proposed=2),
+}
 
 
-def other_length(answer: Verification) -> Verification:
-    """Claim to have skipped a token."""
-    return answer if answer.led_token_id < 0 else replace(answer, base_length=answer.base_length + 1)
-
-
-def unknown_token(answer: Verification) -> Verification:
-    """Send a row that no model of this vocabulary has."""
-    return answer if answer.led_token_id < 0 else replace(answer, rows=(TokenRow(1 << 20),))
-
-
-def other_proposal(answer: Verification) -> Verification:
-    """Claim to go on with a proposal, where nobody has made one."""
-    return replace(answer, next_proposed=2)
-
-
-@pytest.mark.parametrize("lie", [other_led_token, other_length, unknown_token, other_proposal])
+@pytest.mark.parametrize("lie", LIES)
 async def test_a_target_whose_lead_contradicts_its_rows_is_left(
-    model: LoadedModel, plain: dict[str, Completed], lie: Fault
+    model: LoadedModel, plain: dict[str, Completed], lie: str
 ) -> None:
-    lying = Faults(garbled=dict.fromkeys(range(4, 100), lie))
+    def lied(answer: Verification) -> Verification:
+        return answer if answer.led_token_id < 0 else LIES[lie](answer)
+
+    lying = Faults(garbled=dict.fromkeys(range(4, 100), lied))
     (found,) = await completions(model, 2, [GREEDY], lying, Faults())
     assert found.token_ids == plain["greedy"].token_ids
     lying.steps = 0

@@ -141,11 +141,7 @@ async def observed_cluster(
         observer = ObservedRequests(settings, exports)
         address, _ = await stack.enter_async_context(coordinator(settings, observer))
         yield ObservedCluster(
-            address,
-            observer.registry,
-            draft_observer.registry,
-            target_observer.registry,
-            exports.memory,
+            address, observer.registry, draft_observer.registry, target_observer.registry, exports.memory
         )
 
 

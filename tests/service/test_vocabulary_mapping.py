@@ -96,8 +96,7 @@ async def test_texts_are_those_of_the_target_alone(
 
 
 @pytest.mark.parametrize(
-    ("rule", "mapping", "options"),
-    [("residual", "tli", {"draft_ahead": 4}), ("block", "slem", {})],
+    ("rule", "mapping", "options"), [("residual", "tli", {"draft_ahead": 4}), ("block", "slem", {})]
 )
 async def test_texts_have_the_target_s_distribution(
     rule: str, mapping: str, options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory

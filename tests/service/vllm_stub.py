@@ -89,10 +89,7 @@ def config() -> Any:
     """The part of `VllmConfig` that the plug-in reads, with the demo pair's tokenizer."""
     return SimpleNamespace(
         model_config=SimpleNamespace(
-            model="target",
-            tokenizer=str(DEMO_TARGET),
-            max_model_len=MAX_LENGTH,
-            get_vocab_size=lambda: 2048,
+            model="target", tokenizer=str(DEMO_TARGET), max_model_len=MAX_LENGTH, get_vocab_size=lambda: 2048
         ),
         parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1),
         speculative_config=SimpleNamespace(num_speculative_tokens=TOKEN_COUNT),
@@ -270,11 +267,7 @@ async def plugged(
     **options: str,
 ) -> AsyncIterator[TandemProposer]:
     """A proposer as vLLM makes it, connected to these drafts: those at an address, and fakes, which are served."""
-    variables = {
-        "DRAFT_AHEAD": ahead,
-        "DRAFT_PATIENCE_SECONDS": str(patience),
-        **options,
-    }
+    variables = {"DRAFT_AHEAD": ahead, "DRAFT_PATIENCE_SECONDS": str(patience), **options}
     loggers = [logging.getLogger(name) for name in ("tandem", "coordinator")]
     before = [(each.level, each.propagate, list(each.handlers)) for each in loggers]
     async with AsyncExitStack() as stack:

@@ -508,6 +508,6 @@ async def test_random_interleavings(
     limits |= {"prefix_reuse": prefix_reuse, "prefill_chunk_tokens": chunk}
     async with running(backends, RowsHead(), **limits) as engine:
         clients = [Client(engine, model.reference, random.Random(n)) for n in range(9)]
-        await asyncio.gather(*(client.act(30) for client in clients))
+        while not engine.usage.preemption_count:  # how requests meet is a matter of time
+            await asyncio.gather(*(client.act(30) for client in clients))
         await settle(engine)
-        assert engine.usage.preemption_count > 0

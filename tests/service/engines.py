@@ -31,7 +31,7 @@ from tandem.types import Verification, VerifyStep
 from target_service.servicer import TargetServicer, VerifiedFor
 from target_service.verifier import Verifier
 from tests.end_to_end.models import random_model, save_model
-from tests.paths import DEMO_TARGET
+from tests.paths import DEMO_TARGET, DEVICE
 from tests.service.fakes import HANG_SECONDS, coordinated, hooked, refusal, serving
 
 EngineT = TypeVar("EngineT", bound=Engine[Any, Any])
@@ -52,7 +52,7 @@ Fault = Callable[[Verification], Verification]
 def tiny_model(folder: Path, seed: int = 1) -> LoadedModel:
     """One layer of random weights, with the demo pair's tokenizer."""
     weights = random_model(seed, **TINY)
-    return load_model(save_model(weights, folder), device="cpu", dtype="float32", threads=1)
+    return load_model(save_model(weights, folder), device=DEVICE, dtype="float32", threads=1)
 
 
 @asynccontextmanager

@@ -21,6 +21,7 @@ from tandem.types import Finish, GenerationRequest, Proposal, ProposeStep
 from tandem.wire.draft import Answer
 from tests.end_to_end.chi_square import assert_drawn_from
 from tests.end_to_end.models import blurred, exact, save_model, six_tokens
+from tests.paths import DEVICE
 from tests.service.clients import complete_all, until
 from tests.service.engines import Faults, services
 from tests.service.fakes import HANG_SECONDS, coordinated, hooked, refusal
@@ -140,7 +141,7 @@ def paced(tmp_path_factory: pytest.TempPathFactory) -> Paced:
     """The draft is the target with errors: some of what it proposes is accepted, and some is not."""
     models = small_target(), blurred(small_target(), seed=9, scale=0.2)
     folders = [save_model(each, tmp_path_factory.mktemp("model")) for each in models]
-    target, drafting = (load_model(each, device="cpu", dtype="float32", threads=1) for each in folders)
+    target, drafting = (load_model(each, device=DEVICE, dtype="float32", threads=1) for each in folders)
     return partial(pair, target, drafting)
 
 

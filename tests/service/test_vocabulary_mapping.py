@@ -18,7 +18,7 @@ from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.types import GenerationRequest
 from tests.end_to_end.chi_square import assert_drawn_from
 from tests.end_to_end.models import blurred, exact, save_model
-from tests.paths import DEMO_TARGET
+from tests.paths import DEMO_TARGET, DEVICE
 from tests.service.clients import complete_all, until
 from tests.service.engines import Faults, draft, target
 from tests.service.fakes import coordinated
@@ -36,7 +36,7 @@ PROMPTS = (
 
 
 def loaded(folder: Path) -> LoadedModel:
-    return load_model(folder, device="cpu", dtype="float32", threads=1)
+    return load_model(folder, device=DEVICE, dtype="float32", threads=1)
 
 
 @pytest.fixture(scope="module")

@@ -40,6 +40,7 @@ from tandem.types import (
     SparseDistribution,
 )
 from tandem.wire.draft import answers_to_proto
+from tests.paths import DEVICE
 from tests.service.clients import until
 from tests.unit.engine.tiny_models import CONFIGS, MAX_LENGTH, VOCABULARY_SIZE, save_checkpoint
 
@@ -441,6 +442,6 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
         if family not in made:
             made[family] = tmp_path_factory.mktemp(family)
             save_checkpoint(made[family], CONFIGS[family]())
-        return load_model(made[family], device="cpu", dtype="float32", threads=1)
+        return load_model(made[family], device=DEVICE, dtype="float32", threads=1)
 
     return make

@@ -45,7 +45,7 @@ from tandem.types import (
     VocabularyMapping,
 )
 from tandem.vocabulary import Vocabulary
-from tests.paths import DEMO_TARGET
+from tests.paths import DEMO_TARGET, DEVICE
 from tests.service.other_tokenizer import renumbered
 from tests.unit.draft_service.test_ahead import Round, assert_as_if_asked, outcomes_of, proposed, proposing
 from tests.unit.draft_service.test_standalone import SAMPLED, OtherProcess, job, logits_of, proposals
@@ -293,7 +293,7 @@ async def demo(
     folder: Path, options: DraftOptions, *, keeps_logits: bool = False
 ) -> AsyncIterator[tuple[StandaloneProposer, DraftOptions]]:
     """The draft with other ids, and the options of sequences for the demo target."""
-    model = load_model(folder, device="cpu", dtype="float32", threads=1)
+    model = load_model(folder, device=DEVICE, dtype="float32", threads=1)
 
     def head(ready: Sequence[Job[Drafting]], logits: Tensor) -> list[Outcome]:
         if keeps_logits:

@@ -28,6 +28,7 @@ from tandem.types import (
     SamplingParams,
     SparseDistribution,
 )
+from tests.paths import DEVICE
 from tests.unit.draft_service.test_ahead import proposing
 from tests.unit.engine.tiny_models import CONFIGS, save_checkpoint
 from tests.unit.tandem.tiny_grammars import TEXTS, state_of, text_of
@@ -212,7 +213,7 @@ SAMPLED_TEST_ROOM = DraftOptions("r", SamplingParams(seed=3), max_length=12)
 async def proposer(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[StandaloneProposer]:
     folder = tmp_path_factory.mktemp("llama")
     save_checkpoint(folder, CONFIGS["llama"]())
-    async with proposing(load_model(folder, dtype="float32"), max_length=64) as proposer:
+    async with proposing(load_model(folder, device=DEVICE, dtype="float32"), max_length=64) as proposer:
         yield proposer
 
 

@@ -15,9 +15,10 @@ from tandem.engine.backends.cpu_native.library.kernels import Kernels
 from tandem.engine.backends.cpu_native.plans import MakeTrace
 from tandem.engine.core.selection import Backends, choose_backends
 from tandem.engine.models.loading import LoadedModel, load_model
+from tests.paths import DEVICE
 from tests.unit.engine.tiny_models import CONFIGS, hf, save_checkpoint
 
-COMPILE_MODE = "on" if shutil.which("c++") else "off"
+COMPILE_MODE = "on" if DEVICE == "cpu" and shutil.which("c++") else "off"
 """Where there is a compiler, kernels that fail their trial fail the tests: users would be served by torch instead."""
 
 
@@ -41,7 +42,7 @@ class TinyModel:
         """Its steps replayed from execution plans."""
         native = self.backends.native
         if native is None:
-            pytest.skip("there is no C++ compiler")
+            pytest.skip("there are no kernels: no C++ compiler, or another device")
         return replace(self.backends, native=replace(native, trace=self.trace))
 
 
@@ -52,7 +53,7 @@ MakeModel = Callable[[str], TinyModel]
 def saved_model(folder: Path, config: Any) -> TinyModel:
     """A model of this configuration, written to the folder."""
     reference = save_checkpoint(folder, config)
-    backends = choose_backends(load_model(folder, dtype="float32"), compile_mode=COMPILE_MODE)
+    backends = choose_backends(load_model(folder, device=DEVICE, dtype="float32"), compile_mode=COMPILE_MODE)
     if backends.native is None:
         return TinyModel(folder, reference, backends)
     untraced = replace(backends, native=replace(backends.native, trace=None))

@@ -48,7 +48,7 @@ class RowsHead:
     """Returns the rows unchanged."""
 
     def __call__(self, ready: SequenceOf[Job[None]], logits: Tensor) -> list[Done[Tensor] | Continue]:
-        return [Done(own.clone()) for own in _rows_of(ready, logits)]
+        return [Done(own.to("cpu", copy=True)) for own in _rows_of(ready, logits)]
 
 
 def _rows_of(ready: SequenceOf[Job[Any]], logits: Tensor) -> tuple[Tensor, ...]:

@@ -17,7 +17,8 @@ from transformers import (
 )
 
 from tandem.engine.interface import RowRequest
-from tandem.engine.rows import adjusted, masked, penalized, verifications
+from tandem.engine.rows import adjusted, masked, penalized
+from tandem.engine.rows import verifications as of_cpu
 from tandem.errors import InvalidRequestError
 from tandem.sampling.noise import recovery_keys, sample, target_keys
 from tandem.sampling.warping import warp
@@ -35,7 +36,8 @@ from tandem.types import (
     VerifyStep,
 )
 from target_service.verifier import check_ids
-from tests.unit.engine.verified import verified
+from tests.paths import DEVICE
+from tests.unit.engine.verified import verifications, verified
 from tests.unit.tandem.tiny_grammars import VOCABULARY_SIZE as SMALL_VOCABULARY
 from tests.unit.tandem.tiny_grammars import ids_in, state_of
 
@@ -424,3 +426,20 @@ def test_a_single_non_finite_logit_fails_the_request(kind: str, number: float) -
     logits = wide_logits(3)
     logits[2, 40] = number
     assert verifications([ASKED[kind]], logits) == [None]
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="compares another device with the CPU: TANDEM_DEVICE")
+@pytest.mark.parametrize("kind", ASKED)
+def test_every_kind_of_row_of_a_large_vocabulary_is_the_same_on_a_cpu(kind: str) -> None:
+    logits = torch.randn(3, 128_256, generator=torch.Generator().manual_seed(2)) * 4
+    (own,) = verified([ASKED[kind]], logits)
+    (expected,) = of_cpu([ASKED[kind]], logits.clone())
+    assert expected is not None
+    for row, other in zip(own.rows, expected.rows, strict=True):
+        if isinstance(row, SupportRow) and isinstance(other, SupportRow):
+            assert row.outside_token_id == other.outside_token_id
+            np.testing.assert_allclose(
+                [*row.probs, row.outside_mass], [*other.probs, other.outside_mass], rtol=1e-11
+            )
+        else:
+            assert repr(row) == repr(other)

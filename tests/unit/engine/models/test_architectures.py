@@ -14,6 +14,7 @@ import torch
 from tandem.engine.kv_cache.arena import bytes_of_page, group_layers
 from tandem.engine.models.loading import load_model
 from tandem.types import Delta
+from tests.paths import DEVICE
 from tests.unit.engine.backends.test_branches import Branches, poison, run_together
 from tests.unit.engine.conftest import MakeModel, TinyModel, saved_model
 from tests.unit.engine.greedy import (
@@ -141,7 +142,9 @@ def _config() -> Any:
 
 async def test_a_long_stranger_does_not_change_a_short_text(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, _config())
-    async with running(load_model(tmp_path, dtype="float32"), RowsHead(), prefix_reuse=False) as engine:
+    async with running(
+        load_model(tmp_path, device=DEVICE, dtype="float32"), RowsHead(), prefix_reuse=False
+    ) as engine:
         short, long = await engine.open(64), await engine.open(64)
         alone = await rows(engine, short, Delta(0, _LONG[:9]), 9)
         beside, _ = await asyncio.gather(
@@ -157,7 +160,9 @@ async def test_frequencies_are_those_of_the_longest_text(
     tmp_path: Path, max_length: int, length: int
 ) -> None:
     reference = save_checkpoint(tmp_path, _config())
-    async with running(load_model(tmp_path, dtype="float32"), RowsHead(), max_length=max_length) as engine:
+    async with running(
+        load_model(tmp_path, device=DEVICE, dtype="float32"), RowsHead(), max_length=max_length
+    ) as engine:
         sequence = await engine.open(max_length)
         result = await rows(engine, sequence, Delta(0, _LONG[:length]), length)
     assert torch.allclose(result, plain_logits(reference, _LONG[:length]), atol=1e-3)

@@ -54,7 +54,6 @@ def step_rows(role: str, setup: Setup) -> list[Row]:
     plain = load()
     weight_bytes = sum(each.nbytes for each in plain.model.module.parameters())
     numbers = torch.ones(_READ_BYTES // 4, device=device)
-    # `item` waits until the device has done what it was told to.
     read = min(_seconds({"read": lambda: numbers.sum().item()}, clock)["read"])
     room = max(count for count, _ in SIZES), PAST_TOKENS + max(width for _, width in SIZES)
     engines = {"torch": Steps(plain, *room)}
@@ -115,4 +114,5 @@ class Steps:
                 made.advance(past)
             segments.append(Segment(made, width))
         rows = list(range(sequences * width)) if past else [width - 1]
-        return lambda: self.runner.run(segments, rows)
+        # `item` waits until the device has done what it was told to.
+        return lambda: self.runner.run(segments, rows)[-1, 0].item()

@@ -2,8 +2,12 @@
 
 `inputs`: 64 clients send the largest inputs that are allowed, over and over, while `/health` is asked and another
 client streams. `http-readers` and `grpc-readers`: 300 streams of one address are never read; good requests of another
-address are timed before, while they come, and afterwards. `http-readers-of-many-addresses`: the same from 250. The
-clients are a process of their own, on the same cores as the services.
+address are timed before, until all readers have given up their places, and afterwards.
+`http-readers-of-many-addresses`: the same from 250. The clients are a process of their own, on the same cores as the
+services.
+
+A target computes for 32 sequences at once, so the readers take turns: each gets tokens until its buffers are full, and
+has stalled a second later. How long all of that takes is up to the machine; how many tokens they got is not.
 """
 
 from __future__ import annotations
@@ -20,22 +24,29 @@ from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from functools import partial
 from itertools import pairwise
 
+import grpc
 import httpx2
 import numpy as np
 
 from benchmarks.common import free_port, service, study_parser
 from coordinator.settings.coordinator import MAX_CHAT_MESSAGES
-from tandem.client import Client
+from tandem.admin_client import AdminClient
+from tandem.client import Client, as_message
 from tandem.model_sources.bundled import DEMO
 from tandem.standard_streams import write_out
 from tandem.types import GenerationRequest
+from tandem.v1.generation_pb2_grpc import GenerationServiceStub
 
 CLIENTS = 64
 """A quarter of the requests that a coordinator runs by default."""
 READERS = 300
 """More than the 256 requests that a coordinator runs by default."""
-SETTLED_SECONDS = 120.0
-"""All readers have to be served until they do not read, and then wait for a second."""
+STUCK_SECONDS = 30.0
+"""Readers that hold places for so long without a token keep what they should give up. A busy machine makes tokens
+slowly, but it makes them. Less than the 60 s after which a reader's connection is closed, which frees its place too."""
+PROGRESS_SECONDS = 10.0
+"""Between two lines that say how far the readers are."""
+_GOOD_TOKENS = 16
 _READY = "ready on the attacked ports\n"
 """What a service says when it has started."""
 _GOOD_ADDRESS = "127.0.0.9"
@@ -75,13 +86,22 @@ async def _gaps(client: Client, until: float) -> list[float]:
 
 
 async def _readers(kind: str, address: str, port: int) -> AsyncIterator[str]:
-    async with _http(port) as http:
+    # A good request may take as long as all readers that came before it
+    async with _http(port, timeout=None) as http, AdminClient(address) as admin:
+        good = 0
 
-        async def request(number: int) -> float:
+        async def request() -> float:
             """Seconds of a good request."""
+            nonlocal good
             began = time.perf_counter()
-            body = {"prompt": [5, 9, number % 1000], "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+            body = {
+                "prompt": [5, 9, good % 1000],
+                "max_tokens": _GOOD_TOKENS,
+                "temperature": 0,
+                "ignore_eos": True,
+            }
             (await http.post("/v1/completions", json=body)).raise_for_status()
+            good += 1
             return time.perf_counter() - began
 
         async def held() -> int:
@@ -89,20 +109,51 @@ async def _readers(kind: str, address: str, port: int) -> AsyncIterator[str]:
             replicas = (await http.get("/tandem/status")).json()["replicas"]
             return sum(int(each["open_sequences"]) for each in replicas if each["role"] == "target")
 
-        yield f"{kind}, alone: a request of 16 tokens {_described([await request(n) for n in range(30)])}"
+        async def got() -> tuple[int, int]:
+            """Tokens of all readers, and how many of them have their whole completion."""
+            stats = await admin.stats()
+            return stats.completion_tokens - _GOOD_TOKENS * good, stats.outcomes.completed - good
+
+        async def arrive() -> list[float]:
+            """Seconds of good requests, one after another, until no reader holds a place any more."""
+            came = [await request()]
+            while await held():
+                came.append(await request())
+            return came
+
+        alone = [await request() for _ in range(30)]
+        yield f"{kind}, alone: a request of {_GOOD_TOKENS} tokens {_described(alone)}"
         async with _attack(kind, address, port):
-            came = [await request(0)]
-            async with asyncio.timeout(SETTLED_SECONDS):
-                while await held():
-                    came.append(await request(len(came)))
+            began = moved = time.perf_counter()
+            most = 0
+            arriving = asyncio.create_task(arrive())
+            try:
+                while not (await asyncio.wait({arriving}, timeout=PROGRESS_SECONDS))[0]:
+                    now, places, (tokens, _) = time.perf_counter(), await held(), await got()
+                    yield f"{kind}, after {now - began:.0f} s: {places} sequences open, {tokens:,} tokens so far"
+                    # Those of the good request that runs are among them
+                    if tokens > most + _GOOD_TOKENS:
+                        most, moved = tokens, now
+                    elif now - moved > STUCK_SECONDS:
+                        raise TimeoutError(
+                            f"{places} sequences stay open without a token for {now - moved:.0f} s"
+                        )
+                came = await arriving
+            finally:
+                arriving.cancel()
+            seconds, (tokens, whole) = time.perf_counter() - began, await got()
             yield f"{kind}, while they arrive: {1e3 * came[0]:.1f} ms at first, then {_described(came)}"
-            beside = _described([await request(n) for n in range(30)])
+            yield (
+                f"{kind}, no place held after {seconds:.0f} s: {READERS} readers got {tokens:,} tokens, and {whole} of "
+                "them a whole completion"
+            )
+            beside = _described([await request() for _ in range(30)])
             yield f"{kind}, beside {READERS} readers: {beside}"
 
 
-def _http(port: int, local_address: str = _GOOD_ADDRESS) -> httpx2.AsyncClient:
+def _http(port: int, local_address: str = _GOOD_ADDRESS, timeout: float | None = 120.0) -> httpx2.AsyncClient:
     transport = httpx2.AsyncHTTPTransport(local_address=local_address)
-    return httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", transport=transport, timeout=120.0)
+    return httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", transport=transport, timeout=timeout)
 
 
 def _described(seconds: Sequence[float]) -> str:
@@ -171,10 +222,13 @@ async def _stall_http(address: str, port: int, addresses: int = 1) -> None:
 
 
 async def _stall_grpc(address: str, port: int) -> None:
-    request = GenerationRequest((5, 9), max_tokens=400, logprobs=20, ignore_eos=True)
-    async with Client(address) as client:
-        streams = [aiter(client.generate(request)) for _ in range(READERS)]
-        first = [asyncio.ensure_future(anext(stream)) for stream in streams]
+    """As over HTTP. The window stays small: a default one grows until it holds a whole completion that nobody reads."""
+    request = as_message(GenerationRequest((5, 9), max_tokens=400, logprobs=20, ignore_eos=True))
+    window = (("grpc.http2.lookahead_bytes", 4096), ("grpc.http2.bdp_probe", 0))
+    async with grpc.aio.insecure_channel(address, options=window) as channel:
+        stub = GenerationServiceStub(channel)
+        calls = [stub.Generate(request) for _ in range(READERS)]
+        first = [asyncio.ensure_future(call.read()) for call in calls]
         # Readers that get no first chunk go on waiting for their places
         await asyncio.wait(first, timeout=4.0)
         write_out(_READY)

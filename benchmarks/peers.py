@@ -137,7 +137,7 @@ async def peer(name: str, command: list[str], setup: dict[str, Any], log: Path) 
         except TimeoutError:
             raise PeerError(f"{name} did not answer within {seconds:g} s") from None
         if not line:
-            raise PeerError(f"{name} ended with exit code {await process.wait()}")
+            raise PeerError(f"{name} ended with exit code {await process.wait()}: {_last_line(log)}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise PeerError(f"{name}: {answer['error']}")
@@ -162,6 +162,11 @@ async def peer(name: str, command: list[str], setup: dict[str, Any], log: Path) 
 # ---- the peer's end of the pipe
 
 Run = Callable[[Workload], Outcome]
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it wrote nothing")
 
 
 def serve(load: Callable[[dict[str, Any]], Run]) -> None:

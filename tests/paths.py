@@ -12,5 +12,5 @@ DEMO_EAGLE3 = ROOT / "models" / "demo" / "eagle3"
 SMOLLM2_EAGLE3 = ROOT / "models" / "smollm2" / "eagle3"
 HELD_OUT_PROMPTS = ROOT / "models" / "demo" / "heldout_prompts.json"
 
-DEVICE = os.environ.get("TANDEM_DEVICE", "cpu")
+DEVICE = os.environ.get("TEST_DEVICE", "cpu")
 """Device of small models; that of services in processes of their own too."""

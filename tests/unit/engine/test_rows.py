@@ -428,7 +428,7 @@ def test_a_single_non_finite_logit_fails_the_request(kind: str, number: float) -
     assert verifications([ASKED[kind]], logits) == [None]
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="compares another device with the CPU: TANDEM_DEVICE")
+@pytest.mark.skipif(DEVICE == "cpu", reason="compares another device with the CPU")
 @pytest.mark.parametrize("kind", ASKED)
 def test_every_kind_of_row_of_a_large_vocabulary_is_the_same_on_a_cpu(kind: str) -> None:
     logits = torch.randn(3, 128_256, generator=torch.Generator().manual_seed(2)) * 4

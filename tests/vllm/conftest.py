@@ -23,7 +23,8 @@ def _interpret_triton() -> None:
 
 if HAS_VLLM:
     from tandem.engine_vllm.adapter import prepare_process, uses_v2_runner
+    from tests.paths import DEVICE
 
-    if uses_v2_runner():
+    if uses_v2_runner() and DEVICE == "cpu":
         _interpret_triton()
-    prepare_process(1, "cpu", 1)  # before torch is imported
+    prepare_process(1, DEVICE, 1)  # before torch is imported

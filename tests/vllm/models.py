@@ -20,6 +20,7 @@ from tandem.engine.interface import EngineSettings, RowRequest
 from tandem.engine_vllm.engine import load_vllm
 from tandem.types import Delta, RowKind, SamplingParams, TargetOptions, TokenRow, VerifyStep
 from target_service.settings import TargetSettings
+from tests.paths import DEVICE
 from tests.unit.engine.tiny_models import MAX_LENGTH, save_checkpoint
 
 GREEDY = TargetOptions("r", SamplingParams(temperature=0.0))
@@ -70,6 +71,7 @@ async def engine_over(
         **{
             "model": folder,
             "engine": "vllm",
+            "device": DEVICE,
             "dtype": "float32",
             "threads": 1,
             "max_length": MAX_LENGTH,

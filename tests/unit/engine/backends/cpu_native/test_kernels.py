@@ -21,9 +21,9 @@ from tandem.engine.rows import TORCH_SAMPLER, Sampler
 from tandem.errors import ConfigurationError
 from tandem.sampling.noise import sample
 from tandem.sampling.warping import warp
-from tandem.types import SamplingParams
+from tandem.types import Delta, SamplingParams
 from tests.unit.engine.conftest import MakeModel, TinyModel
-from tests.unit.engine.greedy import GreedyHead, greedy, plain_greedy, running
+from tests.unit.engine.greedy import GreedyHead, RowsHead, greedy, plain_greedy, rows, running
 
 _CPU = torch.device("cpu")
 _DTYPES = [torch.float32, torch.bfloat16]
@@ -81,6 +81,22 @@ def test_a_row_does_not_depend_on_the_others(kernels: Kernels, inputs: int, dtyp
         for count in (1, 2, 5, 13, 17):
             rows = slice(first, first + count)
             assert torch.equal(kernels.linear(values[rows], weights, None, 70), together[rows])
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3", "gpt_neox"])
+async def test_a_token_has_the_same_bits_alone_as_in_any_proposal(family: str, tiny_model: MakeModel) -> None:
+    text = [3 + 7 * step % 90 for step in range(120)]
+    found = []
+    async with running(tiny_model(family).backends, RowsHead(), prefix_reuse=False) as engine:
+        for width in range(1, 10):
+            sequence = await engine.open(len(text))
+            parts = [Delta(at, text[at : at + width]) for at in range(0, len(text), width)]
+            found.append(
+                torch.cat([await rows(engine, sequence, part, len(part.token_ids)) for part in parts])
+            )
+            engine.release(sequence)
+    assert [width for width, logits in enumerate(found, 1) if not torch.equal(logits, found[0])] == []
 
 
 def test_nan_and_infinity_are_preserved(kernels: Kernels) -> None:

@@ -81,7 +81,7 @@ static inline void score_rows(const float* queries, int64_t dim, const float* bl
     Floats sums[ROWS] = {};
     for (int64_t d = 0; d < dim; d++) {
         Floats keys = *(const LooseFloats*)(block + d * LANES);
-        for (int row = 0; row < ROWS; row++) sums[row] += filled(queries[row * dim + d]) * keys;
+        for (int row = 0; row < ROWS; row++) sums[row] = fused(filled(queries[row * dim + d]), keys, sums[row]);
     }
     for (int row = 0; row < ROWS; row++) *(LooseFloats*)(scores + row * pitch) = sums[row];
 }
@@ -197,7 +197,8 @@ static inline void mix_lanes(const float* weights, int64_t pitch, const Number* 
         for (int64_t j = 0; j < run.count; j++, at += dim)
             for (int block = 0; block < BLOCKS; block++) {
                 const Floats value = widened_lanes(at + block * LANES);
-                for (int row = 0; row < ROWS; row++) sums[row][block] += filled(weights[row * pitch + j]) * value;
+                for (int row = 0; row < ROWS; row++)
+                    sums[row][block] = fused(filled(weights[row * pitch + j]), value, sums[row][block]);
             }
         weights += run.count;
     }
@@ -221,7 +222,7 @@ static __attribute__((noinline)) void mix_rows(const float* weights, int64_t pit
             const float* weight = weights + row * pitch;
             for (const Run& run : runs) {
                 const Number* at = values + run.row * dim + d;
-                for (int64_t j = 0; j < run.count; j++) sum += weight[j] * widened(at[j * dim]);
+                for (int64_t j = 0; j < run.count; j++) sum = std::fma(weight[j], widened(at[j * dim]), sum);
                 weight += run.count;
             }
             put(sum, outputs[row] + d);

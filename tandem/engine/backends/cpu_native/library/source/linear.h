@@ -7,9 +7,6 @@
 #include <vector>
 
 #include "vectors.h"
-#if defined(__AVX512BF16__)
-#include <immintrin.h>
-#endif
 #if defined(__AMX_BF16__)
 #include "tiles.h"
 #endif
@@ -59,14 +56,15 @@ static inline void multiply_rows(const float* inputs, int64_t width, const Weigh
         for (int line = 0; line < 2; line++) __builtin_prefetch(weights + (k + 32 + line) * BLOCK);
         for (int row = 0; row < ROWS; row++) {
             const Floats input = filled(inputs[row * width + k]), next = filled(inputs[row * width + k + 1]);
-            for (int half = 0; half < 2; half++) sums[row][half] += input * first[half];
-            for (int half = 0; half < 2; half++) sums[row][half] += next * second[half];
+            for (int half = 0; half < 2; half++) sums[row][half] = fused(input, first[half], sums[row][half]);
+            for (int half = 0; half < 2; half++) sums[row][half] = fused(next, second[half], sums[row][half]);
         }
     }
     if (k == width) return;
     load_last(weights + k * BLOCK, first);
     for (int row = 0; row < ROWS; row++)
-        for (int half = 0; half < 2; half++) sums[row][half] += filled(inputs[row * width + k]) * first[half];
+        for (int half = 0; half < 2; half++)
+            sums[row][half] = fused(filled(inputs[row * width + k]), first[half], sums[row][half]);
 }
 
 #if defined(__AVX512BF16__)

@@ -5,8 +5,12 @@
 
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
+#if defined(__FMA__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
@@ -67,6 +71,18 @@ static inline Floats widened_lanes(const int64_t* at) {
 
 // A difference and no sum: -0.0 + 0.0 is not -0.0, so a sum would have to be computed.
 static inline Floats filled(float value) { return value - Floats{}; }
+
+// a * b + c, rounded once. Left to itself, GCC rounds twice in loops with few sums (it avoids chains of such operations on many
+// processors), so that a product would depend on how many rows are computed side by side.
+static inline Floats fused(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
 
 // e to the x as Sleef computes it for torch (expf, within one unit of the last place): 2 to the whole part by its
 // exponent, the rest by a polynomial.

@@ -3,6 +3,6 @@
 Imports `target_service` and `draft_service`, which import nothing from here.
 """
 
-from tandem.serving.polling import wait_in_one_thread
+from tandem.serving.polling import prepare_grpc
 
-wait_in_one_thread()  # here, before anything imports gRPC
+prepare_grpc()  # here, before anything imports gRPC

@@ -1,5 +1,5 @@
 """The coordinator: joins a draft service and a target service into one stream of text. Read `generate` first."""
 
-from tandem.serving.polling import wait_in_one_thread
+from tandem.serving.polling import prepare_grpc
 
-wait_in_one_thread()  # here, before anything imports gRPC
+prepare_grpc()  # here, before anything imports gRPC

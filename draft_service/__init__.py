@@ -1,5 +1,5 @@
 """The draft service: proposes tokens that a target model is likely to produce next."""
 
-from tandem.serving.polling import wait_in_one_thread
+from tandem.serving.polling import prepare_grpc
 
-wait_in_one_thread()  # here, before anything imports gRPC
+prepare_grpc()  # here, before anything imports gRPC

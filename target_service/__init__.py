@@ -1,5 +1,5 @@
 """The target service: sends rows of the target model's distribution for a proposal's positions."""
 
-from tandem.serving.polling import wait_in_one_thread
+from tandem.serving.polling import prepare_grpc
 
-wait_in_one_thread()  # here, before anything imports gRPC
+prepare_grpc()  # here, before anything imports gRPC

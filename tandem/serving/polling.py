@@ -1,4 +1,4 @@
-"""Makes one thread wait for sockets. This must be set before gRPC is imported, so this module does not import it."""
+"""What gRPC reads from the environment when it is imported, so this module does not import it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ waits: each message wakes one more thread, at each end. Without it, that thread 
 docs/measurements.md has the measurements."""
 
 
-def wait_in_one_thread() -> None:
+def prepare_grpc() -> None:
     """Makes gRPC of this process and its children wait for sockets where results are waited for, unless the environment
-    says which experiments of gRPC are on."""
+    says which experiments of gRPC are on, and makes no remark on each process that is started while it runs."""
     os.environ.setdefault(_VARIABLE, _NO_EVENT_ENGINE)
+    # No process of ours goes on with its parent's gRPC.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

@@ -26,6 +26,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+import coordinator  # noqa: F401 - first: it says what gRPC is to read from the environment
 from tandem.serving.server import STARTING_OBJECTS
 from tests.end_to_end import stand_in
 from tests.end_to_end.processes import WARM_UP_SECONDS, descendants

@@ -13,4 +13,4 @@ SMOLLM2_EAGLE3 = ROOT / "models" / "smollm2" / "eagle3"
 HELD_OUT_PROMPTS = ROOT / "models" / "demo" / "heldout_prompts.json"
 
 DEVICE = os.environ.get("TEST_DEVICE", "cpu")
-"""Device of small models; that of services in processes of their own too."""
+"""Device of the models that tests run in their own process; `make test-gpu` names a GPU."""

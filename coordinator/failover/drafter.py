@@ -222,7 +222,8 @@ class FailoverDrafter:
         """The proposal of so many tokens with which the target has begun this round; None where it has begun alone."""
         drafted = await sequence.drafted_ahead(completion)
         drafted = None if drafted is None or not count else drafted.cut(count)
-        self._speculation.outcome_came(drafted.outcome_rank if drafted else None)
+        rank = drafted.outcome_rank if drafted else None
+        self._speculation.outcome_came(rank, sequence.outcomes.step_cost)
         self._rounds.drafted_ahead(drafted)
         return drafted
 
@@ -260,7 +261,8 @@ class FailoverDrafter:
             return self._speculation.tokens_after_hit(unfinished, count)
 
         drafted = await sequence.drafted_ahead(completion, wanted)
-        self._speculation.outcome_came(drafted.outcome_rank if drafted else None)
+        rank = drafted.outcome_rank if drafted else None
+        self._speculation.outcome_came(rank, sequence.outcomes.step_cost)
         if drafted is not None and keeps_proposals and len(drafted) < count:
             drafted = None  # how far the draft got is a matter of time, and the text must not be
         self._rounds.drafted_ahead(drafted)

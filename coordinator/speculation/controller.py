@@ -39,7 +39,7 @@ from coordinator.speculation.gains import (
 )
 from coordinator.stats.rounds import RoundResult
 from tandem.speculation_state import SpeculationDecision
-from tandem.types import MAX_AHEAD_TOKENS, AheadBudget, ModelInfo
+from tandem.types import MAX_AHEAD_TOKENS, AheadBudget, ModelInfo, StepCost
 
 HYSTERESIS = 1.0 + 0.5 / math.sqrt(MEMORY)
 """Factor in predicted tokens per second by which another choice must be better: the standard error of a rate of 0.5."""
@@ -258,14 +258,18 @@ class Choice:
         self._renew_in = soon if self.plan.tokens else WINDOW * count
         self._choose(is_first)
 
-    def ahead_seconds(self, proposed: int, outcomes: int) -> float:
-        """Predicted seconds in which rounds that draft ahead make as much as a proposal of so many tokens does."""
+    def ahead_seconds(self, proposed: int, outcomes: int, step_seconds: float | None) -> float:
+        """Predicted seconds in which rounds that draft ahead make as much as a proposal of so many tokens does, if the
+        draft's steps for so many outcomes take as long as that, or as predicted."""
         at_k = self.expected[: (self.compared.tokens or self.max_tokens) + 1]
-        return self.expected[proposed] / at_k[-1] * self._ahead_seconds(at_k, outcomes)
+        return self.expected[proposed] / at_k[-1] * self._ahead_seconds(at_k, outcomes, step_seconds)
 
-    def _ahead_seconds(self, expected: Sequence[float], outcomes: int) -> float:
+    def _ahead_seconds(
+        self, expected: Sequence[float], outcomes: int, step_seconds: float | None = None
+    ) -> float:
+        step = step_seconds or self.costs.draft_seconds(self.load, outcomes)
         hit_rate = self.gains.hit_rate(outcomes)
-        return self.costs.seconds_ahead(self.load, expected, outcomes, hit_rate, leads=self._leads)
+        return self.costs.seconds_ahead(self.load, expected, step, hit_rate, leads=self._leads)
 
     def _choose(self, is_first: bool) -> None:
         hoped = expected_tokens(self.gains.acceptance.rates(self.max_tokens, OPTIMISM))
@@ -324,6 +328,8 @@ class RequestSpeculation:
         self.rounds = self._phase = 0
         self._outcomes = self._granted = 0
         """Outcomes that the round in progress drafts ahead for, and those that the round before it did."""
+        self._ahead_step: float | None = None
+        """Seconds of the draft's last step for these; None if it has not told."""
         self._own_tokens: int | None = None
         """Best length for its own acceptance; None: follow the shared choice."""
         self._last_way: Way | None = None
@@ -365,10 +371,14 @@ class RequestSpeculation:
             return None
         return AheadBudget(self._outcomes, min(self.tokens, MAX_AHEAD_TOKENS))
 
-    def outcome_came(self, rank: int | None) -> None:
-        """An outcome has come that was awaited: its place, None if it was not drafted for."""
+    def outcome_came(self, rank: int | None, step: StepCost | None = None) -> None:
+        """An outcome has come that was awaited: its place, None if it was not drafted for; and what the draft's last
+        step for it and the others took."""
         if self.choice is not None and self._granted:
             self.choice.gains.add_outcome(rank, self._granted)
+            self._ahead_step = None if step is None else step.seconds
+            if step is not None:
+                self.choice.costs.draft.add(step.sequences, step.tokens, step.seconds, 1.0 / step.sequences)
 
     def tokens_after_miss(self, count: int) -> int:
         """How many tokens to ask for, up to `count`, where another outcome came than was drafted for.
@@ -415,7 +425,7 @@ class RequestSpeculation:
         way = Way.AHEAD if result.awaited_outcome else Way.DRAFTED if proposed else alone
         if self._granted and way is not Way.DRAFTED and len(choice.expected) > proposed:
             # A miss after which the target goes on alone belongs to the round that follows it.
-            self._beside += cost.seconds - choice.ahead_seconds(proposed, self._granted)
+            self._beside += cost.seconds - choice.ahead_seconds(proposed, self._granted, self._ahead_step)
             self._made += choice.expected[proposed]
         choice.spend(self, result, cost.seconds)
         if proposed or not self._granted:

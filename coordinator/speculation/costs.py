@@ -250,9 +250,9 @@ class CostModel:
         """Predicted seconds of a verification in which each of `load` sequences has so many proposed tokens."""
         return self.target.seconds(load, load * (proposed + 1))
 
-    def draft_seconds(self, load: int) -> float:
-        """Predicted seconds of one step of the draft."""
-        return self.draft.seconds(load, load)
+    def draft_seconds(self, load: int, outcomes: int = 1) -> float:
+        """Predicted seconds of one step of the draft, for so many outcomes of each request: one more token for each."""
+        return self.draft.seconds(load, load * outcomes)
 
     def seconds(self, load: int, proposed: int) -> float:
         """Predicted seconds of a round that does not draft ahead. The way to a target that leads costs nothing."""
@@ -262,7 +262,7 @@ class CostModel:
         return self.verify_seconds(load, 0) + self.rest_seconds(self.alone, load)
 
     def seconds_ahead(
-        self, load: int, expected: Sequence[float], outcomes: int, hit_rate: float, *, leads: bool = False
+        self, load: int, expected: Sequence[float], step: float, hit_rate: float, *, leads: bool = False
     ) -> float:
         """Predicted seconds in which rounds that draft ahead make `expected[-1]` tokens, without their rest.
 
@@ -270,12 +270,12 @@ class CostModel:
 
         Args:
             expected: Expected tokens of a round with a proposal of 0, 1, ... tokens; rounds propose the most of them.
-            outcomes: How many the draft drafts for. Each is one more token in its steps.
+            step: Seconds of the draft's step for all outcomes that it drafts for.
             hit_rate: Share of rounds whose outcome is among them.
             leads: True if the target begins rounds with the proposals that are drafted ahead for it.
         """
         tokens = len(expected) - 1
-        verify, step = self.verify_seconds(load, tokens), max(self.draft.seconds(load, load * outcomes), 1e-9)
+        verify, step = self.verify_seconds(load, tokens), max(step, 1e-9)
         # When the draft learns which outcome came, it is amid a step for others.
         begin = self.draft_seconds(load) + step / 2.0
         miss, way = self.seconds(load, tokens), self.rest_seconds(Way.ASKED, load) + self.queue_seconds(load)

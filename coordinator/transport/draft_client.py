@@ -33,6 +33,7 @@ from tandem.types import (
     ProposeStep,
     RowKind,
     SparseDistribution,
+    StepCost,
     TargetTokenizer,
 )
 from tandem.v1 import draft_pb2
@@ -177,8 +178,8 @@ class PendingOutcomes:
         self._support_ids = 0
         self._step = MovingAverage()
         """Seconds from one depth of a round to the next."""
-        self._draft_step: float | None = None
-        """Seconds of the draft's last step as it says. It counts until two depths of one round have arrived: where
+        self._draft_step: StepCost | None = None
+        """The draft's last step as it says. Its seconds count until two depths of one round have arrived: where
         verifications are short, that never happens."""
         self._arrived: float | None = None
         """When the round's last depth arrived."""
@@ -203,6 +204,11 @@ class PendingOutcomes:
         """True if outcomes of the round in progress were asked for."""
         return self._budget is not None
 
+    @property
+    def step_cost(self) -> StepCost | None:
+        """What the draft's last step for the round in progress took; None if none has arrived, or it does not say."""
+        return self._draft_step if self._columns else None
+
     def add(self, drafted: DraftedOutcomes, now: float = 0.0) -> bool:
         """Take one depth of the outcomes, which has arrived now; false for one of an earlier round: it is dropped."""
         self._granted -= 1
@@ -225,7 +231,7 @@ class PendingOutcomes:
         self._lead = drafted.lead_token_ids
         if self._arrived is not None:
             self._step.add(now - self._arrived)
-        self._arrived, self._draft_step = now, drafted.cost.seconds if drafted.cost else None
+        self._arrived, self._draft_step = now, drafted.cost
         return True
 
     def find(self, token_ids: Sequence[int]) -> Proposal | None:
@@ -255,7 +261,7 @@ class PendingOutcomes:
         if rank is None or self._budget is None or ready >= self._budget.token_count:
             return None
         last = self._columns[-1].token_ids
-        step_seconds = self._step.value or self._draft_step
+        step_seconds = self._step.value or (self._draft_step.seconds if self._draft_step else None)
         if rank >= len(last) or last[rank] == ENDED or self._arrived is None or step_seconds is None:
             return None
         due_seconds = max(self._arrived + step_seconds - now, 0.0)

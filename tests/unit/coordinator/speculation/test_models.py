@@ -170,7 +170,10 @@ def _costs(
 
 
 def _best(costs: CostModel, gains: GainModel) -> int:
-    return min(OUTCOMES, key=lambda count: costs.seconds_ahead(1, _EXPECTED, count, gains.hit_rate(count)))
+    def seconds(count: int) -> float:
+        return costs.seconds_ahead(1, _EXPECTED, costs.draft_seconds(1, count), gains.hit_rate(count))
+
+    return min(OUTCOMES, key=seconds)
 
 
 def test_a_fast_draft_serves_many_outcomes_and_a_slow_one_few() -> None:
@@ -245,7 +248,8 @@ def test_a_target_that_goes_on_with_proposals_hides_the_way_to_it() -> None:
 
     def speed(draft_seconds: float, *, leads: bool) -> float:
         costs = _costs(draft_seconds, trip=0.5e-3, leads=leads)
-        return 1.0 / costs.seconds_ahead(1, _EXPECTED, 4, GainModel().hit_rate(4), leads=leads)
+        step = costs.draft_seconds(1, 4)
+        return 1.0 / costs.seconds_ahead(1, _EXPECTED, step, GainModel().hit_rate(4), leads=leads)
 
     assert speed(0.8e-3, leads=True) > 1.01 * speed(0.8e-3, leads=False)
     assert speed(6.0e-3, leads=True) == pytest.approx(speed(6.0e-3, leads=False))
@@ -255,6 +259,7 @@ def test_three_tokens_in_time_for_a_target_that_goes_on_make_less_than_four_that
     """A round that the draft is late for is asked for; it does not cost each token of the proposal once more."""
     costs = _costs(1.2e-3, per_row=0.0, trip=1.3e-3, leads=True)
     three, four = (
-        made[-1] / costs.seconds_ahead(1, made, 16, 0.96, leads=True) for made in (_EXPECTED[:4], _EXPECTED)
+        made[-1] / costs.seconds_ahead(1, made, 1.2e-3, 0.96, leads=True)
+        for made in (_EXPECTED[:4], _EXPECTED)
     )
     assert four > three

@@ -300,9 +300,7 @@ HITS = {1: 0.35, 2: 0.5, 4: 0.62, 8: 0.75, 16: 0.85}
 """Share of rounds whose outcome is among as many: a good draft's."""
 
 
-def _ahead_seconds(
-    profile: Profile, tokens: int, is_hit: bool, contention: float, branches: float
-) -> float:
+def _ahead_seconds(profile: Profile, tokens: int, is_hit: bool, contention: float, branches: float) -> float:
     """Seconds of a round at batch 1 that the draft worked ahead of, with steps that take so many times as long."""
     verify = profile.verify_seconds(1, tokens + 1) * contention
     draft = profile.draft_seconds(1, 1) * contention

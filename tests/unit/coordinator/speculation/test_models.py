@@ -255,6 +255,14 @@ def test_a_target_that_goes_on_with_proposals_hides_the_way_to_it() -> None:
     assert speed(6.0e-3, leads=True) == pytest.approx(speed(6.0e-3, leads=False))
 
 
+def test_a_draft_that_says_that_its_steps_take_an_hour_does_not_make_drafting_ahead_free() -> None:
+    """What rounds take less than such steps is no credit for later ones."""
+    costs = _costs(1.2e-3)
+    for _ in range(50):
+        costs.add_rest(Way.AHEAD, 1, -3600.0)
+    assert costs.rest_seconds(Way.AHEAD, 1) >= -costs.verify_seconds(1, 0)
+
+
 def test_three_tokens_in_time_for_a_target_that_goes_on_make_less_than_four_that_it_waits_for() -> None:
     """A round that the draft is late for is asked for; it does not cost each token of the proposal once more."""
     costs = _costs(1.2e-3, per_row=0.0, trip=1.3e-3, leads=True)

@@ -207,9 +207,8 @@ class CostModel:
         # Requests that wait for each other make long rounds common: only what is twice a surprise is a pause.
         limit = 2.0 * SURPRISE * max(rest.seconds, trips) or seconds
         if way is Way.AHEAD:
-            verify = self.verify_seconds(
-                load, 0
-            )  # nor is a round shorter by more than that, whatever a draft says
+            # Nor is a round shorter by more than a verification, whatever the draft says of its steps.
+            verify = self.verify_seconds(load, 0)
             limit, seconds = verify * SURPRISE + max(rest.seconds, 0.0), max(seconds, -verify)
         rest.seconds += (min(seconds, limit) - rest.seconds) * share / rest.weight
 

@@ -123,8 +123,14 @@ def wheel() -> Iterator[Path]:
             copy = shutil.copytree if (ROOT / path).is_dir() else shutil.copy
             (source / path).parent.mkdir(parents=True, exist_ok=True)
             copy(ROOT / path, source / path)
-        for folder in (DEMO_TARGET, DEMO_DRAFT, DEMO_EAGLE3, SMOLLM2_EAGLE3):
+        for folder in (DEMO_TARGET, DEMO_DRAFT):
             shutil.copytree(folder, source / folder.relative_to(ROOT))
+        for folder in (
+            DEMO_EAGLE3,
+            SMOLLM2_EAGLE3,
+        ):  # which only lie there: an empty file does for each of theirs
+            place = source / folder.relative_to(ROOT)
+            shutil.copytree(folder, place, copy_function=lambda _, copied: Path(copied).touch())
         pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", name, str(source))
         (wheel,) = Path(name).glob("*.whl")
         yield wheel
@@ -191,10 +197,11 @@ def newcomer(commands: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             f"open({str(folder / 'ran')!r}, 'a').write(__file__)\nraise SystemExit(9)\n", encoding="utf-8"
         )
     options = ("--model", "demo", "--port", "0", "--http-port", "0", "--threads", "1", "--log-level", "error")
-    # There is no compiler, so the wheel's own kernels must work; one service shows it.
+    # There is no compiler, so the wheel's own kernels must work; the service of the smaller model shows it.
     compile_mode = "on" if bundled_kernels.CAN_COMPILE else "off"
-    environment = {"CXX": "/nonexistent/c++", "PYTHONPATH": "", "TANDEM_DRAFT_COMPILE": "off"}
-    environment["TANDEM_TARGET_COMPILE"] = compile_mode
+    environment = {"CXX": "/nonexistent/c++", "PYTHONPATH": "", "TANDEM_DRAFT_COMPILE": compile_mode}
+    environment |= {"TANDEM_TARGET_COMPILE": "off", "TANDEM_TARGET_MAX_SEQUENCES": "4"}
+    environment["TANDEM_DRAFT_MAX_SEQUENCES"] = "4"  # few are prepared at startup
     with running(
         str(commands / "tandem"), "up", *options, environment=environment, working_folder=folder
     ) as process:

@@ -67,5 +67,8 @@ def cluster(
     del wanted["ready"]  # it only says what there is
     for name in ("draft_service", "coordinator"):  # a draft that needs no model is there sooner
         wanted[name]["environment"]["TANDEM_SPECULATIVE_METHOD"] = "ngram"
+    # Only small steps are prepared at startup.
+    limits = {"TANDEM_TARGET_MAX_LENGTH": "32", "TANDEM_TARGET_MAX_SEQUENCES": "2"}
+    wanted["target_service"]["environment"] |= limits
     with Cluster(wanted, images, tmp_path_factory.mktemp("containers")) as running:
         yield running

@@ -233,14 +233,16 @@ class Cluster(dict[str, Container]):
         """Start each service once those that it depends on are healthy, and wait until all are."""
         try:
             self._net = self._stack.enter_context(network(self._folder))
+            healthy: set[str] = set()
             while waiting := [name for name in self._wanted if name not in self]:
                 for name in waiting:
                     if (needed := self._wanted[name]["depends_on"]).keys() <= self.keys():
-                        for other in needed:
+                        for other in needed.keys() - healthy:
                             self[other].wait_until_healthy()
+                        healthy |= needed.keys()
                         self[name] = self.another(name)
-            for each in self.values():
-                each.wait_until_healthy()
+            for name in self.keys() - healthy:
+                self[name].wait_until_healthy()
         except BaseException:
             self._stack.close()
             raise

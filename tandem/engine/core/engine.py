@@ -140,8 +140,10 @@ class Engine(Generic[PayloadT, ResultT]):
         try:
             for sequence in sequences:
                 sequence.is_private = True
-                # A new one would wait its turn for more.
-                await self.submit(Job(sequence, Delta(0, (0,)), 0, None))  # type: ignore[arg-type]
+            # New ones would wait their turn for more. The first one's step shows how long a token may take; the others
+            # share one, which takes little longer.
+            for group in filter(None, (sequences[:1], sequences[1:])):
+                await self._warm_step(group, (1,) * len(group), 0)
             warm_tokens = await self._run_warm_up(steps, sequences)
             self._head = partial(finite_head, self.model)  # no job is in flight
             # By enough tokens for attention to more than the token itself

@@ -24,7 +24,7 @@ def target_address() -> str:
 
 @pytest.fixture(scope="session")
 def draft_address() -> str:
-    return ready([Service("draft_service", *of_model(DEMO_DRAFT), *NO_KERNELS)])[0].address
+    return ready([Service("draft_service", *of_model(DEMO_DRAFT))])[0].address
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from coordinator.cli.main import app
 from tandem.errors import AbortedError
 from tandem.sync_client import SyncClient
 from tests.commands import Commands
-from tests.end_to_end.processes import TANDEM, address_of, coordinator, run, service
+from tests.end_to_end.processes import address_of, coordinator, forked, service
 from tests.snapshots import assert_matches
 
 PROMPT = "def area(width, height):\n    area = width"
@@ -227,9 +227,9 @@ def test_the_shell_completes_addresses(cluster: str, target_address: str, draft:
 
 def test_an_unreachable_coordinator_is_named(commands: Commands) -> None:
     """Once in a process of its own, to see the exit code and both streams."""
-    result = run(TANDEM, "admin", "status", "--address", "127.0.0.1:1")
-    assert (result.returncode, result.stdout) == (4, "")
-    (line,) = result.stderr.splitlines()
+    with forked("tandem", "admin", "status", "--address", "127.0.0.1:1") as process:
+        assert (process.wait(), process.stdout) == (4, "")
+        (line,) = process.stderr.splitlines()
     assert line.startswith("error: coordinator 127.0.0.1:1: ")
     for words in (
         *(("status",), ("replicas", "list"), ("requests", "list"), ("stats",), ("stats", "--watch")),

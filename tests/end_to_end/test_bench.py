@@ -6,15 +6,16 @@ import asyncio
 import importlib.util
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
-from benchmarks import bench, common
+from benchmarks import bench, common, contenders, peers
 from benchmarks.load import generator
-from benchmarks.peers import Workload, load_transformers
+from benchmarks.peers import Contender, Workload, load_transformers
 from benchmarks.report import Report
 from tests.commands import run_here
 from tests.end_to_end.processes import NO_KERNELS, Service, ready
@@ -23,7 +24,10 @@ from tests.paths import DEMO_DRAFT, DEMO_TARGET
 
 @pytest.fixture
 def starts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Packages of the services that a benchmark starts, which come from the nursery and compute without kernels."""
+    """Packages of the services that a benchmark starts, which come from the nursery and compute without kernels.
+
+    So does the loop in one process, or it would spend most of a test on its start.
+    """
     packages: list[str] = []
 
     @asynccontextmanager
@@ -42,6 +46,12 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(common, "process", forked)
     monkeypatch.setattr(generator, "process", forked)
+
+    def peer(name: str, command: list[str], *rest: Any) -> AbstractAsyncContextManager[Contender]:
+        moved = {"benchmarks.one_process": "tests.end_to_end.one_process"}
+        return peers.peer(name, [moved.get(word, word) for word in command], *rest)
+
+    monkeypatch.setattr(contenders, "peer", peer)
     return packages
 
 

@@ -17,16 +17,7 @@ from tokenizers import Tokenizer
 from coordinator.cli.plan import measured_through
 from coordinator.cli.planning import plan
 from tests.commands import run_here
-from tests.end_to_end.processes import (
-    AHEAD,
-    START_SECONDS,
-    TANDEM,
-    address_of,
-    coordinator,
-    forked,
-    run,
-    until,
-)
+from tests.end_to_end.processes import AHEAD, START_SECONDS, TANDEM, address_of, coordinator, forked, until
 from tests.paths import DEMO_TARGET, ROOT
 
 pytestmark = pytest.mark.slow
@@ -247,9 +238,9 @@ async def test_a_plan_measures_every_length_and_the_acceptance(address: str) -> 
 
 
 def test_a_pair_that_cannot_start_is_reported_in_one_sentence(tmp_path: Path) -> None:
-    result = run(TANDEM, "plan", "--target", str(tmp_path))
-    assert result.returncode != 0
-    assert result.stdout == ""
-    (line,) = result.stderr.splitlines()
+    with forked("tandem", "plan", "--target", str(tmp_path)) as process:
+        assert process.wait() != 0
+        assert process.stdout == ""
+        (line,) = process.stderr.splitlines()
     assert line.startswith("error: the pair could not be measured: ")
     assert "config.json" in line

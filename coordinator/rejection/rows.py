@@ -53,7 +53,7 @@ def draft_probs(own: Round, index: int, row: SupportRow) -> FloatArray:
     if np.array_equal(row.token_ids, token_ids):
         return probs
     order = row.token_ids.argsort(kind="stable")
-    places = np.searchsorted(row.token_ids, token_ids, sorter=order).clip(max=max(order.size - 1, 0))
+    places = np.minimum(np.searchsorted(row.token_ids, token_ids, sorter=order), max(order.size - 1, 0))
     is_there = row.token_ids[order[places]] == token_ids if order.size else np.zeros(token_ids.size, bool)
     if (probs[~is_there] > 0.0).any():
         raise _left_out(int(token_ids[~is_there & (probs > 0.0)][0]))

@@ -8,6 +8,7 @@ import textwrap
 from argparse import SUPPRESS, ArgumentError, ArgumentParser, BooleanOptionalAction, HelpFormatter
 from collections.abc import Container, Mapping, Sequence
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -103,14 +104,16 @@ def _from_command_line(cls: type[Options], arguments: Sequence[str], program: st
     return options.spelled_one_way(vars(given), cls.model_fields)
 
 
+@cache
 def command_line(cls: type[Options], program: str, width: int | None = None) -> ArgumentParser:
     """The command line of a settings class, with its help."""
-    wide = width or min(shutil.get_terminal_size().columns, 100)
     parser = ArgumentParser(
         prog=program,
         usage="%(prog)s [OPTIONS]",
         description=cls.__doc__,
-        formatter_class=lambda prog: _Help(prog, max_help_position=34, width=wide),
+        formatter_class=lambda prog: _Help(
+            prog, max_help_position=34, width=width or min(shutil.get_terminal_size().columns, 100)
+        ),
         allow_abbrev=False,
         exit_on_error=False,
         argument_default=SUPPRESS,

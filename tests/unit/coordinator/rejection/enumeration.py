@@ -99,17 +99,14 @@ def total_variation(actual: Distribution, expected: Distribution) -> float:
 def output_distribution(accept: Accept, setting: Setting, length: int) -> Distribution:
     """Return the distribution of the first `length` tokens that rounds of speculation emit."""
     finished: defaultdict[Tokens, float] = defaultdict(float)
-    growing: dict[Tokens, float] = {(): 1.0}
+    growing: defaultdict[Tokens, float] = defaultdict(float, {(): 1.0})
     while growing:
-        grown: defaultdict[Tokens, float] = defaultdict(float)
-        for tokens, mass in growing.items():
-            for more, share in round_outcomes(accept, setting, tokens).items():
-                longer = tokens + more
-                if len(longer) >= length:
-                    finished[longer[:length]] += mass * share
-                else:
-                    grown[longer] += mass * share
-        growing = grown
+        # The shortest first: all ways to it have been summed then, and it is gone on from once.
+        tokens = min(growing, key=len)
+        mass = growing.pop(tokens)
+        for more, share in round_outcomes(accept, setting, tokens).items():
+            longer = tokens + more
+            (finished if len(longer) >= length else growing)[longer[:length]] += mass * share
     return finished
 
 

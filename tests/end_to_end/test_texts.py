@@ -18,7 +18,7 @@ from tests.service.clients import complete_all
 
 pytestmark = pytest.mark.slow
 
-PROMPTS = 16
+PROMPTS = 8
 MAX_TOKENS = 40
 PENALTY = 1.3
 
@@ -82,7 +82,7 @@ def model_free_address(request: pytest.FixtureRequest, target_address: str) -> I
         yield address_of(process)
 
 
-@pytest.mark.parametrize(("num_speculative_tokens", "at_once"), [(1, 16), (4, 1), (8, 16)])
+@pytest.mark.parametrize(("num_speculative_tokens", "at_once"), [(1, PROMPTS), (4, 1), (8, PROMPTS)])
 async def test_greedy_completions_are_the_targets_own(
     address: str,
     prompts: list[str],
@@ -123,14 +123,14 @@ async def test_the_bundled_head_changes_no_completion(
 
 @pytest.fixture(scope="module")
 def penalized(prompts: list[str]) -> list[tuple[int, ...]]:
-    return generated(prompts[:4], MAX_TOKENS, repetition_penalty=PENALTY)
+    return generated(prompts[:2], MAX_TOKENS, repetition_penalty=PENALTY)
 
 
 async def test_a_repetition_penalty_agrees_with_transformers(
     model_free_address: str, prompts: list[str], penalized: list[tuple[int, ...]]
 ) -> None:
     for speculation in (False, True):
-        wanted = requests(prompts[:4], repetition_penalty=PENALTY, speculation=speculation)
+        wanted = requests(prompts[:2], repetition_penalty=PENALTY, speculation=speculation)
         completed = await complete_all(model_free_address, wanted)
         assert token_ids(completed) == penalized
         assert bool(accepted(completed)) == speculation

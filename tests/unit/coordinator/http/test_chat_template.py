@@ -167,8 +167,7 @@ async def test_parts_of_text_become_one_and_developers_are_systems(make: Make) -
 @pytest.mark.parametrize(
     ("source", "text"),
     [
-        ("{{ messages[0]['role'] + messages[0]['content'] + 'x' }}", "assistantx"),
-        ("{{ messages[0].content }}", ""),
+        ("{{ messages[0]['role'] + messages[0]['content'] + 'x' }}-{{ messages[0].content }}", "assistantx-"),
         ("{% if messages[0]['content'] is none %}a call{% endif %}", "a call"),
         ("{% if messages[0].content is not none %}text{% endif %}", ""),
     ],
@@ -203,7 +202,7 @@ async def test_messages_that_a_template_rejects_are_refused(
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 HOSTILE = {
-    "one endless operation": ("{{ (messages | length + 8) ** (9 ** 9) }}", "takes more than"),
+    "an endless loop": (ENDLESS, "takes more than 2 s"),
     "a huge text": ("{% set x = messages[0].content * 10 ** 10 %}", "takes more than 512 MiB"),
     "doubling": (
         "{% set ns = namespace(x='attack') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
@@ -217,23 +216,19 @@ HOSTILE = {
 
 @pytest.mark.parametrize("case", HOSTILE)
 async def test_time_memory_and_length_are_bounded(case: str, make: Make) -> None:
+    """And the event loop runs meanwhile."""
     source, sentence = HOSTILE[case]
     template = await make("{% if messages[0].content == 'attack' %}" + source + "{% else %}good{% endif %}")
-    with pytest.raises(InvalidRequestError, match=sentence) as raised:
-        await template.text([{"role": "user", "content": "attack"}])
-    assert len(str(raised.value)) < 2000
-    assert await template.text([{"role": "user", "content": "x"}]) == "good", "the next chat is served"
-
-
-async def test_the_event_loop_runs_while_a_template_does_not_end(make: Make) -> None:
-    rendering = asyncio.create_task((await make(ENDLESS)).text(CHAT))
+    rendering = asyncio.create_task(template.text([{"role": "user", "content": "attack"}]))
     turns = 0
     while not rendering.done():
         await asyncio.sleep(0.01)
         turns += 1
-    with pytest.raises(InvalidRequestError, match="takes more than 2 s"):
+    with pytest.raises(InvalidRequestError, match=sentence) as raised:
         await rendering
-    assert turns > 10
+    assert len(str(raised.value)) < 2000
+    assert turns > 10 or case != "an endless loop"
+    assert await template.text([{"role": "user", "content": "x"}]) == "good", "the next chat is served"
 
 
 async def test_more_chats_than_may_wait_are_refused(make: Make) -> None:

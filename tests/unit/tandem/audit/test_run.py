@@ -63,7 +63,7 @@ async def audited(
 ) -> Audit:
     if reference is not None:
         more["reference"] = URL
-    options = AuditOptions(URL, minutes=5.0, budget_tokens=tokens, **more)
+    options = AuditOptions(URL, budget_tokens=tokens, **({"minutes": 5.0} | more))
     return await audit(options, transports=(transport, reference))
 
 
@@ -162,7 +162,7 @@ FAULTS: dict[str, Change] = {
 
 @pytest.mark.parametrize("name", FAULTS)
 async def test_other_faults_of_a_server_are_found(name: str) -> None:
-    result = await audited(Changed(FAULTS[name]), 3_500)
+    result = await audited(Changed(FAULTS[name]), 3_500, minutes=0.0)
     (check,) = [each for each in result.checks if each.name == name]
     assert check.verdict is Verdict.FINDING, check
 
@@ -189,13 +189,13 @@ class Stopping(Changed):
     ("past", "verdict"), [(0, Verdict.NOTE), (3, Verdict.NOTE), (-2, Verdict.FINDING), (20, Verdict.FINDING)]
 )
 async def test_stop_strings_that_stay_in_the_text_are_noted(past: int, verdict: Verdict) -> None:
-    result = await audited(Stopping(past), 3_500)
+    result = await audited(Stopping(past), 3_500, minutes=0.0)
     (check,) = [each for each in result.checks if each.name == "stop strings"]
     assert check.verdict is verdict
 
 
 async def test_a_server_that_knows_no_n_is_not_accused() -> None:
-    result = await audited(Changed(lambda body: body | {"n": 1}), 3_500)
+    result = await audited(Changed(lambda body: body | {"n": 1}), 3_500, minutes=0.0)
     (check,) = [each for each in result.checks if each.name == "n = 4: noise of their own"]
     assert (check.verdict, check.detail) == (Verdict.NOTE, "1 of 4 choices came")
 
@@ -477,10 +477,8 @@ class _Served:
         logprobs, tops = [], []
         for token, is_accepted in zip(tokens, accepted, strict=False):
             is_wrong = self.fault == "log probabilities of the draft" and is_accepted
-            rows, order = reported(self.language, is_wrong)
-            row = rows[context]
-            logprobs.append(row[token])
-            tops.append({text([i]): row[i] for i in order[context][:count]})
+            logprobs.append(reported(self.language, is_wrong)[context][token])
+            tops.append(most_probable(self.language, is_wrong, context, count))
             context = self.language.after(context, token)
         return {
             "tokens": [text([token]) for token in tokens],
@@ -490,10 +488,19 @@ class _Served:
 
 
 @cache
-def reported(language: Language, is_drafts: bool) -> tuple[list[list[float]], list[list[int]]]:
-    """Log probabilities by context, and their tokens from the most probable one on."""
-    rows = np.log(language.draft if is_drafts else language.target)
-    return rows.tolist(), np.argsort(-rows, axis=1).tolist()
+def reported(language: Language, is_drafts: bool) -> list[list[float]]:
+    """Log probabilities by context."""
+    rows: list[list[float]] = np.log(language.draft if is_drafts else language.target).tolist()
+    return rows
+
+
+@cache
+def most_probable(language: Language, is_drafts: bool, context: int, count: int) -> dict[str, float]:
+    """The log probabilities of so many tokens, from the most probable one on."""
+    row = reported(language, is_drafts)[context]
+    return {
+        text([token]): row[token] for token in sorted(range(len(row)), key=row.__getitem__)[: -count - 1 : -1]
+    }
 
 
 def text(tokens: list[int]) -> str:

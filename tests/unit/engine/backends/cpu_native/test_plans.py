@@ -25,8 +25,12 @@ from tests.unit.engine.greedy import GreedyHead, greedy, plain_greedy, running
 from tests.unit.engine.tiny_models import CONFIGS, VOCABULARY_SIZE
 
 _SERIAL = {"falcon", "falcon_alibi", "gptj", "bloom"}
-_EXPERTS = {"qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "phimoe"}
+_EXPERTS = {"mixtral", "gpt_oss", "deepseek_v3"}
+_OTHER_EXPERTS = {"qwen3_moe", "phimoe"}
+"""Left out: to find that no such pass can be traced takes a second for each."""
 _USUAL = {"llama", "gemma2", "gpt2", "phi3"}
+_ROUNDED = {"llama", "gemma2"}
+"""Tried in bfloat16 as well."""
 _SEQUENCES = 8
 _PAGES_EACH = 2
 _GROUPS = 3
@@ -89,9 +93,9 @@ def _both_ways(runner: Runner, segments: list[Segment], rows: list[int]) -> tupl
     ("family", "dtype"),
     [
         pytest.param(family, dtype, marks=() if family in _USUAL else pytest.mark.slow)
-        for family in sorted(set(CONFIGS) - _SERIAL)
+        for family in sorted(set(CONFIGS) - _SERIAL - _OTHER_EXPERTS)
         for dtype in ("float32", "bfloat16")
-        if dtype == "float32" or family in _USUAL
+        if dtype == "float32" or family in _ROUNDED
     ],
 )
 def test_a_plan_computes_the_same_as_the_modules(family: str, dtype: str, tiny_model: MakeModel) -> None:

@@ -273,7 +273,7 @@ def _check(
     return kept
 
 
-@settings(max_examples=200, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(case=rounds(), numbers=st.lists(unit, min_size=5, max_size=5))
 def test_only_tokens_with_target_probability_are_emitted(
     case: tuple[Proposal, Verification, list[FloatArray]], numbers: list[float]
@@ -282,7 +282,7 @@ def test_only_tokens_with_target_probability_are_emitted(
     _check(block, case, numbers)
 
 
-@settings(max_examples=100, derandomize=True)
+@settings(max_examples=50, derandomize=True)
 @given(
     case=rounds(),
     numbers=st.lists(unit, min_size=5, max_size=5),

@@ -226,7 +226,7 @@ async def test_a_target_lets_go_of_a_lead_when_its_coordinator_is_gone() -> None
 
 
 LEADS = (1, 8)
-GREEDY = GenerationRequest("def f(", max_tokens=16, temperature=0.0, ignore_eos=True)
+GREEDY = GenerationRequest("def f(", max_tokens=12, temperature=0.0, ignore_eos=True)
 REQUESTS = {
     "greedy": GREEDY,
     **{

@@ -193,5 +193,5 @@ async def test_texts_have_the_masked_targets_distribution(
         growing |= {(*tokens, int(i)): mass * float(probs[i]) for i in probs.nonzero().flatten()}
     async with pair() as (client, _):
         request = replace(REQUEST, prompt=prompt, grammar=grammar, rejection_sampling_strategy=rule)
-        texts = await asyncio.gather(*(complete(client, replace(request, seed=seed)) for seed in range(120)))
-    assert_drawn_from(expected, texts)
+        texts = await asyncio.gather(*(complete(client, replace(request, seed=seed)) for seed in range(80)))
+    assert_drawn_from(expected, texts, distance=0.45)

@@ -281,7 +281,7 @@ FEW_LAYERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("method", "compile_mode"),
-    [("eagle", "off"), ("eagle", "auto"), ("eagle3", "auto"), ("medusa", "auto"), ("dflash", "off")],
+    [("eagle", "auto"), ("eagle3", "auto"), ("medusa", "auto"), ("dflash", "off")],
 )
 async def test_accepted_positions_read_target_states(method: str, compile_mode: str, tmp_path: Path) -> None:
     model = six_tokens(6, 4, 48)

@@ -34,9 +34,8 @@ def test_torch_passes_its_own_trial(family: str, dtype: str, tiny_model: MakeMod
 def test_kernels_of_bfloat16_are_as_exact_as_torch(family: str, tiny_model: MakeModel) -> None:
     native = _with_kernels(tiny_model(family).folder).native
     assert native is not None
-    error = native.reference.error_of(
-        replace(native, trace=None).backend
-    )  # a first step is the modules' own anyway
+    # Without a trace, since a first step is the modules' own anyway.
+    error = native.reference.error_of(replace(native, trace=None).backend)
     assert error < 1.25, "in torch's own errors; 0.8 to 1.1 were measured"
 
 

@@ -67,7 +67,7 @@ async def joined(
         yield client.address
 
 
-GREEDY = GenerationRequest("", max_tokens=12, temperature=0.0, num_speculative_tokens=4, ignore_eos=True)
+GREEDY = GenerationRequest("", max_tokens=16, temperature=0.0, num_speculative_tokens=4, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.8, seed=7, rejection_sampling_strategy="strict")
 
 

@@ -40,7 +40,7 @@ def paced_pair() -> tuple[str, str]:
     # Minimum durations of a verification and of a draft's step, in milliseconds
     pace = ("--pace", "25,1")
     target, draft = ready(
-        Service("benchmarks.pace", *of_model(model), "--role", role, *pace, *NO_KERNELS)
-        for role, model in (("target", DEMO_TARGET), ("draft", DEMO_DRAFT))
+        Service("benchmarks.pace", *of_model(model), "--role", role, *pace, *options)
+        for role, model, options in (("target", DEMO_TARGET, NO_KERNELS), ("draft", DEMO_DRAFT, ()))
     )
     return target.address, draft.address

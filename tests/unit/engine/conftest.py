@@ -12,7 +12,7 @@ import torch
 
 from tandem.engine.backends.cpu_native.library.build import BuildError, built_kernels
 from tandem.engine.backends.cpu_native.library.kernels import Kernels
-from tandem.engine.backends.cpu_native.tracing import MakeTrace
+from tandem.engine.backends.cpu_native.plans import MakeTrace
 from tandem.engine.core.selection import Backends, choose_backends
 from tandem.engine.models.loading import LoadedModel, load_model
 from tests.paths import DEVICE

@@ -23,8 +23,7 @@ from tandem.engine.backends.cpu_native.layers import (
 )
 from tandem.engine.backends.cpu_native.library.build import BuildError, built_kernels, bundled_kernels
 from tandem.engine.backends.cpu_native.library.kernels import DTYPES, Kernels
-from tandem.engine.backends.cpu_native.plans import ExecutionPlan
-from tandem.engine.backends.cpu_native.tracing import MakeTrace, TraceError, traced
+from tandem.engine.backends.cpu_native.plans import ExecutionPlan, MakeTrace, TraceError, traced
 from tandem.engine.backends.eager import EagerBackend, clear_room, eager_backend
 from tandem.engine.backends.trial import DistrustedError, Reference, trusted
 from tandem.engine.hidden_states import HeadModel

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.node import has_side_effect
+from torch.fx.node import has_side_effect, map_aggregate
 
 from tandem.engine.backends.cpu_native.layers import NativeAttention, PackedLinear, places, point
 from tandem.engine.backends.cpu_native.library.kernels import (
@@ -111,21 +111,42 @@ def traced(module: nn.Module) -> GraphModule:
         logits: Tensor = output.logits
         return logits
 
-    tokens = torch.arange(7)[None]  # any number that is no other size of a model
+    tokens = torch.arange(_TRACED_TOKENS)[None]
     inputs, of_inputs = [tokens, tokens.clone()], cast(Any, forward)
     if isinstance(module, HeadModel):
         inputs.append(module.states.any_states(tokens.numel()))
         of_inputs = partial(module.computed, step=_TracedStep())
     with torch.no_grad(), _traceable(module):
         try:
-            graph = make_fx(of_inputs, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
+            graph = make_fx(of_inputs, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
         except Exception as error:  # noqa: BLE001 - what cannot be traced runs as it is
             raise TraceError(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from None
     for node in graph.graph.nodes:
         if any(tag in getattr(node.target, "tags", ()) for tag in _REFUSED_TAGS):
             raise TraceError(f"{node.target} depends on the tokens")
+    _take_any_count(graph)
     _drop_repeated_casts(graph)
     return graph
+
+
+_TRACED_TOKENS = 251
+"""No other size of a model."""
+
+
+def _take_any_count(graph: GraphModule) -> None:
+    """Puts the number of the given tokens wherever that of the traced ones is. torch's own tracing of sizes as symbols
+    takes four times as long; should a model have this size after all, its plans do not pass their trial."""
+    token_ids = next(iter(graph.graph.nodes))
+    first = next(node for node in graph.graph.nodes if node.op != "placeholder")
+    with graph.graph.inserting_before(first):
+        count = graph.graph.call_function(torch.ops.aten.sym_size.int, (token_ids, 1))
+
+    def of_any_count(argument: Any) -> Any:
+        return count if type(argument) is int and argument == _TRACED_TOKENS else argument
+
+    for node in graph.graph.nodes:
+        node.args = map_aggregate(node.args, of_any_count)
+        node.kwargs = map_aggregate(node.kwargs, of_any_count)
 
 
 def _drop_repeated_casts(graph: GraphModule) -> None:

@@ -27,7 +27,7 @@ from tests.unit.engine.tiny_models import CONFIGS, VOCABULARY_SIZE
 _SERIAL = {"falcon", "falcon_alibi", "gptj", "bloom"}
 _EXPERTS = {"mixtral", "gpt_oss", "deepseek_v3"}
 _OTHER_EXPERTS = {"qwen3_moe", "phimoe"}
-"""Left out: to find that no such pass can be traced takes a second for each."""
+"""Left out: that no such pass can be traced is the same as of the others."""
 _USUAL = {"llama", "gemma2", "gpt2", "phi3"}
 _ROUNDED = {"llama", "gemma2"}
 """Tried in bfloat16 as well."""

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 
 from tandem.engine.backends.cpu_native.layers import (
     WIDEST_SEGMENT,
@@ -23,7 +22,7 @@ from tandem.engine.backends.cpu_native.layers import (
 )
 from tandem.engine.backends.cpu_native.library.build import BuildError, built_kernels, bundled_kernels
 from tandem.engine.backends.cpu_native.library.kernels import DTYPES, Kernels
-from tandem.engine.backends.cpu_native.plans import ExecutionPlan, MakeTrace, TraceError, traced
+from tandem.engine.backends.cpu_native.plans import ExecutionPlan, MakeTrace, Trace, TraceError, traced
 from tandem.engine.backends.eager import EagerBackend, clear_room, eager_backend
 from tandem.engine.backends.trial import DistrustedError, Reference, trusted
 from tandem.engine.hidden_states import HeadModel
@@ -67,10 +66,10 @@ class PlannedBackend(CpuNativeBackend):
     """Steps from execution plans, each compiled when its size is first wanted, some ten milliseconds."""
 
     def __init__(
-        self, model: LoadedModel, arena: KvArena, kernels: Kernels, graph: GraphModule, reference: Reference
+        self, model: LoadedModel, arena: KvArena, kernels: Kernels, trace: Trace, reference: Reference
     ) -> None:
         super().__init__(model, arena, kernels)
-        self._graph = graph
+        self._trace = trace
         self.reference = reference
         self._head = model.module if isinstance(model.module, HeadModel) else None
         self._plans: dict[int, ExecutionPlan] = {}
@@ -133,7 +132,7 @@ class PlannedBackend(CpuNativeBackend):
             # padded, torch may choose a kernel that adds up in another order, so the error may be that of any
             # kernel: in float32, 129 tokens in the plan of 160 differ from the modules by 0.2 to 0.52 spreads.
             self._plans[size] = trusted(
-                lambda: ExecutionPlan(self._graph, self.attention, size, states),
+                lambda: ExecutionPlan(self._trace, self.attention, size, states),
                 lambda plan: self.reference.in_spreads(self._replayed(plan, packing, compared), expected),
                 0.5 if size == packing.token_count else self.reference.limit,
             )

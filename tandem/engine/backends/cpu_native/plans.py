@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import lru_cache, partial
 from itertools import groupby
 from operator import getitem
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.node import has_side_effect, map_aggregate
+from torch.fx.node import has_side_effect, map_arg
 
 from tandem.engine.backends.cpu_native.layers import NativeAttention, PackedLinear, places, point
 from tandem.engine.backends.cpu_native.library.kernels import (
@@ -91,11 +91,44 @@ class _TracedStep:
         return ATTEND(query, key, value, sinks, module.layer_idx, scale, softcap)  # type: ignore[no-any-return]
 
 
-MakeTrace = Callable[[], GraphModule]
+class Trace:
+    """A pass as a graph, with what is the same for any number of tokens."""
+
+    def __init__(self, graph: GraphModule, inputs: SequenceOf[Tensor]) -> None:
+        """`inputs` are any that the pass may have: which results share their memory is seen by running it."""
+        with torch.no_grad():
+            survey = Interpreter(graph, garbage_collect_values=False)
+            survey.run(*inputs)
+        nodes, values = list(graph.graph.nodes), survey.env
+        self.inputs = [node for node in nodes if node.op == "placeholder"]
+        self.constants = {node: values[node] for node in nodes if node.op == "get_attr"}
+        self.operations = [node for node in nodes if node.op == "call_function"]
+        results = nodes[-1].args[0]
+        self.results: tuple[Node, ...] = tuple(results) if isinstance(results, tuple | list) else (results,)
+        self.roots: dict[Node, Node] = {}
+        """The node to whose memory each tensor belongs; of several tensors, the node itself where it is a new one's."""
+        self.released: dict[Node, list[Node]] = defaultdict(list)
+        """Roots whose memory is free once a node has run. That of the results never is."""
+        last_use: dict[Node, Node] = {}
+        owner: dict[int, Node] = {}
+        for node in nodes:
+            value = values.get(node)
+            parts = value if isinstance(value, tuple | list) else [value]
+            owners = {owner.setdefault(_memory(part), node) for part in parts if isinstance(part, Tensor)}
+            if owners:
+                self.roots[node] = owners.pop()
+            used = (self.roots[each] for each in (node, *node.all_input_nodes) if each in self.roots)
+            last_use |= dict.fromkeys(used, node)
+        for root, node in last_use.items():
+            if root not in {self.roots[each] for each in self.results}:
+                self.released[node].append(root)
+
+
+MakeTrace = Callable[[], Trace]
 """Traces a model's pass, or returns the trace that was made before; see `traced`."""
 
 
-def traced(module: nn.Module) -> GraphModule:
+def traced(module: nn.Module) -> Trace:
     """The pass of any number of tokens: from ids and positions, each [1, tokens], to logits [1, tokens, vocabulary].
     A drafting head's also reads states and ends in those that it feeds back (`HeadModel.computed`).
 
@@ -111,42 +144,21 @@ def traced(module: nn.Module) -> GraphModule:
         logits: Tensor = output.logits
         return logits
 
-    tokens = torch.arange(_TRACED_TOKENS)[None]
+    tokens = torch.arange(7)[None]  # any number that is no other size of a model
     inputs, of_inputs = [tokens, tokens.clone()], cast(Any, forward)
     if isinstance(module, HeadModel):
         inputs.append(module.states.any_states(tokens.numel()))
         of_inputs = partial(module.computed, step=_TracedStep())
     with torch.no_grad(), _traceable(module):
         try:
-            graph = make_fx(of_inputs, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+            graph = make_fx(of_inputs, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
         except Exception as error:  # noqa: BLE001 - what cannot be traced runs as it is
             raise TraceError(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from None
     for node in graph.graph.nodes:
         if any(tag in getattr(node.target, "tags", ()) for tag in _REFUSED_TAGS):
             raise TraceError(f"{node.target} depends on the tokens")
-    _take_any_count(graph)
     _drop_repeated_casts(graph)
-    return graph
-
-
-_TRACED_TOKENS = 251
-"""No other size of a model."""
-
-
-def _take_any_count(graph: GraphModule) -> None:
-    """Puts the number of the given tokens wherever that of the traced ones is. torch's own tracing of sizes as symbols
-    takes four times as long; should a model have this size after all, its plans do not pass their trial."""
-    token_ids = next(iter(graph.graph.nodes))
-    first = next(node for node in graph.graph.nodes if node.op != "placeholder")
-    with graph.graph.inserting_before(first):
-        count = graph.graph.call_function(torch.ops.aten.sym_size.int, (token_ids, 1))
-
-    def of_any_count(argument: Any) -> Any:
-        return count if type(argument) is int and argument == _TRACED_TOKENS else argument
-
-    for node in graph.graph.nodes:
-        node.args = map_aggregate(node.args, of_any_count)
-        node.kwargs = map_aggregate(node.kwargs, of_any_count)
+    return Trace(graph, inputs)
 
 
 def _drop_repeated_casts(graph: GraphModule) -> None:
@@ -262,10 +274,11 @@ def _pointwise(
     if any(tensor.dim() == 0 and tensor.dtype != output.dtype for tensor in tensors):
         raise UnknownOperationError("a single number that torch rounds first")
     try:
-        expanded = [tensor.expand(output.shape).stride() for tensor in tensors]
+        expanded = tuple(tensor.expand(output.shape).stride() for tensor in tensors)
     except RuntimeError as error:
         raise UnknownOperationError(str(error)) from None
-    sizes, strides = _dimensions(output.shape, expanded)
+    sizes, of_tensors = _dimensions(output.shape, expanded)
+    strides = list(of_tensors)
     if strides[1][-1] == 0:  # sums and products are the same the other way round
         tensors[1:], strides[1:] = tensors[:0:-1], strides[:0:-1]
     if strides[0][-1] != 1 or strides[1][-1] != 1 or strides[-1][-1] not in {0, 1}:
@@ -285,7 +298,10 @@ def _pointwise(
     return KernelCall(Routine.POINTWISE, call)
 
 
-def _dimensions(shape: torch.Size, strides: list[tuple[int, ...]]) -> tuple[list[int], list[list[int]]]:
+@lru_cache(1024)  # the layers of a model are alike
+def _dimensions(
+    shape: torch.Size, strides: tuple[tuple[int, ...], ...]
+) -> tuple[list[int], list[list[int]]]:
     """Merge adjacent dimensions where possible, and pad in front up to `DIMENSIONS`."""
     sizes: list[int] = []
     kept: list[list[int]] = [[] for _ in strides]
@@ -362,7 +378,9 @@ def copied(
 
 def same(results: Tensor, expected: Tensor) -> bool:
     """True if all numbers are equal; those that are none are equal to each other."""
-    return results.shape == expected.shape and torch.equal(results.nan_to_num(), expected.nan_to_num())
+    return torch.equal(results, expected) or (
+        results.shape == expected.shape and torch.equal(results.nan_to_num(), expected.nan_to_num())
+    )
 
 
 Call = KernelCall | TorchCall
@@ -388,27 +406,12 @@ class Head:
         self._gather.count = self._linear.rows = len(rows)
 
 
-def _lifetimes(graph: GraphModule, values: Mapping[Node, Any]) -> tuple[dict[Node, Node], dict[Node, Node]]:
-    """The node to whose memory each result belongs, its root; and the last node that needs a root's memory."""
-    roots: dict[Node, Node] = {}
-    last_use: dict[Node, Node] = {}
-    owner: dict[int, Node] = {}
-    for node in graph.graph.nodes:
-        value = values.get(node)
-        for part in value if isinstance(value, tuple | list) else ():
-            owner.setdefault(_memory(part), node)
-        if isinstance(value, Tensor):
-            roots[node] = owner.setdefault(_memory(value), node)
-            last_use |= {roots[each]: node for each in (node, *node.all_input_nodes) if each in roots}
-    return roots, last_use
-
-
-class PlanCompiler(Interpreter):
-    """Runs the graph once more on memory that is used over and over, and notes the call that each node is."""
+class PlanCompiler:
+    """Runs a trace on memory that is used over and over, and notes the call that each node is."""
 
     def __init__(
         self,
-        graph: GraphModule,
+        trace: Trace,
         attention: NativeAttention,
         inputs: Tensor,
         places: Tensor,
@@ -417,34 +420,30 @@ class PlanCompiler(Interpreter):
         """Binds; the arena is not touched. The calls will read ids and positions from `inputs`, int64 [2, tokens], what
         `layers.places` says from a row of `places` for each group of layers, and those of a drafting head `states`,
         [tokens, state_size]."""
-        super().__init__(graph, garbage_collect_values=False)
+        self._trace = trace
         self._attention, self._kernels, self._places = attention, attention.kernels, places
         self.calls: list[Call] = []
-        self.kept: list[object] = []
+        self.kept: list[object] = [trace]
         self._storages: dict[Node, torch.UntypedStorage] = {}
         self._pool: dict[int, list[torch.UntypedStorage]] = defaultdict(list)
         self.head: Head | None = None
         self.most_numbers = 0
         """In the largest result that one of torch's own operations writes."""
-        results = list(graph.graph.nodes)[-1].args[0]
-        self._results: tuple[Node, ...] = tuple(results) if isinstance(results, tuple | list) else (results,)
         given = [inputs[:1], inputs[1:]] if states is None else [inputs[:1], inputs[1:], states]
+        values = {**trace.constants, **dict(zip(trace.inputs, given, strict=True))}
         with torch.no_grad():
             # All zeros would hide a mistake, and no model has fewer than 8 ids and positions.
             inputs[:] = torch.arange(inputs.shape[1]) % 8
-            survey = Interpreter(graph, garbage_collect_values=False)
-            survey.run(*given)
-            self._likes: dict[Node, Any] = survey.env
-            """A value of each node, of its shape."""
-            self._roots, last_use = _lifetimes(graph, survey.env)
-            self._released: dict[Node, list[Node]] = defaultdict(list)
-            """Roots whose memory is free once a node has run. That of the results never is."""
-            for root, node in last_use.items():
-                if root not in {self._roots[each] for each in self._results}:
-                    self._released[node].append(root)
-            self.run(*given)
+            for node in trace.operations:
+                arguments, named = (map_arg(each, values.__getitem__) for each in (node.args, node.kwargs))
+                values[node] = self._bound(node, cast(Any, arguments), cast(Any, named))
+                self.kept.append(values[node])
+                for root in trace.released[node]:
+                    if root in self._storages:
+                        storage = self._storages[root]
+                        self._pool[storage.nbytes()].append(storage)
             inputs.zero_()
-        self.outputs: list[Tensor] = [self.env[each] for each in self._results]
+        self.outputs: list[Tensor] = [values[each] for each in trace.results]
         """The logits, and what a drafting head feeds back."""
 
     def joined_calls(self) -> list[TorchCall]:
@@ -454,45 +453,33 @@ class PlanCompiler(Interpreter):
             joined += [self._kernels.joined(calls)] if is_kernel else calls
         return joined
 
-    def run_node(self, n: Node) -> Any:
-        value = self._bound(n, self._likes[n]) if n.op == "call_function" else super().run_node(n)
-        self.kept.append(value)
-        for root in self._released[n]:
-            if root in self._storages:
-                storage = self._storages[root]
-                self._pool[storage.nbytes()].append(storage)
-        return value
-
-    def _bound(self, node: Node, like: Any) -> Any:
-        """A node's value, for which there is a call where it takes one; `like` has its shape."""
-        arguments, named = self.fetch_args_kwargs_from_env(node)
-        if isinstance(like, Tensor) and self._roots[node] is node:
-            size = like.untyped_storage().nbytes()
-            free = self._pool[size]
-            storage = self._storages[node] = free.pop() if free else _new_storage(size)
-            output = torch.empty(0, dtype=like.dtype)
-            output.set_(storage, like.storage_offset(), like.shape, like.stride())
-            self.calls += self._writing(node, arguments, named, output)
-            return output
+    def _bound(self, node: Node, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """A node's value, for which there is a call where it takes one."""
         target = cast(Any, node.target)
         value = target(*arguments, **named)
-        if isinstance(like, tuple | list):
-            known = {_memory(each) for each in self.kept if isinstance(each, Tensor)}
-            if not all(_memory(part) in known for part in value):
+        if self._trace.roots.get(node) is node and isinstance(value, Tensor):
+            size = value.untyped_storage().nbytes()
+            free = self._pool[size]
+            storage = self._storages[node] = free.pop() if free else _new_storage(size)
+            output = torch.empty(0, dtype=value.dtype)
+            output.set_(storage, value.storage_offset(), value.shape, value.stride())
+            self.calls += self._writing(node, arguments, named, output, value)
+            return output
+        if isinstance(value, tuple | list):
+            if self._trace.roots.get(node) is node:
                 self.calls.append(copied(target, arguments, named, value))
-        elif isinstance(like, Tensor) and target is not getitem and target._schema.is_mutable:
+        elif isinstance(value, Tensor) and target is not getitem and target._schema.is_mutable:
             self.calls.append(partial(target, *arguments, **named))
         return value
 
     def _writing(
-        self, node: Node, arguments: tuple[Any, ...], named: dict[str, Any], output: Tensor
+        self, node: Node, arguments: tuple[Any, ...], named: dict[str, Any], output: Tensor, expected: Tensor
     ) -> SequenceOf[Call]:
         """The calls that write the node's value to `output`; they have run, so that the next node finds its inputs."""
         if node.target is LINEAR:
             return self._linear(node, output, *arguments)
         if node.target is ATTEND:
             return self._attend(output, *arguments)
-        expected = cast(Any, node.target)(*arguments, **named)
         with suppress(UnknownOperationError):
             calls = kernel_calls(node.target, arguments, named, output)
             output.zero_()
@@ -509,7 +496,7 @@ class PlanCompiler(Interpreter):
         output.zero_()
         self.kept += (weights, bias)
         inputs = self._laid(inputs, inputs.is_contiguous())
-        if self._roots[node] is not self._roots[self._results[0]]:
+        if self._trace.roots[node] is not self._trace.roots[self._trace.results[0]]:
             return [linear_call(inputs, weights, bias, output)]
         self.head = Head(inputs, weights, bias, output)
         return self.head.calls
@@ -546,14 +533,14 @@ class ExecutionPlan:
     """The pass over `token_count` tokens."""
 
     def __init__(
-        self, graph: GraphModule, attention: NativeAttention, token_count: int, states: Tensor | None = None
+        self, trace: Trace, attention: NativeAttention, token_count: int, states: Tensor | None = None
     ) -> None:
         """A drafting head's calls are tried with any `states`, [token_count, state_size]."""
         inputs = torch.zeros(2, token_count, dtype=torch.long)
         where = torch.zeros(
             attention.arena.group_count, 1 + 6 * token_count, dtype=torch.long
         )  # see `places`
-        compiled = PlanCompiler(graph, attention, inputs, where, states)
+        compiled = PlanCompiler(trace, attention, inputs, where, states)
         self._states = states
         # As numpy's, which take a few numbers in a third of the time that torch takes.
         self._token_ids, self._positions = inputs.numpy()

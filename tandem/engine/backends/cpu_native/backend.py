@@ -22,7 +22,7 @@ from tandem.engine.backends.cpu_native.layers import (
 )
 from tandem.engine.backends.cpu_native.library.build import BuildError, built_kernels, bundled_kernels
 from tandem.engine.backends.cpu_native.library.kernels import DTYPES, Kernels
-from tandem.engine.backends.cpu_native.plans import ExecutionPlan, MakeTrace, Trace, TraceError, traced
+from tandem.engine.backends.cpu_native.plans import ExecutionPlan, MakeTrace, Trace, TraceError
 from tandem.engine.backends.eager import EagerBackend, clear_room, eager_backend
 from tandem.engine.backends.trial import DistrustedError, Reference, trusted
 from tandem.engine.hidden_states import HeadModel
@@ -266,4 +266,4 @@ def _packed(model: LoadedModel, kernels: Kernels) -> NativeModel:
             if not wide_residual:
                 raise
             logger.info("the residual stream stays bfloat16", extra={"reason": str(error)})
-    return replace(native, trace=cache(partial(traced, model.module)))
+    return replace(native, trace=cache(partial(Trace, model.module)))

@@ -6,22 +6,19 @@ A call writes its results to a given place. Small operations are calls of a kern
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from itertools import groupby
-from operator import getitem
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Interpreter, Node
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.node import has_side_effect, map_arg
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tandem.engine.backends.cpu_native.layers import NativeAttention, PackedLinear, places, point
 from tandem.engine.backends.cpu_native.library.kernels import (
@@ -73,8 +70,6 @@ for _key in ("Meta", "CPU"):  # while a plan is compiled, shapes are all that is
 
 LINEAR: Any = torch.ops.tandem.linear.default
 ATTEND: Any = torch.ops.tandem.attend.default
-# It stores keys and values: a trace must not lose one whose result is of no use.
-has_side_effect(ATTEND)
 
 
 class TraceError(Exception):
@@ -91,105 +86,134 @@ class _TracedStep:
         return ATTEND(query, key, value, sinks, module.layer_idx, scale, softcap)  # type: ignore[no-any-return]
 
 
-class Trace:
-    """A pass as a graph, with what is the same for any number of tokens."""
+class _Pass(TorchDispatchMode):
+    """Sees the operations of a pass while it runs."""
 
-    def __init__(self, graph: GraphModule, inputs: SequenceOf[Tensor]) -> None:
-        """`inputs` are any that the pass may have: which results share their memory is seen by running it."""
-        with torch.no_grad():
-            survey = Interpreter(graph, garbage_collect_values=False)
-            survey.run(*inputs)
-        nodes, values = list(graph.graph.nodes), survey.env
-        self.inputs = [node for node in nodes if node.op == "placeholder"]
-        self.constants = {node: values[node] for node in nodes if node.op == "get_attr"}
-        self.operations = [node for node in nodes if node.op == "call_function"]
-        results = nodes[-1].args[0]
-        self.results: tuple[Node, ...] = tuple(results) if isinstance(results, tuple | list) else (results,)
-        self.roots: dict[Node, Node] = {}
-        """The node to whose memory each tensor belongs; of several tensors, the node itself where it is a new one's."""
-        self.released: dict[Node, list[Node]] = defaultdict(list)
-        """Roots whose memory is free once a node has run. That of the results never is."""
-        last_use: dict[Node, Node] = {}
-        owner: dict[int, Node] = {}
-        for node in nodes:
-            value = values.get(node)
-            parts = value if isinstance(value, tuple | list) else [value]
-            owners = {owner.setdefault(_memory(part), node) for part in parts if isinstance(part, Tensor)}
-            if owners:
-                self.roots[node] = owners.pop()
-            used = (self.roots[each] for each in (node, *node.all_input_nodes) if each in self.roots)
-            last_use |= dict.fromkeys(used, node)
-        for root, node in last_use.items():
-            if root not in {self.roots[each] for each in self.results}:
-                self.released[node].append(root)
+    def __init__(self, *, shares_casts: bool) -> None:
+        super().__init__()
+        self._casts: dict[tuple[Any, ...], Any] | None = {} if shares_casts else None
+        """Layers that round the same numbers share the result, as a norm's output for query, key and value."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        if any(tag in func.tags for tag in _REFUSED_TAGS):
+            raise TraceError(f"{func} depends on the tokens")
+        if self._casts is None or func is not _aten._to_copy.default:
+            return self.value(func, args, named)
+        key = (id(args[0]), *args[1:], *sorted(named.items()))
+        if key not in self._casts:
+            self._casts[key] = self.value(func, args, named)
+        return self._casts[key]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # it wraps each operation in two more calls
+
+    def value(self, target: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """What the operation gives to the pass."""
+        raise NotImplementedError
+
+
+class _Survey(_Pass):
+    """Keeps all values, so that those that share memory are seen."""
+
+    def __init__(self, *, shares_casts: bool) -> None:
+        super().__init__(shares_casts=shares_casts)
+        self.noted: list[tuple[Any, list[Tensor], list[Tensor]]] = []
+        """Operations, the tensors that they read, and those that they give."""
+
+    def value(self, target: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        value = target(*arguments, **named)
+        self.noted.append((target, _tensors((arguments, named)), _tensors(value)))
+        return value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
+
+
+def _memory(value: Tensor) -> int:
+    return value.untyped_storage().data_ptr()
+
+
+class Trace:
+    """A model's pass, and what is the same for any number of tokens: its operations, and which share their memory."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """Nothing else may run the module while it is traced or compiled. A TraceError says that what is computed
+        depends on the tokens themselves, as a choice of experts does."""
+        self._module = module
+        self.shares_casts = True
+        try:
+            survey = self._surveyed()
+            if any(target._schema.is_mutable for target, _, _ in survey.noted):
+                self.shares_casts = False  # the numbers might change between two casts
+                survey = self._surveyed()
+        except TraceError:
+            raise
+        except Exception as error:  # noqa: BLE001 - what cannot be traced runs as it is
+            raise TraceError(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from None
+        self.targets = [target for target, _, _ in survey.noted]
+        self.makes_memory: list[bool] = []
+        """By operation, whether its tensors are new ones."""
+        owners: dict[int, int] = {}
+        last_use: dict[int, int] = {}
+        for index, (_, read, given) in enumerate(survey.noted):
+            for tensor in read:
+                owners.setdefault(_memory(tensor), -1)  # a weight
+            roots = {owners.setdefault(_memory(tensor), index) for tensor in given}
+            self.makes_memory.append(roots == {index})
+            last_use |= dict.fromkeys([*roots, *(owners[_memory(tensor)] for tensor in read)], index)
+        kept = [owners[_memory(result)] for result in self._results]
+        self.last = kept[0]
+        """The operation that makes the logits."""
+        self.released: list[list[int]] = [[] for _ in self.targets]
+        """By operation, those whose memory is free once it has run. That of the results never is."""
+        for root, index in last_use.items():
+            if root not in kept:
+                self.released[index].append(root)
+        del self._results
+
+    def _surveyed(self) -> _Survey:
+        survey = _Survey(shares_casts=self.shares_casts)
+        with torch.inference_mode(False):  # tensors of that mode hide what an operation consists of
+            tokens = torch.arange(7)[None]
+            inputs = [tokens, tokens.clone()]
+            if isinstance(self._module, HeadModel):
+                inputs.append(self._module.states.any_states(tokens.numel()))
+            self._results = self.run(survey, *inputs)
+        return survey
+
+    def run(self, mode: _Pass, token_ids: Tensor, positions: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        """Runs the pass: from ids and positions, each [1, tokens], to logits [1, tokens, vocabulary]. A drafting head's
+        also reads states, and ends in those that it feeds back (`HeadModel.computed`)."""
+        with torch.no_grad(), _traceable(self._module), mode:
+            if isinstance(self._module, HeadModel):
+                logits, fed_back = self._module.computed(token_ids, positions, *states, step=_TracedStep())
+                return (logits,) if fed_back is None else (logits, fed_back)
+            output = self._module(
+                input_ids=token_ids, position_ids=positions, logits_to_keep=0, use_cache=False,
+                **{STEP_ARGUMENT: _TracedStep()},
+            )  # fmt: skip
+            return (output.logits,)
 
 
 MakeTrace = Callable[[], Trace]
-"""Traces a model's pass, or returns the trace that was made before; see `traced`."""
-
-
-def traced(module: nn.Module) -> Trace:
-    """The pass of any number of tokens: from ids and positions, each [1, tokens], to logits [1, tokens, vocabulary].
-    A drafting head's also reads states and ends in those that it feeds back (`HeadModel.computed`).
-
-    Nothing else may run the module meanwhile. A TraceError says that what is computed depends on the tokens
-    themselves, as a choice of experts does.
-    """
-
-    def forward(token_ids: Tensor, positions: Tensor) -> Tensor:
-        output = module(
-            input_ids=token_ids, position_ids=positions, logits_to_keep=0, use_cache=False,
-            **{STEP_ARGUMENT: _TracedStep()},
-        )  # fmt: skip
-        logits: Tensor = output.logits
-        return logits
-
-    tokens = torch.arange(7)[None]  # any number that is no other size of a model
-    inputs, of_inputs = [tokens, tokens.clone()], cast(Any, forward)
-    if isinstance(module, HeadModel):
-        inputs.append(module.states.any_states(tokens.numel()))
-        of_inputs = partial(module.computed, step=_TracedStep())
-    with torch.no_grad(), _traceable(module):
-        try:
-            graph = make_fx(of_inputs, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
-        except Exception as error:  # noqa: BLE001 - what cannot be traced runs as it is
-            raise TraceError(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from None
-    for node in graph.graph.nodes:
-        if any(tag in getattr(node.target, "tags", ()) for tag in _REFUSED_TAGS):
-            raise TraceError(f"{node.target} depends on the tokens")
-    _drop_repeated_casts(graph)
-    return Trace(graph, inputs)
-
-
-def _drop_repeated_casts(graph: GraphModule) -> None:
-    """Lets layers that round the same numbers share the result, as a norm's output for query, key and value."""
-    nodes = list(graph.graph.nodes)
-    if any(getattr(getattr(node.target, "_schema", None), "is_mutable", False) for node in nodes):
-        return  # the numbers might change between two casts
-    first: dict[tuple[Any, ...], Any] = {}
-    for node in nodes:
-        if node.target is torch.ops.aten._to_copy.default:
-            same = first.setdefault((*node.args, *sorted(node.kwargs.items())), node)
-            if same is not node:
-                node.replace_all_uses_with(same)
-                graph.graph.erase_node(node)
-    graph.recompile()
+"""Traces a model's pass, or returns the trace that was made before."""
 
 
 @contextmanager
 def _traceable(module: nn.Module) -> Iterator[None]:
-    """Packed layers show their products. torch logs untraceable code at length; one line of our own log suffices."""
+    """Packed layers show their products."""
     layers: list[Any] = [layer for layer in module.modules() if isinstance(layer, PackedLinear)]
     kernels = [layer._kernels for layer in layers]
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
     for layer in layers:
         layer._kernels = SimpleNamespace(linear=LINEAR)
     try:
         yield
     finally:
-        log.setLevel(level)
         for layer, own in zip(layers, kernels, strict=True):
             layer._kernels = own
 
@@ -299,9 +323,7 @@ def _pointwise(
 
 
 @lru_cache(1024)  # the layers of a model are alike
-def _dimensions(
-    shape: torch.Size, strides: tuple[tuple[int, ...], ...]
-) -> tuple[list[int], list[list[int]]]:
+def _dimensions(shape: torch.Size, strides: tuple[tuple[int, ...], ...]) -> tuple[list[int], list[list[int]]]:
     """Merge adjacent dimensions where possible, and pad in front up to `DIMENSIONS`."""
     sizes: list[int] = []
     kept: list[list[int]] = [[] for _ in strides]
@@ -406,8 +428,8 @@ class Head:
         self._gather.count = self._linear.rows = len(rows)
 
 
-class PlanCompiler:
-    """Runs a trace on memory that is used over and over, and notes the call that each node is."""
+class PlanCompiler(_Pass):
+    """Runs a trace on memory that is used over and over, and notes the call that each operation is."""
 
     def __init__(
         self,
@@ -420,31 +442,22 @@ class PlanCompiler:
         """Binds; the arena is not touched. The calls will read ids and positions from `inputs`, int64 [2, tokens], what
         `layers.places` says from a row of `places` for each group of layers, and those of a drafting head `states`,
         [tokens, state_size]."""
+        super().__init__(shares_casts=trace.shares_casts)
         self._trace = trace
         self._attention, self._kernels, self._places = attention, attention.kernels, places
+        self._index = -1
         self.calls: list[Call] = []
-        self.kept: list[object] = [trace]
-        self._storages: dict[Node, torch.UntypedStorage] = {}
+        self.kept: list[object] = []
+        self._storages: dict[int, torch.UntypedStorage] = {}
         self._pool: dict[int, list[torch.UntypedStorage]] = defaultdict(list)
         self.head: Head | None = None
         self.most_numbers = 0
         """In the largest result that one of torch's own operations writes."""
-        given = [inputs[:1], inputs[1:]] if states is None else [inputs[:1], inputs[1:], states]
-        values = {**trace.constants, **dict(zip(trace.inputs, given, strict=True))}
-        with torch.no_grad():
-            # All zeros would hide a mistake, and no model has fewer than 8 ids and positions.
-            inputs[:] = torch.arange(inputs.shape[1]) % 8
-            for node in trace.operations:
-                arguments, named = (map_arg(each, values.__getitem__) for each in (node.args, node.kwargs))
-                values[node] = self._bound(node, cast(Any, arguments), cast(Any, named))
-                self.kept.append(values[node])
-                for root in trace.released[node]:
-                    if root in self._storages:
-                        storage = self._storages[root]
-                        self._pool[storage.nbytes()].append(storage)
-            inputs.zero_()
-        self.outputs: list[Tensor] = [values[each] for each in trace.results]
+        # All zeros would hide a mistake, and no model has fewer than 8 ids and positions.
+        inputs[:] = torch.arange(inputs.shape[1]) % 8
+        self.outputs = trace.run(self, inputs[:1], inputs[1:], *([] if states is None else [states]))
         """The logits, and what a drafting head feeds back."""
+        inputs.zero_()
 
     def joined_calls(self) -> list[TorchCall]:
         joined: list[Any] = []
@@ -453,50 +466,58 @@ class PlanCompiler:
             joined += [self._kernels.joined(calls)] if is_kernel else calls
         return joined
 
-    def _bound(self, node: Node, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """A node's value, for which there is a call where it takes one."""
-        target = cast(Any, node.target)
-        value = target(*arguments, **named)
-        if self._trace.roots.get(node) is node and isinstance(value, Tensor):
-            size = value.untyped_storage().nbytes()
-            free = self._pool[size]
-            storage = self._storages[node] = free.pop() if free else _new_storage(size)
-            output = torch.empty(0, dtype=value.dtype)
-            output.set_(storage, value.storage_offset(), value.shape, value.stride())
-            self.calls += self._writing(node, arguments, named, output, value)
-            return output
-        if isinstance(value, tuple | list):
-            if self._trace.roots.get(node) is node:
-                self.calls.append(copied(target, arguments, named, value))
-        elif isinstance(value, Tensor) and target is not getitem and target._schema.is_mutable:
-            self.calls.append(partial(target, *arguments, **named))
+    def value(self, target: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        self._index += 1
+        if self._trace.targets[self._index : self._index + 1] != [target]:
+            raise TraceError(f"{target} is not what other numbers of tokens need")
+        value = self._bound(target, arguments, named)
+        self.kept.append((arguments, named, value))
+        for root in self._trace.released[self._index]:
+            if storage := self._storages.get(root):
+                self._pool[storage.nbytes()].append(storage)
         return value
 
+    def _bound(self, target: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """An operation's value, for which there is a call where it takes one."""
+        value = target(*arguments, **named)
+        if not self._trace.makes_memory[self._index]:
+            if target._schema.is_mutable:
+                self.calls.append(partial(target, *arguments, **named))
+            return value
+        if not isinstance(value, Tensor):
+            self.calls.append(copied(target, arguments, named, value))
+            return value
+        size = value.untyped_storage().nbytes()
+        free = self._pool[size]
+        storage = self._storages[self._index] = free.pop() if free else _new_storage(size)
+        output = torch.empty(0, dtype=value.dtype)
+        output.set_(storage, value.storage_offset(), value.shape, value.stride())
+        self.calls += self._writing(target, arguments, named, output, value)
+        return output
+
     def _writing(
-        self, node: Node, arguments: tuple[Any, ...], named: dict[str, Any], output: Tensor, expected: Tensor
+        self, target: Any, arguments: tuple[Any, ...], named: dict[str, Any], output: Tensor, expected: Tensor
     ) -> SequenceOf[Call]:
-        """The calls that write the node's value to `output`; they have run, so that the next node finds its inputs."""
-        if node.target is LINEAR:
-            return self._linear(node, output, *arguments)
-        if node.target is ATTEND:
+        """The calls that write the value to `output`; they have run, so that the next operation finds its inputs."""
+        if target is LINEAR:
+            return self._linear(output, *arguments)
+        if target is ATTEND:
             return self._attend(output, *arguments)
         with suppress(UnknownOperationError):
-            calls = kernel_calls(node.target, arguments, named, output)
+            calls = kernel_calls(target, arguments, named, output)
             output.zero_()
             self._kernels.run(*calls)
             if same(output, expected):
-                self.kept.append(arguments)
                 return calls
         self.most_numbers = max(self.most_numbers, output.numel())
-        return [torch_call(node.target, arguments, named, output, expected)]
+        return [torch_call(target, arguments, named, output, expected)]
 
     def _linear(
-        self, node: Node, output: Tensor, inputs: Tensor, weights: Tensor, bias: Tensor | None, *_: object
+        self, output: Tensor, inputs: Tensor, weights: Tensor, bias: Tensor | None, *_: object
     ) -> SequenceOf[Call]:
         output.zero_()
-        self.kept += (weights, bias)
         inputs = self._laid(inputs, inputs.is_contiguous())
-        if self._trace.roots[node] is not self._trace.roots[self._trace.results[0]]:
+        if self._index != self._trace.last:
             return [linear_call(inputs, weights, bias, output)]
         self.head = Head(inputs, weights, bias, output)
         return self.head.calls
@@ -520,10 +541,6 @@ class PlanCompiler:
         return copy
 
 
-def _memory(value: Tensor) -> int:
-    return value.untyped_storage().data_ptr()
-
-
 _ONE_THREADS_NUMBERS = 32_768
 """Results up to which torch itself computes most operations in one thread. Some it does not: for the cosines of 160
 numbers it wakes a second one, which takes 105 us where they take 3. docs/measurements.md has more."""
@@ -536,11 +553,12 @@ class ExecutionPlan:
         self, trace: Trace, attention: NativeAttention, token_count: int, states: Tensor | None = None
     ) -> None:
         """A drafting head's calls are tried with any `states`, [token_count, state_size]."""
-        inputs = torch.zeros(2, token_count, dtype=torch.long)
-        where = torch.zeros(
-            attention.arena.group_count, 1 + 6 * token_count, dtype=torch.long
-        )  # see `places`
-        compiled = PlanCompiler(trace, attention, inputs, where, states)
+        with torch.inference_mode(False):
+            inputs = torch.zeros(2, token_count, dtype=torch.long)
+            where = torch.zeros(
+                attention.arena.group_count, 1 + 6 * token_count, dtype=torch.long
+            )  # see `places`
+            compiled = PlanCompiler(trace, attention, inputs, where, states)
         self._states = states
         # As numpy's, which take a few numbers in a third of the time that torch takes.
         self._token_ids, self._positions = inputs.numpy()

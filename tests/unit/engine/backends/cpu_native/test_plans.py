@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from tandem.engine.backends.cpu_native.backend import TOKEN_COUNTS, CpuNativeBackend, PlannedBackend
-from tandem.engine.backends.cpu_native.plans import ExecutionPlan, TraceError, _drop_repeated_casts, traced
+from tandem.engine.backends.cpu_native.plans import ExecutionPlan, Trace, TraceError, _Survey
 from tandem.engine.core.selection import Backends, choose_backends
 from tandem.engine.kv_cache.arena import PAGE_TOKENS, KvArena, PageTable
 from tandem.engine.kv_cache.sequence import Segment, Sequence
@@ -203,16 +202,18 @@ def test_a_pass_that_depends_on_the_tokens_is_not_traced() -> None:
             return SimpleNamespace(), chosen
 
     with pytest.raises(TraceError):
-        traced(Choosy())
+        Trace(Choosy())
 
 
 def test_numbers_that_may_change_between_two_roundings_are_rounded_twice() -> None:
-    def forward(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        before = values.bfloat16()
-        values.add_(1)
-        return before, values.bfloat16()
+    class Changing(torch.nn.Module):
+        def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
+            values = input_ids.float()
+            before = values.bfloat16()
+            values.add_(1)
+            return SimpleNamespace(logits=torch.stack([before, values.bfloat16()]))
 
-    graph = make_fx(forward)(torch.ones(3))
-    _drop_repeated_casts(graph)
-    before, after = graph(torch.ones(3))
-    assert torch.equal(after, before + 1)
+    trace = Trace(Changing())
+    tokens = torch.arange(3)[None]
+    (logits,) = trace.run(_Survey(shares_casts=trace.shares_casts), tokens, tokens)
+    assert torch.equal(logits[1], logits[0] + 1)

@@ -1,4 +1,4 @@
-"""Execution plans: a model's pass as a list of calls, learnt by running it once on shapes alone.
+"""Execution plans: a model's pass as a list of calls, learnt by running it once without its products.
 
 A call writes its results to a given place. Small operations are calls of a kernel where it gives the bits of torch's.
 """
@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -44,6 +45,8 @@ _REFUSED_TAGS = (
     torch.Tag.dynamic_output_shape,
     torch.Tag.nondeterministic_seeded,
 )
+_READERS = ("tolist", "numpy", "__array__", "data_ptr", "untyped_storage", "__dlpack__")
+"""Methods by which a tensor's numbers leave torch without an operation."""
 
 _library: Any = cast(Any, torch.library.Library)("tandem", "DEF")
 _library.define(
@@ -86,11 +89,11 @@ class _TracedStep:
         return ATTEND(query, key, value, sinks, module.layer_idx, scale, softcap)  # type: ignore[no-any-return]
 
 
-class _Pass(TorchDispatchMode):
+class _Pass(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
     """Sees the operations of a pass while it runs."""
 
     def __init__(self, *, shares_casts: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._casts: dict[tuple[Any, ...], Any] | None = {} if shares_casts else None
         """Layers that round the same numbers share the result, as a norm's output for query, key and value."""
 
@@ -116,7 +119,18 @@ class _Pass(TorchDispatchMode):
         raise NotImplementedError
 
 
-class _Survey(_Pass):
+class _RefusedReads(TorchFunctionMode):
+    """Refuses to let numbers leave torch: what became of them would be the same for all tokens."""
+
+    def __torch_function__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.__name__ in _READERS:
+            raise TraceError(f"{func.__name__} reads the numbers of a tensor")
+        return func(*args, **kwargs or {})
+
+
+class _Survey(_Pass):  # type: ignore[no-untyped-call]
     """Keeps all values, so that those that share memory are seen."""
 
     def __init__(self, *, shares_casts: bool) -> None:
@@ -144,7 +158,7 @@ class Trace:
     def __init__(self, module: nn.Module) -> None:
         """Nothing else may run the module while it is traced or compiled. A TraceError says that what is computed
         depends on the tokens themselves, as a choice of experts does."""
-        self._module = module
+        self._module: Any = module
         self.shares_casts = True
         try:
             survey = self._surveyed()
@@ -178,7 +192,8 @@ class Trace:
 
     def _surveyed(self) -> _Survey:
         survey = _Survey(shares_casts=self.shares_casts)
-        with torch.inference_mode(False):  # tensors of that mode hide what an operation consists of
+        # Tensors of that mode hide what an operation consists of.
+        with torch.inference_mode(False), _RefusedReads():
             tokens = torch.arange(7)[None]
             inputs = [tokens, tokens.clone()]
             if isinstance(self._module, HeadModel):
@@ -190,7 +205,7 @@ class Trace:
         """Runs the pass: from ids and positions, each [1, tokens], to logits [1, tokens, vocabulary]. A drafting head's
         also reads states, and ends in those that it feeds back (`HeadModel.computed`)."""
         with torch.no_grad(), _traceable(self._module), mode:
-            if isinstance(self._module, HeadModel):
+            if states:
                 logits, fed_back = self._module.computed(token_ids, positions, *states, step=_TracedStep())
                 return (logits,) if fed_back is None else (logits, fed_back)
             output = self._module(
@@ -428,7 +443,7 @@ class Head:
         self._gather.count = self._linear.rows = len(rows)
 
 
-class PlanCompiler(_Pass):
+class PlanCompiler(_Pass):  # type: ignore[no-untyped-call]
     """Runs a trace on memory that is used over and over, and notes the call that each operation is."""
 
     def __init__(

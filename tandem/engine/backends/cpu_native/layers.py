@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence as SequenceOf
 from typing import Any, cast
 
@@ -26,6 +27,11 @@ _INTO_RESIDUAL = frozenset(("o_proj", "down_proj"))
 """Names that most of transformers' decoders give the layers that add to the residual stream."""
 
 
+traced = threading.local()
+"""Its `linear`, if there is one, stands for that of the kernels in a thread that traces a pass: others may run the same
+layers meanwhile."""
+
+
 class PackedLinear(nn.Linear):
     """A linear layer with a packed copy of its weight matrix instead. Weights that are bfloat16 numbers are packed as
     such, whatever the layer computes in: this loses nothing, and reading the weights takes most of the time."""
@@ -42,8 +48,9 @@ class PackedLinear(nn.Linear):
             input = input.bfloat16()  # noqa: A001 - from a residual stream that is wider than the weights
         if input.dtype is not self._dtype:
             return nn.functional.linear(input, self.weight, self.bias)
-        return self._kernels.linear(
-            input, self._packed, self._float_bias, self.out_features, self._output_dtype
+        linear = getattr(traced, "linear", self._kernels.linear)
+        return cast(
+            Tensor, linear(input, self._packed, self._float_bias, self.out_features, self._output_dtype)
         )
 
     @property

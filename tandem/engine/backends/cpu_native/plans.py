@@ -12,7 +12,6 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from itertools import groupby
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -21,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tandem.engine.backends.cpu_native.layers import NativeAttention, PackedLinear, places, point
+from tandem.engine.backends.cpu_native.layers import NativeAttention, places, point, traced
 from tandem.engine.backends.cpu_native.library.kernels import (
     DIMENSIONS,
     DTYPES,
@@ -156,8 +155,7 @@ class Trace:
     """A model's pass, and what is the same for any number of tokens: its operations, and which share their memory."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Nothing else may run the module while it is traced or compiled. A TraceError says that what is computed
-        depends on the tokens themselves, as a choice of experts does."""
+        """A TraceError says that what is computed depends on the tokens themselves, as a choice of experts does."""
         self._module: Any = module
         self.shares_casts = True
         try:
@@ -204,7 +202,7 @@ class Trace:
     def run(self, mode: _Pass, token_ids: Tensor, positions: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
         """Runs the pass: from ids and positions, each [1, tokens], to logits [1, tokens, vocabulary]. A drafting head's
         also reads states, and ends in those that it feeds back (`HeadModel.computed`)."""
-        with torch.no_grad(), _traceable(self._module), mode:
+        with torch.no_grad(), _products_shown(), mode:
             if states:
                 logits, fed_back = self._module.computed(token_ids, positions, *states, step=_TracedStep())
                 return (logits,) if fed_back is None else (logits, fed_back)
@@ -220,17 +218,13 @@ MakeTrace = Callable[[], Trace]
 
 
 @contextmanager
-def _traceable(module: nn.Module) -> Iterator[None]:
+def _products_shown() -> Iterator[None]:
     """Packed layers show their products."""
-    layers: list[Any] = [layer for layer in module.modules() if isinstance(layer, PackedLinear)]
-    kernels = [layer._kernels for layer in layers]
-    for layer in layers:
-        layer._kernels = SimpleNamespace(linear=LINEAR)
+    traced.linear = LINEAR
     try:
         yield
     finally:
-        for layer, own in zip(layers, kernels, strict=True):
-            layer._kernels = own
+        del traced.linear
 
 
 _aten: Any = torch.ops.aten

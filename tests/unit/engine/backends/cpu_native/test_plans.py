@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 from tandem.engine.backends.cpu_native.backend import TOKEN_COUNTS, CpuNativeBackend, PlannedBackend
-from tandem.engine.backends.cpu_native.plans import ExecutionPlan, Trace, TraceError, _Survey
+from tandem.engine.backends.cpu_native.layers import PackedLinear
+from tandem.engine.backends.cpu_native.plans import ExecutionPlan, Trace, TraceError, _products_shown, _Survey
 from tandem.engine.core.selection import Backends, choose_backends
 from tandem.engine.kv_cache.arena import PAGE_TOKENS, KvArena, PageTable
 from tandem.engine.kv_cache.sequence import Segment, Sequence
@@ -219,6 +221,16 @@ DEPENDENT: dict[str, Callable[[Tensor], Tensor]] = {
 def test_a_pass_that_depends_on_the_tokens_is_not_traced(reason: str) -> None:
     with pytest.raises(TraceError, match=re.escape(reason)):
         Trace(Pass(DEPENDENT[reason]))
+
+
+def test_while_a_pass_is_traced_other_threads_compute(llama_runner: Runner) -> None:
+    layers = llama_runner.backend._model.module.modules()
+    layer = next(layer for layer in layers if isinstance(layer, PackedLinear))
+    inputs = torch.ones(1, 2, layer.in_features)
+    with torch.no_grad(), ThreadPoolExecutor(1) as other:
+        with _products_shown():
+            beside = other.submit(layer, inputs).result()
+        assert torch.equal(beside, layer(inputs))
 
 
 def test_numbers_that_may_change_between_two_roundings_are_rounded_twice() -> None:

@@ -107,6 +107,8 @@ class StepBackend(ABC):
     warm_up_steps: SequenceOf[tuple[int, ...]] = tuple((size,) for size in range(1, SMALL_STEP_TOKENS + 1))
     """Steps for which the backend prepares something on first use, smallest first; each as the number of tokens of its
     sequences. Those of all but the first are few, as where one reads a prompt beside others that decode."""
+    is_warm = False
+    """True once those for which there was time have been run: what is prepared from then on delays requests."""
 
     max_rows: int | None = None
     """Rows of one sequence that a step can have; None for any number."""

@@ -145,6 +145,7 @@ class Engine(Generic[PayloadT, ResultT]):
             for group in filter(None, (sequences[:1], sequences[1:])):
                 await self._warm_step(group, (1,) * len(group), 0)
             warm_tokens = await self._run_warm_up(steps, sequences)
+            self._runner.is_warm = True
             self._head = partial(finite_head, self.model)  # no job is in flight
             # By enough tokens for attention to more than the token itself
             await self._warm_step(sequences[:1], (min(4, sequences[0].max_length),), 1, with_rows=True)

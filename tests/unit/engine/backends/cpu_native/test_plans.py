@@ -244,3 +244,17 @@ def test_numbers_that_may_change_between_two_roundings_are_rounded_twice() -> No
     ids = torch.arange(3)[None]
     ((before, after),) = trace.run(_Survey(shares_casts=trace.shares_casts), ids, ids)
     assert torch.equal(after, before + 1)
+
+
+def test_after_the_warm_up_a_size_is_compiled_when_it_has_been_wanted_often(llama_runner: Runner) -> None:
+    backend = llama_runner.backend
+    assert isinstance(backend, PlannedBackend)
+    backend.is_warm = True
+    steps = _segments([(0, 3), (0, 2)])
+    with torch.inference_mode():
+        found = []
+        for _ in range(9):
+            logits = backend.run(steps, range(5))
+            found.append((5 in backend._plans, logits.clone()))
+    assert [has_plan for has_plan, _ in found] == [False] * 7 + [True] * 2
+    assert all(torch.equal(logits, found[0][1]) for _, logits in found)

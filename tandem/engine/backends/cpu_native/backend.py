@@ -60,8 +60,8 @@ TOKEN_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 40, 48, 56, 64, 
                 256)  # fmt: skip
 """Sizes of plans. Fewer tokens are padded, which costs little where reading the weights is what takes the time."""
 _WORTHWHILE_USES = 8
-"""Steps of a size after which its plan is compiled while requests run: for 25 million parameters in 29 layers this takes
-0.2 to 0.5 s, and saves 20 to 45 ms a step."""
+"""Steps of a size after which its plan is compiled while requests run: for 25 million parameters in 29 layers this
+takes 0.2 to 0.5 s, and saves 20 to 45 ms a step."""
 _FEW_TOKENS = 32
 """Tokens of each sequence but the first in a warm-up step: sizes above the widest segment are that and a multiple."""
 

@@ -298,7 +298,7 @@ def test_the_first_rounds_make_nearly_as_much() -> None:
 
 HITS = {1: 0.35, 2: 0.5, 4: 0.62, 8: 0.75, 16: 0.85}
 """Share of rounds whose outcome is among as many: a good draft's."""
-AHEAD_ROUNDS = 40, 400
+AHEAD_ROUNDS = 40, 300
 
 
 def _ahead_seconds(profile: Profile, tokens: int, is_hit: bool, contention: float, branches: float) -> float:
@@ -396,14 +396,14 @@ def test_a_pause_in_a_drafts_first_step_does_not_stop_speculation_for_good() -> 
 
 def test_a_draft_without_gain_is_tried_in_few_rounds() -> None:
     for load in (1, 4, 16):
-        _, cluster = efficiency(COSTLY, load, [load], 10_000, adaptive(controller_of(COSTLY)))
+        _, cluster = efficiency(COSTLY, load, [load], 3000, adaptive(controller_of(COSTLY)))
         lengths = cluster.lengths[load]
         assert sum(lengths[1:]) <= 4 * TURN_SHARE * sum(lengths), "a third of their time is lost"
 
 
 def test_a_draft_with_gain_is_left_out_in_few_rounds() -> None:
     for load in (1, 4, 16):
-        share, cluster = efficiency(CHEAP, load, [load], 10_000, adaptive(SpeculationController()))
+        share, cluster = efficiency(CHEAP, load, [load], 2000, adaptive(SpeculationController()))
         lengths = cluster.lengths[load]
         assert lengths[0] <= 8 * TURN_SHARE * sum(lengths), "turns, and first rounds of requests"
         assert share >= 0.95
@@ -469,7 +469,7 @@ def test_the_controller_detects_changes() -> None:
         begin = adaptive(SpeculationController())
         Cluster(before, 1, begin).run(4, 600)
         cluster = Cluster(after, 2, begin)
-        cluster.run(4, 4000)
+        cluster.run(4, 1000)
         cluster.lengths.clear()
         cluster.run(4, 400)
         lengths = cluster.lengths[4]

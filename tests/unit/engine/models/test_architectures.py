@@ -31,7 +31,7 @@ from tests.unit.engine.greedy import (
 )
 from tests.unit.engine.tiny_models import CONFIGS, VOCABULARY_SIZE, WINDOW, hf, save_checkpoint
 
-_TOKEN_COUNT = 10
+_TOKEN_COUNT = 7
 _PAGE_TOKENS = 64
 _UNPACKED = {"falcon", "falcon_alibi", "gptj", "bloom"}
 _WINDOWED = {"mistral", "qwen2", "mixtral", "gemma2", "gemma3", "phi3", "starcoder2", "gpt_oss", "phimoe"}
@@ -53,13 +53,14 @@ async def test_greedy_text_is_that_of_transformers(model: TinyModel) -> None:
     prompts = _prompts(16)[:8]
     checked = prompts[:4]
     async with running(model.backends, GreedyHead(), prefix_reuse=False) as engine:
-        alone = [await greedy(engine, prompt, _TOKEN_COUNT) for prompt in checked]
-        among_strangers = await greedy_together(engine, prompts, _TOKEN_COUNT)
+        alone = [await greedy(engine, prompt, _TOKEN_COUNT) for prompt in checked[1:3]]
+        texts = (await greedy_together(engine, prompts, _TOKEN_COUNT))[:4]
     async with running(model.backends, GreedyHead(), prefix_reuse=False, prefill_chunk_tokens=7) as engine:
         in_chunks = await greedy_together(engine, checked, _TOKEN_COUNT)
-    assert alone == [most_probable(model.reference, *both) for both in zip(checked, alone, strict=True)]
-    assert len({token_id for text in alone for token_id in text}) > 8, "the model always says the same"
-    assert among_strangers[:4] == in_chunks == alone
+    assert texts == [most_probable(model.reference, *both) for both in zip(checked, texts, strict=True)]
+    assert len({token_id for text in texts for token_id in text}) > 8, "the model always says the same"
+    assert alone == texts[1:3]
+    assert in_chunks == texts
 
 
 async def test_greedy_text_survives_rejected_proposals_and_repeated_messages(model: TinyModel) -> None:

@@ -4,6 +4,7 @@ import gc
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -24,12 +25,29 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
 
 
+_TOGETHER = [Path(__file__).parent / name for name in ("end_to_end", "deploy")]
+"""Folders whose files share what they start: services and the nursery that forks them, and what is built."""
+
+
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each of these folders to one process."""
+    from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
+
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = config.rootpath / super()._split_scope(nodeid)
+            return str(file.parent if file.parent in _TOGETHER else file)
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give soak tests no timeout; any other test that takes minutes hangs. Long files come first.
+    """Give soak tests no timeout; any other test that takes minutes hangs. What stays together comes first.
 
     The last ones to begin are then short, so that no process waits long for another at the end.
     """
-    items.sort(key=lambda item: item.path.parent != Path(__file__).parent)  # stable: the rest stays in order
+    items.sort(key=lambda item: item.path.parent not in _TOGETHER)  # stable: the rest stays in order
     for item in items:
         if item.get_closest_marker("soak"):
             item.add_marker(pytest.mark.timeout(0))

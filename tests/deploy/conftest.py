@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,16 +20,8 @@ CLIENT_TOKEN = "a-token-for-the-test-alone"
 
 @pytest.fixture(scope="session")
 def images(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Image]:
-    """The three images, and the one of the demo pair. The processes of a test run share one build."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    with (folder / "images.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        code = folder / "images" / "code"
-        if not code.exists():
-            (folder / "images").mkdir()
-            build_code(folder / "images")
+    """The three images, and the one of the demo pair."""
+    code = build_code(tmp_path_factory.mktemp("images"))
     return {name: image(name, code) for name in ("coordinator", "draft", "target", "demo-models")}
 
 

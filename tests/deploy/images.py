@@ -16,7 +16,8 @@ import sys
 import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from importlib.metadata import Distribution, distribution
+from functools import cache
+from importlib.metadata import distribution
 from pathlib import Path, PurePosixPath
 
 from packaging.requirements import Requirement
@@ -112,7 +113,7 @@ def image(name: str, code: Path) -> Image:
         if copy.stage in _EXTRAS:
             packages = closure(requirements(ROOT / "pyproject.toml", _EXTRAS[copy.stage]))
             for package in packages:
-                files |= {f"{SITE}/{place}": path for place, path in contents(distribution(package)).items()}
+                files |= {f"{SITE}/{place}": path for place, path in contents(package).items()}
             continue
         if copy.stage is None:
             files[copy.destination] = ROOT / copy.sources[0]
@@ -155,8 +156,10 @@ def closure(lines: Iterable[str]) -> set[str]:
     return found
 
 
-def contents(package: Distribution) -> dict[str, Path]:
+@cache
+def contents(name: str) -> dict[str, Path]:
     """The files and folders of a package: of a shared folder, like `google`, only its own part."""
+    package = distribution(name)
     files = [
         PurePosixPath(file)
         for file in package.files or []

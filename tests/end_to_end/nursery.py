@@ -33,7 +33,6 @@ from tests.end_to_end.processes import WARM_UP_SECONDS, descendants
 
 _PR_SET_PDEATHSIG = 1
 """From linux/prctl.h."""
-_POLL_SECONDS = 0.02
 _OF_VLLM = (
     "tandem.engine_vllm.engine",
     "vllm.engine.arg_utils",
@@ -49,10 +48,14 @@ def main() -> None:
     starts = _starts()
     # Each child collects its garbage at startup; freezing keeps the shared objects out of that.
     gc.freeze()
+    running: dict[int, int] = {}
+    """Process ids by descriptors of the processes, which can be read from once they have ended."""
     while True:
-        # Looked for rather than signalled: Python handles a signal that comes just before a read only after that read.
-        _note_ends(Path(sys.argv[1]))
-        if not select.select([sys.stdin], [], [], _POLL_SECONDS)[0]:
+        changed = select.select([sys.stdin, *running], [], [])[0]
+        for descriptor in running.keys() & set(changed):
+            os.close(descriptor)
+            _note_end(Path(sys.argv[1]), running.pop(descriptor))
+        if sys.stdin not in changed:
             continue
         # Nothing is left in the buffer: each line is answered before the next comes.
         line = sys.stdin.readline()
@@ -63,6 +66,7 @@ def main() -> None:
         if pid == 0:
             os.environ.update(environment)
             _become(Path(folder), partial(starts[package], arguments))
+        running[os.pidfd_open(pid)] = pid
         sys.stdout.write(f"{pid}\n")
         sys.stdout.flush()
     for pid in descendants(os.getpid()):
@@ -70,13 +74,11 @@ def main() -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _note_ends(folder: Path) -> None:
-    # At the end of the tests the folder may go first.
-    with suppress(ChildProcessError, FileNotFoundError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            part = folder / "part"
-            part.write_text(str(os.waitstatus_to_exitcode(ended[1])))
-            part.rename(folder / f"ended-{ended[0]}")
+def _note_end(folder: Path, pid: int) -> None:
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with suppress(FileNotFoundError):  # at the end of the tests the folder may go first
+        (folder / "part").write_text(str(code))
+        (folder / "part").rename(folder / f"ended-{pid}")
 
 
 def _starts() -> dict[str, Callable[[list[str]], None]]:
@@ -96,6 +98,7 @@ def _starts() -> dict[str, Callable[[list[str]], None]]:
     import draft_service.__main__
     import target_service.__main__
     from tandem.engine.core import engine
+    from tests.end_to_end import one_process
 
     for module in (
         "draft_service.proposers.standalone",
@@ -113,6 +116,7 @@ def _starts() -> dict[str, Callable[[list[str]], None]]:
         "bound_service": bound_service.__main__.run,
         "coordinator": coordinator.__main__.run,
         "draft_service": draft_service.__main__.run,
+        "one_process": one_process.run,
         "stand_in": stand_in.tandem,
         "tandem": _command(coordinator.cli.main.main),
         "target_service": target_service.__main__.run,

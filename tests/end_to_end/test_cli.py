@@ -226,8 +226,8 @@ def test_ctrl_c_ends_without_a_traceback(address: str) -> None:
 
 async def test_a_plan_measures_every_length_and_the_acceptance(address: str) -> None:
     """No times are compared: every length must have one, and the demo draft must often be right."""
-    measured = await measured_through(address, [1, 2], 4, 0.0)
-    assert set(measured) == {1, 2}
+    measured = await measured_through(address, [2], 4, 0.0)
+    assert set(measured) == {2}
     for batch, rounds in measured.items():
         assert rounds.verify.shape == (5,)
         assert rounds.verify.min() > 0.0

@@ -1,4 +1,4 @@
-"""The README's services that are started one by one, and its demo; tests/test_first_hour.py or CI runs the rest."""
+"""The README's services that are started one by one, and its demo; tests/deploy/test_first_hour.py runs the rest."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from tests.end_to_end import processes
 from tests.paths import DEMO_DRAFT, DEMO_TARGET, ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-NO_KERNELS = {"TANDEM_TARGET_COMPILE": "off", "TANDEM_DRAFT_COMPILE": "off"}
-"""As `processes.NO_KERNELS`, for command lines that are the README's."""
+OPTIONS = {f"TANDEM_{role}_{name}": value for role in ("TARGET", "DRAFT")
+           for name, value in (("COMPILE", "off"), ("THREADS", "1"))}  # fmt: skip
+"""As in `processes.NO_KERNELS` and `of_model`, for command lines that are the README's."""
 BLOCKS = [block for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) if "50151" in block]
 
 
@@ -32,10 +33,10 @@ def test_the_services_of_a_block_start_serve_its_commands_and_end_with_ctrl_c(bl
     keep_running = [line for line in lines if line[0] in ("up", "serve")]
     assert keep_running
     with ExitStack() as stack:
-        # tests/test_first_hour.py runs `tandem up` with its services.
+        # tests/deploy/test_first_hour.py runs `tandem up` with its services.
         packages = {"up": "stand_in", "serve": "tandem"}
         started = [
-            stack.enter_context(processes.service(packages[line[0]], *line, environment=NO_KERNELS))
+            stack.enter_context(processes.service(packages[line[0]], *line, environment=OPTIONS))
             for line in keep_running
         ]
         for process in started:
@@ -69,7 +70,7 @@ def test_the_demo_compares_speeds() -> None:
             yield processes.address_of(process)
 
     with mock.patch.object(demo, "service", cluster), redirect_stdout(io.StringIO()) as out:
-        asyncio.run(demo.main("demo", 1, 16))
+        asyncio.run(demo.main("demo", 1, 8))
     assert "SPEED-UP" in out.getvalue()
 
 

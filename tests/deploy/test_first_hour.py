@@ -138,16 +138,16 @@ def commands(wheel: Path) -> Path:
     """Install the wheel into a fresh environment, and return its folder of commands."""
     environment = wheel.parent / "environment"
     venv.create(environment, with_pip=False)
-    python = environment / "bin" / "python"
-    pip("--python", str(python), "install", "--no-deps", "--no-index", "--no-compile", str(wheel))
     (packages,) = environment.glob("lib/python*/site-packages")
     (packages / "outer.pth").write_text(f"{OUTER_PACKAGES}\n{HIDE_TORCH}\n", encoding="utf-8")
+    python = str(environment / "bin" / "python")
+    pip("install", "--ignore-installed", "--no-deps", "--no-index", "--no-compile", str(wheel), python=python)
     return environment / "bin"
 
 
-def pip(*arguments: str) -> None:
+def pip(*arguments: str, python: str = sys.executable) -> None:
     ran = subprocess.run(
-        [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments],
+        [python, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments],
         env=os.environ | bundled_kernels.ENVIRONMENT,
         capture_output=True,
         text=True,
@@ -197,7 +197,10 @@ def newcomer(commands: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     # There is no compiler, so the wheel's own kernels must work; one service shows it.
     compile_mode = "on" if bundled_kernels.CAN_COMPILE else "off"
     environment = {"CXX": "/nonexistent/c++", "PYTHONPATH": "", "TANDEM_DRAFT_COMPILE": "off"}
-    environment["TANDEM_TARGET_COMPILE"] = compile_mode
+    environment |= {
+        "TANDEM_TARGET_COMPILE": compile_mode,
+        "TANDEM_TARGET_MAX_SEQUENCES": "2",
+    }  # few steps to prepare
     with running(
         str(commands / "tandem"), "up", *options, environment=environment, working_folder=folder
     ) as process:
@@ -224,7 +227,7 @@ def test_the_demo_pair_is_served_from_any_folder(newcomer: Newcomer) -> None:
 
 def test_every_tandem_command_of_the_pages_works(newcomer: Newcomer) -> None:
     lines = [line for line in PAGES_LINES if line.startswith(("tandem ", ".venv/bin/tandem "))]
-    # tests/test_readme.py starts the services one by one, on other ports.
+    # tests/end_to_end/test_readme.py starts the services one by one, on other ports.
     lines = [line for line in lines if line.split()[1] not in ("up", "serve") and ":50151" not in line]
     assert len(lines) >= 15
     printed = dict(zip(lines, newcomer.run(*lines), strict=True))

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 """Logs the numbers for docs/measurements.md; `make soak` shows them."""
 
 GREEDY = GenerationRequest(
-    "def f(", max_tokens=24, temperature=0.0, num_speculative_tokens=3, ignore_eos=True
+    "def f(", max_tokens=16, temperature=0.0, num_speculative_tokens=3, ignore_eos=True
 )
 STRICT = replace(GREEDY, temperature=1.0, seed=5, rejection_sampling_strategy="strict")
 HOPS = ("client", "draft", "target")

@@ -284,29 +284,30 @@ async def status_of(connection: socket.socket) -> int:
 async def test_the_memory_of_large_answers_is_bounded(template: Path) -> None:
     """Clients read nothing: some answers wait for them, further large ones are refused, small ones are not."""
     path = "/v1/chat/completions"
-    content = json.dumps(BODIES[path]).encode()
-    options: dict[str, Any] = {"http_max_held_answer_bytes": 1 << 20, "chat_template": template}
+    body = BODIES[path] | {"n": CHOICES // 2}
+    content = json.dumps(body).encode()
+    options: dict[str, Any] = {"http_max_held_answer_bytes": 1 << 19, "chat_template": template}
     async with http_cluster(FakeTarget(), **options) as cluster:
-        alone = len((await cluster.http.post(path, json=BODIES[path])).content)
-        fit = (1 << 20) // (alone - (64 << 10))
-        assert 1 <= fit < 6
+        alone = len((await cluster.http.post(path, json=body)).content)
+        fit = (1 << 19) // (alone - (64 << 10))
+        assert 1 <= fit < 5
         with ExitStack() as stack:
-            connections = [stack.enter_context(unread(cluster, path, content)) for _ in range(8)]
+            connections = [stack.enter_context(unread(cluster, path, content)) for _ in range(5)]
             statuses = Counter([await status_of(connection) for connection in connections])
             assert set(statuses) == {200, 429}
             assert statuses[200] <= fit
-            refused = await cluster.http.post(path, json=BODIES[path])
+            refused = await cluster.http.post(path, json=body)
             assert refused.status_code == 429
             assert refused.json()["error"]["message"] == (
-                "large answers that are not streamed hold 1048576 bytes, which is the maximum; set stream, ask "
+                "large answers that are not streamed hold 524288 bytes, which is the maximum; set stream, ask "
                 "for fewer completions, tokens or logprobs, or try again"
             )
             assert refused.headers["retry-after"] == "1"
             assert (await cluster.http.post("/v1/completions", json=SMALL)).status_code == 200
-            streamed = await cluster.http.post(path, json=BODIES[path] | {"stream": True})
+            streamed = await cluster.http.post(path, json=body | {"stream": True})
             assert streamed.status_code == 200
         await until(lambda: not cluster.service.completions.admission.running)
-        assert (await cluster.http.post(path, json=BODIES[path])).status_code == 200
+        assert (await cluster.http.post(path, json=body)).status_code == 200
 
 
 async def test_the_memory_of_bodies_is_bounded() -> None:

@@ -48,8 +48,8 @@ async def coordinator_process(*options: str, step_seconds: float = 0.0) -> Async
 logger = logging.getLogger(__name__)
 """Logs the numbers for docs/measurements.md; `make soak` shows them."""
 pytestmark = pytest.mark.slow
-REQUEST = GenerationRequest((10,), max_tokens=40, temperature=0.0, num_speculative_tokens=4)
-EXPECTED = tuple(range(11, 51))
+REQUEST = GenerationRequest((10,), max_tokens=20, temperature=0.0, num_speculative_tokens=4)
+EXPECTED = tuple(range(11, 31))
 
 
 def peak_mebibytes(pid: int) -> int:
@@ -89,7 +89,7 @@ async def test_of_ten_times_the_capacity_all_complete_or_are_refused_with_a_hint
 
     options = ("--max-concurrent-requests", "4", "--max-queued-requests", "4")
     async with (
-        coordinator_process(*options, step_seconds=0.05) as (_, address),
+        coordinator_process(*options, step_seconds=0.1) as (_, address),
         Client(address, retries=Retries(attempts=1)) as client,
     ):
         await attempt(client)

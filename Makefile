@@ -10,7 +10,7 @@ TYPED := $(wildcard tandem draft_service target_service bound_service coordinato
 	protos/generate.py docs/generate.py hatch_build.py
 # For what is passed on to the command: make test ARGS="-k greedy -x"
 ARGS ?=
-# Processes that run tests side by side. A file's tests stay together: they share the services that they start.
+# Processes that run tests side by side. Tests of a file, of end_to_end or of deploy stay together: they share services.
 WORKERS ?= 2
 
 # Where it is set (in many images), each of the hundreds of processes that the tests start compiles torch's modules anew.

@@ -151,6 +151,11 @@ def _memory(value: Tensor) -> int:
     return value.untyped_storage().data_ptr()
 
 
+def _any_tokens(count: int) -> Tensor:
+    """Ids or positions that each model has, [1, count]. All zeros would hide a mistake."""
+    return torch.arange(count)[None] % 3
+
+
 class Trace:
     """A model's pass, and what is the same for any number of tokens: its operations, and which share their memory."""
 
@@ -192,7 +197,7 @@ class Trace:
         survey = _Survey(shares_casts=self.shares_casts)
         # Tensors of that mode hide what an operation consists of.
         with torch.inference_mode(False), _RefusedReads():
-            tokens = torch.arange(7)[None]
+            tokens = _any_tokens(7)
             inputs = [tokens, tokens.clone()]
             if isinstance(self._module, HeadModel):
                 inputs.append(self._module.states.any_states(tokens.numel()))
@@ -462,8 +467,7 @@ class PlanCompiler(_Pass):  # type: ignore[no-untyped-call]
         self.head: Head | None = None
         self.most_numbers = 0
         """In the largest result that one of torch's own operations writes."""
-        # All zeros would hide a mistake, and no model has fewer than 8 ids and positions.
-        inputs[:] = torch.arange(inputs.shape[1]) % 8
+        inputs[:] = _any_tokens(inputs.shape[1])
         self.outputs = trace.run(self, inputs[:1], inputs[1:], *([] if states is None else [states]))
         """The logits, and what a drafting head feeds back."""
         inputs.zero_()

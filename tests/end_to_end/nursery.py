@@ -98,7 +98,6 @@ def _starts() -> dict[str, Callable[[list[str]], None]]:
     import draft_service.__main__
     import target_service.__main__
     from tandem.engine.core import engine
-    from tests.end_to_end import one_process
 
     for module in (
         "draft_service.proposers.standalone",
@@ -116,7 +115,6 @@ def _starts() -> dict[str, Callable[[list[str]], None]]:
         "bound_service": bound_service.__main__.run,
         "coordinator": coordinator.__main__.run,
         "draft_service": draft_service.__main__.run,
-        "one_process": one_process.run,
         "stand_in": stand_in.tandem,
         "tandem": _command(coordinator.cli.main.main),
         "target_service": target_service.__main__.run,

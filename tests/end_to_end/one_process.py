@@ -1,18 +1,11 @@
-"""`benchmarks.one_process` as the services of the nursery are: forked, without kernels, with small steps prepared."""
-
-import os
-import socket
+"""`benchmarks.one_process` as the services of the nursery are: without kernels, and with small steps prepared."""
 
 from benchmarks.one_process import load
 from benchmarks.peers import serve
-from tandem.engine.core import selection
+from tandem.engine.core import engine, selection
+from tests.end_to_end.processes import WARM_UP_SECONDS
 
-
-def run(arguments: list[str]) -> None:
-    """Serve over the socket of this path in place of stdin and stdout."""
+if __name__ == "__main__":
+    vars(engine)["_WARM_UP_SECONDS"] = WARM_UP_SECONDS
     vars(selection)["load_native"] = lambda *_: None
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(*arguments)
-        for standard in (0, 1):
-            os.dup2(connection.fileno(), standard)
     serve(load)

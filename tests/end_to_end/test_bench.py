@@ -5,28 +5,25 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
-import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from functools import partial
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
-from benchmarks import bench, common
+from benchmarks import bench, common, contenders, peers
 from benchmarks.load import generator
-from benchmarks.peers import Workload, load_transformers
+from benchmarks.peers import Contender, Workload, load_transformers
 from benchmarks.report import Report
 from tests.commands import run_here
-from tests.end_to_end.processes import NO_KERNELS, Service, nursery, ready
+from tests.end_to_end.processes import NO_KERNELS, Service, ready
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
 
 
 @pytest.fixture
-def starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+def starts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Packages of the services that a benchmark starts, which come from the nursery and compute without kernels.
 
     So does the loop in one process, or it would spend most of a test on its start.
@@ -50,21 +47,11 @@ def starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     monkeypatch.setattr(common, "process", forked)
     monkeypatch.setattr(generator, "process", forked)
 
-    make = asyncio.create_subprocess_exec
+    def peer(name: str, command: list[str], *rest: Any) -> AbstractAsyncContextManager[Contender]:
+        moved = {"benchmarks.one_process": "tests.end_to_end.one_process"}
+        return peers.peer(name, [moved.get(word, word) for word in command], *rest)
 
-    async def forked_peer(*command: str, limit: int, **pipes: Any) -> Any:
-        if command[-1] != "benchmarks.one_process":
-            return await make(*command, limit=limit, **pipes)
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(path := str(tmp_path / "peer"))
-            listener.listen()
-            process = nursery().fork("one_process", path)
-            accepted, _ = await asyncio.to_thread(listener.accept)
-        answers, questions = await asyncio.open_unix_connection(sock=accepted, limit=limit)
-        wait = partial(asyncio.to_thread, process.wait)
-        return SimpleNamespace(stdin=questions, stdout=answers, wait=wait, kill=process.kill)
-
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", forked_peer)
+    monkeypatch.setattr(contenders, "peer", peer)
     return packages
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from tandem.engine.backends.cpu_native.library.build import BuildError, built_kernels
 from tandem.engine.backends.cpu_native.library.kernels import Kernels
-from tandem.engine.backends.cpu_native.plans import MakeTrace
+from tandem.engine.backends.cpu_native.plans import Trace
 from tandem.engine.core.selection import Backends, choose_backends
 from tandem.engine.models.loading import LoadedModel, load_model
 from tests.paths import DEVICE
@@ -29,8 +29,7 @@ class TinyModel:
     folder: Path
     reference: Any
     backends: Backends
-    """Its steps run by the model's own modules, with the kernels in them: to trace each of many models takes long."""
-    trace: MakeTrace | None = None
+    """Its steps run by the model's own modules, with the kernels in them."""
 
     @property
     def loaded(self) -> LoadedModel:
@@ -43,7 +42,7 @@ class TinyModel:
         native = self.backends.native
         if native is None:
             pytest.skip("there are no kernels: no C++ compiler, or another device")
-        return replace(self.backends, native=replace(native, trace=self.trace))
+        return replace(self.backends, native=replace(native, trace=partial(Trace, self.loaded.module)))
 
 
 MakeModel = Callable[[str], TinyModel]
@@ -54,10 +53,8 @@ def saved_model(folder: Path, config: Any) -> TinyModel:
     """A model of this configuration, written to the folder."""
     reference = save_checkpoint(folder, config)
     backends = choose_backends(load_model(folder, device=DEVICE, dtype="float32"), compile_mode=COMPILE_MODE)
-    if backends.native is None:
-        return TinyModel(folder, reference, backends)
-    untraced = replace(backends, native=replace(backends.native, trace=None))
-    return TinyModel(folder, reference, untraced, backends.native.trace)
+    native = backends.native and replace(backends.native, trace=None)
+    return TinyModel(folder, reference, replace(backends, native=native))
 
 
 @pytest.fixture(scope="session", autouse=True)

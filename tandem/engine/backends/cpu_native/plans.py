@@ -159,7 +159,7 @@ def _any_tokens(count: int) -> Tensor:
 class Trace:
     """A model's pass, and what is the same for any number of tokens: its operations, and which share their memory."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: Callable[..., Any]) -> None:
         """A TraceError says that what is computed depends on the tokens themselves, as a choice of experts does."""
         self._module: Any = module
         self.shares_casts = True

@@ -13,7 +13,6 @@ race is run with them, is tested in `test_seeds.py`).
 from __future__ import annotations
 
 import itertools
-import pickle
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -121,34 +120,25 @@ def round_outcomes(accept: Accept, setting: Setting, tokens: Tokens) -> Distribu
     outcomes: defaultdict[Tokens, float] = defaultdict(float)
     for proposed, proposed_mass in _proposals(setting, tokens).items():
         proposal, verification = _round(setting, tokens, proposed)
-        measures, laws = _measured(accept, proposal, verification)
-        for (count, token), mass in measures.items():
+        laws: dict[int, Distribution] = {}
+
+        def decide(
+            point: Tokens | Sequence[float],
+            proposal: Proposal = proposal,
+            verification: Verification = verification,
+            laws: dict[int, Distribution] = laws,
+        ) -> tuple[int, int]:
+            uniforms = RacesByLaw(point, laws)
+            acceptance = accept(proposal, verification, SAMPLING, uniforms)
+            return acceptance.accepted_count, acceptance.next_token_id
+
+        for (count, token), mass in measure(decide, len(proposed)).items():
             kept = proposed[:count]
             drawn = laws[count] if token == RACED else {(token,): 1.0}
             for (one,), chance in drawn.items():
                 for next_token, share in _resolve(setting, verification, tokens + kept, count, one):
                     outcomes[(*kept, next_token)] += proposed_mass * mass * chance * share
     return outcomes
-
-
-_measures: dict[tuple[Accept, bytes], tuple[dict[tuple[int, int], float], dict[int, Distribution]]] = {}
-"""By rule and round: a table has so few rows that most texts go on like others."""
-
-
-def _measured(
-    accept: Accept, proposal: Proposal, verification: Verification
-) -> tuple[dict[tuple[int, int], float], dict[int, Distribution]]:
-    """Return the mass of each outcome of a round, and the law of its races by the number of accepted tokens."""
-    key = accept, pickle.dumps((proposal, verification))
-    if key not in _measures:
-        laws: dict[int, Distribution] = {}
-
-        def decide(point: Sequence[float]) -> tuple[int, int]:
-            acceptance = accept(proposal, verification, SAMPLING, RacesByLaw(point, laws))
-            return acceptance.accepted_count, acceptance.next_token_id
-
-        _measures[key] = measure(decide, len(proposal)), laws
-    return _measures[key]
 
 
 def measure(decide: Callable[[Sequence[float]], Hashable], dimension: int) -> dict[tuple[int, int], float]:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -196,15 +195,9 @@ async def test_a_plan_that_is_wrong_is_never_used(
     assert reasons[0].startswith("its error is" if fault == "numbers" else "RuntimeError: no such kernel")
 
 
-class Pass(torch.nn.Module):
-    """A model whose logits are what a function makes of ids."""
-
-    def __init__(self, computed: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self._computed = computed
-
-    def forward(self, input_ids: Tensor, **_: Any) -> Any:
-        return SimpleNamespace(logits=self._computed(input_ids))
+def traced(computed: Callable[[Tensor], Tensor]) -> Trace:
+    """The trace of a model whose logits are what a function makes of ids."""
+    return Trace(lambda input_ids, **_: SimpleNamespace(logits=computed(input_ids)))
 
 
 DEPENDENT: dict[str, Callable[[Tensor], Tensor]] = {
@@ -220,17 +213,16 @@ DEPENDENT: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("reason", DEPENDENT)
 def test_a_pass_that_depends_on_the_tokens_is_not_traced(reason: str) -> None:
     with pytest.raises(TraceError, match=re.escape(reason)):
-        Trace(Pass(DEPENDENT[reason]))
+        traced(DEPENDENT[reason])
 
 
 def test_while_a_pass_is_traced_other_threads_compute(llama_runner: Runner) -> None:
     layers = llama_runner.backend._model.module.modules()
     layer = next(layer for layer in layers if isinstance(layer, PackedLinear))
     inputs = torch.ones(1, 2, layer.in_features)
-    with torch.no_grad(), ThreadPoolExecutor(1) as other:
-        with _products_shown():
-            beside = other.submit(layer, inputs).result()
-        assert torch.equal(beside, layer(inputs))
+    with ThreadPoolExecutor(1) as other, _products_shown():
+        beside = other.submit(layer, inputs).result()
+    assert torch.equal(beside, layer(inputs))
 
 
 def test_numbers_that_may_change_between_two_roundings_are_rounded_twice() -> None:
@@ -240,7 +232,7 @@ def test_numbers_that_may_change_between_two_roundings_are_rounded_twice() -> No
         values.add_(1)
         return torch.stack((before, values.bfloat16()))
 
-    trace = Trace(Pass(computed))
+    trace = traced(computed)
     ids = torch.arange(3)[None]
     ((before, after),) = trace.run(_Survey(shares_casts=trace.shares_casts), ids, ids)
     assert torch.equal(after, before + 1)
@@ -250,11 +242,10 @@ def test_after_the_warm_up_a_size_is_compiled_when_it_has_been_wanted_often(llam
     backend = llama_runner.backend
     assert isinstance(backend, PlannedBackend)
     backend.is_warm = True
-    steps = _segments([(0, 3), (0, 2)])
     with torch.inference_mode():
-        found = []
-        for _ in range(9):
-            logits = backend.run(steps, range(5))
-            found.append((5 in backend._plans, logits.clone()))
-    assert [has_plan for has_plan, _ in found] == [False] * 7 + [True] * 2
-    assert all(torch.equal(logits, found[0][1]) for _, logits in found)
+        steps = [
+            (backend.run(_segments([(0, 3), (0, 2)]), range(5)).clone(), 5 in backend._plans)
+            for _ in range(9)
+        ]
+    assert [has_plan for _, has_plan in steps] == [False] * 7 + [True] * 2
+    assert all(torch.equal(logits, steps[0][0]) for logits, _ in steps)

@@ -197,10 +197,8 @@ def newcomer(commands: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     # There is no compiler, so the wheel's own kernels must work; one service shows it.
     compile_mode = "on" if bundled_kernels.CAN_COMPILE else "off"
     environment = {"CXX": "/nonexistent/c++", "PYTHONPATH": "", "TANDEM_DRAFT_COMPILE": "off"}
-    environment |= {
-        "TANDEM_TARGET_COMPILE": compile_mode,
-        "TANDEM_TARGET_MAX_SEQUENCES": "2",
-    }  # few steps to prepare
+    # With two sequences there are few steps to prepare.
+    environment |= {"TANDEM_TARGET_COMPILE": compile_mode, "TANDEM_TARGET_MAX_SEQUENCES": "2"}
     with running(
         str(commands / "tandem"), "up", *options, environment=environment, working_folder=folder
     ) as process:

@@ -61,7 +61,7 @@ class Record:
 
     @property
     def whole(self) -> Chunk:
-        """What came so far, in one chunk."""
+        """All chunks so far as one."""
         return Chunk.joined(self.chunks or [Chunk("", (), (), ())])
 
     def as_dict(self) -> dict[str, object]:

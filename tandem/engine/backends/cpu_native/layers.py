@@ -27,7 +27,7 @@ _INTO_RESIDUAL = frozenset(("o_proj", "down_proj"))
 """Names that most of transformers' decoders give the layers that add to the residual stream."""
 
 
-traced = threading.local()
+tracing = threading.local()
 """Its `linear`, if there is one, stands for that of the kernels in a thread that traces a pass: others may run the same
 layers meanwhile."""
 
@@ -48,7 +48,7 @@ class PackedLinear(nn.Linear):
             input = input.bfloat16()  # noqa: A001 - from a residual stream that is wider than the weights
         if input.dtype is not self._dtype:
             return nn.functional.linear(input, self.weight, self.bias)
-        linear = getattr(traced, "linear", self._kernels.linear)
+        linear = getattr(tracing, "linear", self._kernels.linear)
         return cast(
             Tensor, linear(input, self._packed, self._float_bias, self.out_features, self._output_dtype)
         )

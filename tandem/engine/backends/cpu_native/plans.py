@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tandem.engine.backends.cpu_native.layers import NativeAttention, places, point, traced
+from tandem.engine.backends.cpu_native.layers import NativeAttention, places, point, tracing
 from tandem.engine.backends.cpu_native.library.kernels import (
     DIMENSIONS,
     DTYPES,
@@ -114,7 +114,7 @@ class _Pass(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __in
         return False  # it wraps each operation in two more calls
 
     def value(self, target: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """What the operation gives to the pass."""
+        """The result of the operation, as the pass goes on with it."""
         raise NotImplementedError
 
 
@@ -225,11 +225,11 @@ MakeTrace = Callable[[], Trace]
 @contextmanager
 def _products_shown() -> Iterator[None]:
     """Packed layers show their products."""
-    traced.linear = LINEAR
+    tracing.linear = LINEAR
     try:
         yield
     finally:
-        del traced.linear
+        del tracing.linear
 
 
 _aten: Any = torch.ops.aten

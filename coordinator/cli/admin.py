@@ -3,274 +3,227 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import itertools
 import sys
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console, RenderableType
 from rich.live import Live
 
 from coordinator.cli import views
-from coordinator.cli.app import Exit, new_app
+from coordinator.cli.app import Exit, new_app, verbs
 from coordinator.cli.command import OutputForm, OutputOptions, command, option
-from coordinator.cli.connection import Connection, ConnectionOptions, connect
+from coordinator.cli.connection import ConnectionOptions
 from coordinator.cli.doctor import doctor_view, examine
 from tandem import errors
-from tandem.admin_client import DEFAULT_TIMEOUT_SECONDS, AdminClient
+from tandem.admin import ConfigOption, Stats
+from tandem.admin_client import AdminClient
 from tandem.plural import plural
-from tandem.replica import ReplicaState, Role, is_last_target, replica_at
+from tandem.replica import ReplicaSnapshot, ReplicaState, Role, is_last_target, replica_at
 
-verbs = new_app("")
 admin = new_app(
     "Inspect and control a running coordinator.\n\n"
     "Every command takes --output table, json or yaml, and the options of the connection: on the command line, in the "
     "environment (TANDEM_CLIENT_ADDRESS and so on) or from a context (tandem context --help).\n\n"
-    "\b\nExit codes:\n  0  done\n  1  failed\n  2  wrong usage\n  3  unhealthy\n  4  not reachable\n  5  refused"
+    "\b\nExit codes:\n  0  done\n  1  failed\n  2  wrong usage\n  3  unhealthy\n  4  not reachable\n  5  refused",
+    verbs,
+    "admin",
 )
-verbs.add_typer(admin, name="admin")
-replicas = new_app("List, show, drain and resume replicas.")
-requests = new_app("List, show and abort running requests.")
-config = new_app("Show and change the live configuration.")
+replicas = new_app("List, show, drain and resume replicas.", admin, "replicas")
+requests = new_app("List, show and abort running requests.", admin, "requests")
+config = new_app("Show and change the live configuration.", admin, "config")
 
 WAIT_SECONDS = 60.0
 """Of `health --wait` without --timeout: longer than the demo's models take to load."""
 
-
-class Answer(NamedTuple):
-    """The result of a verb, and the command's exit code."""
-
-    result: object
-    """For programs."""
-    view: Callable[..., RenderableType]
-    """Shows the result to people; with `compares` also what changed since an earlier one."""
-    exit_code: int = 0
-    compares: bool = False
-
-    def table(self, before: Answer | None = None) -> RenderableType:
-        earlier = [before.result] if self.compares and before else []
-        return self.view(self.result, *earlier)
+ResultT = TypeVar("ResultT")
 
 
-@dataclass(frozen=True, slots=True)
-class WatchOptions:
-    """Looks at a coordinator that go on."""
+@dataclass(frozen=True)
+class Query(OutputOptions, ConnectionOptions):
+    """The coordinator that is asked, and the form of its answer."""
+
+    async def answer(
+        self, ask: Callable[[AdminClient], Awaitable[ResultT]], view: Callable[[ResultT], RenderableType]
+    ) -> None:
+        """Ask and show, to people as `view` says."""
+        async with self.connection().admin_client() as client:
+            result = await ask(client)
+        self.show(result, partial(view, result))
+
+
+@dataclass(frozen=True)
+class WatchQuery(Query):
+    """A query that may go on."""
 
     watch: bool = option("Go on until Ctrl-C.", "--watch", "-w", default=False)
     interval: float = option("With --watch: seconds between two looks.", default=1.0)
     count: int | None = option("With --watch: end after so many looks.", min=1)
 
-    async def show(self, ask: Callable[[], Awaitable[Answer]], output: OutputOptions) -> None:
-        """Ask and show, again and again: a terminal updates its table, elsewhere the looks follow each other."""
+    async def answer(
+        self, ask: Callable[[AdminClient], Awaitable[ResultT]], view: Callable[[ResultT], RenderableType]
+    ) -> None:
+        """Ask and show, with --watch again and again: a terminal updates its table, elsewhere the looks follow."""
+        if not self.watch:
+            await super().answer(ask, view)
+            return
         screen = Live(console=Console(highlight=False), auto_refresh=False, vertical_overflow="crop")
-        is_screen = output.form is OutputForm.TABLE and sys.stdout.isatty()
-        before: Answer | None = None
-        with screen if is_screen else nullcontext():
-            for look in itertools.count() if self.count is None else range(self.count):
-                if look:
-                    await asyncio.sleep(self.interval)
-                answer = await ask()
-                if is_screen:
-                    screen.update(answer.table(before), refresh=True)
-                else:
-                    output.show(answer.result, partial(answer.table, before), is_one_of_many=True)
-                before = answer
+        is_screen = self.form is OutputForm.TABLE and sys.stdout.isatty()
+        async with self.connection().admin_client() as client:
+            with screen if is_screen else nullcontext():
+                for look in itertools.count() if self.count is None else range(self.count):
+                    if look:
+                        await asyncio.sleep(self.interval)
+                    result = await ask(client)
+                    if is_screen:
+                        screen.update(view(result), refresh=True)
+                    else:
+                        self.show(result, partial(view, result), is_one_of_many=True)
 
 
-def verb(
-    app: typer.Typer, *examples: str, name: str | None = None, can_watch: bool = False
-) -> Callable[[Any], Any]:
-    """Add a function to an app as a command that asks a coordinator and prints an `Answer`.
+def _suggested(
+    metavar: str,
+    text: str,
+    ask: Callable[[AdminClient], Awaitable[Iterable[ResultT]]],
+    entry: Callable[[ResultT], tuple[str, str]],
+) -> Any:
+    """An argument that the shell completes to one of the entries, each a word and its help."""
 
-    Its first parameter is the client, its second may be `where: Connection`; the others are the command's own. One that
-    `can_watch` has --watch.
-    """
-
-    def add(function: Callable[..., Any]) -> Callable[..., Any]:
-        parameters = dict(inspect.signature(function, eval_str=True).parameters)
-        parameters.pop("client")
-        needs_where = parameters.pop("where", None) is not None
-
-        async def run(
-            click: typer.Context,
-            connection: ConnectionOptions,
-            output: OutputOptions,
-            watching: WatchOptions = WatchOptions(),
-            **own: Any,
-        ) -> None:
-            where = connect(connection, click)
-            if needs_where:
-                own["where"] = where
-            async with admin_client(where) as client:
-                if watching.watch:
-                    await watching.show(partial(function, client, **own), output)
-                    return
-                answer: Answer = await function(client, **own)
-            output.show(answer.result, answer.table)
-            if answer.exit_code:
-                raise typer.Exit(answer.exit_code)
-
-        shared = list(inspect.signature(run, eval_str=True).parameters.values())[: 4 if can_watch else 3]
-        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [each.replace(kind=each.KEYWORD_ONLY) for each in (*parameters.values(), *shared)]
-        )
-        run.__name__, run.__doc__ = function.__name__, function.__doc__
-        command(app, *examples, name=name)(run)
-        return function
-
-    return add
-
-
-def admin_client(where: Connection) -> AdminClient:
-    """A client for the coordinator at the other end of a connection."""
-    return AdminClient(where.address, where.credentials, where.timeout_seconds or DEFAULT_TIMEOUT_SECONDS)
-
-
-def _suggesting(
-    ask: Callable[[AdminClient], Awaitable[Iterable[tuple[str, str]]]],
-) -> Callable[[typer.Context, str], list[tuple[str, str]]]:
-    """Complete a word in the shell. A suggestion that fails must never disturb the shell."""
+    async def suggestions(options: ConnectionOptions) -> list[tuple[str, str]]:
+        where = options.connection()
+        # A shell that completes a word does not wait longer for a coordinator
+        async with AdminClient(where.address, where.credentials, 1.0) as client:
+            return [entry(each) for each in await ask(client)]
 
     def suggest(click: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-        async def answer() -> list[tuple[str, str]]:
-            names = [field.name for field in fields(ConnectionOptions) if field.name in click.params]
-            where = connect(ConnectionOptions(**{name: click.params[name] for name in names}), click)
-            # A shell that completes a word does not wait longer for a coordinator
-            async with AdminClient(where.address, where.credentials, 1.0) as client:
-                return [entry for entry in await ask(client) if entry[0].startswith(incomplete)]
-
+        names = {field.name for field in fields(ConnectionOptions)} & click.params.keys()
+        options = ConnectionOptions(click, **{name: click.params[name] for name in names})
         try:
-            return asyncio.run(answer())
+            return [each for each in asyncio.run(suggestions(options)) if each[0].startswith(incomplete)]
         except errors.TandemError:
-            return []
+            return []  # a suggestion that fails must never disturb the shell
 
-    return suggest
-
-
-async def _replica_addresses(client: AdminClient) -> list[tuple[str, str]]:
-    return [(shot.address, f"{shot.role.value}, {shot.state.value}") for shot in await client.replicas()]
-
-
-async def _request_ids(client: AdminClient) -> list[tuple[str, str]]:
-    return [(each.request_id, plural(each.completion_tokens, "token")) for each in await client.requests()]
+    return typer.Argument(metavar=metavar, help=text, autocompletion=suggest)
 
 
 Address = Annotated[
     str,
-    typer.Argument(
-        metavar="ADDRESS",
-        help="host:port, as in the list.",
-        autocompletion=_suggesting(_replica_addresses),
+    _suggested(
+        "ADDRESS",
+        "host:port, as in the list.",
+        AdminClient.replicas,
+        lambda shot: (shot.address, f"{shot.role.value}, {shot.state.value}"),
     ),
 ]
 RequestId = Annotated[
     str,
-    typer.Argument(
-        metavar="ID", help="The request's id, or its beginning.", autocompletion=_suggesting(_request_ids)
+    _suggested(
+        "ID",
+        "The request's id, or its beginning.",
+        AdminClient.requests,
+        lambda report: (report.request_id, plural(report.completion_tokens, "token")),
     ),
 ]
 
 
-@verb(admin, "tandem admin status -w", "tandem admin status --address 10.0.0.5:50051 -o json", can_watch=True)
-async def status(client: AdminClient) -> Answer:
+@command(admin, "tandem admin status -w", "tandem admin status --address 10.0.0.5:50051 -o json")
+async def status(query: WatchQuery) -> None:
     """Show replicas, load, acceptance and throughput."""
-    return Answer(await client.status(), lambda found: views.status_view(found, client.address))
+    address = query.connection().address
+    await query.answer(AdminClient.status, lambda found: views.status_view(found, address))
 
 
-admin.add_typer(replicas, name="replicas")
-
-
-@verb(
-    replicas,
-    "tandem admin replicas list -w",
-    "tandem admin replicas list -o yaml",
-    name="list",
-    can_watch=True,
-)
-async def list_replicas(client: AdminClient) -> Answer:
+@command(replicas, "tandem admin replicas list -w", "tandem admin replicas list -o yaml", name="list")
+async def list_replicas(query: WatchQuery) -> None:
     """List replicas with state, load and acceptance."""
-    return Answer(await client.replicas(), views.replicas_view)
+    await query.answer(AdminClient.replicas, views.replicas_view)
 
 
-@verb(replicas, "tandem admin replicas show 10.0.0.7:50053", name="show")
-async def show_replica(client: AdminClient, replica: Address) -> Answer:
+@command(replicas, "tandem admin replicas show 10.0.0.7:50053", name="show")
+async def show_replica(replica: Address, query: Query) -> None:
     """Show a replica and its model."""
-    return Answer(replica_at(await client.replicas(), replica), views.replica_view)
+
+    async def ask(client: AdminClient) -> ReplicaSnapshot:
+        return replica_at(await client.replicas(), replica)
+
+    await query.answer(ask, views.replica_view)
 
 
-@verb(
+@command(
     replicas, "tandem admin replicas drain 10.0.0.7:50053", "tandem admin replicas drain 10.0.0.7:50053 --yes"
 )
 async def drain(
-    client: AdminClient,
     replica: Address,
+    query: Query,
     yes: Annotated[bool, typer.Option("--yes", help="Drain the last target without asking.")] = False,
-) -> Answer:
+) -> None:
     """Stop sending new sequences to a replica.
 
     Its own sequences move to another one, or finish there. Without any other target requests wait and then fail, so
     draining the last one needs confirmation.
     """
-    known = await client.replicas()
-    is_last = is_last_target(replica_at(known, replica), known)
-    if is_last and not yes:
-        what = f"{replica} is the last target that takes new sequences"
-        if not sys.stdin.isatty():
-            raise errors.ConfigurationError(f"{what}; to drain it all the same, give --yes")
-        # On stderr, since stdout is for the result.
-        sys.stderr.write(f"{what}: requests will wait and then fail. Drain it? [y/N] ")
-        sys.stderr.flush()
-        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-            raise errors.TandemError("nothing was drained")
-    drained = await client.drain(replica, allow_last_target=is_last)
-    return Answer(drained, lambda found: views.replica_table([found]))
+
+    async def ask(client: AdminClient) -> ReplicaSnapshot:
+        known = await client.replicas()
+        is_last = is_last_target(replica_at(known, replica), known)
+        if is_last and not yes:
+            what = f"{replica} is the last target that takes new sequences"
+            if not sys.stdin.isatty():
+                raise errors.ConfigurationError(f"{what}; to drain it all the same, give --yes")
+            # On stderr, since stdout is for the result.
+            sys.stderr.write(f"{what}: requests will wait and then fail. Drain it? [y/N] ")
+            sys.stderr.flush()
+            if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+                raise errors.TandemError("nothing was drained")
+        return await client.drain(replica, allow_last_target=is_last)
+
+    await query.answer(ask, lambda drained: views.replica_table([drained]))
 
 
-@verb(replicas, "tandem admin replicas resume 10.0.0.7:50053")
-async def resume(client: AdminClient, replica: Address) -> Answer:
+@command(replicas, "tandem admin replicas resume 10.0.0.7:50053")
+async def resume(replica: Address, query: Query) -> None:
     """Give a drained replica new sequences again."""
-    return Answer(await client.resume(replica), lambda found: views.replica_table([found]))
+    await query.answer(lambda client: client.resume(replica), lambda resumed: views.replica_table([resumed]))
 
 
-admin.add_typer(requests, name="requests")
-
-
-@verb(requests, "tandem admin requests list -w", name="list", can_watch=True)
-async def list_requests(client: AdminClient) -> Answer:
+@command(requests, "tandem admin requests list -w", name="list")
+async def list_requests(query: WatchQuery) -> None:
     """List running requests, the oldest first."""
-    return Answer(await client.requests(), views.requests_view)
+    await query.answer(AdminClient.requests, views.requests_view)
 
 
-@verb(requests, "tandem admin requests show 3f9c", name="show")
-async def show_request(client: AdminClient, request_id: RequestId) -> Answer:
+@command(requests, "tandem admin requests show 3f9c", name="show")
+async def show_request(request_id: RequestId, query: Query) -> None:
     """Show a running request in detail."""
-    return Answer(await client.request(request_id), views.request_view)
+    await query.answer(lambda client: client.request(request_id), views.request_view)
 
 
-@verb(requests, "tandem admin requests abort 3f9c --reason 'making room'")
+@command(requests, "tandem admin requests abort 3f9c --reason 'making room'")
 async def abort(
-    client: AdminClient,
     request_id: RequestId,
+    query: Query,
     reason: Annotated[str, typer.Option(help="Reason for its client.")] = "",
-) -> Answer:
+) -> None:
     """End a running request. Its client gets the status ABORTED and the reason; every service frees it."""
-    return Answer(await client.abort(request_id, reason), lambda ended: views.requests_view([ended]))
+    await query.answer(
+        lambda client: client.abort(request_id, reason), lambda ended: views.requests_view([ended])
+    )
 
 
-@verb(
+@command(
     admin,
     "tandem admin stats",
     "tandem admin stats --watch --interval 2",
     "tandem admin stats --watch --count 10 -o json",
-    can_watch=True,
 )
-async def stats(client: AdminClient) -> Answer:
+async def stats(query: WatchQuery) -> None:
     """Show what speculation did; --watch repeats it.
 
     The statistics begin with the coordinator's start. --watch updates them until Ctrl-C, and shows acceptance at each
@@ -279,13 +232,16 @@ async def stats(client: AdminClient) -> Answer:
     ACC. LENGTH is MAX's: accepted tokens per verification. MEAN LENGTH is vLLM's mean acceptance length: it counts only
     verifications with a proposal, and the target's own token.
     """
-    return Answer(await client.stats(), views.stats_view, compares=True)
+    looks: deque[Stats] = deque(maxlen=2)  # this one, and the one before
+
+    def view(found: Stats) -> RenderableType:
+        looks.appendleft(found)
+        return views.stats_view(*looks)
+
+    await query.answer(AdminClient.stats, view)
 
 
-admin.add_typer(config, name="config")
-
-
-@verb(
+@command(
     config,
     "tandem admin config show",
     "tandem admin config show num_speculative_tokens",
@@ -293,23 +249,23 @@ admin.add_typer(config, name="config")
     name="show",
 )
 async def show_options(
-    client: AdminClient,
+    query: Query,
     keys: Annotated[list[str] | None, typer.Argument(metavar="[KEY]...", help="Only these options.")] = None,
     live: Annotated[bool, typer.Option("--live", help="Only options that can be changed.")] = False,
-) -> Answer:
+) -> None:
     """Show every option, its value, and where the value comes from."""
-    options = await client.config()
     names = [key.replace("-", "_") for key in keys or ()]
-    unknown = [name for name in names if all(option.name != name for option in options)]
-    if unknown:
-        raise errors.NotFoundError(f"there is no option {', '.join(unknown)}")
-    shown = [
-        option for option in options if (not names or option.name in names) and (option.is_live or not live)
-    ]
-    return Answer(shown, views.options_view)
+
+    async def ask(client: AdminClient) -> list[ConfigOption]:
+        known = await client.config()
+        if unknown := [name for name in names if all(each.name != name for each in known)]:
+            raise errors.NotFoundError(f"there is no option {', '.join(unknown)}")
+        return [each for each in known if (not names or each.name in names) and (each.is_live or not live)]
+
+    await query.answer(ask, views.options_view)
 
 
-@verb(
+@command(
     config,
     "tandem admin config set num_speculative_tokens 6",
     "tandem admin config set speculation false",
@@ -317,24 +273,24 @@ async def show_options(
     name="set",
 )
 async def set_options(
-    client: AdminClient,
     words: Annotated[list[str], typer.Argument(metavar="KEY VALUE...", help="Options and their values.")],
-) -> Answer:
+    query: Query,
+) -> None:
     """Change options for new requests; running requests keep theirs.
 
     Several options change together or not at all. null unsets an optional option. The coordinator checks the same rules
     as at its start, and logs each change with its caller.
     """
-    return Answer(await client.update_config(pairs(words)), views.options_view)
+    values = pairs(words)
+    await query.answer(lambda client: client.update_config(values), views.options_view)
 
 
-@verb(config, "tandem admin config reset num_speculative_tokens", name="reset")
+@command(config, "tandem admin config reset num_speculative_tokens", name="reset")
 async def reset_options(
-    client: AdminClient,
-    keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="Options.")],
-) -> Answer:
+    keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="Options.")], query: Query
+) -> None:
     """Give options the values again that the coordinator started with."""
-    return Answer(await client.update_config({}, keys), views.options_view)
+    await query.answer(lambda client: client.update_config({}, keys), views.options_view)
 
 
 def pairs(words: Sequence[str]) -> dict[str, str]:
@@ -352,35 +308,42 @@ def pairs(words: Sequence[str]) -> dict[str, str]:
     return found
 
 
-@verb(admin, "tandem admin health", "tandem admin health --wait --timeout 120 && tandem generate 'Hello'")
+@command(admin, "tandem admin health", "tandem admin health --wait --timeout 120 && tandem generate 'Hello'")
 async def health(
-    client: AdminClient,
-    where: Connection,
+    query: Query,
     wait: Annotated[
         bool,
         typer.Option(
             "--wait", help=f"Ask until it is healthy, for --timeout seconds. [default: {WAIT_SECONDS:g}]"
         ),
     ] = False,
-) -> Answer:
+) -> None:
     """Check whether requests can be completed.
 
     Exits 0 when they can, 3 when they cannot, 4 when the coordinator cannot be reached. Where an admin token is needed
     but missing, the command uses the standard health protocol.
     """
-    deadline = time.monotonic() + (where.timeout_seconds or WAIT_SECONDS if wait else 0.0)
-    while True:
-        try:
-            answer = await _health(client)
-            if answer.exit_code == Exit.OK or time.monotonic() > deadline:
-                return answer
-        except errors.ServiceUnavailableError:
-            if time.monotonic() > deadline:
-                raise
-        await asyncio.sleep(0.2)
+    deadline = time.monotonic() + (query.timeout or WAIT_SECONDS if wait else 0.0)
+
+    async def ask(client: AdminClient) -> tuple[dict[str, Any], str]:
+        while True:
+            try:
+                report, words = await _health(client)
+                if report["healthy"] or time.monotonic() > deadline:
+                    return report, words
+            except errors.ServiceUnavailableError:
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(0.2)
+
+    async with query.connection().admin_client() as client:
+        report, words = await ask(client)
+    query.show(report, lambda: words)
+    raise typer.Exit(Exit.OK if report["healthy"] else Exit.UNHEALTHY)
 
 
-async def _health(client: AdminClient) -> Answer:
+async def _health(client: AdminClient) -> tuple[dict[str, Any], str]:
+    """The health for programs, and in words."""
     healthy = serving = await client.is_serving()
     words = ["serving" if serving else "not serving"]
     # Empty where the token does not permit asking.
@@ -394,18 +357,17 @@ async def _health(client: AdminClient) -> Answer:
         words = [status.state.value, *([] if serving else words)]
         words += [f"{plural(targets, 'target')} ready", f"{plural(drafts, 'draft')} ready"]
     told = f"{'healthy' if healthy else 'unhealthy'}: {', '.join(words)}"
-    report = {"healthy": healthy, "serving": serving, **known}
-    return Answer(report, lambda _: told, Exit.OK if healthy else Exit.UNHEALTHY)
+    return {"healthy": healthy, "serving": serving, **known}, told
 
 
-@verb(admin, "tandem admin doctor", "tandem admin doctor -o json")
-async def doctor(client: AdminClient, where: Connection) -> Answer:
+@command(admin, "tandem admin doctor", "tandem admin doctor -o json")
+async def doctor(query: Query) -> None:
     """Find problems, and suggest remedies.
 
     Checks the address, TLS, the token, versions, clocks and round trips from here, and replicas, models, load and
     acceptance from the coordinator. Exits 0 without a problem (warnings do not count), 3 with one, 4 when the
     coordinator cannot be reached, and 5 when it refuses the token.
     """
-    findings, exit_code = await examine(where, client)
-    report = {"healthy": exit_code == 0, "findings": findings}
-    return Answer(report, lambda _: doctor_view(findings), exit_code)
+    findings, code = await examine(query.connection())
+    query.show({"healthy": code == 0, "findings": findings}, lambda: doctor_view(findings))
+    raise typer.Exit(code)

@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from coordinator.cli.app import Exit, new_app
+from coordinator.cli.app import Exit, verbs
 from coordinator.cli.command import command, option, plain_table, print_parts
 from tandem.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from tandem.audit.run import Audit
-
-verbs = new_app("")
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class OutputForm(Enum):
     YAML = "yaml"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OutputOptions:
     """The form of the result."""
 
@@ -96,9 +96,9 @@ def command(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add a function to an app as a command.
 
-    A parameter whose type is a dataclass stands for all of its fields, each a separate option with a default. They are
-    read from the environment as well where the dataclass has an `environment_prefix`. A `typer.Context` is passed on.
-    The examples are shown in the help; the name is by default the function's; `more` is for typer.
+    A parameter whose type is a dataclass stands for all of its fields, each a separate option with a default; a
+    `typer.Context` is passed on. The examples are shown in the help; the name is by default the function's; `more` is
+    for typer.
     """
 
     # \b keeps the lines of a paragraph as they are.
@@ -125,17 +125,14 @@ def _with_groups(function: Callable[..., Any]) -> Callable[..., Any]:
         if name not in groups
     ]
     for group in groups.values():
-        hints, prefix = get_type_hints(group, include_extras=True), getattr(group, "environment_prefix", "")
+        hints = get_type_hints(group, include_extras=True)
         for each in fields(group):
-            described = each.metadata.get("typer")
-            if described and prefix:
-                described.envvar = f"{prefix}{each.name.upper()}"
+            annotation = hints[each.name]
+            if described := each.metadata.get("typer"):
+                annotation = Annotated[annotation, described]
             parameters.append(
                 inspect.Parameter(
-                    each.name,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    default=each.default,
-                    annotation=Annotated[hints[each.name], described] if described else hints[each.name],
+                    each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=annotation
                 )
             )
 

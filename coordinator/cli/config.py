@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from pydantic import ValidationError
 
-from coordinator.cli.app import Exit, new_app
+from coordinator.cli.app import Exit, new_app, verbs
 from coordinator.cli.command import OutputOptions, command
 from coordinator.cli.views import options_view
 from coordinator.settings.coordinator import ConfigSettings
@@ -19,9 +19,7 @@ from tandem.config.layers import Origin, read_options
 from tandem.config.options import sentences
 from tandem.errors import ConfigurationError
 
-verbs = new_app("")
-config = new_app("Show or check the configuration.")
-verbs.add_typer(config, name="config")
+config = new_app("Show or check the configuration.", verbs, "config")
 
 
 @command(

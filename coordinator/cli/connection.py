@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import typer
 import yaml
 
-from coordinator.cli.app import new_app
+from coordinator.cli.app import new_app, verbs
 from coordinator.cli.command import OutputOptions, command, option, plain_table
+from tandem.admin_client import DEFAULT_TIMEOUT_SECONDS, AdminClient
 from tandem.client import DEFAULT_ADDRESS
 from tandem.errors import ConfigurationError
 from tandem.rpc.addresses import parse_address
@@ -66,12 +67,25 @@ def read_contexts() -> Contexts:
     return Contexts(path, str(content.get("current") or ""), by_name)
 
 
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """Address of a coordinator, and how to connect to it."""
+
+    address: str
+    credentials: Credentials
+    timeout_seconds: float | None
+    """None: the command's own."""
+
+    def admin_client(self) -> AdminClient:
+        return AdminClient(self.address, self.credentials, self.timeout_seconds or DEFAULT_TIMEOUT_SECONDS)
+
+
 @dataclass(frozen=True)
 class ConnectionSettings:
     """Fields of a context; None where unset."""
 
-    environment_prefix: ClassVar = "TANDEM_CLIENT_"
-
+    click: typer.Context
+    """Knows which options the command line has, rather than the environment."""
     address: str | None = option("host:port of the coordinator.")
     tls: bool | None = option("Connect by TLS.", "--tls/--no-tls")
     tls_ca_file: Path | None = option("PEM file of the authorities to trust; implies --tls.")
@@ -81,6 +95,11 @@ class ConnectionSettings:
     token: str | None = option("Bearer token; better in the environment or in --token-file.")
     token_file: Path | None = option("File whose first line is the token.")
 
+    def is_by_hand(self, name: str) -> bool:
+        """True if the command line has the option."""
+        source = self.click.get_parameter_source(name)
+        return source is not None and source.name == "COMMANDLINE"
+
 
 @dataclass(frozen=True)
 class ConnectionOptions(ConnectionSettings):
@@ -89,43 +108,29 @@ class ConnectionOptions(ConnectionSettings):
     context: str | None = option("Context to take these from; see tandem context --help.")
     timeout: float | None = option("Seconds to wait for an answer. [default: 10; generate: no limit]")
 
-
-@dataclass(frozen=True, slots=True)
-class Connection:
-    """Address of the coordinator, and how to connect to it."""
-
-    address: str
-    credentials: Credentials
-    timeout_seconds: float | None
-    """None: the command's own."""
-
-
-def connect(options: ConnectionOptions, click: typer.Context) -> Connection:
-    """Merge the options, the environment and the contexts."""
-    given = {name: value for name, value in asdict(options).items() if value is not None}
-    by_hand = {name for name in given if is_by_hand(click, name)}
-    contexts = read_contexts()
-    name = given.get("context") or contexts.current
-    context = contexts.get(name) if name else {}
-    values = {**context, **given}
-    if "context" in by_hand:
-        # Stronger than the environment.
-        values |= {**context, **{each: given[each] for each in by_hand}}
-    if "token" in by_hand and "token_file" not in by_hand:
-        values.pop("token_file", None)  # a file is stronger otherwise, and this one is from elsewhere
-    if options.timeout is not None and not options.timeout > 0:
-        raise ConfigurationError(f"--timeout is {options.timeout:g}; it must be above 0")
-    return Connection(
-        address=_address(values.get("address", DEFAULT_ADDRESS)),
-        credentials=Credentials.of(values),
-        timeout_seconds=options.timeout,
-    )
+    def connection(self) -> Connection:
+        """Merge the options, the environment and the contexts."""
+        values = {each.name: getattr(self, each.name) for each in fields(ConnectionOptions)}
+        given = {name: value for name, value in values.items() if value is not None}
+        by_hand = {name for name in given if self.is_by_hand(name)}
+        contexts = read_contexts()
+        name = self.context or contexts.current
+        context = contexts.get(name) if name else {}
+        values = {**context, **given}
+        if "context" in by_hand:
+            # Stronger than the environment.
+            values |= {**context, **{each: given[each] for each in by_hand}}
+        if "token" in by_hand and "token_file" not in by_hand:
+            values.pop("token_file", None)  # a file is stronger otherwise, and this one is from elsewhere
+        if self.timeout is not None and not self.timeout > 0:
+            raise ConfigurationError(f"--timeout is {self.timeout:g}; it must be above 0")
+        address = _address(values.get("address", DEFAULT_ADDRESS))
+        return Connection(address, Credentials.of(values), self.timeout)
 
 
-def is_by_hand(click: typer.Context, name: str) -> bool:
-    """True if the command line has the option, rather than the environment."""
-    source = click.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
+for _each in fields(ConnectionOptions):
+    if "typer" in _each.metadata:
+        _each.metadata["typer"].envvar = f"TANDEM_CLIENT_{_each.name.upper()}"
 
 
 def _address(value: str) -> str:
@@ -144,13 +149,13 @@ def _address(value: str) -> str:
     return value
 
 
-verbs = new_app("")
 context = new_app(
     "Save connections to coordinators under names.\n\n"
     "Contexts are saved in ~/.config/tandem/config.yaml ($XDG_CONFIG_HOME). Options of a command and the environment "
-    "override the current context; a context named with --context overrides the environment."
+    "override the current context; a context named with --context overrides the environment.",
+    verbs,
+    "context",
 )
-verbs.add_typer(context, name="context")
 
 Name = Annotated[str, typer.Argument(help="The context's name.")]
 
@@ -185,13 +190,15 @@ def use(name: Name) -> None:
     "tandem context set staging --address staging.example.org:50051 --tls-ca-file ca.pem --token-file token",
     name="set",
 )
-def set_context(name: Name, settings: ConnectionSettings, click: typer.Context) -> None:
+def set_context(name: Name, settings: ConnectionSettings) -> None:
     """Create a context, or change the given options of one. The first one becomes the current one."""
     contexts = read_contexts()
+    given = {
+        each.name: getattr(settings, each.name) for each in fields(settings) if settings.is_by_hand(each.name)
+    }
     changes = {
         key: str(value.expanduser().absolute()) if isinstance(value, Path) else value
-        for key, value in asdict(settings).items()
-        if is_by_hand(click, key)
+        for key, value in given.items()
     }
     if not changes:
         raise ConfigurationError("nothing was given to set; give at least --address")

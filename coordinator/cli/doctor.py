@@ -16,7 +16,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.cli.app import Exit, exit_code, new_app
+from coordinator.cli.app import Exit, exit_code, verbs
 from coordinator.cli.command import OutputOptions, command, option
 from coordinator.cli.connection import Connection
 from coordinator.cli.views import milliseconds
@@ -28,8 +28,6 @@ from tandem.plural import plural
 from tandem.rpc.addresses import is_local
 from tandem.rpc.channels import DEFAULT_MESSAGE_LIMIT_BYTES, open_channel
 from tandem.rpc.credentials import Credentials
-
-verbs = new_app("")
 
 SKEW_SECONDS = 1.0
 """Clocks that differ by more make logs and traces of two machines hard to read together."""
@@ -43,18 +41,19 @@ _MARKS = {
 }
 
 
-async def examine(where: Connection, client: AdminClient) -> tuple[list[Finding], int]:
+async def examine(where: Connection) -> tuple[list[Finding], int]:
     """Everything that can be found, and the exit code: 0 if requests can be completed."""
     findings = [await _reached(where.address, where.timeout_seconds or DEFAULT_TIMEOUT_SECONDS)]
     if findings[0].severity is Severity.PROBLEM:
         return findings, Exit.UNREACHABLE
     findings.append(transport(where))
     try:
-        round_trip = min(await round_trips(client, 5))  # the first one opens the connection
-        before = datetime.now().astimezone()
-        began = time.perf_counter()
-        diagnosis = await client.diagnose()
-        took = time.perf_counter() - began
+        async with where.admin_client() as client:
+            round_trip = min(await round_trips(client, 5))  # the first one opens the connection
+            before = datetime.now().astimezone()
+            began = time.perf_counter()
+            diagnosis = await client.diagnose()
+            took = time.perf_counter() - began
     except TandemError as error:
         return [*findings, refused(where, error)], exit_code(error)
     findings += [distance(round_trip), version(diagnosis), clock(before, took, diagnosis.time)]

@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.cli.app import new_app
+from coordinator.cli.app import verbs
 from coordinator.cli.command import command, option, plain_table, print_parts
-from coordinator.cli.connection import ConnectionOptions, connect
+from coordinator.cli.connection import ConnectionOptions
 from coordinator.cli.views import percent
 from coordinator.stats.rounds import hit_rate
 from coordinator.stats.speculation import acceptance_rate, add, describe, tokens_per_pass
@@ -30,8 +30,6 @@ from tandem.errors import ConfigurationError, InvalidRequestError
 from tandem.plural import plural
 from tandem.sync_client import SyncClient
 from tandem.types import ChatMessage, Chunk, GenerationRequest, RowKind, SpeculationStats
-
-verbs = new_app("")
 
 ACCEPTED_STYLE = "green"
 """Colour of the tokens that the draft proposed and the target accepted."""
@@ -235,7 +233,6 @@ async def generate(
     options: RequestOptions,
     result: ResultOptions,
     connection: ConnectionOptions,
-    click: typer.Context,
 ) -> None:
     """Complete a prompt. On a terminal, accepted draft tokens are green, and bold where they were drafted ahead.
 
@@ -246,7 +243,7 @@ async def generate(
     first = options.request(given)
     seeds = [None if first.seed is None else first.seed + index for index in range(result.count)]
     chat = _chat(prompt, given)
-    where = connect(connection, click)
+    where = connection.connection()
     console = None if result.as_json else Console(highlight=False, soft_wrap=True)
     records: list[Record] = []
     async with Client(where.address, where.credentials) as client:
@@ -283,14 +280,12 @@ class ChatOptions:
 
 
 @command(verbs, "tandem chat", "tandem chat --system 'Answer in one sentence.' --temperature 0")
-def chat(
-    chat_options: ChatOptions, options: RequestOptions, connection: ConnectionOptions, click: typer.Context
-) -> None:
+def chat(chat_options: ChatOptions, options: RequestOptions, connection: ConnectionOptions) -> None:
     """Chat with the model. On a terminal, accepted draft tokens are green, and bold where they were drafted ahead.
 
     Each line is a message. Ctrl-C ends an answer, Ctrl-D the chat.
     """
-    where = connect(connection, click)
+    where = connection.connection()
     console = Console(highlight=False, soft_wrap=True)
     messages = [] if chat_options.system is None else [ChatMessage("system", chat_options.system)]
     with SyncClient(where.address, where.credentials) as client:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from coordinator.cli.app import Exit, exit_code, new_app
+from coordinator.cli.app import Exit, exit_code, new_app, verbs
 from tandem import __version__
 from tandem.errors import ConfigurationError, TandemError
 from tandem.standard_streams import exit_with, fill_closed, unwritable
@@ -60,7 +60,7 @@ class _Verbs(TyperGroup):
             return self.get_command(ctx, "admin").commands[cmd_name]
         if cmd_name not in VERBS:
             return None
-        verbs: typer.Typer = import_module(f"{__package__}.{VERBS[cmd_name][0]}").verbs
+        import_module(f"{__package__}.{VERBS[cmd_name][0]}")
         return typer.main.get_group(verbs).commands[cmd_name]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:

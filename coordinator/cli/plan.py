@@ -15,14 +15,12 @@ from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
-import typer
 from rich.console import Group, RenderableType
 
 from coordinator.cli import planning
-from coordinator.cli.admin import admin_client
-from coordinator.cli.app import new_app
+from coordinator.cli.app import verbs
 from coordinator.cli.command import OutputOptions, command, option, plain_table
-from coordinator.cli.connection import ConnectionOptions, connect
+from coordinator.cli.connection import ConnectionOptions
 from coordinator.cli.doctor import round_trips
 from coordinator.cli.up import NO_DRAFT, STOP_SECONDS, UpOptions, as_words, service_arguments
 from coordinator.cli.views import percent
@@ -34,8 +32,6 @@ from tandem.model_sources.bundled import DEMO
 from tandem.plural import plural
 from tandem.serving.children import Child
 from tandem.types import GenerationRequest
-
-verbs = new_app("")
 
 _LENGTHS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Proposal lengths that are measured, up to the longest asked for; those between are interpolated."""
@@ -278,7 +274,6 @@ async def _services(words: Sequence[str]) -> AsyncIterator[str]:
     name="plan",
 )
 async def show_plan(
-    click: typer.Context,
     steps: StepOptions,
     connection: ConnectionOptions,
     pair: PairOptions,
@@ -316,7 +311,7 @@ async def show_plan(
             rounds = {size: steps.times().rounds(size, steps.max_tokens) for size in sizes}
         plans = [planning.plan(each, size, f"batch {size}") for size, each in rounds.items()]
     else:
-        async with admin_client(connect(connection, click)) as client:
+        async with connection.connection().admin_client() as client:
             known = [each for each in (await client.stats()).decisions if len(each.round_seconds) > 1]
         if not known:
             raise NotFoundError(

@@ -11,7 +11,7 @@ from itertools import zip_longest
 
 import typer
 
-from coordinator.cli.app import new_app
+from coordinator.cli.app import verbs
 from tandem.config.names import OWN_METHODS, canonical_method
 from tandem.errors import ConfigurationError
 
@@ -27,8 +27,6 @@ SERVICES = {
 
 BOUND_PACKAGE = f"{_ROOT}bound_service"
 """Package of a target with a draft beside it."""
-
-verbs = new_app("")
 
 _HANDED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Arguments are passed on unchanged: settings list their options once."""

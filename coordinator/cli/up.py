@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from rich.console import Console
 
-from coordinator.cli.app import new_app
+from coordinator.cli.app import verbs
 from coordinator.cli.command import command, option
 from coordinator.cli.serve import package_of
 from coordinator.settings.coordinator import DEFAULT_PORT, ConfigSettings
@@ -31,8 +31,6 @@ from tandem.serving.children import Child
 from tandem.serving.protection import MIN_TOKEN_LENGTH
 from tandem.serving.server import CancelledByEventError, announce, stop_signals, unless
 from tandem.standard_streams import exit_with, write_error
-
-verbs = new_app("")
 
 SMOLLM2_METHOD = "eagle3"
 """Drafting method for smollm2 where none is named: Tandem comes with such a head for it."""

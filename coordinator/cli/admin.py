@@ -18,7 +18,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from coordinator.cli import views
-from coordinator.cli.app import Exit, new_app, verbs
+from coordinator.cli.app import CommandGroup, Exit, verbs
 from coordinator.cli.command import OutputForm, OutputOptions, command, option
 from coordinator.cli.connection import ConnectionOptions
 from coordinator.cli.doctor import doctor_view, examine
@@ -28,7 +28,7 @@ from tandem.admin_client import AdminClient
 from tandem.plural import plural
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role, is_last_target, replica_at
 
-admin = new_app(
+admin = CommandGroup(
     "Inspect and control a running coordinator.\n\n"
     "Every command takes --output table, json or yaml, and the options of the connection: on the command line, in the "
     "environment (TANDEM_CLIENT_ADDRESS and so on) or from a context (tandem context --help).\n\n"
@@ -36,9 +36,9 @@ admin = new_app(
     verbs,
     "admin",
 )
-replicas = new_app("List, show, drain and resume replicas.", admin, "replicas")
-requests = new_app("List, show and abort running requests.", admin, "requests")
-config = new_app("Show and change the live configuration.", admin, "config")
+replicas = CommandGroup("List, show, drain and resume replicas.", admin, "replicas")
+requests = CommandGroup("List, show and abort running requests.", admin, "requests")
+config = CommandGroup("Show and change the live configuration.", admin, "config")
 
 WAIT_SECONDS = 60.0
 """Of `health --wait` without --timeout: longer than the demo's models take to load."""
@@ -133,20 +133,20 @@ RequestId = Annotated[
 ]
 
 
-@command(admin, "tandem admin status -w", "tandem admin status --address 10.0.0.5:50051 -o json")
+@command(admin, "-w", "--address 10.0.0.5:50051 -o json")
 async def status(query: WatchQuery) -> None:
     """Show replicas, load, acceptance and throughput."""
     address = query.connection().address
     await query.answer(AdminClient.status, lambda found: views.status_view(found, address))
 
 
-@command(replicas, "tandem admin replicas list -w", "tandem admin replicas list -o yaml", name="list")
+@command(replicas, "-w", "-o yaml")
 async def list_replicas(query: WatchQuery) -> None:
     """List replicas with state, load and acceptance."""
     await query.answer(AdminClient.replicas, views.replicas_view)
 
 
-@command(replicas, "tandem admin replicas show 10.0.0.7:50053", name="show")
+@command(replicas, "10.0.0.7:50053")
 async def show_replica(replica: Address, query: Query) -> None:
     """Show a replica and its model."""
 
@@ -156,9 +156,7 @@ async def show_replica(replica: Address, query: Query) -> None:
     await query.answer(ask, views.replica_view)
 
 
-@command(
-    replicas, "tandem admin replicas drain 10.0.0.7:50053", "tandem admin replicas drain 10.0.0.7:50053 --yes"
-)
+@command(replicas, "10.0.0.7:50053", "10.0.0.7:50053 --yes")
 async def drain(
     replica: Address,
     query: Query,
@@ -187,25 +185,25 @@ async def drain(
     await query.answer(ask, lambda drained: views.replica_table([drained]))
 
 
-@command(replicas, "tandem admin replicas resume 10.0.0.7:50053")
+@command(replicas, "10.0.0.7:50053")
 async def resume(replica: Address, query: Query) -> None:
     """Give a drained replica new sequences again."""
     await query.answer(lambda client: client.resume(replica), lambda resumed: views.replica_table([resumed]))
 
 
-@command(requests, "tandem admin requests list -w", name="list")
+@command(requests, "-w")
 async def list_requests(query: WatchQuery) -> None:
     """List running requests, the oldest first."""
     await query.answer(AdminClient.requests, views.requests_view)
 
 
-@command(requests, "tandem admin requests show 3f9c", name="show")
+@command(requests, "3f9c")
 async def show_request(request_id: RequestId, query: Query) -> None:
     """Show a running request in detail."""
     await query.answer(lambda client: client.request(request_id), views.request_view)
 
 
-@command(requests, "tandem admin requests abort 3f9c --reason 'making room'")
+@command(requests, "3f9c --reason 'making room'")
 async def abort(
     request_id: RequestId,
     query: Query,
@@ -217,12 +215,7 @@ async def abort(
     )
 
 
-@command(
-    admin,
-    "tandem admin stats",
-    "tandem admin stats --watch --interval 2",
-    "tandem admin stats --watch --count 10 -o json",
-)
+@command(admin, "", "--watch --interval 2", "--watch --count 10 -o json")
 async def stats(query: WatchQuery) -> None:
     """Show what speculation did; --watch repeats it.
 
@@ -241,13 +234,7 @@ async def stats(query: WatchQuery) -> None:
     await query.answer(AdminClient.stats, view)
 
 
-@command(
-    config,
-    "tandem admin config show",
-    "tandem admin config show num_speculative_tokens",
-    "tandem admin config show --live -o json",
-    name="show",
-)
+@command(config, "", "num_speculative_tokens", "--live -o json")
 async def show_options(
     query: Query,
     keys: Annotated[list[str] | None, typer.Argument(metavar="[KEY]...", help="Only these options.")] = None,
@@ -267,10 +254,9 @@ async def show_options(
 
 @command(
     config,
-    "tandem admin config set num_speculative_tokens 6",
-    "tandem admin config set speculation false",
-    "tandem admin config set rejection_sampling_strategy synthetic synthetic_acceptance_rate 0.7",
-    name="set",
+    "num_speculative_tokens 6",
+    "speculation false",
+    "rejection_sampling_strategy synthetic synthetic_acceptance_rate 0.7",
 )
 async def set_options(
     words: Annotated[list[str], typer.Argument(metavar="KEY VALUE...", help="Options and their values.")],
@@ -285,7 +271,7 @@ async def set_options(
     await query.answer(lambda client: client.update_config(values), views.options_view)
 
 
-@command(config, "tandem admin config reset num_speculative_tokens", name="reset")
+@command(config, "num_speculative_tokens")
 async def reset_options(
     keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="Options.")], query: Query
 ) -> None:
@@ -298,17 +284,15 @@ def pairs(words: Sequence[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     rest = iter(words)
     for word in rest:
-        key, equals, value = word.partition("=")
-        try:
-            found[key] = value if equals else next(rest)
-        except StopIteration:
-            raise errors.ConfigurationError(
-                f"{key} has no value; give KEY VALUE, or several of such pairs"
-            ) from None
+        key, equals, after = word.partition("=")
+        value = after if equals else next(rest, None)
+        if value is None:
+            raise errors.ConfigurationError(f"{key} has no value; give KEY VALUE, or several of such pairs")
+        found[key] = value
     return found
 
 
-@command(admin, "tandem admin health", "tandem admin health --wait --timeout 120 && tandem generate 'Hello'")
+@command(admin, "", "--wait --timeout 120 && tandem generate 'Hello'")
 async def health(
     query: Query,
     wait: Annotated[
@@ -360,7 +344,7 @@ async def _health(client: AdminClient) -> tuple[dict[str, Any], str]:
     return {"healthy": healthy, "serving": serving, **known}, told
 
 
-@command(admin, "tandem admin doctor", "tandem admin doctor -o json")
+@command(admin, "", "-o json")
 async def doctor(query: Query) -> None:
     """Find problems, and suggest remedies.
 

@@ -37,19 +37,22 @@ def exit_code(error: errors.TandemError) -> Exit:
     return next(code for kind, code in _EXIT_CODES if isinstance(error, kind))
 
 
-def new_app(help_text: str, parent: typer.Typer | None = None, name: str | None = None) -> typer.Typer:
-    """A group of commands, in its parent if it has one. Help without boxes has room for an option's whole name."""
-    app = typer.Typer(
-        help=help_text,
-        no_args_is_help=True,
-        rich_markup_mode=None,
-        pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )
-    if parent is not None:
-        parent.add_typer(app, name=name)
-    return app
+class CommandGroup(typer.Typer):
+    """A group of commands. Help without boxes: it has room for the whole name of an option."""
+
+    def __init__(self, help_text: str, parent: CommandGroup | None = None, name: str = "tandem") -> None:
+        super().__init__(
+            help=help_text,
+            no_args_is_help=True,
+            rich_markup_mode=None,
+            pretty_exceptions_enable=False,
+            context_settings={"help_option_names": ["-h", "--help"]},
+        )
+        self.path: str = name if parent is None else f"{parent.path} {name}"
+        """The words that call it."""
+        if parent is not None:
+            parent.add_typer(self, name=name)
 
 
-verbs = new_app("")
+verbs = CommandGroup("")
 """The verbs of `tandem` whose modules are imported."""

@@ -48,10 +48,10 @@ class AuditArguments:
 
 @command(
     verbs,
-    "tandem audit http://127.0.0.1:8000/v1 --minutes 2",
-    "tandem audit http://127.0.0.1:8000/v1 --html audit.html --json > audit.json",
-    "tandem audit http://new:8000/v1 --reference http://old:8000/v1",
-    """tandem audit http://127.0.0.1:8000/v1 --body '{"rejection_sampling_strategy": "block"}'""",
+    "http://127.0.0.1:8000/v1 --minutes 2",
+    "http://127.0.0.1:8000/v1 --html audit.html --json > audit.json",
+    "http://new:8000/v1 --reference http://old:8000/v1",
+    """http://127.0.0.1:8000/v1 --body '{"rejection_sampling_strategy": "block"}'""",
 )
 async def audit(arguments: AuditArguments) -> None:
     """Check whether an OpenAI-compatible server's speculative decoding is lossless.

@@ -19,6 +19,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from coordinator.admin.plain import plain
+from coordinator.cli.app import CommandGroup
 
 
 def option(text: str, *flags: str, default: Any = None, **more: Any) -> Any:
@@ -92,21 +93,27 @@ def plain_table(*columns: str, title: str | None = None, title_style: str = "dim
 
 
 def command(
-    app: typer.Typer, *examples: str, name: str | None = None, **more: Any
+    group: CommandGroup, *examples: str, name: str = "", **more: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add a function to an app as a command.
+    """Add a function to a group as a command, by default under the first word of its name.
 
     A parameter whose type is a dataclass stands for all of its fields, each a separate option with a default; a
-    `typer.Context` is passed on. The examples are shown in the help; the name is by default the function's; `more` is
-    for typer.
+    `typer.Context` is passed on. The examples are what may follow the command; its help shows them. `more` is for
+    typer.
     """
 
-    # \b keeps the lines of a paragraph as they are.
-    shown = ["", "\b", "Examples:", *(f"  {example}" for example in examples)] if examples else []
-
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
-        text = "\n".join([inspect.getdoc(function) or "", *shown])
-        app.command(name, help=text, **more)(_with_groups(function))
+        called = name or function.__name__.partition("_")[0]
+        lines = [inspect.getdoc(function) or ""]
+        if examples:
+            # \b keeps the lines of a paragraph as they are.
+            lines += [
+                "",
+                "\b",
+                "Examples:",
+                *(f"  {group.path} {called} {each}".rstrip() for each in examples),
+            ]
+        group.command(called, help="\n".join(lines), **more)(_with_groups(function))
         return function
 
     return add

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from pydantic import ValidationError
 
-from coordinator.cli.app import Exit, new_app, verbs
+from coordinator.cli.app import CommandGroup, Exit, verbs
 from coordinator.cli.command import OutputOptions, command
 from coordinator.cli.views import options_view
 from coordinator.settings.coordinator import ConfigSettings
@@ -19,13 +19,13 @@ from tandem.config.layers import Origin, read_options
 from tandem.config.options import sentences
 from tandem.errors import ConfigurationError
 
-config = new_app("Show or check the configuration.", verbs, "config")
+config = CommandGroup("Show or check the configuration.", verbs, "config")
 
 
 @command(
     config,
-    "tandem config show num_speculative_tokens draft_address",
-    "tandem config show --config-file tandem.toml -o json",
+    "num_speculative_tokens draft_address",
+    "--config-file tandem.toml -o json",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     options_metavar="[NAME]... [OPTIONS]",
 )
@@ -52,9 +52,7 @@ def show(context: typer.Context, output: OutputOptions) -> None:
 
 
 @command(
-    config,
-    "tandem config check tandem.toml --section-name speculation",
-    """tandem config check '{"method": "ngram", "num_speculative_tokens": 4}'""",
+    config, "tandem.toml --section-name speculation", """'{"method": "ngram", "num_speculative_tokens": 4}'"""
 )
 def check(
     source: Annotated[

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from coordinator.cli.app import new_app, verbs
+from coordinator.cli.app import CommandGroup, verbs
 from coordinator.cli.command import OutputOptions, command, option, plain_table
 from tandem.admin_client import DEFAULT_TIMEOUT_SECONDS, AdminClient
 from tandem.client import DEFAULT_ADDRESS
@@ -149,7 +149,7 @@ def _address(value: str) -> str:
     return value
 
 
-context = new_app(
+context = CommandGroup(
     "Save connections to coordinators under names.\n\n"
     "Contexts are saved in ~/.config/tandem/config.yaml ($XDG_CONFIG_HOME). Options of a command and the environment "
     "override the current context; a context named with --context overrides the environment.",
@@ -160,7 +160,7 @@ context = new_app(
 Name = Annotated[str, typer.Argument(help="The context's name.")]
 
 
-@command(context, "tandem context list", name="list")
+@command(context, "")
 def list_contexts(output: OutputOptions) -> None:
     """List the contexts; the current one is marked."""
     contexts, entries = read_contexts(), []
@@ -175,7 +175,7 @@ def list_contexts(output: OutputOptions) -> None:
     output.show(entries, lambda: table)
 
 
-@command(context, "tandem context use staging")
+@command(context, "staging")
 def use(name: Name) -> None:
     """Make a context the current one."""
     contexts = read_contexts()
@@ -186,9 +186,8 @@ def use(name: Name) -> None:
 
 @command(
     context,
-    "tandem context set local --address 127.0.0.1:50051",
-    "tandem context set staging --address staging.example.org:50051 --tls-ca-file ca.pem --token-file token",
-    name="set",
+    "local --address 127.0.0.1:50051",
+    "staging --address staging.example.org:50051 --tls-ca-file ca.pem --token-file token",
 )
 def set_context(name: Name, settings: ConnectionSettings) -> None:
     """Create a context, or change the given options of one. The first one becomes the current one."""
@@ -207,7 +206,7 @@ def set_context(name: Name, settings: ConnectionSettings) -> None:
     contexts.save()
 
 
-@command(context, "tandem context delete staging")
+@command(context, "staging")
 def delete(name: Name) -> None:
     """Delete a context."""
     contexts = read_contexts()

@@ -172,12 +172,7 @@ class ServiceOptions:
     timeout: float = option("Seconds that an answer may take.", default=10.0, min=0.1)
 
 
-@command(
-    verbs,
-    "tandem doctor draft 10.0.0.7:50052",
-    "tandem doctor draft 127.0.0.1:50052 --json",
-    name="doctor draft",
-)
+@command(verbs, "10.0.0.7:50052", "127.0.0.1:50052 --json", name="doctor draft")
 async def doctor_draft(
     address: Annotated[str, typer.Argument(metavar="ADDRESS", help="host:port of the draft service.")],
     service: ServiceOptions,

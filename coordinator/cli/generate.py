@@ -24,12 +24,12 @@ from coordinator.cli.command import command, option, plain_table, print_parts
 from coordinator.cli.connection import ConnectionOptions
 from coordinator.cli.views import percent
 from coordinator.stats.rounds import hit_rate
-from coordinator.stats.speculation import acceptance_rate, add, describe, tokens_per_pass
+from coordinator.stats.speculation import acceptance_rate, describe, summed, tokens_per_pass
 from tandem.client import Client, as_message
 from tandem.errors import ConfigurationError, InvalidRequestError
 from tandem.plural import plural
 from tandem.sync_client import SyncClient
-from tandem.types import ChatMessage, Chunk, GenerationRequest, RowKind, SpeculationStats
+from tandem.types import ChatMessage, Chunk, GenerationRequest, RowKind, Summary
 
 ACCEPTED_STYLE = "green"
 """Colour of the tokens that the draft proposed and the target accepted."""
@@ -62,10 +62,16 @@ class Record:
         """All chunks so far as one."""
         return Chunk.joined(self.chunks or [Chunk("", (), (), ())])
 
+    @property
+    def summary(self) -> Summary:
+        """The summary of a completion that has ended."""
+        summary = self.chunks[-1].summary
+        assert summary is not None
+        return summary
+
     def as_dict(self) -> dict[str, object]:
         """The result of `--json`."""
-        whole, summary = self.whole, self.whole.summary
-        assert summary is not None
+        whole, summary = self.whole, self.summary
         return {
             "text": whole.text,
             "token_ids": whole.token_ids,
@@ -120,14 +126,11 @@ def texts_of_tokens(chunk: Chunk) -> list[str]:
 
 def closing_line(records: Sequence[Record]) -> str:
     """Speed of finished completions and the gain of drafting, or the reason why the draft did not work."""
-    wholes = [record.whole for record in records]
-    stats, tokens = SpeculationStats(), sum(len(whole.token_ids) for whole in wholes)
+    summaries = [record.summary for record in records]
+    stats = summed(summary.speculation for summary in summaries)
+    state = next(filter(None, (summary.speculation_state for summary in reversed(summaries))), None)
+    tokens = sum(len(record.whole.token_ids) for record in records)
     seconds = sum(record.total_seconds for record in records)
-    state = None
-    for whole in wholes:
-        assert whole.summary is not None
-        add(stats, whole.summary.speculation)
-        state = whole.summary.speculation_state or state
     parts = [f"{plural(tokens, 'token')} in {seconds:.2f} s, {tokens / max(seconds, 1e-9):.1f} tokens/s"]
     if stats.drafted:
         saved = tokens - stats.rounds
@@ -223,10 +226,10 @@ class ResultOptions:
 
 @command(
     verbs,
-    "tandem generate 'def main():' --max-tokens 64",
-    "tandem generate 'def main():' --temperature 0 --json",
-    "tandem generate --chat 'Name three colours.'",
-    "tandem generate --prompt-file prompt.txt --address 10.0.0.5:50051 --token-file token",
+    "'def main():' --max-tokens 64",
+    "'def main():' --temperature 0 --json",
+    "--chat 'Name three colours.'",
+    "--prompt-file prompt.txt --address 10.0.0.5:50051 --token-file token",
 )
 async def generate(
     prompt: PromptOptions,
@@ -240,54 +243,49 @@ async def generate(
     drafting, or the reason why the draft did not work.
     """
     given = _prompt(prompt)
-    first = options.request(given)
-    seeds = [None if first.seed is None else first.seed + index for index in range(result.count)]
-    chat = _chat(prompt, given)
+    request = options.request(given)
+    messages = _messages(prompt, given)
     where = connection.connection()
     console = None if result.as_json else Console(highlight=False, soft_wrap=True)
     records: list[Record] = []
     async with Client(where.address, where.credentials) as client:
-        if chat:
-            first = replace(
-                first, prompt=await client.chat_prompt(chat, timeout_seconds=where.timeout_seconds)
-            )
-        for seed in seeds:
-            chunks = client.generate(first, timeout_seconds=where.timeout_seconds, seed=seed)
-            if not result.as_json and result.count > 1:
-                sys.stdout.write(f"--- {len(records) + 1} of {result.count}\n")
+        if messages:
+            ids = await client.chat_prompt(messages, timeout_seconds=where.timeout_seconds)
+            request = replace(request, prompt=ids)
+        for index in range(result.count):
+            seed = None if request.seed is None else request.seed + index
+            if console is not None and result.count > 1:
+                sys.stdout.write(f"--- {index + 1} of {result.count}\n")
             records.append(record := Record())
-            async for chunk in chunks:
+            async for chunk in client.generate(request, timeout_seconds=where.timeout_seconds, seed=seed):
                 record.add(chunk, console)
-            if console is not None:
-                console.print()
-            if result.as_json:
+            if console is None:
                 sys.stdout.write(json.dumps(record.as_dict(), ensure_ascii=False) + "\n")
                 sys.stdout.flush()
-            elif record.whole.logprobs:
+                continue
+            console.print()
+            if record.whole.logprobs:
                 print_parts("", record.logprob_table())
-    if not result.as_json and not result.quiet:
+    if console is not None and not result.quiet:
         sys.stderr.write(closing_line(records) + "\n")
 
 
-@dataclass(frozen=True)
-class ChatOptions:
-    """Options of a chat beside those of its completions."""
-
-    system: str | None = option("What the chat's system message says.")
-    quiet: bool = option(
-        "Leave out the line with speed and gain after each answer.", "--quiet", "-q", default=False
-    )
-
-
-@command(verbs, "tandem chat", "tandem chat --system 'Answer in one sentence.' --temperature 0")
-def chat(chat_options: ChatOptions, options: RequestOptions, connection: ConnectionOptions) -> None:
+@command(verbs, "", "--system 'Answer in one sentence.' --temperature 0")
+def chat(
+    options: RequestOptions,
+    connection: ConnectionOptions,
+    system: Annotated[str | None, typer.Option(help="What the chat's system message says.")] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Leave out the line with speed and gain after each answer.")
+    ] = False,
+) -> None:
     """Chat with the model. On a terminal, accepted draft tokens are green, and bold where they were drafted ahead.
 
     Each line is a message. Ctrl-C ends an answer, Ctrl-D the chat.
     """
     where = connection.connection()
     console = Console(highlight=False, soft_wrap=True)
-    messages = [] if chat_options.system is None else [ChatMessage("system", chat_options.system)]
+    messages = _system(system)
     with SyncClient(where.address, where.credentials) as client:
         for line in _lines():
             messages.append(ChatMessage("user", line))
@@ -302,7 +300,7 @@ def chat(chat_options: ChatOptions, options: RequestOptions, connection: Connect
             console.print()
             whole = record.whole
             messages.append(ChatMessage("assistant", whole.text))
-            if whole.summary is not None and not chat_options.quiet:
+            if whole.summary is not None and not quiet:
                 sys.stderr.write(closing_line([record]) + "\n")
 
 
@@ -341,7 +339,7 @@ def _prompt(options: PromptOptions) -> str | tuple[int, ...]:
         raise ConfigurationError(f"--prompt-token-ids is {words!r}; it must be integers: 1,2,3") from None
 
 
-def _chat(options: PromptOptions, prompt: str | tuple[int, ...]) -> list[ChatMessage]:
+def _messages(options: PromptOptions, prompt: str | tuple[int, ...]) -> list[ChatMessage]:
     """The messages of a chat; none for a plain prompt."""
     if not options.chat:
         if options.system is not None:
@@ -351,8 +349,11 @@ def _chat(options: PromptOptions, prompt: str | tuple[int, ...]) -> list[ChatMes
         raise ConfigurationError(
             "--prompt-token-ids and --chat are both given; the prompt of a chat is a text"
         )
-    system = [] if options.system is None else [ChatMessage("system", options.system)]
-    return [*system, ChatMessage("user", prompt)]
+    return [*_system(options.system), ChatMessage("user", prompt)]
+
+
+def _system(text: str | None) -> list[ChatMessage]:
+    return [] if text is None else [ChatMessage("system", text)]
 
 
 def _bias(words: str) -> tuple[int, float]:

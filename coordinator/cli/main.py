@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from coordinator.cli.app import Exit, exit_code, new_app, verbs
+from coordinator.cli.app import CommandGroup, Exit, exit_code, verbs
 from tandem import __version__
 from tandem.errors import ConfigurationError, TandemError
 from tandem.standard_streams import exit_with, fill_closed, unwritable
@@ -70,7 +70,7 @@ class _Verbs(TyperGroup):
             formatter.write_text(", ".join(SHORT_FORMS))
 
 
-app = new_app("Speculative decoding with the draft model and the target model as separate services.")
+app = CommandGroup("Speculative decoding with the draft model and the target model as separate services.")
 
 
 def _print_version(is_wanted: bool) -> None:

@@ -266,14 +266,13 @@ async def _services(words: Sequence[str]) -> AsyncIterator[str]:
 
 @command(
     verbs,
-    "tandem plan --address 10.0.0.5:50051",
-    "tandem plan --target models/my-target --draft models/my-draft --batch 1,8",
-    "tandem plan --verify-ms 6.5 --draft-step-ms 1.2 --acceptance 0.8 --round-trip-ms 0.5 --batch 1,8,32",
-    "tandem plan --verify-ms 22 --draft-step-ms 1.5 --acceptance 0.9,0.8,0.7 -o json",
-    "tandem plan --fleet 4,2,64 --verify-ms 22 --draft-step-ms 1.5 --acceptance 0.8 --per-8-rows 0.5",
-    name="plan",
+    "--address 10.0.0.5:50051",
+    "--target models/my-target --draft models/my-draft --batch 1,8",
+    "--verify-ms 6.5 --draft-step-ms 1.2 --acceptance 0.8 --round-trip-ms 0.5 --batch 1,8,32",
+    "--verify-ms 22 --draft-step-ms 1.5 --acceptance 0.9,0.8,0.7 -o json",
+    "--fleet 4,2,64 --verify-ms 22 --draft-step-ms 1.5 --acceptance 0.8 --per-8-rows 0.5",
 )
-async def show_plan(
+async def plan(
     steps: StepOptions,
     connection: ConnectionOptions,
     pair: PairOptions,

@@ -25,18 +25,8 @@ from tandem.types import AheadStats, SpeculationStats
 NOTHING = "-"
 """Shown for a value that does not exist yet."""
 
-_STYLES = {
-    ReplicaState.READY: "green",
-    ReplicaState.CONNECTING: "yellow",
-    ReplicaState.DRAINING: "yellow",
-    ReplicaState.INCOMPATIBLE: "red",
-    ReplicaState.REFUSED: "red",
-    ReplicaState.DOWN: "red",
-    CoordinatorState.READY: "green",
-    CoordinatorState.STARTING: "yellow",
-    CoordinatorState.DEGRADED: "yellow",
-    CoordinatorState.UNAVAILABLE: "red",
-}
+_STYLES = {"ready": "green"} | dict.fromkeys(("connecting", "draining", "starting", "degraded"), "yellow")
+"""Colours of states; the others are red."""
 _MAX_DECISIONS = 12
 """A status with more lines does not fit a terminal; JSON has them all."""
 _BAR_WIDTH = 22
@@ -87,7 +77,7 @@ def status_view(status: Status, address: str) -> RenderableType:
     head = Text.assemble(
         (f"tandem {status.version}", "bold"),
         f"  {address}  ",
-        (status.state.value, _STYLES[status.state]),
+        _state(status.state),
         f"  up {duration(status.uptime_seconds)}",
     )
     facts = {
@@ -323,8 +313,8 @@ def _ahead(stats: SpeculationStats) -> dict[str, str]:
     return facts
 
 
-def _state(value: ReplicaState) -> Text:
-    return Text(value.value, style=_STYLES[value])
+def _state(state: ReplicaState | CoordinatorState) -> Text:
+    return Text(state.value, style=_STYLES.get(state.value, "red"))
 
 
 def _speed(report: RequestReport) -> str:

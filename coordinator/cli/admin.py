@@ -54,7 +54,7 @@ class Query(OutputOptions, ConnectionOptions):
         self, ask: Callable[[AdminClient], Awaitable[ResultT]], view: Callable[[ResultT], RenderableType]
     ) -> None:
         """Ask and show, to people as `view` says."""
-        async with self.connection().admin_client() as client:
+        async with self.admin_client() as client:
             result = await ask(client)
         self.show(result, partial(view, result))
 
@@ -76,7 +76,7 @@ class WatchQuery(Query):
             return
         screen = Live(console=Console(highlight=False), auto_refresh=False, vertical_overflow="crop")
         is_screen = self.form is OutputForm.TABLE and sys.stdout.isatty()
-        async with self.connection().admin_client() as client:
+        async with self.admin_client() as client:
             with screen if is_screen else nullcontext():
                 for look in itertools.count() if self.count is None else range(self.count):
                     if look:
@@ -97,14 +97,14 @@ def _suggested(
     """An argument that the shell completes to one of the entries, each a word and its help."""
 
     async def suggestions(options: ConnectionOptions) -> list[tuple[str, str]]:
-        where = options.connection()
-        # A shell that completes a word does not wait longer for a coordinator
-        async with AdminClient(where.address, where.credentials, 1.0) as client:
+        async with options.admin_client() as client:
             return [entry(each) for each in await ask(client)]
 
     def suggest(click: typer.Context, incomplete: str) -> list[tuple[str, str]]:
         names = {field.name for field in fields(ConnectionOptions)} & click.params.keys()
-        options = ConnectionOptions(click, **{name: click.params[name] for name in names})
+        # A shell that completes a word does not wait longer for a coordinator
+        given = {name: click.params[name] for name in names} | {"timeout": 1.0}
+        options = ConnectionOptions(click, **given)
         try:
             return [each for each in asyncio.run(suggestions(options)) if each[0].startswith(incomplete)]
         except errors.TandemError:
@@ -136,7 +136,7 @@ RequestId = Annotated[
 @command(admin, "-w", "--address 10.0.0.5:50051 -o json")
 async def status(query: WatchQuery) -> None:
     """Show replicas, load, acceptance and throughput."""
-    address = query.connection().address
+    address = query.endpoint().address
     await query.answer(AdminClient.status, lambda found: views.status_view(found, address))
 
 
@@ -320,7 +320,7 @@ async def health(
                     raise
             await asyncio.sleep(0.2)
 
-    async with query.connection().admin_client() as client:
+    async with query.admin_client() as client:
         report, words = await ask(client)
     query.show(report, lambda: words)
     raise typer.Exit(Exit.OK if report["healthy"] else Exit.UNHEALTHY)
@@ -352,6 +352,6 @@ async def doctor(query: Query) -> None:
     acceptance from the coordinator. Exits 0 without a problem (warnings do not count), 3 with one, 4 when the
     coordinator cannot be reached, and 5 when it refuses the token.
     """
-    findings, code = await examine(query.connection())
+    findings, code = await examine(query)
     query.show({"healthy": code == 0, "findings": findings}, lambda: doctor_view(findings))
     raise typer.Exit(code)

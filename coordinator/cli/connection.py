@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 import yaml
@@ -67,17 +67,11 @@ def read_contexts() -> Contexts:
     return Contexts(path, str(content.get("current") or ""), by_name)
 
 
-@dataclass(frozen=True, slots=True)
-class Connection:
-    """Address of a coordinator, and how to connect to it."""
+class Endpoint(NamedTuple):
+    """The first arguments of each client."""
 
     address: str
     credentials: Credentials
-    timeout_seconds: float | None
-    """None: the command's own."""
-
-    def admin_client(self) -> AdminClient:
-        return AdminClient(self.address, self.credentials, self.timeout_seconds or DEFAULT_TIMEOUT_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -108,7 +102,7 @@ class ConnectionOptions(ConnectionSettings):
     context: str | None = option("Context to take these from; see tandem context --help.")
     timeout: float | None = option("Seconds to wait for an answer. [default: 10; generate: no limit]")
 
-    def connection(self) -> Connection:
+    def endpoint(self) -> Endpoint:
         """Merge the options, the environment and the contexts."""
         values = {each.name: getattr(self, each.name) for each in fields(ConnectionOptions)}
         given = {name: value for name, value in values.items() if value is not None}
@@ -124,8 +118,11 @@ class ConnectionOptions(ConnectionSettings):
             values.pop("token_file", None)  # a file is stronger otherwise, and this one is from elsewhere
         if self.timeout is not None and not self.timeout > 0:
             raise ConfigurationError(f"--timeout is {self.timeout:g}; it must be above 0")
-        address = _address(values.get("address", DEFAULT_ADDRESS))
-        return Connection(address, Credentials.of(values), self.timeout)
+        return Endpoint(_address(values.get("address", DEFAULT_ADDRESS)), Credentials.of(values))
+
+    def admin_client(self) -> AdminClient:
+        """A client of that coordinator."""
+        return AdminClient(*self.endpoint(), self.timeout or DEFAULT_TIMEOUT_SECONDS)
 
 
 for _each in fields(ConnectionOptions):

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from coordinator.cli.app import Exit, exit_code, verbs
 from coordinator.cli.command import OutputOptions, command, option
-from coordinator.cli.connection import Connection
+from coordinator.cli.connection import ConnectionOptions, Endpoint
 from coordinator.cli.views import milliseconds
 from tandem import __version__
 from tandem.admin import Diagnosis, Finding, Severity
@@ -41,14 +41,15 @@ _MARKS = {
 }
 
 
-async def examine(where: Connection) -> tuple[list[Finding], int]:
+async def examine(options: ConnectionOptions) -> tuple[list[Finding], int]:
     """Everything that can be found, and the exit code: 0 if requests can be completed."""
-    findings = [await _reached(where.address, where.timeout_seconds or DEFAULT_TIMEOUT_SECONDS)]
+    where = options.endpoint()
+    findings = [await _reached(where.address, options.timeout or DEFAULT_TIMEOUT_SECONDS)]
     if findings[0].severity is Severity.PROBLEM:
         return findings, Exit.UNREACHABLE
     findings.append(transport(where))
     try:
-        async with where.admin_client() as client:
+        async with options.admin_client() as client:
             round_trip = min(await round_trips(client, 5))  # the first one opens the connection
             before = datetime.now().astimezone()
             began = time.perf_counter()
@@ -90,7 +91,7 @@ async def round_trips(client: AdminClient, count: int) -> list[float]:
     return seconds
 
 
-def transport(where: Connection) -> Finding:
+def transport(where: Endpoint) -> Finding:
     """Find whether others can read the connection."""
     if where.credentials.uses_tls:
         return Finding.ok("TLS", "the connection is encrypted")
@@ -100,7 +101,7 @@ def transport(where: Connection) -> Finding:
     return Finding.warning("TLS", "prompts, completions and the token travel in plain text", advice)
 
 
-def refused(where: Connection, error: TandemError) -> Finding:
+def refused(where: Endpoint, error: TandemError) -> Finding:
     """Reason why the coordinator could not be asked, though it is there."""
     check, advice = "answer", ""
     if isinstance(error, UnauthenticatedError | PermissionDeniedError):

@@ -245,19 +245,18 @@ async def generate(
     given = _prompt(prompt)
     request = options.request(given)
     messages = _messages(prompt, given)
-    where = connection.connection()
     console = None if result.as_json else Console(highlight=False, soft_wrap=True)
     records: list[Record] = []
-    async with Client(where.address, where.credentials) as client:
+    async with Client(*connection.endpoint()) as client:
         if messages:
-            ids = await client.chat_prompt(messages, timeout_seconds=where.timeout_seconds)
+            ids = await client.chat_prompt(messages, timeout_seconds=connection.timeout)
             request = replace(request, prompt=ids)
         for index in range(result.count):
             seed = None if request.seed is None else request.seed + index
             if console is not None and result.count > 1:
                 sys.stdout.write(f"--- {index + 1} of {result.count}\n")
             records.append(record := Record())
-            async for chunk in client.generate(request, timeout_seconds=where.timeout_seconds, seed=seed):
+            async for chunk in client.generate(request, timeout_seconds=connection.timeout, seed=seed):
                 record.add(chunk, console)
             if console is None:
                 sys.stdout.write(json.dumps(record.as_dict(), ensure_ascii=False) + "\n")
@@ -283,17 +282,16 @@ def chat(
 
     Each line is a message. Ctrl-C ends an answer, Ctrl-D the chat.
     """
-    where = connection.connection()
     console = Console(highlight=False, soft_wrap=True)
     messages = _system(system)
-    with SyncClient(where.address, where.credentials) as client:
+    with SyncClient(*connection.endpoint()) as client:
         for line in _lines():
             messages.append(ChatMessage("user", line))
             record = Record()
             try:
-                prompt = client.chat_prompt(messages, timeout_seconds=where.timeout_seconds)
+                prompt = client.chat_prompt(messages, timeout_seconds=connection.timeout)
                 request = options.request(prompt)
-                for chunk in client.generate(request, timeout_seconds=where.timeout_seconds):
+                for chunk in client.generate(request, timeout_seconds=connection.timeout):
                     record.add(chunk, console)
             except KeyboardInterrupt:
                 pass  # the conversation goes on from what there is

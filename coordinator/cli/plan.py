@@ -310,7 +310,7 @@ async def plan(
             rounds = {size: steps.times().rounds(size, steps.max_tokens) for size in sizes}
         plans = [planning.plan(each, size, f"batch {size}") for size, each in rounds.items()]
     else:
-        async with connection.connection().admin_client() as client:
+        async with connection.admin_client() as client:
             known = [each for each in (await client.stats()).decisions if len(each.round_seconds) > 1]
         if not known:
             raise NotFoundError(

@@ -8,7 +8,7 @@ import shlex
 import shutil
 import socket
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -244,21 +244,18 @@ def _with_model(options: UpOptions, shared: Mapping[str, Any]) -> UpOptions:
 
 def not_read(arguments: ServiceArguments, environment: Mapping[str, str]) -> Iterator[str]:
     """A sentence for each variable that would set an option of a service, and does not."""
-    services = {
-        "target": arguments.target,
-        "draft": arguments.draft,
-        "coordinator": [*arguments.coordinator, "--target-address", "--draft-address"],
-    }
-    for service, words in services.items():
+    for service, words in (
+        ("target", arguments.target),
+        ("draft", arguments.draft),
+        ("coordinator", [*arguments.coordinator, "--target-address", "--draft-address"]),
+    ):
         prefix = f"TANDEM_{service.upper()}_"
-        for variable in environment:
-            if not variable.startswith(prefix) or not environment[variable]:
-                continue
+        for variable in (each for each, value in environment.items() if value and each.startswith(prefix)):
             name = variable.removeprefix(prefix).lower()
-            flags = ["--" + each.replace("_", "-") for each in (name, ALIASES.get(name, name))]
+            flags = [_flag(each) for each in (name, ALIASES.get(name, name))]
             if words is None:
                 yield f"{variable} is not read: there is no draft service"
-            elif any(flag in words for flag in flags):
+            elif not set(flags).isdisjoint(words):
                 yield f"{variable} is not read: tandem up decides {flags[0]} of the {service} itself"
 
 
@@ -396,25 +393,31 @@ def _checked(option: str, reference: str) -> str:
 
 def as_words(**values: object) -> list[str]:
     """Options as a command line has them, without those that are None."""
-    given = {"--" + name.replace("_", "-"): str(value) for name, value in values.items() if value is not None}
+    given = {_flag(name): str(value) for name, value in values.items() if value is not None}
     return [word for option in given.items() for word in option]
 
 
-class _Progress:
-    """Phases of the start: one live line in a terminal, elsewhere a line for each phase."""
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
-    def __init__(self, services: Collection[str]) -> None:
-        self._phases = dict.fromkeys(services, "starting")
-        """By service; empty once nothing is shown any more."""
+
+class _Cluster:
+    """The services while they run. A terminal has one live line of their phases, elsewhere each phase has a line."""
+
+    def __init__(self, arguments: ServiceArguments) -> None:
+        self._arguments = arguments
+        services = {"target": arguments.target, "draft": arguments.draft}
+        self._models = {name: words for name, words in services.items() if words is not None}
+        self._children: list[Child] = []
+        self._phases = dict.fromkeys(self._models, "starting")
+        """Of the models; empty once nothing is shown any more."""
         self._live = Console().status("") if sys.stdout.isatty() else None
-        self._tell(f"starting {' and '.join(services)}")
 
-    async def follow(self, name: str, child: Child) -> None:
-        """Show the phases that a service reaches."""
-        async for line in child.lines():
-            if self._phases:
-                self._phases[name] = line.removeprefix(f"tandem {name}: ").partition(" on ")[0]
-                self._tell(f"{name}: {self._phases[name]}")
+    async def run(self) -> None:
+        """Run until a signal, or until a child ends."""
+        self._tell(f"starting {' and '.join(self._models)}")
+        with stop_signals(before_end=self._kill) as stopping, suppress(CancelledByEventError):
+            await unless(self._stopped(stopping), self._serve())
 
     def _tell(self, news: str) -> None:
         if self._live is None:
@@ -423,28 +426,14 @@ class _Progress:
             self._live.update("   ".join(f"{name}: {phase}" for name, phase in self._phases.items()))
             self._live.start()
 
-    def end(self) -> None:
+    def _end_phases(self) -> None:
         self._phases = {}
         if self._live is not None:
             self._live.stop()
 
-
-class _Cluster:
-    def __init__(self, arguments: ServiceArguments) -> None:
-        self._arguments = arguments
-        services = {"target": arguments.target, "draft": arguments.draft}
-        self._models = {name: words for name, words in services.items() if words is not None}
-        self._children: list[Child] = []
-        self._progress = _Progress(self._models)
-
-    async def run(self) -> None:
-        """Run until a signal, or until a child ends."""
-        with stop_signals(before_end=self._kill) as stopping, suppress(CancelledByEventError):
-            await unless(self._stopped(stopping), self._serve())
-
     async def _stopped(self, stopping: asyncio.Event) -> None:
         await stopping.wait()
-        self._progress.end()
+        self._end_phases()
         announce(
             "tandem up: stopping when running requests have ended; press Ctrl-C again to end them at once"
         )
@@ -453,33 +442,18 @@ class _Cluster:
         for child in self._children:
             child.kill()
 
-    async def _tell_when_ready(self, coordinator: Child) -> None:
-        """End the start with its address, the page and the next command."""
-        with suppress(ServiceUnavailableError):  # its end is told otherwise
-            # In the order of its output.
-            url = await coordinator.line("http on ") if "--http-port" in self._arguments.coordinator else None
-            address = await coordinator.line("ready on ")
-            self._progress.end()
-            announce(f"tandem up: ready on {address}")
-            if url is not None:
-                announce(f"tandem up: page on {url}/ (OpenAI's API under {url}/v1)")
-            command = next_command(address, self._arguments.model)
-            announce(f"tandem up: next, in another terminal: {command}")
-
     async def _serve(self) -> None:
         # The stack ends the coordinator first: it drains while the models still answer it.
         async with AsyncExitStack() as stack:
-            stack.callback(self._progress.end)
+            stack.callback(self._end_phases)
             started = {name: await self._child(stack, name, words) for name, words in self._models.items()}
-            addresses = [
-                word
-                for name, child in started.items()
-                for word in (f"--{name}-address", await child.line("listening on "))
-            ]
+            addresses = {
+                f"{name}_address": await child.line("listening on ") for name, child in started.items()
+            }
             for name, child in started.items():
-                follow = asyncio.create_task(self._progress.follow(name, child))
-                stack.callback(follow.cancel)
-            coordinator = await self._child(stack, "coordinator", [*self._arguments.coordinator, *addresses])
+                stack.callback(asyncio.create_task(self._follow(name, child)).cancel)
+            words = [*self._arguments.coordinator, *as_words(**addresses)]
+            coordinator = await self._child(stack, "coordinator", words)
             ends = {asyncio.create_task(child.process.wait()): child for child in self._children}
             ready = asyncio.create_task(self._tell_when_ready(coordinator))
             stack.callback(ready.cancel)  # first, or it would see the coordinator's end
@@ -495,3 +469,22 @@ class _Cluster:
         self._children.append(child)
         stack.push_async_callback(lambda: asyncio.shield(child.stop()))
         return child
+
+    async def _follow(self, name: str, child: Child) -> None:
+        """Show the phases that a service reaches."""
+        async for line in child.lines():
+            if self._phases:
+                self._phases[name] = line.removeprefix(f"tandem {name}: ").partition(" on ")[0]
+                self._tell(f"{name}: {self._phases[name]}")
+
+    async def _tell_when_ready(self, coordinator: Child) -> None:
+        """End the start with its address, the page and the next command."""
+        with suppress(ServiceUnavailableError):  # its end is told otherwise
+            # In the order of its output.
+            url = await coordinator.line("http on ") if "--http-port" in self._arguments.coordinator else None
+            address = await coordinator.line("ready on ")
+            self._end_phases()
+            announce(f"tandem up: ready on {address}")
+            if url is not None:
+                announce(f"tandem up: page on {url}/ (OpenAI's API under {url}/v1)")
+            announce(f"tandem up: next, in another terminal: {next_command(address, self._arguments.model)}")

@@ -87,22 +87,19 @@ class FailoverVerifier:
         while True:
             try:
                 place = self._place = self._place or self._enter(await self._member(trouble))
-                is_first = place.sequence.is_new
-                new_tokens = (completion.length if is_first else 1) + len(proposal)
-                with place.member.unanswered.begin(new_tokens, is_first=is_first) as step:
-                    async with asyncio.timeout(None if self._left is None else _MOVE_SECONDS):
-                        verification = await place.sequence.verify(
-                            completion.token_ids, proposal, completion.tally.lead
-                        )
+                is_first, asked_at = place.sequence.is_new, time.monotonic()
+                verification = await place.member.unanswered.wait(
+                    place.sequence.verify(completion.token_ids, proposal, completion.tally.lead),
+                    (completion.length if is_first else 1) + len(proposal),
+                    is_first=is_first,
+                    until=None if self._left is None else time.monotonic() + _MOVE_SECONDS,
+                )
             except DeadlineError:
                 raise
-            except TimeoutError:
-                sentence = f"target service: it did not take the sequence over within {_MOVE_SECONDS:g} s"
-                await self._go_elsewhere(ServiceUnavailableError(sentence), trouble)
             except TandemError as error:
                 await self._go_elsewhere(error, trouble)
             else:
-                seconds, was_led = time.monotonic() - step.asked_at, verification.led_token_id >= 0
+                seconds, was_led = time.monotonic() - asked_at, verification.led_token_id >= 0
                 self._rounds.verified(
                     seconds, len(proposal), is_first=is_first, cost=verification.cost, was_led=was_led
                 )

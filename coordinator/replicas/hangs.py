@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 from tandem.errors import ServiceUnavailableError
+
+AnswerT = TypeVar("AnswerT")
 
 MIN_SECONDS = 10.0
 """Shorter silences are pauses of a busy machine. To move a sequence, the next target has to read all of its tokens."""
@@ -70,30 +72,14 @@ class VerificationTimes:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """A verification that a target has been asked for and has not answered; its block waits for the answer."""
+    """A verification that a target has been asked for and has not answered."""
 
-    unanswered: UnansweredSteps
     token_count: int
     """New tokens."""
     is_first: bool
     """The first of its stream may wait for room in the KV cache while others are answered."""
     asked_at: float
-    task: asyncio.Task[Any] | None = None
-    silent_seconds: float = 0.0
-    """Duration of the wait when it was given up; 0 until then."""
-
-    def __enter__(self) -> Step:
-        self.task = asyncio.current_task()
-        return self
-
-    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: object) -> None:
-        """Count the answer. A cancellation that is `give_up`'s and no one else's becomes an error."""
-        self.unanswered.end(self, is_answered=error is None)
-        is_given_up = isinstance(error, asyncio.CancelledError) and self.silent_seconds > 0.0
-        if is_given_up and self.task is not None and self.task.uncancel() == 0:
-            raise ServiceUnavailableError(
-                f"target service: no answer to a verification within {self.silent_seconds:.3g} s"
-            ) from None
+    wait: asyncio.Timeout
 
 
 class UnansweredSteps:
@@ -105,16 +91,31 @@ class UnansweredSteps:
         self._steps: set[Step] = set()
         self._answered_at = clock()
 
-    def begin(self, token_count: int, *, is_first: bool) -> Step:
-        step = Step(self, token_count, is_first, self._clock())
+    async def wait(
+        self, answer: Awaitable[AnswerT], token_count: int, *, is_first: bool, until: float | None = None
+    ) -> AnswerT:
+        """The answer to a verification of so many new tokens. Raises a ServiceUnavailableError where `give_up` ends the
+        wait, and at a moment of the event loop's clock."""
+        step = self.begin(token_count, is_first=is_first, until=until)
+        try:
+            async with step.wait:
+                found = await answer
+        except TimeoutError:
+            seconds = self._clock() - step.asked_at
+            sentence = f"target service: no answer to a verification within {seconds:.3g} s"
+            raise ServiceUnavailableError(sentence) from None
+        finally:
+            self._steps.discard(step)
+        self.answered(step)
+        return found
+
+    def begin(self, token_count: int, *, is_first: bool, until: float | None = None) -> Step:
+        step = Step(token_count, is_first, self._clock(), asyncio.timeout_at(until))
         self._steps.add(step)
         return step
 
-    def end(self, step: Step, *, is_answered: bool) -> None:
-        """Stop waiting for it; its answer counts."""
+    def answered(self, step: Step) -> None:
         self._steps.discard(step)
-        if not is_answered:
-            return
         now = self._clock()
         seconds = now - step.asked_at
         waited_for_pages = seconds > MIN_SECONDS and self._answered_at > step.asked_at
@@ -137,11 +138,9 @@ class UnansweredSteps:
             bound += 60.0
         return now - (self._answered_at if answers_others and step.is_first else step.asked_at) > bound
 
-    def give_up(self, steps: Iterable[Step]) -> None:
-        """End the waits for these: their tasks are cancelled."""
-        now = self._clock()
+    def give_up(self, steps: Collection[Step]) -> None:
+        """End the waits for these."""
         for step in steps:
-            step.silent_seconds = now - step.asked_at
-            if step.task is not None:
-                step.task.cancel()
-            self._steps.discard(step)
+            if not step.wait.expired():
+                step.wait.reschedule(0.0)
+        self._steps.difference_update(steps)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -56,16 +57,13 @@ class Conversation:
     def __init__(self, draft: Subject) -> None:
         self._draft = draft
         self._call: Call = draft.channel.stream_stream("/tandem.v1.DraftService/Propose")()
-        self._arrived: defaultdict[int, asyncio.Queue[wire.Answer | Ending]] = defaultdict(asyncio.Queue)
-        self._reading = asyncio.create_task(self._read())
+        self._arrived: defaultdict[int, deque[wire.Answer | Ending]] = defaultdict(deque)
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._call.cancel()
-        self._reading.cancel()
-        await asyncio.gather(self._reading, return_exceptions=True)
 
     async def say(self, *requests: tuple[int, Request]) -> None:
         """Send requests in one message, each with the number of its sequence."""
@@ -75,12 +73,20 @@ class Conversation:
         with errors_of("draft service"):
             await self._call.write(message)
 
+    async def open(self, sequence: int, step: ProposeStep, options: DraftOptions | None = None) -> None:
+        """Open a sequence and send its first step, in one message."""
+        await self.say((sequence, options or self._draft.options()), (sequence, step))
+
     async def begin(
-        self, tokens: Sequence[int], options: DraftOptions | None = None, count: int = _COUNT
+        self,
+        tokens: Sequence[int],
+        options: DraftOptions | None = None,
+        count: int = _COUNT,
+        sequence: int = 1,
     ) -> Proposal:
-        """The first proposal of sequence 1, which is opened and sent all tokens in one message."""
-        await self.say((1, options or self._draft.options()), (1, _step(tokens, count=count)))
-        return await self.proposal(len(tokens), count)
+        """The first proposal of a sequence, which is opened and sent all tokens in one message."""
+        await self.open(sequence, _step(tokens, count=count), options)
+        return await self.proposal(len(tokens), count, sequence)
 
     async def go_on(self, tokens: Sequence[int], base_length: int) -> Proposal:
         """The next proposal of sequence 1, from the tokens that a delta from the base length on makes."""
@@ -89,18 +95,19 @@ class Conversation:
 
     async def next(self, sequence: int) -> wire.Answer | Ending:
         """The next answer or end of a sequence."""
-        seconds = self._draft.seconds
-        waiting = asyncio.create_task(self._arrived[sequence].get())
+        arrived, seconds = self._arrived[sequence], self._draft.seconds
         try:
-            await asyncio.wait({waiting, self._reading}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            if waiting.done():
-                return waiting.result()
-        finally:
-            waiting.cancel()
-        if self._reading.done():
-            self._reading.result()
-            raise ProtocolError("it ended the stream")
-        raise ProtocolError(f"no answer to sequence {sequence} within {seconds:g} s")
+            async with asyncio.timeout(seconds):
+                while not arrived:
+                    with errors_of("draft service"):
+                        content = await self._call.read()
+                    if not isinstance(content, bytes):
+                        raise ProtocolError("it ended the stream")
+                    for number, answer in wire.answers_from_proto(ProposeResponse.FromString(content)):
+                        self._arrived[number].append(answer)
+        except TimeoutError:
+            raise ProtocolError(f"no answer to sequence {sequence} within {seconds:g} s") from None
+        return arrived.popleft()
 
     async def proposal(self, length: int, count: int = _COUNT, sequence: int = 1) -> Proposal:
         """The answer to a step, as a coordinator would take it; outcomes that were drafted ahead are passed over."""
@@ -119,26 +126,29 @@ class Conversation:
             raise ProtocolError(f"it answered sequence {sequence}, which it must end")
         return answer
 
+    async def refusal(self, what: str, sequence: int = 1) -> None:
+        """A sequence must end because of a mistake, which is named."""
+        _must_refuse(await self.ending(sequence), what)
+
     def is_silent(self, sequence: int) -> bool:
         """True if nothing is there that was said of a sequence and not taken."""
-        return self._arrived[sequence].empty()
+        return not self._arrived[sequence]
 
     async def end_of_stream(self) -> grpc.StatusCode:
         """Status of the stream, which must end now."""
-        await asyncio.wait({self._reading}, timeout=self._draft.seconds)
-        if not self._reading.done():
-            raise ProtocolError(f"it did not end the stream within {self._draft.seconds:g} s")
+        seconds = self._draft.seconds
+        try:
+            async with asyncio.timeout(seconds):
+                with suppress(grpc.RpcError):
+                    while isinstance(await self._call.read(), bytes):
+                        pass
+        except TimeoutError:
+            raise ProtocolError(f"it did not end the stream within {seconds:g} s") from None
         code: grpc.StatusCode = await self._call.code()
         return code
 
     async def half_close(self) -> None:
         await self._call.done_writing()
-
-    async def _read(self) -> None:
-        with errors_of("draft service"):
-            async for content in self._call:
-                for sequence, answer in wire.answers_from_proto(ProposeResponse.FromString(content)):
-                    self._arrived[sequence].put_nowait(answer)
 
 
 def _words(ending: Ending) -> str:
@@ -198,7 +208,7 @@ def _must_equal(found: Proposal, wanted: Proposal, what: str) -> None:
 # ---- what every draft service must do
 
 
-async def _health(draft: Subject) -> str:
+async def _health(draft: Subject, _: Conversation) -> str:
     with errors_of("draft service"):
         answer = await health_pb2_grpc.HealthStub(draft.channel).Check(
             health_pb2.HealthCheckRequest(), timeout=draft.seconds
@@ -208,7 +218,7 @@ async def _health(draft: Subject) -> str:
     return "grpc.health.v1.Health/Check says SERVING"
 
 
-async def _model(draft: Subject) -> str:
+async def _model(draft: Subject, _: Conversation) -> str:
     model = draft.model
     if model.drafting_method:
         raise ProtocolError(
@@ -223,26 +233,24 @@ async def _model(draft: Subject) -> str:
     return f"{model.name}: {size}, sequences of up to {model.max_length or 'any'} tokens, {profile}"
 
 
-async def _reading(draft: Subject) -> str:
-    async with Conversation(draft) as talk:
-        await talk.begin(draft.prompt(), count=0)
+async def _reading(draft: Subject, talk: Conversation) -> str:
+    await talk.begin(draft.prompt(), count=0)
     return "a step that asks for no tokens is answered by an empty proposal"
 
 
-async def _proposals(draft: Subject) -> str:
+async def _proposals(draft: Subject, talk: Conversation) -> str:
     tokens = list(draft.prompt())
     lengths: list[int] = []
-    async with Conversation(draft) as talk:
-        await talk.say((1, draft.options()))
-        base = 0
-        for _ in range(4):
-            proposal = await talk.go_on(tokens, base)
-            base, lengths = len(tokens), [*lengths, len(proposal)]
-            tokens += [*proposal.token_ids[:2], *tokens[3:7]]
+    await talk.say((1, draft.options()))
+    base = 0
+    for _ in range(4):
+        proposal = await talk.go_on(tokens, base)
+        base, lengths = len(tokens), [*lengths, len(proposal)]
+        tokens += [*proposal.token_ids[:2], *tokens[3:7]]
     return f"rounds were answered with {', '.join(map(str, lengths))} of {_COUNT} tokens"
 
 
-async def _distributions(draft: Subject) -> str:
+async def _distributions(draft: Subject, _: Conversation) -> str:
     options = draft.options(1.0, row_kind=RowKind.SUPPORT, draft_top_k=5)
     proposal = await draft.fresh(draft.prompt(), options)
     _must_equal(await draft.fresh(draft.prompt(), options), proposal, "two sequences with one seed")
@@ -254,14 +262,14 @@ async def _distributions(draft: Subject) -> str:
     return "each token is from the support that it comes with; one seed gives one proposal"
 
 
-async def _token_rows(draft: Subject) -> str:
+async def _token_rows(draft: Subject, _: Conversation) -> str:
     proposal = await draft.fresh(draft.prompt(), draft.options(1.0))
     if proposal.distributions:
         raise ProtocolError("row_kind is ROW_KIND_TOKEN; its proposal has distributions")
     return "ROW_KIND_TOKEN: no distributions"
 
 
-async def _token_logits(draft: Subject) -> str:
+async def _token_logits(draft: Subject, _: Conversation) -> str:
     if not draft.model.has_model:
         return "not asked for: without a model there are none"
     tokens = draft.prompt()
@@ -270,50 +278,46 @@ async def _token_logits(draft: Subject) -> str:
     return "each token comes with its logit where the Open asks for it"
 
 
-async def _order(draft: Subject) -> str:
+async def _order(draft: Subject, talk: Conversation) -> str:
     prompts = {number: draft.prompt(number)[: _PROMPT_LENGTH - number] for number in (1, 2, 3)}
-    async with Conversation(draft) as talk:
-        await talk.say(
-            *((number, draft.options()) for number in prompts),
-            *((number, _step(prompt)) for number, prompt in prompts.items()),
-        )
-        for number in (3, 1, 2):
-            await talk.proposal(len(prompts[number]), sequence=number)
-        # Each step has one answer: none may be left once another step was answered
-        await talk.go_on(prompts[1], len(prompts[1]))
-        if not all(map(talk.is_silent, prompts)):
-            raise ProtocolError("it answered a step twice")
+    await talk.say(
+        *((number, draft.options()) for number in prompts),
+        *((number, _step(prompt)) for number, prompt in prompts.items()),
+    )
+    for number in (3, 1, 2):
+        await talk.proposal(len(prompts[number]), sequence=number)
+    # Each step has one answer: none may be left once another step was answered
+    await talk.go_on(prompts[1], len(prompts[1]))
+    if not all(map(talk.is_silent, prompts)):
+        raise ProtocolError("it answered a step twice")
     return "three sequences of one message: each step is answered once, by its sequence's number"
 
 
 # ---- deltas
 
 
-async def _idempotence(draft: Subject) -> str:
+async def _idempotence(draft: Subject, talk: Conversation) -> str:
     tokens = draft.prompt()
-    async with Conversation(draft) as talk:
-        first = await talk.begin(tokens)
-        for base, what in ((0, "the same step again"), (_PROMPT_LENGTH // 2, "a delta that repeats a half")):
-            _must_equal(await talk.go_on(tokens, base), first, what)
+    first = await talk.begin(tokens)
+    for base, what in ((0, "the same step again"), (_PROMPT_LENGTH // 2, "a delta that repeats a half")):
+        _must_equal(await talk.go_on(tokens, base), first, what)
     return "a delta that says again what is there changes nothing"
 
 
-async def _rollback(draft: Subject) -> str:
+async def _rollback(draft: Subject, talk: Conversation) -> str:
     kept = draft.prompt()
-    async with Conversation(draft) as talk:
-        await talk.begin([*kept, *reversed(kept)])
-        tokens = [*kept[:-3], *kept[3:7]]
-        found = await talk.go_on(tokens, len(kept) - 3)
+    await talk.begin([*kept, *reversed(kept)])
+    tokens = [*kept[:-3], *kept[3:7]]
+    found = await talk.go_on(tokens, len(kept) - 3)
     _must_equal(found, await draft.fresh(tokens), "after a rollback and on a fresh sequence")
     return "a delta that begins earlier replaces the tail, and the proposal is that of a fresh sequence"
 
 
-async def _unchanged(draft: Subject) -> str:
+async def _unchanged(draft: Subject, talk: Conversation) -> str:
     tokens = draft.prompt()
-    async with Conversation(draft) as talk:
-        await talk.begin(tokens)
-        await talk.say((1, ProposeStep(Delta(len(tokens) + 1, [tokens[0]]), _COUNT)))
-        _must_refuse(await talk.ending(), "a delta that begins behind the sequence's end")
+    await talk.begin(tokens)
+    await talk.say((1, ProposeStep(Delta(len(tokens) + 1, [tokens[0]]), _COUNT)))
+    await talk.refusal("a delta that begins behind the sequence's end")
     return "a proposal changes nothing: a delta behind it leaves a gap, and is refused"
 
 
@@ -325,7 +329,7 @@ def _must_refuse(ending: Ending, what: str) -> None:
         raise ProtocolError(f"{what} ended with {_words(ending)}; it must be {_REFUSED.name}")
 
 
-async def _malformed(draft: Subject) -> str:
+async def _malformed(draft: Subject, talk: Conversation) -> str:
     tokens = list(draft.prompt())
     deltas = {
         "a negative base length": Delta(-1, tokens),
@@ -336,19 +340,17 @@ async def _malformed(draft: Subject) -> str:
         deltas["an unknown id"] = Delta(0, [*tokens[:-1], min(draft.vocabulary_size, _LARGEST_ID)])
     steps = {what: ProposeStep(delta, _COUNT) for what, delta in deltas.items()}
     steps["a negative number of tokens to propose"] = ProposeStep(Delta(0, tokens), -1)
-    async with Conversation(draft) as talk:
-        first = await talk.begin(tokens)
-        for number, (what, step) in enumerate(steps.items(), start=2):
-            await talk.say((number, draft.options()), (number, step))
-            _must_refuse(await talk.ending(number), what)
-        _must_equal(await talk.go_on(tokens, len(tokens)), first, "beside sequences that were refused")
+    first = await talk.begin(tokens)
+    for number, (what, step) in enumerate(steps.items(), start=2):
+        await talk.open(number, step)
+        await talk.refusal(what, number)
+    _must_equal(await talk.go_on(tokens, len(tokens)), first, "beside sequences that were refused")
     return f"{len(steps)} bad steps each ended their own sequence with {_REFUSED.name}, and no other"
 
 
-async def _huge(draft: Subject) -> str:
-    async with Conversation(draft) as talk:
-        await talk.say((1, draft.options()), (1, _step(draft.prompt(), count=1 << 30)))
-        answer = await talk.next(1)
+async def _huge(draft: Subject, talk: Conversation) -> str:
+    await talk.open(1, _step(draft.prompt(), count=1 << 30))
+    answer = await talk.next(1)
     if isinstance(answer, Ending):
         _must_refuse(answer, "a step that asks for 2^30 tokens")
         return f"a step that asks for 2^30 tokens is refused with {_REFUSED.name}"
@@ -357,27 +359,24 @@ async def _huge(draft: Subject) -> str:
     return f"a step that asks for 2^30 tokens was answered with {len(answer)}"
 
 
-async def _opening(draft: Subject) -> str:
+async def _opening(draft: Subject, talk: Conversation) -> str:
     tokens = draft.prompt()
-    async with Conversation(draft) as talk:
-        await talk.say((1, _step(tokens)))
-        _must_refuse(await talk.ending(), "a step without an Open")
-        await talk.say((2, draft.options()), (2, _step(tokens)))
-        await talk.proposal(len(tokens), sequence=2)
-        await talk.say((2, draft.options()))
-        _must_refuse(await talk.ending(2), "a second Open")
+    await talk.say((1, _step(tokens)))
+    await talk.refusal("a step without an Open")
+    await talk.begin(tokens, sequence=2)
+    await talk.say((2, draft.options()))
+    await talk.refusal("a second Open", 2)
     return "a step without an Open and a second Open are refused"
 
 
-async def _torn(draft: Subject) -> str:
-    async with Conversation(draft) as talk:
-        message = wire.requests_to_proto([(1, draft.options()), (1, _step(draft.prompt()))])
-        message.steps.token_ids = message.steps.token_ids[:-4]
-        await talk.write(message.SerializeToString())
-        if (code := await talk.end_of_stream()) is not _REFUSED:
-            raise ProtocolError(
-                f"columns that do not fit together ended the stream with {code.name}; it must be {_REFUSED.name}"
-            )
+async def _torn(draft: Subject, talk: Conversation) -> str:
+    message = wire.requests_to_proto([(1, draft.options()), (1, _step(draft.prompt()))])
+    message.steps.token_ids = message.steps.token_ids[:-4]
+    await talk.write(message.SerializeToString())
+    if (code := await talk.end_of_stream()) is not _REFUSED:
+        raise ProtocolError(
+            f"columns that do not fit together ended the stream with {code.name}; it must be {_REFUSED.name}"
+        )
     await draft.fresh(draft.prompt())
     return f"columns that do not fit together end the stream with {_REFUSED.name}; the next stream is served"
 
@@ -385,46 +384,41 @@ async def _torn(draft: Subject) -> str:
 # ---- ends
 
 
-async def _finish(draft: Subject) -> str:
+async def _finish(draft: Subject, talk: Conversation) -> str:
     tokens = draft.prompt()
-    async with Conversation(draft) as talk:
-        await talk.begin(tokens)
-        await talk.say((1, Finish(len(tokens))))
-        if (ending := await talk.ending()).code is not grpc.StatusCode.OK:
-            raise ProtocolError(f"a Finish was answered with {_words(ending)}; it must be OK")
+    await talk.begin(tokens)
+    await talk.say((1, Finish(len(tokens))))
+    if (ending := await talk.ending()).code is not grpc.StatusCode.OK:
+        raise ProtocolError(f"a Finish was answered with {_words(ending)}; it must be OK")
     return "a Finish is answered by the sequence's end, code 0"
 
 
-async def _stale(draft: Subject) -> str:
+async def _stale(draft: Subject, talk: Conversation) -> str:
     tokens = draft.prompt()
-    async with Conversation(draft) as talk:
-        await talk.say((1, draft.options()), (1, _step(tokens)), (1, Finish(len(tokens))))
-        await talk.proposal(len(tokens))
-        await talk.ending()
-        # Said before the coordinator knew of the end
-        await talk.say((1, _step(tokens)), (1, Finish(len(tokens))), (1, Cancel()))
-        await talk.say((2, draft.options()), (2, _step(tokens)))
-        await talk.proposal(len(tokens), sequence=2)
-        if not talk.is_silent(1):
-            raise ProtocolError("it answered a sequence that had ended")
+    await talk.say((1, draft.options()), (1, _step(tokens)), (1, Finish(len(tokens))))
+    await talk.proposal(len(tokens))
+    await talk.ending()
+    # Said before the coordinator knew of the end
+    await talk.say((1, _step(tokens)), (1, Finish(len(tokens))), (1, Cancel()))
+    await talk.begin(tokens, sequence=2)
+    if not talk.is_silent(1):
+        raise ProtocolError("it answered a sequence that had ended")
     return "what comes for a sequence that has ended is passed over"
 
 
-async def _cancel(draft: Subject) -> str:
+async def _cancel(draft: Subject, talk: Conversation) -> str:
     tokens = draft.prompt()
-    async with Conversation(draft) as talk:
-        await talk.say((1, draft.options()), (1, _step(tokens)), (2, draft.options()), (2, _step(tokens)))
-        await talk.say((1, Cancel()))
-        await talk.proposal(len(tokens), sequence=2)
+    await talk.say((1, draft.options()), (1, _step(tokens)), (2, draft.options()), (2, _step(tokens)))
+    await talk.say((1, Cancel()))
+    await talk.proposal(len(tokens), sequence=2)
     await draft.fresh(tokens)
     return "a cancelled sequence ends alone"
 
 
-async def _half_closed(draft: Subject) -> str:
-    async with Conversation(draft) as talk:
-        await talk.begin(draft.prompt())
-        await talk.half_close()
-        await talk.end_of_stream()
+async def _half_closed(draft: Subject, talk: Conversation) -> str:
+    await talk.begin(draft.prompt())
+    await talk.half_close()
+    await talk.end_of_stream()
     await draft.fresh(draft.prompt())
     return "a stream that ends without a Finish ends its sequences; the next stream is served"
 
@@ -435,35 +429,33 @@ async def _half_closed(draft: Subject) -> str:
 _BUDGET = AheadBudget(branch_count=4, token_count=3)
 
 
-async def _ahead(draft: Subject) -> str:
+async def _ahead(draft: Subject, talk: Conversation) -> str:
     if not draft.model.drafts_ahead:
         return "it does not draft ahead, so no budget is granted"
     tokens = list(draft.prompt())
     pending = PendingOutcomes(draft.vocabulary_size, RowKind.TOKEN)
-    async with Conversation(draft) as talk:
-        await talk.say((1, draft.options(ahead=_BUDGET)))
-        await talk.say((1, ProposeStep(Delta(0, tokens), _COUNT, _BUDGET)))
-        proposal = await talk.proposal(len(tokens))
-        pending.expect(len(tokens), proposal.token_ids, _BUDGET)
-        found = await _outcomes(talk, pending)
-        # The round that follows is verified already: nothing is asked for, and nothing but outcomes comes.
-        accepted, following = found.accepted_counts[0], found.next_token_ids[0]
-        base = len(tokens)
-        tokens += [*proposal.token_ids[:accepted], following]
-        drafted = pending.find(tokens)
-        assert drafted is not None, "the first outcome was drafted for"
-        pending.expect(len(tokens), drafted.token_ids, _BUDGET)
-        step = ProposeStep(Delta(base, [*tokens[base:], *drafted.token_ids]), 0, _BUDGET, len(drafted))
-        await talk.say((1, step))
-        await _outcomes(talk, pending)
-        # A question ends drafting ahead; stale outcomes may be under way, no more than were granted.
-        pending.expect(len(tokens), (), None)
-        await talk.say((1, _step(tokens, len(tokens))))
-        while isinstance(answer := await talk.next(1), DraftedOutcomes):
-            pending.add(answer)
-        if isinstance(answer, Ending):
-            raise ProtocolError(f"it ended the sequence after its budget: {_words(answer)}")
-        check_proposal(answer, len(tokens), _COUNT, draft.vocabulary_size, with_token_logits=False)
+    await talk.open(1, ProposeStep(Delta(0, tokens), _COUNT, _BUDGET), draft.options(ahead=_BUDGET))
+    proposal = await talk.proposal(len(tokens))
+    pending.expect(len(tokens), proposal.token_ids, _BUDGET)
+    found = await _outcomes(talk, pending)
+    # The round that follows is verified already: nothing is asked for, and nothing but outcomes comes.
+    accepted, following = found.accepted_counts[0], found.next_token_ids[0]
+    base = len(tokens)
+    tokens += [*proposal.token_ids[:accepted], following]
+    drafted = pending.find(tokens)
+    assert drafted is not None, "the first outcome was drafted for"
+    pending.expect(len(tokens), drafted.token_ids, _BUDGET)
+    step = ProposeStep(Delta(base, [*tokens[base:], *drafted.token_ids]), 0, _BUDGET, len(drafted))
+    await talk.say((1, step))
+    await _outcomes(talk, pending)
+    # A question ends drafting ahead; stale outcomes may be under way, no more than were granted.
+    pending.expect(len(tokens), (), None)
+    await talk.say((1, _step(tokens, len(tokens))))
+    while isinstance(answer := await talk.next(1), DraftedOutcomes):
+        pending.add(answer)
+    if isinstance(answer, Ending):
+        raise ProtocolError(f"it ended the sequence after its budget: {_words(answer)}")
+    check_proposal(answer, len(tokens), _COUNT, draft.vocabulary_size, with_token_logits=False)
     return f"{_BUDGET.branch_count} x {_BUDGET.token_count} granted twice: outcomes came within them, also unasked"
 
 
@@ -482,16 +474,13 @@ async def _outcomes(talk: Conversation, pending: PendingOutcomes) -> DraftedOutc
     return first
 
 
-async def _budgets(draft: Subject) -> str:
+async def _budgets(draft: Subject, talk: Conversation) -> str:
     if not draft.model.drafts_ahead:
         return "it does not draft ahead, so no budget is granted"
-    async with Conversation(draft) as talk:
-        wrong = (AheadBudget(MAX_BRANCHES + 1, 1), AheadBudget(1, 1 << 20), AheadBudget(-1, 1))
-        for number, budget in enumerate(wrong, start=1):
-            await talk.say((number, draft.options(ahead=budget)))
-            _must_refuse(
-                await talk.ending(number), f"a budget of {budget.branch_count} x {budget.token_count}"
-            )
+    wrong = (AheadBudget(MAX_BRANCHES + 1, 1), AheadBudget(1, 1 << 20), AheadBudget(-1, 1))
+    for number, budget in enumerate(wrong, start=1):
+        await talk.say((number, draft.options(ahead=budget)))
+        await talk.refusal(f"a budget of {budget.branch_count} x {budget.token_count}", number)
     return f"budgets out of range are refused with {_REFUSED.name}"
 
 
@@ -501,7 +490,13 @@ _ALL = (
     _finish, _stale, _cancel, _half_closed, _ahead, _budgets,
 )  # fmt: skip
 CHECKS = {check.__name__.strip("_").replace("_", " "): check for check in _ALL}
-"""By name. Each opens streams of its own, so that one failure explains no other."""
+"""By name."""
+
+
+async def play(name: str, draft: Subject) -> str:
+    """Play one check on a stream of its own, so that one failure explains no other."""
+    async with Conversation(draft) as talk:
+        return await CHECKS[name](draft, talk)
 
 
 async def conformance(channel: grpc.aio.Channel, seconds: float) -> list[Finding]:
@@ -510,9 +505,9 @@ async def conformance(channel: grpc.aio.Channel, seconds: float) -> list[Finding
         model = await DraftClient(channel).model_info()
     draft = Subject(channel, model, seconds)
     findings = []
-    for name, check in CHECKS.items():
+    for name in CHECKS:
         try:
-            findings.append(Finding.ok(name, await check(draft)))
+            findings.append(Finding.ok(name, await play(name, draft)))
         except TandemError as error:
             findings.append(Finding.problem(name, str(error).removeprefix("draft service: ")))
             if name == "model":

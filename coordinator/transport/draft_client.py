@@ -106,52 +106,6 @@ class Tokens(Protocol):
         """Number of tokens."""
 
 
-class Arrivals:
-    """Wakes one waiting task when something arrives, or at its time limit.
-
-    Waits follow each other by the thousand and end long before their limits. So a timer outlives its wait: when it
-    fires, it starts anew for the wait of that moment. `asyncio.wait` starts and cancels one for each.
-    """
-
-    def __init__(self) -> None:
-        self._waiter: asyncio.Future[None] | None = None
-        self._until = 0.0
-        self._timer: asyncio.TimerHandle | None = None
-        self._fires_at = 0.0
-
-    def notify(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def next(self, until: float) -> asyncio.Future[None]:
-        """The next arrival, which is awaited at once, but not beyond a moment of the monotonic clock."""
-        loop = asyncio.get_running_loop()
-        waiter = self._waiter = loop.create_future()
-        self._until = until
-        if self._timer is None or self._fires_at > until:
-            self._start(loop)
-        return waiter
-
-    def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.close()
-        self._fires_at = self._until
-        self._timer = loop.call_later(max(self._until - time.monotonic(), 0.0), self._fire, loop)
-
-    def _fire(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._timer = None
-        if self._waiter is None or self._waiter.done():
-            return
-        if time.monotonic() >= self._until:
-            self._waiter.set_result(None)
-        else:
-            self._start(loop)
-
-
 OnOutcomes: TypeAlias = Callable[[DraftedOutcomes], None] | None
 """Takes outcomes of the round in progress as they arrive."""
 
@@ -354,7 +308,8 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
         """True from a question on until somebody has taken its answer."""
         self._answer: Proposal | None = None
         """To the last question, until somebody has taken it."""
-        self._arrivals = Arrivals()
+        self._waiter: asyncio.Future[None] | None = None
+        """Set while somebody waits for an answer, for outcomes or for the end."""
         self.is_open = False
         """True once the draft has read the sequence. Before that, the draft may be waiting for room."""
         self._late_since: float | None = None
@@ -401,7 +356,7 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
             # A margin for a slow step, and a millisecond because the event loop wakes up no more exactly
             until = now + min(1.5 * expected + 0.001, at_most_seconds)
             while outcomes.ready_count(token_ids) < count and self.error is None and time.monotonic() < until:
-                await self._arrivals.next(until)
+                await self._arrival(until)
         if self.error is not None:
             self._observer.ended(self.error)
             raise self.error
@@ -453,10 +408,6 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
         if not self._is_asked:
             await super().finish()
 
-    def cancel(self) -> None:
-        super().cancel()
-        self._arrivals.close()
-
     def _ask(self, completion: Tokens, count: int, budget: AheadBudget | None = None) -> None:
         self._committed = completion.token_ids
         self.outcomes.expect(completion.length, (), None)
@@ -473,7 +424,7 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
             if self._late_since is not None or time.monotonic() >= until:
                 self._late_since = self._late_since or time.monotonic()
                 return None
-            await self._arrivals.next(until)
+            await self._arrival(until)
         if was_awaited:
             self.goes_on()
         answer, self._answer, self._late_since = self._answer, None, None
@@ -490,11 +441,25 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
             # Outcomes of the answer may follow at once, before anybody looks at it.
             self.outcomes.expect(answer.base_length, answer.token_ids, self._granted)
             self._answer = answer
-        self._arrivals.notify()
+        self._wake()
 
     def notify(self) -> None:
         self.outcomes.expect(0, (), None)
-        self._arrivals.notify()
+        self._wake()
+
+    async def _arrival(self, until: float) -> None:
+        """Wait for something to arrive, but not beyond a moment of the monotonic clock."""
+        loop = asyncio.get_running_loop()
+        self._waiter = loop.create_future()
+        timer = loop.call_later(until - time.monotonic(), self._wake)  # half as dear as `asyncio.timeout`
+        try:
+            await self._waiter
+        finally:
+            timer.cancel()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class DraftClient:

@@ -69,7 +69,7 @@ def test_a_target_that_answers_nothing_is_hung_for_all(clock: Clock, steps: Unan
     clock.now += 0.1
     assert not steps.overdue(more_seconds=1.0)
     assert steps.overdue() == {old, young}
-    steps.end(old, is_answered=False)
+    steps.answered(old)
     assert not steps.overdue()
 
 
@@ -78,11 +78,11 @@ def test_a_target_that_answers_others_is_hung_for_one_step_only(clock: Clock, st
     for _ in range(6):
         clock.now += MIN_SECONDS
         assert not steps.overdue(), "its pages may have gone to others"
-        steps.end(steps.begin(5, is_first=False), is_answered=True)
+        steps.answered(steps.begin(5, is_first=False))
     clock.now += MIN_SECONDS - 0.1
     other = steps.begin(5, is_first=False)
     clock.now += 0.2
-    steps.end(other, is_answered=True)
+    steps.answered(other)
     assert list(steps.overdue()) == [late]
 
 
@@ -90,7 +90,7 @@ def test_a_fixed_bound_holds_for_each_step(clock: Clock) -> None:
     steps = UnansweredSteps(VerificationTimes(fixed_seconds=3.0), clock)
     late = steps.begin(5, is_first=False)
     clock.now += 2.9
-    steps.end(steps.begin(5, is_first=False), is_answered=True)
+    steps.answered(steps.begin(5, is_first=False))
     assert not steps.overdue()
     clock.now += 0.2
     assert list(steps.overdue()) == [late]
@@ -102,9 +102,9 @@ def test_a_wait_for_pages_does_not_raise_the_bound(clock: Clock) -> None:
     waiting = steps.begin(5, is_first=False)
     bound = times.bound_seconds(0)
     clock.now += 1.0
-    steps.end(steps.begin(5, is_first=False), is_answered=True)
+    steps.answered(steps.begin(5, is_first=False))
     clock.now += 40.0
-    steps.end(waiting, is_answered=True)
+    steps.answered(waiting)
     assert times.bound_seconds(0) <= bound
 
 
@@ -112,7 +112,7 @@ def test_the_first_step_may_wait_while_others_are_answered(clock: Clock, steps: 
     steps.begin(20, is_first=True)
     for _ in range(100):
         clock.now += MIN_SECONDS - 0.1
-        steps.end(steps.begin(5, is_first=False), is_answered=True)
+        steps.answered(steps.begin(5, is_first=False))
         assert not steps.overdue()
 
 
@@ -128,8 +128,7 @@ def test_the_first_answer_may_wait_for_the_prompts_of_all(clock: Clock, steps: U
 async def waited(steps: UnansweredSteps) -> str:
     """Wait for an answer that never comes."""
     try:
-        with steps.begin(5, is_first=False):
-            await asyncio.Event().wait()
+        await steps.wait(asyncio.Event().wait(), 5, is_first=False)
     except asyncio.CancelledError:
         return "cancelled"
     except ServiceUnavailableError as error:

@@ -71,7 +71,7 @@ class Local:
         self._rounds.proposed()
         delta = self._target_knows.delta_to(completion.token_ids, proposal.token_ids)
         verification = await self._verified.verify(self._plan.rule.step(delta, proposal, self._plan.row_kind))
-        self._rounds.verified(0.0, len(proposal), is_first=False)
+        self._rounds.verified(0.0, len(proposal), verification, is_first=False)
         return verification
 
 

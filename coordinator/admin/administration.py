@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import TypeVar
 
 from coordinator.admin.diagnosis import diagnose
-from coordinator.rejection import find_strategy
+from coordinator.rejection.strategies import find_strategy
 from coordinator.replicas.registry import ReplicaRegistry
 from coordinator.requests.active import ActiveRequest
 from coordinator.requests.runner import RequestRunner

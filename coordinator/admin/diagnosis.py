@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
-from coordinator.rejection import STRATEGIES
+from coordinator.rejection.strategies import STRATEGIES
 from coordinator.replicas.compatibility import MODEL_RULES, Deployment
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.stats.speculation import acceptance_rate, cumulative_rates

@@ -36,9 +36,8 @@ class RequestRounds:
         """Sequences that share the target in the round in progress, for services that do not say."""
         self.round = RoundResult()
         """The round in progress."""
-        self._verification: tuple[float, StepCost | None, int, bool] | None = None
-        """The target's part of it: seconds, cost, proposed tokens, and whether it began by itself. None during
-        prefill."""
+        self._verification: tuple[float, int, Verification] | None = None
+        """The target's part of it: seconds, proposed tokens, and its answer. None during prefill."""
         self._drafting: tuple[float, StepCost | None] | None = None
         """The draft's part of it: seconds, cost."""
         self.proposing = MovingAverage()
@@ -86,18 +85,10 @@ class RequestRounds:
         """The proposal is there, and is being verified from now on."""
         self._proposed = time.perf_counter()
 
-    def verified(
-        self,
-        seconds: float,
-        proposed: int,
-        *,
-        is_first: bool,
-        cost: StepCost | None = None,
-        was_led: bool = False,
-    ) -> None:
+    def verified(self, seconds: float, proposed: int, verification: Verification, *, is_first: bool) -> None:
         """Count a verification of so many proposed tokens. The first one of a stream also reads all tokens."""
         self._verified = time.perf_counter()
-        self._verification = None if is_first else (seconds, cost, proposed, was_led)
+        self._verification = None if is_first else (seconds, proposed, verification)
         if is_first:
             self._reading = seconds
         elif proposed:
@@ -116,16 +107,16 @@ class RequestRounds:
 
     def end_round(self, seconds: float) -> RoundCost | None:
         """The cost of the round that has ended; None when it says nothing about the next one."""
-        ended, verification, drafting = self.round, self._verification, self._drafting
+        ended, verified, drafting = self.round, self._verification, self._drafting
         self.round, self._verification, self._drafting = RoundResult(), None, None
-        if verification is None:
+        if verified is None:
             return None
-        verify_seconds, verify_cost, proposed, was_led = verification
+        verify_seconds, proposed, verification = verified
         was_ahead = ended.outcome_rank is not None
         if proposed and drafting is None and not was_ahead:
             return None  # an earlier round had asked for the proposal
         load = self.load
-        verify = verify_cost or StepCost(verify_seconds, load, load * (proposed + 1))
+        verify = verification.cost or StepCost(verify_seconds, load, load * (proposed + 1))
         draft = _NO_DRAFTING
         if proposed and drafting is not None:
             draft_seconds, draft_cost = drafting
@@ -140,7 +131,7 @@ class RequestRounds:
             draft.sequences,
             ended.was_late,
             was_ahead,
-            was_led,
+            was_led=verification.led_token_id >= 0,
         )
 
     @property

@@ -167,12 +167,11 @@ class DraftPlacement:
             self.leave()
 
     def lose(self, error: TandemError) -> None:
-        """Leave the draft, which has failed, and avoid it for a while."""
+        """Leave the draft, which has failed, and avoid it for a while, twice as long each time."""
         assert self.current is not None, "only a draft that was entered can be lost"
         member = self.current.member
         if isinstance(error, ServiceUnavailableError) and not self.current.sequence.is_late:
             member.suspect(str(error))
-        # Avoids a draft that failed for a while, twice as long each time
         wait = min(0.1 * 2 ** min(self._losses, 6), 5.0)
         self._retry_at[member] = time.monotonic() + wait
         self._losses += 1
@@ -184,15 +183,14 @@ class DraftPlacement:
     def count_proposal(self) -> None:
         """The draft has proposed. After enough proposals, earlier losses are forgiven."""
         self._rounds += 1
-        # After so many proposals, earlier losses no longer count
         if self._rounds >= 32:
             self._losses = self._faults = 0
 
     def must_read(self, tokens: Tokens) -> bool:
-        """True if the draft lacks so many tokens that it reads them in this round, which it then begins to do."""
+        """True if the draft lacks so many tokens that it reads them while the target goes on alone for a round. It then
+        begins to."""
         assert self.current is not None
         sequence = self.current.sequence
-        # A draft that lacks more tokens than this reads them while the target goes on alone for a round
         if sequence.unread(tokens) <= 32:
             return False
         sequence.read(tokens)

@@ -99,10 +99,8 @@ class FailoverVerifier:
             except TandemError as error:
                 await self._go_elsewhere(error, trouble)
             else:
-                seconds, was_led = time.monotonic() - asked_at, verification.led_token_id >= 0
-                self._rounds.verified(
-                    seconds, len(proposal), is_first=is_first, cost=verification.cost, was_led=was_led
-                )
+                seconds = time.monotonic() - asked_at
+                self._rounds.verified(seconds, len(proposal), verification, is_first=is_first)
                 if not is_first:
                     place.member.step.add(seconds)
                 self._has_moved(trouble)

@@ -10,11 +10,7 @@ import numpy as np
 
 from tandem.errors import ProtocolError
 from tandem.sampling.noise import Purpose, sample, stream_key, uniform
-from tandem.types import Acceptance, FloatArray, IntArray, Proposal, SamplingParams, Verification
-
-
-class RowError(ProtocolError):
-    """A draft or a target answered with rows that the rule cannot use: a fault of that service."""
+from tandem.types import Acceptance, FloatArray, Proposal, SamplingParams, SupportRow, Verification
 
 
 @dataclass(slots=True, eq=False)  # one for each round: to freeze it would take three times as long
@@ -28,33 +24,40 @@ class Round:
     """For each proposed token, True if it lies inside a think span; empty where no rule asks."""
 
     def check(self) -> None:
-        """Raise RowError unless the verification answers the proposal and both are complete."""
+        """Raise ProtocolError unless the verification answers the proposal and both are complete."""
         proposal, verification = self.proposal, self.verification
         count = len(proposal.token_ids)
         if verification.base_length != proposal.base_length:
-            raise RowError(
+            raise ProtocolError(
                 f"the verification extends a sequence of {verification.base_length} tokens, "
                 f"the proposal one of {proposal.base_length}"
             )
         if len(verification.rows) != count + 1:
-            raise RowError(f"{count} proposed tokens need one row more, not {len(verification.rows)}")
+            raise ProtocolError(f"{count} proposed tokens need one row more, not {len(verification.rows)}")
         if proposal.distributions and len(proposal.distributions) != count:
-            raise RowError(f"{count} proposed tokens came with {len(proposal.distributions)} distributions")
+            raise ProtocolError(
+                f"{count} proposed tokens came with {len(proposal.distributions)} distributions"
+            )
 
 
 @dataclass(slots=True, eq=False)
 class Race:
-    """Candidates for the token after the accepted run."""
+    """Candidates for the token after the accepted run: those of a row's support, and the target's sample outside it.
+
+    The target sampled there with the same noise, so its sample stands for all tokens outside.
+    """
 
     round: Round
     accepted_count: int
-    token_ids: IntArray
-    """Shape [N]."""
+    row: SupportRow
     weights: FloatArray
-    """Not negative, shape [N]."""
-    outside_token_id: int
-    """One candidate more, which stands for all tokens outside the target's support; -1 for none."""
-    outside_weight: float
+    """Of the tokens of the support: not negative, shape [S]."""
+    scale: float = 1.0
+    """Factor on the target's probabilities outside."""
+
+    @property
+    def outside_weight(self) -> float:
+        return self.scale * (self.row.outside_prob or 0.0)
 
 
 class Noise:
@@ -75,14 +78,14 @@ class Noise:
         An argmax over all tokens is the argmax over the argmaxes of any parts, so that one token can stand for a part
         of the vocabulary: the target samples outside a support with these keys, too.
         """
-        width = 1 + max(len(race.token_ids) for race in races)
+        width = 1 + max(race.row.token_ids.size for race in races)
         ids = np.zeros((len(races), width), dtype=np.int64)
         weights = np.zeros((len(races), width))
         for row, race in enumerate(races):
-            size = len(race.token_ids)
-            ids[row, :size], weights[row, :size] = race.token_ids, race.weights
-            if race.outside_token_id >= 0:
-                ids[row, size], weights[row, size] = race.outside_token_id, race.outside_weight
+            size = race.row.token_ids.size
+            ids[row, :size], weights[row, :size] = race.row.token_ids, race.weights
+            if race.row.outside_token_id >= 0:
+                ids[row, size], weights[row, size] = race.row.outside_token_id, race.outside_weight
         keys = np.array([self.recovery_key(race) for race in races], dtype=np.int64)
         # If all weights are zero or one is NaN, the argmax lands on such a weight.
         columns = sample(weights, keys, ids).tolist()
@@ -105,14 +108,16 @@ class Noise:
 KEYED = Noise()
 
 Decide = Callable[[Sequence[Round], Noise], list[Acceptance]]
-"""An acceptance rule: decides rounds of any sequences. It raises a RowError if the rows of one do not suffice."""
+"""An acceptance rule: decides rounds of any sequences. It raises a ProtocolError if the rows of one do not suffice."""
 
 
-def decide_each(decide: Decide, rounds: Sequence[Round], noise: Noise = KEYED) -> list[Acceptance | RowError]:
+def decide_each(
+    decide: Decide, rounds: Sequence[Round], noise: Noise = KEYED
+) -> list[Acceptance | ProtocolError]:
     """Decide rounds of several sequences at once; unusable rows of one change nothing for the others."""
     try:
         return [*decide(rounds, noise)]
-    except RowError as error:
+    except ProtocolError as error:
         if len(rounds) == 1:
             return [error]
         return [decide_each(decide, [each], noise)[0] for each in rounds]
@@ -146,7 +151,7 @@ class _Batch:
     """Rounds that one call decides."""
 
     rounds: list[Round] = field(default_factory=list)
-    decided: list[Acceptance | RowError] | None = None
+    decided: list[Acceptance | ProtocolError] | None = None
     """None until the first acceptance is asked for."""
 
 
@@ -163,6 +168,6 @@ class MessageVerification(Verification):
         if batch.decided is None:
             batch.decided = decide_each(decide, batch.rounds)
         found = batch.decided[self.index]
-        if isinstance(found, RowError):
+        if isinstance(found, ProtocolError):
             raise found
         return found

@@ -1,4 +1,4 @@
-"""Reads draft and target rows for the rules, whatever their kind; a RowError where they lack what a rule needs.
+"""Reads draft and target rows for the rules, whatever their kind; a ProtocolError where they lack what a rule needs.
 
 A support row has the target's probabilities on a support, and one sample from outside with its probability. Exact
 rejection sampling needs no more when the support covers every token that the draft could have proposed: outside it the
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coordinator.rejection.rounds import Noise, Race, Round, RowError
+from coordinator.rejection.rounds import Noise, Race, Round
+from tandem.errors import ProtocolError
 from tandem.sampling.noise import sample, target_keys
 from tandem.sampling.warping import warp
 from tandem.types import Acceptance, DenseRow, FloatArray, NextToken, SupportRow, TokenRow
@@ -30,7 +31,9 @@ def support_row(own: Round, index: int) -> SupportRow:
     if isinstance(row, SupportRow):
         return row
     if isinstance(row, TokenRow):
-        raise RowError("the acceptance rule needs probabilities, and the target sent one token for each row")
+        raise ProtocolError(
+            "the acceptance rule needs probabilities, and the target sent one token for each row"
+        )
     probs: FloatArray = warp(row.logits[None, :], [own.sampling])[0]
     return SupportRow(np.arange(probs.size), probs, 0.0, -1)
 
@@ -62,8 +65,8 @@ def draft_probs(own: Round, index: int, row: SupportRow) -> FloatArray:
     return aligned
 
 
-def _left_out(token_id: int) -> RowError:
-    return RowError(f"the target's row leaves out token {token_id}, which the draft may propose")
+def _left_out(token_id: int) -> ProtocolError:
+    return ProtocolError(f"the target's row leaves out token {token_id}, which the draft may propose")
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +91,7 @@ def joint_row(own: Round, index: int) -> JointRow:
     column = _column(row, own.proposal.token_ids[index])
     target_prob, draft_prob = row.probs.item(column), drafted.item(column)
     if not target_prob >= 0.0:
-        raise RowError(NO_DISTRIBUTION)
+        raise ProtocolError(NO_DISTRIBUTION)
     return JointRow(row, drafted, target_prob / draft_prob if draft_prob > 0.0 else 0.0)
 
 
@@ -100,16 +103,7 @@ def _column(row: SupportRow, token_id: int) -> int:
             return token_ids.index(token_id)
     elif (columns := np.flatnonzero(row.token_ids == token_id)).size:
         return int(columns[0])
-    raise RowError(f"the target's row leaves out token {token_id}, which the draft proposed")
-
-
-def race(own: Round, accepted_count: int, row: SupportRow, weights: FloatArray, scale: float = 1.0) -> Race:
-    """The race of a row's tokens, with these weights on the support and scale * target outside.
-
-    The target sampled outside the support with the same noise, so its sample stands for all tokens there.
-    """
-    outside_weight = scale * (row.outside_prob or 0.0)
-    return Race(own, accepted_count, row.token_ids, weights, row.outside_token_id, outside_weight)
+    raise ProtocolError(f"the target's row leaves out token {token_id}, which the draft proposed")
 
 
 def with_next_tokens(
@@ -135,7 +129,7 @@ def with_next_tokens(
     for number, (joint, scale) in joints.items():
         # A draft probability that is NaN or below zero counts as 0.
         residual = np.maximum(scale * joint.row.probs - np.fmax(joint.draft_probs, 0.0), 0.0)
-        races.append(race(rounds[number], counts[number], joint.row, residual, scale))
+        races.append(Race(rounds[number], counts[number], joint.row, residual, scale))
     recovered = dict(zip(joints, noise.sample(races), strict=True)) if races else {}
     acceptances = []
     for number, (own, count) in enumerate(zip(rounds, counts, strict=True)):
@@ -163,9 +157,9 @@ def sample_row(own: Round, index: int, row: SupportRow, noise: Noise) -> int:
         prob = row.outside_mass if row.outside_prob is None else row.outside_prob
         token_id = row.outside_token_id if 0.0 < prob < math.inf else -1
     else:
-        (token_id,) = noise.sample([race(own, index, row, row.probs)])
+        (token_id,) = noise.sample([Race(own, index, row, row.probs)])
     if token_id < 0:
-        raise RowError(NO_DISTRIBUTION)
+        raise ProtocolError(NO_DISTRIBUTION)
     return token_id
 
 
@@ -175,7 +169,7 @@ def target_sample(own: Round, index: int) -> int:
     if isinstance(row, TokenRow):
         return row.token_id
     if isinstance(row, SupportRow):
-        raise RowError("strict needs the target's own samples, which support rows do not contain")
+        raise ProtocolError("strict needs the target's own samples, which support rows do not contain")
     key = target_keys(sampling.seed, own.verification.base_length + index, 1)
     return int(sample(warp(row.logits[None, :], [sampling]), key)[0])
 
@@ -188,10 +182,10 @@ def target_argmax(own: Round, index: int) -> int:
         return int((row.logits if sampling.is_greedy else warp(row.logits[None, :], [sampling])).argmax())
     if isinstance(row, SupportRow):
         if row.statistics is None:
-            raise RowError(_NO_STATISTICS)
+            raise ProtocolError(_NO_STATISTICS)
         return row.statistics.argmax_token_id
     if not sampling.is_greedy:
-        raise RowError("the target's tokens are samples, and the acceptance rule needs its argmax")
+        raise ProtocolError("the target's tokens are samples, and the acceptance rule needs its argmax")
     return row.token_id
 
 
@@ -223,7 +217,7 @@ def token_statistics(own: Round, index: int) -> TokenStatistics:
     row = support_row(own, index)
     statistics, column = row.statistics, _column(row, token_id)
     if statistics is None:
-        raise RowError(_NO_STATISTICS)
+        raise ProtocolError(_NO_STATISTICS)
     return TokenStatistics(
         float(row.probs[column]),
         float(statistics.logits[column]),

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from coordinator.rejection.rounds import Noise, Round, RowError
+from coordinator.rejection.rounds import Noise, Round
 from coordinator.rejection.rows import (
     joint_row,
     sample_target,
@@ -19,6 +19,7 @@ from coordinator.rejection.rows import (
     token_statistics,
     with_next_tokens,
 )
+from tandem.errors import ProtocolError
 from tandem.types import Acceptance, NextToken
 
 
@@ -125,7 +126,9 @@ def _kind(own: Round, count: int) -> NextToken:
 def _logit_passes(own: Round, index: int, noise: Noise) -> bool:
     logits = own.proposal.token_logits
     if logits is None:
-        raise RowError("logit-comparison needs the logits of the proposed tokens, and the draft sent none")
+        raise ProtocolError(
+            "logit-comparison needs the logits of the proposed tokens, and the draft sent none"
+        )
     # MAX's tolerance
     return float(logits[index]) <= token_statistics(own, index).logit + 1e-5
 

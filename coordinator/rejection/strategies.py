@@ -19,10 +19,6 @@ from tandem.types import Acceptance, Delta, IntArray, Proposal, RowKind, Samplin
 _TOKEN, _SUPPORT, _DENSE = RowKind.TOKEN, RowKind.SUPPORT, RowKind.DENSE
 
 
-class RuleError(InvalidRequestError):
-    """The options conflict. The message is one sentence for a user."""
-
-
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """One acceptance rule, and what it needs from draft and target."""
@@ -46,8 +42,6 @@ class Strategy:
     """True if the rule needs only the target's argmax, which a token row holds at temperature 0 alone."""
     can_be_relaxed: bool = False
     """True if relaxed acceptance for thinking can wrap the rule."""
-    gains_by_many: bool = False
-    """True if deciding the rounds of a message at once is faster than one by one."""
 
 
 def _synthetic_schedule(options: SpeculativeConfig) -> tuple[float, ...]:
@@ -72,11 +66,8 @@ RESIDUAL = Strategy(
     draft_row_kind=_SUPPORT,
     needs_draft_support=True,
     can_be_relaxed=True,
-    gains_by_many=True,
 )
-BLOCK = Strategy(
-    "block", lambda options: block, draft_row_kind=_SUPPORT, needs_draft_support=True, gains_by_many=True
-)
+BLOCK = Strategy("block", lambda options: block, draft_row_kind=_SUPPORT, needs_draft_support=True)
 STRICT = Strategy("strict", lambda options: rules.strict, row_kinds=(_TOKEN, _DENSE))
 TYPICAL_ACCEPTANCE = Strategy(
     "typical-acceptance",
@@ -118,7 +109,7 @@ def find_strategy(name: str) -> Strategy:
     try:
         return _BY_NAME[names.canonical_name(name)]
     except KeyError:
-        raise RuleError(
+        raise InvalidRequestError(
             f"rejection_sampling_strategy is {name!r}; it must be one of {', '.join(names.SPELLINGS)}"
         ) from None
 
@@ -145,8 +136,9 @@ class AcceptanceRule:
 
     @property
     def decide_many(self) -> Decide | None:
-        """Decides the rounds of a message at once; None where that gains nothing, and where think spans matter."""
-        return self.decide if self.strategy.gains_by_many and not self.is_relaxed else None
+        """Decides the rounds of a message at once; None where that gains nothing, since the rule does not compute with
+        whole supports, and where think spans matter."""
+        return self.decide if self.strategy.needs_draft_support and not self.is_relaxed else None
 
     def row_kind(self, requested: RowKind | None = None) -> RowKind:
         """Return the requested kind of target row, if the rule accepts it, or the cheapest one that it accepts."""
@@ -154,7 +146,7 @@ class AcceptanceRule:
             return self.row_kinds[0]
         if requested not in self.row_kinds:
             allowed = " or ".join(kind.value for kind in self.row_kinds)
-            raise RuleError(f"row_kind is {requested.value}; {self.name} needs {allowed} rows here")
+            raise InvalidRequestError(f"row_kind is {requested.value}; {self.name} needs {allowed} rows here")
         return requested
 
     def step(self, delta: Delta, proposal: Proposal, kind: RowKind) -> VerifyStep:
@@ -202,7 +194,7 @@ def resolve(options: SpeculativeConfig, sampling: SamplingParams) -> AcceptanceR
     """
     strategy = find_strategy(options.acceptance_rule)
     if conflicts := broken(COMBINATION_RULES, options):
-        raise RuleError("; ".join(conflicts))
+        raise InvalidRequestError("; ".join(conflicts))
     if sampling.is_greedy and strategy is not SYNTHETIC:
         strategy = GREEDY
     reads_sample = strategy.reads_argmax and not sampling.is_greedy  # a token row holds no argmax then
@@ -228,11 +220,10 @@ def checked_strategy(options: SpeculativeConfig) -> Strategy | None:
         return RESIDUAL
     try:
         return find_strategy(options.acceptance_rule)
-    except RuleError:
+    except InvalidRequestError:
         return None
 
 
-_NAME = "rejection_sampling_strategy"
 SYNTHETIC_OPTIONS = (
     "synthetic_acceptance_rate",
     "synthetic_acceptance_rates",

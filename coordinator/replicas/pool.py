@@ -162,8 +162,8 @@ class Member(Generic[ClientT]):
     async def _follow(self) -> None:
         while True:
             try:
-                await self._until_serving()
-                if await self._meet():
+                await self._connect()
+                if await self._is_serving() and await self._meet():
                     await self._while_serving()
             except (UnauthenticatedError, PermissionDeniedError) as error:
                 self._become(ReplicaState.REFUSED, str(error))
@@ -171,18 +171,19 @@ class Member(Generic[ClientT]):
                 self._lost(_words(error))
             await asyncio.sleep(POLL_SECONDS)
 
-    async def _until_serving(self) -> None:
-        while True:
-            await self._connect()
-            try:
-                # The call waits for the connection, so that it is answered as soon as there is one.
-                if await self._serves(_PING_SECONDS, wait_for_ready=True):
-                    return
-                if self._state is not ReplicaState.DRAINING:
-                    self._become(ReplicaState.CONNECTING, "it is still starting")
-            except grpc.aio.AioRpcError:
-                self._lost(await self._obstacle())
-            await asyncio.sleep(POLL_SECONDS)
+    async def _is_serving(self) -> bool:
+        try:
+            # The call waits for the connection, so that it is answered as soon as there is one.
+            is_serving = await self._serves(_PING_SECONDS, wait_for_ready=True)
+        except grpc.aio.AioRpcError:
+            await self._serves(
+                _PING_SECONDS
+            )  # its error says why there is no connection; that of a wait does not
+            self._lost("it was slow to answer")
+            return False
+        if not is_serving and self._state is not ReplicaState.DRAINING:
+            self._become(ReplicaState.CONNECTING, "it is still starting")
+        return is_serving
 
     async def _serves(self, seconds: float, *, wait_for_ready: bool = False) -> bool:
         began = time.monotonic()
@@ -193,33 +194,24 @@ class Member(Generic[ClientT]):
             self.round_trip.add(time.monotonic() - began)
         return bool(answer.status == _SERVING)
 
-    async def _obstacle(self) -> str:
-        """Reason why it cannot be reached; calls that wait for a connection do not give one."""
-        try:
-            await self._serves(_PING_SECONDS)
-        except grpc.aio.AioRpcError as error:
-            return _words(error)
-        return "it was slow to answer"
-
     async def _meet(self) -> bool:
         """Ask for its model. True if the model fits."""
         with errors_of(f"{self._pool.role.value} service"):
             self.model = await self.client.model_info()
-        if reason := self._pool.judge(self.model):
+        if not (reason := self._pool.judge(self.model)):
+            await self._connect()
+            try:
+                if self._pool.map_vocabulary is not None:
+                    self.coverage = await self._pool.map_vocabulary(self.client, self.model)
+            except (ConfigurationError, InvalidRequestError) as error:
+                reason = str(error)
+        if reason:
             self._become(ReplicaState.INCOMPATIBLE, reason)
             # It may come back with another model; until then only its health matters.
             await self._watch()
             return False
-        await self._connect()
-        if self._pool.map_vocabulary is not None:
-            try:
-                self.coverage = await self._pool.map_vocabulary(self.client, self.model)
-            except (ConfigurationError, InvalidRequestError) as error:
-                self._become(ReplicaState.INCOMPATIBLE, str(error))
-                await self._watch()
-                return False
-        if self._must_answer_probe and self._pool.probe is not None:
-            await self._pool.probe(self.client)
+        if self._must_answer_probe and isinstance(self.client, TargetClient):
+            await self.client.probe()
         self._must_answer_probe = False
         # The first check of a connection takes several times as long as later ones, and costs are predicted
         # by their median
@@ -328,8 +320,6 @@ class Pool(Generic[ClientT]):
     message_limit: Callable[[], int] = lambda: DEFAULT_MESSAGE_LIMIT_BYTES
     """Maximum bytes of a message of the fleet's models, as far as they are known."""
     resolver: Resolver = resolve
-    probe: Callable[[ClientT], Awaitable[None]] | None = None
-    """Has a replica that hung do a little of its work. Raises TandemError when it does not."""
     verification_times: VerificationTimes = field(default_factory=VerificationTimes)
     map_vocabulary: Callable[[ClientT, ModelInfo], Awaitable[Coverage | None]] | None = None
     """Lets a draft with another tokenizer than the target's map its vocabulary; None for one that need not. Raises

@@ -44,7 +44,6 @@ class ReplicaRegistry:
             credentials,
             lambda: fleet.message_limit_bytes,
             resolver,
-            TargetClient.probe,
             VerificationTimes(settings.verification_timeout_seconds),
         )
         self.drafts = Pool(

@@ -17,7 +17,8 @@ from coordinator.decoding.completion import (
     think_spans,
 )
 from coordinator.decoding.tokenization import PromptEncoder
-from coordinator.rejection import AcceptanceRule, Round, find_strategy, resolve
+from coordinator.rejection.rounds import Round
+from coordinator.rejection.strategies import AcceptanceRule, find_strategy, resolve
 from coordinator.requests.grammars import CheckedGrammars
 from coordinator.requests.validation import (
     TokenizedRequest,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -146,14 +147,13 @@ class RoundTally:
     __slots__ = ("_rounds", "ahead", "lead")
 
     def __init__(self) -> None:
-        self._rounds: dict[tuple[int, int], int] = {}
+        self._rounds = Counter[tuple[int, int]]()
         self.ahead = AheadStats()
         self.lead = LeadStats()
 
     def add(self, drafted: int, accepted: int) -> None:
         """Count one verification, with or without a proposal: its tokens, and how many of them were kept."""
-        key = drafted, accepted
-        self._rounds[key] = self._rounds.get(key, 0) + 1
+        self._rounds[drafted, accepted] += 1
 
     def add_result(self, result: RoundResult) -> None:
         self.add(result.proposed, result.accepted)

@@ -11,7 +11,7 @@ from operator import attrgetter
 from prometheus_client import Counter, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from coordinator.rejection import STRATEGIES
+from coordinator.rejection.strategies import STRATEGIES
 from coordinator.stats import speculation
 from coordinator.stats.rounds import MAX_RANKS, RoundTimes
 from coordinator.telemetry.observer import State

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import grpc.aio
 import numpy as np
 
-from coordinator.rejection import AcceptanceRule, MessageRounds, Round, resolve
+from coordinator.rejection.rounds import MessageRounds, Round
+from coordinator.rejection.strategies import AcceptanceRule, resolve
 from coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
 from coordinator.transport.streams import StreamedSequence, Streams
 from tandem.config import SpeculativeConfig

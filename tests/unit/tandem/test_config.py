@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from coordinator.rejection import STRATEGIES
+from coordinator.rejection.strategies import STRATEGIES
 from coordinator.settings.coordinator import ConfigSettings, CoordinatorSettings
 from draft_service.settings import DraftSettings
 from tandem.config import SpeculativeConfig

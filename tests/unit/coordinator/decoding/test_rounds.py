@@ -12,7 +12,7 @@ from coordinator.decoding.completion import Completion, Detokenizer, Limits, Sto
 from coordinator.decoding.loop import generate
 from coordinator.decoding.rounds import RequestRounds
 from coordinator.decoding.tokenization import read_tokenizer
-from coordinator.rejection import KEYED, Round
+from coordinator.rejection.rounds import KEYED, Round
 from coordinator.rejection.rules import greedy
 from coordinator.stats.rounds import RoundCost, RoundResult
 from tandem.types import (
@@ -27,20 +27,22 @@ from tandem.types import (
 )
 from tests.paths import DEMO_TARGET
 
+ANSWER = Verification(0, ())
+
 
 def test_the_wait_ends_a_few_verifications_after_the_usual_time() -> None:
     timings = RequestRounds()
-    timings.verified(9.0, 0, is_first=True)
-    timings.verified(0.1, 4, is_first=False)
+    timings.verified(9.0, 0, ANSWER, is_first=True)
+    timings.verified(0.1, 4, ANSWER, is_first=False)
     timings.drafted(0.2, None)
     assert timings.patience_seconds == pytest.approx(0.6)
 
 
 def test_the_first_answer_counts_only_while_there_is_no_other() -> None:
     timings = RequestRounds()
-    timings.verified(0.15, 0, is_first=True)
+    timings.verified(0.15, 0, ANSWER, is_first=True)
     assert timings.patience_seconds == pytest.approx(0.6)
-    timings.verified(0.1, 4, is_first=False)
+    timings.verified(0.1, 4, ANSWER, is_first=False)
     assert timings.patience_seconds == pytest.approx(0.4)
 
 
@@ -48,7 +50,7 @@ def test_the_first_answer_counts_only_while_there_is_no_other() -> None:
 def test_a_draft_that_hangs_costs_less_than_a_second(times: list[tuple[float, int, bool]]) -> None:
     timings = RequestRounds()
     for seconds, proposed, is_first in times:
-        timings.verified(seconds, proposed, is_first=is_first)
+        timings.verified(seconds, proposed, ANSWER, is_first=is_first)
         timings.proposing.add(seconds)
     assert 0.25 <= timings.patience_seconds < 1.0
 
@@ -57,10 +59,10 @@ def test_a_round_is_reported_once_and_a_prefill_is_not() -> None:
     timings = RequestRounds()
     assert timings.end_round(1.0) is None
     timings.drafted(0.03, StepCost(0.02, 3, 12))
-    timings.verified(0.1, 4, is_first=False, cost=StepCost(0.08, 2, 9))
+    timings.verified(0.1, 4, Verification(0, (), StepCost(0.08, 2, 9)), is_first=False)
     assert timings.end_round(0.2) == RoundCost(4, 0.2, 0.08, 2, 9, 0.02, 3)
     assert timings.end_round(0.2) is None
-    timings.verified(0.1, 0, is_first=True)
+    timings.verified(0.1, 0, ANSWER, is_first=True)
     assert timings.end_round(0.2) is None
 
 
@@ -68,18 +70,18 @@ def test_without_reported_costs_the_measured_times_count() -> None:
     timings = RequestRounds()
     timings.load = 5
     timings.drafted(0.03, None)
-    timings.verified(0.1, 4, is_first=False)
+    timings.verified(0.1, 4, ANSWER, is_first=False)
     assert timings.end_round(0.2) == RoundCost(4, 0.2, 0.1, 5, 25, 0.03, 5)
 
 
 def test_a_round_that_waited_in_vain_is_marked() -> None:
     timings = RequestRounds()
     timings.round.was_late = True
-    timings.verified(0.1, 0, is_first=False)
+    timings.verified(0.1, 0, ANSWER, is_first=False)
     cost = timings.end_round(0.5)
     assert cost is not None
     assert cost.was_late
-    timings.verified(0.1, 0, is_first=False)
+    timings.verified(0.1, 0, ANSWER, is_first=False)
     cost = timings.end_round(0.5)
     assert cost is not None
     assert not cost.was_late
@@ -105,7 +107,7 @@ class Pair:
     async def verify(self, completion: Completion, proposal: Proposal) -> Verification:
         self.rounds.proposed()
         self.rounds.target_address = "t:1"
-        self.rounds.verified(0.1, len(proposal), is_first=False)
+        self.rounds.verified(0.1, len(proposal), ANSWER, is_first=False)
         return Verification(completion.length, ())
 
     def accept(self, proposal: Proposal, verification: Verification) -> Acceptance:

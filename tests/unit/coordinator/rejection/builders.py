@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from coordinator.rejection import Noise, Round, rules
+from coordinator.rejection import rules
 from coordinator.rejection.block import block as block_rule
-from coordinator.rejection.rounds import Decide, Race
+from coordinator.rejection.rounds import Decide, Noise, Race, Round
 from tandem.types import (
     Acceptance,
     DenseRow,
@@ -105,9 +105,9 @@ class GivenNoise(Noise):
 
 def law(race: Race) -> dict[int, float]:
     """The probability that each token wins: its share of the weights. Empty without a positive weight."""
-    weights = dict(zip(race.token_ids.tolist(), race.weights.tolist(), strict=True))
-    if race.outside_token_id >= 0:
-        weights[race.outside_token_id] = race.outside_weight
+    weights = dict(zip(race.row.token_ids.tolist(), race.weights.tolist(), strict=True))
+    if race.row.outside_token_id >= 0:
+        weights[race.row.outside_token_id] = race.outside_weight
     total = sum(weights.values())
     return {token: weight / total for token, weight in weights.items() if weight > 0.0} if total > 0.0 else {}
 

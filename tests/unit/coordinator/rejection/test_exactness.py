@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.rejection import Noise, Round
+from coordinator.rejection.rounds import Noise, Round
 from tandem.engine.rows import masked
 from tandem.grammar import GrammarState
 from tandem.types import (

@@ -10,15 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.rejection import KEYED, MessageRounds, Round, RowError, rules
+from coordinator.rejection import rules
 from coordinator.rejection.block import block
-from coordinator.rejection.rounds import Decide, decide_each
+from coordinator.rejection.rounds import KEYED, Decide, MessageRounds, Round, decide_each
+from tandem.errors import ProtocolError
 from tandem.types import (
     Acceptance,
     Proposal,
     SamplingParams,
     SparseDistribution,
     SupportRow,
+    TargetRow,
     TokenRow,
     Verification,
 )
@@ -31,8 +33,8 @@ def one_by_one(decide: Decide, rounds: Sequence[Round]) -> list[Acceptance | str
     return [shown(decide_each(decide, [own])[0]) for own in rounds]
 
 
-def shown(found: Acceptance | RowError) -> Acceptance | str:
-    return str(found) if isinstance(found, RowError) else found
+def shown(found: Acceptance | ProtocolError) -> Acceptance | str:
+    return str(found) if isinstance(found, ProtocolError) else found
 
 
 def make_round(generator: np.random.Generator, count: int, size: int, likeness: float) -> Round:
@@ -78,8 +80,11 @@ def set_probs(own: Round, value: float) -> Round:
     """The first row gives each token this probability."""
     first, *others = own.verification.rows
     assert isinstance(first, SupportRow)
-    changed = replace(first, probs=np.full(len(first.probs), value))
-    return Round(own.proposal, replace(own.verification, rows=(changed, *others)), own.sampling)
+    return with_rows(own, (replace(first, probs=np.full(len(first.probs), value)), *others))
+
+
+def with_rows(own: Round, rows: tuple[TargetRow, ...]) -> Round:
+    return replace(own, verification=replace(own.verification, rows=rows))
 
 
 def without_token(own: Round) -> Round:
@@ -95,18 +100,10 @@ UNUSUAL = {
     "nothing proposed": lambda own: Round(
         Proposal(own.proposal.base_length), replace(own.verification, rows=own.verification.rows[-1:]), own.sampling
     ),
-    "a deterministic proposal": lambda own: Round(
-        replace(own.proposal, distributions=()), own.verification, own.sampling
-    ),
-    "token rows": lambda own: Round(
-        own.proposal, replace(own.verification, rows=(TokenRow(3),) * 5), own.sampling
-    ),
-    "too few rows": lambda own: Round(
-        own.proposal, replace(own.verification, rows=own.verification.rows[:2]), own.sampling
-    ),
-    "another length": lambda own: Round(
-        own.proposal, replace(own.verification, base_length=7), own.sampling
-    ),
+    "a deterministic proposal": lambda own: replace(own, proposal=replace(own.proposal, distributions=())),
+    "token rows": lambda own: with_rows(own, (TokenRow(3),) * 5),
+    "too few rows": lambda own: with_rows(own, own.verification.rows[:2]),
+    "another length": lambda own: replace(own, verification=replace(own.verification, base_length=7)),
     "a row of NaN": lambda own: set_probs(own, np.nan),
     "a row below zero": lambda own: set_probs(own, -1.0),
     "a token outside its own support": without_token,
@@ -132,5 +129,5 @@ def test_a_broken_round_of_a_message_breaks_no_other() -> None:
     assert [each.acceptance(rules.residual) for each in (first, last)] == rules.residual(
         [rounds[0], rounds[2]], KEYED
     )
-    with pytest.raises(RowError, match="distribution"):
+    with pytest.raises(ProtocolError, match="distribution"):
         broken.acceptance(rules.residual)

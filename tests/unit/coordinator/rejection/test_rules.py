@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.rejection import STRATEGIES, Round, RowError, RuleError, find_strategy, resolve, rules
+from coordinator.rejection import rules
+from coordinator.rejection.rounds import Round
 from coordinator.rejection.rules import schedule_of_length, schedule_of_rate, schedule_of_rates
+from coordinator.rejection.strategies import STRATEGIES, find_strategy, resolve
 from tandem.config import SpeculativeConfig
+from tandem.errors import InvalidRequestError, ProtocolError
 from tandem.types import (
     Acceptance,
     NextToken,
@@ -167,7 +170,7 @@ ALL_RULES: list[Accept] = [greedy, strict, residual, block, typical(), logit_com
     ],
 )
 def test_unfit_rows_are_refused(accept: Accept, given: Proposal, rows: Verification, message: str) -> None:
-    with pytest.raises(RowError, match=message):
+    with pytest.raises(ProtocolError, match=message):
         accept(given, rows, GREEDY, uniforms(*[0.5] * len(given)))
 
 
@@ -197,7 +200,7 @@ def test_rows_that_a_rule_cannot_use_are_refused(
     rules_of_them: list[Accept], given: Proposal, rows: Verification, message: str
 ) -> None:
     for accept in rules_of_them:
-        with pytest.raises(RowError, match=message):
+        with pytest.raises(ProtocolError, match=message):
             accept(given, rows, SAMPLED, uniforms(0.5))
 
 
@@ -400,7 +403,7 @@ RATE = {"rejection_sampling_strategy": "synthetic", "synthetic_acceptance_rate":
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(RuleError, match=r"'nucleus'; it must be one of greedy, residual, .*block"):
+    with pytest.raises(InvalidRequestError, match=r"'nucleus'; it must be one of greedy, residual, .*block"):
         find_strategy("nucleus")
 
 
@@ -436,11 +439,11 @@ def test_temperature_zero_stays_synthetic() -> None:
 def test_a_requested_kind_of_row() -> None:
     rule = resolve(_options("residual"), SAMPLED)
     assert rule.row_kind(DENSE) is DENSE
-    with pytest.raises(RuleError, match="row_kind is token; residual needs support or dense rows"):
+    with pytest.raises(InvalidRequestError, match="row_kind is token; residual needs support or dense rows"):
         rule.row_kind(TOKEN)
-    with pytest.raises(RuleError, match="row_kind is support; strict needs token or dense rows"):
+    with pytest.raises(InvalidRequestError, match="row_kind is support; strict needs token or dense rows"):
         resolve(_options("strict"), SAMPLED).row_kind(SUPPORT)
-    with pytest.raises(RuleError, match="greedy needs support or dense rows"):
+    with pytest.raises(InvalidRequestError, match="greedy needs support or dense rows"):
         resolve(_options("greedy"), SAMPLED).row_kind(TOKEN)
 
 
@@ -495,7 +498,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("given", "message"), REFUSED)
 def test_conflicting_options_are_refused(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(RuleError, match=message):
+    with pytest.raises(InvalidRequestError, match=message):
         resolve(SpeculativeConfig(**given), SAMPLED)
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from coordinator.rejection import KEYED, STRATEGIES, AcceptanceRule, Round, resolve
-from coordinator.rejection.rounds import Race
+from coordinator.rejection.rounds import KEYED, Race, Round
+from coordinator.rejection.strategies import STRATEGIES, AcceptanceRule, resolve
 from tandem.config import SpeculativeConfig
 from tandem.engine.interface import RowRequest
 from tandem.sampling.noise import (
@@ -33,6 +33,7 @@ from tandem.types import (
     RowKind,
     SamplingParams,
     SparseDistribution,
+    SupportRow,
     TargetOptions,
     Verification,
     VerifyStep,
@@ -187,11 +188,11 @@ def test_the_token_after_the_run_is_the_argmax_over_the_whole_vocabulary() -> No
 
 def test_the_coordinator_draws_with_the_keys_of_the_round() -> None:
     """Noise of the proposal, of acceptance and of recovery is never reused."""
-    ids = np.arange(50)
+    row = SupportRow(np.arange(50), np.ones(50), 0.0, -1)
     own = Round(Proposal(20, (1,) * 8), Verification(20, ()), SamplingParams(seed=3))
     assert KEYED.uniform(own, 2) == uniform(3, 22, Purpose.ACCEPTANCE, 20)
     winner = token_uniforms(recovery_keys(3, 20, 9)[4:5], 50)[0].argmax()
-    assert KEYED.sample([Race(own, 4, ids, np.ones(50), -1, 0.0)]) == [winner]
+    assert KEYED.sample([Race(own, 4, row, row.probs)]) == [winner]
     empty = Round(Proposal(20), Verification(20, ()), own.sampling)
     winner = token_uniforms(target_keys(3, 20, 1), 50)[0].argmax()
-    assert KEYED.sample([Race(empty, 0, ids, np.ones(50), -1, 0.0)]) == [winner]
+    assert KEYED.sample([Race(empty, 0, row, row.probs)]) == [winner]

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from coordinator.rejection import STRATEGIES, resolve
+from coordinator.rejection.strategies import STRATEGIES, resolve
 from coordinator.requests.plan import can_draft_ahead
 from coordinator.requests.validation import REQUEST_RULES, TokenizedRequest, check_request
 from tandem.config import SpeculativeConfig

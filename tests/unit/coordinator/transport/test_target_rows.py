@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from coordinator.rejection import resolve
+from coordinator.rejection.strategies import resolve
 from coordinator.transport.target_client import check_rows
 from tandem.config import SpeculativeConfig
 from tandem.errors import ProtocolError

@@ -36,10 +36,10 @@ class RequestRounds:
         """Sequences that share the target in the round in progress, for services that do not say."""
         self.round = RoundResult()
         """The round in progress."""
-        self._verification: tuple[float, int, Verification] | None = None
-        """The target's part of it: seconds, proposed tokens, and its answer. None during prefill."""
-        self._drafting: tuple[float, StepCost | None] | None = None
-        """The draft's part of it: seconds, cost."""
+        self._verification: tuple[int, StepCost, bool] | None = None
+        """The target's part of it: proposed tokens, cost, and whether it began by itself. None during prefill."""
+        self._drafting: StepCost | None = None
+        """The cost of the draft's part."""
         self.proposing = MovingAverage()
         self.verifying = MovingAverage()
         """Time to verify a proposal that is not empty."""
@@ -88,17 +88,17 @@ class RequestRounds:
     def verified(self, seconds: float, proposed: int, verification: Verification, *, is_first: bool) -> None:
         """Count a verification of so many proposed tokens. The first one of a stream also reads all tokens."""
         self._verified = time.perf_counter()
-        self._verification = None if is_first else (seconds, proposed, verification)
+        self._verification = None
         if is_first:
             self._reading = seconds
-        elif proposed:
-            self.verifying.add(seconds)
-        else:
-            self.extending.add(seconds)
+            return
+        (self.verifying if proposed else self.extending).add(seconds)
+        cost = verification.cost or StepCost(seconds, self.load, self.load * (proposed + 1))
+        self._verification = proposed, cost, verification.led_token_id >= 0
 
     def drafted(self, seconds: float, cost: StepCost | None) -> None:
         self.proposing.add(seconds)
-        self._drafting = seconds, cost
+        self._drafting = cost or StepCost(seconds, self.load, 0)
 
     def drafted_ahead(self, proposal: Proposal | None) -> None:
         """The proposal of the round in progress was to be drafted ahead; None: another outcome came."""
@@ -107,20 +107,15 @@ class RequestRounds:
 
     def end_round(self, seconds: float) -> RoundCost | None:
         """The cost of the round that has ended; None when it says nothing about the next one."""
-        ended, verified, drafting = self.round, self._verification, self._drafting
+        ended, verification, drafting = self.round, self._verification, self._drafting
         self.round, self._verification, self._drafting = RoundResult(), None, None
-        if verified is None:
+        if verification is None:
             return None
-        verify_seconds, proposed, verification = verified
+        proposed, verify, was_led = verification
         was_ahead = ended.outcome_rank is not None
         if proposed and drafting is None and not was_ahead:
             return None  # an earlier round had asked for the proposal
-        load = self.load
-        verify = verification.cost or StepCost(verify_seconds, load, load * (proposed + 1))
-        draft = _NO_DRAFTING
-        if proposed and drafting is not None:
-            draft_seconds, draft_cost = drafting
-            draft = draft_cost or StepCost(draft_seconds, load, 0)
+        draft = drafting if proposed and drafting is not None else _NO_DRAFTING
         return RoundCost(
             proposed,
             seconds,
@@ -131,7 +126,7 @@ class RequestRounds:
             draft.sequences,
             ended.was_late,
             was_ahead,
-            was_led=verification.led_token_id >= 0,
+            was_led,
         )
 
     @property

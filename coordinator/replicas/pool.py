@@ -68,6 +68,8 @@ class Member(Generic[ClientT]):
         self.step = MovingAverage()
         self.tally = RoundTally()
         self.open_sequences = 0
+        self.is_missed = False
+        """True if its name did not include it at the last resolution."""
         self.model: ModelInfo | None = None
         self.coverage: Coverage | None = None
         """Tokens that a draft with another tokenizer shares with the target; None for one that has its tokenizer."""
@@ -90,7 +92,7 @@ class Member(Generic[ClientT]):
         """Why it gets no new sequences though it is ready; empty where it does."""
         if self.address in self._pool.drained:
             return "an operator drained it"
-        return "its name no longer stands for this address" if self.address in self._pool.missed else ""
+        return "its name no longer stands for this address" if self.is_missed else ""
 
     @property
     def state(self) -> ReplicaState:
@@ -331,8 +333,6 @@ class Pool(Generic[ClientT]):
         self.drained: set[str] = set()
         """Addresses that operators drained. A drain lasts until somebody resumes it, even while its name omits it."""
         self.prefixes = Prefixes()
-        self.missed: set[str] = set()
-        """Members that their name did not include at the last resolution."""
         self._changed = asyncio.Event()
         self._refreshing: asyncio.Task[None] | None = None
 
@@ -420,15 +420,25 @@ class Pool(Generic[ClientT]):
             await self.look()
 
     async def look(self) -> None:
-        """Resolve each name; follow new addresses, and drop missing ones that have no sequences left."""
+        """Resolve each name; follow new addresses, send no new sequences to missing ones, and drop those that are still
+        missing at the next resolution and have no sequences left."""
         wanted: dict[str, Address] = {}
         for address in self.addresses:
             for found in await self._resolved(address):
                 wanted.setdefault(found, address)
         for found, address in wanted.items():
-            self._keep(found, address)
-        for gone in self._members.keys() - wanted.keys():
-            await self._leave(gone)
+            if found not in self._members:
+                self._members[found] = Member(found, address, self)
+                self._members[found].start()
+        for found, member in [*self._members.items()]:
+            was_missed, member.is_missed = member.is_missed, found not in wanted
+            if member.is_missed is not was_missed:
+                if found not in self.drained:
+                    member.notify_change()
+            elif was_missed and member.open_sequences == 0:
+                del self._members[found]
+                await member.close()
+                logger.info("replica dropped", extra={"role": self.role.value, "address": found})
 
     async def _resolved(self, address: Address) -> list[str]:
         if not address.is_name:
@@ -443,28 +453,6 @@ class Pool(Generic[ClientT]):
             return kept
         self._unresolved.pop(address, None)
         return [joined(host, address.port) for host in hosts]
-
-    def _keep(self, found: str, address: Address) -> None:
-        is_back = found in self.missed
-        self.missed.discard(found)
-        if (member := self._members.get(found)) is None:
-            member = self._members[found] = Member(found, address, self)
-            member.start()
-        elif is_back and found not in self.drained:
-            member.notify_change()
-
-    async def _leave(self, gone: str) -> None:
-        """Send no new sequences to it, and drop it at the next resolution unless its name includes it again."""
-        member = self._members[gone]
-        if gone not in self.missed:
-            self.missed.add(gone)
-            if gone not in self.drained:
-                member.notify_change()
-        elif member.open_sequences == 0:
-            del self._members[gone]
-            self.missed.discard(gone)
-            await member.close()
-            logger.info("replica dropped", extra={"role": self.role.value, "address": gone})
 
 
 # ---- what drafts have read

@@ -224,11 +224,7 @@ def checked_strategy(options: SpeculativeConfig) -> Strategy | None:
         return None
 
 
-SYNTHETIC_OPTIONS = (
-    "synthetic_acceptance_rate",
-    "synthetic_acceptance_rates",
-    "synthetic_acceptance_length",
-)
+SYNTHETIC_OPTIONS = ("synthetic_acceptance_rate", "synthetic_acceptance_rates", "synthetic_acceptance_length")
 
 
 @rule("`use_relaxed_acceptance_for_thinking` needs a rule that compares probabilities token by token.")

@@ -27,10 +27,7 @@ class ReplicaRegistry:
     """Both pools, and what operators do with their members."""
 
     def __init__(
-        self,
-        settings: CoordinatorSettings,
-        credentials: Credentials = PLAIN,
-        resolver: Resolver = resolve,
+        self, settings: CoordinatorSettings, credentials: Credentials = PLAIN, resolver: Resolver = resolve
     ) -> None:
         self.fleet = Fleet(settings)
         self._settings = settings

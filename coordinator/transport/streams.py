@@ -89,9 +89,7 @@ class StreamedSequence(ABC, Generic[RequestT, AnswerT]):
         self._remote = RemoteSequence()
         self._committed: Sequence[int] = ()
         """The tokens that stay, a list that grows."""
-        self._is_over = False
-        self._ended: asyncio.Future[None] | None = None
-        """Set while somebody waits for the end."""
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._read_at = 0.0
         """When the last answer was read, by the clock of `perf_counter`."""
         self._asked_at = 0.0
@@ -112,7 +110,7 @@ class StreamedSequence(ABC, Generic[RequestT, AnswerT]):
 
     def send(self, *requests: RequestT | Finish | Cancel) -> None:
         """Send requests after all that were sent before, without waiting. Nothing is sent once the sequence is over."""
-        if self._is_over:
+        if self._ended.done():
             return
         self._asked_at = time.perf_counter()
         self._unwritten += len(requests)
@@ -133,12 +131,7 @@ class StreamedSequence(ABC, Generic[RequestT, AnswerT]):
     async def finish(self) -> None:
         """End the sequence, and wait for the service to have let go of it."""
         self.send(Finish(self._remote.kept_length(self._committed)))
-        if self._is_over:
-            return
-        self._ended = asyncio.get_running_loop().create_future()
-        with suppress(TimeoutError):  # the sequence will end when it is dropped
-            async with asyncio.timeout(FINISH_SECONDS):
-                await self._ended
+        await asyncio.wait({self._ended}, timeout=FINISH_SECONDS)  # otherwise it ends when it is dropped
 
     def cancel(self) -> None:
         """Drop the sequence, whatever is being done for it."""
@@ -179,12 +172,10 @@ class StreamedSequence(ABC, Generic[RequestT, AnswerT]):
 
     def end(self, ending: Ending) -> None:
         """The service has ended it, or the stream has."""
-        if self._is_over:
+        if self._ended.done():
             return
-        self._is_over = True
+        self._ended.set_result(None)
         self._fail(failure(self._stream.service, ending))
-        if self._ended is not None and not self._ended.done():
-            self._ended.set_result(None)
 
     def _fail(self, error: TandemError) -> None:
         self.error = self.error or error

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -73,17 +74,6 @@ class Service:
         return Streams("draft service", lambda: cast("Any", self), wire.requests_to_proto, read)
 
 
-@dataclass
-class Tokens:
-    """The part of a completion that a sequence uses."""
-
-    token_ids: list[int]
-
-    @property
-    def length(self) -> int:
-        return len(self.token_ids)
-
-
 async def opened(service: Service) -> DraftSequence:
     """A sequence of four tokens that the draft has read, and has proposed two more for."""
     service.is_read.set()
@@ -99,7 +89,8 @@ async def opened(service: Service) -> DraftSequence:
 
 
 def completion(length: int) -> Completion:
-    return cast("Completion", Tokens(list(range(length))))
+    """The part of a completion that a sequence uses."""
+    return cast("Completion", SimpleNamespace(token_ids=list(range(length)), length=length))
 
 
 async def settled() -> None:

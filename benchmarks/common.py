@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError
 
-from coordinator.cli.app import exit_code
+from coordinator.cli.main import exit_code
 from tandem.config.options import Options, sentences
 from tandem.errors import ConfigurationError, TandemError
 from tandem.serving.children import Child

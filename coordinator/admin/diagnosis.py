@@ -162,10 +162,8 @@ def acceptance(status: Status) -> Finding:
     """Find whether speculation pays, and the best number of proposed tokens."""
     stats, tokens = status.speculation, status.settings.num_speculative_tokens
     if stats.drafted < ENOUGH_TOKENS:
-        few = (
-            f"{plural(stats.drafted, 'token')} proposed so far: too few to judge ({ENOUGH_TOKENS} are enough)"
-        )
-        return Finding.ok("acceptance", few)
+        few = f"{plural(stats.drafted, 'token')} proposed so far: too few to judge"
+        return Finding.ok("acceptance", f"{few} ({ENOUGH_TOKENS} are enough)")
     rate = acceptance_rate(stats)
     words = f"{rate:.0%} of {stats.drafted:,} proposed tokens"
     cost = relative_cost(status.replicas, tokens)

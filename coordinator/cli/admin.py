@@ -18,10 +18,10 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from coordinator.cli import views
-from coordinator.cli.app import CommandGroup, Exit, verbs
 from coordinator.cli.command import OutputForm, OutputOptions, command, option
 from coordinator.cli.connection import ConnectionOptions
 from coordinator.cli.doctor import doctor_view, examine
+from coordinator.cli.main import CommandGroup, Exit, app
 from tandem import errors
 from tandem.admin import ConfigOption, Stats
 from tandem.admin_client import AdminClient
@@ -33,7 +33,7 @@ admin = CommandGroup(
     "Every command takes --output table, json or yaml, and the options of the connection: on the command line, in the "
     "environment (TANDEM_CLIENT_ADDRESS and so on) or from a context (tandem context --help).\n\n"
     "\b\nExit codes:\n  0  done\n  1  failed\n  2  wrong usage\n  3  unhealthy\n  4  not reachable\n  5  refused",
-    verbs,
+    app,
     "admin",
 )
 replicas = CommandGroup("List, show, drain and resume replicas.", admin, "replicas")

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from coordinator.cli.app import Exit, verbs
 from coordinator.cli.command import command, option, plain_table, print_parts
+from coordinator.cli.main import Exit, app
 from tandem.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class AuditArguments:
 
 
 @command(
-    verbs,
+    app,
     "http://127.0.0.1:8000/v1 --minutes 2",
     "http://127.0.0.1:8000/v1 --html audit.html --json > audit.json",
     "http://new:8000/v1 --reference http://old:8000/v1",
@@ -77,9 +77,8 @@ async def audit(arguments: AuditArguments) -> None:
         "key": os.environ.get("TANDEM_AUDIT_KEY") or os.environ.get("OPENAI_API_KEY"),
         "reference_key": os.environ.get("TANDEM_AUDIT_REFERENCE_KEY"),
     }
-    options = AuditOptions(
-        **{each.name: given[each.name] for each in fields(AuditOptions) if each.name in given}
-    )
+    names = {each.name for each in fields(AuditOptions)} & given.keys()
+    options = AuditOptions(**{name: given[name] for name in names})
     result = await run_audit(options, (lambda _: None) if arguments.quiet else _progress)
     if not arguments.quiet and sys.stderr.isatty():
         sys.stderr.write("\r\x1b[K")
@@ -129,15 +128,11 @@ def show(result: Audit) -> None:
     if result.tests:
         tests = plain_table("TEST", "LOOK", ">TOKENS", ">EXCESS", ">Z", ">P, CORRECTED")
         for look, test in strongest(result):
-            adjusted = "-" if test.adjusted_p is None else f"{test.adjusted_p:.2g}"
-            tests.add_row(
-                test.name, look, f"{test.tokens:,}", f"{test.excess:+.4f}", f"{test.z:+.2f}", adjusted
-            )
-        parts += [
-            "",
-            tests,
-            f"evidence 10^{result.max_log10:.1f} at most; from 10^{LEVEL:.1f} on it is a finding",
-        ]
+            corrected = "-" if test.adjusted_p is None else f"{test.adjusted_p:.2g}"
+            numbers = (f"{test.tokens:,}", f"{test.excess:+.4f}", f"{test.z:+.2f}", corrected)
+            tests.add_row(test.name, look, *numbers)
+        evidence = f"evidence 10^{result.max_log10:.1f} at most; from 10^{LEVEL:.1f} on it is a finding"
+        parts += ["", tests, evidence]
     if result.reference:
         reference = plain_table("AGAINST THE REFERENCE", ">COUNTED", ">P, CORRECTED")
         for test in result.reference:

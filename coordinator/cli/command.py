@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import io
 import json
 import sys
@@ -11,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import wraps
-from typing import Annotated, Any, get_type_hints
+from inspect import Parameter, Signature, getdoc, iscoroutine, signature
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 import yaml
@@ -19,7 +19,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from coordinator.admin.plain import plain
-from coordinator.cli.app import CommandGroup
+from coordinator.cli.main import CommandGroup
 
 
 def option(text: str, *flags: str, default: Any = None, **more: Any) -> Any:
@@ -86,9 +86,8 @@ def plain_table(*columns: str, title: str | None = None, title_style: str = "dim
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.title, table.title_justify, table.title_style = title, "left", title_style
     for name in columns:
-        table.add_column(
-            name.removeprefix(">"), justify="right" if name.startswith(">") else "left", no_wrap=True
-        )
+        side: Literal["left", "right"] = "right" if name.startswith(">") else "left"
+        table.add_column(name.removeprefix(">"), justify=side, no_wrap=True)
     return table
 
 
@@ -104,16 +103,11 @@ def command(
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         called = name or function.__name__.partition("_")[0]
-        lines = [inspect.getdoc(function) or ""]
-        if examples:
-            # \b keeps the lines of a paragraph as they are.
-            lines += [
-                "",
-                "\b",
-                "Examples:",
-                *(f"  {group.path} {called} {each}".rstrip() for each in examples),
-            ]
-        group.command(called, help="\n".join(lines), **more)(_with_groups(function))
+        lines = [f"  {group.path} {called} {each}".rstrip() for each in examples]
+        # \b keeps the lines of a paragraph as they are.
+        shown = ["", "\b", "Examples:", *lines] if examples else []
+        text = "\n".join([getdoc(function) or "", *shown])
+        group.command(called, help=text, **more)(_with_groups(function))
         return function
 
     return add
@@ -121,36 +115,28 @@ def command(
 
 def _with_groups(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function with the fields of its dataclasses as parameters, run to its end."""
-    given = inspect.signature(function, eval_str=True).parameters
+    given, keyword = signature(function, eval_str=True).parameters, Parameter.KEYWORD_ONLY
     groups: dict[str, Any] = {
-        name: parameter.annotation for name, parameter in given.items() if is_dataclass(parameter.annotation)
+        name: each.annotation for name, each in given.items() if is_dataclass(each.annotation)
     }
     # A command's own options come first in its help.
-    parameters = [
-        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for name, parameter in given.items()
-        if name not in groups
-    ]
+    parameters = [each.replace(kind=keyword) for name, each in given.items() if name not in groups]
     for group in groups.values():
         hints = get_type_hints(group, include_extras=True)
         for each in fields(group):
             annotation = hints[each.name]
             if described := each.metadata.get("typer"):
                 annotation = Annotated[annotation, described]
-            parameters.append(
-                inspect.Parameter(
-                    each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=annotation
-                )
-            )
+            parameters.append(Parameter(each.name, keyword, default=each.default, annotation=annotation))
 
     @wraps(function)
     def run(**values: Any) -> None:
         for name, group in groups.items():
             values[name] = group(**{each.name: values.pop(each.name) for each in fields(group)})
         result = function(**values)
-        if inspect.iscoroutine(result):
+        if iscoroutine(result):
             asyncio.run(result)
 
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run

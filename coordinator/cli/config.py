@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 from pydantic import ValidationError
 
-from coordinator.cli.app import CommandGroup, Exit, verbs
 from coordinator.cli.command import OutputOptions, command
+from coordinator.cli.main import CommandGroup, Exit, app
 from coordinator.cli.views import options_view
 from coordinator.settings.coordinator import ConfigSettings
 from tandem.admin import ConfigOption
@@ -19,7 +19,7 @@ from tandem.config.layers import Origin, read_options
 from tandem.config.options import sentences
 from tandem.errors import ConfigurationError
 
-config = CommandGroup("Show or check the configuration.", verbs, "config")
+config = CommandGroup("Show or check the configuration.", app, "config")
 
 
 @command(

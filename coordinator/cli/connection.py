@@ -11,8 +11,8 @@ from typing import Annotated, Any, NamedTuple
 import typer
 import yaml
 
-from coordinator.cli.app import CommandGroup, verbs
 from coordinator.cli.command import OutputOptions, command, option, plain_table
+from coordinator.cli.main import CommandGroup, app
 from tandem.admin_client import DEFAULT_TIMEOUT_SECONDS, AdminClient
 from tandem.client import DEFAULT_ADDRESS
 from tandem.errors import ConfigurationError
@@ -150,7 +150,7 @@ context = CommandGroup(
     "Save connections to coordinators under names.\n\n"
     "Contexts are saved in ~/.config/tandem/config.yaml ($XDG_CONFIG_HOME). Options of a command and the environment "
     "override the current context; a context named with --context overrides the environment.",
-    verbs,
+    app,
     "context",
 )
 

@@ -16,9 +16,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.cli.app import Exit, exit_code, verbs
 from coordinator.cli.command import OutputOptions, command, option
 from coordinator.cli.connection import ConnectionOptions, Endpoint
+from coordinator.cli.main import Exit, app, exit_code
 from coordinator.cli.views import milliseconds
 from tandem import __version__
 from tandem.admin import Diagnosis, Finding, Severity
@@ -173,7 +173,7 @@ class ServiceOptions:
     timeout: float = option("Seconds that an answer may take.", default=10.0, min=0.1)
 
 
-@command(verbs, "10.0.0.7:50052", "127.0.0.1:50052 --json", name="doctor draft")
+@command(app, "10.0.0.7:50052", "127.0.0.1:50052 --json", name="doctor draft")
 async def doctor_draft(
     address: Annotated[str, typer.Argument(metavar="ADDRESS", help="host:port of the draft service.")],
     service: ServiceOptions,

@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.cli.app import verbs
 from coordinator.cli.command import command, option, plain_table, print_parts
 from coordinator.cli.connection import ConnectionOptions
+from coordinator.cli.main import app
 from coordinator.cli.views import percent
 from coordinator.stats.rounds import hit_rate
 from coordinator.stats.speculation import acceptance_rate, describe, summed, tokens_per_pass
@@ -140,9 +140,8 @@ def closing_line(records: Sequence[Record]) -> str:
             f"{saved:,} {'pass' if saved == 1 else 'passes'} of the target saved"
         )
     if stats.ahead.awaited:
-        parts.append(
-            f"{percent(hit_rate(stats.ahead))} of {plural(stats.ahead.awaited, 'round')} drafted ahead"
-        )
+        rounds = plural(stats.ahead.awaited, "round")
+        parts.append(f"{percent(hit_rate(stats.ahead))} of {rounds} drafted ahead")
     if state is not None and state.explanation:
         parts.append(state.explanation if state.is_on else f"speculation off: {state.explanation}")
     return "; ".join(parts)
@@ -225,7 +224,7 @@ class ResultOptions:
 
 
 @command(
-    verbs,
+    app,
     "'def main():' --max-tokens 64",
     "'def main():' --temperature 0 --json",
     "--chat 'Name three colours.'",
@@ -269,7 +268,7 @@ async def generate(
         sys.stderr.write(closing_line(records) + "\n")
 
 
-@command(verbs, "", "--system 'Answer in one sentence.' --temperature 0")
+@command(app, "", "--system 'Answer in one sentence.' --temperature 0")
 def chat(
     options: RequestOptions,
     connection: ConnectionOptions,

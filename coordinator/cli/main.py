@@ -1,20 +1,65 @@
-"""The `tandem` command: one module for each of its verbs."""
+"""The `tandem` command: its groups and exit codes. Each verb has a module, and the help imports none of them."""
 
 from __future__ import annotations
 
 import errno
 import os
 import sys
+from enum import IntEnum
 from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from coordinator.cli.app import CommandGroup, Exit, exit_code, verbs
-from tandem import __version__
-from tandem.errors import ConfigurationError, TandemError
+from tandem import __version__, errors
 from tandem.standard_streams import exit_with, fill_closed, unwritable
+
+
+class Exit(IntEnum):
+    """Exit codes, which the help of `tandem admin` lists."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    UNHEALTHY = 3
+    UNREACHABLE = 4
+    REFUSED = 5
+
+
+_EXIT_CODES: tuple[tuple[type[errors.TandemError], Exit], ...] = (
+    (errors.ModelFolderError, Exit.FAILED),
+    (errors.ConfigurationError, Exit.USAGE),
+    (errors.ServiceUnavailableError, Exit.UNREACHABLE),
+    (errors.InvalidRequestError, Exit.REFUSED),
+    (errors.UnauthenticatedError, Exit.REFUSED),
+    (errors.PermissionDeniedError, Exit.REFUSED),
+    (errors.CapacityError, Exit.REFUSED),
+    (errors.TandemError, Exit.FAILED),
+)
+
+
+def exit_code(error: errors.TandemError) -> Exit:
+    """The exit code for a kind of failure."""
+    return next(code for kind, code in _EXIT_CODES if isinstance(error, kind))
+
+
+class CommandGroup(typer.Typer):
+    """A group of commands. Help without boxes: it has room for the whole name of an option."""
+
+    def __init__(self, help_text: str, parent: CommandGroup | None = None, name: str = "tandem") -> None:
+        super().__init__(
+            help=help_text,
+            no_args_is_help=True,
+            rich_markup_mode=None,
+            pretty_exceptions_enable=False,
+            context_settings={"help_option_names": ["-h", "--help"]},
+        )
+        self.path: str = name if parent is None else f"{parent.path} {name}"
+        """The words that call it."""
+        if parent is not None:
+            parent.add_typer(self, name=name)
+
 
 VERBS = {
     "serve": ("serve", "Start one service: draft, target or coordinator."),
@@ -48,7 +93,7 @@ class _Verbs(TyperGroup):
             is_help = args[1:2] in (["-h"], ["--help"])
             args = args if is_help else [args[0], "list", *args[1:]]
         elif args[0] == "logs":
-            raise ConfigurationError(
+            raise errors.ConfigurationError(
                 "there is no tandem logs: each service writes its log to standard error, which docker compose logs and "
                 "kubectl logs show; tandem requests lists what runs"
             )
@@ -61,7 +106,7 @@ class _Verbs(TyperGroup):
         if cmd_name not in VERBS:
             return None
         import_module(f"{__package__}.{VERBS[cmd_name][0]}")
-        return typer.main.get_group(verbs).commands[cmd_name]
+        return typer.main.get_group(app).commands[cmd_name]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
@@ -105,7 +150,7 @@ def main() -> None:
             message = f"error: {message[:1].lower()}{message[1:].rstrip('.')}"
         sys.stderr.write(message + "\n")
         sys.exit(error.exit_code)
-    except TandemError as error:
+    except errors.TandemError as error:
         exit_with(error, exit_code(error))
     except typer.Abort:
         sys.exit(Exit.FAILED)

@@ -18,10 +18,10 @@ import numpy as np
 from rich.console import Group, RenderableType
 
 from coordinator.cli import planning
-from coordinator.cli.app import verbs
 from coordinator.cli.command import OutputOptions, command, option, plain_table
 from coordinator.cli.connection import ConnectionOptions
 from coordinator.cli.doctor import round_trips
+from coordinator.cli.main import app
 from coordinator.cli.up import NO_DRAFT, STOP_SECONDS, UpOptions, as_words, service_arguments
 from coordinator.cli.views import percent
 from tandem.admin_client import AdminClient
@@ -108,9 +108,8 @@ class StepOptions:
             )
         targets, drafts, clients, *given = counts
         times, batch = self.times(), -(-clients // targets)
-        proposed = (
-            given[0] if given else planning.plan(times.rounds(batch, self.max_tokens), batch).best_tokens
-        )
+        best = planning.plan(times.rounds(batch, self.max_tokens), batch).best_tokens
+        proposed = given[0] if given else best
         if not proposed:
             raise ConfigurationError(
                 f"at {batch} clients of each target no proposal pays, so there is no fleet to plan; give K as the "
@@ -209,9 +208,8 @@ async def _round_seconds(
             ignore_eos=True,
         )
         prompts = itertools.islice(itertools.cycle(_PROMPTS), batch)
-        rounds = await asyncio.gather(
-            *(_rounds(client, replace(request, prompt=prompt)) for prompt in prompts)
-        )
+        requests = [replace(request, prompt=prompt) for prompt in prompts]
+        rounds = await asyncio.gather(*(_rounds(client, each) for each in requests))
         if number:
             of_length = seconds.setdefault(length, [])
             of_length += [each for some in rounds for proposed, each in some if proposed == length]
@@ -265,7 +263,7 @@ async def _services(words: Sequence[str]) -> AsyncIterator[str]:
 
 
 @command(
-    verbs,
+    app,
     "--address 10.0.0.5:50051",
     "--target models/my-target --draft models/my-draft --batch 1,8",
     "--verify-ms 6.5 --draft-step-ms 1.2 --acceptance 0.8 --round-trip-ms 0.5 --batch 1,8,32",
@@ -333,11 +331,8 @@ def _counts(text: str) -> list[int]:
 
 def fleet_view(fleet: planning.Fleet, found: planning.FleetPlan) -> RenderableType:
     """A fleet's capacity, in sentences."""
-    needed = (
-        "no number of drafts is enough"
-        if found.drafts_needed is None
-        else plural(found.drafts_needed, "draft")
-    )
+    count = found.drafts_needed
+    needed = "no number of drafts is enough" if count is None else plural(count, "draft")
     left = "the targets go on alone" if fleet.drafts == 1 else f"{plural(fleet.drafts - 1, 'draft')} left"
     return Group(
         f"drafts on the targets' devices: {plural(found.together_clients, 'client')} at {found.rate:.1f} tokens/s each "

@@ -11,7 +11,7 @@ from itertools import zip_longest
 
 import typer
 
-from coordinator.cli.app import verbs
+from coordinator.cli.main import app
 from tandem.config.names import OWN_METHODS, canonical_method
 from tandem.errors import ConfigurationError
 
@@ -32,7 +32,7 @@ _HANDED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_op
 """Arguments are passed on unchanged: settings list their options once."""
 
 
-@verbs.command(context_settings=_HANDED_ON)
+@app.command(context_settings=_HANDED_ON)
 def serve(context: typer.Context) -> None:
     """Start one service: draft, target or coordinator. `tandem serve SERVICE --help` lists its options."""
     service, *arguments = context.args or [""]
@@ -82,7 +82,7 @@ def sends_load(arguments: Sequence[str]) -> bool:
     return any(word.partition("=")[0] in ("--clients", "--rate", "--http") for word in arguments)
 
 
-@verbs.command(context_settings=_HANDED_ON)
+@app.command(context_settings=_HANDED_ON)
 def bench(context: typer.Context) -> None:
     """Compare ways of decoding on this machine; --clients, --rate or --http send a load. `--help` lists options."""
     is_load = sends_load(context.args)

@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple
 
 from rich.console import Console
 
-from coordinator.cli.app import verbs
 from coordinator.cli.command import command, option
+from coordinator.cli.main import app
 from coordinator.cli.serve import package_of
 from coordinator.settings.coordinator import DEFAULT_PORT, ConfigSettings
 from tandem.config import names
@@ -127,7 +127,7 @@ class UpOptions:
     log_level: str = option("debug, info, warning or error.", default="warning")
 
 
-@command(verbs)
+@command(app)
 def up(options: UpOptions) -> None:
     """Start a draft service, a target service and a coordinator here; stop them all with Ctrl-C.
 
@@ -235,9 +235,8 @@ def _with_model(options: UpOptions, shared: Mapping[str, Any]) -> UpOptions:
         return replace(options, model=named)
     method = names.canonical_method(options.method or str(shared.get("speculative_method", "")))
     has_head = method not in names.BOUND_METHODS or bundled.smollm2_head(method) is not None
-    is_any_draft = (
-        options.draft in (None, NO_DRAFT, *names.MODEL_FREE_METHODS) and "draft_model_path" not in shared
-    )
+    without_model = (None, NO_DRAFT, *names.MODEL_FREE_METHODS)
+    is_any_draft = options.draft in without_model and "draft_model_path" not in shared
     is_here = not bundled.smollm2_missing() and not Path(bundled.SMOLLM2).exists()
     return replace(options, model=bundled.SMOLLM2 if has_head and is_any_draft and is_here else bundled.DEMO)
 

@@ -129,10 +129,8 @@ class Supervisor:
                 return code if code > 0 else 1
             # One that was stable is started again without a long wait
             backoff = 0.25 if time.monotonic() - began > 30.0 else min(2 * backoff, 30.0)
-            logger.warning(
-                "worker ended; it is started again",
-                extra={"worker": index, "exit_code": code, "seconds": backoff},
-            )
+            extra = {"worker": index, "exit_code": code, "seconds": backoff}
+            logger.warning("worker ended; it is started again", extra=extra)
             await asyncio.sleep(backoff)
 
     async def _run_worker(self, index: int) -> int:
@@ -252,9 +250,8 @@ class Hub(Administrator):
     async def metrics(self) -> list[Metric]:
         """The metrics of all workers, those of workers that have ended included."""
         read = await asyncio.gather(*map(Peer.metrics, self._workers.values()))
-        count = GaugeMetricFamily(
-            "tandem_coordinator_workers", "Worker processes that take requests.", len(read)
-        )
+        text = "Worker processes that take requests."
+        count = GaugeMetricFamily("tandem_coordinator_workers", text, len(read))
         return merged_metrics([*read, self._past_metrics, [count]])
 
     async def metrics_text(self) -> bytes:

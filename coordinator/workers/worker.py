@@ -69,9 +69,8 @@ class WorkerSetup:
         shares = {name: -(-bound // whole.workers) for name, bound in bounds.items()}
         for name in ("max_concurrent_requests", "max_queued_requests"):
             shares[name] = share(getattr(whole, name), self.index, whole.workers)
-        shares["http_max_held_body_bytes"] = max(
-            shares["http_max_held_body_bytes"], whole.http_max_body_bytes
-        )
+        held = shares["http_max_held_body_bytes"]
+        shares["http_max_held_body_bytes"] = max(held, whole.http_max_body_bytes)
         # The parent serves the metrics of all, and names them.
         own = {"workers": 1, "port": self.port, "prometheus_port": None, "metric_names": "tandem"}
         return whole.model_copy(update={**own, **shares})

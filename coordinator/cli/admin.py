@@ -18,7 +18,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from coordinator.cli import views
-from coordinator.cli.command import OutputForm, OutputOptions, command, option
+from coordinator.cli.command import OutputOptions, command, option
 from coordinator.cli.connection import ConnectionOptions
 from coordinator.cli.doctor import doctor_view, examine
 from coordinator.cli.main import CommandGroup, Exit, app
@@ -75,7 +75,7 @@ class WatchQuery(Query):
             await super().answer(ask, view)
             return
         screen = Live(console=Console(highlight=False), auto_refresh=False, vertical_overflow="crop")
-        is_screen = self.form is OutputForm.TABLE and sys.stdout.isatty()
+        is_screen = self.form == "table" and sys.stdout.isatty()
         async with self.admin_client() as client:
             with screen if is_screen else nullcontext():
                 for look in itertools.count() if self.count is None else range(self.count):

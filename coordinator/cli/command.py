@@ -8,7 +8,6 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
-from enum import Enum
 from functools import wraps
 from inspect import Parameter, Signature, getdoc, iscoroutine, signature
 from typing import Annotated, Any, Literal, get_type_hints
@@ -27,36 +26,31 @@ def option(text: str, *flags: str, default: Any = None, **more: Any) -> Any:
     return field(default=default, metadata={"typer": typer.Option(*flags, help=text, **more)})
 
 
-class OutputForm(Enum):
-    """Form of a printed result."""
-
-    TABLE = "table"
-    JSON = "json"
-    YAML = "yaml"
+Form = Literal["table", "json", "yaml"]
 
 
 @dataclass(frozen=True)
 class OutputOptions:
     """The form of the result."""
 
-    output: OutputForm = option(
-        "Form of the result.", "--output", "-o", default=OutputForm.TABLE, envvar="TANDEM_CLIENT_OUTPUT"
+    output: Form = option(
+        "Form of the result.", "--output", "-o", default="table", envvar="TANDEM_CLIENT_OUTPUT"
     )
     as_json: bool = option("The same as --output json.", "--json", default=False)
 
     @property
-    def form(self) -> OutputForm:
+    def form(self) -> Form:
         """The form that either option asks for."""
-        return OutputForm.JSON if self.as_json else self.output
+        return "json" if self.as_json else self.output
 
     def show(
         self, result: object, table: Callable[[], RenderableType], *, is_one_of_many: bool = False
     ) -> None:
         """Print a result. One of many is a line of JSON, a document of YAML, or a table and an empty line."""
-        if self.form is OutputForm.JSON:
+        if self.form == "json":
             indent = None if is_one_of_many else 2
             sys.stdout.write(json.dumps(plain(result), indent=indent, ensure_ascii=False) + "\n")
-        elif self.form is OutputForm.YAML:
+        elif self.form == "yaml":
             text = yaml.safe_dump(plain(result), sort_keys=False, allow_unicode=True)
             sys.stdout.write("---\n" * is_one_of_many + text)
         else:

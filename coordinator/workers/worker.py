@@ -87,12 +87,12 @@ def socket_address(folder: str, name: int | str = "parent") -> str:
 
 
 async def private_server(
-    address: str, admin: AdminServicer, metrics_text: Callable[[], Awaitable[bytes]]
+    address: str, admin: AdminServicer, metrics_text: Callable[[], Awaitable[bytes | None]]
 ) -> grpc.aio.Server:
     """A server of AdminService and metrics for the `Peer` at the other end of a socket."""
 
     async def get(_request: bytes, _context: Context) -> bytes:
-        return await metrics_text()
+        return await metrics_text() or b""
 
     server = grpc.aio.server(interceptors=[CallInterceptor(guarding(RunningCalls()))])
     admin.add_to(server)
@@ -170,7 +170,7 @@ class WorkerService(CoordinatorService):
 
     async def start(self) -> None:
         address = socket_address(self._setup.folder, self._setup.index)
-        self._private = await private_server(address, AdminServicer(self.administration), self._own_metrics)
+        self._private = await private_server(address, AdminServicer(self.administration), super().metrics)
         await super().start()
         for shot in self.replicas.snapshots():
             if shot.address in self._setup.drained:
@@ -194,9 +194,6 @@ class WorkerService(CoordinatorService):
             # A call of the parent may be under way
             await self._private.stop(0.2)
         await self._parent.close()
-
-    async def _own_metrics(self) -> bytes:
-        return self.observer.prometheus_text() or b""
 
 
 def run(arguments: list[str]) -> None:

@@ -40,14 +40,16 @@ _ADVICE = {
 
 def diagnose(status: Status, settings: CoordinatorSettings) -> Iterator[Finding]:
     """All findings."""
-    by_role = {role: [each for each in status.replicas if each.role is role] for role in Role}
-    yield from _services(status, settings, by_role[Role.TARGET], by_role[Role.DRAFT])
+    targets = [each for each in status.replicas if each.role is Role.TARGET]
+    drafts = [each for each in status.replicas if each.role is Role.DRAFT]
+    yield _targets(status, targets)
+    yield _drafts(settings, drafts)
     for replica in status.replicas:
         yield from _replica(replica, status)
-    if target := next((each.model for each in by_role[Role.TARGET] if each.model is not None), None):
-        for draft in by_role[Role.DRAFT]:
-            if draft.model is not None:
-                yield _match(settings, target, draft, draft.model)
+    target = next((each.model for each in targets if each.model is not None), None)
+    for draft in drafts:
+        if target is not None and draft.model is not None:
+            yield _match(settings, target, draft, draft.model)
     yield from _speculation(status)
     yield _rule(status)
     yield _load(status, settings)
@@ -55,33 +57,26 @@ def diagnose(status: Status, settings: CoordinatorSettings) -> Iterator[Finding]
     yield _transport(status, settings)
 
 
-def _services(
-    status: Status,
-    settings: CoordinatorSettings,
-    targets: Sequence[ReplicaSnapshot],
-    drafts: Sequence[ReplicaSnapshot],
-) -> Iterator[Finding]:
-    """How many take new sequences."""
+def _targets(status: Status, targets: Sequence[ReplicaSnapshot]) -> Finding:
     ready = sum(replica.state is ReplicaState.READY for replica in targets)
     words = f"{ready} of {len(targets)} take new sequences"
     if ready:
-        yield Finding.ok("targets", words)
-    else:
-        words = "none was reached yet" if status.state is CoordinatorState.STARTING else words
-        advice = "start a target service; until then requests wait and then fail"
-        yield Finding.problem("targets", words, advice)
-    ready = sum(replica.state is ReplicaState.READY for replica in drafts)
+        return Finding.ok("targets", words)
+    words = "none was reached yet" if status.state is CoordinatorState.STARTING else words
+    advice = "start a target service; until then requests wait and then fail"
+    return Finding.problem("targets", words, advice)
+
+
+def _drafts(settings: CoordinatorSettings, drafts: Sequence[ReplicaSnapshot]) -> Finding:
     if not drafts:
         advice = "start one, and name it with --draft-address"
-        yield Finding.warning("drafts", "there is none: the target works alone", advice)
-    elif not settings.speculation:
+        return Finding.warning("drafts", "there is none: the target works alone", advice)
+    if not settings.speculation:
         advice = "tandem admin config set speculation true"
-        yield Finding.warning("drafts", "speculation is off: the target works alone", advice)
-    elif not ready:
-        words = f"none of {len(drafts)} takes new sequences: the target works alone"
-        yield Finding.warning("drafts", words)
-    else:
-        yield Finding.ok("drafts", f"{ready} of {len(drafts)} take new sequences")
+        return Finding.warning("drafts", "speculation is off: the target works alone", advice)
+    if not (ready := sum(replica.state is ReplicaState.READY for replica in drafts)):
+        return Finding.warning("drafts", f"none of {len(drafts)} takes new sequences: the target works alone")
+    return Finding.ok("drafts", f"{ready} of {len(drafts)} take new sequences")
 
 
 def _replica(replica: ReplicaSnapshot, status: Status) -> Iterator[Finding]:
@@ -138,15 +133,13 @@ def _rule(status: Status) -> Finding:
         return Finding.ok("rule", words)
     strategy = next(strategy for strategy in STRATEGIES if strategy.name == status.settings.rule)
     if strategy.name == "synthetic":
-        return Finding.warning(
-            "rule",
-            "synthetic: what is accepted has nothing to do with the models; it is for benchmarks",
-            "tandem admin config set rejection_sampling_strategy null",
-        )
-    if not strategy.lossless:
-        words = f"{strategy.name}: the output is not distributed as the target's own, except at temperature 0"
-        return Finding.ok("rule", words)
-    return Finding.ok("rule", f"{strategy.name}: the output is distributed as the target's own")
+        words = "synthetic: what is accepted has nothing to do with the models; it is for benchmarks"
+        advice = "tandem admin config set rejection_sampling_strategy null"
+        return Finding.warning("rule", words, advice)
+    if strategy.lossless:
+        return Finding.ok("rule", f"{strategy.name}: the output is distributed as the target's own")
+    words = f"{strategy.name}: the output is not distributed as the target's own, except at temperature 0"
+    return Finding.ok("rule", words)
 
 
 def _load(status: Status, settings: CoordinatorSettings) -> Finding:

@@ -27,6 +27,7 @@ from tandem.admin import ConfigOption, Stats
 from tandem.admin_client import AdminClient
 from tandem.plural import plural
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role, is_last_target, replica_at
+from tandem.standard_streams import write_error
 
 admin = CommandGroup(
     "Inspect and control a running coordinator.\n\n"
@@ -176,8 +177,7 @@ async def drain(
             if not sys.stdin.isatty():
                 raise errors.ConfigurationError(f"{what}; to drain it all the same, give --yes")
             # On stderr, since stdout is for the result.
-            sys.stderr.write(f"{what}: requests will wait and then fail. Drain it? [y/N] ")
-            sys.stderr.flush()
+            write_error(f"{what}: requests will wait and then fail. Drain it? [y/N] ")
             if sys.stdin.readline().strip().lower() not in ("y", "yes"):
                 raise errors.TandemError("nothing was drained")
         return await client.drain(replica, allow_last_target=is_last)

@@ -11,7 +11,7 @@ import typer
 from pydantic import ValidationError
 
 from coordinator.cli.command import OutputOptions, command
-from coordinator.cli.main import CommandGroup, Exit, app
+from coordinator.cli.main import CommandGroup, app
 from coordinator.cli.views import options_view
 from coordinator.settings.coordinator import ConfigSettings
 from tandem.admin import ConfigOption
@@ -72,14 +72,9 @@ def check(
 
 
 def _read(arguments: list[str], environment: Mapping[str, str]) -> tuple[ConfigSettings, dict[str, Origin]]:
-    """The settings and their origins; ends the command with a line for each thing that is wrong."""
+    """The settings and their origins."""
+    values, origins = read_options(ConfigSettings, arguments, environment, "tandem config show")
     try:
-        values, origins = read_options(ConfigSettings, arguments, environment, "tandem config show")
         return ConfigSettings(**values), origins
     except ValidationError as error:
-        broken = sentences(error)
-    except ConfigurationError as error:
-        broken = [str(error)]
-    for sentence in broken:
-        sys.stderr.write(f"error: {sentence}\n")
-    raise typer.Exit(Exit.USAGE)
+        raise ConfigurationError("\nerror: ".join(sentences(error))) from None  # a line for each

@@ -28,6 +28,7 @@ from coordinator.stats.speculation import acceptance_rate, describe, summed, tok
 from tandem.client import Client, as_message
 from tandem.errors import ConfigurationError, InvalidRequestError
 from tandem.plural import plural
+from tandem.standard_streams import write_out
 from tandem.sync_client import SyncClient
 from tandem.types import ChatMessage, Chunk, GenerationRequest, RowKind, Summary
 
@@ -258,8 +259,7 @@ async def generate(
             async for chunk in client.generate(request, timeout_seconds=connection.timeout, seed=seed):
                 record.add(chunk, console)
             if console is None:
-                sys.stdout.write(json.dumps(record.as_dict(), ensure_ascii=False) + "\n")
-                sys.stdout.flush()
+                write_out(json.dumps(record.as_dict(), ensure_ascii=False) + "\n")
                 continue
             console.print()
             if record.whole.logprobs:

@@ -134,7 +134,8 @@ class FailoverVerifier:
         seconds = self._deadline.at_most(self._wait_seconds)
         member = await self._pool.chosen(seconds, trouble.avoided)
         if member is None:
-            logger.warning("no target is ready", extra={**self._log_fields, "replicas": self._pool.reasons()})
+            fields = {"request_id": self._options.request_id, "replicas": self._pool.reasons()}
+            logger.warning("no target is ready", extra=fields)
             raise ServiceUnavailableError(
                 f"no target service was ready within {seconds:.3g} s; {trouble.sentence}"
             )
@@ -187,13 +188,13 @@ class FailoverVerifier:
         trouble.losses += place.sequence.was_sent and not isinstance(error, InvalidRequestError)
         trouble.is_reported = True
         member, reason = place.member, str(error)
-        logger.warning(
+        self._report(
+            logging.WARNING,
             "target lost; the sequence goes on elsewhere",
-            extra={**self._log_fields, "address": member.address, "reason": reason},
-        )
-        self._observer.event(
             "target_lost",
-            {"address": member.address, "reason": reason, "completion_tokens": trouble.delivered},
+            address=member.address,
+            reason=reason,
+            completion_tokens=trouble.delivered,
         )
         if trouble.losses >= MAX_LOSSES:
             # Not UNAVAILABLE: clients would try again and lose the next targets.
@@ -227,10 +228,8 @@ class FailoverVerifier:
             self._left = None
         if trouble.is_reported:
             address, seconds = self._rounds.target_address or "", round(trouble.seconds, 3)
-            details: dict[str, EventValue] = {"address": address, "seconds": seconds}
-            logger.info("target resumed", extra={**self._log_fields, **details})
-            self._observer.event("target_resumed", details)
+            self._report(logging.INFO, "target resumed", "target_resumed", address=address, seconds=seconds)
 
-    @property
-    def _log_fields(self) -> dict[str, str]:
-        return {"request_id": self._options.request_id}
+    def _report(self, severity: int, sentence: str, event: str, **details: EventValue) -> None:
+        logger.log(severity, sentence, extra={"request_id": self._options.request_id, **details})
+        self._observer.event(event, details)

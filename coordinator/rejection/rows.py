@@ -51,9 +51,9 @@ def draft_probs(own: Round, index: int, row: SupportRow) -> FloatArray:
         return probs
     distribution = proposal.distributions[index]
     token_ids, probs = distribution.token_ids, distribution.probs
-    if row.token_ids is token_ids:  # the support that was requested
-        return probs
-    if np.array_equal(row.token_ids, token_ids):
+    if row.token_ids is token_ids or np.array_equal(
+        row.token_ids, token_ids
+    ):  # the support that was requested
         return probs
     order = row.token_ids.argsort(kind="stable")
     places = np.minimum(np.searchsorted(row.token_ids, token_ids, sorter=order), max(order.size - 1, 0))

@@ -101,17 +101,16 @@ STRATEGIES = (
 )  # fmt: skip
 """All rules."""
 
-_BY_NAME = {strategy.name: strategy for strategy in STRATEGIES}
-
 
 def find_strategy(name: str) -> Strategy:
     """Return the rule of this name in MAX's or vLLM's spelling; underscores and capitals do not matter."""
-    try:
-        return _BY_NAME[names.canonical_name(name)]
-    except KeyError:
-        raise InvalidRequestError(
-            f"rejection_sampling_strategy is {name!r}; it must be one of {', '.join(names.SPELLINGS)}"
-        ) from None
+    canonical_name = names.canonical_name(name)
+    for strategy in STRATEGIES:
+        if strategy.name == canonical_name:
+            return strategy
+    raise InvalidRequestError(
+        f"rejection_sampling_strategy is {name!r}; it must be one of {', '.join(names.SPELLINGS)}"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,14 +56,14 @@ class Conversation:
 
     def __init__(self, draft: Subject) -> None:
         self._draft = draft
-        self._call: Call = draft.channel.stream_stream("/tandem.v1.DraftService/Propose")()
+        self.call: Call = draft.channel.stream_stream("/tandem.v1.DraftService/Propose")()
         self._arrived: defaultdict[int, deque[wire.Answer | Ending]] = defaultdict(deque)
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._call.cancel()
+        self.call.cancel()
 
     async def say(self, *requests: tuple[int, Request]) -> None:
         """Send requests in one message, each with the number of its sequence."""
@@ -71,7 +71,7 @@ class Conversation:
 
     async def write(self, message: bytes) -> None:
         with errors_of("draft service"):
-            await self._call.write(message)
+            await self.call.write(message)
 
     async def open(self, sequence: int, step: ProposeStep, options: DraftOptions | None = None) -> None:
         """Open a sequence and send its first step, in one message."""
@@ -100,7 +100,7 @@ class Conversation:
             async with asyncio.timeout(seconds):
                 while not arrived:
                     with errors_of("draft service"):
-                        content = await self._call.read()
+                        content = await self.call.read()
                     if not isinstance(content, bytes):
                         raise ProtocolError("it ended the stream")
                     for number, answer in wire.answers_from_proto(ProposeResponse.FromString(content)):
@@ -140,15 +140,12 @@ class Conversation:
         try:
             async with asyncio.timeout(seconds):
                 with suppress(grpc.RpcError):
-                    while isinstance(await self._call.read(), bytes):
+                    while isinstance(await self.call.read(), bytes):
                         pass
         except TimeoutError:
             raise ProtocolError(f"it did not end the stream within {seconds:g} s") from None
-        code: grpc.StatusCode = await self._call.code()
+        code: grpc.StatusCode = await self.call.code()
         return code
-
-    async def half_close(self) -> None:
-        await self._call.done_writing()
 
 
 def _words(ending: Ending) -> str:
@@ -417,7 +414,7 @@ async def _cancel(draft: Subject, talk: Conversation) -> str:
 
 async def _half_closed(draft: Subject, talk: Conversation) -> str:
     await talk.begin(draft.prompt())
-    await talk.half_close()
+    await talk.call.done_writing()
     await talk.end_of_stream()
     await draft.fresh(draft.prompt())
     return "a stream that ends without a Finish ends its sequences; the next stream is served"

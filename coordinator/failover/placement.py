@@ -33,8 +33,9 @@ class OpenSequence(Generic[ClientT, SequenceT]):
     def __post_init__(self) -> None:
         self.member.open_sequences += 1
 
-    def leave(self) -> None:
-        self.sequence.cancel()
+    def leave(self, error: TandemError | None = None) -> None:
+        """Drop the sequence there, with an error because it has failed."""
+        self.sequence.cancel(error)
         self.member.open_sequences -= 1
 
 
@@ -146,9 +147,9 @@ class DraftPlacement:
         self._pool.prefixes.add(member.address, tokens.token_ids)
         sequence.read(tokens)
 
-    def leave(self) -> None:
+    def leave(self, error: TandemError | None = None) -> None:
         if self.current is not None:
-            self.current.leave()
+            self.current.leave(error)
             self.current = None
 
     def leave_for_better(self) -> None:
@@ -178,7 +179,7 @@ class DraftPlacement:
         self._faults += not isinstance(error, CapacityError)
         self._rounds = 0
         self._lost(member, error)
-        self.leave()
+        self.leave(error)
 
     def count_proposal(self) -> None:
         """The draft has proposed. After enough proposals, earlier losses are forgiven."""

@@ -163,7 +163,7 @@ class FailoverVerifier:
         place, self._place = self._place, None
         if place is None:
             raise error
-        place.leave()
+        place.leave(error)
         if self._left is not None:
             self._place, self._left = self._left, None
             self._rounds.target_address = self._place.member.address

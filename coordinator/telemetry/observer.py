@@ -25,9 +25,8 @@ class StreamObserver:
     """The W3C trace context that the service's span joins; empty when the request is not traced."""
     traffic: Traffic = field(default_factory=Traffic)
     """Counter of the stream's bytes."""
-    ended: Callable[..., None] = lambda *_: None
-    """Called at the end, with an error if it was one. Only the first call counts, so that a failure can be reported
-    before the drop."""
+    ended: Callable[[Exception | None], None] = lambda _: None
+    """Called at the end, with an error if it was one."""
 
 
 class RequestObserver:

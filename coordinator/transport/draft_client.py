@@ -18,7 +18,7 @@ from coordinator.stats.rounds import RoundResult
 from coordinator.stats.speculation import MovingAverage
 from coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
 from coordinator.transport.streams import StreamedSequence, Streams
-from tandem.errors import ProtocolError, TandemError
+from tandem.errors import ProtocolError
 from tandem.rpc.channels import errors_of
 from tandem.speculation_state import SpeculationState
 from tandem.types import (
@@ -358,7 +358,6 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
             while outcomes.ready_count(token_ids) < count and self.error is None and time.monotonic() < until:
                 await self._arrival(until)
         if self.error is not None:
-            self._observer.ended(self.error)
             raise self.error
         return None if self._is_asked else outcomes.find(token_ids)
 
@@ -384,24 +383,17 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
         Raises a TandemError where it failed or proposed what cannot be verified: it is of no use any more.
         """
         until = time.monotonic() + patience_seconds
-        try:
-            if self.error is not None:
-                raise self.error
-            if self._is_asked and await self._answered(until) is None:
-                return None
-            self._ask(completion, count, budget)
-            proposal = await self._answered(until)
-            if proposal is not None:
-                check_proposal(
-                    proposal,
-                    completion.length,
-                    count,
-                    self._limits.vocabulary_size,
-                    with_token_logits=self._options.with_token_logits,
-                )
-        except TandemError as error:
-            self._observer.ended(error)
-            raise
+        if self.error is not None:
+            raise self.error
+        if self._is_asked and await self._answered(until) is None:
+            return None
+        self._ask(completion, count, budget)
+        proposal = await self._answered(until)
+        if proposal is not None:
+            vocabulary_size, with_token_logits = self._limits.vocabulary_size, self._options.with_token_logits
+            check_proposal(
+                proposal, completion.length, count, vocabulary_size, with_token_logits=with_token_logits
+            )
         return proposal
 
     async def finish(self) -> None:

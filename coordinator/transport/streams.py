@@ -133,8 +133,8 @@ class StreamedSequence(ABC, Generic[RequestT, AnswerT]):
         self.send(Finish(self._remote.kept_length(self._committed)))
         await asyncio.wait({self._ended}, timeout=FINISH_SECONDS)  # otherwise it ends when it is dropped
 
-    def cancel(self) -> None:
-        """Drop the sequence, whatever is being done for it."""
+    def cancel(self, error: TandemError | None = None) -> None:
+        """Drop the sequence, whatever is being done for it. With an error, because it has failed."""
         self._stream.sequences.discard(self)
         if not self._stream.sequences:
             self._stream.end(Ending())
@@ -142,7 +142,7 @@ class StreamedSequence(ABC, Generic[RequestT, AnswerT]):
             self.send(Cancel())
             self._stream.numbered.pop(self.number, None)
         self.end(Ending())
-        self._observer.ended()
+        self._observer.ended(error)
 
     def goes_on(self) -> None:
         """The last answer is used, which ends the measurement of its wait."""

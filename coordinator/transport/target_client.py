@@ -247,22 +247,18 @@ class TargetSequence(StreamedSequence[_Request, wire.Answer]):
         self._committed, self._stats = committed, stats or self._stats
         delta = self._remote.delta_to(committed, proposal.token_ids)
         step = self._rows.rule.step(delta, proposal, self._rows.kind)
-        try:
-            if self.error is not None:
-                raise self.error
-            self._asked = step, proposal
-            self._answer = asyncio.get_running_loop().create_future()
-            self.send(*((self._options, step) if self.is_new else (step,)))
-            if not self._lead.continues(step):
-                self._end_lead()
-            # A smaller lead does not reach the target before it has begun what an earlier step allowed.
-            self._lead.allowed = max(step.lead, self._lead.allowed - 1)
-            if self._lead.unasked:
-                self._answer.set_result(self._lead.unasked.popleft()[1])
-            verification = await self._answer
-        except TandemError as error:
-            self._observer.ended(error)
-            raise
+        if self.error is not None:
+            raise self.error
+        self._asked = step, proposal
+        self._answer = asyncio.get_running_loop().create_future()
+        self.send(*((self._options, step) if self.is_new else (step,)))
+        if not self._lead.continues(step):
+            self._end_lead()
+        # A smaller lead does not reach the target before it has begun what an earlier step allowed.
+        self._lead.allowed = max(step.lead, self._lead.allowed - 1)
+        if self._lead.unasked:
+            self._answer.set_result(self._lead.unasked.popleft()[1])
+        verification = await self._answer
         self.goes_on()
         self.is_new = False
         self._stats.rounds += verification.led_token_id >= 0
@@ -284,9 +280,9 @@ class TargetSequence(StreamedSequence[_Request, wire.Answer]):
         if not self.is_new:
             await super().finish()
 
-    def cancel(self) -> None:
+    def cancel(self, error: TandemError | None = None) -> None:
         self._end_lead()
-        super().cancel()
+        super().cancel(error)
 
     def _end_lead(self) -> None:
         """Drop what the target did by itself. It may have begun another round, and more until it learns of it."""

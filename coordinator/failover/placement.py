@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
@@ -63,12 +63,10 @@ def _step_seconds(steps: Mapping[tuple[int, int], float], sequences: int) -> flo
     return next((seconds for count, seconds in sizes if count >= sequences), sizes[-1][1])
 
 
-def earliest(
-    ready: Sequence[Member[DraftClient]], seconds: Mapping[Member[DraftClient], float]
-) -> Member[DraftClient]:
+def earliest(seconds: Mapping[Member[DraftClient], float]) -> Member[DraftClient]:
     """The draft with the earliest answer; one with a free place before one without, and of those that are equally
     early, the one with the fewest sequences."""
-    free = [member for member in ready if not member.client.load.is_full] or list(ready)
+    free = [member for member in seconds if not member.client.load.is_full] or list(seconds)
     first = min(seconds[member] for member in free)
     # Times within a tenth and a millisecond are equal: round trips vary as much from one to the next
     near = [member for member in free if seconds[member] <= 1.1 * first + 0.001 or not first]
@@ -115,24 +113,22 @@ class DraftPlacement:
         if self._faults >= MAX_FAULTS:
             return None
         now = time.monotonic()
-        lost = {member for member, moment in self._retry_at.items() if now < moment}
         ready = [
             member
             for member in self._pool.members
-            if member.is_ready and member.goes_with(self.target_address) and member not in {*avoided, *lost}
+            if member.is_ready and member.goes_with(self.target_address) and member not in avoided
+            if now >= self._retry_at.get(member, 0.0)
         ]
         if len(ready) < 2:
             return ready[0] if ready else None
         token_ids = () if tokens is None else tokens.token_ids
         held = self._pool.prefixes.held(token_ids)
+        count = self._limits.num_speculative_tokens
         return earliest(
-            ready,
             {
-                member: expected_seconds(
-                    member, self._limits.num_speculative_tokens, len(token_ids) - held.get(member.address, 0)
-                )
+                member: expected_seconds(member, count, len(token_ids) - held.get(member.address, 0))
                 for member in ready
-            },
+            }
         )
 
     def enter(self, member: Member[DraftClient], tokens: Tokens) -> None:

@@ -85,7 +85,7 @@ class Member(Generic[ClientT]):
         self._opened_with: object = None
         """Message limit and credentials of the channel."""
         self._client: ClientT | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._task = asyncio.create_task(self._follow())
 
     @property
     def drained_because(self) -> str:
@@ -134,14 +134,10 @@ class Member(Generic[ClientT]):
             coverage=self.coverage,
         )
 
-    def start(self) -> None:
-        self._task = asyncio.create_task(self._follow())
-
     async def close(self) -> None:
         """Close the connection, which ends the streams that are still open on it."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
         if self._channel is not None:
             await self._channel.close()
 
@@ -429,7 +425,6 @@ class Pool(Generic[ClientT]):
         for found, address in wanted.items():
             if found not in self._members:
                 self._members[found] = Member(found, address, self)
-                self._members[found].start()
         for found, member in [*self._members.items()]:
             was_missed, member.is_missed = member.is_missed, found not in wanted
             if member.is_missed is not was_missed:

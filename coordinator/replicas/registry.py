@@ -29,9 +29,8 @@ class ReplicaRegistry:
     def __init__(
         self, settings: CoordinatorSettings, credentials: Credentials = PLAIN, resolver: Resolver = resolve
     ) -> None:
-        self.fleet = Fleet(settings)
+        self.fleet = fleet = Fleet(settings)
         self._settings = settings
-        fleet = self.fleet
         self.targets = Pool(
             Role.TARGET,
             split_addresses(settings.target_address),

@@ -35,7 +35,7 @@ class Administrator(ABC):
 
     def __init__(self, live_config: LiveConfig) -> None:
         self.live_config = live_config
-        self._started = time.monotonic()
+        self.started = time.monotonic()
 
     async def status(self) -> admin.Status:
         """State, load and replicas at this moment."""
@@ -96,10 +96,6 @@ class Administrator(ABC):
         status = await self.status()
         return admin.Diagnosis(status.version, status.time, tuple(diagnose(status, self.live_config.current)))
 
-    @property
-    def _uptime(self) -> float:
-        return time.monotonic() - self._started
-
 
 class Administration(Administrator):
     """Shows and steers the coordinator of this process."""
@@ -147,7 +143,7 @@ class Administration(Administrator):
         total, by_rule = completions.stats.snapshot()
         return admin.Stats(
             time=datetime.now(UTC),
-            uptime_seconds=self._uptime,
+            uptime_seconds=time.monotonic() - self.started,
             load=admin.Load(len(completions.requests.list()), completions.admission.queued),
             throughput=admin.Throughput(tokens.rate(10), tokens.rate(60)),
             outcomes=completions.requests.outcomes,

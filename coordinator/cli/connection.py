@@ -106,14 +106,12 @@ class ConnectionOptions(ConnectionSettings):
         """Merge the options, the environment and the contexts."""
         values = {each.name: getattr(self, each.name) for each in fields(ConnectionOptions)}
         given = {name: value for name, value in values.items() if value is not None}
-        by_hand = {name for name in given if self.is_by_hand(name)}
+        by_hand = {name: value for name, value in given.items() if self.is_by_hand(name)}
         contexts = read_contexts()
         name = self.context or contexts.current
         context = contexts.get(name) if name else {}
-        values = {**context, **given}
-        if "context" in by_hand:
-            # Stronger than the environment.
-            values |= {**context, **{each: given[each] for each in by_hand}}
+        # A context that is named by hand is stronger than the environment.
+        values = {**given, **context, **by_hand} if "context" in by_hand else {**context, **given}
         if "token" in by_hand and "token_file" not in by_hand:
             values.pop("token_file", None)  # a file is stronger otherwise, and this one is from elsewhere
         if self.timeout is not None and not self.timeout > 0:

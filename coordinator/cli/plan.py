@@ -240,14 +240,9 @@ async def _rounds(client: Client, request: GenerationRequest) -> list[tuple[int,
 async def _services(words: Sequence[str]) -> AsyncIterator[str]:
     """Run `tandem up`; the coordinator's address."""
     with TemporaryFile() as errors:
-        child = await Child.start(
-            "tandem up",
-            "tandem",
-            ["up", *words],
-            STOP_SECONDS + 5.0,  # its services have as long
-            stderr=errors,
-            env={**os.environ, **_FIXED},
-        )
+        seconds = STOP_SECONDS + 5.0  # its services have 5 s less
+        options = {"stderr": errors, "env": {**os.environ, **_FIXED}}
+        child = await Child.start("tandem up", "tandem", ["up", *words], seconds, **options)
         try:
             try:
                 address = await child.line("ready on ")

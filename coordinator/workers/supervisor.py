@@ -237,7 +237,7 @@ class Hub(Administrator):
 
     async def stats(self) -> admin.Stats:
         stats = merged_stats(await self._each(Peer.stats), self._past)
-        return replace(stats, uptime_seconds=self._uptime)
+        return replace(stats, uptime_seconds=time.monotonic() - self.started)
 
     async def update_config(
         self, values: Mapping[str, str], reset_names: Collection[str], *, by: str

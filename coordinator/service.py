@@ -14,11 +14,10 @@ from coordinator.admin.servicer import AdminServicer
 from coordinator.decoding.tokenization import PromptEncoder, read_tokenizer
 from coordinator.http.chat import Chats
 from coordinator.replicas.registry import ReplicaRegistry
-from coordinator.requests.arrival import admitted
 from coordinator.requests.grammars import CheckedGrammars
 from coordinator.requests.plan import Models
 from coordinator.requests.runner import RequestRunner
-from coordinator.servicer import GenerationServicer
+from coordinator.servicer import GenerationServicer, admitted
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.settings.live import LiveConfig
 from coordinator.telemetry.observer import Observer, State, observer_for

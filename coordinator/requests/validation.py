@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -34,13 +34,6 @@ def check_bounds(subject: BoundedRequest) -> None:
     refuse(broken(BOUND_RULES, subject))
 
 
-def check_counts(message: Any, bounds: CoordinatorSettings, prompt_tokens: int, max_length: int) -> None:
-    """Refuse a GenerateRequest of the protocol with too many items, before a request is made of it: its fields have the
-    same names."""
-    subject = BoundedRequest(message, bounds, max_length)
-    refuse([*too_long(prompt_tokens, max_length), *broken(_COUNT_RULES, subject)])
-
-
 def too_much_text(text: str, bounds: RequestBounds, max_text_bytes: int | None = None) -> Iterator[str]:
     """Yield the reason why a prompt's text is too large to be tokenized, if it is: too many bytes, or more than
     `max_length` tokens can hold."""
@@ -64,19 +57,37 @@ def too_long(token_count: int, max_length: int) -> Iterator[str]:
         )
 
 
-@rule("The prompt's text has at most `max_prompt_bytes`, and no more than `max_length` tokens can hold.")
-def _max_prompt_bytes(subject: BoundedRequest) -> Iterator[str]:
-    prompt = subject.request.prompt
-    if isinstance(prompt, str):
-        yield from too_much_text(prompt, subject.bounds, subject.max_text_bytes)
+def too_many(request: Any, bounds: RequestBounds) -> Iterator[str]:
+    """Yield a sentence for each list with too many items, of a request or of the protocol's GenerateRequest, whose
+    fields have the same names."""
+    for sentence, count, maximum in (
+        ("the number of stop strings is {}", len(request.stop), bounds.max_stop_strings),
+        ("a stop string has {} characters", max(map(len, request.stop), default=0), bounds.max_stop_length),
+        ("logit_bias names {} token ids", len(request.logit_bias), bounds.max_logit_biases),
+        ("stop_token_ids has {} ids", len(request.stop_token_ids), bounds.max_stop_token_ids),
+    ):
+        if count > maximum:
+            yield f"{sentence.format(count)}; it must be at most {maximum}"
 
 
-@rule("A prompt of token ids is shorter than `max_length`.")
-def _max_prompt_tokens(subject: BoundedRequest) -> Iterator[str]:
+@rule(
+    "The prompt's text has at most `max_prompt_bytes`, and no more than `max_length` tokens can hold; token ids are "
+    "fewer than `max_length`."
+)
+def _prompt_size(subject: BoundedRequest) -> Iterator[str]:
     """Token ids take some 36 bytes each while they wait; how many a text has is known once it has its place."""
     prompt = subject.request.prompt
-    if not isinstance(prompt, str):
-        yield from too_long(len(prompt), subject.max_length)
+    if isinstance(prompt, str):
+        return too_much_text(prompt, subject.bounds, subject.max_text_bytes)
+    return too_long(len(prompt), subject.max_length)
+
+
+@rule(
+    "There are at most `max_stop_strings`, each of at most `max_stop_length` characters, at most `max_logit_biases` "
+    "ids in `logit_bias`, and at most `max_stop_token_ids`."
+)
+def _counts(subject: BoundedRequest) -> Iterator[str]:
+    return too_many(subject.request, subject.bounds)
 
 
 @rule("Structured output is allowed (`structured_output`), and its source has at most `max_grammar_bytes`.")
@@ -97,47 +108,6 @@ def _structured_output(subject: BoundedRequest) -> Iterator[str]:
         )
 
 
-def _at_most(
-    bound: str, requirement: str, counted: str, count: Callable[[GenerationRequest], int]
-) -> Rule[BoundedRequest]:
-    """A rule for one of the bounds; `counted` is the sentence's beginning, with a place for the number."""
-
-    def check(subject: BoundedRequest) -> Iterator[str]:
-        number, maximum = count(subject.request), getattr(subject.bounds, bound)
-        if number > maximum:
-            yield f"{counted.format(number)}; it must be at most {maximum}"
-
-    return Rule(bound.replace("_", "-"), requirement, check)
-
-
-_COUNT_RULES: tuple[Rule[BoundedRequest], ...] = (
-    _at_most(
-        "max_stop_strings",
-        "There are at most `max_stop_strings`.",
-        "the number of stop strings is {}",
-        lambda request: len(request.stop),
-    ),
-    _at_most(
-        "max_stop_length",
-        "A stop string has at most `max_stop_length` characters.",
-        "a stop string has {} characters",
-        lambda request: max(map(len, request.stop), default=0),
-    ),
-    _at_most(
-        "max_logit_biases",
-        "`logit_bias` names at most `max_logit_biases` ids.",
-        "logit_bias names {} token ids",
-        lambda request: len(request.logit_bias),
-    ),
-    _at_most(
-        "max_stop_token_ids",
-        "`stop_token_ids` are at most `max_stop_token_ids`.",
-        "stop_token_ids has {} ids",
-        lambda request: len(request.stop_token_ids),
-    ),
-)
-
-
 @rule(f"`num_speculative_tokens` is at most {MAX_SPECULATIVE_TOKENS}, or what the coordinator is set to.")
 def _most_speculative_tokens(subject: BoundedRequest) -> Iterator[str]:
     count = subject.request.num_speculative_tokens
@@ -147,9 +117,8 @@ def _most_speculative_tokens(subject: BoundedRequest) -> Iterator[str]:
 
 
 BOUND_RULES: tuple[Rule[BoundedRequest], ...] = (
-    _max_prompt_bytes,
-    _max_prompt_tokens,
-    *_COUNT_RULES,
+    _prompt_size,
+    _counts,
     _structured_output,
     _most_speculative_tokens,
 )
@@ -178,26 +147,18 @@ def check_request(subject: TokenizedRequest) -> None:
     refuse(broken(REQUEST_RULES, subject))
 
 
-@rule("The prompt holds at least one token.")
-def _prompt_not_empty(subject: TokenizedRequest) -> Iterator[str]:
+@rule("The prompt holds at least one token, and is shorter than `max_length`.")
+def _prompt_fits(subject: TokenizedRequest) -> Iterator[str]:
     if not subject.prompt:
         yield "the prompt is empty; it must hold at least one token"
+    yield from too_long(len(subject.prompt), subject.target.max_length)
 
 
-@rule("The prompt is shorter than `max_length`.")
-def _prompt_fits(subject: TokenizedRequest) -> Iterator[str]:
-    return too_long(len(subject.prompt), subject.target.max_length)
-
-
-@rule("The prompt's ids are in the target's vocabulary.")
+@rule("Ids of the prompt, and those that an earlier stream has delivered, are in the target's vocabulary.")
 def _known_token_ids(subject: TokenizedRequest) -> Iterator[str]:
-    return outside_vocabulary("the prompt holds", subject.prompt, subject.target)
-
-
-@rule("Ids that an earlier stream has delivered are in the target's vocabulary.")
-def _known_delivered_ids(subject: TokenizedRequest) -> Iterator[str]:
-    token_ids = subject.request.delivered_token_ids
-    return outside_vocabulary("delivered_token_ids holds", token_ids, subject.target)
+    delivered = subject.request.delivered_token_ids
+    yield from outside_vocabulary("the prompt holds", subject.prompt, subject.target)
+    yield from outside_vocabulary("delivered_token_ids holds", delivered, subject.target)
 
 
 @rule("No stop string is empty.")
@@ -376,10 +337,8 @@ MAX_LOGPROBS = 20
 
 
 REQUEST_RULES: tuple[Rule[TokenizedRequest], ...] = (
-    _prompt_not_empty,
     _prompt_fits,
     _known_token_ids,
-    _known_delivered_ids,
     _max_tokens,
     *sampling_rules(of=_request),
     within("num_speculative_tokens", 1, of=_request),

@@ -18,9 +18,9 @@ import grpc
 import grpc.aio
 import pytest
 
+from coordinator import servicer
 from coordinator.decoding.tokenization import PromptEncoder
 from coordinator.http import answers as logprobs
-from coordinator.requests import arrival
 from coordinator.requests.runner import LARGE_BYTES
 from coordinator.telemetry.observer import Observer, RequestObserver
 from tandem.client import Client
@@ -77,7 +77,7 @@ async def test_a_text_that_cannot_fit_is_not_tokenized(monkeypatch: pytest.Monke
 async def refused(address: str, content: bytes) -> tuple[grpc.StatusCode, str]:
     """Send these bytes as a request, and return the refusal."""
     async with grpc.aio.insecure_channel(address) as channel:
-        method: Any = channel.unary_stream(arrival.GENERATE)
+        method: Any = channel.unary_stream(servicer.GENERATE)
         call = method(content, timeout=SECONDS)
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             [answer async for answer in call]
@@ -92,7 +92,7 @@ async def test_large_messages_are_bounded_before_they_are_parsed(monkeypatch: py
             grpc.StatusCode.INVALID_ARGUMENT,
             f"the request has {len(ids)} bytes; it must be at most {most}",
         )
-        monkeypatch.setattr(arrival, "max_bytes", lambda *_: 1 << 20)
+        monkeypatch.setattr(servicer, "max_bytes", lambda *_: 1 << 20)
         code, expected = await refused(
             client.address, generation_pb2.GenerateRequest(stop=["a"] * 100_000, text="a").SerializeToString()
         )
@@ -116,7 +116,7 @@ async def test_a_large_request_within_the_bounds_is_answered() -> None:
     content = generation_pb2.GenerateRequest(text="a", max_tokens=2).SerializeToString()
     unknown = b"\xfa\xff\x01" + b"\x80\x90\x01" + bytes(18 << 10)
     async with cluster(FakeTarget()) as client, grpc.aio.insecure_channel(client.address) as channel:
-        method: Any = channel.unary_stream(arrival.GENERATE)
+        method: Any = channel.unary_stream(servicer.GENERATE)
         call = method(content + unknown, timeout=SECONDS)
         answers = [generation_pb2.GenerateResponse.FromString(answer) async for answer in call]
     assert answers[-1].summary.completion_token_count == 2
@@ -165,7 +165,7 @@ async def test_a_full_coordinator_refuses_a_request_unread_once_it_has_seen_the_
     ):
         runs = asyncio.create_task(complete(client, GenerationRequest((10,), max_tokens=5)))
         await until(lambda: service.completions.admission.is_full)
-        method: Any = channel.stream_stream(arrival.GENERATE)
+        method: Any = channel.stream_stream(servicer.GENERATE)
         # Calls whose message is never sent
         unknown = method(timeout=SECONDS)
         assert await unknown.code() is grpc.StatusCode.UNAUTHENTICATED

@@ -37,10 +37,10 @@ WITH_DRAFT_MODEL = (
 )
 ANY_OBJECT = Grammar(GrammarKind.JSON_OBJECT)
 REQUESTS: list[tuple[str, TokenizedRequest, str]] = [
-    ("prompt-not-empty", request(()), "the prompt is empty; it must hold at least one token"),
+    ("prompt-fits", request(()), "the prompt is empty; it must hold at least one token"),
     ("prompt-fits", request((1,) * 64), "the prompt has 64 tokens; it must have at most 63"),
     ("known-token-ids", request((1, 100)), "the prompt holds token id 100; ids must be in 0..99"),
-    ("known-delivered-ids", request(delivered_token_ids=(100,)),
+    ("known-token-ids", request(delivered_token_ids=(100,)),
         "delivered_token_ids holds token id 100; ids must be in 0..99"),
     ("max-tokens", request(max_tokens=0), "max_tokens is 0; it must be at least 1"),
     ("max-tokens", request(max_tokens=-1, echo=True), "max_tokens is -1; it must be at least 0"),

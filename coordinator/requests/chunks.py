@@ -70,8 +70,8 @@ class ChunkQueue:
         """Set while chunks are held that are not due."""
         self._reader: Reader | None = None
         """Set while the reader waits."""
-        self._reader_is_back: asyncio.Future[None] | None = None
-        """Set while the writer waits."""
+        self._is_asked = asyncio.Event()
+        """Set by each `get`."""
 
     async def put(self, chunk: Chunk) -> None:
         """Hand over a chunk, or hold it until it and the next ones have enough tokens.
@@ -91,20 +91,18 @@ class ChunkQueue:
         # It stays when this task is cancelled: a reader that is late has it before the error.
         self._is_due = True
         if self._reader is None:
-            await self._asked()
+            await self._next_get()
         else:
             # The reader wakes a turn of the loop later than the writer of the next round's question, which goes first.
             self._pacer.hand_over(self._reader, self._taken())
             self._reader = None
         # A reader that does nothing in between has taken the chunk and asked for more before this task runs again.
         if is_last and self._reader is None:
-            await self._asked()
+            await self._next_get()
 
     async def get(self) -> Chunk | None:
         """Return the next chunk; None once the queue is closed."""
-        if self._reader_is_back is not None:
-            _resolve(self._reader_is_back, None)
-            self._reader_is_back = None
+        self._is_asked.set()
         if self._held and (self._is_due or self._is_closed):
             return self._taken()
         if self._is_closed:
@@ -116,8 +114,16 @@ class ChunkQueue:
         """Let the reader know that nothing follows. It gets what is held first."""
         self._is_closed = True
         if self._reader is not None:
-            _resolve(self._reader, self._taken() if self._held else None)
-            self._reader = None
+            self._resume(self._reader, self._taken() if self._held else None)
+
+    def _resume(self, reader: Reader, chunk: Chunk | None) -> None:
+        if not reader.done():  # its call was cancelled
+            reader.set_result(chunk)
+        self._reader = None
+
+    async def _next_get(self) -> None:
+        self._is_asked.clear()
+        await self._is_asked.wait()
 
     def _taken(self) -> Chunk:
         self._is_due = False
@@ -134,25 +140,11 @@ class ChunkQueue:
         elif self._reader is None:
             self._is_due = True
         else:
-            _resolve(self._reader, self._taken())
-            self._reader = None
-
-    async def _asked(self) -> None:
-        self._reader_is_back = asyncio.get_running_loop().create_future()
-        await self._reader_is_back
-
-
-def _resolve(future: asyncio.Future[Chunk | None] | asyncio.Future[None], value: Chunk | None) -> None:
-    """A future whose waiter was cancelled is done already."""
-    if not future.done():
-        future.set_result(value)  # type: ignore[arg-type]  # one of the two kinds, by the caller
-
-
-RunRequest = Callable[[ChunkQueue], Coroutine[None, None, None]]
+            self._resume(self._reader, self._taken())
 
 
 async def stream_of(
-    run: RunRequest,
+    run: Callable[[ChunkQueue], Coroutine[None, None, None]],
     deadline_seconds: float | None,
     stream_interval: int = 1,
     pacer: ChunkPacer | None = None,

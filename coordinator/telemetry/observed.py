@@ -25,8 +25,7 @@ from coordinator.stats.speculation import describe
 from coordinator.telemetry.metrics import ERRORS, PHASES, RequestMetrics, WaitMetrics, state_metrics
 from coordinator.telemetry.observer import EventValue, Observer, RequestObserver, State, StreamObserver
 from tandem.rpc.channels import MessageWaits, Traffic
-from tandem.telemetry.metrics import on_loop
-from tandem.telemetry.names import Read
+from tandem.telemetry.metrics import Read, on_loop
 from tandem.telemetry.process import OtlpExports, Telemetry
 from tandem.telemetry.spans import context_of, mark_error, rpc_span, traceparent_of, under
 from tandem.types import SpeculationStats

@@ -35,8 +35,7 @@ from tandem.replica import ReplicaSnapshot, ReplicaState, Role, replica_at
 from tandem.serving.children import Child
 from tandem.serving.interceptors import metadata_of
 from tandem.serving.server import announce, bound_socket, check_free, stop_signals
-from tandem.telemetry.metrics import end_server, serve_metrics
-from tandem.telemetry.names import named, registry_of
+from tandem.telemetry.metrics import end_server, named, registry_of, serve_metrics
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Parts of metrics: instruments, histograms that cost little, and values read at scrape time."""
+"""Parts of metrics: instruments, histograms that cost little, values read at scrape time, and vLLM's names."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import asyncio
 import logging
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import Any, TypeVar
 from wsgiref.simple_server import WSGIServer
@@ -18,7 +18,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from tandem.errors import ConfigurationError
-from tandem.telemetry.names import named
 from tandem.telemetry.settings import TelemetryOptions
 
 logger = logging.getLogger(__name__)
@@ -29,7 +28,6 @@ STEP_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05
 LATENCY_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0)
 """Seconds that a client waits."""
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
-SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Upper ends of the buckets for counts."""
 
 
@@ -64,11 +62,7 @@ class Histogram(Collector):
     text: str
     label_names: Sequence[str]
     bounds: Sequence[float]
-    registry: InitVar[CollectorRegistry]
     _series: dict[tuple[str, ...], Series] = field(default_factory=dict)
-
-    def __post_init__(self, registry: CollectorRegistry) -> None:
-        registry.register(self)
 
     def labels(self, *values: str) -> Series:
         return self._series.setdefault(values, Series(self.bounds))
@@ -107,12 +101,13 @@ class Metrics:
         for name, each in vars(type(self)).items():
             if not isinstance(each, _Declared):
                 continue
-            whole: Any
-            labels = (*common, *each.label)
-            if each.bounds is None:
-                whole = Counter(f"tandem_{name}", each.text, labels, registry=registry)
-            else:
-                whole = Histogram(f"tandem_{name}", each.text, labels, each.bounds, registry)
+            arguments = f"tandem_{name}", each.text, (*common, *each.label)
+            whole: Any = (
+                Counter(*arguments, registry=None)
+                if each.bounds is None
+                else Histogram(*arguments, each.bounds)
+            )
+            registry.register(whole)
             own = {value: whole.labels(*common.values(), value) for value in chain(*each.label.values())}
             setattr(self, name, own or whole.labels(*common.values()))
 
@@ -157,6 +152,64 @@ def on_loop(read: Callable[[], ValueT]) -> Callable[[], ValueT | None]:
             return None
 
     return from_any_thread
+
+
+class Read(Collector):
+    """Metrics that are read whenever their registry is. Without `describe`, the registry does not read them before."""
+
+    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        return self._read()
+
+
+def registry_of(read: Callable[[], Iterable[Metric]]) -> CollectorRegistry:
+    """A registry of metrics that are read whenever it is."""
+    registry = CollectorRegistry()
+    registry.register(Read(read))
+    return registry
+
+
+# ---- served to Prometheus
+
+
+_VLLM_HAS = frozenset({
+    "num_requests_running", "num_requests_waiting", "prompt_tokens", "generation_tokens", "time_to_first_token_seconds",
+    "inter_token_latency_seconds", "request_time_per_output_token_seconds", "e2e_request_latency_seconds",
+    "request_queue_time_seconds", "request_prompt_tokens", "request_generation_tokens", "kv_cache_usage_perc",
+    "num_preemptions", "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
+    "spec_decode_num_accepted_tokens_per_pos",
+})  # fmt: skip
+_VLLM_CALLS = {"requests": "request_success", "prefill_seconds": "request_prefill_time_seconds"}
+"""vLLM 0.32 has these metrics, those above under the same name (vllm/v1/metrics/loggers.py)."""
+
+
+def as_vllm(families: Iterable[Metric]) -> Iterator[Metric]:
+    """Metrics under vLLM's names, where it has them. It counts positions from 0, and only requests that ended well."""
+    for family in families:
+        bare = family.name.removeprefix("tandem_")
+        name = _VLLM_CALLS.get(bare, bare if bare in _VLLM_HAS else "")
+        if not name or bare == family.name:
+            yield family
+            continue
+        renamed = Metric(f"vllm:{name}", family.documentation, family.type)
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            if bare == "requests":
+                labels["finished_reason"] = labels.pop("outcome")
+                if labels["finished_reason"] not in ("stop", "length"):
+                    continue
+            if (position := labels.get("position", "")).isdecimal():
+                labels["position"] = str(int(position) - 1)
+            suffix = sample.name.removeprefix(family.name)
+            renamed.samples.append(sample._replace(name=f"vllm:{name}{suffix}", labels=labels))
+        yield renamed
+
+
+def named(registry: CollectorRegistry, options: TelemetryOptions) -> CollectorRegistry:
+    """The registry under the names that the options ask for."""
+    return registry_of(lambda: as_vllm(registry.collect())) if options.metric_names == "vllm" else registry
 
 
 def serve_metrics(options: TelemetryOptions, registry: CollectorRegistry) -> WSGIServer | None:

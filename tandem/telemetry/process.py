@@ -8,7 +8,8 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, cast
 from wsgiref.simple_server import WSGIServer
@@ -23,13 +24,13 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import NoOpTracer, Tracer
+from opentelemetry.util.types import Attributes
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector
 from prometheus_client import Metric as Family
 from prometheus_client.samples import Sample
 
 import tandem
-from tandem.telemetry.metrics import Metrics, counter, end_server, serve_metrics
-from tandem.telemetry.names import by_conventions, named, unit_of
+from tandem.telemetry.metrics import Metrics, counter, end_server, named, serve_metrics
 from tandem.telemetry.settings import TelemetryOptions, sends
 
 logger = logging.getLogger(__name__)
@@ -185,35 +186,59 @@ class _SpanExporter(OTLPSpanExporter):
 
 # ---- from Prometheus to OTLP, so that both have the same numbers
 
-
 _CUMULATIVE = export.AggregationTemporality.CUMULATIVE
+_CONVENTIONS: Mapping[str, str] = {
+    "tandem_time_to_first_token_seconds": "gen_ai.server.time_to_first_token",
+    "tandem_request_time_per_output_token_seconds": "gen_ai.server.time_per_output_token",
+    "tandem_e2e_request_latency_seconds": "gen_ai.server.request.duration",
+}
+_UNITS = {"seconds": "s", "bytes": "By", "pos": "{token}", "length": "{token}"}
+"""UCUM's units, by the last word of a name. Other words in the plural count what they name."""
+
+
+def unit_of(name: str) -> str:
+    """The unit of one of our metrics, as OTLP spells it; empty for a number without one."""
+    word = name.removesuffix("_running").removesuffix("_waiting").rpartition("_")[2]
+    return _UNITS.get(word) or (f"{{{word[:-1]}}}" if word.endswith("s") else "")
 
 
 def to_otlp(families: Iterable[Family], resource: Resource, started_ns: int) -> export.MetricsData:
-    """Counters become cumulative monotonic sums, histograms explicit ones, all else gauges."""
+    """Counters become cumulative monotonic sums, histograms explicit ones, all else gauges; what OpenTelemetry has a
+    convention for is there under its name too."""
     now_ns = time.time_ns()
-    metrics = [_metric(family, started_ns, now_ns) for family in by_conventions(families) if family.samples]
+    metrics = [each for family in families if family.samples for each in _metrics(family, started_ns, now_ns)]
     scope = InstrumentationScope("tandem", tandem.__version__)
     scoped = export.ScopeMetrics(scope, metrics, "")
     return export.MetricsData([export.ResourceMetrics(resource, [scoped], "")])
 
 
-def _metric(family: Family, started_ns: int, now_ns: int) -> export.Metric:
-    data: export.Sum | export.Gauge | export.Histogram
+def _metrics(family: Family, started_ns: int, now_ns: int) -> Iterator[export.Metric]:
+    name, text, unit = family.name, family.documentation, unit_of(family.name)
     if family.type == "histogram":
-        data = export.Histogram([*_histograms(family, started_ns, now_ns)], _CUMULATIVE)
-    else:
-        points = [
-            export.NumberDataPoint(
-                cast(dict[str, Any], sample.labels), started_ns, now_ns, float(sample.value)
-            )
-            for sample in family.samples
-            if not sample.name.endswith("_created")
-        ]
-        is_counter = family.type == "counter"
-        data = export.Sum(points, _CUMULATIVE, True) if is_counter else export.Gauge(points)
-    unit = "s" if family.unit == "seconds" else unit_of(family.name)
-    return export.Metric(family.name, family.documentation, unit, data)
+        points = [*_histograms(family, started_ns, now_ns)]
+        yield export.Metric(name, text, unit, export.Histogram(points, _CUMULATIVE))
+        if name in _CONVENTIONS:
+            named = [replace(point, attributes=_by_convention(point.attributes)) for point in points]
+            yield export.Metric(_CONVENTIONS[name], text, unit, export.Histogram(named, _CUMULATIVE))
+        return
+    numbers = [
+        export.NumberDataPoint(cast(dict[str, Any], sample.labels), started_ns, now_ns, float(sample.value))
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    ]
+    is_counter = family.type == "counter"
+    data = export.Sum(numbers, _CUMULATIVE, True) if is_counter else export.Gauge(numbers)
+    yield export.Metric(name, text, unit, data)
+
+
+def _by_convention(labels: Attributes) -> Attributes:
+    others = dict(labels or {})
+    return {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "tandem",
+        "gen_ai.request.model": others.pop("model_name"),
+        **others,
+    }
 
 
 def _histograms(family: Family, started_ns: int, now_ns: int) -> Iterator[export.HistogramDataPoint]:

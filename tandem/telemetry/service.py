@@ -12,8 +12,7 @@ from opentelemetry.trace import Span, SpanKind
 from prometheus_client import Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from tandem.telemetry.metrics import SEQUENCES, TOKENS, Metrics, Series, counter, family, histogram, on_loop
-from tandem.telemetry.names import Read
+from tandem.telemetry.metrics import TOKENS, Metrics, Read, Series, counter, family, histogram, on_loop
 from tandem.telemetry.process import OtlpExports, Telemetry
 from tandem.telemetry.settings import TelemetryOptions
 from tandem.telemetry.spans import context_of, error_type, mark_error, rpc_span, under
@@ -28,6 +27,7 @@ OUTCOMES = (
     *("invalid_argument", "resource_exhausted", "deadline_exceeded", "unavailable", "internal"),
 )
 """Outcomes of a stream, in gRPC's words where it is an error."""
+SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class ObservedService(Telemetry, ServiceObserver):

@@ -19,7 +19,7 @@ from tandem.admin import CoordinatorState, Load, Outcomes, RequestReport, Stats,
 from tandem.errors import InvalidRequestError, NotFoundError
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.speculation_state import SpeculationDecision, SpeculationState
-from tandem.telemetry.names import registry_of
+from tandem.telemetry.metrics import registry_of
 from tandem.types import PositionStats, SpeculationStats
 
 

@@ -20,8 +20,8 @@ from coordinator.telemetry.observed import ObservedRequest, ObservedRequests
 from coordinator.telemetry.observer import State
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.speculation_state import SpeculationDecision
-from tandem.telemetry.metrics import on_loop
-from tandem.telemetry.names import Read, unit_of
+from tandem.telemetry.metrics import Read, on_loop
+from tandem.telemetry.process import unit_of
 from tandem.types import AheadStats, SpeculationStats
 from tests.paths import DEMO_TARGET
 from tests.unit.coordinator.round_results import round_result

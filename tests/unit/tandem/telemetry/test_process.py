@@ -21,8 +21,7 @@ from prometheus_client import Histogram as UsualHistogram
 
 from coordinator.telemetry.observed import probe_event_loop
 from tandem.errors import ConfigurationError
-from tandem.telemetry.metrics import Histogram, on_loop
-from tandem.telemetry.names import named
+from tandem.telemetry.metrics import Histogram, named, on_loop
 from tandem.telemetry.process import OtlpExports, Telemetry, to_otlp
 from tandem.telemetry.settings import TelemetryOptions, is_observed
 from tests.paths import ROOT
@@ -163,7 +162,8 @@ BOUNDS = (0.001, 0.5, 2.0)
 @given(st.lists(st.sampled_from([0.0, 0.001, 0.25, 0.5, 1.0, 2.0, 2.5, 64.0])))
 def test_the_light_histogram_agrees_with_prometheus_client(values: list[float]) -> None:
     light, usual = CollectorRegistry(), CollectorRegistry()
-    series = Histogram("seconds", "Text.", ("who",), BOUNDS, light).labels("a")
+    light.register(whole := Histogram("seconds", "Text.", ("who",), BOUNDS))
+    series = whole.labels("a")
     child = UsualHistogram("seconds", "Text.", ("who",), registry=usual, buckets=BOUNDS).labels("a")
     for value in values:
         series.observe(value)

@@ -15,8 +15,8 @@ from coordinator.admin.diagnosis import diagnose
 from coordinator.rejection.strategies import find_strategy
 from coordinator.replicas.registry import ReplicaRegistry
 from coordinator.requests.active import ActiveRequest
+from coordinator.requests.plan import for_draft, names_auto
 from coordinator.requests.runner import RequestRunner
-from coordinator.settings.acceptance import for_draft, names_auto
 from coordinator.settings.live import LiveConfig
 from coordinator.speculation.report import of_coordinator
 from tandem import __version__, admin

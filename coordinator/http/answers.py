@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import uuid
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, suppress
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, count
 from math import isnan
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from tokenizers import Tokenizer
 
 from coordinator.http.bodies import HeldBytes, Share
 from coordinator.http.errors import error_object, unexpected
-from coordinator.http.schema import Sampled
+from coordinator.http.schema import ResponsesBody, Sampled
 from coordinator.http.tools import CallReader, Parser, Said
 from coordinator.stats.speculation import add, describe
 from tandem.errors import TandemError
@@ -301,6 +302,105 @@ class ChatAnswer(Answer):
         if is_piece:
             return {"delta": {**({"role": "assistant"} if is_first else {}), **message}}
         return {"message": {"role": "assistant", **message, "refusal": None}}
+
+
+class ResponseAnswer(ChatAnswer):
+    """An answer of `/v1/responses`."""
+
+    def __init__(self, body: ResponsesBody, *args: Any) -> None:
+        super().__init__(*args)
+        self._item_id = f"msg_{uuid.uuid4().hex}"
+        self._head = {
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": self._head["created"],
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": self._head["model"],
+            "parallel_tool_calls": False,
+            "previous_response_id": None,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "text": body.text or {"format": {"type": "text"}},
+            "tool_choice": "none",
+            "tools": [],
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "truncation": "disabled",
+            "usage": None,
+        }
+
+    def whole(self) -> dict[str, Any]:
+        """The response at its end."""
+        (choice,) = self.choices
+        summary, account = choice.summary, self.account()
+        is_cut = summary is not None and summary.finish_reason is FinishReason.LENGTH
+        status, usage = "incomplete" if is_cut else "completed", account["usage"]
+        return {
+            **self._head,
+            "status": status,
+            "output": [self._item(status, _text_part(choice.said.content))],
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "usage": {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": {"cached_tokens": 0},
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage["total_tokens"],
+            },
+            "speculation": account["speculation"],
+        }
+
+    async def events(self, chunks: AsyncGenerator[tuple[int, Chunk]]) -> AsyncGenerator[bytes]:
+        """The events of a response, numbered in order."""
+        numbers = count()
+
+        def event(kind: str, **content: Any) -> bytes:
+            return _event({"type": f"response.{kind}", **content, "sequence_number": next(numbers)})
+
+        place: dict[str, Any] = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+        has_begun = False
+        async with aclosing(chunks):
+            async for index, chunk in chunks:
+                said = self.add(index, chunk)
+                if not has_begun:
+                    has_begun = True
+                    begun = {**self._head, "status": "in_progress", "output": []}
+                    yield event("created", response=begun)
+                    yield event("in_progress", response=begun)
+                    yield event("output_item.added", output_index=0, item=self._item("in_progress"))
+                    yield event("content_part.added", **place, part=_text_part(""))
+                if said.content:
+                    yield event("output_text.delta", **place, delta=said.content, logprobs=[])
+        response = self.whole()
+        (item,) = response["output"]
+        (part,) = item["content"]
+        yield event("output_text.done", **place, text=part["text"], logprobs=[])
+        yield event("content_part.done", **place, part=part)
+        yield event("output_item.done", output_index=0, item=item)
+        yield event(response["status"], response=response)
+
+    def failure(self, error: TandemError) -> bytes:
+        described = error_object(error)["error"]
+        return _event({"type": "error", **{name: described[name] for name in ("code", "message", "param")}})
+
+    def _item(self, status: str, *content: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "id": self._item_id,
+            "type": "message",
+            "role": "assistant",
+            "status": status,
+            "content": list(content),
+        }
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return f"event: {content['type']}\n".encode() + data_line(content)
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:

@@ -19,12 +19,11 @@ from starlette.types import Message, Receive, Scope, Send
 
 from coordinator.admin.plain import plain
 from coordinator.http import openapi
-from coordinator.http.answers import Answer, ChatAnswer, CompletionAnswer, Reply, merged
+from coordinator.http.answers import Answer, ChatAnswer, CompletionAnswer, Reply, ResponseAnswer, merged
 from coordinator.http.api import chat_prompt, ids_of, requests_of
 from coordinator.http.bodies import ALONE_HEADER, BodyReader, HeldBytes, fit, ignored_header
 from coordinator.http.chat import Chats
 from coordinator.http.errors import HttpError, error_response
-from coordinator.http.responses import ResponseAnswer, chat_of
 from coordinator.http.schema import (
     Body,
     ChatBody,
@@ -194,7 +193,7 @@ class App:
         body, headers = await self._body(request, given)
         if isinstance(body, ResponsesBody):
             refuse(body.refusals())
-            form, body = partial(ResponseAnswer, body), chat_of(body)
+            form, body = partial(ResponseAnswer, body), body.chat()
         models, bounds = self._completions.models, self._completions.bounds
         requests = await requests_of(body, models, self._chats, bounds)
         # A client may use a name twice, so it is only a part of ours.

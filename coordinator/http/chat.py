@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from coordinator.http.schema import as_one_text
 from coordinator.http.tools import Parser, parser_of, readable
 from coordinator.requests.plan import Models
 from coordinator.settings.coordinator import MAX_CHAT_MESSAGES, RequestBounds
@@ -160,19 +161,6 @@ def _plain(index: int, message: Message) -> dict[str, Any]:
     # OpenAI's newer name for the same role.
     role = "system" if message.get("role") == "developer" else message.get("role")
     return {**message, "role": role, "content": as_one_text(f"messages.{index}", message.get("content"))}
-
-
-def as_one_text(name: str, content: Any, kinds: Sequence[str] = ("text",)) -> Any:
-    """The content of a message, with its parts joined; they must be of these kinds."""
-    if not isinstance(content, list):
-        return content
-    for part in content:
-        if (kind := part.get("type")) not in kinds or not isinstance(part.get("text"), str):
-            wanted = " or ".join(kinds)
-            raise InvalidRequestError(
-                f"{name}.content is of type {kind}; it must be {wanted}: the model reads nothing else"
-            )
-    return "\n".join(part["text"] for part in content)
 
 
 # ---- the model's files

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import re
-import uuid
 from collections.abc import Mapping
 from typing import Any
 
 from starlette.responses import JSONResponse
 
 from tandem import errors
-
-logger = logging.getLogger(__name__)
+from tandem.serving.interceptors import ended_by
 
 SHOWN_CHARACTERS = 80
 """Characters of a refused value that a message shows: a line."""
@@ -79,10 +76,8 @@ def error_object(error: errors.TandemError) -> dict[str, Any]:
 
 
 def unexpected(error: Exception) -> errors.TandemError:
-    """Sentence for an unexpected error: an id under which the log has the details."""
-    error_id = uuid.uuid4().hex[:12]
-    logger.error("unexpected error", extra={"error_id": error_id}, exc_info=error)
-    return errors.TandemError(f"internal error {error_id}; the server's log has the details")
+    """The error to show for an unexpected one: an id under which the log has the details."""
+    return errors.TandemError(ended_by(error).sentence)
 
 
 def _form(error: errors.TandemError) -> tuple[int, str, str | None]:

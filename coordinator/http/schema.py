@@ -8,7 +8,7 @@ in silence. docs/http.md and `/openapi.json` are made from these classes. A new 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -457,6 +457,42 @@ class ResponsesBody(AboutCaller):
             yield "tools is set; it must be empty, or tool_choice none: tools are called in chat completions"
         if any(value is not None for value in (self.reasoning or {}).values()):
             yield "reasoning is set; it must be left out: the answer is not split into reasoning and text"
+
+    def chat(self) -> ChatBody:
+        """The chat that a response answers."""
+        messages = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
+        if isinstance(self.input, str):
+            messages.append(Message(role="user", content=self.input))
+        else:
+            for index, item in enumerate(self.input):
+                if item.type != "message":
+                    raise InvalidRequestError(f"input.{index}.type is {item.type}; it must be message")
+                content = as_one_text(f"input.{index}", item.content, ("input_text", "output_text", "text"))
+                messages.append(Message(role=item.role, content=content))
+        text_form = (self.text or {}).get("format")
+        if isinstance(text_form, dict) and text_form.get("type") == "json_schema":
+            text_form = {"type": "json_schema", "json_schema": {"schema": text_form.get("schema")}}
+        return ChatBody(
+            messages=messages,
+            response_format=text_form,
+            max_completion_tokens=self.max_output_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            stream=self.stream,
+        )
+
+
+def as_one_text(name: str, content: Any, kinds: Sequence[str] = ("text",)) -> Any:
+    """The content of a message, with its parts joined; they must be of these kinds."""
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        if (kind := part.get("type")) not in kinds or not isinstance(part.get("text"), str):
+            wanted = " or ".join(kinds)
+            raise InvalidRequestError(
+                f"{name}.content is of type {kind}; it must be {wanted}: the model reads nothing else"
+            )
+    return "\n".join(part["text"] for part in content)
 
 
 # ---- the form that a body asks of its completion

@@ -18,7 +18,7 @@ from coordinator.decoding.completion import (
 )
 from coordinator.decoding.tokenization import PromptEncoder
 from coordinator.rejection.rounds import Round
-from coordinator.rejection.strategies import AcceptanceRule, find_strategy, resolve
+from coordinator.rejection.strategies import SYNTHETIC_OPTIONS, AcceptanceRule, find_strategy, resolve
 from coordinator.requests.grammars import CheckedGrammars
 from coordinator.requests.validation import (
     TokenizedRequest,
@@ -28,11 +28,11 @@ from coordinator.requests.validation import (
     penalties_of,
     too_much_text,
 )
-from coordinator.settings.acceptance import for_draft, names_auto, requested_options
 from coordinator.settings.coordinator import CoordinatorSettings, RequestBounds
 from coordinator.speculation.ahead import DraftAhead
 from coordinator.telemetry.observer import EventValue
-from tandem.config.names import AUTO_NAMES
+from tandem.config import SpeculativeConfig
+from tandem.config.names import AUTO, AUTO_NAMES, canonical_name
 from tandem.config.rule import refuse
 from tandem.errors import InvalidRequestError
 from tandem.grammar import GrammarState
@@ -230,7 +230,7 @@ async def make_plan(
     choose_rule: ChooseRule = lambda names, temperature: names[0],
 ) -> Plan:
     """Check a request that is within its bounds, and decide how it is completed."""
-    is_penalized = settings.speculation and request.speculation and bool(keep_out(request, settings, models))
+    is_penalized = settings.speculation and bool(keep_out(request, settings, models))
     if not settings.speculation or is_penalized or (request.echo and never_proposes(request)):
         request = replace(request, speculation=False)
     prompt = request.prompt
@@ -290,6 +290,41 @@ def _sampling(request: GenerationRequest) -> SamplingParams:
     """The request's sampling parameters, with a random seed if it has none."""
     given = {name: value for name in _SAMPLING if (value := getattr(request, name)) is not None}
     return SamplingParams(**{"seed": secrets.randbits(63), **given})
+
+
+# ---- options of the acceptance rule
+
+
+def names_auto(config: SpeculativeConfig, request: GenerationRequest | None = None) -> bool:
+    """True if measurements should pick the rule."""
+    named = None if request is None else request.rejection_sampling_strategy
+    return canonical_name(named or config.rejection_sampling_strategy or "") == AUTO
+
+
+def requested_options(
+    config: SpeculativeConfig, request: GenerationRequest, auto_rule: str = "residual"
+) -> SpeculativeConfig:
+    """The configuration with a request's options, and with the rule that `auto` stands for.
+
+    The configuration's synthetic rates do not apply to a request that names another rule.
+    """
+    options: dict[str, object] = {}
+    if request.num_speculative_tokens is not None:
+        options["num_speculative_tokens"] = request.num_speculative_tokens
+    if (named := request.rejection_sampling_strategy) is not None:
+        options["rejection_sampling_strategy"] = rule = canonical_name(named)
+        if rule != _SYNTHETIC:
+            options |= dict.fromkeys(SYNTHETIC_OPTIONS)
+    if names_auto(config, request):
+        options["rejection_sampling_strategy"] = auto_rule
+    return config.model_copy(update=options) if options else config
+
+
+def for_draft(options: SpeculativeConfig, draft: ModelInfo | None) -> SpeculativeConfig:
+    """The options with the method of a draft that reads the target's hidden states, which says so itself."""
+    if draft is None or not draft.drafting_method:
+        return options
+    return options.model_copy(update={"speculative_method": draft.drafting_method})
 
 
 def _auto_rule(settings: CoordinatorSettings, request: GenerationRequest, choose_rule: ChooseRule) -> str:

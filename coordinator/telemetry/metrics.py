@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from coordinator.rejection.strategies import STRATEGIES
 from coordinator.stats import speculation
-from coordinator.stats.rounds import MAX_RANKS, RoundTimes
+from coordinator.stats.rounds import MAX_RANKS
 from coordinator.telemetry.observer import State
 from tandem import errors
 from tandem.replica import ReplicaState, Role
@@ -62,12 +62,6 @@ class RequestMetrics(Metrics):
     request_queue_time_seconds: Series = histogram("From arrival to the request's place.", LATENCY_SECONDS)
     request_prompt_tokens: Series = histogram("Prompt tokens of a request.", TOKENS)
     request_generation_tokens: Series = histogram("Tokens generated of a request.", TOKENS)
-
-    def round(self, timed: RoundTimes) -> None:
-        """Time a round that is not a request's first."""
-        for phase, series in self.round_phase_seconds.items():
-            series.observe(getattr(timed, phase))
-        self.inter_token_latency_seconds.observe(timed.seconds)
 
 
 class WaitMetrics(Metrics):

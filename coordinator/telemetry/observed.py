@@ -166,9 +166,11 @@ class ObservedRequest(RequestObserver):
             self._metrics.prefill_seconds.observe(timed.decided - timed.requested)
             self._end_prefill(self._nanoseconds(timed.decided))
         else:
-            for phase in PHASES:
-                self._seconds[phase] += getattr(timed, phase)
-            self._metrics.round(timed)
+            for phase, series in self._metrics.round_phase_seconds.items():
+                seconds = getattr(timed, phase)
+                self._seconds[phase] += seconds
+                series.observe(seconds)
+            self._metrics.inter_token_latency_seconds.observe(timed.seconds)
         if self._rounds_left:
             self._rounds_left -= 1
             self._trace_round(result)

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from coordinator.rejection.strategies import RESIDUAL, checked_strategy
-from coordinator.settings.acceptance import requested_options
+from coordinator.requests.plan import requested_options
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.settings.live import LiveConfig
 from tandem.admin import ConfigOption

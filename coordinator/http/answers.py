@@ -23,12 +23,11 @@ from coordinator.http.bodies import HeldBytes, Share
 from coordinator.http.errors import error_object, unexpected
 from coordinator.http.schema import ResponsesBody, Sampled
 from coordinator.http.tools import CallReader, Parser, Said
-from coordinator.stats.speculation import add, describe
+from coordinator.stats.speculation import describe, summed
 from tandem.errors import TandemError
 from tandem.serving.interceptors import RunningCalls
 from tandem.serving.server import CancelledByEventError, unless
-from tandem.speculation_state import SpeculationState
-from tandem.types import Chunk, FinishReason, SpeculationStats, Summary, TokenLogprobs
+from tandem.types import Chunk, FinishReason, Summary, TokenLogprobs
 
 PART_BYTES = 32 << 10
 """Large answers are sent in parts of this size: rendering and sending one holds the event loop for less than 1 ms."""
@@ -186,27 +185,19 @@ class Answer(ABC):
 
     def account(self) -> dict[str, Any]:
         """Tokens of the completions, and their speculation statistics."""
-        total, prompt_tokens, completion_tokens = SpeculationStats(), 0, 0
-        state: SpeculationState | None = None
-        """State of the last completion; all of them have the same model and draft."""
-        for index, choice in enumerate(self.choices):
-            if (summary := choice.summary) is None:
-                continue
-            add(total, summary.speculation)
-            state = summary.speculation_state
-            completion_tokens += summary.completion_tokens
-            if index % self._per_prompt == 0:
-                prompt_tokens += summary.prompt_tokens
-        return {
-            "usage": _usage(prompt_tokens, completion_tokens)
-            | {
-                "completion_tokens_details": {
-                    "accepted_prediction_tokens": total.accepted,
-                    "rejected_prediction_tokens": total.drafted - total.accepted,
-                },
-            },
-            "speculation": describe(total, state),
+        summaries = [choice.summary for choice in self.choices if choice.summary is not None]
+        total = summed(each.speculation for each in summaries)
+        # All of them have the same model and draft.
+        state = summaries[-1].speculation_state if summaries else None
+        of_prompts = summaries[:: self._per_prompt]  # one of each
+        usage = _usage(
+            sum(each.prompt_tokens for each in of_prompts), sum(each.completion_tokens for each in summaries)
+        )
+        usage["completion_tokens_details"] = {
+            "accepted_prediction_tokens": total.accepted,
+            "rejected_prediction_tokens": total.drafted - total.accepted,
         }
+        return {"usage": usage, "speculation": describe(total, state)}
 
     def _described(self, index: int, logprobs: dict[str, Any], ids: Mapping[str, Any]) -> dict[str, Any]:
         reader, summary = self.choices[index].reader, self.choices[index].summary

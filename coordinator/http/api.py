@@ -13,7 +13,7 @@ from coordinator.requests.validation import REQUEST_RULES, TokenizedRequest
 from coordinator.settings.coordinator import RequestBounds
 from tandem.config.rule import broken, refuse
 from tandem.errors import InvalidRequestError
-from tandem.types import GenerationRequest, Grammar
+from tandem.types import GenerationRequest
 
 Prompt = str | tuple[int, ...]
 
@@ -38,16 +38,11 @@ async def requests_of(
     if sentences:
         # Whoever breaks rules of both kinds is told of all of them. The first request stands for all: their number
         # may be what is wrong.
-        refuse(
-            sentences + await _broken_later(_request(body, prompts[0], 0, None), prompts[0], models, bounds)
-        )
-    grammar = body.grammar
-    is_marked = isinstance(body, ChatBody) and chats.calls == HARMONY
-    return [
-        _request(body, prompt, choice, grammar, with_special_tokens=is_marked)
-        for prompt in prompts
-        for choice in range(body.choices)
-    ]
+        refuse(sentences + await _broken_later(_request(body, prompts[0], 0), models, bounds))
+    common: dict[str, Any] = {"grammar": body.grammar}
+    if isinstance(body, ChatBody) and chats.calls == HARMONY:
+        common["with_special_tokens"] = True
+    return [_request(body, prompt, choice, **common) for prompt in prompts for choice in range(body.choices)]
 
 
 async def ids_of(prompt: Prompt, models: Models, bounds: RequestBounds) -> tuple[int, ...]:
@@ -55,12 +50,10 @@ async def ids_of(prompt: Prompt, models: Models, bounds: RequestBounds) -> tuple
     return await models.encode(prompt, bounds) if isinstance(prompt, str) else prompt
 
 
-async def _broken_later(
-    request: GenerationRequest, prompt: Prompt, models: Models, bounds: RequestBounds
-) -> list[str]:
+async def _broken_later(request: GenerationRequest, models: Models, bounds: RequestBounds) -> list[str]:
     """A sentence for each rule that a request would break once it has its place."""
     try:
-        prompt = await ids_of(prompt, models, bounds)
+        prompt = await ids_of(request.prompt, models, bounds)
     except InvalidRequestError as error:
         return [str(error)]
     if keep_out(request, bounds, models):
@@ -84,14 +77,7 @@ async def chat_prompt(body: Chat, models: Models, chats: Chats, bounds: RequestB
     )
 
 
-def _request(
-    body: Sampled,
-    prompt: Prompt,
-    choice: int,
-    grammar: Grammar | None,
-    *,
-    with_special_tokens: bool = False,
-) -> GenerationRequest:
+def _request(body: Sampled, prompt: Prompt, choice: int, **others: Any) -> GenerationRequest:
     # What has the same name means the same; what differs follows.
     values = {
         name: value
@@ -106,8 +92,8 @@ def _request(
         "stop_token_ids": tuple(body.stop_token_ids or ()),
         "logprobs": body.alternatives,
         "probabilities": body.return_probabilities,
-        "with_special_tokens": with_special_tokens or not body.skip_special_tokens,
-        "grammar": grammar,
+        "with_special_tokens": not body.skip_special_tokens,
+        **others,
     }
     if body.top_k == -1:
         values["top_k"] = 0

@@ -145,41 +145,29 @@ class ChunkQueue:
 
 async def stream_of(
     run: Callable[[ChunkQueue], Coroutine[None, None, None]],
+    queue: ChunkQueue,
     deadline_seconds: float | None,
-    stream_interval: int = 1,
-    pacer: ChunkPacer | None = None,
 ) -> AsyncGenerator[Chunk]:
-    """Yield a request's chunks. The request ends with its reader, and at its deadline, whatever it waits for.
+    """Yield a request's chunks. The request ends with its reader, and at its deadline, whatever it waits for."""
+    delivered = 0
 
-    A chunk has at least `stream_interval` tokens, except for the first, the last, and one before a pause. Requests
-    share a pacer.
-    """
-    queue, delivered, has_expired = ChunkQueue(stream_interval, pacer), 0, False
-    task = asyncio.create_task(run(queue))
+    async def run_in_time() -> None:
+        async with asyncio.timeout(deadline_seconds):
+            await run(queue)
+
+    task = asyncio.create_task(run_in_time())
     task.add_done_callback(lambda _: queue.close())
-
-    def expire() -> None:
-        nonlocal has_expired
-        has_expired = task.cancel()  # a task that has already ended keeps its result
-
-    timer = None
-    if deadline_seconds is not None:
-        timer = asyncio.get_running_loop().call_later(max(0.0, deadline_seconds), expire)
     try:
         while (chunk := await queue.get()) is not None:
             yield chunk
             delivered += len(chunk.token_ids)
-        if not has_expired:
-            await task
-            return
-    except DeadlineError:
-        pass  # a wait inside the request noticed the deadline first; the client gets the same sentence
+        await task
+    except (DeadlineError, TimeoutError):
+        # A wait inside the request may notice the deadline first; the client gets the same sentence.
+        raise DeadlineError(
+            f"the request took longer than the {deadline_seconds:g} s it was given; {plural(delivered, 'token')} "
+            f"{'was' if delivered == 1 else 'were'} delivered"
+        ) from None
     finally:
-        if timer is not None:
-            timer.cancel()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-    raise DeadlineError(
-        f"the request took longer than the {deadline_seconds:g} s it was given; {plural(delivered, 'token')} "
-        f"{'was' if delivered == 1 else 'were'} delivered"
-    )

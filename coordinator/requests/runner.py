@@ -118,8 +118,8 @@ class RequestRunner:
         observer = self._observer.begin(request_id, traceparent)
         with _observed(observer), self._peers.stream(peer):
             run = partial(self._run, request, request_id, peer, observer, Deadline(deadline_seconds))
-            chunks = stream_of(run, deadline_seconds, self.bounds.stream_interval, self._pacer)
-            async with aclosing(chunks):
+            queue = ChunkQueue(self.bounds.stream_interval, self._pacer)
+            async with aclosing(stream_of(run, queue, deadline_seconds)) as chunks:
                 async for chunk in chunks:
                     yield chunk
 

@@ -76,7 +76,7 @@ async def delivered(
 
     found: list[Chunk] = []
     async with asyncio.timeout(SECONDS):
-        async for each in stream_of(run, None, interval):
+        async for each in stream_of(run, ChunkQueue(interval), None):
             found.append(each)
             await turns(reading[len(found) % len(reading)] if reading else 0)
     return found
@@ -139,7 +139,7 @@ async def test_a_pause_delivers_what_is_held(monkeypatch: pytest.MonkeyPatch) ->
         await goes_on.wait()
         await queue.put(numbered(4, is_last=True))
 
-    async with asyncio.timeout(SECONDS), aclosing(stream_of(run, None, 100)) as stream:
+    async with asyncio.timeout(SECONDS), aclosing(stream_of(run, ChunkQueue(100), None)) as stream:
         assert (await anext(stream)).token_ids == (1,)
         assert (await anext(stream)).token_ids == (2, 3)
         goes_on.set()
@@ -155,7 +155,7 @@ async def test_a_deadline_delivers_what_was_held_and_counts_it() -> None:
 
     found: list[Chunk] = []
     with pytest.raises(DeadlineError, match="3 tokens were delivered"):
-        await read(stream_of(run, 0.05, 100), found)
+        await read(stream_of(run, ChunkQueue(100), 0.05), found)
     assert Chunk.joined(found).token_ids == (0, 1, 2)
 
 
@@ -168,7 +168,7 @@ async def test_a_reader_that_stops_holds_up_the_rounds_after_one_interval() -> N
             await queue.put(numbered(made))
             made += 1
 
-    async with aclosing(stream_of(run, None, 4)) as stream:
+    async with aclosing(stream_of(run, ChunkQueue(4), None)) as stream:
         await anext(stream)
         await asyncio.sleep(0.05)
         assert made == 4, "three are held, the fourth waits with them for the reader"
@@ -208,7 +208,7 @@ async def turns(count: int = 10) -> None:
 
 async def test_the_completion_ends_after_its_last_chunk_was_taken() -> None:
     rounds = Rounds(released=3)
-    async with aclosing(stream_of(rounds.run, None)) as chunks:
+    async with aclosing(stream_of(rounds.run, ChunkQueue(), None)) as chunks:
         assert [(await anext(chunks)).token_ids for _ in range(3)] == [(0,), (1,), (2,)]
         await turns()
         assert rounds.ending is None
@@ -227,7 +227,7 @@ async def test_the_completion_ends_after_its_last_chunk_was_taken() -> None:
 async def test_a_leaving_reader_ends_the_rounds(
     rounds: Rounds, ending: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with aclosing(stream_of(rounds.run, None)) as chunks:
+    async with aclosing(stream_of(rounds.run, ChunkQueue(), None)) as chunks:
         await anext(chunks)
         await turns()
     assert rounds.ending == ending

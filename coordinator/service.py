@@ -113,14 +113,11 @@ class CoordinatorService(Service):
         # Without HTTP the process of the template starts with the first chat.
         await self.chats.meet(files, is_checked=self._http is not None)
         ready = [shot for shot in self.replicas.snapshots() if shot.state is ReplicaState.READY]
-        logger.info(
-            "services joined",
-            extra={
-                "target": ", ".join(shot.address for shot in ready if shot.role is Role.TARGET),
-                "draft": ", ".join(shot.address for shot in ready if shot.role is Role.DRAFT),
-                "model": target_info.name,
-            },
-        )
+        joined = {
+            role.value: ", ".join(shot.address for shot in ready if shot.role is role)
+            for role in (Role.TARGET, Role.DRAFT)
+        }
+        logger.info("services joined", extra={**joined, "model": target_info.name})
         if not self.answers_while_starting:
             self._start_http()
 

@@ -12,9 +12,9 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from coordinator.http.chat import Chats
-from coordinator.requests.admission import peer_of_grpc
+from coordinator.requests.admission import LARGE_BYTES, peer_of_grpc
 from coordinator.requests.plan import Models
-from coordinator.requests.runner import LARGE_BYTES, RequestRunner
+from coordinator.requests.runner import RequestRunner
 from coordinator.requests.validation import too_long, too_many
 from coordinator.settings.coordinator import MAX_CHAT_MESSAGES, RequestBounds
 from tandem.config.rule import refuse
@@ -80,7 +80,7 @@ class GenerationServicer(GenerationServiceServicer):
         if len(content) > limit:
             raise InvalidRequestError(f"the request has {len(content)} bytes; it must be at most {limit}")
         try:
-            async with self._completions.turns.turn():
+            async with self._completions.admission.turn():
                 return kind.FromString(content)
         except DecodeError:
             raise unreadable() from None

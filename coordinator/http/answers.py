@@ -351,12 +351,10 @@ class ResponseAnswer(ChatAnswer):
             return _event({"type": f"response.{kind}", **content, "sequence_number": next(numbers)})
 
         place: dict[str, Any] = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
-        has_begun = False
         async with aclosing(chunks):
             async for index, chunk in chunks:
                 said = self.add(index, chunk)
-                if not has_begun:
-                    has_begun = True
+                if len(self.choices[index].contents) == 1:
                     begun = {**self._head, "status": "in_progress", "output": []}
                     yield event("created", response=begun)
                     yield event("in_progress", response=begun)

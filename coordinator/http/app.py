@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -18,20 +18,12 @@ from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from coordinator.admin.plain import plain
-from coordinator.http import openapi
+from coordinator.http import openapi, schema
 from coordinator.http.answers import Answer, ChatAnswer, CompletionAnswer, Reply, ResponseAnswer, merged
 from coordinator.http.api import chat_prompt, ids_of, requests_of
-from coordinator.http.bodies import ALONE_HEADER, BodyReader, HeldBytes, fit, ignored_header
+from coordinator.http.bodies import ALONE_HEADER, BodyReader, BodyT, HeldBytes, fit, ignored_header
 from coordinator.http.chat import Chats
 from coordinator.http.errors import HttpError, error_response
-from coordinator.http.schema import (
-    Body,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    ResponsesBody,
-    TokenizeBody,
-)
 from coordinator.http.tools import HARMONY
 from coordinator.requests.admission import peer_of_host
 from coordinator.requests.plan import keep_out
@@ -46,12 +38,12 @@ from tandem.rpc.addresses import is_loopback
 from tandem.serving import protection
 from tandem.serving.interceptors import RunningCalls
 
-BodyT = TypeVar("BodyT", bound=Body)
-
-_FORMS: Mapping[str, tuple[type[CompletionBody | ChatBody | ResponsesBody], Callable[..., Answer]]] = {
-    "/v1/completions": (CompletionBody, CompletionAnswer),
-    "/v1/chat/completions": (ChatBody, ChatAnswer),
-    "/v1/responses": (ResponsesBody, ResponseAnswer),
+_FORMS: Mapping[
+    str, tuple[type[schema.CompletionBody | schema.ChatBody | schema.ResponsesBody], Callable[..., Answer]]
+] = {
+    "/v1/completions": (schema.CompletionBody, CompletionAnswer),
+    "/v1/chat/completions": (schema.ChatBody, ChatAnswer),
+    "/v1/responses": (schema.ResponsesBody, ResponseAnswer),
 }
 _PAGE_FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -191,7 +183,7 @@ class App:
         """`POST /v1/completions`, `/v1/chat/completions` and `/v1/responses`."""
         given, form = _FORMS[request.url.path]
         body, headers = await self._body(request, given)
-        if isinstance(body, ResponsesBody):
+        if isinstance(body, schema.ResponsesBody):
             refuse(body.refusals())
             form, body = partial(ResponseAnswer, body), body.chat()
         models, bounds = self._completions.models, self._completions.bounds
@@ -202,10 +194,9 @@ class App:
         answer = form(request_id, self.model_name, models.tokenizer, body, len(requests))
         usage = body.stream_options
         if usage is not None and usage.include_usage and usage.continuous_usage_stats:
-            ids = [await ids_of(each.prompt, models, bounds) for each in requests]
-            requests = [replace(each, prompt=prompt) for each, prompt in zip(requests, ids, strict=True)]
-            answer.prompt_tokens = [*map(len, ids)]
-        if isinstance(body, ChatBody):
+            requests = [replace(each, prompt=await ids_of(each.prompt, models, bounds)) for each in requests]
+            answer.prompt_tokens = [len(each.prompt) for each in requests]
+        if isinstance(body, schema.ChatBody):
             is_bound, calls = requests[0].grammar is not None, self._chats.calls
             assert calls is not None, "the template has made the prompt"
             if body.may_call and body.tool_choice not in (None, "auto"):
@@ -228,7 +219,7 @@ class App:
 
     async def tokenize(self, request: Request) -> Response:
         """`POST /tokenize`."""
-        body, headers = await self._body(request, TokenizeBody)
+        body, headers = await self._body(request, schema.TokenizeBody)
         refuse(body.refusals())
         models, bounds = self._completions.models, self._completions.bounds
         if body.prompt is None:
@@ -245,7 +236,7 @@ class App:
 
     async def detokenize(self, request: Request) -> Response:
         """`POST /detokenize`."""
-        body, headers = await self._body(request, DetokenizeBody)
+        body, headers = await self._body(request, schema.DetokenizeBody)
         models = self._completions.models
         refuse(outside_vocabulary("tokens holds", body.tokens, models.target))
         # Tens of thousands of ids take long enough for others to notice.

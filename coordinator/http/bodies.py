@@ -15,8 +15,8 @@ from starlette.requests import ClientDisconnect, Request
 
 from coordinator.http.errors import SHOWN_CHARACTERS, HttpError, shown
 from coordinator.http.schema import Body
-from coordinator.requests.admission import RETRY_SECONDS
-from coordinator.requests.runner import LARGE_BYTES, RequestRunner
+from coordinator.requests.admission import LARGE_BYTES, RETRY_SECONDS
+from coordinator.requests.runner import RequestRunner
 from coordinator.settings.coordinator import HttpOptions
 from tandem.config.rule import refuse
 from tandem.errors import CapacityError, InvalidRequestError, TandemError
@@ -145,7 +145,8 @@ class BodyReader:
             content = await self._content(request, shape, share)
             many = shape.values > _MANY_VALUES or shape.containers > _MANY_CONTAINERS
             try:
-                async with completions.turns.turn() if many or len(content) > LARGE_BYTES else nullcontext():
+                is_large = many or len(content) > LARGE_BYTES
+                async with completions.admission.turn() if is_large else nullcontext():
                     return self.parse(model, content)
             except ValidationError as error:
                 raise InvalidRequestError("; ".join(_sentences(error))) from None
@@ -159,11 +160,8 @@ class BodyReader:
                 async for part in request.stream():
                     size += len(part)
                     if size > self._max_bytes:
-                        raise HttpError(
-                            413,
-                            f"the body is larger than {self._max_bytes} bytes, which is the most",
-                            "body_too_large",
-                        )
+                        sentence = f"the body is larger than {self._max_bytes} bytes, which is the most"
+                        raise HttpError(413, sentence, "body_too_large")
                     if refusal is not None:
                         continue  # a client that still sends would not see the answer
                     try:

@@ -168,12 +168,21 @@ def _plain(index: int, message: Message) -> dict[str, Any]:
 
 def _own_template(files: Mapping[str, bytes], config: Mapping[str, Any]) -> tuple[str | None, str]:
     """The template of a model's tokenizer files, None when there is none, and the file that holds it."""
-    if (sent := files.get(TEMPLATE_FILE)) is None:
-        return _default_of(config.get("chat_template")), CONFIG_FILE
-    try:
-        return sent.decode("utf-8"), TEMPLATE_FILE
-    except UnicodeDecodeError as error:
-        raise ModelFolderError(f"the model's {TEMPLATE_FILE} is no UTF-8 text: {error}") from None
+    if (sent := files.get(TEMPLATE_FILE)) is not None:
+        try:
+            return sent.decode("utf-8"), TEMPLATE_FILE
+        except UnicodeDecodeError as error:
+            raise ModelFolderError(f"the model's {TEMPLATE_FILE} is no UTF-8 text: {error}") from None
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several by name
+        named = [entry for entry in template if isinstance(entry, dict)]
+        template = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
+    if template is not None and not isinstance(template, str):
+        raise ModelFolderError(
+            f"the model's {CONFIG_FILE} has a chat_template of type {type(template).__name__}; it should be a text, or "
+            "a list of texts with names"
+        )
+    return template, CONFIG_FILE
 
 
 def _config(files: Mapping[str, bytes]) -> dict[str, Any]:
@@ -199,16 +208,3 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()
     }
     return {name: text for name, text in texts.items() if isinstance(text, str)}
-
-
-def _default_of(template: object) -> str | None:
-    """The template for chats where a model has several by name."""
-    if isinstance(template, list):
-        named = [entry for entry in template if isinstance(entry, dict)]
-        template = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
-    if template is not None and not isinstance(template, str):
-        raise ModelFolderError(
-            f"the model's {CONFIG_FILE} has a chat_template of type {type(template).__name__}; it should be a text, or "
-            "a list of texts with names"
-        )
-    return template

@@ -36,7 +36,6 @@ _SEND_BUFFER_BYTES = 32 << 10
 # Bytes in the kernel's buffer that a client which does not read keeps from being sent; bytes on their way to another
 # client have the rest. A stream of 2 kB for each token, with its logprobs, stalls after 11 tokens; it was 36.
 _UNSENT_BYTES = 8 << 10
-_UNSENT_OPTION: int | None = getattr(socket, "TCP_NOTSENT_LOWAT", None)
 
 
 class HttpServer:
@@ -102,12 +101,9 @@ class HttpServer:
         for task in list(self._server.server_state.tasks):
             task.cancel()
         self._server.should_exit = True
-        try:
-            async with asyncio.timeout(GOODBYE_SECONDS):
-                await asyncio.shield(self._serving)
-        except TimeoutError:
-            self._server.force_exit = True
-            await self._serving
+        await asyncio.wait({self._serving}, timeout=GOODBYE_SECONDS)
+        self._server.force_exit = True
+        await self._serving
 
 
 class _Server(uvicorn.Server):
@@ -168,8 +164,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
     bound = bound_socket(host, port, "--http-host and --http-port")
     # Connections have these from here.
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-    if _UNSENT_OPTION is not None:
-        bound.setsockopt(socket.IPPROTO_TCP, _UNSENT_OPTION, _UNSENT_BYTES)
+    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
     bound.listen(socket.SOMAXCONN)
     bound.setblocking(False)
     return bound

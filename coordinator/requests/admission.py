@@ -18,35 +18,8 @@ from tandem.plural import plural
 
 RETRY_SECONDS = 1.0
 """Time after which to try again, for a refusal that cannot tell when there will be room."""
-
-
-class Peers:
-    """Counts the streams of each client address."""
-
-    def __init__(self, max_streams: int) -> None:
-        self._max_streams = max_streams
-        self._streams: Counter[str] = Counter()
-
-    @contextmanager
-    def stream(self, peer: str) -> Iterator[None]:
-        """Count a stream of this peer (`peer_of_grpc`, `peer_of_host`) while the block lasts. An unknown one, "", is
-        not bounded."""
-        if not peer:
-            yield
-            return
-        if self._streams[peer] >= self._max_streams:
-            raise CapacityError(
-                f"{self._max_streams} requests from {peer} run, wait or are not read, which is the most for one "
-                "address; try again later",
-                RETRY_SECONDS,
-            )
-        self._streams[peer] += 1
-        try:
-            yield
-        finally:
-            self._streams[peer] -= 1
-            if not self._streams[peer]:
-                del self._streams[peer]
+LARGE_BYTES = 16 << 10
+"""Parsing a larger message takes a turn. Protobuf and pydantic parse a smaller one in at most 3 ms."""
 
 
 def peer_of_grpc(peer: str) -> str:
@@ -75,12 +48,16 @@ def peer_of_host(host: str) -> str:
 class Admission:
     """Gives each request a place, fairly among clients, and refuses it at once when too many wait."""
 
-    _max_running: int
-    _max_queued: int
-    _clock: Callable[[], float] = time.monotonic
+    max_running: int
+    max_queued: int
+    max_streams_per_peer: int | None = None
+    """None: as many as may run and wait."""
+    clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self._places = FairPlaces(self._max_running, extra_places(self._max_running))
+        self._streams: Counter[str] = Counter()
+        self._large = asyncio.Lock()
+        self._places = FairPlaces(self.max_running, extra_places(self.max_running))
         self._returning = 0
         """Requests in the queue that had a place before."""
         self._held_seconds = MovingAverage()
@@ -98,10 +75,46 @@ class Admission:
         """True if a new request would be refused, unless its client has few."""
         return self._refuses("")
 
+    @contextmanager
+    def stream(self, peer: str) -> Iterator[None]:
+        """Count a stream of this peer (`peer_of_grpc`, `peer_of_host`) while the block lasts. An unknown one, "", is
+        not bounded."""
+        most = self.max_streams_per_peer or self.max_running + self.max_queued
+        if peer and self._streams[peer] >= most:
+            raise CapacityError(
+                f"{most} requests from {peer} run, wait or are not read, which is the most for one address; try again "
+                "later",
+                RETRY_SECONDS,
+            )
+        self._streams[peer] += 1
+        try:
+            yield
+        finally:
+            self._streams[peer] -= 1
+            if not self._streams[peer]:
+                del self._streams[peer]
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait until this large request may hold the interpreter, one at a time. All others run for twice as long
+        after it. The block must not await anything: its duration decides when the next turn begins.
+
+        Neither pydantic nor protobuf releases the interpreter while it parses, so a thread would not help. Without
+        turns, large requests that arrive together are parsed back to back, and every stream of the process waits.
+        """
+        await self._large.acquire()
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            # Others have two thirds of the processor's time meanwhile
+            rest = 2.0 * (time.perf_counter() - began)
+            asyncio.get_running_loop().call_later(rest, self._large.release)
+
     def refusal(self) -> CapacityError:
         """The error for refused requests, with the time after which to try again."""
         # Until a place in the queue is free: during one request, as many requests end as can run
-        waits = (self._held_seconds.value or 0.0) * (self.queued + 1) / self._max_running
+        waits = (self._held_seconds.value or 0.0) * (self.queued + 1) / self.max_running
         return CapacityError(
             f"{plural(self.running, 'request')} {'runs' if self.running == 1 else 'run'} and {self.queued} wait, "
             "which is the most; try again later",
@@ -120,7 +133,7 @@ class Admission:
             raise DeadlineError(
                 f"the request waited {deadline_seconds:g} s for a place, which is all it was given"
             ) from None
-        place = Place(self, client, self._clock)
+        place = Place(self, client)
         try:
             yield place
         finally:
@@ -128,34 +141,31 @@ class Admission:
             self._held_seconds.add(place.held_seconds)
 
     def _refuses(self, client: str) -> bool:
-        return not self._places.has_room(client) and self.queued >= self._max_queued
+        return not self._places.has_room(client) and self.queued >= self.max_queued
 
 
 class Place:
     """A request's place. The request may release it, and take one again later."""
 
-    def __init__(self, admission: Admission, client: str, clock: Callable[[], float]) -> None:
+    def __init__(self, admission: Admission, client: str) -> None:
         self.held_seconds = 0.0
         """Seconds for which it was held, without the time since it was last taken."""
         self.client = client
         """The address of the request's client; empty: not known."""
         self._admission = admission
-        self._clock = clock
-        self._since: float | None = clock()
+        self._since: float | None = admission.clock()
 
     def release(self) -> None:
         if self._since is not None:
-            self.held_seconds += self._clock() - self._since
+            self.held_seconds += self._admission.clock() - self._since
             self._since = None
             self._admission._places.leave(self.client)
 
     async def take_again(self) -> None:
         """Wait for a place again, behind the client's other requests. One that has begun is never refused."""
-        if self._since is not None:
-            return
         self._admission._returning += 1
         try:
             await self._admission._places.take(self.client)
         finally:
             self._admission._returning -= 1
-        self._since = self._clock()
+        self._since = self._admission.clock()

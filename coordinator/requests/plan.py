@@ -34,14 +34,12 @@ from coordinator.telemetry.observer import EventValue
 from tandem.config import SpeculativeConfig
 from tandem.config.names import AUTO, AUTO_NAMES, canonical_name
 from tandem.config.rule import refuse
-from tandem.errors import InvalidRequestError
 from tandem.grammar import GrammarState
 from tandem.types import (
     Acceptance,
     AheadBudget,
     DraftOptions,
     GenerationRequest,
-    Grammar,
     LogitAdjustments,
     ModelInfo,
     Proposal,
@@ -87,15 +85,6 @@ class Models:
     def max_text_bytes(self) -> int | None:
         """Bytes beyond which any prompt has more than `max_length` tokens; None where there is no such bound."""
         return self.encoder.max_bytes(self.target.max_length)
-
-    async def planned_grammar(self, grammar: Grammar, prompt: Sequence[int]) -> GrammarState:
-        """The state of a request's grammar before the first token, with the think span that may come before."""
-        if self.grammars is None:
-            raise InvalidRequestError("structured output is asked for; there is no compiler of grammars here")
-        spans = think_spans(self.tokenizer)
-        if spans is not None:
-            grammar = spans.before(grammar, prompt)
-        return await self.grammars.open(grammar)
 
     async def encode(
         self, text: str, bounds: RequestBounds, *, add_special_tokens: bool = True
@@ -241,7 +230,10 @@ async def make_plan(
     check_request(TokenizedRequest(request, prompt, models.target, models.draft, options))
     grammar = None
     if request.grammar is not None:
-        grammar = await models.planned_grammar(request.grammar, prompt)
+        assert models.grammars is not None, "structured output needs a compiler of grammars"
+        spans = think_spans(models.tokenizer)
+        whole = request.grammar if spans is None else spans.before(request.grammar, prompt)
+        grammar = await models.grammars.open(whole)
     if request.logprobs is not None:
         request = replace(request, row_kind=RowKind.DENSE)
     sampling = _sampling(request)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
@@ -19,7 +17,7 @@ from coordinator.failover.drafter import FailoverDrafter
 from coordinator.failover.verifier import FailoverVerifier
 from coordinator.replicas.registry import ReplicaRegistry
 from coordinator.requests.active import ActiveRequest, ActiveRequests
-from coordinator.requests.admission import Admission, Peers, Place
+from coordinator.requests.admission import Admission, Place
 from coordinator.requests.chunks import ChunkPacer, ChunkQueue, stream_of
 from coordinator.requests.plan import Models, Plan, make_plan
 from coordinator.requests.validation import BoundedRequest, check_bounds
@@ -38,32 +36,6 @@ from tandem.rpc.channels import Deadline
 from tandem.speculation_state import SpeculationState
 from tandem.types import Chunk, GenerationRequest, TokenLogprobs
 
-LARGE_BYTES = 16 << 10
-"""Parsing a larger message takes a turn. Protobuf and pydantic parse a smaller one in at most 3 ms."""
-
-
-class Turns:
-    """Lets one request at a time hold the interpreter, and lets all others run for twice as long after it.
-
-    Neither pydantic nor protobuf releases the interpreter while it parses, so a thread would not help. Without turns,
-    large requests that arrive together are parsed back to back, and every stream of the process waits for all of them.
-    """
-
-    def __init__(self) -> None:
-        self._lock = asyncio.Lock()
-
-    @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """Wait for a turn. The block must not await anything: its duration decides when the next turn begins."""
-        await self._lock.acquire()
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            # Others have two thirds of the processor's time meanwhile
-            rest = 2.0 * (time.perf_counter() - began)
-            asyncio.get_running_loop().call_later(rest, self._lock.release)
-
 
 class RequestRunner:
     """Completes requests over the services it is connected to."""
@@ -76,15 +48,13 @@ class RequestRunner:
         self._live_config = live_config
         self._observer = observer
         bounds = live_config.current
-        self.admission = Admission(bounds.max_concurrent_requests, bounds.max_queued_requests)
+        self.admission = Admission(
+            bounds.max_concurrent_requests, bounds.max_queued_requests, bounds.max_streams_per_peer
+        )
         self.speculation = SpeculationController()
         self.requests = ActiveRequests(bounds.stalled_stream_seconds)
         self.stats = StatsLog()
-        self._peers = Peers(
-            bounds.max_streams_per_peer or bounds.max_concurrent_requests + bounds.max_queued_requests
-        )
         self._pacer = ChunkPacer()
-        self.turns = Turns()
         self._latest_state: SpeculationState | None = None
         """State of the last request that could speculate and has ended."""
 
@@ -114,10 +84,21 @@ class RequestRunner:
         """Stream a completion. The id is its name in logs, traces and the list of requests; `traceparent` the
         client's W3C trace context, and `peer` its address from `coordinator.requests.admission`, each empty when it
         is unknown."""
-        request_id = request_id or uuid.uuid4().hex
-        observer = self._observer.begin(request_id, traceparent)
-        with _observed(observer), self._peers.stream(peer):
-            run = partial(self._run, request, request_id, peer, observer, Deadline(deadline_seconds))
+        name = request_id or uuid.uuid4().hex
+        observer, deadline = self._observer.begin(name, traceparent), Deadline(deadline_seconds)
+
+        async def run(queue: ChunkQueue) -> None:
+            # Waiting requests stay in memory: hundreds of any size would take all of it.
+            models = self.models
+            check_bounds(
+                BoundedRequest(request, self.bounds, models.target.max_length, models.max_text_bytes)
+            )
+            async with self.admission.place(deadline.remaining_seconds, peer) as place:
+                observer.admitted()
+                plan = await make_plan(request, name, self.bounds, self.models, self._choose_rule)
+                await self._run_rounds(plan, observer, deadline, place, queue)
+
+        with _observed(observer), self.admission.stream(peer):
             queue = ChunkQueue(self.bounds.stream_interval, self._pacer)
             async with aclosing(stream_of(run, queue, deadline_seconds)) as chunks:
                 async for chunk in chunks:
@@ -126,23 +107,6 @@ class RequestRunner:
     def refuse(self, traceparent: str) -> NoReturn:
         with _observed(self._observer.begin(uuid.uuid4().hex, traceparent)):
             raise self.admission.refusal()
-
-    async def _run(
-        self,
-        request: GenerationRequest,
-        request_id: str,
-        peer: str,
-        observer: RequestObserver,
-        deadline: Deadline,
-        queue: ChunkQueue,
-    ) -> None:
-        # Waiting requests stay in memory: hundreds of any size would take all of it.
-        models = self.models
-        check_bounds(BoundedRequest(request, self.bounds, models.target.max_length, models.max_text_bytes))
-        async with self.admission.place(deadline.remaining_seconds, peer) as place:
-            observer.admitted()
-            plan = await make_plan(request, request_id, self.bounds, self.models, self._choose_rule)
-            await self._run_rounds(plan, observer, deadline, place, queue)
 
     async def _run_rounds(
         self, plan: Plan, observer: RequestObserver, deadline: Deadline, place: Place, queue: ChunkQueue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -161,15 +161,11 @@ def _known_token_ids(subject: TokenizedRequest) -> Iterator[str]:
     yield from outside_vocabulary("delivered_token_ids holds", delivered, subject.target)
 
 
-@rule("No stop string is empty.")
-def _stop_strings(subject: TokenizedRequest) -> Iterator[str]:
+@rule("No stop string is empty, and `stop_token_ids` are in the target's vocabulary.")
+def _stops(subject: TokenizedRequest) -> Iterator[str]:
     if "" in subject.request.stop:
         yield "a stop string is empty; each must have a character"
-
-
-@rule("`stop_token_ids` are in the target's vocabulary.")
-def _stop_token_ids(subject: TokenizedRequest) -> Iterator[str]:
-    return outside_vocabulary("stop_token_ids is for", subject.request.stop_token_ids, subject.target)
+    yield from outside_vocabulary("stop_token_ids is for", subject.request.stop_token_ids, subject.target)
 
 
 @rule(
@@ -234,11 +230,7 @@ def _rows_with_logprobs(subject: TokenizedRequest) -> Iterator[str]:
         )
 
 
-PENALTIES: Mapping[str, float] = {
-    "repetition_penalty": 1.0,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-}
+PENALTIES = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
 """The penalties of a request, each with the value that turns it off."""
 
 
@@ -345,8 +337,7 @@ REQUEST_RULES: tuple[Rule[TokenizedRequest], ...] = (
     within("seed", -(2**63), 2**63 - 1, "a signed 64-bit integer", of=_request),
     within("logprobs", 0, MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}", of=_request),
     _rows_with_logprobs,
-    _stop_strings,
-    _stop_token_ids,
+    _stops,
     _logit_bias,
     within("min_tokens", 0, of=_request),
     _min_tokens_fit,

@@ -43,19 +43,17 @@ class ObservedRequests(Telemetry, Observer):
 
     def __init__(self, settings: CoordinatorSettings, exports: OtlpExports | None = None) -> None:
         super().__init__(settings, "coordinator", exports)
-        self.trace_rounds = settings.trace_rounds
-        """Share of the traced requests whose rounds have spans."""
+        self.settings = settings
         self.metrics: RequestMetrics | None = None
         self.message_waits: MessageWaits | None = None
         self.running: set[ObservedRequest] = set()
         self.ended_bytes: _Bytes = Counter(dict.fromkeys(_PEERS, 0))
         """Those of requests that have ended."""
-        self._measures_waits = settings.measure_waits
         self._probe: asyncio.Task[None] | None = None
 
     def ready(self, model_name: str, state: Callable[[], State]) -> None:
         self.metrics = RequestMetrics(self.registry, model_name=model_name)
-        if self._measures_waits:
+        if self.settings.measure_waits:
             waits = WaitMetrics(self.registry, model_name=model_name).round_wait_seconds
             self.message_waits = MessageWaits(waits["answer"].observe, waits["question"].observe)
             self._probe = asyncio.create_task(probe_event_loop(waits["event_loop"].observe))
@@ -109,7 +107,7 @@ class ObservedRequest(RequestObserver):
         self._first_token: float | None = None
         self._prefill: Span = INVALID_SPAN
         # The sampler uses the other half of the id, so the two ratios are independent.
-        is_chosen = (span.get_span_context().trace_id >> 64) / 2**64 < all_requests.trace_rounds
+        is_chosen = (span.get_span_context().trace_id >> 64) / 2**64 < all_requests.settings.trace_rounds
         # Half of what the exporter's queue holds
         self._rounds_left = 1_000 if is_chosen and span.is_recording() else 0
         # Rounds are timed by the performance counter, spans in time since 1970.

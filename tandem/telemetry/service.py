@@ -61,8 +61,12 @@ class ObservedService(Telemetry, ServiceObserver):
         self.registry.register(Read(lambda: [family(GaugeMetricFamily, labels, name, text, read())]))
 
     def _count_step(self, record: StepRecord) -> None:
-        if self._engine is not None:
-            self._engine.count_step(record)
+        if (engine := self._engine) is not None:
+            engine.engine_step_seconds.observe(record.seconds)
+            engine.engine_model_seconds.observe(record.model_seconds)
+            engine.engine_batch_sequences.observe(record.sequence_count)
+            engine.engine_batch_tokens.observe(record.token_count)
+            engine.engine_tokens.inc(record.token_count)
 
     @contextmanager
     def stream(self, request_id: str, traceparent: str) -> Iterator[SequenceObserver]:
@@ -76,6 +80,7 @@ class ObservedService(Telemetry, ServiceObserver):
             yield observer
         except (asyncio.CancelledError, GeneratorExit):
             outcome = "cancelled"
+            span.set_attribute("error.type", outcome)
             raise
         except Exception as error:
             outcome = error_type(error)
@@ -85,9 +90,9 @@ class ObservedService(Telemetry, ServiceObserver):
             self.metrics.running -= 1
             self.metrics.streams.get(outcome, self.metrics.streams["internal"]).inc()
             if span.is_recording():
-                self._end_span(span, observer, outcome)
+                self._end_span(span, observer)
 
-    def _end_span(self, span: Span, observer: SequenceObserver, outcome: str) -> None:
+    def _end_span(self, span: Span, observer: SequenceObserver) -> None:
         """End a stream's span; its child is the first step."""
         if observer.steps:
             offset = time.time() - time.perf_counter()
@@ -102,8 +107,6 @@ class ObservedService(Telemetry, ServiceObserver):
                 "tandem.seconds.steps": round(observer.step_seconds, 6),
             }
         )
-        if outcome == "cancelled":
-            span.set_attribute("error.type", outcome)
         span.end()
 
 
@@ -125,13 +128,6 @@ class EngineMetrics(Metrics):
     engine_batch_sequences: Series = histogram("Sequences in an engine step.", SEQUENCES)
     engine_batch_tokens: Series = histogram("Tokens in an engine step.", TOKENS)
     engine_tokens: Counter = counter("Tokens computed.")
-
-    def count_step(self, record: StepRecord) -> None:
-        self.engine_step_seconds.observe(record.seconds)
-        self.engine_model_seconds.observe(record.model_seconds)
-        self.engine_batch_sequences.observe(record.sequence_count)
-        self.engine_batch_tokens.observe(record.token_count)
-        self.engine_tokens.inc(record.token_count)
 
 
 def _kv_metrics(labels: Mapping[str, str], usage: KvUsage) -> Iterator[Metric]:

@@ -21,7 +21,7 @@ import pytest
 from coordinator import servicer
 from coordinator.decoding.tokenization import PromptEncoder
 from coordinator.http import answers as logprobs
-from coordinator.requests.runner import LARGE_BYTES
+from coordinator.requests.admission import LARGE_BYTES
 from coordinator.telemetry.observer import Observer, RequestObserver
 from tandem.client import Client
 from tandem.errors import CapacityError, InvalidRequestError

@@ -62,7 +62,7 @@ async def test_waiting_ends_at_the_deadline() -> None:
 
 async def test_a_refusal_says_when_the_queue_moves() -> None:
     now = 0.0
-    admission = Admission(1, 1, lambda: now)
+    admission = Admission(1, 1, clock=lambda: now)
     async with admission.place(None):
         now = 0.2
     async with occupied(admission, 2):

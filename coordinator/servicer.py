@@ -114,7 +114,7 @@ def admitted(completions: RequestRunner, handler: Handler, details: grpc.Handler
 
     if not details.method.startswith(_SERVICE):
         return handler
-    if details.method == GENERATE and completions.admission.is_full:
+    if details.method == GENERATE and completions.admission.refuses():
         return remade(handler, refuse, at_once=True)
     return remade(handler, behaviour_of(handler), partial(_unless_large, handler.request_deserializer))
 

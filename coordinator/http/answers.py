@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from tokenizers import Tokenizer
 
 from coordinator.http.bodies import HeldBytes, Share
-from coordinator.http.errors import error_object, unexpected
+from coordinator.http.errors import error_object, known
 from coordinator.http.schema import ResponsesBody, Sampled
 from coordinator.http.tools import CallReader, Parser, Said
 from coordinator.stats.speculation import describe, summed
@@ -425,41 +425,31 @@ async def _disconnect(receive: Receive) -> None:
 
 
 async def merged(streams: Sequence[AsyncGenerator[Chunk]]) -> AsyncGenerator[tuple[int, Chunk]]:
-    """The chunks of several completions as they arrive, each with the number of its completion.
-
-    A completion that fails ends the others. They advance only as fast as they are read.
-    """
+    """The chunks of several completions as they arrive, each with the number of its completion. One that fails ends the
+    others. They advance only as fast as they are read."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as stream:
             async for chunk in stream:
                 yield 0, chunk
         return
-    queue: asyncio.Queue[tuple[int, Chunk] | Exception | None] = asyncio.Queue(1)
-
-    async def feed(index: int, stream: AsyncGenerator[Chunk]) -> None:
-        try:
-            async with aclosing(stream):
-                async for chunk in stream:
-                    await queue.put((index, chunk))
-            await queue.put(None)
-        except Exception as error:  # noqa: BLE001 - the reader gets any error
-            await queue.put(error)
-
-    tasks = [asyncio.create_task(feed(index, stream)) for index, stream in enumerate(streams)]
+    waits = {
+        asyncio.ensure_future(anext(stream, None)): (index, stream) for index, stream in enumerate(streams)
+    }
     try:
-        running = len(tasks)
-        while running:
-            item = await queue.get()
-            if item is None:
-                running -= 1
-            elif isinstance(item, Exception):
-                raise item
-            else:
-                yield item
+        while waits:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            # One in each turn of the event loop, which others need too; the first is the one that waits for longest.
+            task = next(each for each in waits if each.done())
+            index, stream = waits.pop(task)
+            if (following := task.result()) is not None:
+                waits[asyncio.ensure_future(anext(stream, None))] = index, stream
+                yield index, following
     finally:
-        for task in tasks:
+        for task in waits:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*waits, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()
 
 
 _EVENT_HEADERS = {
@@ -508,8 +498,8 @@ class Reply(Response):
         except Exception as raised:
             if not has_begun:
                 raise
-            error = raised if isinstance(raised, TandemError) else unexpected(raised)
-            await send({"type": "http.response.body", "body": self._answer.failure(error), "more_body": True})
+            failure = self._answer.failure(known(raised))
+            await send({"type": "http.response.body", "body": failure, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
     async def _whole(self, send: Send) -> None:

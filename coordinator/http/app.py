@@ -1,4 +1,4 @@
-"""The endpoints, the page, and the checks that every request passes first."""
+"""The endpoints, the page, the checks that every request passes first, and the completions that a body asks for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -20,23 +20,23 @@ from starlette.types import Message, Receive, Scope, Send
 from coordinator.admin.plain import plain
 from coordinator.http import openapi, schema
 from coordinator.http.answers import Answer, ChatAnswer, CompletionAnswer, Reply, ResponseAnswer, merged
-from coordinator.http.api import chat_prompt, ids_of, requests_of
 from coordinator.http.bodies import ALONE_HEADER, BodyReader, BodyT, HeldBytes, fit, ignored_header
 from coordinator.http.chat import Chats
 from coordinator.http.errors import HttpError, error_response
 from coordinator.http.tools import HARMONY
 from coordinator.requests.admission import peer_of_host
-from coordinator.requests.plan import keep_out
+from coordinator.requests.plan import Models, keep_out
 from coordinator.requests.runner import RequestRunner
-from coordinator.requests.validation import outside_vocabulary
-from coordinator.settings.coordinator import CoordinatorSettings
+from coordinator.requests.validation import REQUEST_RULES, TokenizedRequest, outside_vocabulary
+from coordinator.settings.coordinator import CoordinatorSettings, RequestBounds
 from tandem import __version__
 from tandem.admin import Status
-from tandem.config.rule import refuse
-from tandem.errors import ServiceUnavailableError
+from tandem.config.rule import broken, refuse
+from tandem.errors import InvalidRequestError, ServiceUnavailableError
 from tandem.rpc.addresses import is_loopback
 from tandem.serving import protection
 from tandem.serving.interceptors import RunningCalls
+from tandem.types import GenerationRequest
 
 _FORMS: Mapping[
     str, tuple[type[schema.CompletionBody | schema.ChatBody | schema.ResponsesBody], Callable[..., Answer]]
@@ -75,25 +75,20 @@ REQUEST_ID_HEADER = b"x-request-id"
 _HOST = re.compile(r"(?:(?P<name>[A-Za-z0-9.-]+)|\[(?P<ipv6>[0-9A-Fa-f:.]+)\])(?::[0-9]*)?")
 
 
+@dataclass(eq=False)
 class App:
     """The whole of the HTTP side, as an ASGI application."""
 
-    def __init__(
-        self,
-        settings: CoordinatorSettings,
-        completions: RequestRunner,
-        chats: Chats,
-        status: Callable[[], Awaitable[Status]],
-        metrics: Callable[[], Awaitable[bytes | None]],
-        calls: RunningCalls,
-    ) -> None:
-        """Set up the endpoints. `metrics` returns Prometheus's text form; None when none are collected."""
-        self._completions = completions
-        self._calls = calls
-        self._chats = chats
-        self._status = status
-        self._metrics = metrics
-        self._settings = settings
+    _settings: CoordinatorSettings
+    _completions: RequestRunner
+    _chats: Chats
+    _status: Callable[[], Awaitable[Status]]
+    _metrics: Callable[[], Awaitable[bytes | None]]
+    """Returns Prometheus's text form; None when none are collected."""
+    _calls: RunningCalls
+
+    def __post_init__(self) -> None:
+        settings = self._settings
         self._known_tokens = protection.token_source(settings, settings.http_host)
         self._local_only = is_loopback(settings.http_host) and not settings.knows_callers
         self._files = {path: (openapi.PAGE / name).read_bytes() for path, (name, _) in _PAGE_FILES.items()}
@@ -121,8 +116,6 @@ class App:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. Any error is answered in OpenAI's form."""
-        if scope["type"] != "http":
-            return
         has_begun = False
         named = dict(scope["headers"]).get(REQUEST_ID_HEADER, b"")[:256]
         request_id = named or uuid.uuid4().hex.encode()
@@ -306,3 +299,93 @@ class App:
     async def page_file(self, request: Request) -> Response:
         path = request.url.path
         return Response(self._files[path], media_type=_PAGE_FILES[path][1], headers=_PAGE_HEADERS)
+
+
+# ---- from a body to the completions that it asks for
+
+Prompt = str | tuple[int, ...]
+
+_OPTIONS = frozenset(field.name for field in fields(GenerationRequest))
+
+
+async def requests_of(
+    body: schema.Sampled, models: Models, chats: Chats, bounds: RequestBounds
+) -> list[GenerationRequest]:
+    """A request for each completion: those of the first prompt, then those of the second."""
+    sentences = list(body.refusals())
+    if isinstance(body, schema.ChatBody) and body.may_call and bounds.structured_output == "refuse":
+        sentences += ["tools is set and structured_output is refuse; it must be empty, or tool_choice none"]
+    prompts: list[Prompt] = body.prompts
+    try:
+        if isinstance(body, schema.ChatBody):
+            prompts = [await chat_prompt(body, models, chats, bounds)]
+    except InvalidRequestError as error:
+        raise InvalidRequestError("; ".join([*sentences, str(error)])) from None
+    if sentences:
+        # Whoever breaks rules of both kinds is told of all of them. The first request stands for all: their number
+        # may be what is wrong.
+        refuse(sentences + await _broken_later(_request(body, prompts[0], 0), models, bounds))
+    common: dict[str, Any] = {"grammar": body.grammar}
+    if isinstance(body, schema.ChatBody) and chats.calls == HARMONY:
+        common["with_special_tokens"] = True
+    return [_request(body, prompt, choice, **common) for prompt in prompts for choice in range(body.choices)]
+
+
+async def ids_of(prompt: Prompt, models: Models, bounds: RequestBounds) -> tuple[int, ...]:
+    """A prompt as ids."""
+    return await models.encode(prompt, bounds) if isinstance(prompt, str) else prompt
+
+
+async def _broken_later(request: GenerationRequest, models: Models, bounds: RequestBounds) -> list[str]:
+    """A sentence for each rule that a request would break once it has its place."""
+    try:
+        prompt = await ids_of(request.prompt, models, bounds)
+    except InvalidRequestError as error:
+        return [str(error)]
+    if keep_out(request, bounds, models):
+        request = replace(request, speculation=False)
+    return broken(REQUEST_RULES, TokenizedRequest(request, prompt, models.target, models.draft))
+
+
+async def chat_prompt(
+    body: schema.Chat, models: Models, chats: Chats, bounds: RequestBounds
+) -> tuple[int, ...]:
+    """The prompt that a chat makes."""
+    named: dict[str, Any] = {}
+    if isinstance(body, schema.ChatBody):
+        named |= {"tools": body.tools} if body.may_call else {}
+        named |= {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
+    return await chats.prompt(
+        [message.fields for message in body.messages or ()],
+        models,
+        bounds,
+        (body.chat_template_kwargs or {}) | named,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+    )
+
+
+def _request(body: schema.Sampled, prompt: Prompt, choice: int, **others: Any) -> GenerationRequest:
+    # What has the same name means the same; what differs follows.
+    values = {
+        name: value
+        for name in _OPTIONS & type(body).model_fields.keys()
+        if (value := getattr(body, name)) is not None
+    }
+    values |= {
+        "prompt": prompt,
+        "max_tokens": body.default_max_tokens if body.token_limit is None else body.token_limit,
+        "max_tokens_must_fit": body.token_limit is not None,
+        "stop": (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        "stop_token_ids": tuple(body.stop_token_ids or ()),
+        "logprobs": body.alternatives,
+        "probabilities": body.return_probabilities,
+        "with_special_tokens": not body.skip_special_tokens,
+        **others,
+    }
+    if body.top_k == -1:
+        values["top_k"] = 0
+    if body.seed is not None and choice:
+        # The choices of one prompt have consecutive seeds from the request's own on, within 64 bits.
+        values["seed"] = (body.seed + choice + 2**63) % 2**64 - 2**63
+    return GenerationRequest(**values)

@@ -84,20 +84,19 @@ class Share:
         self._bytes = self._counted = 0
 
 
+@dataclass(slots=True)
 class JsonShape:
-    """Counts what makes a JSON text expensive to parse, as its parts arrive, before a parser builds anything.
+    """Counts what makes a JSON text expensive to parse, as its parts arrive, before a parser builds anything. A part of
+    64 KiB takes at most 2 ms. Text that is no JSON is counted too; the parser refuses it later."""
 
-    A part of 64 KiB takes at most 2 ms. Text that is no JSON is counted too; the parser refuses it later.
-    """
-
-    def __init__(self, max_values: int, max_containers: int) -> None:
-        self._max_values, self._max_containers = max_values, max_containers
-        self.values = 0
-        """Commas outside of strings: array elements and object fields, without the first of each."""
-        self.containers = 0
-        """Opening brackets, opening braces and colons outside of strings: arrays, objects, and fields of objects."""
-        self._in_string = False
-        self._rest = b""
+    max_values: int
+    max_containers: int
+    values: int = 0
+    """Commas outside of strings: array elements and object fields, without the first of each."""
+    containers: int = 0
+    """Opening brackets, opening braces and colons outside of strings: arrays, objects, and fields of objects."""
+    _in_string: bool = False
+    _rest: bytes = b""
 
     def feed(self, part: bytes) -> None:
         """Count a part; refuse the text once it exceeds a bound."""
@@ -110,8 +109,8 @@ class JsonShape:
         self.values += outside.count(b",")
         self.containers += outside.count(b"{") + outside.count(b"[") + outside.count(b":")
         counts = (
-            (self.values, self._max_values, "values"),
-            (self.containers, self._max_containers, "lists, objects and fields"),
+            (self.values, self.max_values, "values"),
+            (self.containers, self.max_containers, "lists, objects and fields"),
         )
         sentence = "the body has {} {} or more; it must have at most {}"
         if excesses := [sentence.format(count, what, most) for count, most, what in counts if count > most]:

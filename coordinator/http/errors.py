@@ -55,8 +55,7 @@ def shown(value: object) -> str:
 
 def error_response(error: Exception) -> JSONResponse:
     """The answer to a request that failed with this error."""
-    if not isinstance(error, errors.TandemError):
-        error = unexpected(error)
+    error = known(error)
     status, kind, _ = _form(error)
     headers = dict(error.headers) if isinstance(error, HttpError) else {}
     if isinstance(error, errors.CapacityError) and (seconds := error.retry_after_seconds) is not None:
@@ -75,9 +74,9 @@ def error_object(error: errors.TandemError) -> dict[str, Any]:
     return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
 
 
-def unexpected(error: Exception) -> errors.TandemError:
-    """The error to show for an unexpected one: an id under which the log has the details."""
-    return errors.TandemError(ended_by(error).sentence)
+def known(error: Exception) -> errors.TandemError:
+    """The error; in place of an unexpected one, an id under which the log has the details."""
+    return error if isinstance(error, errors.TandemError) else errors.TandemError(ended_by(error).sentence)
 
 
 def _form(error: errors.TandemError) -> tuple[int, str, str | None]:

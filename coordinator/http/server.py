@@ -51,16 +51,19 @@ class HttpServer:
         self._socket = listening or listening_socket(host, settings.http_port)
         name = f"[{host}]" if ":" in host else host
         self.url = f"{'http' if tls is None else 'https'}://{name}:{self._socket.getsockname()[1]}"
-        app = self._bounded(app, settings.http_max_connections)
+        self._app, self._max_connections = app, settings.http_max_connections
+        served: ASGIApp = self
         if allowed := origins(settings.cors_origin):
             exposed = [IGNORED_HEADER, ALONE_HEADER, "Retry-After", "Retry-After-Ms", "X-Request-Id"]
-            app = CORSMiddleware(app, allowed, ["GET", "POST"], allow_headers=["*"], expose_headers=exposed)
+            served = CORSMiddleware(
+                self, allowed, ["GET", "POST"], allow_headers=["*"], expose_headers=exposed
+            )
         # uvicorn passes no arguments to a protocol.
         bounds = {"stalled_reader_seconds": settings.stalled_reader_timeout_seconds}
         config = uvicorn.Config(
-            app,
+            served,
             http=type("Bounded", (_Bounded,), bounds),
-            ws="none",
+            ws="none",  # the application knows HTTP only
             lifespan="off",
             log_config=None,
             log_level="warning",
@@ -75,20 +78,15 @@ class HttpServer:
         self._server = _Server(config)
         self._serving: asyncio.Task[None] | None = None
 
-    def _bounded(self, app: ASGIApp, max_connections: int) -> ASGIApp:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application behind the bound on connections, which probes of health pass."""
-
-        async def bounded(scope: Scope, receive: Receive, send: Send) -> None:
-            is_full = len(self._server.server_state.connections) > max_connections
-            if is_full and scope["type"] == "http" and scope["path"] not in HEALTH_PATHS:
-                error = ServiceUnavailableError(
-                    f"more than {max_connections} connections are open, which is the maximum; try again later"
-                )
-                await error_response(error)(scope, receive, send)
-            else:
-                await app(scope, receive, send)
-
-        return bounded
+        most = self._max_connections
+        is_full = len(self._server.server_state.connections) > most
+        if is_full and scope["path"] not in HEALTH_PATHS:
+            sentence = f"more than {most} connections are open, which is the maximum; try again later"
+            await error_response(ServiceUnavailableError(sentence))(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
     def start(self) -> None:
         self._serving = asyncio.create_task(self._server.serve([self._socket]))

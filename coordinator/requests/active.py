@@ -40,11 +40,10 @@ class ActiveRequest:
     """True if it has given up its places because its client does not read."""
     abort_reason: str | None = None
     """Reason given by whoever aborted it, may be empty; None while it was not aborted."""
-    task: asyncio.Task[object] | None = None
-    is_delivering: bool = False
-    """True while a chunk waits for the client, so that the services compute nothing for the request."""
-    checked: tuple[int, int] = 0, 0
-    """Its tokens at the last check for stalled streams, and the number of earlier checks with as many."""
+    task: asyncio.Task[object] | None = field(default_factory=asyncio.current_task)
+    """It runs in the task that makes it."""
+    checks: int | None = None
+    """Checks for stalled streams since a chunk began to wait for the client; None while the services compute."""
 
     @property
     def request_id(self) -> str:
@@ -55,17 +54,16 @@ class ActiveRequest:
         return self.completion.length - len(self.plan.prompt)
 
     def stall(self) -> None:
-        """Give up its places here and on the services while its client does not read. Only called while it delivers."""
+        """Give up its places here and on the services while a chunk waits for its client."""
         self.has_stalled = True
         self.drafter.release()
         self.verifier.release()
         self.place.release()
 
     async def resume(self) -> None:
-        """Take a place again if it has given up its own. The next round takes places on the services."""
-        if self.has_stalled:
-            await self.place.take_again()
-            self.has_stalled = False
+        """Take a place again after it has given up its own. The next round takes places on the services."""
+        await self.place.take_again()
+        self.has_stalled = False
 
     def abort(self, reason: str = "") -> None:
         """End it. The services free it now, and its client receives the error as soon as it reads."""
@@ -97,7 +95,6 @@ class ActiveRequests:
     @contextmanager
     def running(self, request: ActiveRequest) -> Iterator[ActiveRequest]:
         self._active[request.request_id] = request
-        request.task = asyncio.current_task()
         if self._next_check is None:
             self._check_later()
         outcome = "failed"
@@ -131,11 +128,12 @@ class ActiveRequests:
     def _check(self) -> None:
         self._next_check = None
         for active in self._active.values():
-            (tokens, checks), count = active.checked, active.completion_tokens
-            checks = checks + 1 if active.is_delivering and count == tokens else 0
-            active.checked = count, checks
-            if checks >= _CHECKS and not active.has_stalled:
+            if active.checks is None or active.has_stalled:
+                continue
+            active.checks += 1
+            if active.checks > _CHECKS:
                 active.stall()
-                logger.info("stalled stream", extra={"request_id": active.request_id, "tokens": count})
+                extra = {"request_id": active.request_id, "tokens": active.completion_tokens}
+                logger.info("stalled stream", extra=extra)
         if self._active:
             self._check_later()

@@ -70,11 +70,6 @@ class Admission:
     def queued(self) -> int:
         return self._places.waiting - self._returning
 
-    @property
-    def is_full(self) -> bool:
-        """True if a new request would be refused, unless its client has few."""
-        return self._refuses("")
-
     @contextmanager
     def stream(self, peer: str) -> Iterator[None]:
         """Count a stream of this peer (`peer_of_grpc`, `peer_of_host`) while the block lasts. An unknown one, "", is
@@ -124,7 +119,7 @@ class Admission:
     @asynccontextmanager
     async def place(self, deadline_seconds: float | None, client: str = "") -> AsyncIterator[Place]:
         """A place for as long as the block lasts, had within the deadline. The request may release it in between."""
-        if self._refuses(client):
+        if self.refuses(client):
             raise self.refusal()
         try:
             async with asyncio.timeout(deadline_seconds):
@@ -140,7 +135,8 @@ class Admission:
             place.release()
             self._held_seconds.add(place.held_seconds)
 
-    def _refuses(self, client: str) -> bool:
+    def refuses(self, client: str = "") -> bool:
+        """True if a new request of the client would be refused; without one, if it would unless its client has few."""
         return not self._places.has_room(client) and self.queued >= self.max_queued
 
 

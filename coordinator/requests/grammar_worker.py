@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from tandem.bounded.worker import work
 from tandem.errors import InvalidRequestError
-from tandem.grammar import definition, grammar_limits, reason_of
+from tandem.grammar import definition, grammar_limits, refused
 from tandem.types import Grammar, GrammarKind
 
 
@@ -27,7 +27,7 @@ def _tried(tokenizer: LLTokenizer, job: Any) -> dict[str, Any]:
         return {"refused": str(error)}
     if not matcher.is_error():
         matcher.compute_bitmask()
-    return {"reason": reason_of(matcher.get_error())} if matcher.is_error() else {}
+    return {"refused": str(refused(grammar, matcher.get_error()))} if matcher.is_error() else {}
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ from tandem.errors import InvalidRequestError
 from tandem.grammar import Grammars, GrammarState, refused
 from tandem.types import Grammar
 
-_WORKER = f"{__package__}.grammar_worker"
-
 
 class CheckedGrammars:
     """Compiles what strangers wrote."""
@@ -19,7 +17,7 @@ class CheckedGrammars:
     def __init__(self, grammars: Grammars) -> None:
         """`grammars` compiles for the target's tokens, as the services do."""
         self._grammars = grammars
-        self._process = BoundedProcess(_WORKER, "grammars wait to be compiled")
+        self._process = BoundedProcess(f"{__package__}.grammar_worker", "grammars wait to be compiled")
         self._known: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._tried: dict[tuple[str, str], asyncio.Task[str]] = {}
         """Those that are tried now: requests with one grammar wait for one trial."""
@@ -45,8 +43,6 @@ class CheckedGrammars:
             answer = await self._process.answer({"kind": grammar.kind.value, "source": grammar.source})
         except JobError as error:
             return str(refused(grammar, f"it {error}"))
-        if reason := answer.get("reason"):
-            return str(refused(grammar, reason))
         return str(answer.get("refused", ""))
 
     def close(self) -> None:

@@ -19,15 +19,8 @@ from coordinator.decoding.completion import (
 from coordinator.decoding.tokenization import PromptEncoder
 from coordinator.rejection.rounds import Round
 from coordinator.rejection.strategies import SYNTHETIC_OPTIONS, AcceptanceRule, find_strategy, resolve
+from coordinator.requests import validation
 from coordinator.requests.grammars import CheckedGrammars
-from coordinator.requests.validation import (
-    TokenizedRequest,
-    check_request,
-    is_separate_model,
-    never_proposes,
-    penalties_of,
-    too_much_text,
-)
 from coordinator.settings.coordinator import CoordinatorSettings, RequestBounds
 from coordinator.speculation.ahead import DraftAhead
 from coordinator.telemetry.observer import EventValue
@@ -89,7 +82,7 @@ class Models:
     async def encode(
         self, text: str, bounds: RequestBounds, *, add_special_tokens: bool = True
     ) -> tuple[int, ...]:
-        refuse(too_much_text(text, bounds, self.max_text_bytes))
+        refuse(validation.too_much_text(text, bounds, self.max_text_bytes))
         return await self.encoder.encode(text, add_special_tokens=add_special_tokens)
 
 
@@ -220,14 +213,14 @@ async def make_plan(
 ) -> Plan:
     """Check a request that is within its bounds, and decide how it is completed."""
     is_penalized = settings.speculation and bool(keep_out(request, settings, models))
-    if not settings.speculation or is_penalized or (request.echo and never_proposes(request)):
+    if not settings.speculation or is_penalized or (request.echo and validation.never_proposes(request)):
         request = replace(request, speculation=False)
     prompt = request.prompt
     if isinstance(prompt, str):
         prompt = await models.encoder.encode(prompt)
     options = requested_options(settings, request, _auto_rule(settings, request, choose_rule))
     options = for_draft(options, models.draft)
-    check_request(TokenizedRequest(request, prompt, models.target, models.draft, options))
+    validation.TokenizedRequest(request, prompt, models.target, models.draft, options).check()
     grammar = None
     if request.grammar is not None:
         assert models.grammars is not None, "structured output needs a compiler of grammars"
@@ -274,8 +267,8 @@ async def make_plan(
 
 def keep_out(request: GenerationRequest, bounds: RequestBounds, models: Models) -> tuple[str, ...]:
     """The request's penalties because of which the target serves it alone: all of them, or none, as configured."""
-    is_alone = is_separate_model(models.draft) and bounds.draft_model_penalties == "target-only"
-    return penalties_of(request) if is_alone and request.speculation else ()
+    is_alone = validation.is_separate_model(models.draft) and bounds.draft_model_penalties == "target-only"
+    return validation.penalties_of(request) if is_alone and request.speculation else ()
 
 
 def _sampling(request: GenerationRequest) -> SamplingParams:
@@ -296,10 +289,8 @@ def names_auto(config: SpeculativeConfig, request: GenerationRequest | None = No
 def requested_options(
     config: SpeculativeConfig, request: GenerationRequest, auto_rule: str = "residual"
 ) -> SpeculativeConfig:
-    """The configuration with a request's options, and with the rule that `auto` stands for.
-
-    The configuration's synthetic rates do not apply to a request that names another rule.
-    """
+    """The configuration with a request's options, and with the rule that `auto` stands for. Its synthetic rates do not
+    apply to a request that names another rule."""
     options: dict[str, object] = {}
     if request.num_speculative_tokens is not None:
         options["num_speculative_tokens"] = request.num_speculative_tokens

@@ -20,7 +20,7 @@ from coordinator.requests.active import ActiveRequest, ActiveRequests
 from coordinator.requests.admission import Admission, Place
 from coordinator.requests.chunks import ChunkPacer, ChunkQueue, stream_of
 from coordinator.requests.plan import Models, Plan, make_plan
-from coordinator.requests.validation import BoundedRequest, check_bounds
+from coordinator.requests.validation import BoundedRequest
 from coordinator.settings.coordinator import MAX_SPECULATIVE_TOKENS, CoordinatorSettings
 from coordinator.settings.live import LiveConfig
 from coordinator.speculation import report as speculation_report
@@ -90,9 +90,7 @@ class RequestRunner:
         async def run(queue: ChunkQueue) -> None:
             # Waiting requests stay in memory: hundreds of any size would take all of it.
             models = self.models
-            check_bounds(
-                BoundedRequest(request, self.bounds, models.target.max_length, models.max_text_bytes)
-            )
+            BoundedRequest(request, self.bounds, models.target.max_length, models.max_text_bytes).check()
             async with self.admission.place(deadline.remaining_seconds, peer) as place:
                 observer.admitted()
                 plan = await make_plan(request, name, self.bounds, self.models, self._choose_rule)
@@ -144,9 +142,9 @@ class RequestRunner:
                 self.replicas.round_ended(result)
                 observer.round_ended(result)
                 drafter.end_round(result)
-                active.is_delivering = True
+                active.checks = 0
                 await queue.put(tokens.added_to(self._with_state(chunk, active)))
-                active.is_delivering = False
+                active.checks = None
                 if active.has_stalled and completion.can_extend:
                     await active.resume()
 

@@ -28,10 +28,9 @@ class BoundedRequest:
     max_text_bytes: int | None = None
     """Bytes beyond which any text has more than `max_length` tokens; None where there is no such bound."""
 
-
-def check_bounds(subject: BoundedRequest) -> None:
-    """Refuse a request that asks for too much."""
-    refuse(broken(BOUND_RULES, subject))
+    def check(self) -> None:
+        """Refuse it if it asks for too much."""
+        refuse(broken(BOUND_RULES, self))
 
 
 def too_much_text(text: str, bounds: RequestBounds, max_text_bytes: int | None = None) -> Iterator[str]:
@@ -136,15 +135,14 @@ class TokenizedRequest:
     options: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     """Options of the acceptance rule: the configuration, overridden by the request."""
 
+    def check(self) -> None:
+        """Refuse it if it can never be completed."""
+        refuse(broken(REQUEST_RULES, self))
+
 
 def is_separate_model(draft: ModelInfo | None) -> bool:
     """True for a draft with a model of its own, so not for one whose layers lie in the target (as in MAX)."""
     return draft is not None and draft.has_model and draft.drafting_method not in OWN_METHODS
-
-
-def check_request(subject: TokenizedRequest) -> None:
-    """Refuse a request that can never be completed."""
-    refuse(broken(REQUEST_RULES, subject))
 
 
 @rule("The prompt holds at least one token, and is shorter than `max_length`.")
@@ -168,19 +166,16 @@ def _stops(subject: TokenizedRequest) -> Iterator[str]:
     yield from outside_vocabulary("stop_token_ids is for", subject.request.stop_token_ids, subject.target)
 
 
-@rule(
-    f"`logit_bias` is for ids of the target's vocabulary, and between {-MAX_LOGIT_BIAS:g} and "
-    f"{MAX_LOGIT_BIAS:g}."
-)
+_BIASES = f"between {-MAX_LOGIT_BIAS:g} and {MAX_LOGIT_BIAS:g}"
+
+
+@rule(f"`logit_bias` is for ids of the target's vocabulary, and {_BIASES}.")
 def _logit_bias(subject: TokenizedRequest) -> Iterator[str]:
     biases = subject.request.logit_bias
     yield from outside_vocabulary("logit_bias is for", biases, subject.target)
     for token_id, bias in biases.items():
         if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
-            yield (
-                f"logit_bias is {spelled(bias)} for token id {token_id}; it must be between {-MAX_LOGIT_BIAS:g} and "
-                f"{MAX_LOGIT_BIAS:g}"
-            )
+            yield f"logit_bias is {spelled(bias)} for token id {token_id}; it must be {_BIASES}"
             return
 
 

@@ -90,10 +90,8 @@ class Observer:
         return RequestObserver()
 
     def prometheus_text(self) -> bytes | None:
-        """All metrics in Prometheus's text form; None when none are collected.
-
-        On the event loop, or on any other thread while the loop turns.
-        """
+        """All metrics in Prometheus's text form; None when none are collected. Called on the event loop, or on any
+        other thread while the loop turns."""
         return None
 
     async def close(self) -> None:

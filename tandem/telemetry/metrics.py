@@ -7,7 +7,6 @@ import logging
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import Any, TypeVar
@@ -133,21 +132,17 @@ def on_loop(read: Callable[[], ValueT]) -> Callable[[], ValueT | None]:
     """A function that calls `read` on this event loop, from any thread; None where the loop has ended or is held up."""
     loop, own_thread = asyncio.get_running_loop(), threading.get_ident()
 
+    async def on_this_loop() -> ValueT:
+        return read()
+
     def from_any_thread() -> ValueT | None:
         if threading.get_ident() == own_thread:
             return read()
-        answer: Future[ValueT] = Future()
-
-        def put() -> None:
-            try:
-                answer.set_result(read())
-            except Exception as error:  # noqa: BLE001 - it is raised where it was asked for
-                answer.set_exception(error)
-
+        if loop.is_closed():
+            return None
         try:
-            loop.call_soon_threadsafe(put)
             # Prometheus gives up after 10 s by default
-            return answer.result(2.0)
+            return asyncio.run_coroutine_threadsafe(on_this_loop(), loop).result(2.0)
         except (RuntimeError, TimeoutError):
             return None
 
@@ -174,36 +169,37 @@ def registry_of(read: Callable[[], Iterable[Metric]]) -> CollectorRegistry:
 # ---- served to Prometheus
 
 
-_VLLM_HAS = frozenset({
-    "num_requests_running", "num_requests_waiting", "prompt_tokens", "generation_tokens", "time_to_first_token_seconds",
-    "inter_token_latency_seconds", "request_time_per_output_token_seconds", "e2e_request_latency_seconds",
-    "request_queue_time_seconds", "request_prompt_tokens", "request_generation_tokens", "kv_cache_usage_perc",
-    "num_preemptions", "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
-    "spec_decode_num_accepted_tokens_per_pos",
-})  # fmt: skip
-_VLLM_CALLS = {"requests": "request_success", "prefill_seconds": "request_prefill_time_seconds"}
-"""vLLM 0.32 has these metrics, those above under the same name (vllm/v1/metrics/loggers.py)."""
+_VLLM_NAMES = {
+    "tandem_requests": "vllm:request_success",
+    "tandem_prefill_seconds": "vllm:request_prefill_time_seconds",
+    **{f"tandem_{name}": f"vllm:{name}" for name in (
+        "num_requests_running", "num_requests_waiting", "prompt_tokens", "generation_tokens",
+        "time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds",
+        "e2e_request_latency_seconds", "request_queue_time_seconds", "request_prompt_tokens",
+        "request_generation_tokens", "kv_cache_usage_perc", "num_preemptions", "spec_decode_num_drafts",
+        "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos",
+    )},
+}  # fmt: skip
+"""The metrics that vLLM 0.32 has (vllm/v1/metrics/loggers.py)."""
 
 
 def as_vllm(families: Iterable[Metric]) -> Iterator[Metric]:
     """Metrics under vLLM's names, where it has them. It counts positions from 0, and only requests that ended well."""
     for family in families:
-        bare = family.name.removeprefix("tandem_")
-        name = _VLLM_CALLS.get(bare, bare if bare in _VLLM_HAS else "")
-        if not name or bare == family.name:
+        if (name := _VLLM_NAMES.get(family.name)) is None:
             yield family
             continue
-        renamed = Metric(f"vllm:{name}", family.documentation, family.type)
+        renamed = Metric(name, family.documentation, family.type)
         for sample in family.samples:
             labels = dict(sample.labels)
-            if bare == "requests":
+            if family.name == "tandem_requests":
                 labels["finished_reason"] = labels.pop("outcome")
                 if labels["finished_reason"] not in ("stop", "length"):
                     continue
             if (position := labels.get("position", "")).isdecimal():
                 labels["position"] = str(int(position) - 1)
             suffix = sample.name.removeprefix(family.name)
-            renamed.samples.append(sample._replace(name=f"vllm:{name}{suffix}", labels=labels))
+            renamed.samples.append(sample._replace(name=f"{name}{suffix}", labels=labels))
         yield renamed
 
 

@@ -142,9 +142,8 @@ class OtlpExports(Metrics):
         self._metric_exporter.shutdown()
 
     def _send_metrics(self) -> None:
-        milliseconds = os.environ.get("OTEL_METRIC_EXPORT_INTERVAL")
-        # The dashboards look at minutes
-        interval = float(milliseconds) / 1e3 if milliseconds else 10.0
+        # In milliseconds; the dashboards look at minutes
+        interval = float(os.environ.get("OTEL_METRIC_EXPORT_INTERVAL") or 10_000) / 1e3
         is_last = False
         while not is_last:
             is_last = self._ending.wait(interval)

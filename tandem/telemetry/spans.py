@@ -46,9 +46,7 @@ def error_type(error: BaseException) -> str:
 
 
 def mark_error(span: Span, error: BaseException) -> None:
-    """Mark a span as ended with an error.
-
-    Only messages of Tandem's own errors are recorded, since they are meant for users.
-    """
+    """Mark a span as ended with an error. Only messages of Tandem's own errors, which are meant for users, are
+    recorded."""
     span.set_attribute("error.type", error_type(error))
     span.set_status(Status(StatusCode.ERROR, str(error) if isinstance(error, TandemError) else ""))

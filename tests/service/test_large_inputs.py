@@ -164,7 +164,7 @@ async def test_a_full_coordinator_refuses_a_request_unread_once_it_has_seen_the_
         grpc.aio.insecure_channel(address) as channel,
     ):
         runs = asyncio.create_task(complete(client, GenerationRequest((10,), max_tokens=5)))
-        await until(lambda: service.completions.admission.is_full)
+        await until(service.completions.admission.refuses)
         method: Any = channel.stream_stream(servicer.GENERATE)
         # Calls whose message is never sent
         unknown = method(timeout=SECONDS)

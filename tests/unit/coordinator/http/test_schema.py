@@ -16,13 +16,13 @@ from pydantic import ValidationError
 from tokenizers import Tokenizer
 
 from coordinator.decoding.tokenization import PromptEncoder
-from coordinator.http.api import requests_of
+from coordinator.http.app import requests_of
 from coordinator.http.bodies import BodyReader, JsonShape, ignored_header
 from coordinator.http.chat import Chats
 from coordinator.http.openapi import field_rows
 from coordinator.http.schema import ChatBody, CompletionBody, Message, ResponsesBody, Sampled
 from coordinator.requests.plan import Models
-from coordinator.requests.validation import BoundedRequest, TokenizedRequest, check_bounds, check_request
+from coordinator.requests.validation import BoundedRequest, TokenizedRequest
 from coordinator.settings.coordinator import CoordinatorSettings, HttpOptions
 from tandem.errors import InvalidRequestError
 from tandem.types import GenerationRequest, ModelInfo
@@ -61,10 +61,10 @@ async def requests(body: Sampled) -> list[GenerationRequest]:
     """The requests of a body, after the checks that precede computation."""
     made = await requests_of(body, MODELS, CHATS, BOUNDS)
     for request in made:
-        check_bounds(BoundedRequest(request, BOUNDS, INFO.max_length))
+        BoundedRequest(request, BOUNDS, INFO.max_length).check()
         prompt = request.prompt
         ids = prompt if isinstance(prompt, tuple) else tuple(TOKENIZER.encode(prompt).ids)
-        check_request(TokenizedRequest(request, ids, INFO, INFO))
+        TokenizedRequest(request, ids, INFO, INFO).check()
     return made
 
 

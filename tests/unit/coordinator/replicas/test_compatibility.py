@@ -16,7 +16,7 @@ from coordinator.replicas.compatibility import (
     check_models,
     needs_mapping,
 )
-from coordinator.requests.validation import BoundedRequest, check_bounds
+from coordinator.requests.validation import BoundedRequest
 from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.config import SpeculativeConfig
 from tandem.config.speculative import MAX_CONFIGURED_TOKENS
@@ -79,7 +79,7 @@ VOCABULARY_SIZE = 128_256  # Llama 3
 def test_an_answer_to_the_longest_proposal_fits_into_a_message(count: int) -> None:
     settings = CoordinatorSettings(target_address="localhost:1", num_speculative_tokens=count)
     request = GenerationRequest("a", num_speculative_tokens=count, logprobs=0)
-    check_bounds(BoundedRequest(request, settings, TARGET.max_length))
+    BoundedRequest(request, settings, TARGET.max_length).check()
     # Configured lengths can grow while the channels exist.
     fleet = Fleet(SpeculativeConfig())
     assert fleet.judge_target(replace(TARGET, vocabulary_size=VOCABULARY_SIZE)) == ""

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from coordinator.requests.admission import Admission, peer_of_grpc, peer_of_host
-from coordinator.requests.validation import BoundedRequest, check_bounds
+from coordinator.requests.validation import BoundedRequest
 from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.errors import CapacityError, DeadlineError, InvalidRequestError
 from tandem.types import GenerationRequest, Grammar, GrammarKind
@@ -97,5 +97,5 @@ def test_a_request_above_the_bounds_is_refused(request_: GenerationRequest, sent
         max_grammar_bytes=5,
     )
     with pytest.raises(InvalidRequestError) as refusal:
-        check_bounds(BoundedRequest(request_, bounds, 8))
+        BoundedRequest(request_, bounds, 8).check()
     assert str(refusal.value) == sentence

@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.rejection.strategies import STRATEGIES, resolve
 from coordinator.requests.plan import can_draft_ahead
-from coordinator.requests.validation import REQUEST_RULES, TokenizedRequest, check_request
+from coordinator.requests.validation import REQUEST_RULES, TokenizedRequest
 from tandem.config import SpeculativeConfig
 from tandem.errors import InvalidRequestError, status_code
 from tandem.types import GenerationRequest, Grammar, GrammarKind, ModelInfo, RowKind
@@ -100,7 +100,7 @@ REQUESTS: list[tuple[str, TokenizedRequest, str]] = [
 @pytest.mark.parametrize(("rule", "subject", "sentence"), REQUESTS)
 def test_a_request_that_breaks_a_rule_is_refused(rule: str, subject: TokenizedRequest, sentence: str) -> None:
     with pytest.raises(InvalidRequestError) as refusal:
-        check_request(subject)
+        subject.check()
     assert str(refusal.value).startswith(sentence)
     assert status_code(refusal.value) is grpc.StatusCode.INVALID_ARGUMENT
 
@@ -120,7 +120,7 @@ def test_every_rule_of_a_request_is_in_the_table() -> None:
     ],
 )
 def test_draft_logits_are_required_only_by_logit_comparison(subject: TokenizedRequest) -> None:
-    check_request(subject)
+    subject.check()
 
 
 @pytest.mark.parametrize("name", [each.name for each in STRATEGIES if each.name != "synthetic"])

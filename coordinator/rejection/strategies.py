@@ -115,17 +115,14 @@ def find_strategy(name: str) -> Strategy:
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceRule:
-    """An acceptance rule, configured for one request's options and sampling parameters."""
+    """An acceptance rule, configured for one request's options and sampling parameters, which may change what its
+    strategy says of losslessness, row kinds and statistics."""
 
     strategy: Strategy
     lossless: bool
-    """True if the output has the target's distribution."""
     row_kinds: tuple[RowKind, ...]
-    """The kinds of target row that the rule accepts, the cheapest first."""
     needs_statistics: bool
-    """True if support rows must come with statistics."""
     decide: Decide
-    """The acceptance function."""
     is_relaxed: bool = False
     """True if think spans change the rule."""
 

@@ -145,7 +145,7 @@ def main() -> None:
         sys.stdout.flush()
     except typer.TyperException as error:
         # One sentence, but the whole help where no command was named at all.
-        message = error.format_message()
+        message = error.format_message().replace("Value error, ", "")  # pydantic's words
         if not message.startswith("Usage: "):
             message = f"error: {message[:1].lower()}{message[1:].rstrip('.')}"
         sys.stderr.write(message + "\n")

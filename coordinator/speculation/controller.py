@@ -156,20 +156,29 @@ class Choice:
         """The plan of the round that begins."""
         self._rounds += 1
         self._renew_in -= 1
-        if self._turn is not None and (
+        is_over = self._turn is not None and (
             self._turn_rounds <= 0
             or self._rounds >= self._turn_end
             or self._turn_number != self.gains.turns  # another load has come, and has tried it
-        ):
-            self._turn, self.scout, self._renew_in = None, None, 0
-        if self._renew_in <= 0:
+        )
+        if is_over or (self._renew_in <= 0 and self.scout is None):
             self.renew()
+        if is_over and self._scouts_on():
+            self._turn_rounds, self._turn_end = TURN_ROUNDS, self._rounds + WINDOW * len(self.requests)
+        elif is_over:
+            self._turn, self.scout = None, None
         is_due = self._rounds >= self._next_at
         if self._is_unseen:
             is_due &= request.rounds > TURN_ROUNDS  # by then it is measured what the target makes alone
         if self._turn is None and len(self._best) > 1 and is_due:
             self._begin_turn(request)
         return self._turn if self._turn is not None and self._tries(request) else self.plan
+
+    def _scouts_on(self) -> bool:
+        """True if the scout goes on, since its few proposals leave open whether drafting pays."""
+        is_open = self.gains.acceptance.count < WINDOW and self._turn_number == self.gains.turns
+        may_pay = self.hope(4.0 * OPTIMISM) > HYSTERESIS * self._speed(ALONE)
+        return self.scout in self.requests and is_open and not self.plan.tokens and may_pay
 
     def _tries(self, request: RequestSpeculation) -> bool:
         return self.scout is None or self.scout is request
@@ -269,7 +278,9 @@ class Choice:
     ) -> float:
         step = step_seconds or self.costs.draft_seconds(self.load, outcomes)
         hit_rate = self.gains.hit_rate(outcomes)
-        return self.costs.seconds_ahead(self.load, expected, step, hit_rate, leads=self._leads)
+        # Of many requests each waits for a step of others, unless it is learnt that they do not.
+        leads = self._leads and self.load == 1
+        return self.costs.seconds_ahead(self.load, expected, step, hit_rate, leads=leads)
 
     def _choose(self, is_first: bool) -> None:
         hoped = expected_tokens(self.gains.acceptance.rates(self.max_tokens, OPTIMISM))

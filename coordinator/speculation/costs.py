@@ -189,24 +189,30 @@ class CostModel:
             drafting = max(cost.draft_sequences, 1)
             self.draft.add(drafting, drafting, cost.draft_seconds / cost.proposed, 1.0 / drafting)
         # A step in which others had a shorter proposal, or none, is waited for as well.
-        if cost.is_uniform(load) or (cost.proposed and cost.verify_tokens <= shared * (cost.proposed + 1)):
+        is_waited_for = cost.proposed and cost.verify_tokens <= shared * (cost.proposed + 1)
+        if cost.is_uniform(load) or is_waited_for or (cost.was_led and shared >= 0.9 * load):
             # Below 0 where the target had the answer of a round that it led before the last one was read.
             self.add_rest(way, load, cost.seconds - cost.verify_seconds - cost.draft_seconds)
 
     def add_rest(self, way: Way, load: int, seconds: float) -> None:
         """Count what a round of one of so many requests took beside its steps, or beside what was predicted."""
-        trips = {Way.ASKED: self.target.trip_seconds, Way.DRAFTED: self.trips_seconds}.get(way, 0.0)
+        trip = self.target.trip_seconds
+        trips = {Way.LED: trip, Way.ASKED: trip, Way.DRAFTED: self.trips_seconds}.get(way, 0.0)
         known = self._rests[way]
         if load_class(load) not in known:
             # The first rounds are cold: what was expected of them counts as much as one.
             begin = self.rest_seconds(way, load)
-            known[load_class(load)] = _Rest(load, 1.0, begin) if begin else _Rest(load, 0.0, seconds)
+            is_expected = begin or trips
+            known[load_class(load)] = _Rest(load, 1.0, begin) if is_expected else _Rest(load, 0.0, seconds)
         rest = known[load_class(load)]
         share = 1.0 if way in (Way.LED, Way.ASKED) else 1.0 / load
         rest.weight = min(rest.weight + share, float(WINDOW))
         # Requests that wait for each other make long rounds common: only what is twice a surprise is a pause.
-        limit = 2.0 * SURPRISE * max(rest.seconds, trips) or seconds
-        if way is Way.AHEAD:
+        limit = 2.0 * SURPRISE * max(rest.seconds, trips) or abs(seconds)
+        if way is Way.LED:
+            # An answer that was read late is followed by one that comes early.
+            seconds = max(seconds, -limit)
+        elif way is Way.AHEAD:
             # Nor is a round shorter by more than a verification, whatever the draft says of its steps.
             verify = self.verify_seconds(load, 0)
             limit, seconds = verify * SURPRISE + max(rest.seconds, 0.0), max(seconds, -verify)

@@ -175,6 +175,20 @@ def test_of_many_requests_one_finds_out_what_an_unknown_draft_is_worth(draft: fl
     assert controller.gains(KIND).acceptance.rates(1)[0] < 0.6
 
 
+def test_the_one_that_finds_out_goes_on_while_its_few_proposals_leave_it_open() -> None:
+    """Four unlucky ones kept all 16 from a good draft for a hundred rounds of each."""
+    controller = profiled(0.002, many=0.003)
+    requests = [begun(controller) for _ in range(16)]
+    for number in range(40):
+        for request in requests:
+            count = request.begin_round(16)
+            is_unlucky = controller.gains(KIND).acceptance.count < TURN_ROUNDS
+            accepted = min(count, number % 2) if is_unlucky else count
+            cost = RoundCost(count, 0.0105 + count * 0.0025, 0.01, 16, 16 * (1 + count))
+            request.end_round(round_result(count, accepted, cost))
+    assert all(request.tokens for request in requests)
+
+
 def test_a_draft_that_begins_badly_is_soon_looked_at_again() -> None:
     """Four proposals say little. With a pause as after many, the second look came after 500 rounds."""
     request = begun(profiled(0.0065))

@@ -483,9 +483,9 @@ class CrowdedMachine(Profile):
         return super().verify_seconds(sequences, tokens) * (1.0 if tokens == sequences else 2.0)
 
 
-@pytest.mark.parametrize(("load", "share"), [(4, 0.76), (16, 0.9)])
+@pytest.mark.parametrize(("load", "share"), [(4, 0.83), (16, 0.84)])
 def test_a_draft_that_slows_its_target_down_is_soon_left(load: int, share: float) -> None:
-    """Of the first 100 rounds. With profiles that weighed as 8 steps the shares were 0.73 and 0.87."""
+    """Of the first 100 rounds. With profiles that weigh as 8 and 16 steps the share is 0.82 and 0.79 at load 4."""
     profile = replace(CHEAP, acceptance=0.5, draft=0.2 * CHEAP.verify)
     machine = CrowdedMachine(**asdict(profile))
     assert profile.best_tokens(load) > 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from coordinator.telemetry.observer import State
 from tandem.integrations.vllm.metrics import Counts, CountsCollector, wait_histogram
 from tandem.telemetry.service import EngineMetrics, StreamMetrics
 from tandem.types import SpeculationStats
+from tests.end_to_end.processes import run
 from tests.paths import ROOT
 from tests.unit.coordinator.cli.samples import REPLICAS, STATUS
 
@@ -38,7 +38,7 @@ needs_promtool = pytest.mark.skipif(
 
 
 def check(*arguments: str) -> None:
-    done = subprocess.run(["promtool", "check", *arguments], capture_output=True, text=True, check=False)
+    done = run("promtool", "check", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from tandem.vllm_contract import TESTED_RELEASE
 from target_service.settings import TargetSettings
 from tests.deploy.compose import COMPOSE_FILE, interpolated, services, set_environment
 from tests.deploy.images import Dockerfile
+from tests.end_to_end.processes import run
 from tests.paths import ROOT
 
 DOCKERFILE = ROOT / "Dockerfile"
@@ -26,9 +26,7 @@ OWN = ("draft_service", "target_service", "draft_service_gpu", "target_service_g
 
 
 def assert_passes(tool: str, *arguments: str) -> None:
-    done = subprocess.run(
-        [str(Path(sys.executable).with_name(tool)), *arguments], capture_output=True, text=True, check=False
-    )
+    done = run(str(Path(sys.executable).with_name(tool)), *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -73,7 +71,7 @@ def test_docker_compose_up_chooses_the_cpu_profile() -> None:
     assert services("cpu").keys() == {"draft_service", "target_service", "coordinator", "ready"}
 
 
-@pytest.mark.parametrize("given", ["", "a-token-of-many-characters"])
+@pytest.mark.parametrize("given", ["", "a-token-of-many-characters"], ids=["made", "given"])
 def test_an_admin_token_is_made_where_none_is_given(given: str, tmp_path: Path) -> None:
     service = services("cpu", variables={"ADMIN_TOKEN": given})["coordinator"]
     shell, option, script = service["entrypoint"]
@@ -84,9 +82,7 @@ def test_an_admin_token_is_made_where_none_is_given(given: str, tmp_path: Path) 
         "TANDEM_COORDINATOR_ADMIN_TOKEN_FILE": str(file),
     }
     script = script.replace("exec python -P -m tandem.coordinator", "env")
-    done = subprocess.run(
-        [shell, option, script], env=environment, capture_output=True, text=True, check=True
-    )
+    done = run(shell, option, script, environment=environment)
     token = file.read_text(encoding="utf-8").strip()
     assert len(token) >= 16
     assert (token == given) == bool(given)
@@ -174,9 +170,7 @@ def test_replicas_have_gpus_of_their_own(tmp_path: Path) -> None:
     overlay = tmp_path / "gpus.yml"
     replicas = ("--target", "0,1", "--target", "2,3", "--draft", "GPU-4")
     command = (sys.executable, str(ROOT / "deploy" / "gpus.py"), *replicas)
-    overlay.write_text(
-        subprocess.run(command, capture_output=True, text=True, check=True).stdout, encoding="utf-8"
-    )
+    overlay.write_text(run(*command).stdout, encoding="utf-8")
     chosen = services("gpu", overlays=[overlay])
     del chosen["coordinator"], chosen["ready"]
     assert {name: gpus_of(service) for name, service in chosen.items()} == {
@@ -201,8 +195,7 @@ def test_replicas_have_gpus_of_their_own(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_gpus_are_refused_with_a_sentence(options: tuple[str, ...], code: int, sentence: str) -> None:
-    folder = ROOT / "deploy"
-    ran = subprocess.run((sys.executable, *options), cwd=folder, capture_output=True, text=True, check=False)
+    ran = run(sys.executable, *options, folder=ROOT / "deploy")
     assert (ran.returncode, ran.stdout) == (code, "")
     assert sentence in ran.stderr
     assert "Traceback" not in ran.stderr

@@ -8,7 +8,6 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import sysconfig
 import urllib.request
@@ -25,7 +24,7 @@ from hatch_build import published
 from tandem.client import Client
 from tests import bundled_kernels
 from tests.commands import Ran
-from tests.end_to_end.processes import Process, clean_environment, descendants, is_alive, running
+from tests.end_to_end.processes import Process, descendants, is_alive, run, running
 from tests.end_to_end.test_shutdown import END_SECONDS, REQUEST
 from tests.paths import DEMO_DRAFT, DEMO_EAGLE3, DEMO_TARGET, ROOT, SMOLLM2_EAGLE3
 
@@ -77,15 +76,13 @@ class Newcomer:
 
     def execute(self, *words: str) -> str:
         """Run a command that must succeed, and return its output."""
-        environment = clean_environment() | {
+        environment = {
             "PYTHONPATH": "",
             "PATH": f"{self.bin}:{os.environ['PATH']}",
             "TANDEM_CLIENT_ADDRESS": self.address,
             "no_proxy": "*",
         }
-        ran = subprocess.run(
-            words, cwd=self.folder, env=environment, capture_output=True, text=True, check=False, timeout=240
-        )
+        ran = run(*words, seconds=240.0, environment=environment, folder=self.folder)
         assert ran.returncode == 0, f"{words}: {ran.stderr}"
         return ran.stdout
 
@@ -146,13 +143,8 @@ def commands(wheel: Path) -> Path:
 
 
 def pip(*arguments: str, python: str = sys.executable) -> None:
-    ran = subprocess.run(
-        [python, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments],
-        env=os.environ | bundled_kernels.ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = (python, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments)
+    ran = run(*command, environment=bundled_kernels.ENVIRONMENT)
     assert ran.returncode == 0, ran.stderr
 
 
@@ -277,15 +269,8 @@ def test_the_commands_work_in_a_fresh_clone(tmp_path: Path) -> None:
     blocks = re.findall(r"```sh\n(.*?)```", GETTING_STARTED, re.DOTALL)
     script = "".join(block for block in blocks if "make demo" in block or "pip" in block)
     assert script.count("pip") == 4
-    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(tmp_path / "clone")], check=True)
-    ran = subprocess.run(
-        ["bash", "-euxc", f"{script}\ncd / && tandem --version && tandem config check '{{}}'"],
-        cwd=tmp_path / "clone",
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    script = f"git clone --quiet {ROOT} clone\ncd clone\n{script}\ncd /\ntandem --version\ntandem config check '{{}}'"
+    ran = run("bash", "-euxc", script, seconds=3600.0, folder=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert "SPEED-UP" in ran.stdout
     assert "tandem 0." in ran.stdout
@@ -293,14 +278,9 @@ def test_the_commands_work_in_a_fresh_clone(tmp_path: Path) -> None:
 
 def test_without_torch_one_sentence_names_the_extra(commands: Path, tmp_path: Path) -> None:
     for command in (("up",), ("serve", "target", "--model", str(DEMO_TARGET), "--log-level", "error")):
-        ran = subprocess.run(
-            [str(commands / "tandem"), *command, "--port", "0"],
-            cwd=tmp_path,
-            env=clean_environment() | {"TEST_HIDES_TORCH": "1", "PYTHONPATH": ""},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        hidden = {"TEST_HIDES_TORCH": "1", "PYTHONPATH": ""}
+        words = (str(commands / "tandem"), *command, "--port", "0")
+        ran = run(*words, environment=hidden, folder=tmp_path)
         assert ran.returncode == 2
         assert ran.stderr.splitlines() == [
             "error: running a model needs torch; install the extra: pip install 'tandem-speculative[engine]'"

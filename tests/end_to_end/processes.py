@@ -211,19 +211,17 @@ def free_port() -> int:
 
 @contextmanager
 def running(
-    *command: str, environment: dict[str, str] | None = None, stdin: str = "", working_folder: Path = ROOT
+    *command: str, environment: dict[str, str] | None = None, working_folder: Path = ROOT
 ) -> Iterator[Process]:
     with TemporaryDirectory(prefix="tandem-process-") as name:
         folder = Path(name)
-        (folder / "stdin").write_text(stdin, encoding="utf-8")
         with (
-            (folder / "stdin").open("rb") as standard_in,
             (folder / "stdout").open("wb") as standard_out,
             (folder / "stderr").open("wb") as standard_error,
         ):
             popen = subprocess.Popen(
                 command,
-                stdin=standard_in,
+                stdin=subprocess.DEVNULL,
                 stdout=standard_out,
                 stderr=standard_error,
                 cwd=working_folder,
@@ -291,8 +289,14 @@ def coordinator(target: str, draft: str | None, *arguments: str) -> AbstractCont
     return service("coordinator", "--target-address", target, *drafts, *policy, *arguments)
 
 
-def run(*command: str, seconds: float = START_SECONDS, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    with running(*command, stdin=stdin) as process:
+def run(
+    *command: str,
+    seconds: float = START_SECONDS,
+    environment: dict[str, str] | None = None,
+    folder: Path = ROOT,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, with these variables beside the clean environment and nothing on stdin."""
+    with running(*command, environment=environment, working_folder=folder) as process:
         code = process.wait(seconds)
         return subprocess.CompletedProcess(command, code, process.stdout, process.stderr)
 

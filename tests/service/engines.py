@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -33,8 +33,7 @@ from target_service.verifier import Verifier
 from tests.end_to_end.models import random_model, save_model
 from tests.paths import DEMO_TARGET, DEVICE
 from tests.service.fakes import HANG_SECONDS, coordinated, hooked, refusal, serving
-
-EngineT = TypeVar("EngineT", bound=Engine[Any, Any])
+from tests.unit.engine.greedy import started
 
 TINY = {
     "hidden_size": 32,
@@ -53,15 +52,6 @@ def tiny_model(folder: Path, seed: int = 1) -> LoadedModel:
     """One layer of random weights, with the demo pair's tokenizer."""
     weights = random_model(seed, **TINY)
     return load_model(save_model(weights, folder), device=DEVICE, dtype="float32", threads=1)
-
-
-@asynccontextmanager
-async def started(engine: EngineT) -> AsyncIterator[EngineT]:
-    engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.close()
 
 
 @dataclass

@@ -31,8 +31,8 @@ from target_service.verifier import Verifier
 from tests.end_to_end.processes import address_of, coordinator
 from tests.paths import DEMO_TARGET
 from tests.service.clients import complete, until
-from tests.service.engines import started
 from tests.service.fakes import FakeDraft, FakeTarget, coordinated, fleet, serving
+from tests.unit.engine.greedy import started
 
 logger = logging.getLogger(__name__)
 """Logs the numbers for docs/measurements.md; `make soak` shows them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from bound_service.loading import BoundPair, load_pair
+from bound_service.loading import BoundPair
 from coordinator.service import CoordinatorService
 from draft_service.servicer import DraftServicer
 from tandem.admin_client import AdminClient
@@ -21,20 +21,15 @@ from tandem.client import Client, Completed
 from tandem.replica import Role
 from tandem.types import GenerationRequest
 from target_service.servicer import TargetServicer
-from target_service.settings import TargetSettings
 from tests.end_to_end.chi_square import assert_drawn_from
-from tests.end_to_end.models import exact, save_model, six_tokens
-from tests.heads import save_dflash, save_eagle, save_eagle3, save_medusa
+from tests.end_to_end.models import exact, six_tokens
 from tests.mtp_models import MtpTarget
 from tests.service.clients import complete, complete_all
 from tests.service.fakes import HANG_SECONDS, coordinated, serving
 from tests.service.test_drafting_ahead import PLACES
+from tests.unit.bound_service.test_proposals import METHODS as HEADS
+from tests.unit.bound_service.test_proposals import running, saved_target
 from tests.unit.engine.greedy import most_probable
-
-
-def small_target() -> Any:
-    """A head of random weights is right now and then."""
-    return six_tokens(10, 6, 48)
 
 
 @dataclass(frozen=True)
@@ -48,17 +43,12 @@ class Host:
 
 @asynccontextmanager
 async def host(target: Path, head: Path | None, **settings: object) -> AsyncIterator[Host]:
-    """A target with its head, ready; None for the prediction layers in the target's own checkpoint."""
-    values: dict[str, Any] = {"model": target, "threads": 1, "max_length": 128, "compile": "off", **settings}
-    values.setdefault("draft_repeats", False)  # in a text of six tokens no head would ever be asked
-    pair = load_pair(TargetSettings(**values, draft_model=head, speculative_method=None if head else "mtp"))
+    """Serve a target with its head, or with the prediction layers in its own checkpoint."""
     targets, drafts = TargetServicer(), DraftServicer()
-    targets.verifier, drafts.proposer = pair.verifier, pair.proposer
-    async with AsyncExitStack() as stack:
-        for engine in (pair.verifier, pair.proposer):
-            await engine.start()
-            stack.push_async_callback(engine.close)
-        yield Host(*await stack.enter_async_context(serving(targets, drafts)), pair)
+    async with running(target, head, **({"max_length": 128} | settings)) as pair:
+        targets.verifier, drafts.proposer = pair.verifier, pair.proposer
+        async with serving(targets, drafts) as (address, server):
+            yield Host(address, server, pair)
 
 
 @asynccontextmanager
@@ -104,23 +94,18 @@ class Pair:
         return host(self.target, self.draft, **settings)
 
 
+FEWER_TOKENS = {"eagle3": {"draft_vocabulary": 5, "norm_output": True}, "medusa": {"draft_vocabulary": 5}}
+"""Options of heads that say five of the six tokens."""
+
+
 def saved(folder: Path, method: str) -> Pair:
-    """Write a target and a draft for it. EAGLE-3's and Medusa's say five of the six tokens."""
+    """Write a target and a draft for it."""
     if method in OWN_LAYERS:
         own = MtpTarget("qwen3", vocabulary=6)
         return Pair(method, own.model, own.save(folder), None)
-    model = small_target()
-    (folder / "target").mkdir()
-    head = folder / "head"
-    if method == "eagle":
-        head = save_eagle(folder / "eagle-head", model)
-    elif method == "medusa":
-        save_medusa(head, model, draft_vocabulary=5)
-    elif method == "dflash":
-        save_dflash(head, model)
-    else:
-        save_eagle3(head, model, draft_vocabulary=5, norm_output=True)
-    return Pair(method, model, save_model(model, folder / "target"), head)
+    model, save = six_tokens(10, 6, 48), HEADS[method][0]
+    head = save(folder / f"{method}-head", model, **FEWER_TOKENS.get(method, {}))
+    return Pair(method, model, saved_target(model, folder / "target"), head)
 
 
 # What depends on the method is tested for each of them; the rest with a head and with a target's own layers.

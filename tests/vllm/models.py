@@ -21,6 +21,7 @@ from tandem.engine_vllm.engine import load_vllm
 from tandem.types import Delta, RowKind, SamplingParams, TargetOptions, TokenRow, VerifyStep
 from target_service.settings import TargetSettings
 from tests.paths import DEVICE
+from tests.unit.engine.greedy import started
 from tests.unit.engine.tiny_models import MAX_LENGTH, save_checkpoint
 
 GREEDY = TargetOptions("r", SamplingParams(temperature=0.0))
@@ -83,12 +84,8 @@ async def engine_over(
         | options
     )
     model = load_vllm(settings, folder, proposal_length=4, on_failure=on_failure)
-    engine = RowEngine(model, EngineSettings.of(settings), on_step)
-    engine.start()
-    try:
+    async with started(RowEngine(model, EngineSettings.of(settings), on_step)) as engine:
         yield engine
-    finally:
-        await engine.close()
 
 
 def prompts(count: int) -> list[list[int]]:

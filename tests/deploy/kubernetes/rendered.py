@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from copy import deepcopy
@@ -14,6 +13,7 @@ from typing import Any, TypeAlias
 
 import yaml
 
+from tests.end_to_end.processes import run
 from tests.paths import ROOT
 
 Object: TypeAlias = dict[str, Any]
@@ -27,7 +27,7 @@ _UNITS = {"": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "Ki": 2.0**10, "Mi":
 
 @cache
 def _built(folder: Path) -> list[Object]:
-    done = subprocess.run([_KUBECTL, "kustomize", str(folder)], capture_output=True, text=True, check=False)
+    done = run(_KUBECTL, "kustomize", str(folder))
     assert done.returncode == 0, done.stderr
     return list(yaml.safe_load_all(done.stdout))
 

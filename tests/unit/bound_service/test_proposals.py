@@ -65,10 +65,11 @@ def saved_target(model: Any, folder: Path) -> Path:
 
 @asynccontextmanager
 async def running(target: Path, head: Path | None, **settings: object) -> AsyncIterator[BoundPair]:
-    values: dict[str, Any] = {"model": target, "threads": 1, "max_length": 256, "compile": "off", **settings}
-    values.setdefault("draft_repeats", False)
-    made = TargetSettings(**values, draft_model=head, speculative_method=None if head else "mtp")
-    pair = load_pair(made)
+    """A target with its head, ready; None for the prediction layers in the target's own checkpoint."""
+    values: dict[str, Any] = {"model": target, "threads": 1, "max_length": 256, "compile": "off"}
+    values["draft_repeats"] = False  # a text of few tokens repeats itself, and no head would ever be asked
+    own = {"draft_model": head, "speculative_method": None if head else "mtp"}
+    pair = load_pair(TargetSettings(**(values | settings | own)))
     async with AsyncExitStack() as stack:
         for each in (pair.proposer, pair.verifier):
             stack.push_async_callback(each.close)

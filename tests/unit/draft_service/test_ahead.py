@@ -21,9 +21,6 @@ from draft_service.proposers.ahead import OutcomeHistory, Ranking, rank
 from draft_service.proposers.drafting import propose_head
 from draft_service.proposers.mapped import Vocabularies
 from draft_service.proposers.standalone import StandaloneProposer, StandaloneSequence
-from tandem.engine.core.engine import Engine
-from tandem.engine.core.selection import Backends
-from tandem.engine.interface import EngineSettings
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.engine.rows import TORCH_SAMPLER
 from tandem.errors import InvalidRequestError
@@ -42,6 +39,7 @@ from tandem.types import (
 from tandem.wire.draft import answers_to_proto
 from tests.paths import DEVICE
 from tests.service.clients import until
+from tests.unit.engine.greedy import running
 from tests.unit.engine.tiny_models import CONFIGS, MAX_LENGTH, VOCABULARY_SIZE, save_checkpoint
 
 SECONDS = 20.0
@@ -65,14 +63,8 @@ async def proposing(
     **limits: Any,
 ) -> AsyncIterator[StandaloneProposer]:
     """A proposer over an engine of its own, which runs a model or a runner of one."""
-    runner = Backends(model) if isinstance(model, LoadedModel) else model
-    engine: Engine[Any, Any] = Engine(runner, head, EngineSettings(**{"max_sequences": 3, **limits}))
-    engine.start()
-    try:
-        async with asyncio.timeout(60.0):
-            yield StandaloneProposer(engine, draft_top_k, vocabularies=vocabularies)
-    finally:
-        await engine.close()
+    async with running(model, head, **{"max_sequences": 3, **limits}) as engine, asyncio.timeout(60.0):
+        yield StandaloneProposer(engine, draft_top_k, vocabularies=vocabularies)
 
 
 @dataclass(frozen=True)

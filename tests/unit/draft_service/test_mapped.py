@@ -31,7 +31,6 @@ from tandem.engine.models.checkpoint import vocabulary_hash
 from tandem.engine.models.loading import load_model
 from tandem.errors import ConfigurationError, InvalidRequestError, ServiceUnavailableError
 from tandem.types import (
-    AheadBudget,
     Delta,
     DraftOptions,
     Grammar,
@@ -47,7 +46,15 @@ from tandem.types import (
 from tandem.vocabulary import Vocabulary
 from tests.paths import DEMO_TARGET, DEVICE
 from tests.service.other_tokenizer import renumbered
-from tests.unit.draft_service.test_ahead import Round, assert_as_if_asked, outcomes_of, proposed, proposing
+from tests.unit.draft_service.test_ahead import (
+    BUDGET,
+    K,
+    Round,
+    assert_as_if_asked,
+    outcomes_of,
+    proposed,
+    proposing,
+)
 from tests.unit.draft_service.test_standalone import SAMPLED, OtherProcess, job, logits_of, proposals
 from tests.unit.tandem.tiny_tokenizers import END, content_of, tokenizer_of
 
@@ -262,8 +269,6 @@ async def test_how_a_request_is_drafted_for(
 
 # ---- drafting ahead
 
-K = 4
-BUDGET = AheadBudget(branch_count=12, token_count=K)
 CODE = "def fibonacci(n):\n    a, b = 0, 1\n    for"
 AHEAD = {
     "tli greedy": (VocabularyMapping.TLI, GREEDY, RowKind.TOKEN),

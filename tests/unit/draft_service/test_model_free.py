@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 import tracemalloc
 from array import array
@@ -27,7 +26,8 @@ from tandem.config.speculative import DraftingOptions, LookupMatch
 from tandem.errors import ConfigurationError, InvalidRequestError
 from tandem.settings import load_settings
 from tandem.types import Delta, DraftOptions, ProposeStep, RowKind, SamplingParams
-from tests.paths import DEMO_EAGLE3, ROOT
+from tests.end_to_end.processes import run
+from tests.paths import DEMO_EAGLE3
 
 OPTIONS = DraftOptions("a request", SamplingParams(), row_kind=RowKind.SUPPORT)
 
@@ -330,7 +330,8 @@ def test_the_service_starts_without_torch() -> None:
         "    assert (info.tokenizer_hash, info.max_length) == ('', 0)\n"
         "assert not {'torch', 'transformers', 'safetensors'} & sys.modules.keys()\n"
     )
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
+    ran = run(sys.executable, "-c", script)
+    assert ran.returncode == 0, ran.stderr
 
 
 @pytest.mark.parametrize(

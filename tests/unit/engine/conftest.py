@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -57,13 +58,21 @@ def saved_model(folder: Path, config: Any) -> TinyModel:
     return TinyModel(folder, reference, replace(backends, native=native))
 
 
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _quiet_and_single_threaded() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # models this small only lose by more
     hf.utils.logging.disable_progress_bar()
-    yield
-    torch.set_num_threads(threads)
+    with torch_threads(1):  # models this small only lose by more
+        yield
 
 
 @pytest.fixture(scope="session")

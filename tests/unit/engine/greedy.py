@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as SequenceOf
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,11 @@ from tandem.engine.core.selection import Backends
 from tandem.engine.interface import EngineSettings
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.engine.models.loading import LoadedModel
+from tandem.engine.steps import ModelRunner
 from tandem.types import Delta
+from tests.service.clients import until
+
+EngineT = TypeVar("EngineT", bound=Engine[Any, Any])
 
 
 @dataclass
@@ -57,22 +61,29 @@ def _rows_of(ready: SequenceOf[Job[Any]], logits: Tensor) -> tuple[Tensor, ...]:
 
 
 @asynccontextmanager
+async def started(engine: EngineT) -> AsyncIterator[EngineT]:
+    """Run an engine during the block."""
+    engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+@asynccontextmanager
 async def running(
-    model: LoadedModel | Backends,
+    model: LoadedModel | ModelRunner,
     head: Head[Any, Any],
     *,
     on_step: Callable[[StepRecord], None] | None = None,
     on_failure: Callable[[], None] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Engine[Any, Any]]:
-    """Run an engine during the block."""
-    backends = model if isinstance(model, Backends) else Backends(model)
-    engine = Engine(backends, head, EngineSettings(**settings), on_step, on_failure=on_failure)
-    engine.start()
-    try:
+    """Make an engine of a loaded model or of what runs its steps, and run it during the block."""
+    runner = Backends(model) if isinstance(model, LoadedModel) else model
+    made = Engine(runner, head, EngineSettings(**settings), on_step, on_failure=on_failure)
+    async with started(made) as engine:
         yield engine
-    finally:
-        await engine.close()
 
 
 async def greedy(engine: Engine[Any, Any], prompt: SequenceOf[int], token_count: int) -> list[int]:
@@ -130,6 +141,4 @@ def most_probable(reference: Any, prompt: SequenceOf[int], token_ids: SequenceOf
 
 async def settle(engine: Engine[Any, Any]) -> None:
     """Waits until nothing is reserved any more."""
-    async with asyncio.timeout(5.0):
-        while engine.usage.reserved_tokens or engine.usage.sequence_count:  # noqa: ASYNC110  the engine tells nobody
-            await asyncio.sleep(0.002)
+    await until(lambda: not (engine.usage.reserved_tokens or engine.usage.sequence_count), 5.0)

@@ -44,7 +44,7 @@ from tests.unit.draft_service.test_ahead import (
     pushed,
 )
 from tests.unit.draft_service.test_ahead import GREEDY as AHEAD_GREEDY
-from tests.unit.engine.greedy import settle
+from tests.unit.engine.greedy import settle, started
 from tests.unit.engine_vllm.fake_vllm import (
     BLOCK_TOKENS,
     VOCABULARY_SIZE,
@@ -62,12 +62,8 @@ async def running(worker: FakeWorker, block_count: int = 200, **limits: Any) -> 
     core = fake_core(worker, block_count, _MAX_LENGTH)
     model = VllmModel(core, open_checkpoint(Path(DEMO_DRAFT)))
     settings = EngineSettings(**{"prefill_chunk_tokens": 12, "max_sequences": 32} | limits)
-    engine = RowEngine(model, settings)
-    engine.start()
-    try:
+    async with started(RowEngine(model, settings)) as engine:
         yield engine
-    finally:
-        await engine.close()
 
 
 def greedy(token_ids: list[int], count: int) -> list[int]:

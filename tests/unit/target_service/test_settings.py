@@ -22,16 +22,19 @@ SECONDS = 60.0
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])
-async def test_prefixes_are_kept_only_with_prefix_caching(is_enabled: bool) -> None:
-    verifier = load_verifier(
-        TargetSettings(
-            model=DEMO_TARGET, max_length=64, max_sequences=2, compile="off", enable_prefix_caching=is_enabled
-        )
-    )
+async def test_a_prompt_is_read_in_chunks_and_kept_only_with_prefix_caching(is_enabled: bool) -> None:
+    steps: list[StepRecord] = []
+    settings = TargetSettings(
+        model=DEMO_TARGET, max_length=64, max_sequences=2, compile="off", max_num_batched_tokens=20,
+        enable_prefix_caching=is_enabled,
+    )  # fmt: skip
+    verifier = load_verifier(settings, steps.append)
     await verifier.start()
     try:
+        steps.clear()
         async with verifier.sequence(TargetOptions("a request", SamplingParams(), 64)) as sequence:
             await sequence.verify(VerifyStep(Delta(0, list(range(3, 51))), RowKind.TOKEN, 1))
+        assert [step.token_count for step in steps] == [20, 20, 8]
         await until(lambda: verifier.kv_usage().sequence_count == 0, SECONDS)
         assert (verifier.kv_usage().retained_tokens > 0) is is_enabled
     finally:
@@ -47,20 +50,6 @@ async def test_the_kv_cache_has_the_size_in_bytes_that_was_asked_for() -> None:
     assert (whole, limited.kv_usage().total_tokens) == (10 * 64, 3 * 64), (
         "nine, and one that is kept for clients with few"
     )
-
-
-async def test_a_prompt_is_read_in_chunks_of_at_most_the_batched_tokens() -> None:
-    steps: list[StepRecord] = []
-    settings = TargetSettings(model=DEMO_TARGET, max_length=64, compile="off", max_num_batched_tokens=20)
-    verifier = load_verifier(settings, steps.append)
-    await verifier.start()
-    try:
-        steps.clear()
-        async with verifier.sequence(TargetOptions("a request", SamplingParams(), 64)) as sequence:
-            await sequence.verify(VerifyStep(Delta(0, list(range(3, 51))), RowKind.TOKEN, 1))
-    finally:
-        await verifier.close()
-    assert [step.token_count for step in steps] == [20, 20, 8]
 
 
 REFUSED_EXTRACTIONS: list[tuple[dict[str, Any], str]] = [

@@ -17,7 +17,6 @@ from tandem.engine.core.background import Lead
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import StepRecord
 from tandem.engine.kv_cache.sequence import Sequence
-from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.steps import BranchStep
 from tandem.errors import TandemError
 from tandem.types import Delta
@@ -39,12 +38,7 @@ async def test_sequences_share_steps_and_each_branch_is_what_it_would_be_alone(
     records: list[StepRecord] = []
     trunks = [[*_TRUNK[1:4], other, *_TRUNK] for other in (1, 2, 3)]
     trunks[1] += [70, 71]
-    async with running(
-        model.with_plans if with_kernels else model.loaded, RowsHead(), on_step=records.append
-    ) as engine:
-        if with_kernels:
-            await engine.warm_up()
-        poison(engine)
+    async with poisoned(model, with_kernels=with_kernels, on_step=records.append) as engine:
         sequences = [await engine.open(64, 64) for _ in trunks]
         for sequence, trunk in zip(sequences, trunks, strict=True):
             await rows(engine, sequence, Delta(0, trunk[:5]), 1)
@@ -75,11 +69,7 @@ async def test_a_failing_job_does_not_affect_others_in_its_step(llama: TinyModel
             kind(sequence, Delta(5, _TRUNK[5:]))
             for kind, sequence in zip((Failing, Branches), sequences, strict=True)
         ]
-        with engine._wakeup:
-            for job in jobs:
-                engine.put_back(job)
-        async with asyncio.timeout(20):
-            await asyncio.gather(*(job.done.wait() for job in jobs))
+        await run_together(engine, *jobs)
     assert [job.error is None for job in jobs] == [False, True]
     assert len(jobs[1].logits) == jobs[1].enough
 
@@ -118,7 +108,7 @@ class Drafted:
     """A sequence whose branches have been run."""
 
     engine: Engine[object, object]
-    sequence: CachedSequence
+    sequence: Sequence
     model: TinyModel
     records: list[StepRecord]
 
@@ -133,11 +123,7 @@ class Drafted:
 @asynccontextmanager
 async def drafted(model: TinyModel, *, with_kernels: bool = False) -> AsyncIterator[Drafted]:
     records: list[StepRecord] = []
-    loaded = model.with_plans if with_kernels else model.loaded
-    async with running(loaded, RowsHead(), on_step=records.append) as engine:
-        if with_kernels:
-            await engine.warm_up()
-        poison(engine)
+    async with poisoned(model, with_kernels=with_kernels, on_step=records.append) as engine:
         sequence = await engine.open(64, 64)
         await rows(engine, sequence, Delta(0, _TRUNK[:5]), 1)
         own = Drafted(engine, sequence, model, records)
@@ -298,8 +284,16 @@ async def run_together(engine: Engine[object, object], *jobs: Branches) -> None:
         await asyncio.gather(*(job.done.wait() for job in jobs))
 
 
-def poison(engine: Engine[object, object]) -> None:
-    """Fill all unwritten memory with NaN."""
-    for layer in engine._cache._arena.layers:  # type: ignore[attr-defined]
-        layer.keys.fill_(float("nan"))
-        layer.values.fill_(float("nan"))
+@asynccontextmanager
+async def poisoned(
+    model: TinyModel, *, with_kernels: bool, **options: Any
+) -> AsyncIterator[Engine[Any, Any]]:
+    """An engine whose unwritten memory is all NaN; with kernels it replays its steps from plans."""
+    runner = model.with_plans if with_kernels else model.loaded
+    async with running(runner, RowsHead(), **options) as engine:
+        if with_kernels:
+            await engine.warm_up()
+        for layer in engine._cache._arena.layers:  # type: ignore[attr-defined]
+            layer.keys.fill_(float("nan"))
+            layer.values.fill_(float("nan"))
+        yield engine

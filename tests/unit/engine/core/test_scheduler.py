@@ -21,7 +21,7 @@ from tandem.errors import TandemError
 from tandem.types import Delta, RowKind, SamplingParams, TargetOptions, TokenRow, Verification, VerifyStep
 from target_service.verifier import Verifier
 from tests.unit.engine.conftest import TinyModel
-from tests.unit.engine.greedy import most_probable
+from tests.unit.engine.greedy import most_probable, started
 from tests.unit.engine.kv_cache.test_pages import new_arena, new_sequence
 
 _CHUNK = 100
@@ -175,9 +175,7 @@ async def test_a_lead_delays_no_other_sequence(llama: TinyModel) -> None:
             is_held.set()
             assert may_go_on.wait(10)
 
-    engine = RowEngine(llama.backends, EngineSettings(), on_step)
-    engine.start()
-    try:
+    async with started(RowEngine(llama.backends, EngineSettings(), on_step)) as engine:
         leading, other = await engine.open(100), await engine.open(100)
         greedy = TargetOptions("r", SamplingParams(temperature=0.0), 100)
         step = VerifyStep(Delta(0, [5, 6, 7]), RowKind.TOKEN, 1, lead=8)
@@ -189,9 +187,6 @@ async def test_a_lead_delays_no_other_sequence(llama: TinyModel) -> None:
         may_go_on.set()
         await asyncio.wait_for(first, 10)
         assert steps[3] == 2
-    finally:
-        may_go_on.set()
-        await engine.close()
 
 
 async def test_sequences_that_run_ahead_share_few_pages(llama: TinyModel) -> None:
@@ -199,11 +194,8 @@ async def test_sequences_that_run_ahead_share_few_pages(llama: TinyModel) -> Non
     prompts = [[(13 * number + step) % 90 + 3 for step in range(60)] for number in range(5)]
     page_bytes = 64 * 4 * sum(layer.values_per_token for layer in llama.loaded.layers)
     limits = EngineSettings(max_length=140, kv_cache_bytes=6 * page_bytes)
-    engine = RowEngine(llama.backends, limits)
-    verifier = Verifier(engine, ())
-    engine.start()
 
-    async def completed(prompt: list[int]) -> list[int]:
+    async def completed(verifier: Verifier, prompt: list[int]) -> list[int]:
         answers: asyncio.Queue[Verification | TandemError] = asyncio.Queue()
         options = TargetOptions("r", SamplingParams(temperature=0.0), 140, prompt_length=60)
         async with verifier.sequence(options, answers.put_nowait) as sequence:
@@ -219,12 +211,10 @@ async def test_sequences_that_run_ahead_share_few_pages(llama: TinyModel) -> Non
                 assert sequence.confirms(VerifyStep(delta, RowKind.TOKEN, 1, lead=8))
                 answer = await answers.get()
 
-    try:
-        async with asyncio.timeout(60):
-            found = await asyncio.gather(*map(completed, prompts))
-        assert found == [most_probable(llama.reference, *both) for both in zip(prompts, found, strict=True)]
+    async with asyncio.timeout(60), started(RowEngine(llama.backends, limits)) as engine:
+        verifier = Verifier(engine, ())
+        found = await asyncio.gather(*(completed(verifier, prompt) for prompt in prompts))
         assert engine.usage.preemption_count > 0
         assert engine.usage.led_step_count == 5 * 79
         assert engine.usage.wasted_step_count == 0
-    finally:
-        await engine.close()
+    assert found == [most_probable(llama.reference, *both) for both in zip(prompts, found, strict=True)]

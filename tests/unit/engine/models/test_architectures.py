@@ -15,7 +15,7 @@ from tandem.engine.kv_cache.arena import bytes_of_page, group_layers
 from tandem.engine.models.loading import load_model
 from tandem.types import Delta
 from tests.paths import DEVICE
-from tests.unit.engine.backends.test_branches import Branches, poison, run_together
+from tests.unit.engine.backends.test_branches import Branches, poisoned, run_together
 from tests.unit.engine.conftest import MakeModel, TinyModel, saved_model
 from tests.unit.engine.greedy import (
     GreedyHead,
@@ -228,10 +228,7 @@ async def test_branches_see_what_their_windows_reach(
 ) -> None:
     model = long_model(family)
     (text,) = _long_prompts(500)
-    async with running(model.with_plans if with_kernels else model.loaded, RowsHead()) as engine:
-        if with_kernels:
-            await engine.warm_up()
-        poison(engine)
+    async with poisoned(model, with_kernels=with_kernels) as engine:
         sequence = await engine.open(_LENGTH, 64)
         await rows(engine, sequence, Delta(0, text[:-3]), 1)
         assert sequence.tables[-1].first > 0

@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import struct
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -24,16 +23,15 @@ from tokenizers import AddedToken, Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 
-from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Failed, Job
 from tandem.engine.core.selection import choose_backends
-from tandem.engine.interface import EngineSettings
 from tandem.engine.models import loading
 from tandem.engine.models.checkpoint import eos_token_ids, open_checkpoint, tokenizer_hash
 from tandem.engine.models.loading import load_model
 from tandem.errors import ConfigurationError, ModelFolderError, NonFiniteLogitsError
-from tests.paths import ROOT
+from tests.end_to_end.processes import run
 from tests.unit.engine.conftest import TinyModel
+from tests.unit.engine.greedy import running
 from tests.unit.engine.tiny_models import hf, save_tokenizer
 
 WEIGHTS = "model.safetensors"
@@ -265,13 +263,9 @@ async def test_a_model_with_non_finite_logits_is_refused_at_warm_up(folder: Path
     set_config(folder, rms_norm_eps=-1e9)  # the root of a negative number
     model = load_model(folder, dtype="float32")
     backends = choose_backends(model, compile_mode=kernels)
-    engine: Engine[Any, Any] = Engine(backends, refuse, EngineSettings(max_sequences=2))
-    engine.start()
-    try:
+    async with running(backends, refuse, max_sequences=2) as engine:
         with pytest.raises(NonFiniteLogitsError, match="its weights or its config"):
             await engine.warm_up()
-    finally:
-        await engine.close()
 
 
 def refuse(ready: Sequence[Job[Any]], logits: torch.Tensor) -> list[Failed]:
@@ -369,7 +363,7 @@ def test_checking_a_folder_imports_no_torch(folder: Path) -> None:
         f"open_checkpoint({str(folder)!r}); tokenizer_hash({str(folder)!r}); "
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", program], check=False, cwd=ROOT).returncode == 0
+    assert run(sys.executable, "-c", program).returncode == 0
 
 
 @pytest.mark.parametrize(

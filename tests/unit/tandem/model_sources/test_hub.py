@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -22,7 +20,8 @@ import pytest
 from tandem.errors import ModelFolderError
 from tandem.model_sources.find import find_model
 from tandem.model_sources.hub import is_model_id, model_name
-from tests.paths import DEMO_DRAFT, ROOT
+from tests.end_to_end.processes import run
+from tests.paths import DEMO_DRAFT
 
 Files = Mapping[str, bytes]
 
@@ -156,14 +155,9 @@ def reaching(address: str, home: Path) -> dict[str, str]:
 
 
 def ask(address: str, home: Path, *questions: tuple[str, str | None], **environment: str) -> list[Any]:
-    ran = subprocess.run(
-        [sys.executable, "-c", ASK, json.dumps(questions)],
-        cwd=ROOT,
-        env=os.environ | reaching(address, home) | environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    variables = reaching(address, home) | environment
+    ran = run(sys.executable, "-c", ASK, json.dumps(questions), environment=variables)
+    assert ran.returncode == 0, ran.stderr
     answers: list[Any] = json.loads(ran.stdout)
     return answers
 

@@ -16,7 +16,7 @@ import pytest
 
 from tandem.logs import configure
 from tandem.serving.children import Child
-from tests.end_to_end.processes import TANDEM, clean_environment, is_alive, until
+from tests.end_to_end.processes import TANDEM, is_alive, run, until
 
 SECONDS = 60.0
 COMMANDS = {
@@ -48,15 +48,8 @@ def test_a_process_without_stdin_and_stderr_works() -> None:
 
 def shell(redirection: str, *command: str) -> subprocess.CompletedProcess[str]:
     """Run a command with its streams redirected as a shell does it."""
-    return subprocess.run(
-        ["sh", "-c", f'exec "$@" {redirection}', "sh", *command],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        env={**clean_environment(), "PYTHONSAFEPATH": "1"},
-        cwd=os.sep,
-        check=False,
-    )
+    words = ("sh", "-c", f'exec "$@" {redirection}', "sh", *command)
+    return run(*words, seconds=SECONDS, environment={"PYTHONSAFEPATH": "1"}, folder=Path(os.sep))
 
 
 IDLE = """
@@ -121,16 +114,9 @@ def test_the_process_ends_when_its_parent_is_killed(package: dict[str, str]) -> 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's end")
 def test_a_parent_that_is_gone_already(package: dict[str, str]) -> None:
-    done = subprocess.run(
-        command("1"),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        env=package,
-        timeout=SECONDS,
-        check=False,
-    )
+    done = run(*command("1"), seconds=SECONDS, environment=package)
     assert done.returncode < 0
-    assert done.stdout == b""
+    assert done.stdout == ""
 
 
 @pytest.fixture(autouse=True)

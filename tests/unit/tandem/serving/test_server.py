@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +25,7 @@ from tandem.serving.server import YOUNG_OBJECTS, Readiness, serve
 from tandem.settings import ServerSettings
 from tandem.v1 import generation_pb2, generation_pb2_grpc
 from tests.certificates import issued
-from tests.paths import ROOT
+from tests.end_to_end.processes import run
 from tests.unit.tandem.serving.served import Scripted, announced, health_of, refusal, running, texts_from
 
 
@@ -138,9 +137,8 @@ main(ServerSettings, Fake, "fake", ["--port", "0"])
 
 
 def test_objects_from_startup_are_not_collected_again() -> None:
-    command = [sys.executable, "-c", FROZEN]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert f"frozen True {YOUNG_OBJECTS}" in ended.stdout
+    ended = run(sys.executable, "-c", FROZEN)
+    assert f"frozen True {YOUNG_OBJECTS}" in ended.stdout, ended.stderr
 
 
 class Broken(Scripted):
@@ -267,7 +265,7 @@ def test_a_server_with_mutual_tls_is_asked_with_the_certificate_that_the_environ
 def test_the_command_exits_with_that_code_and_words() -> None:
     command = [sys.executable, "-P", "-m", "tandem.serving.healthcheck"]
     with health_server(health_pb2.HealthCheckResponse.NOT_SERVING) as address:
-        done = subprocess.run([*command, address], capture_output=True, text=True, check=False)
+        done = run(*command, address)
     assert (done.returncode, done.stdout) == (3, "not serving\n")
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run(*command)
     assert (done.returncode, done.stderr) == (2, "error: 0 addresses were given; give one, host:port\n")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import subprocess
 import sys
 import threading
 import urllib.request
@@ -24,7 +23,7 @@ from tandem.errors import ConfigurationError
 from tandem.telemetry.metrics import Histogram, named, on_loop
 from tandem.telemetry.process import OtlpExports, Telemetry, to_otlp
 from tandem.telemetry.settings import TelemetryOptions, is_observed
-from tests.paths import ROOT
+from tests.end_to_end.processes import run
 from tests.service.clients import until
 
 
@@ -82,8 +81,8 @@ def test_without_telemetry_its_libraries_are_not_even_imported() -> None:
         "DraftService(DraftSettings(speculative_method='ngram'))\n"
         "print(sorted({name.partition('.')[0] for name in sys.modules} & {'opentelemetry', 'prometheus_client'}))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    done = run(sys.executable, "-c", code)
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
 
 
 @pytest.mark.parametrize("accepts", [False, True], ids=["nobody listens", "it never answers"])

@@ -22,7 +22,7 @@ from tandem.errors import ConfigurationError
 from tandem.sampling.noise import sample
 from tandem.sampling.warping import warp
 from tandem.types import Delta, SamplingParams
-from tests.unit.engine.conftest import MakeModel, TinyModel
+from tests.unit.engine.conftest import MakeModel, TinyModel, torch_threads
 from tests.unit.engine.greedy import GreedyHead, RowsHead, greedy, plain_greedy, rows, running
 
 _CPU = torch.device("cpu")
@@ -32,9 +32,7 @@ _DTYPES = [torch.float32, torch.bfloat16]
 @pytest.mark.parametrize("dtype", _DTYPES)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_packed_layer_agrees_with_torch(kernels: Kernels, dtype: torch.dtype, threads: int) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with torch_threads(threads):
         for outputs, inputs, bias in [
             (1, 1, True),
             (31, 7, False),
@@ -56,8 +54,6 @@ def test_a_packed_layer_agrees_with_torch(kernels: Kernels, dtype: torch.dtype, 
                     rows,
                 )
             assert torch.equal(layer.weight, weight)
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_float32_weights_that_are_exact_in_bfloat16_are_stored_so(kernels: Kernels) -> None:

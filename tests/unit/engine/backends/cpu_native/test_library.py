@@ -24,6 +24,7 @@ from tandem.engine.backends.cpu_native.library.build import (
 )
 from tandem.engine.backends.cpu_native.library.kernels import EXPECTED, Kernels, check_interface
 from tests.bundled_kernels import CAN_COMPILE, TARGET
+from tests.end_to_end.processes import run
 
 needs_compiler = pytest.mark.skipif(not CAN_COMPILE, reason="there is no C++ compiler for x86-64")
 
@@ -107,13 +108,9 @@ def test_the_fastest_kernels_that_the_processor_can_run_are_chosen(
 )
 def test_the_sources_compile_without_a_warning_for_each_processor(target: str, macro: str) -> None:
     command = ["c++", "-std=c++17", *TARGETS[target], "-fopenmp"]
-    defined = subprocess.run(
-        [*command, "-dM", "-E", "-x", "c++", "/dev/null"], capture_output=True, text=True, check=True
-    )
+    defined = run(*command, "-dM", "-E", "-x", "c++", "/dev/null")
     assert f"#define {macro} 1" in defined.stdout
-    done = subprocess.run(
-        [*command, *WARNING_FLAGS, "-fsyntax-only", str(SOURCE)], capture_output=True, text=True, check=False
-    )
+    done = run(*command, *WARNING_FLAGS, "-fsyntax-only", str(SOURCE))
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from tandem.engine.kv_cache.arena import PAGE_TOKENS, KvArena, PageTable
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.models.loading import load_model
 from tandem.engine.steps import Packing
-from tests.unit.engine.conftest import MakeModel, TinyModel
+from tests.unit.engine.conftest import MakeModel, TinyModel, torch_threads
 from tests.unit.engine.greedy import GreedyHead, greedy, plain_greedy, running
 from tests.unit.engine.tiny_models import CONFIGS, VOCABULARY_SIZE
 
@@ -133,14 +133,6 @@ def test_padding_does_not_change_results(llama_runner: Runner) -> None:
                for layer, before in zip(llama_runner.arena.layers, spared, strict=True))  # fmt: skip
 
 
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 def _watched(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> list[int]:
     """Record torch's number of threads at each replay of a plan."""
     seen: list[int] = []
@@ -156,15 +148,13 @@ def _watched(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) ->
     return seen
 
 
-@pytest.mark.usefixtures("two_threads")
 def test_a_plan_that_fails_leaves_the_threads_as_they_were(
     llama_runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = _watched(monkeypatch, RuntimeError("no such kernel"))
-    with torch.inference_mode():
+    with torch_threads(2), torch.inference_mode():
         llama_runner.backend.run(_segments([(9, 5)]), [4])
-    assert seen == [1]
-    assert torch.get_num_threads() == 2
+        assert (seen, torch.get_num_threads()) == ([1], 2)
 
 
 @pytest.mark.parametrize("fault", ["numbers", "error"])

@@ -112,14 +112,10 @@ async def pair(
     **options: Any,
 ) -> AsyncIterator[Pair]:
     observed = ObservedDraft()
-    drafting: dict[str, Any] = {
-        "servicer": observed,
-        "draft_top_k": draft_top_k,
-        "step_seconds": step_seconds,
-    }
+    options |= {"servicer": observed, "draft_top_k": draft_top_k, "step_seconds": step_seconds}
     async with (
         asyncio.timeout(HANG_SECONDS),
-        services(target_model, draft_model, *faults, **drafting, **options) as addresses,
+        services(target_model, draft_model, *faults, **options) as addresses,
     ):
         yield Pair(addresses, observed)
 

@@ -44,10 +44,9 @@ from tests.service.fakes import FakeDraft, FakeTarget, coordinator, counting, pa
 class MemoryExports(OtlpExports):
     """Keeps spans instead of sending them."""
 
-    def __init__(self) -> None:
-        self.memory = InMemorySpanExporter()
+    def __init__(self, memory: InMemorySpanExporter) -> None:
         provider = TracerProvider(sampler=ParentBased(ALWAYS_ON), shutdown_on_exit=False)
-        provider.add_span_processor(SimpleSpanProcessor(self.memory))
+        provider.add_span_processor(SimpleSpanProcessor(memory))
         self.tracer = provider.get_tracer("tests")
 
     def start(self) -> None:
@@ -123,7 +122,8 @@ async def observed_cluster(
     target: FakeTarget, draft: FakeDraft, *, draft_ahead: DraftAhead = "off"
 ) -> AsyncIterator[ObservedCluster]:
     """Run a coordinator, a target and a draft in this process, each with telemetry."""
-    exports = MemoryExports()
+    memory = InMemorySpanExporter()
+    exports = MemoryExports(memory)
     options = TelemetryOptions()
     async with AsyncExitStack() as stack:
         target_observer = ObservedService(options, "target", exports)
@@ -141,7 +141,7 @@ async def observed_cluster(
         observer = ObservedRequests(settings, exports)
         address, _ = await stack.enter_async_context(coordinator(settings, observer))
         yield ObservedCluster(
-            address, observer.registry, draft_observer.registry, target_observer.registry, exports.memory
+            address, observer.registry, draft_observer.registry, target_observer.registry, memory
         )
 
 

@@ -405,13 +405,15 @@ def test_rows_do_not_depend_on_the_batch() -> None:
 def test_non_finite_logits_affect_only_their_own_request(kind: str, number: float) -> None:
     logits = wide_logits(9)
     expected = verifications([ASKED[kind]] * 3, logits)
-    for row in range(3, 6):
+    places: list[Any] = [*range(3, 6)]
+    if number != -torch.inf:  # a single one of these is valid
+        places.append((5, 40))
+    for place in places:
         spoilt = logits.clone()
-        spoilt[row] = number
-        found = verifications([ASKED[kind]] * 3, spoilt)
-        assert found[1] is None
-        for index in (0, 2):
-            assert repr(found[index]) == repr(expected[index])
+        spoilt[place] = number
+        first, second, third = verifications([ASKED[kind]] * 3, spoilt)
+        assert second is None
+        assert repr([first, third]) == repr(expected[::2])
 
 
 @pytest.mark.parametrize("kind", ASKED)
@@ -419,14 +421,6 @@ def test_tokens_with_minus_infinity_are_valid(kind: str) -> None:
     logits = wide_logits(3)
     logits[:, 20:] = -torch.inf
     assert None not in verifications([ASKED[kind]], logits)
-
-
-@pytest.mark.parametrize("number", [torch.nan, torch.inf])
-@pytest.mark.parametrize("kind", ASKED)
-def test_a_single_non_finite_logit_fails_the_request(kind: str, number: float) -> None:
-    logits = wide_logits(3)
-    logits[2, 40] = number
-    assert verifications([ASKED[kind]], logits) == [None]
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="compares another device with the CPU")

@@ -29,7 +29,7 @@ from tests.service.clients import until
 from tests.unit.coordinator.round_results import round_result
 
 
-def _stats(*rounds: tuple[int, int, int]) -> SpeculationStats:
+def counted(*rounds: tuple[int, int, int]) -> SpeculationStats:
     """Record rounds given as (number of rounds, tokens drafted, tokens accepted)."""
     tally = RoundTally()
     for count, drafted, accepted in rounds:
@@ -46,21 +46,21 @@ class Clock:
 
 
 # 100 verifications, 20 of which had no proposal.
-EXAMPLE = _stats((69, 2, 2), (7, 2, 1), (4, 2, 0), (20, 0, 0))
+EXAMPLE = counted((69, 2, 2), (7, 2, 1), (4, 2, 0), (20, 0, 0))
 
 
 def test_the_log_line_is_that_of_max() -> None:
     assert log_line(EXAMPLE) == (
         "Draft Tokens: 145/160 (90.62%) accepted, Acceptance Len: 1.45 / 2 toks, Per-Pos: [95%, 86%] |"
     )
-    assert log_line(SpeculationStats()) == log_line(_stats((3, 0, 0))) == "", "nothing was proposed"
+    assert log_line(SpeculationStats()) == log_line(counted((3, 0, 0))) == "", "nothing was proposed"
 
 
 def test_acceptance_length_of_max_and_vllm() -> None:
     assert acceptance_length(EXAMPLE) == 1.45
     assert tokens_per_pass(EXAMPLE) == 2.45
     assert mean_acceptance_length(EXAMPLE) == 1 + 145 / 80, "20 of 100 rounds had no proposal"
-    assert mean_acceptance_length(_stats((20, 0, 0))) == 0.0
+    assert mean_acceptance_length(counted((20, 0, 0))) == 0.0
 
 
 def test_rates_per_position_of_max_and_vllm() -> None:
@@ -70,7 +70,7 @@ def test_rates_per_position_of_max_and_vllm() -> None:
 
 
 def test_a_position_that_was_never_reached_has_rate_zero() -> None:
-    stats = _stats((5, 3, 0))
+    stats = counted((5, 3, 0))
     assert conditional_rates(stats) == [0.0, 0.0, 0.0]
     assert stats.positions[1] == PositionStats(5, 0, 0)
 
@@ -85,10 +85,10 @@ async def test_statistics_by_rule_since_the_start() -> None:
     ):
         log.round_ended(rule, round_result(drafted, accepted))
     total, by_rule = log.snapshot()
-    assert by_rule == {"residual": _stats((2, 2, 1), (1, 2, 2)), "greedy": _stats((1, 3, 3))}
-    assert total == _stats((2, 2, 1), (1, 3, 3), (1, 2, 2))
+    assert by_rule == {"residual": counted((2, 2, 1), (1, 2, 2)), "greedy": counted((1, 3, 3))}
+    assert total == counted((2, 2, 1), (1, 3, 3), (1, 2, 2))
     log.round_ended("greedy", round_result(3, 0))
-    assert by_rule["greedy"] == _stats((1, 3, 3)), "a snapshot stays as it was"
+    assert by_rule["greedy"] == counted((1, 3, 3)), "a snapshot stays as it was"
     log.close()
 
 

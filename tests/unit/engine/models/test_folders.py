@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tokenizers import AddedToken, Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
@@ -32,6 +32,7 @@ from tandem.errors import ConfigurationError, ModelFolderError, NonFiniteLogitsE
 from tests.end_to_end.processes import run
 from tests.unit.engine.conftest import TinyModel
 from tests.unit.engine.greedy import running
+from tests.unit.engine.models.test_head_files import changed_tensors, of
 from tests.unit.engine.tiny_models import hf, save_tokenizer
 
 WEIGHTS = "model.safetensors"
@@ -52,9 +53,7 @@ def write_weights(folder: Path, header: object, data: bytes = b"") -> None:
 
 
 def set_tensor(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    tensors = load_file(folder / WEIGHTS)
-    tensors[name] = change(tensors[name]).contiguous()
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    changed_tensors(folder, lambda tensors: tensors.update({name: change(tensors[name]).contiguous()}))
 
 
 def set_config(folder: Path, **values: object) -> None:
@@ -200,7 +199,7 @@ def test_tensors_of_a_part_that_is_not_served_are_left(folder: Path) -> None:
 
 
 def add_tensor(folder: Path, name: str) -> None:
-    save_file(load_file(folder / WEIGHTS) | {name: torch.ones(1)}, folder / WEIGHTS)
+    changed_tensors(folder, of(**{name: torch.ones(1)}))
 
 
 def split_by(folder: Path, pattern: str) -> None:
@@ -210,8 +209,7 @@ def split_by(folder: Path, pattern: str) -> None:
 
 
 def drop_tensors(folder: Path, *names: str) -> None:
-    tensors = load_file(folder / WEIGHTS)
-    save_file({name: each for name, each in tensors.items() if name not in names}, folder / WEIGHTS)
+    changed_tensors(folder, lambda tensors: [tensors.pop(name) for name in names])
 
 
 LOADED: dict[str, tuple[Callable[[Path], object], str]] = {

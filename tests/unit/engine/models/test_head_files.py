@@ -190,27 +190,26 @@ TENSORS: list[tuple[str, Change, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("form", "change", "sentence"), CONFIGS)
-def test_a_wrong_config_is_refused(
-    form: str, change: Change, sentence: str, tmp_path: Path, target: LoadedModel
+@pytest.mark.parametrize(
+    ("changed", "form", "change", "sentence"),
+    [*((changed_config, *case) for case in CONFIGS), *((changed_tensors, *case) for case in TENSORS)],
+)
+def test_a_wrong_checkpoint_is_refused(
+    changed: Callable[[Path, Change], None],
+    form: str,
+    change: Change,
+    sentence: str,
+    tmp_path: Path,
+    target: LoadedModel,
 ) -> None:
     folder = FORMS[form](tmp_path / "head", target.module)
-    changed_config(folder, change)
-    if form.startswith("mtp"):
+    changed(folder, change)
+    if form.startswith("mtp") and changed is changed_config:
         with pytest.raises(ModelFolderError) as error:  # before its target is loaded
             HEADS["mtp"](folder)
         assert sentence in str(error.value)
     else:
         assert sentence in refusal(form, folder, target)
-
-
-@pytest.mark.parametrize(("form", "change", "sentence"), TENSORS)
-def test_wrong_tensors_are_refused(
-    form: str, change: Change, sentence: str, tmp_path: Path, target: LoadedModel
-) -> None:
-    folder = FORMS[form](tmp_path / "head", target.module)
-    changed_tensors(folder, change)
-    assert sentence in refusal(form, folder, target)
 
 
 def test_published_medusa_heads_of_another_width_are_refused_by_their_tensors(

@@ -215,8 +215,7 @@ async def test_a_refusal_arrives_before_all_is_sent(size: int, capsys: pytest.Ca
     async with running(Scripted(), capsys, auth_token=TOKEN) as address:
         for _ in range(10):
             async with grpc.aio.insecure_channel(address) as channel:
-                method: Any = channel.unary_stream(GENERATE)
-                call = method(bytes(size))
+                call = raw(channel, GENERATE)(bytes(size))
                 assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
                 with pytest.raises(grpc.aio.AioRpcError, match="has no token"):
                     await call.read()
@@ -226,8 +225,7 @@ async def test_messages_without_a_token_are_bounded(capsys: pytest.CaptureFixtur
     long = health_pb2.HealthCheckRequest(service="").SerializeToString() + b"\x0a\x00" * 4_000
     async with connected(Scripted(), capsys, auth_token=TOKEN) as (address, channel):
         for path in (CHECK, WATCH):
-            method: Any = channel.unary_stream(path)
-            call = method(long, timeout=SECONDS)
+            call = raw(channel, path)(long, timeout=SECONDS)
             with pytest.raises(grpc.aio.AioRpcError) as refusal:
                 [answer async for answer in call]
             assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT

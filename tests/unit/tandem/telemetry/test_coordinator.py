@@ -6,15 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer
 
 from coordinator.decoding.completion import Completion, Detokenizer, Limits, StopStrings
 from coordinator.settings.coordinator import CoordinatorSettings
-from coordinator.stats.rounds import RoundTally
 from coordinator.telemetry.metrics import RequestMetrics, state_metrics
 from coordinator.telemetry.observed import ObservedRequest, ObservedRequests
 from coordinator.telemetry.observer import State
@@ -24,14 +21,9 @@ from tandem.telemetry.metrics import Read, on_loop
 from tandem.telemetry.process import unit_of
 from tandem.types import AheadStats, SpeculationStats
 from tests.paths import DEMO_TARGET
+from tests.service.test_telemetry import MemoryExports
 from tests.unit.coordinator.round_results import round_result
-
-
-def speculation_stats_of(*rounds: tuple[int, int]) -> SpeculationStats:
-    tally = RoundTally()
-    for drafted, accepted in rounds:
-        tally.add(drafted, accepted)
-    return tally.stats()
+from tests.unit.coordinator.stats.test_speculation import counted
 
 
 def series(registry: CollectorRegistry) -> int:
@@ -61,10 +53,10 @@ async def test_positions_and_rules_have_series_from_the_start_and_their_number_i
     assert registry.get_sample_value(name, {"model_name": "m", "position": "2"}) == 0
     rounds = "tandem_spec_decode_num_rounds_total"
     assert registry.get_sample_value(rounds, {"model_name": "m", "rule": "residual"}) == 0
-    stats = speculation_stats_of(*[(64, 64)] * 100)
+    stats = counted((100, 64, 64))
     count = series(registry)
     assert at_start < count < 300
-    stats = speculation_stats_of(*[(64, 64)] * 100, (200, 3))
+    stats = counted((100, 64, 64), (1, 200, 3))
     assert series(registry) == count
     beyond = registry.get_sample_value(name, {"model_name": "m", "position": "33+"})
     assert beyond == 100 * (64 - 32)
@@ -98,7 +90,7 @@ async def test_a_large_fleet_is_counted_completely_and_listed_partly() -> None:
     def replica(index: int) -> ReplicaSnapshot:
         return ReplicaSnapshot(
             role=Role.DRAFT, address=f"10.0.0.{index}:1", state=ReplicaState.READY, reason="", since_seconds=1.0,
-            open_sequences=0, round_trip_seconds=None, step_seconds=None, figures=speculation_stats_of((2, 1)),
+            open_sequences=0, round_trip_seconds=None, step_seconds=None, figures=counted((1, 2, 1)),
             model=None,
         )  # fmt: skip
 
@@ -120,10 +112,8 @@ def memory() -> InMemorySpanExporter:
 
 
 def spans_of(memory: InMemorySpanExporter, trace_rounds: float = 0.0) -> ObservedRequest:
-    provider = TracerProvider(shutdown_on_exit=False)
-    provider.add_span_processor(SimpleSpanProcessor(memory))
-    requests = ObservedRequests(CoordinatorSettings(target_address="127.0.0.1:1", trace_rounds=trace_rounds))
-    requests.tracer = provider.get_tracer("test")
+    settings = CoordinatorSettings(target_address="127.0.0.1:1", trace_rounds=trace_rounds)
+    requests = ObservedRequests(settings, MemoryExports(memory))
     metrics = RequestMetrics(CollectorRegistry(), model_name="m")
     return ObservedRequest(requests, metrics, requests.tracer.start_span("request"))
 

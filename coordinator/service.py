@@ -111,7 +111,7 @@ class CoordinatorService(Service):
         completions.connect(self.replicas, models)
         self.observer.ready(target_info.name, self._state)
         # Without HTTP the process of the template starts with the first chat.
-        await self.chats.meet(files, is_checked=self._http is not None)
+        await self.chats.meet(target_info.name, files, is_checked=self._http is not None)
         ready = [shot for shot in self.replicas.snapshots() if shot.state is ReplicaState.READY]
         joined = {
             role.value: ", ".join(shot.address for shot in ready if shot.role is role)

@@ -74,7 +74,8 @@ class GenerationServicer(GenerationServiceServicer):
             limit = _max_text_bytes(models, bounds) + MAX_CHAT_MESSAGES * _MESSAGE_BYTES
             request = await self._parsed(generation_pb2.RenderChatRequest, request, limit)
         messages = [asdict(each) for each in chat_from_proto(request)]
-        return chat_prompt_to_proto(await self._chats.prompt(messages, models, bounds))
+        text = await self._chats.prompt(messages, max_bytes=bounds.max_prompt_bytes)
+        return chat_prompt_to_proto(await models.encode(text, bounds, add_special_tokens=False))
 
     async def _parsed(self, kind: type[MessageT], content: bytes, limit: int) -> MessageT:
         if len(content) > limit:

@@ -355,14 +355,14 @@ async def chat_prompt(
     if isinstance(body, schema.ChatBody):
         named |= {"tools": body.tools} if body.may_call else {}
         named |= {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
-    return await chats.prompt(
+    text = await chats.prompt(
         [message.fields for message in body.messages or ()],
-        models,
-        bounds,
         (body.chat_template_kwargs or {}) | named,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
+        max_bytes=bounds.max_prompt_bytes,
     )
+    return await models.encode(text, bounds, add_special_tokens=False)
 
 
 def _request(body: schema.Sampled, prompt: Prompt, choice: int, **others: Any) -> GenerationRequest:

@@ -14,8 +14,7 @@ from typing import Any
 
 from coordinator.http.schema import as_one_text
 from coordinator.http.tools import Parser, parser_of, readable
-from coordinator.requests.plan import Models
-from coordinator.settings.coordinator import MAX_CHAT_MESSAGES, RequestBounds
+from coordinator.settings.coordinator import MAX_CHAT_MESSAGES
 from tandem.bounded.process import BoundedProcess, JobError
 from tandem.errors import ConfigurationError, InvalidRequestError, ModelFolderError
 from tandem.plural import plural
@@ -47,10 +46,10 @@ class Chats:
         self._process: BoundedProcess | None = None
         """None while there is no template."""
 
-    async def meet(self, tokenizer_files: Mapping[str, bytes], *, is_checked: bool) -> None:
+    async def meet(self, model: str, tokenizer_files: Mapping[str, bytes], *, is_checked: bool) -> None:
         """Take the template of the target's tokenizer files where none is configured, and compile it now if it
         `is_checked`, else at its first use."""
-        config = _config(tokenizer_files)
+        self._model, config = model, _config(tokenizer_files)
         source, name, refusal = self._override, "chat_template", ConfigurationError
         if source is None:
             (source, name), refusal = _own_template(tokenizer_files, config), ModelFolderError
@@ -78,51 +77,30 @@ class Chats:
     async def prompt(
         self,
         messages: Sequence[Message],
-        models: Models,
-        bounds: RequestBounds,
         variables: Mapping[str, Any] | None = None,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-    ) -> tuple[int, ...]:
-        """The token ids of a chat's prompt. Other arguments are those of transformers' `apply_chat_template`."""
+        max_bytes: int = 1 << 20,
+    ) -> str:
+        """The text of a chat's prompt, with its special tokens. It may have up to twice `max_bytes`, which the caller
+        measures. Other arguments are those of transformers' `apply_chat_template`."""
         if not 1 <= len(messages) <= MAX_CHAT_MESSAGES:
             raise InvalidRequestError(
                 f"the chat has {plural(len(messages), 'message')}; it must have 1 to {MAX_CHAT_MESSAGES}"
             )
         if self._process is None:
             raise InvalidRequestError(
-                f"the model {models.target.name} has no chat template; send a prompt instead of a chat, or start the "
+                f"the model {self._model} has no chat template; send a prompt instead of a chat, or start the "
                 "coordinator with --chat-template FILE"
             )
-        text = await self.text(
-            messages,
-            variables,
-            add_generation_prompt=add_generation_prompt and not continue_final_message,
-            max_bytes=bounds.max_prompt_bytes,
-        )
-        if continue_final_message and isinstance(content := messages[-1]["content"], str):
-            text = _open_ended(text, content)
-        # The template writes the special tokens itself.
-        return await models.encode(text, bounds, add_special_tokens=False)
-
-    async def text(
-        self,
-        messages: Sequence[Message],
-        variables: Mapping[str, Any] | None = None,
-        *,
-        add_generation_prompt: bool = True,
-        max_bytes: int = 1 << 20,
-    ) -> str:
-        """The prompt that the template makes. It may have up to twice `max_bytes`; the caller measures it."""
-        assert self._process is not None, "there is a template"
         context: dict[str, Any] = {
             **self._special_tokens,
             "tools": None,
             "documents": None,
             **(variables or {}),
             "messages": [readable(_plain(index, message)) for index, message in enumerate(messages)],
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
         try:
             # To twice the bound, so that the refusal of a longer prompt can say how long it is
@@ -135,6 +113,8 @@ class Chats:
             raise InvalidRequestError(
                 f"the prompt has more than {max_bytes} bytes; it must be at most {max_bytes}"
             )
+        if continue_final_message and isinstance(content := messages[-1]["content"], str):
+            return _open_ended(text, content)
         return text
 
 

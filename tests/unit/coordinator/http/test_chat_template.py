@@ -32,7 +32,7 @@ def make() -> Iterator[Make]:
     ) -> Chats:
         made.append(Chats(override))
         await made[-1].meet(
-            files(chat_template=given) if isinstance(given, str) else given, is_checked=is_checked
+            "m", files(chat_template=given) if isinstance(given, str) else given, is_checked=is_checked
         )
         return made[-1]
 
@@ -86,7 +86,7 @@ async def test_prompts_are_those_of_transformers(name: str, make: Make) -> None:
         conversations=[CHAT], chat_template=TEMPLATES[name], add_generation_prompt=True, **special
     )
     template = await make(files(chat_template=TEMPLATES[name], **special))
-    assert await template.text(CHAT) == rendered[0][0]
+    assert await template.prompt(CHAT) == rendered[0][0]
 
 
 def files(**config: object) -> dict[str, bytes]:
@@ -95,7 +95,7 @@ def files(**config: object) -> dict[str, bytes]:
 
 async def test_a_template_is_found_in_every_place_where_models_keep_it(make: Make, tmp_path: Path) -> None:
     async def prompt(sent: dict[str, bytes], override: Path | None = None) -> str:
-        return await (await make(sent, override)).text(CHAT)
+        return await (await make(sent, override)).prompt(CHAT)
 
     (tmp_path / "own.jinja").write_text("three")
     assert (await make({})).calls is None
@@ -155,13 +155,13 @@ async def test_a_huge_constant_does_not_block_startup(count: int, make: Make) ->
     """Jinja evaluates constants when it compiles."""
     template = await make(f"{{{{ 'a' * 10 ** {count} }}}}", is_checked=True)
     with pytest.raises(InvalidRequestError, match=r"takes more than 512 MiB|has more than 1048576 bytes"):
-        await template.text(CHAT)
+        await template.prompt(CHAT)
 
 
 async def test_parts_of_text_become_one_and_developers_are_systems(make: Make) -> None:
     template = await make("{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}")
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert await template.text([{"role": "developer", "content": parts}]) == "system: a\nb;"
+    assert await template.prompt([{"role": "developer", "content": parts}]) == "system: a\nb;"
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ async def test_parts_of_text_become_one_and_developers_are_systems(make: Make) -
 async def test_a_message_may_have_no_content(make: Make, source: str, text: str) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
-    assert await (await make(source)).text([message]) == text
+    assert await (await make(source)).prompt([message]) == text
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ async def test_messages_that_a_template_rejects_are_refused(
     source: str, message: dict[str, Any], sentence: str, make: Make
 ) -> None:
     with pytest.raises(InvalidRequestError) as refusal:
-        await (await make(source)).text([message])
+        await (await make(source)).prompt([message])
     assert sentence in str(refusal.value)
 
 
@@ -219,7 +219,7 @@ async def test_time_memory_and_length_are_bounded(case: str, make: Make) -> None
     """And the event loop runs meanwhile."""
     source, sentence = HOSTILE[case]
     template = await make("{% if messages[0].content == 'attack' %}" + source + "{% else %}good{% endif %}")
-    rendering = asyncio.create_task(template.text([{"role": "user", "content": "attack"}]))
+    rendering = asyncio.create_task(template.prompt([{"role": "user", "content": "attack"}]))
     turns = 0
     while not rendering.done():
         await asyncio.sleep(0.01)
@@ -228,15 +228,15 @@ async def test_time_memory_and_length_are_bounded(case: str, make: Make) -> None
         await rendering
     assert len(str(raised.value)) < 2000
     assert turns > 10 or case != "an endless loop"
-    assert await template.text([{"role": "user", "content": "x"}]) == "good", "the next chat is served"
+    assert await template.prompt([{"role": "user", "content": "x"}]) == "good", "the next chat is served"
 
 
 async def test_more_chats_than_may_wait_are_refused(make: Make) -> None:
     template = await make(ENDLESS + "{{ messages }}")
-    waiting = [asyncio.create_task(template.text(CHAT)) for _ in range(MAX_WAITING)]
+    waiting = [asyncio.create_task(template.prompt(CHAT)) for _ in range(MAX_WAITING)]
     await asyncio.sleep(0)
     with pytest.raises(CapacityError, match="64 chats wait for their prompts"):
-        await template.text(CHAT)
+        await template.prompt(CHAT)
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
@@ -259,7 +259,7 @@ async def test_the_process_inherits_no_secrets_is_restarted_and_ends_with_its_te
     assert b"secret" not in environment_of(killed.pid)
     killed.kill()
     killed.wait()
-    assert await template.text(CHAT) == "Be brief."
+    assert await template.prompt(CHAT) == "Be brief."
     process = template._process._process
     assert process is not None
     template.close()

@@ -42,7 +42,7 @@ def template() -> Iterator[None]:
         b"{{ mood }}{{ reasoning_effort }}{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
         b"{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    asyncio.run(CHATS.meet({"chat_template.jinja": source}, is_checked=False))
+    asyncio.run(CHATS.meet("m", {"chat_template.jinja": source}, is_checked=False))
     yield
     CHATS.close()
 

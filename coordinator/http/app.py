@@ -1,4 +1,5 @@
-"""The endpoints, the page, the checks that every request passes first, and the completions that a body asks for."""
+"""The endpoints and their description, the page, the checks that every request passes first, and the completions that a
+body asks for."""
 
 from __future__ import annotations
 
@@ -8,9 +9,11 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
@@ -18,7 +21,7 @@ from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from coordinator.admin.plain import plain
-from coordinator.http import openapi, schema
+from coordinator.http import schema
 from coordinator.http.answers import Answer, ChatAnswer, CompletionAnswer, Reply, ResponseAnswer, merged
 from coordinator.http.bodies import ALONE_HEADER, BodyReader, BodyT, HeldBytes, fit, ignored_header
 from coordinator.http.chat import Chats
@@ -38,6 +41,22 @@ from tandem.serving import protection
 from tandem.serving.interceptors import RunningCalls
 from tandem.types import GenerationRequest
 
+ENDPOINTS: tuple[tuple[str, str, str, str, type[schema.Body] | None], ...] = (
+    ("POST", "/v1/completions", "complete", "Complete a prompt, or several", schema.CompletionBody),
+    ("POST", "/v1/chat/completions", "complete", "Answer a chat", schema.ChatBody),
+    ("POST", "/v1/responses", "complete", "OpenAI's Responses API, for plain text", schema.ResponsesBody),
+    ("POST", "/tokenize", "tokenize", "The token ids of a prompt or a chat", schema.TokenizeBody),
+    ("POST", "/detokenize", "detokenize", "The text of token ids", schema.DetokenizeBody),
+    ("GET", "/v1/models", "models", "The model that is served", None),
+    ("GET", "/health", "health", "200, or 503 while it starts or drains; needs no token", None),
+    ("GET", "/ping", "health", "The same under the name that SageMaker asks for", None),
+    ("GET", "/load", "load", "How many requests run and wait", None),
+    ("GET", "/version", "version", "The version", None),
+    ("GET", "/metrics", "metrics_text", "All metrics in Prometheus's text form", None),
+    ("GET", "/tandem/status", "page_status", "Replicas, load, statistics", None),
+)
+"""Method, path, the `App`'s method that answers, summary, and the class of the body."""
+
 _FORMS: Mapping[
     str, tuple[type[schema.CompletionBody | schema.ChatBody | schema.ResponsesBody], Callable[..., Answer]]
 ] = {
@@ -45,6 +64,7 @@ _FORMS: Mapping[
     "/v1/chat/completions": (schema.ChatBody, ChatAnswer),
     "/v1/responses": (schema.ResponsesBody, ResponseAnswer),
 }
+_PAGE = Path(__file__).with_name("page")
 _PAGE_FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
@@ -91,7 +111,7 @@ class App:
         settings = self._settings
         self._known_tokens = protection.token_source(settings, settings.http_host)
         self._local_only = is_loopback(settings.http_host) and not settings.knows_callers
-        self._files = {path: (openapi.PAGE / name).read_bytes() for path, (name, _) in _PAGE_FILES.items()}
+        self._files = {path: (_PAGE / name).read_bytes() for path, (name, _) in _PAGE_FILES.items()}
         self._reader = BodyReader(settings)
         self._held = HeldBytes(
             settings.http_max_held_answer_bytes,
@@ -102,10 +122,7 @@ class App:
         self._router = Router(
             [
                 Route("/ping", self.health, methods=["GET", "POST"]),
-                *(
-                    Route(path, getattr(self, name), methods=[method])
-                    for method, path, name, *_ in openapi.ENDPOINTS
-                ),
+                *(Route(path, getattr(self, name), methods=[method]) for method, path, name, *_ in ENDPOINTS),
                 Route("/v1/models/{name:path}", self.models),
                 Route("/openapi.json", self.openapi),
                 Route("/docs", self.docs),
@@ -271,10 +288,10 @@ class App:
         return JSONResponse({"status": "ok"})
 
     async def openapi(self, request: Request) -> Response:
-        return JSONResponse(openapi.description())
+        return JSONResponse(description())
 
     async def docs(self, request: Request) -> Response:
-        return HTMLResponse(openapi.page(), headers=_PAGE_HEADERS)
+        return HTMLResponse(docs_page(), headers=_PAGE_HEADERS)
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})
@@ -299,6 +316,48 @@ class App:
     async def page_file(self, request: Request) -> Response:
         path = request.url.path
         return Response(self._files[path], media_type=_PAGE_FILES[path][1], headers=_PAGE_HEADERS)
+
+
+# ---- the description of the API
+
+
+@cache
+def description() -> dict[str, Any]:
+    """The API in OpenAPI's form."""
+    models: Any = [(body, "validation") for *_, body in ENDPOINTS if body is not None]
+    _, definitions = models_json_schema(models, ref_template="#/components/schemas/{model}")
+    paths: dict[str, Any] = {}
+    for method, path, _, summary, body in ENDPOINTS:
+        described: dict[str, Any] = {"summary": summary, "responses": {"200": {"description": "the answer"}}}
+        if body is not None:
+            content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}}
+            described["requestBody"] = {"required": True, "content": content}
+            described["responses"]["400"] = {"description": "a rule is broken"}
+        paths[path] = {method.lower(): described}
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Tandem",
+            "version": __version__,
+            "description": "OpenAI's API, and some of vLLM's.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": definitions["$defs"],
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+@cache
+def docs_page() -> str:
+    """The page at `/docs`."""
+    import jinja2  # only for whoever reads the page
+
+    template = jinja2.Template((_PAGE / "docs.html").read_text(encoding="utf-8"), autoescape=True)
+    paths = [(method, path, summary) for method, path, _, summary, _ in ENDPOINTS]
+    rendered: str = template.render(version=__version__, paths=paths, fields=list(schema.field_rows()))
+    return rendered
 
 
 # ---- from a body to the completions that it asks for

@@ -495,6 +495,21 @@ def as_one_text(name: str, content: Any, kinds: Sequence[str] = ("text",)) -> An
     return "\n".join(part["text"] for part in content)
 
 
+# ---- the fields of completions, for docs
+
+
+def field_rows() -> Iterator[tuple[str, str, str]]:
+    """Each field of a completion: its name, the endpoint (both, completions, chat), and its meaning."""
+    completions, chat = CompletionBody.model_fields, ChatBody.model_fields
+    for name, field in {**completions, **chat}.items():
+        if name in completions and name in chat and completions[name].description == field.description:
+            yield name, "both", field.description or ""
+            continue
+        for endpoint, fields in (("completions", completions), ("chat", chat)):
+            if name in fields:
+                yield name, endpoint, fields[name].description or ""
+
+
 # ---- the form that a body asks of its completion
 
 

@@ -19,8 +19,7 @@ from coordinator.decoding.tokenization import PromptEncoder
 from coordinator.http.app import requests_of
 from coordinator.http.bodies import BodyReader, JsonShape, ignored_header
 from coordinator.http.chat import Chats
-from coordinator.http.openapi import field_rows
-from coordinator.http.schema import ChatBody, CompletionBody, Message, ResponsesBody, Sampled
+from coordinator.http.schema import ChatBody, CompletionBody, Message, ResponsesBody, Sampled, field_rows
 from coordinator.requests.plan import Models
 from coordinator.requests.validation import BoundedRequest, TokenizedRequest
 from coordinator.settings.coordinator import CoordinatorSettings, HttpOptions

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.cli.plan import PairOptions
-from coordinator.cli.planning import Fleet, StepTimes, break_even, fleet_plan, measured_rounds, plan
+from coordinator.cli.plan import Fleet, PairOptions, StepTimes, break_even, fleet_plan, measured_rounds, plan
 from tandem.errors import ConfigurationError
 from tandem.speculation_state import SpeculationDecision
 from tests.commands import run_here

@@ -153,15 +153,11 @@ async def test_a_silent_draft_is_waited_for_once(caplog: pytest.LogCaptureFixtur
     assert [record.message for record in caplog.records].count("draft late") == 1
 
 
-def of_the_past(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
-    """Name a round before the first, of which no outcomes can be late."""
-    for each in draft.honest(tokens, step):
-        yield replace(each, base_length=each.base_length - 1)
-
-
 def endless_past(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
+    """Name a round before the first, of which no outcomes can be late, again and again."""
     for _ in range(100_000):
-        yield from of_the_past(draft, tokens, step)
+        for each in draft.honest(tokens, step):
+            yield replace(each, base_length=each.base_length - 1)
 
 
 def wrong_lead(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:

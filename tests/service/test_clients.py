@@ -46,12 +46,9 @@ def completer(kind: str, address: str, **options: Any) -> Complete:
         async with Client(address, **options) as client:
             return await client.complete(*arguments, **values)
 
-    def complete_sync(*arguments: Any, **values: Any) -> Completed:
-        with SyncClient(address, **options) as client:
-            return client.complete(*arguments, **values)
-
     async def complete_on_a_thread(*arguments: Any, **values: Any) -> Completed:
-        return await asyncio.to_thread(complete_sync, *arguments, **values)
+        with SyncClient(address, **options) as client:
+            return await asyncio.to_thread(client.complete, *arguments, **values)
 
     return complete if kind == "async" else complete_on_a_thread
 

@@ -18,6 +18,7 @@ from tests.service.fakes import Fake, FakeDraft, FakeTarget, cluster, fleet
 
 STALL = 0.2
 REQUEST = GenerationRequest((10,), max_tokens=40, temperature=0.0)
+EXPECTED = [*range(11, 51)]
 
 
 @asynccontextmanager
@@ -44,7 +45,7 @@ async def test_an_unread_stream_holds_no_place_and_continues_when_it_is_read() -
                 chunks.append(await anext(stream))
                 await until(lambda: not completions.admission.running)
             chunks += [chunk async for chunk in stream]
-        assert tokens_of(chunks) == [*range(11, 51)]
+        assert tokens_of(chunks) == EXPECTED
         assert (target.running, completions.admission.running) == (0, 0)
 
 
@@ -67,13 +68,13 @@ async def test_unread_streams_do_not_block_others() -> None:
                     stalled.append((stream, [await anext(stream)]))
                 await until(lambda: not completions.admission.running)
             good = [chunk async for chunk in completions.complete(REQUEST)]
-            assert tokens_of(good) == [*range(11, 51)]
+            assert tokens_of(good) == EXPECTED
 
             async def rest(stream: Any, chunks: list[Chunk]) -> list[int]:
                 return tokens_of([*chunks, *[chunk async for chunk in stream]])
 
             # Read all of them at once: they wait for each other's places, and none is refused midway.
-            assert await asyncio.gather(*(rest(*each) for each in stalled)) == [[*range(11, 51)]] * 6
+            assert await asyncio.gather(*(rest(*each) for each in stalled)) == [EXPECTED] * 6
         assert completions.admission.running == 0
 
 
@@ -116,10 +117,8 @@ async def test_streams_of_one_address_are_bounded() -> None:
             await until(lambda: not service.completions.admission.running)
             with pytest.raises(CapacityError, match=r"2 requests from 192\.0\.2\.1 run, wait"):
                 await anext(complete(REQUEST, peer="192.0.2.1"))
-            assert tokens_of([chunk async for chunk in complete(REQUEST, peer="192.0.2.2")]) == [
-                *range(11, 51)
-            ]
-        assert tokens_of([chunk async for chunk in complete(REQUEST, peer="192.0.2.1")]) == [*range(11, 51)]
+            assert tokens_of([chunk async for chunk in complete(REQUEST, peer="192.0.2.2")]) == EXPECTED
+        assert tokens_of([chunk async for chunk in complete(REQUEST, peer="192.0.2.1")]) == EXPECTED
 
 
 async def test_grpc_gets_fewer_chunks_once_that_is_configured() -> None:
@@ -128,4 +127,4 @@ async def test_grpc_gets_fewer_chunks_once_that_is_configured() -> None:
         await admin.update_config({"stream_interval": "16"})
         chunks = [chunk async for chunk in client.generate(REQUEST)]
     assert [len(chunk.token_ids) for chunk in chunks] == [1, 16, 16, 7]
-    assert tokens_of(chunks) == [*range(11, 51)]
+    assert tokens_of(chunks) == EXPECTED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from tests.end_to_end.chi_square import assert_drawn_from
 from tests.end_to_end.models import blurred, exact, save_model
 from tests.paths import DEMO_TARGET, DEVICE
 from tests.service.clients import complete_all, until
-from tests.service.engines import Faults, draft, target
+from tests.service.engines import draft, services
 from tests.service.fakes import coordinated
 from tests.service.other_tokenizer import renumbered
 from tests.service.test_drafting_ahead import small_target
@@ -55,15 +55,15 @@ async def joined(
     target_model: LoadedModel, draft_folder: Path, servicer: DraftServicer | None = None, **options: Any
 ) -> AsyncIterator[str]:
     """The address of a coordinator over this pair; without `draft_ahead` each proposal is asked for."""
-    async with asyncio.timeout(300.0), AsyncExitStack() as stack:
-        enter = stack.enter_async_context
-        # Long enough for the draft to draft ahead meanwhile.
-        seconds = 0.04 if "draft_ahead" in options else 0.0
-        verifying, _ = await enter(target(target_model, Faults(), seconds))
-        tokenizer = draft_folder / "tokenizer.json"
-        proposing, _ = await enter(draft(loaded(draft_folder), servicer, tokenizer=tokenizer))
-        usual: dict[str, Any] = {"draft_patience_seconds": 60.0, "draft_ahead": "off"}
-        client, _ = await enter(coordinated(verifying, proposing, **(usual | options)))
+    # Long enough for the draft to draft ahead meanwhile.
+    seconds = 0.04 if "draft_ahead" in options else 0.0
+    drafting: dict[str, Any] = {"servicer": servicer, "tokenizer": draft_folder / "tokenizer.json"}
+    usual: dict[str, Any] = {"draft_patience_seconds": 60.0, "draft_ahead": "off"}
+    async with (
+        asyncio.timeout(300.0),
+        services(target_model, loaded(draft_folder), step_seconds=seconds, **drafting) as addresses,
+        coordinated(*addresses, **(usual | options)) as (client, _),
+    ):
         yield client.address
 
 

@@ -423,17 +423,11 @@ def _options(name: str, **more: Any) -> SpeculativeConfig:
     return SpeculativeConfig(**of(name, **more) | (RATE if name == "synthetic" else {}))
 
 
-@pytest.mark.parametrize("name", [each.name for each in STRATEGIES if each.name != "synthetic"])
-def test_temperature_zero_is_greedy(name: str) -> None:
+@pytest.mark.parametrize("name", [each.name for each in STRATEGIES])
+def test_temperature_zero_is_greedy_and_stays_synthetic(name: str) -> None:
     rule = resolve(_options(name), GREEDY)
-    assert rule.name == "greedy"
-    assert rule.lossless
-    assert rule.row_kind() is TOKEN
-
-
-def test_temperature_zero_stays_synthetic() -> None:
-    rule = resolve(_options("synthetic"), GREEDY)
-    assert (rule.name, rule.row_kind(), rule.lossless) == ("synthetic", TOKEN, False)
+    expected = ("synthetic", False) if name == "synthetic" else ("greedy", True)
+    assert (rule.name, rule.lossless, rule.row_kind()) == (*expected, TOKEN)
 
 
 def test_a_requested_kind_of_row() -> None:

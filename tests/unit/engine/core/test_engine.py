@@ -363,18 +363,6 @@ async def test_step_times_contain_what_the_observer_of_steps_takes(llama: TinyMo
         await settle(engine)
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
 def test_steps_that_take_another_time_than_published_are_published_anew() -> None:
     """By a quarter, in the mean: one pause is none, and a step without a row for each token tells nothing."""
     times = StepTimes()
@@ -388,27 +376,34 @@ def test_steps_that_take_another_time_than_published_are_published_anew() -> Non
     assert times.profile.seconds[1, 1] == pytest.approx(0.01, rel=0.05)
 
 
-def step(watchdog: StepWatchdog, clock: Clock, tokens: int, seconds: float) -> None:
-    watchdog.begin(tokens)
-    clock.now += seconds
-    watchdog.end()
+class Watched(StepWatchdog):
+    """Steps of so many seconds, on a clock of their own."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        super().__init__(clock=lambda: self.now)
+
+    def step(self, tokens: int, seconds: float) -> None:
+        self.begin(tokens)
+        self.now += seconds
+        self.end()
 
 
-def test_a_large_step_of_a_slow_model_has_time(clock: Clock) -> None:
+def test_a_large_step_of_a_slow_model_has_time() -> None:
     """Warm-up ran one token in a second, so 100 of them may take as many seconds, and then some."""
-    watchdog = StepWatchdog(clock=clock)
-    step(watchdog, clock, tokens=1, seconds=1.0)
+    watchdog = Watched()
+    watchdog.step(tokens=1, seconds=1.0)
     assert watchdog.bound_seconds(100) == pytest.approx(MARGIN * 100)
     assert watchdog.bound_seconds(10_000) == MOST_SECONDS
     assert watchdog.bound_seconds(1) == LEAST_SECONDS
 
 
-def test_a_first_step_that_compiles_is_forgotten(clock: Clock) -> None:
-    watchdog = StepWatchdog(clock=clock)
-    step(watchdog, clock, tokens=1, seconds=20.0)
+def test_a_first_step_that_compiles_is_forgotten() -> None:
+    watchdog = Watched()
+    watchdog.step(tokens=1, seconds=20.0)
     assert watchdog.bound_seconds(512) == MOST_SECONDS
     for _ in range(400):
-        step(watchdog, clock, tokens=1, seconds=0.01)
+        watchdog.step(tokens=1, seconds=0.01)
     assert watchdog.bound_seconds(512) == LEAST_SECONDS
 
 
@@ -503,8 +498,8 @@ async def test_random_interleavings(
     monkeypatch.setattr(scheduler, "IDLE_SECONDS", 0.02)  # clients sit on their pages as long as they like
     model = tiny_model(family)
     backends = model.backends if model.backends.native is None else model.with_plans
-    room = _TOTAL_TOKENS * 4 * sum(layer.values_per_token for layer in model.loaded.layers)
-    limits: dict[str, Any] = {"max_length": _MAX_LENGTH, "max_sequences": 6, "kv_cache_bytes": room}
+    limits: dict[str, Any] = {"max_length": _MAX_LENGTH, "max_sequences": 6}
+    limits["kv_cache_bytes"] = _kv_bytes(model, _TOTAL_TOKENS)
     limits |= {"prefix_reuse": prefix_reuse, "prefill_chunk_tokens": chunk}
     async with running(backends, RowsHead(), **limits) as engine:
         clients = [Client(engine, model.reference, random.Random(n)) for n in range(9)]

@@ -149,14 +149,10 @@ def hub() -> Iterator[Hub]:
         yield hub
 
 
-def reaching(address: str, home: Path) -> dict[str, str]:
-    """The environment in which the hub at the address is asked, whatever the user's says of hubs and proxies."""
-    return {"HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
-
-
-def ask(address: str, home: Path, *questions: tuple[str, str | None], **environment: str) -> list[Any]:
-    variables = reaching(address, home) | environment
-    ran = run(sys.executable, "-c", ASK, json.dumps(questions), environment=variables)
+def ask(address: str, home: Path, *questions: tuple[str, str | None], offline: str = "0") -> list[Any]:
+    """Ask the hub at the address, whatever the user's environment says of hubs and proxies."""
+    hub = {"HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_OFFLINE": offline, "NO_PROXY": "127.0.0.1"}
+    ran = run(sys.executable, "-c", ASK, json.dumps(questions), environment=hub)
     assert ran.returncode == 0, ran.stderr
     answers: list[Any] = json.loads(ran.stdout)
     return answers
@@ -183,7 +179,7 @@ def test_an_id_is_fetched_at_its_revision_and_every_refusal_is_explained(hub: Hu
     assert unknown.startswith("ModelFolderError: the model acme/unknown is neither a folder here nor a model")
 
     # Without the hub, what was fetched is served and what was not is explained.
-    kept, missing = ask(hub.address, tmp_path, ("acme/model", None), ("acme/other", None), HF_HUB_OFFLINE="1")
+    kept, missing = ask(hub.address, tmp_path, ("acme/model", None), ("acme/other", None), offline="1")
     assert kept == main
     assert missing.startswith("ServiceUnavailableError: the hub cannot be reached (or HF_HUB_OFFLINE is set)")
 

@@ -67,13 +67,12 @@ def needs_mapping(draft: ModelInfo, target: ModelInfo) -> bool:
     return draft.tokenizer_hash != target.tokenizer_hash or draft.vocabulary_size > target.vocabulary_size
 
 
-def _obstacle(deployment: Deployment) -> str:
-    """Reason why the draft cannot draft for a target with other ids; empty where it can."""
+def _obstacles(deployment: Deployment) -> Iterator[str]:
+    """The reason why the draft cannot draft for a target with other ids, if it cannot."""
     if deployment.config.vocabulary_mapping == "off":
-        return "vocabulary_mapping is off"
-    if deployment.draft is not None and deployment.draft.maps_vocabularies:
-        return ""
-    return "this draft cannot map vocabularies, for which it needs its tokenizer.json and one device"
+        yield "vocabulary_mapping is off"
+    elif deployment.draft is not None and not deployment.draft.maps_vocabularies:
+        yield "this draft cannot map vocabularies, for which it needs its tokenizer.json and one device"
 
 
 @rule("The draft model has no more ids than the target, or `vocabulary_mapping` is not `off`.")
@@ -81,14 +80,16 @@ def _vocabulary_size(deployment: Deployment) -> Iterator[str]:
     draft, target = deployment.draft_model, deployment.target
     if draft is None or draft.vocabulary_size == target.vocabulary_size:
         return
-    if draft.tokenizer_hash != target.tokenizer_hash and target.tokenizer_hash:
-        return  # the next rule's business
-    if target.tokenizer_hash and (not needs_mapping(draft, target) or not _obstacle(deployment)):
-        return
-    yield (
+    sizes = (
         f"the draft {draft.name} has a vocabulary of {draft.vocabulary_size} tokens and the target {target.name} "
-        f"one of {target.vocabulary_size}; the draft's must not be larger, since {_obstacle(deployment)}"
+        f"one of {target.vocabulary_size}"
     )
+    if not target.tokenizer_hash:
+        yield f"{sizes}; they must be equal, since the target names no tokenizer by which ids could be mapped"
+    # Where the tokenizers differ, it is the next rule's business
+    elif draft.tokenizer_hash == target.tokenizer_hash and needs_mapping(draft, target):
+        for obstacle in _obstacles(deployment):
+            yield f"{sizes}; the draft's must not be larger, since {obstacle}"
 
 
 @rule(
@@ -98,7 +99,7 @@ def _tokenizer(deployment: Deployment) -> Iterator[str]:
     draft, target = deployment.draft_model, deployment.target
     if draft is None or draft.tokenizer_hash == target.tokenizer_hash:
         return
-    if obstacle := _obstacle(deployment):
+    for obstacle in _obstacles(deployment):
         yield (
             f"the draft {draft.name} has another tokenizer (hash {draft.tokenizer_hash[:12]}) than the target "
             f"{target.name} (hash {target.tokenizer_hash[:12]}); they must be the same, since {obstacle}"

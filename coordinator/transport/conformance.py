@@ -15,6 +15,7 @@ from typing import Self
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.transport.draft_client import DraftClient, PendingOutcomes, check_proposal
@@ -58,6 +59,7 @@ class Conversation:
         self._draft = draft
         self.call: Call = draft.channel.stream_stream("/tandem.v1.DraftService/Propose")()
         self._arrived: defaultdict[int, deque[wire.Answer | Ending]] = defaultdict(deque)
+        self._opened: set[int] = set()
 
     async def __aenter__(self) -> Self:
         return self
@@ -67,31 +69,26 @@ class Conversation:
 
     async def say(self, *requests: tuple[int, Request]) -> None:
         """Send requests in one message, each with the number of its sequence."""
+        self._opened |= {sequence for sequence, said in requests if isinstance(said, DraftOptions)}
         await self.write(wire.requests_to_proto(requests).SerializeToString())
 
     async def write(self, message: bytes) -> None:
         with errors_of("draft service"):
             await self.call.write(message)
 
-    async def open(self, sequence: int, step: ProposeStep, options: DraftOptions | None = None) -> None:
-        """Open a sequence and send its first step, in one message."""
-        await self.say((sequence, options or self._draft.options()), (sequence, step))
-
-    async def begin(
+    async def ask(
         self,
         tokens: Sequence[int],
-        options: DraftOptions | None = None,
+        base_length: int = 0,
+        *,
         count: int = _COUNT,
         sequence: int = 1,
+        options: DraftOptions | None = None,
     ) -> Proposal:
-        """The first proposal of a sequence, which is opened and sent all tokens in one message."""
-        await self.open(sequence, _step(tokens, count=count), options)
+        """The proposal after a delta from the base length on. A new sequence is opened in the same message."""
+        opening = () if sequence in self._opened else ((sequence, options or self._draft.options()),)
+        await self.say(*opening, (sequence, _step(tokens, base_length, count)))
         return await self.proposal(len(tokens), count, sequence)
-
-    async def go_on(self, tokens: Sequence[int], base_length: int) -> Proposal:
-        """The next proposal of sequence 1, from the tokens that a delta from the base length on makes."""
-        await self.say((1, _step(tokens, base_length)))
-        return await self.proposal(len(tokens))
 
     async def next(self, sequence: int) -> wire.Answer | Ending:
         """The next answer or end of a sequence."""
@@ -107,28 +104,33 @@ class Conversation:
                         self._arrived[number].append(answer)
         except TimeoutError:
             raise ProtocolError(f"no answer to sequence {sequence} within {seconds:g} s") from None
+        except DecodeError:
+            raise ProtocolError("its answer cannot be read; it must be a ProposeResponse") from None
         return arrived.popleft()
 
-    async def proposal(self, length: int, count: int = _COUNT, sequence: int = 1) -> Proposal:
-        """The answer to a step, as a coordinator would take it; outcomes that were drafted ahead are passed over."""
+    async def answer(self, sequence: int = 1, outcomes: PendingOutcomes | None = None) -> Proposal | Ending:
+        """The next answer or end of a sequence; outcomes that were drafted ahead are checked or passed over."""
         while isinstance(answer := await self.next(sequence), DraftedOutcomes):
-            pass
+            if outcomes is not None:
+                outcomes.add(answer)
+        return answer
+
+    async def proposal(
+        self, length: int, count: int = _COUNT, sequence: int = 1, outcomes: PendingOutcomes | None = None
+    ) -> Proposal:
+        """The answer to a step, as a coordinator would take it."""
+        answer = await self.answer(sequence, outcomes)
         if isinstance(answer, Ending):
             raise ProtocolError(f"it ended sequence {sequence} instead of answering: {_words(answer)}")
         check_proposal(answer, length, count, self._draft.vocabulary_size, with_token_logits=False)
         return answer
 
-    async def ending(self, sequence: int = 1) -> Ending:
-        """How a sequence ends."""
-        while isinstance(answer := await self.next(sequence), DraftedOutcomes):
-            pass
+    async def must_end(self, what: str, sequence: int = 1, code: grpc.StatusCode = _REFUSED) -> None:
+        """A sequence must end because of this: a mistake, unless another code is given."""
+        answer = await self.answer(sequence)
         if isinstance(answer, Proposal):
             raise ProtocolError(f"it answered sequence {sequence}, which it must end")
-        return answer
-
-    async def refusal(self, what: str, sequence: int = 1) -> None:
-        """A sequence must end because of a mistake, which is named."""
-        _must_refuse(await self.ending(sequence), what)
+        _must_have_ended(answer, what, code)
 
     def is_silent(self, sequence: int) -> bool:
         """True if nothing is there that was said of a sequence and not taken."""
@@ -146,6 +148,11 @@ class Conversation:
             raise ProtocolError(f"it did not end the stream within {seconds:g} s") from None
         code: grpc.StatusCode = await self.call.code()
         return code
+
+
+def _must_have_ended(ending: Ending, what: str, code: grpc.StatusCode = _REFUSED) -> None:
+    if ending.code is not code:
+        raise ProtocolError(f"{what} ended with {_words(ending)}; it must be {code.name}")
 
 
 def _words(ending: Ending) -> str:
@@ -170,12 +177,12 @@ class Subject:
     def max_length(self) -> int:
         return min(_MAX_LENGTH, self.model.max_length or _MAX_LENGTH)
 
-    def prompt(self, first: int = 0) -> tuple[int, ...]:
+    def prompt(self, first: int = 0) -> list[int]:
         """Tokens that repeat, so that drafts without a model have something to propose."""
         base = min(300, self.vocabulary_size // 2)
-        return tuple(
+        return [
             base + (first + number % 5) % (self.vocabulary_size - base) for number in range(_PROMPT_LENGTH)
-        )
+        ]
 
     def options(self, temperature: float = 0.0, **others: object) -> DraftOptions:
         sampling = SamplingParams(temperature=temperature, seed=7)
@@ -185,9 +192,9 @@ class Subject:
     async def fresh(self, tokens: Sequence[int], options: DraftOptions | None = None) -> Proposal:
         """The proposal of a new sequence that was sent all tokens at once."""
         async with Conversation(self) as talk:
-            proposal = await talk.begin(tokens, options)
+            proposal = await talk.ask(tokens, options=options)
             await talk.say((1, Finish(len(tokens))))
-            await talk.ending()
+            await talk.must_end("a Finish", code=grpc.StatusCode.OK)
             return proposal
 
 
@@ -216,33 +223,30 @@ async def _health(draft: Subject, _: Conversation) -> str:
 
 
 async def _model(draft: Subject, _: Conversation) -> str:
-    model = draft.model
+    model, steps = draft.model, len(draft.model.step_profile.seconds)
     if model.drafting_method:
         raise ProtocolError(
             f"it is bound to the target at its own address ({model.drafting_method}), so it drafts for no other"
         )
     if model.has_model and not (model.tokenizer_hash and model.max_length > 0):
         raise ProtocolError("a model with a vocabulary must name its tokenizer's hash and its maximum length")
-    profile = (
-        f"{len(model.step_profile.seconds)} step times" if model.step_profile.seconds else "no step times"
-    )
+    profile = f"{steps} step times" if steps else "no step times"
     size = f"{model.vocabulary_size} tokens" if model.has_model else "no vocabulary"
     return f"{model.name}: {size}, sequences of up to {model.max_length or 'any'} tokens, {profile}"
 
 
 async def _reading(draft: Subject, talk: Conversation) -> str:
-    await talk.begin(draft.prompt(), count=0)
+    await talk.ask(draft.prompt(), count=0)
     return "a step that asks for no tokens is answered by an empty proposal"
 
 
 async def _proposals(draft: Subject, talk: Conversation) -> str:
-    tokens = list(draft.prompt())
-    lengths: list[int] = []
+    tokens, base, lengths = draft.prompt(), 0, []
     await talk.say((1, draft.options()))
-    base = 0
     for _ in range(4):
-        proposal = await talk.go_on(tokens, base)
-        base, lengths = len(tokens), [*lengths, len(proposal)]
+        proposal = await talk.ask(tokens, base)
+        base = len(tokens)
+        lengths.append(len(proposal))
         tokens += [*proposal.token_ids[:2], *tokens[3:7]]
     return f"rounds were answered with {', '.join(map(str, lengths))} of {_COUNT} tokens"
 
@@ -277,14 +281,12 @@ async def _token_logits(draft: Subject, _: Conversation) -> str:
 
 async def _order(draft: Subject, talk: Conversation) -> str:
     prompts = {number: draft.prompt(number)[: _PROMPT_LENGTH - number] for number in (1, 2, 3)}
-    await talk.say(
-        *((number, draft.options()) for number in prompts),
-        *((number, _step(prompt)) for number, prompt in prompts.items()),
-    )
+    openings = [(number, draft.options()) for number in prompts]
+    await talk.say(*openings, *((number, _step(prompt)) for number, prompt in prompts.items()))
     for number in (3, 1, 2):
         await talk.proposal(len(prompts[number]), sequence=number)
     # Each step has one answer: none may be left once another step was answered
-    await talk.go_on(prompts[1], len(prompts[1]))
+    await talk.ask(prompts[1], len(prompts[1]))
     if not all(map(talk.is_silent, prompts)):
         raise ProtocolError("it answered a step twice")
     return "three sequences of one message: each step is answered once, by its sequence's number"
@@ -295,39 +297,34 @@ async def _order(draft: Subject, talk: Conversation) -> str:
 
 async def _idempotence(draft: Subject, talk: Conversation) -> str:
     tokens = draft.prompt()
-    first = await talk.begin(tokens)
+    first = await talk.ask(tokens)
     for base, what in ((0, "the same step again"), (_PROMPT_LENGTH // 2, "a delta that repeats a half")):
-        _must_equal(await talk.go_on(tokens, base), first, what)
+        _must_equal(await talk.ask(tokens, base), first, what)
     return "a delta that says again what is there changes nothing"
 
 
 async def _rollback(draft: Subject, talk: Conversation) -> str:
     kept = draft.prompt()
-    await talk.begin([*kept, *reversed(kept)])
+    await talk.ask([*kept, *reversed(kept)])
     tokens = [*kept[:-3], *kept[3:7]]
-    found = await talk.go_on(tokens, len(kept) - 3)
+    found = await talk.ask(tokens, len(kept) - 3)
     _must_equal(found, await draft.fresh(tokens), "after a rollback and on a fresh sequence")
     return "a delta that begins earlier replaces the tail, and the proposal is that of a fresh sequence"
 
 
 async def _unchanged(draft: Subject, talk: Conversation) -> str:
     tokens = draft.prompt()
-    await talk.begin(tokens)
+    await talk.ask(tokens)
     await talk.say((1, ProposeStep(Delta(len(tokens) + 1, [tokens[0]]), _COUNT)))
-    await talk.refusal("a delta that begins behind the sequence's end")
+    await talk.must_end("a delta that begins behind the sequence's end")
     return "a proposal changes nothing: a delta behind it leaves a gap, and is refused"
 
 
 # ---- what is refused
 
 
-def _must_refuse(ending: Ending, what: str) -> None:
-    if ending.code is not _REFUSED:
-        raise ProtocolError(f"{what} ended with {_words(ending)}; it must be {_REFUSED.name}")
-
-
 async def _malformed(draft: Subject, talk: Conversation) -> str:
-    tokens = list(draft.prompt())
+    tokens = draft.prompt()
     deltas = {
         "a negative base length": Delta(-1, tokens),
         "a negative id": Delta(0, [*tokens[:-1], -1]),
@@ -337,32 +334,33 @@ async def _malformed(draft: Subject, talk: Conversation) -> str:
         deltas["an unknown id"] = Delta(0, [*tokens[:-1], min(draft.vocabulary_size, _LARGEST_ID)])
     steps = {what: ProposeStep(delta, _COUNT) for what, delta in deltas.items()}
     steps["a negative number of tokens to propose"] = ProposeStep(Delta(0, tokens), -1)
-    first = await talk.begin(tokens)
+    first = await talk.ask(tokens)
     for number, (what, step) in enumerate(steps.items(), start=2):
-        await talk.open(number, step)
-        await talk.refusal(what, number)
-    _must_equal(await talk.go_on(tokens, len(tokens)), first, "beside sequences that were refused")
+        await talk.say((number, draft.options()), (number, step))
+        await talk.must_end(what, number)
+    _must_equal(await talk.ask(tokens, len(tokens)), first, "beside sequences that were refused")
     return f"{len(steps)} bad steps each ended their own sequence with {_REFUSED.name}, and no other"
 
 
 async def _huge(draft: Subject, talk: Conversation) -> str:
-    await talk.open(1, _step(draft.prompt(), count=1 << 30))
-    answer = await talk.next(1)
+    what, tokens = "a step that asks for 2^30 tokens", draft.prompt()
+    await talk.say((1, draft.options()), (1, _step(tokens, count=1 << 30)))
+    answer = await talk.answer()
     if isinstance(answer, Ending):
-        _must_refuse(answer, "a step that asks for 2^30 tokens")
-        return f"a step that asks for 2^30 tokens is refused with {_REFUSED.name}"
-    if not isinstance(answer, Proposal) or len(answer) > draft.max_length:
-        raise ProtocolError("a step that asks for 2^30 tokens had an answer beyond the sequence's max_length")
-    return f"a step that asks for 2^30 tokens was answered with {len(answer)}"
+        _must_have_ended(answer, what)
+        return f"{what} is refused with {_REFUSED.name}"
+    if len(answer) > draft.max_length:
+        raise ProtocolError(f"{what} had an answer beyond the sequence's max_length")
+    return f"{what} was answered with {len(answer)}"
 
 
 async def _opening(draft: Subject, talk: Conversation) -> str:
     tokens = draft.prompt()
     await talk.say((1, _step(tokens)))
-    await talk.refusal("a step without an Open")
-    await talk.begin(tokens, sequence=2)
+    await talk.must_end("a step without an Open")
+    await talk.ask(tokens, sequence=2)
     await talk.say((2, draft.options()))
-    await talk.refusal("a second Open", 2)
+    await talk.must_end("a second Open", 2)
     return "a step without an Open and a second Open are refused"
 
 
@@ -383,10 +381,9 @@ async def _torn(draft: Subject, talk: Conversation) -> str:
 
 async def _finish(draft: Subject, talk: Conversation) -> str:
     tokens = draft.prompt()
-    await talk.begin(tokens)
+    await talk.ask(tokens)
     await talk.say((1, Finish(len(tokens))))
-    if (ending := await talk.ending()).code is not grpc.StatusCode.OK:
-        raise ProtocolError(f"a Finish was answered with {_words(ending)}; it must be OK")
+    await talk.must_end("a Finish", code=grpc.StatusCode.OK)
     return "a Finish is answered by the sequence's end, code 0"
 
 
@@ -394,10 +391,10 @@ async def _stale(draft: Subject, talk: Conversation) -> str:
     tokens = draft.prompt()
     await talk.say((1, draft.options()), (1, _step(tokens)), (1, Finish(len(tokens))))
     await talk.proposal(len(tokens))
-    await talk.ending()
+    await talk.must_end("a Finish", code=grpc.StatusCode.OK)
     # Said before the coordinator knew of the end
     await talk.say((1, _step(tokens)), (1, Finish(len(tokens))), (1, Cancel()))
-    await talk.begin(tokens, sequence=2)
+    await talk.ask(tokens, sequence=2)
     if not talk.is_silent(1):
         raise ProtocolError("it answered a sequence that had ended")
     return "what comes for a sequence that has ended is passed over"
@@ -413,7 +410,7 @@ async def _cancel(draft: Subject, talk: Conversation) -> str:
 
 
 async def _half_closed(draft: Subject, talk: Conversation) -> str:
-    await talk.begin(draft.prompt())
+    await talk.ask(draft.prompt())
     await talk.call.done_writing()
     await talk.end_of_stream()
     await draft.fresh(draft.prompt())
@@ -429,9 +426,10 @@ _BUDGET = AheadBudget(branch_count=4, token_count=3)
 async def _ahead(draft: Subject, talk: Conversation) -> str:
     if not draft.model.drafts_ahead:
         return "it does not draft ahead, so no budget is granted"
-    tokens = list(draft.prompt())
+    tokens = draft.prompt()
     pending = PendingOutcomes(draft.vocabulary_size, RowKind.TOKEN)
-    await talk.open(1, ProposeStep(Delta(0, tokens), _COUNT, _BUDGET), draft.options(ahead=_BUDGET))
+    step = ProposeStep(Delta(0, tokens), _COUNT, _BUDGET)
+    await talk.say((1, draft.options(ahead=_BUDGET)), (1, step))
     proposal = await talk.proposal(len(tokens))
     pending.expect(len(tokens), proposal.token_ids, _BUDGET)
     found = await _outcomes(talk, pending)
@@ -448,11 +446,7 @@ async def _ahead(draft: Subject, talk: Conversation) -> str:
     # A question ends drafting ahead; stale outcomes may be under way, no more than were granted.
     pending.expect(len(tokens), (), None)
     await talk.say((1, _step(tokens, len(tokens))))
-    while isinstance(answer := await talk.next(1), DraftedOutcomes):
-        pending.add(answer)
-    if isinstance(answer, Ending):
-        raise ProtocolError(f"it ended the sequence after its budget: {_words(answer)}")
-    check_proposal(answer, len(tokens), _COUNT, draft.vocabulary_size, with_token_logits=False)
+    await talk.proposal(len(tokens), outcomes=pending)
     return f"{_BUDGET.branch_count} x {_BUDGET.token_count} granted twice: outcomes came within them, also unasked"
 
 
@@ -477,7 +471,7 @@ async def _budgets(draft: Subject, talk: Conversation) -> str:
     wrong = (AheadBudget(MAX_BRANCHES + 1, 1), AheadBudget(1, 1 << 20), AheadBudget(-1, 1))
     for number, budget in enumerate(wrong, start=1):
         await talk.say((number, draft.options(ahead=budget)))
-        await talk.refusal(f"a budget of {budget.branch_count} x {budget.token_count}", number)
+        await talk.must_end(f"a budget of {budget.branch_count} x {budget.token_count}", number)
     return f"budgets out of range are refused with {_REFUSED.name}"
 
 

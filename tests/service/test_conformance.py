@@ -17,7 +17,7 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from coordinator.transport.conformance import CHECKS, Subject, conformance, play
+from coordinator.transport.conformance import CHECKS, Conversation, Subject, conformance, play
 from coordinator.transport.draft_client import DraftClient
 from draft_service.proposers.ngram import ngram_proposer
 from draft_service.proposers.suffix import suffix_proposer
@@ -263,6 +263,21 @@ async def test_a_draft_that_does_not_serve_is_found() -> None:
     async with served(model_free(ngram_proposer)) as (one,):
         await one.say(NOT_SERVING)
         await fails(one.address, "health")
+
+
+async def test_an_answer_that_is_no_protobuf_is_found() -> None:
+    async with (
+        serving(model_free(ngram_proposer)) as (address, _),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        draft = Subject(channel, await DraftClient(channel).model_info(), SECONDS)
+        async with Conversation(draft) as talk:
+            garbled: Any = channel.stream_stream(
+                "/tandem.v1.DraftService/Propose", response_deserializer=lambda _: b"\xff"
+            )
+            talk.call = garbled()
+            with pytest.raises(ProtocolError, match="its answer cannot be read"):
+                await talk.ask(draft.prompt())
 
 
 async def test_a_draft_that_counts_its_own_proposal_is_found(

@@ -34,6 +34,11 @@ MODELS: list[tuple[str, Deployment, str]] = [
         "speculative_method is suffix; it needs a draft service: name it with draft_address"),
     ("vocabulary-size", deployment(draft=replace(DRAFT, vocabulary_size=101)),
         "the draft small has a vocabulary of 101 tokens and the target big one of 100; the draft's must not be larger"),
+    ("vocabulary-size",
+        deployment(
+            draft=replace(DRAFT, vocabulary_size=99, maps_vocabularies=True), target=replace(TARGET, tokenizer_hash="")),
+        "the draft small has a vocabulary of 99 tokens and the target big one of 100; they must be equal, since the "
+        "target names no tokenizer"),
     ("tokenizer", deployment(draft=replace(DRAFT, tokenizer_hash="b" * 64)),
         "the draft small has another tokenizer (hash bbbbbbbbbbbb) than the target big (hash aaaaaaaaaaaa)"),
     ("tokenizer",

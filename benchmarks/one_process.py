@@ -120,8 +120,8 @@ def load(setup: dict[str, Any]) -> Run:
                 async for chunk, result in rounds.results(chunks):
                     # The first one waits until the draft has read the prompt
                     if chunk.proposed and proposed_before:
-                        for phase in PHASES:
-                            phases[phase].append(getattr(result.times, phase))
+                        for phase, spent in result.times.phases.items():
+                            phases[phase].append(spent)
                     proposed_before |= chunk.proposed > 0
                     answer.add(time.perf_counter() - started, completion.token_ids[known:])
                     known = completion.length

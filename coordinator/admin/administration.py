@@ -14,9 +14,8 @@ from typing import TypeVar
 from coordinator.admin.diagnosis import diagnose
 from coordinator.rejection.strategies import find_strategy
 from coordinator.replicas.registry import ReplicaRegistry
-from coordinator.requests.active import ActiveRequest
 from coordinator.requests.plan import for_draft, names_auto
-from coordinator.requests.runner import RequestRunner
+from coordinator.requests.runner import ActiveRequest, RequestRunner
 from coordinator.settings.live import LiveConfig
 from coordinator.speculation.report import of_coordinator
 from tandem import __version__, admin

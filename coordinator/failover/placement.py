@@ -115,7 +115,7 @@ class DraftPlacement:
         now = time.monotonic()
         ready = [
             member
-            for member in self._pool.members
+            for member in self._pool.members.values()
             if member.is_ready and member.goes_with(self.target_address) and member not in avoided
             if now >= self._retry_at.get(member, 0.0)
         ]

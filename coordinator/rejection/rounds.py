@@ -111,16 +111,14 @@ Decide = Callable[[Sequence[Round], Noise], list[Acceptance]]
 """An acceptance rule: decides rounds of any sequences. It raises a ProtocolError if the rows of one do not suffice."""
 
 
-def decide_each(
-    decide: Decide, rounds: Sequence[Round], noise: Noise = KEYED
-) -> list[Acceptance | ProtocolError]:
+def decide_each(decide: Decide, rounds: Sequence[Round]) -> list[Acceptance | ProtocolError]:
     """Decide rounds of several sequences at once; unusable rows of one change nothing for the others."""
     try:
-        return [*decide(rounds, noise)]
+        return [*decide(rounds, KEYED)]
     except ProtocolError as error:
         if len(rounds) == 1:
             return [error]
-        return [decide_each(decide, [each], noise)[0] for each in rounds]
+        return [decide_each(decide, [each])[0] for each in rounds]
 
 
 class MessageRounds:

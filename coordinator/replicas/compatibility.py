@@ -5,7 +5,7 @@ docs/configuration.md lists the rules.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from coordinator.settings.coordinator import MAX_SPECULATIVE_TOKENS
@@ -204,12 +204,12 @@ class Fleet:
             if field.name not in _MAY_DIFFER and getattr(info, field.name) != getattr(self.target, field.name)
         )
 
-    def judge_draft(self, info: ModelInfo, others: Iterable[ModelInfo] = ()) -> str:
+    def judge_draft(self, info: ModelInfo, *, has_others: bool = False) -> str:
         """Reason why a draft with this model cannot join the others; empty when it can."""
         assert self.target is not None, "drafts are reached after the first target"
         if sentences := broken(MODEL_RULES, Deployment(self._config, self.target, info)):
             return "; ".join(sentences)
-        if self.draft is None or not any(others):
+        if self.draft is None or not has_others:
             self.draft = info
         if info.has_model == self.draft.has_model:
             return ""

@@ -324,7 +324,8 @@ class Pool(Generic[ClientT]):
     TandemError when it cannot."""
 
     def __post_init__(self) -> None:
-        self._members: dict[str, Member[ClientT]] = {}
+        self.members: dict[str, Member[ClientT]] = {}
+        """Every replica that was found, by address."""
         self._unresolved: dict[Address, str] = {}
         self.drained: set[str] = set()
         """Addresses that operators drained. A drain lasts until somebody resumes it, even while its name omits it."""
@@ -342,14 +343,7 @@ class Pool(Generic[ClientT]):
         if self._refreshing is not None:
             self._refreshing.cancel()
             await asyncio.gather(self._refreshing, return_exceptions=True)
-        await asyncio.gather(*(member.close() for member in self._members.values()))
-
-    @property
-    def members(self) -> list[Member[ClientT]]:
-        return [*self._members.values()]
-
-    def member(self, address: str) -> Member[ClientT] | None:
-        return self._members.get(address)
+        await asyncio.gather(*(member.close() for member in self.members.values()))
 
     def drain(self, address: str) -> None:
         """Send no new sequences to this address until it is resumed, even if another replica takes it over.
@@ -367,13 +361,12 @@ class Pool(Generic[ClientT]):
         member.notify_change()
 
     def _known(self, address: str) -> Member[ClientT]:
-        member = self.member(address)
-        if member is None:
-            known = ", ".join(self._members) or "none"
+        if address not in self.members:
+            known = ", ".join(self.members) or "none"
             raise InvalidRequestError(
                 f"there is no {self.role.value} replica {address!r}; there are: {known}"
             )
-        return member
+        return self.members[address]
 
     def snapshots(self) -> list[ReplicaSnapshot]:
         """Every replica, and every name without an address."""
@@ -383,11 +376,11 @@ class Pool(Generic[ClientT]):
             )
             for address, why in self._unresolved.items()
         ]
-        return [member.snapshot() for member in self.members] + unresolved
+        return [member.snapshot() for member in self.members.values()] + unresolved
 
     def choose(self, avoid: Collection[Member[ClientT]] = ()) -> Member[ClientT] | None:
         """The least busy ready replica that is not to be avoided; None without one."""
-        ready = [member for member in self.members if member.is_ready and member not in avoid]
+        ready = [member for member in self.members.values() if member.is_ready and member not in avoid]
         return min(ready, key=lambda member: (member.open_sequences, member.step.value or 0.0), default=None)
 
     async def chosen(self, seconds: float, avoid: Collection[Member[ClientT]] = ()) -> Member[ClientT] | None:
@@ -423,15 +416,15 @@ class Pool(Generic[ClientT]):
             for found in await self._resolved(address):
                 wanted.setdefault(found, address)
         for found, address in wanted.items():
-            if found not in self._members:
-                self._members[found] = Member(found, address, self)
-        for found, member in [*self._members.items()]:
+            if found not in self.members:
+                self.members[found] = Member(found, address, self)
+        for found, member in [*self.members.items()]:
             was_missed, member.is_missed = member.is_missed, found not in wanted
             if member.is_missed is not was_missed:
                 if found not in self.drained:
                     member.notify_change()
             elif was_missed and member.open_sequences == 0:
-                del self._members[found]
+                del self.members[found]
                 await member.close()
                 logger.info("replica dropped", extra={"role": self.role.value, "address": found})
 
@@ -442,7 +435,7 @@ class Pool(Generic[ClientT]):
             hosts = await self.resolver(address.host, address.port)
         except OSError as error:
             # The known addresses may still work: a failing name server ends nothing.
-            kept = [found for found, member in self._members.items() if member.origin == address]
+            kept = [found for found, member in self.members.items() if member.origin == address]
             if not kept:
                 self._unresolved[address] = f"its name cannot be resolved: {error.strerror or error}"
             return kept

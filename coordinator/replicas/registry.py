@@ -47,7 +47,7 @@ class ReplicaRegistry:
             split_addresses(settings.draft_address or ""),
             settings.resolve_interval_seconds,
             DraftClient,
-            lambda info: fleet.judge_draft(info, self._drafts_that_serve()),
+            self._judge_draft,
             credentials,
             lambda: fleet.message_limit_bytes,
             resolver,
@@ -90,10 +90,13 @@ class ReplicaRegistry:
         check_coverage(self._settings, draft, coverage)
         return coverage
 
-    def _drafts_that_serve(self) -> list[ModelInfo]:
-        """Models that the replicas serve. A replica that is being met is not among them: it is judged as new."""
-        alive = (ReplicaState.READY, ReplicaState.DRAINING)
-        return [each.model for each in self.drafts.members if each.model is not None and each.state in alive]
+    def _judge_draft(self, info: ModelInfo) -> str:
+        alive = (
+            ReplicaState.READY,
+            ReplicaState.DRAINING,
+        )  # a replica that is being met is not: it is judged as new
+        has_others = any(each.state in alive for each in self.drafts.members.values())
+        return self.fleet.judge_draft(info, has_others=has_others)
 
     async def close(self) -> None:
         if self._watching is not None:
@@ -105,10 +108,10 @@ class ReplicaRegistry:
         return [*self.targets.snapshots(), *self.drafts.snapshots()]
 
     def round_ended(self, result: RoundResult) -> None:
-        target = self.targets.member(result.target_address or "")
+        target = self.targets.members.get(result.target_address or "")
         if target is not None:
             target.tally.add_result(result)
-        draft = self.drafts.member(result.draft_address or "") if result.is_drafted else None
+        draft = self.drafts.members.get(result.draft_address or "") if result.is_drafted else None
         if draft is not None:
             draft.tally.add_result(result)
 
@@ -116,11 +119,11 @@ class ReplicaRegistry:
         return self.targets if role is Role.TARGET else self.drafts
 
     async def _watch_for_hangs(self) -> None:
-        targets = self.targets
         while True:
             await asyncio.sleep(0.25)
-            for target in targets.members:
-                could_move = any(other.is_ready for other in targets.members if other is not target)
+            targets = self.targets.members.values()
+            for target in targets:
+                could_move = any(other.is_ready for other in targets if other is not target)
                 # A target that is only slow may answer after all, so a sequence that could not move stays longer.
                 target.give_up_overdue(0.0 if could_move else self._settings.target_wait_seconds)
 

@@ -1,14 +1,24 @@
-"""Grammars of requests: tried within bounds in a process of their own, then compiled for the target's tokens."""
+"""Grammars of requests: tried within bounds in a process of their own, then compiled for the target's tokens.
+
+The library's limits bound most of what a grammar can ask for, but not the time of its compilation: a thousand lines
+can take minutes. So `python -m coordinator.requests.grammars` compiles each first, for the 256 bytes in place of a
+model's tokens, before any service compiles it. See `tandem.bounded.worker`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from functools import partial
+from typing import Any
+
+from llguidance import LLMatcher, LLTokenizer
 
 from tandem.bounded.process import BoundedProcess, JobError
+from tandem.bounded.worker import work
 from tandem.errors import InvalidRequestError
-from tandem.grammar import Grammars, GrammarState, refused
-from tandem.types import Grammar
+from tandem.grammar import Grammars, GrammarState, definition, grammar_limits, refused
+from tandem.types import Grammar, GrammarKind
 
 
 class CheckedGrammars:
@@ -17,7 +27,7 @@ class CheckedGrammars:
     def __init__(self, grammars: Grammars) -> None:
         """`grammars` compiles for the target's tokens, as the services do."""
         self._grammars = grammars
-        self._process = BoundedProcess(f"{__package__}.grammar_worker", "grammars wait to be compiled")
+        self._process = BoundedProcess(__name__, "grammars wait to be compiled")
         self._known: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._tried: dict[tuple[str, str], asyncio.Task[str]] = {}
         """Those that are tried now: requests with one grammar wait for one trial."""
@@ -47,3 +57,22 @@ class CheckedGrammars:
 
     def close(self) -> None:
         self._process.close()
+
+
+# ---- the process that tries them
+
+
+def _tried(tokenizer: LLTokenizer, job: Any) -> dict[str, Any]:
+    """Empty if the grammar can be compiled."""
+    grammar = Grammar(GrammarKind(job["kind"]), job["source"])
+    try:
+        matcher = LLMatcher(tokenizer, definition(grammar), log_level=0, limits=grammar_limits())
+    except InvalidRequestError as error:
+        return {"refused": str(error)}
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return {"refused": str(refused(grammar, matcher.get_error()))} if matcher.is_error() else {}
+
+
+if __name__ == "__main__":
+    work(partial(_tried, LLTokenizer("byte")))

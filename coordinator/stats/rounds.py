@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from tandem.types import AheadStats, LeadStats, PositionStats, SpeculationStats
+
+PHASES = ("wait", "draft", "verify", "sampling")
+"""Parts of a round. It waits for detokenization, the client that reads, and the event loop's other work."""
 
 
 class RoundTimes(NamedTuple):
@@ -28,23 +32,9 @@ class RoundTimes(NamedTuple):
         return self.decided - self.began
 
     @property
-    def wait(self) -> float:
-        """Seconds of detokenization, of the client that reads, and of the event loop's other work."""
-        return self.requested - self.began
-
-    @property
-    def draft(self) -> float:
-        """Seconds from the request for a proposal to its answer."""
-        return self.proposed - self.requested
-
-    @property
-    def verify(self) -> float:
-        """Seconds from the request for a verification to its answer."""
-        return self.verified - self.proposed
-
-    @property
-    def sampling(self) -> float:
-        return self.decided - self.verified
+    def phases(self) -> dict[str, float]:
+        """Seconds of each phase, from one moment to the next."""
+        return {name: end - start for name, (start, end) in zip(PHASES, pairwise(self), strict=True)}
 
 
 class RoundCost(NamedTuple):

@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from coordinator.rejection.strategies import STRATEGIES
 from coordinator.stats import speculation
-from coordinator.stats.rounds import MAX_RANKS
+from coordinator.stats.rounds import MAX_RANKS, PHASES
 from coordinator.telemetry.observer import State
 from tandem import errors
 from tandem.replica import ReplicaState, Role
@@ -31,8 +31,6 @@ ERRORS: tuple[tuple[type[BaseException], str], ...] = (
 )
 """Outcomes of requests by what ended them; anything else is an error."""
 OUTCOMES = (*(reason.value for reason in FinishReason), *dict.fromkeys(name for _, name in ERRORS), "error")
-PHASES = ("draft", "verify", "sampling", "wait")
-"""Parts of a round, by their names in `RoundTimes`."""
 
 # No client and no fleet makes more series than these.
 _MAX_POSITIONS = 32

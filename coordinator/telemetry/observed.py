@@ -20,9 +20,9 @@ from opentelemetry.trace import INVALID_SPAN, Span, SpanKind
 
 from coordinator.decoding.completion import Completion
 from coordinator.settings.coordinator import CoordinatorSettings
-from coordinator.stats.rounds import RoundResult
+from coordinator.stats.rounds import PHASES, RoundResult
 from coordinator.stats.speculation import describe
-from coordinator.telemetry.metrics import ERRORS, PHASES, RequestMetrics, WaitMetrics, state_metrics
+from coordinator.telemetry.metrics import ERRORS, RequestMetrics, WaitMetrics, state_metrics
 from coordinator.telemetry.observer import EventValue, Observer, RequestObserver, State, StreamObserver
 from tandem.rpc.channels import MessageWaits, Traffic
 from tandem.telemetry.metrics import Read, on_loop
@@ -164,10 +164,9 @@ class ObservedRequest(RequestObserver):
             self._metrics.prefill_seconds.observe(timed.decided - timed.requested)
             self._end_prefill(self._nanoseconds(timed.decided))
         else:
-            for phase, series in self._metrics.round_phase_seconds.items():
-                seconds = getattr(timed, phase)
+            for phase, seconds in timed.phases.items():
                 self._seconds[phase] += seconds
-                series.observe(seconds)
+                self._metrics.round_phase_seconds[phase].observe(seconds)
             self._metrics.inter_token_latency_seconds.observe(timed.seconds)
         if self._rounds_left:
             self._rounds_left -= 1
@@ -204,7 +203,7 @@ class ObservedRequest(RequestObserver):
             "tandem.round": self._rounds,
             "tandem.drafted_tokens": result.proposed,
             "tandem.accepted_tokens": result.accepted,
-            **_seconds({phase: getattr(timed, phase) for phase in PHASES}),
+            **_seconds(timed.phases),
             **self.decision(),
         }
         if result.awaited_outcome:

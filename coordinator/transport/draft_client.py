@@ -367,7 +367,7 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
         A draft that has not read the message before is granted nothing: the next round asks it, and notices that it is
         late.
         """
-        if self.is_posting or self._options.ahead is None:
+        if self.unwritten or self._options.ahead is None:
             budget = None
         self.outcomes.expect(completion.length, proposal.token_ids, budget)
         if budget is None:

@@ -93,7 +93,8 @@ class StreamedSequence(ABC, Generic[RequestT, AnswerT]):
         self._read_at = 0.0
         """When the last answer was read, by the clock of `perf_counter`."""
         self._asked_at = 0.0
-        self._unwritten = 0
+        self.unwritten = 0
+        """Requests that wait to be written, as they do while the service does not read."""
 
     @abstractmethod
     def take(self, answer: AnswerT) -> None:
@@ -103,17 +104,12 @@ class StreamedSequence(ABC, Generic[RequestT, AnswerT]):
     def notify(self) -> None:
         """Nothing follows; `error` says why. It may be called again."""
 
-    @property
-    def is_posting(self) -> bool:
-        """True if something waits to be written, as it does while the service does not read."""
-        return self._unwritten > 0
-
     def send(self, *requests: RequestT | Finish | Cancel) -> None:
         """Send requests after all that were sent before, without waiting. Nothing is sent once the sequence is over."""
         if self._ended.done():
             return
         self._asked_at = time.perf_counter()
-        self._unwritten += len(requests)
+        self.unwritten += len(requests)
         stream = self._stream
         if not self.number:
             self.number = next(stream.numbers)
@@ -154,7 +150,7 @@ class StreamedSequence(ABC, Generic[RequestT, AnswerT]):
     def was_written(self, began: float, size: int) -> None:
         """One of its requests, of so many bytes, was sent in a message whose write began then."""
         self.was_sent = True
-        self._unwritten -= 1
+        self.unwritten -= 1
         self._traffic.sent_bytes += size
         self._traffic.sent_messages += 1
         if self._traffic.waits is not None and self._asked_at <= began:

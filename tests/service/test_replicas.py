@@ -226,7 +226,7 @@ async def test_the_least_busy_replica_is_chosen_and_among_equals_the_fastest() -
     async with followed(FakeTarget(), FakeTarget()) as (replicas, (first, second)):
         for each in (first, second):
             await becomes(replicas, each.address, ReplicaState.READY)
-        one, other = replicas.targets.members
+        one, other = replicas.targets.members.values()
         one.step.add(0.2)
         other.step.add(0.1)
         assert replicas.targets.choose() is other
@@ -256,7 +256,7 @@ async def test_a_name_stands_for_all_of_its_addresses() -> None:
         await replicas.targets.look()
         await becomes(replicas, added, ReplicaState.READY)
 
-        member = replicas.targets.member(first.address)
+        member = replicas.targets.members.get(first.address)
         assert member is not None
         member.open_sequences = 1
         known["targets"].remove("127.0.0.1")
@@ -269,10 +269,10 @@ async def test_a_name_stands_for_all_of_its_addresses() -> None:
             await replicas.targets.look()
         assert "no longer stands for" in shot(replicas, first.address).reason
         assert shot(replicas, first.address).state is ReplicaState.DRAINING
-        assert replicas.targets.member(first.address) is member, "a sequence is still open there"
+        assert replicas.targets.members.get(first.address) is member, "a sequence is still open there"
         member.open_sequences = 0
         await replicas.targets.look()
-        await until(lambda: replicas.targets.member(first.address) is None)
+        await until(lambda: replicas.targets.members.get(first.address) is None)
 
         del known["targets"]
         for _ in range(3):
@@ -289,10 +289,10 @@ async def test_an_operators_drain_survives_a_missing_dns_record() -> None:
             hosts.clear()
             await replicas.targets.look()
             await replicas.targets.look()
-            assert replicas.targets.member(target.address) is None
+            assert replicas.targets.members.get(target.address) is None
             hosts.append("127.0.0.1")
             await replicas.targets.look()
-            member = replicas.targets.member(target.address)
+            member = replicas.targets.members.get(target.address)
             assert member is not None
             await until(lambda: member.model is not None)
 
@@ -353,8 +353,7 @@ def _is_ready(service: CoordinatorService) -> bool:
 
 def _heard(service: CoordinatorService) -> bool:
     """True once a draft has told this coordinator of a sequence."""
-    members = service.replicas.drafts.members
-    return any(each.client.load.sequences for each in members)
+    return any(each.client.load.sequences for each in service.replicas.drafts.members.values())
 
 
 class Full(FakeDraft):

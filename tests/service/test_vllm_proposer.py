@@ -256,7 +256,7 @@ async def test_a_request_goes_to_the_draft_that_has_read_its_beginning(
 async def _both_ready(proposer: TandemProposer) -> Pool[DraftClient]:
     pool = steps_of(proposer).link._pool
     assert pool is not None
-    await until(lambda: all(member.is_ready for member in pool.members))
+    await until(lambda: all(member.is_ready for member in pool.members.values()))
     return pool
 
 

@@ -36,8 +36,8 @@ MODELS: list[tuple[str, Deployment, str]] = [
         "the draft small has a vocabulary of 101 tokens and the target big one of 100; the draft's must not be larger"),
     ("vocabulary-size",
         deployment(
-            draft=replace(DRAFT, vocabulary_size=99, maps_vocabularies=True), target=replace(TARGET, tokenizer_hash="")),
-        "the draft small has a vocabulary of 99 tokens and the target big one of 100; they must be equal, since the "
+            target=replace(TARGET, tokenizer_hash=""), draft=replace(DRAFT, vocabulary_size=9, maps_vocabularies=True)),
+        "the draft small has a vocabulary of 9 tokens and the target big one of 100; they must be equal, since the "
         "target names no tokenizer"),
     ("tokenizer", deployment(draft=replace(DRAFT, tokenizer_hash="b" * 64)),
         "the draft small has another tokenizer (hash bbbbbbbbbbbb) than the target big (hash aaaaaaaaaaaa)"),
@@ -96,7 +96,7 @@ def test_an_answer_to_the_longest_proposal_fits_into_a_message(count: int) -> No
 def test_drafts_of_one_target_draft_alike() -> None:
     fleet = Fleet(SpeculativeConfig())
     assert fleet.judge_target(TARGET) == fleet.judge_draft(DRAFT) == ""
-    assert "they must draft alike" in fleet.judge_draft(NGRAM, [DRAFT])
+    assert "they must draft alike" in fleet.judge_draft(NGRAM, has_others=True)
 
 
 def test_targets_of_one_model_may_measure_different_steps() -> None:

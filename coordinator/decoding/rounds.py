@@ -17,7 +17,6 @@ _MIN_SECONDS = 0.25
 """Shorter waits would take a pause of the machine for a lost draft."""
 _MAX_SECONDS = 0.8
 """A draft that hangs stops a stream once, for less than a second."""
-_NO_DRAFTING = StepCost(0.0, 1, 0)
 
 
 class RequestRounds:
@@ -36,8 +35,8 @@ class RequestRounds:
         """Sequences that share the target in the round in progress, for services that do not say."""
         self.round = RoundResult()
         """The round in progress."""
-        self._verification: tuple[int, StepCost, bool] | None = None
-        """The target's part of it: proposed tokens, cost, and whether it began by itself. None during prefill."""
+        self._cost: RoundCost | None = None
+        """Its cost as far as the target's part is known; None during prefill."""
         self._drafting: StepCost | None = None
         """The cost of the draft's part."""
         self.proposing = MovingAverage()
@@ -88,13 +87,14 @@ class RequestRounds:
     def verified(self, seconds: float, proposed: int, verification: Verification, *, is_first: bool) -> None:
         """Count a verification of so many proposed tokens. The first one of a stream also reads all tokens."""
         self._verified = time.perf_counter()
-        self._verification = None
+        self._cost = None
         if is_first:
             self._reading = seconds
             return
         (self.verifying if proposed else self.extending).add(seconds)
         cost = verification.cost or StepCost(seconds, self.load, self.load * (proposed + 1))
-        self._verification = proposed, cost, verification.led_token_id >= 0
+        was_led = verification.led_token_id >= 0
+        self._cost = RoundCost(proposed, 0.0, cost.seconds, cost.sequences, cost.tokens, was_led=was_led)
 
     def drafted(self, seconds: float, cost: StepCost | None) -> None:
         self.proposing.add(seconds)
@@ -107,27 +107,16 @@ class RequestRounds:
 
     def end_round(self, seconds: float) -> RoundCost | None:
         """The cost of the round that has ended; None when it says nothing about the next one."""
-        ended, verification, drafting = self.round, self._verification, self._drafting
-        self.round, self._verification, self._drafting = RoundResult(), None, None
-        if verification is None:
+        ended, cost, drafting = self.round, self._cost, self._drafting
+        self.round, self._cost, self._drafting = RoundResult(), None, None
+        if cost is None:
             return None
-        proposed, verify, was_led = verification
         was_ahead = ended.outcome_rank is not None
-        if proposed and drafting is None and not was_ahead:
+        if cost.proposed and drafting is not None:
+            cost = cost._replace(draft_seconds=drafting.seconds, draft_sequences=drafting.sequences)
+        elif cost.proposed and not was_ahead:
             return None  # an earlier round had asked for the proposal
-        draft = drafting if proposed and drafting is not None else _NO_DRAFTING
-        return RoundCost(
-            proposed,
-            seconds,
-            verify.seconds,
-            verify.sequences,
-            verify.tokens,
-            draft.seconds,
-            draft.sequences,
-            ended.was_late,
-            was_ahead,
-            was_led,
-        )
+        return cost._replace(seconds=seconds, was_late=ended.was_late, was_ahead=was_ahead)
 
     @property
     def patience_seconds(self) -> float:

@@ -103,15 +103,10 @@ class PromptEncoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self._max_bytes_per_token = max_bytes_per_token(tokenizer)
+        self.max_bytes_per_token = max_bytes_per_token(tokenizer)
         # A pool starts its threads with the first text that needs one.
         self._long = ThreadPoolExecutor(1, "encode-long")
         self._medium = ThreadPoolExecutor(2, "encode")
-
-    def max_bytes(self, token_count: int) -> int | None:
-        """Maximum bytes of UTF-8 in so many tokens; None where the tokenizer sets no bound."""
-        per_token = self._max_bytes_per_token
-        return None if per_token is None else per_token * token_count
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """The text's token ids, with or without the special tokens that the tokenizer adds by itself."""

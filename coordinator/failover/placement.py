@@ -138,7 +138,7 @@ class DraftPlacement:
         if member.coverage is None:
             options = replace(options, tokenizer_hash="")
         observer = self._observer(member.address)
-        sequence = member.client.sequence(options, self._limits, observer, self._on_outcomes)
+        sequence = DraftSequence(member.client.streams, options, self._limits, observer, self._on_outcomes)
         self.current = OpenSequence(member, sequence)
         self._pool.prefixes.add(member.address, tokens.token_ids)
         sequence.read(tokens)

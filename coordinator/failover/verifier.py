@@ -143,7 +143,7 @@ class FailoverVerifier:
 
     def _enter(self, member: Member[TargetClient]) -> _Place:
         observer = self._observer.stream("target", member.address)
-        sequence = member.client.sequence(self._options, self._rows, observer)
+        sequence = TargetSequence(member.client, self._options, self._rows, observer)
         self._rounds.target_address = member.address
         return _Place(member, sequence)
 

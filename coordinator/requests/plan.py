@@ -77,7 +77,8 @@ class Models:
     @property
     def max_text_bytes(self) -> int | None:
         """Bytes beyond which any prompt has more than `max_length` tokens; None where there is no such bound."""
-        return self.encoder.max_bytes(self.target.max_length)
+        per_token = self.encoder.max_bytes_per_token
+        return None if per_token is None else per_token * self.target.max_length
 
     async def encode(
         self, text: str, bounds: RequestBounds, *, add_special_tokens: bool = True

@@ -16,7 +16,7 @@ from coordinator.decoding.completion import Completion
 from coordinator.speculation.ahead import Unfinished
 from coordinator.stats.rounds import RoundResult
 from coordinator.stats.speculation import MovingAverage
-from coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
+from coordinator.telemetry.observer import StreamObserver
 from coordinator.transport.streams import StreamedSequence, Streams
 from tandem.errors import ProtocolError
 from tandem.rpc.channels import errors_of
@@ -298,7 +298,7 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
         on_outcomes: OnOutcomes = None,
     ) -> None:
         super().__init__(streams, observer)
-        self._options = options
+        self._options = replace(options, traceparent=observer.traceparent)
         self._limits = limits
         self.outcomes = PendingOutcomes(limits.vocabulary_size, options.row_kind)
         self._on_outcomes = on_outcomes
@@ -461,7 +461,7 @@ class DraftClient:
         self._stub = DraftServiceStub(channel)
         self.load = DraftLoad()
         """How busy it last said that it is."""
-        self._streams: Streams[DraftOptions | ProposeStep, wire.Answer] = Streams(
+        self.streams: Streams[DraftOptions | ProposeStep, wire.Answer] = Streams(
             service="draft service",
             call=channel.stream_stream("/tandem.v1.DraftService/Propose"),
             write=wire.requests_to_proto,
@@ -492,17 +492,6 @@ class DraftClient:
         with errors_of("draft service"):
             answer = await self._stub.MapVocabulary(wire.tokenizer_to_proto(tokenizer))
         return coverage_from_proto(answer.coverage)
-
-    def sequence(
-        self,
-        options: DraftOptions,
-        limits: DraftLimits,
-        observer: StreamObserver = NO_OBSERVER,
-        on_outcomes: OnOutcomes = None,
-    ) -> DraftSequence:
-        """Begin a sequence on it. The caller must cancel the sequence in the end, whatever happens."""
-        options = replace(options, traceparent=observer.traceparent)
-        return DraftSequence(self._streams, options, limits, observer, on_outcomes)
 
 
 class NoDrafter:

@@ -140,13 +140,14 @@ class TargetClient:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = TargetServiceStub(channel)
-        self._streams: Streams[_Request, wire.Answer] = Streams(
+        self.streams: Streams[_Request, wire.Answer] = Streams(
             service="target service",
             call=channel.stream_stream("/tandem.v1.TargetService/Verify"),
             write=wire.requests_to_proto,
             read=lambda content: wire.answers_from_proto(target_pb2.VerifyResponse.FromString(content)),
         )
-        self._rounds = MessageRounds()
+        self.rounds = MessageRounds()
+        """Those that the latest message of the service answers. Its answers are read one after the other."""
 
     async def model_info(self) -> ModelInfo:
         with errors_of("target service"):
@@ -163,7 +164,7 @@ class TargetClient:
     async def probe(self) -> None:
         """Ask it to verify one token."""
         options = TargetOptions("probe", _GREEDY, max_length=2, prompt_length=1)
-        sequence = self.sequence(options, _NO_REQUEST)
+        sequence = TargetSequence(self, options, _NO_REQUEST, NO_OBSERVER)
         try:
             async with asyncio.timeout(_PROBE_SECONDS):
                 await sequence.verify((0,), Proposal(1))
@@ -174,13 +175,6 @@ class TargetClient:
             ) from None
         finally:
             sequence.cancel()
-
-    def sequence(
-        self, options: TargetOptions, rows: RowChoice, observer: StreamObserver = NO_OBSERVER
-    ) -> TargetSequence:
-        """Begin a sequence on it. The caller must cancel the sequence in the end, whatever happens."""
-        options = replace(options, traceparent=observer.traceparent)
-        return TargetSequence(self._streams, options, rows, observer, self._rounds)
 
 
 @dataclass(slots=True, eq=False)
@@ -212,17 +206,11 @@ class TargetSequence(StreamedSequence[_Request, wire.Answer]):
     """Asks a target service for rows, for as long as the sequence stays there."""
 
     def __init__(
-        self,
-        streams: Streams[_Request, wire.Answer],
-        options: TargetOptions,
-        rows: RowChoice,
-        observer: StreamObserver,
-        rounds: MessageRounds,
+        self, client: TargetClient, options: TargetOptions, rows: RowChoice, observer: StreamObserver
     ) -> None:
-        """`rounds`: those that the latest message of the service answers. Its answers are read one after the other."""
-        super().__init__(streams, observer)
-        self._rounds = rounds
-        self._options = options
+        super().__init__(client.streams, observer)
+        self._rounds = client.rounds
+        self._options = replace(options, traceparent=observer.traceparent)
         self._rows = rows
         self._asked: tuple[VerifyStep, Proposal] | None = None
         """Set while an answer is awaited."""

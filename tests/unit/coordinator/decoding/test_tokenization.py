@@ -75,8 +75,7 @@ def test_no_text_has_fewer_tokens_than_its_bytes_allow(name: str, text: str) -> 
 def test_the_bound_is_that_of_the_longest_token() -> None:
     assert max_bytes_per_token(made("demo")) == 32
     assert max_bytes_per_token(made("gpt2 nfc")) == 4 * (max_bytes_per_token(made("gpt2")) or 0)
-    assert PromptEncoder(made("demo")).max_bytes(10) == 320
-    assert PromptEncoder(words()).max_bytes(10) is None
+    assert max_bytes_per_token(words()) is None
 
 
 def test_a_tokenizer_that_may_drop_text_has_no_bound() -> None:

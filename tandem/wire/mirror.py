@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime
 from enum import Enum
-from operator import attrgetter
 from types import NoneType
 from typing import Any, Generic, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
@@ -34,7 +33,8 @@ class _Field(NamedTuple):
     """In the dataclass."""
     sent_as: str
     """In the message."""
-    codec: Codec
+    encode: Callable[[Any], Any]
+    decode: Callable[[Any], Any]
     may_be_none: bool
     knows_presence: bool
     """True if the message can tell whether the field is set."""
@@ -61,7 +61,7 @@ class Mirror(Generic[DataT, MessageT]):
         self._message = message
         known = message.DESCRIPTOR.fields_by_name
         hints = get_type_hints(data)
-        own_fields = []
+        self._fields: list[_Field] = []
         for each in fields(data):  # type: ignore[arg-type]
             if each.name in apart:
                 continue
@@ -73,16 +73,7 @@ class Mirror(Generic[DataT, MessageT]):
             if may_be_none:
                 (hint,) = (part for part in get_args(hint) if part is not NoneType)
             codec, knows_presence = _codec(hint, described), described.has_presence
-            own_fields.append(_Field(each.name, described.name, codec, may_be_none, knows_presence))
-        # Values that need no conversion are fetched all at once: a coordinator converts several messages for a request.
-        same_out = [field for field in own_fields if field.codec.encode is _itself]
-        same_in = [field for field in own_fields if field.codec.decode is _itself and not field.may_be_none]
-        self._sent_same = [field.sent_as for field in same_out]
-        self._get_same = _getter([field.name for field in same_out])
-        self._read_same = [field.name for field in same_in]
-        self._get_read = _getter([field.sent_as for field in same_in])
-        self._encoded = [field for field in own_fields if field not in same_out]
-        self._decoded = [field for field in own_fields if field not in same_in]
+            self._fields.append(_Field(each.name, described.name, *codec, may_be_none, knows_presence))
         _MIRRORS[data] = Codec(self._values, self.from_proto)
 
     def to_proto(self, value: DataT) -> MessageT:
@@ -90,30 +81,21 @@ class Mirror(Generic[DataT, MessageT]):
 
     def _values(self, value: DataT) -> dict[str, Any]:
         """The message's fields by name; a message within another one is made of them, too."""
-        values = dict(zip(self._sent_same, self._get_same(value), strict=True))
-        for field in self._encoded:
-            own = getattr(value, field.name)
-            if own is not None or not field.may_be_none:
-                values[field.sent_as] = field.codec.encode(own)
+        values = {}
+        for name, sent_as, encode, _, may_be_none, _ in self._fields:
+            own = getattr(value, name)
+            if own is not None or not may_be_none:
+                values[sent_as] = encode(own)
         return values
 
     def from_proto(self, message: MessageT, **apart: Any) -> DataT:
         """The value in a message, with the fields that the caller converts."""
         values = apart
-        values.update(zip(self._read_same, self._get_read(message), strict=True))
-        for field in self._decoded:
-            value = getattr(message, field.sent_as)
-            if field.may_be_none and not (message.HasField(field.sent_as) if field.knows_presence else value):
-                values[field.name] = None
-            else:
-                values[field.name] = field.codec.decode(value)
+        for name, sent_as, _, decode, may_be_none, knows_presence in self._fields:
+            value = getattr(message, sent_as)
+            is_none = may_be_none and not (message.HasField(sent_as) if knows_presence else value)
+            values[name] = None if is_none else decode(value)
         return self._data(**values)
-
-
-def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
-    if len(names) > 1:
-        return attrgetter(*names)
-    return lambda value: tuple(getattr(value, name) for name in names)
 
 
 def _timestamp(time: datetime) -> Timestamp:

@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3Attention,
+    Qwen3MLP,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    rotate_half,
+)
 
 from tandem.config.names import DFLASH
 from tandem.engine.kv_cache.arena import LayerGeometry
@@ -129,29 +135,16 @@ class DFlashHead(BlockHead):
         return output
 
 
-class _Attention(nn.Module):
+class _Attention(Qwen3Attention):
     """Queries of the blocks; keys and values of the context's states and of the blocks."""
 
-    def __init__(self, config: Any, layer_idx: int) -> None:
-        super().__init__()
-        self.layer_idx = layer_idx
-        self._head_dim: int = config.head_dim
-        size, bias = config.hidden_size, bool(config.attention_bias)
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.q_proj = nn.Linear(size, heads * config.head_dim, bias=bias)
-        self.k_proj = nn.Linear(size, kv_heads * config.head_dim, bias=bias)
-        self.v_proj = nn.Linear(size, kv_heads * config.head_dim, bias=bias)
-        self.o_proj = nn.Linear(heads * config.head_dim, size, bias=bias)
-        self.q_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-
-    def forward(
+    def forward(  # type: ignore[override]
         self, block: Tensor, states: Tensor, is_in_block: Tensor, rotary: tuple[Tensor, Tensor], step: Any
     ) -> Tensor:
         mixed = states.clone()
         mixed[is_in_block] = block
         query, key, value = (
-            projection(each).unflatten(-1, (-1, self._head_dim))
+            projection(each).unflatten(-1, (-1, self.head_dim))
             for projection, each in ((self.q_proj, block), (self.k_proj, mixed), (self.v_proj, mixed))
         )
         cosines, sines = (each[0, :, None] for each in rotary)

@@ -298,10 +298,9 @@ class DraftLink:
         self._make_pool = make_pool
         self._rows: set[DraftedRow] = set()
         self._endings: set[asyncio.Task[None]] = set()
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._pool: Pool[DraftClient] | None = None
-        self._stopping: asyncio.Event | None = None
-        self._is_running = threading.Event()
+        self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="tandem-drafts", daemon=True)
 
     @property
@@ -310,22 +309,21 @@ class DraftLink:
 
     def start(self, wait_seconds: float) -> str:
         """Start the thread, and wait for a draft: empty when one is ready, otherwise the reason why none is."""
+        self._loop = self._runner.get_loop()
         self._thread.start()
-        self._is_running.wait(_START_SECONDS)
-        if self._loop is None or self._pool is None:
-            return "the thread that talks to the drafts did not start"
-        waiting = asyncio.run_coroutine_threadsafe(first_draft(self._pool, wait_seconds), self._loop)
+        opening = asyncio.run_coroutine_threadsafe(self._open(wait_seconds), self._loop)
         try:
-            return waiting.result(wait_seconds + _START_SECONDS)
+            return opening.result(wait_seconds + _START_SECONDS)
         except TimeoutError:
             return "no draft answered"
+        except TandemError as error:
+            self.close()
+            return str(error)
 
     def close(self) -> None:
-        loop, stopping = self._loop, self._stopping
-        if loop is None or stopping is None or not self._thread.is_alive():
-            return
-        loop.call_soon_threadsafe(stopping.set)
-        self._thread.join(_CLOSE_SECONDS)
+        if self._loop is not None and self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._end(self._loop), self._loop)
+            self._thread.join(_CLOSE_SECONDS)
 
     def ask(self, batch: Batch, seconds: float) -> None:
         """Have the drafts propose for a step, and wait until all have answered, at most so many seconds.
@@ -339,33 +337,27 @@ class DraftLink:
             batch.timed_out = True
 
     def _run(self) -> None:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(self._serve())
+        with self._runner as runner:
+            runner.get_loop().run_forever()
 
-    async def _serve(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._stopping = asyncio.Event()
+    async def _open(self, wait_seconds: float) -> str:
         self._pool = self._make_pool()
-        try:
-            await self._pool.start()
-            self._is_running.set()
-            await self._stopping.wait()
-        except TandemError as error:
-            logger.error("no draft can be reached", extra={"reason": str(error)})  # noqa: TRY400 - a sentence is enough
-        finally:
-            self._is_running.set()
-            await self._end()
+        await self._pool.start()
+        return await first_draft(self._pool, wait_seconds)
 
-    async def _end(self) -> None:
-        for row in self._rows:
-            if row.task is not None:
-                row.task.cancel()
-        await asyncio.gather(*(row.finish() for row in self._rows), return_exceptions=True)
-        self._rows.clear()
-        if self._pool is not None:
-            await self._pool.close()
-        # gRPC tells of cancelled calls a little later, and a loop that is closed by then is an error to it.
-        await asyncio.sleep(0.05)
+    async def _end(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            for row in self._rows:
+                if row.task is not None:
+                    row.task.cancel()
+            await asyncio.gather(*(row.finish() for row in self._rows), return_exceptions=True)
+            self._rows.clear()
+            if self._pool is not None:
+                await self._pool.close()
+            # gRPC tells of cancelled calls a little later, and a loop that is closed by then is an error to it.
+            await asyncio.sleep(0.05)
+        finally:
+            loop.stop()
 
     def _begin(self, batch: Batch) -> None:
         """Start the work for a step's rows. Nothing here waits."""

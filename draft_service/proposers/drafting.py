@@ -16,17 +16,14 @@ from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.rows import TORCH_SAMPLER, Sampler, masked
 from tandem.errors import InvalidRequestError
 from tandem.grammar import GrammarState, MaskArray
-from tandem.sampling.noise import proposal_keys, target_keys
+from tandem.sampling.noise import Purpose, stream_key
 from tandem.types import DraftOptions, IntArray, Proposal, RowKind, SamplingParams, SparseDistribution
 
 Outcome = Done[Proposal] | Failed | Continue
 
 
 def check_room(cached: CachedSequence, length: int, token_count: int) -> None:
-    """Refuse a proposal of more tokens than fit behind the first `length` ones.
-
-    The noise keys of all tokens are made at once, so a huge count would fill the memory before the first draw.
-    """
+    """Refuse a proposal of more tokens than fit behind the first `length` ones, before any of them is drawn."""
     room = cached.max_length - length + 1  # the draft does not read the last token
     if token_count > max(room, 0):
         raise InvalidRequestError(
@@ -92,19 +89,14 @@ class Drafting:
     token_logits: list[float] = field(default_factory=list)
     is_cut: bool = False
     """True if the grammar leaves no token that the draft knows: a head may know a part of the vocabulary."""
-    _keys: list[int] = field(default_factory=list)
-    """Noise keys of all tokens, computed with the first: four cost no more than one."""
-    _truncated: tuple[int, SamplingParams] | None = None
-    """The last parameters of `truncated` and their count: the same for each token."""
 
     @property
     def next_key(self) -> int:
         """Key of the next token's noise: the target's own key where the draft should anticipate the target's sample."""
-        if not self._keys:
-            keys_of = target_keys if self.options.row_kind is RowKind.TOKEN else proposal_keys
-            keys = keys_of(self.options.sampling.seed, self.base_length, self.token_count)
-            self._keys.extend(keys.tolist())
-        return self._keys[len(self.token_ids)]
+        seed, position = self.options.sampling.seed, self.base_length + len(self.token_ids)
+        if self.options.row_kind is RowKind.TOKEN:
+            return stream_key(seed, position, Purpose.TARGET)
+        return stream_key(seed, position, Purpose.PROPOSAL, self.base_length)
 
     def outcome(self) -> Outcome:
         if len(self.token_ids) < self.token_count and not self.is_cut:
@@ -117,16 +109,11 @@ class Drafting:
 
         A top-k that keeps all of them is left out.
         """
-        if self._truncated is None or self._truncated[0] != candidate_count:
-            sampling, most = self.options.sampling, self.options.draft_top_k
-            top_k = min(sampling.top_k or most, most)
-            if top_k >= candidate_count:
-                top_k = 0
-            self._truncated = (
-                candidate_count,
-                SamplingParams(sampling.temperature, top_k, sampling.top_p, sampling.min_p, sampling.seed),
-            )
-        return self._truncated[1]
+        sampling, most = self.options.sampling, self.options.draft_top_k
+        top_k = min(sampling.top_k or most, most)
+        if top_k >= candidate_count:
+            top_k = 0
+        return SamplingParams(sampling.temperature, top_k, sampling.top_p, sampling.min_p, sampling.seed)
 
 
 def propose_head(

@@ -199,13 +199,12 @@ async def connected(
     *,
     budget: Budget,
     concurrency: int,
-    timeout_seconds: float = 120.0,
     transport: httpx2.AsyncBaseTransport | None = None,
 ) -> AsyncIterator[Server]:
     """Connect, find the model's name, and find out which optional fields the server accepts. The transport is for
     tests."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    async with httpx2.AsyncClient(headers=headers, timeout=timeout_seconds, transport=transport) as http:
+    async with httpx2.AsyncClient(headers=headers, timeout=120.0, transport=transport) as http:
         base = url.rstrip("/")
         model = model or await first_model(http, base)
         server = Server(http, base, model, budget, concurrency, body)

@@ -139,11 +139,6 @@ def target_keys(seed: int, base_length: int, count: int) -> IntArray:
     return _keys(seed, base_length, count, Purpose.TARGET, 0)
 
 
-def proposal_keys(seed: int, base_length: int, count: int) -> IntArray:
-    """Return the keys of the draft's own samples in the round that extends `base_length` tokens, int64 [count]."""
-    return _keys(seed, base_length, count, Purpose.PROPOSAL, base_length)
-
-
 def recovery_keys(seed: int, base_length: int, count: int) -> IntArray:
     """Return the keys for sampling the token after the accepted run, in the round that extends `base_length` tokens.
 

@@ -131,11 +131,8 @@ def pack_answers(answers: Iterable[tuple[int, Verification | Proposal | DraftedO
 def unpack_answers(data: bytes) -> Iterator[AnswerRecord]:
     """Read the common part of answers."""
     _check_size(data, _ANSWER.size, "answers")
-    cost, latest = None, (0.0, 0, 0)
-    for number, base_length, count, *figures in _ANSWER.iter_unpack(data):
-        if (reported := tuple(figures)) != latest:  # sequences that share a step have one cost
-            cost, latest = _step_cost(*reported), reported
-        yield number, base_length, count, cost
+    for number, base_length, count, *cost in _ANSWER.iter_unpack(data):
+        yield number, base_length, count, _step_cost(*cost)
 
 
 def _step_cost(seconds: float, sequences: int, tokens: int) -> StepCost | None:

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from coordinator.telemetry.metrics import RequestMetrics, WaitMetrics, state_metrics
 from coordinator.telemetry.observer import State
-from tandem.integrations.vllm.metrics import Counts, CountsCollector, wait_histogram
+from tandem.integrations.vllm import metrics as vllm_metrics
 from tandem.telemetry.service import EngineMetrics, StreamMetrics
 from tandem.types import SpeculationStats
 from tests.end_to_end.processes import run
@@ -46,8 +46,7 @@ def test_every_metric_that_a_query_asks_for_is_exported() -> None:
     registry = CollectorRegistry()
     for kind in (RequestMetrics, WaitMetrics, StreamMetrics, EngineMetrics):
         kind(registry, model_name="m")
-    wait_histogram(registry)
-    registry.register(CountsCollector(Counts(), lambda: 0))
+    vllm_metrics.register(registry, vllm_metrics.Counts(), lambda: 0)
     exported = VLLM_METRICS | {family.name for family in registry.collect()}
     stats, replica = SpeculationStats(rounds=1, drafted=1), REPLICAS[0]
     state = State("m", 1, 0, 0, 1, {"greedy": stats}, stats, [replica], STATUS.decisions)

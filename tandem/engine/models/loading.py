@@ -53,12 +53,7 @@ class LoadedModel:
 
 
 def load_model(
-    folder: str | Path,
-    *,
-    device: str = "cpu",
-    dtype: str = "bfloat16",
-    threads: int | None = None,
-    name: str | None = None,
+    folder: str | Path, *, device: str = "cpu", dtype: str = "bfloat16", threads: int | None = None
 ) -> LoadedModel:
     """Loads a decoder-only Hugging Face checkpoint. `device` and `dtype` are names that settings have checked."""
     torch_device, torch_dtype = torch.device(device), _DTYPES[dtype]
@@ -83,7 +78,7 @@ def load_model(
     # Ids that the model can say, which may be more than the tokenizer knows
     vocabulary_size = int(module.get_output_embeddings().weight.shape[0])
     info = ModelInfo(
-        name=name or model_name(checkpoint.folder),
+        name=model_name(checkpoint.folder),
         architecture=checkpoint.architecture,
         vocabulary_size=vocabulary_size,
         tokenizer_hash=vocabulary_hash,

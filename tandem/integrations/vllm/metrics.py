@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from tandem.logs import fields_of
+from tandem.telemetry.metrics import Read
 from tandem.telemetry.settings import TelemetryOptions, is_observed
 
 if TYPE_CHECKING:
@@ -75,26 +75,17 @@ LOG_SECONDS = 10.0
 _PREFIX = "tandem_vllm_"
 
 
-class CountsCollector(Collector):
-    """The counts as they are when somebody asks."""
+def register(registry: CollectorRegistry, counts: Counts, open_sequences: Callable[[], int]) -> Histogram:
+    """Register the counts, as they are when somebody asks, and the histogram of waits, which is returned."""
 
-    def __init__(self, counts: Counts, open_sequences: Callable[[], int]) -> None:
-        self._counts = counts
-        self._open_sequences = open_sequences
-
-    def collect(self) -> Iterator[Metric]:
-        for each in fields(self._counts):
+    def read() -> Iterator[Metric]:
+        for each in fields(counts):
             if meaning := each.metadata.get("meaning"):
-                yield CounterMetricFamily(
-                    _PREFIX + each.name, meaning, value=getattr(self._counts, each.name)
-                )
-        yield GaugeMetricFamily(
-            _PREFIX + "sequences", "Sequences kept for drafts now.", value=self._open_sequences()
-        )
+                yield CounterMetricFamily(_PREFIX + each.name, meaning, value=getattr(counts, each.name))
+        words = "Sequences kept for drafts now."
+        yield GaugeMetricFamily(_PREFIX + "sequences", words, value=open_sequences())
 
-
-def wait_histogram(registry: CollectorRegistry) -> Histogram:
-    """The histogram of waits."""
+    registry.register(Read(read))
     words = "Time that a step of vLLM waited for its proposals."
     return Histogram(_PREFIX + "wait_seconds", words, registry=registry, buckets=WAIT_BUCKETS)
 
@@ -119,8 +110,7 @@ class Report:
             from tandem.telemetry.process import Telemetry
 
             self._telemetry = telemetry = Telemetry(options, "vllm")
-            telemetry.registry.register(CountsCollector(counts, open_sequences))
-            self._waits = wait_histogram(telemetry.registry)
+            self._waits = register(telemetry.registry, counts, open_sequences)
             telemetry.start()
 
     @property

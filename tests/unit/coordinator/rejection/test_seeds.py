@@ -15,10 +15,10 @@ from tandem.config import SpeculativeConfig
 from tandem.engine.interface import RowRequest
 from tandem.sampling.noise import (
     Purpose,
-    proposal_keys,
     recovery_keys,
     sample,
     stream_key,
+    stream_keys,
     target_keys,
     token_uniforms,
     uniform,
@@ -72,7 +72,8 @@ def propose(
     token_ids: list[int] = []
     distributions: list[SparseDistribution] = []
     logits_told: list[float] = []
-    own_keys = proposal_keys(sampling.seed, len(tokens), count)
+    positions = np.arange(len(tokens), len(tokens) + count)
+    own_keys = stream_keys(np.array([sampling.seed]), positions, Purpose.PROPOSAL, len(tokens))
     shared_keys = target_keys(sampling.seed, len(tokens), count)
     for index in range(count):
         logits = model.logits((*tokens, *token_ids))

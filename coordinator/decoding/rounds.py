@@ -113,10 +113,11 @@ class RequestRounds:
             return None
         was_ahead = ended.outcome_rank is not None
         if cost.proposed and drafting is not None:
-            cost = cost._replace(draft_seconds=drafting.seconds, draft_sequences=drafting.sequences)
+            cost.draft_seconds, cost.draft_sequences = drafting.seconds, drafting.sequences
         elif cost.proposed and not was_ahead:
             return None  # an earlier round had asked for the proposal
-        return cost._replace(seconds=seconds, was_late=ended.was_late, was_ahead=was_ahead)
+        cost.seconds, cost.was_late, cost.was_ahead = seconds, ended.was_late, was_ahead
+        return cost
 
     @property
     def patience_seconds(self) -> float:

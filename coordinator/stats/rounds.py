@@ -37,7 +37,8 @@ class RoundTimes(NamedTuple):
         return {name: end - start for name, (start, end) in zip(PHASES, pairwise(self), strict=True)}
 
 
-class RoundCost(NamedTuple):
+@dataclass(slots=True)
+class RoundCost:
     """Cost of a round, from which the cost model predicts later ones."""
 
     proposed: int

@@ -233,9 +233,8 @@ def test_a_predicted_gain_is_at_most_what_a_whole_proposal_makes(leads: bool) ->
         alone += not proposed
         seconds = 0.012 if proposed else 0.2
         cost = RoundCost(proposed, seconds, 0.01, 4, 4 * (proposed + 1), 0.0005 * proposed, 4)
-        request.end_round(
-            round_result(proposed, min(proposed, 1), cost._replace(was_led=leads and not proposed))
-        )
+        cost.was_led = leads and not proposed
+        request.end_round(round_result(proposed, min(proposed, 1), cost))
         for decision in controller.decisions():
             assert decision.gain <= K + 1, decision.reason
     assert alone >= 4, "some rounds tried it"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -139,19 +140,19 @@ def test_the_way_to_a_target_that_leads_costs_only_rounds_with_a_proposal() -> N
     assert model.rest_seconds(Way.ASKED, 1) == pytest.approx(0.00125), (
         "the first counts as much as what was predicted"
     )
-    model.add(1, asked._replace(seconds=asked.verify_seconds + 0.0001, was_led=True))
+    model.add(1, replace(asked, seconds=asked.verify_seconds + 0.0001, was_led=True))
     assert model.rest_seconds(Way.LED, 1) == pytest.approx(0.00005)
     assert model.seconds(1, 0) == pytest.approx(model.verify_seconds(1, 0) + 0.00005)
-    model.add(1, asked._replace(seconds=asked.verify_seconds + 0.5, was_led=True))
+    model.add(1, replace(asked, seconds=asked.verify_seconds + 0.5, was_led=True))
     assert model.rest_seconds(Way.LED, 1) < 0.002, "a pause is no cost"
 
 
 def test_the_coordinators_work_beside_a_target_that_leads_is_expected_of_a_proposal_as_well() -> None:
     """Else the target alone, which is measured, looks slow beside rounds that were never made."""
     model = CostModel(ServiceCosts(PROFILE, 0.001), ServiceCosts(PROFILE, 0.002), leads=True)
-    leading = round_of(16, 0)._replace(was_led=True)
+    leading = replace(round_of(16, 0), was_led=True)
     for _ in range(20):
-        model.add(16, leading._replace(seconds=leading.verify_seconds + 0.004))
+        model.add(16, replace(leading, seconds=leading.verify_seconds + 0.004))
     assert model.rest_seconds(Way.LED, 16) == pytest.approx(0.004, rel=0.06)
     expected = 2 * 0.003 + 2 * model.rest_seconds(Way.LED, 16) + model.queue_seconds(16)
     assert model.rest_seconds(Way.DRAFTED, 16) == pytest.approx(expected)

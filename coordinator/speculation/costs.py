@@ -267,7 +267,7 @@ class CostModel:
         if proposed:
             drafting = proposed * self.draft_seconds(load)
             return self.verify_seconds(load, proposed) + drafting + self.rest_seconds(Way.DRAFTED, load)
-        return self.verify_seconds(load, 0) + self.rest_seconds(self.alone, load)
+        return self.verify_seconds(load, 0) + max(self.rest_seconds(self.alone, load), 0.0)
 
     def seconds_ahead(
         self, load: int, expected: Sequence[float], step: float, hit_rate: float, *, leads: bool = False

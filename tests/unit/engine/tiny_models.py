@@ -21,7 +21,7 @@ MAX_LENGTH = 192
 WINDOW = 16
 
 _SHAPE = {
-    "vocab_size": VOCABULARY_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "vocab_size": VOCABULARY_SIZE, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
     "num_attention_heads": 4, "max_position_embeddings": MAX_LENGTH, "bos_token_id": 1, "eos_token_id": 2,
     "pad_token_id": 0, "initializer_range": 0.3,
 }  # fmt: skip

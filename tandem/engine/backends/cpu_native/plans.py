@@ -419,6 +419,13 @@ def same(results: Tensor, expected: Tensor) -> bool:
     )
 
 
+def _near(results: Tensor, expected: Tensor) -> bool:
+    """True if all numbers are equal up to their last place. torch takes the last few of a tensor by another exponential
+    than the others, so that those of a token depend on how many tokens there are; the kernel has one for all."""
+    rounding = 2.0 * torch.finfo(results.dtype).eps
+    return torch.allclose(results, expected, rtol=rounding, atol=0.0, equal_nan=True)
+
+
 Call = KernelCall | TorchCall
 
 _new_storage: Callable[[int], torch.UntypedStorage] = torch.UntypedStorage  # untyped in torch
@@ -520,7 +527,7 @@ class PlanCompiler(_Pass):  # type: ignore[no-untyped-call]
             calls = kernel_calls(target, arguments, named, output)
             output.zero_()
             self._kernels.run(*calls)
-            if same(output, expected):
+            if (_near if target is _aten.silu.default else same)(output, expected):
                 return calls
         self.most_numbers = max(self.most_numbers, output.numel())
         return [torch_call(target, arguments, named, output, expected)]

@@ -1,6 +1,7 @@
 // What torch does number by number, and the means and look-ups between: small work, for which calling torch takes longer
 // than computing. Results are torch's own, bit for bit, wherever torch's own vectors are as wide as ours;
-// `plan_compiler.py` keeps torch's operation where they are not.
+// `plans.py` keeps torch's operation where they are not. SILU alone differs in the last place of some numbers: torch takes
+// what fills no two of its vectors by the C library's exponential, which would make a token depend on its neighbours.
 
 #pragma once
 
@@ -105,28 +106,6 @@ static void binary(const Pointwise& p, Function function) {
     });
 }
 
-// torch takes what fills no two of its vectors one by one, by the exponential of the C library.
-template <typename Number>
-static void silu_row(Number* outputs, const Number* values, int64_t count) {
-    constexpr int64_t TOGETHER = 2 * LANES * (sizeof(float) / sizeof(Number));
-    const int64_t whole = count / TOGETHER * TOGETHER;
-    for (int64_t i = 0; i < whole; i += LANES) {
-        const Floats x = widened_lanes(values + i);
-        put_lanes(x / (1.0f + exponential(-x)), outputs + i);
-    }
-    for (int64_t i = whole; i < count; i++) {
-        const float x = widened(values[i]);
-        put(x / (1.0f + std::exp(-x)), outputs + i);
-    }
-}
-
-template <typename Number>
-static void silu(const Pointwise& p) {
-    for_rows(p, p.first, [&](int64_t output, int64_t first, int64_t) {
-        silu_row((Number*)p.output.at + output, (const Number*)p.first.at + first, p.sizes[DIMENSIONS - 1]);
-    });
-}
-
 static void copy(const Pointwise& p) {
     if (p.first.kind == INT64) return run_unary<float, int64_t>(p, [](Floats x) { return x; });
     if (p.first.kind != p.output.kind) return unary(p, [](Floats x) { return x; });
@@ -143,7 +122,7 @@ static void pointwise(const Pointwise& p) {
         case NEGATE: return unary(p, [](Floats x) { return -x; });
         case SQUARE: return unary(p, [](Floats x) { return x * x; });
         case RECIPROCAL_ROOT: return unary(p, [](Floats x) { return reciprocal_roots(x); });
-        case SILU: return p.first.kind == BFLOAT16 ? silu<uint16_t>(p) : silu<float>(p);
+        case SILU: return unary(p, [](Floats x) { return x / (1.0f + exponential(-x)); });
         case ADD: return binary(p, [](Floats x, Floats y) { return x + y; });
         case MULTIPLY: return binary(p, [](Floats x, Floats y) { return x * y; });
     }

@@ -21,7 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from coordinator.transport.draft_client import DraftClient, PendingOutcomes, check_proposal
 from coordinator.transport.streams import Call
 from tandem.admin import Finding
-from tandem.errors import ProtocolError, TandemError
+from tandem.errors import ProtocolError, ServiceUnavailableError, TandemError
 from tandem.rpc.channels import errors_of
 from tandem.types import (
     MAX_BRANCHES,
@@ -492,8 +492,11 @@ async def play(name: str, draft: Subject) -> str:
 
 async def conformance(channel: grpc.aio.Channel, seconds: float) -> list[Finding]:
     """Everything that a draft service does as the protocol says, and what not."""
-    async with asyncio.timeout(seconds):
-        model = await DraftClient(channel).model_info()
+    try:
+        async with asyncio.timeout(seconds):
+            model = await DraftClient(channel).model_info()
+    except TimeoutError:
+        raise ServiceUnavailableError(f"draft service: no answer within {seconds:g} s") from None
     draft = Subject(channel, model, seconds)
     findings = []
     for name in CHECKS:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -24,7 +25,7 @@ from draft_service.proposers.suffix import suffix_proposer
 from draft_service.servicer import DraftedFor, DraftServicer
 from tandem.admin import Severity
 from tandem.engine.models.loading import LoadedModel
-from tandem.errors import InvalidRequestError, ProtocolError
+from tandem.errors import InvalidRequestError, ProtocolError, ServiceUnavailableError
 from tandem.serving.interceptors import Context
 from tandem.types import DraftedOutcomes, Proposal, ProposeStep, SparseDistribution
 from tandem.v1 import draft_pb2
@@ -286,6 +287,13 @@ async def test_a_draft_that_counts_its_own_proposal_is_found(
     monkeypatch.setattr("draft_service.proposers.standalone.check_start", lambda *_: None)
     async with draft(model) as (address, _):
         await fails(address, "unchanged")
+
+
+async def test_a_draft_that_answers_nothing_cannot_be_reached() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{silent.getsockname()[1]}") as channel:
+            with pytest.raises(ServiceUnavailableError, match="draft service: no answer within 1 s"):
+                await conformance(channel, 1.0)
 
 
 # ---- the command

@@ -314,7 +314,7 @@ class ResponseAnswer(ChatAnswer):
             "parallel_tool_calls": False,
             "previous_response_id": None,
             "temperature": 1.0 if body.temperature is None else body.temperature,
-            "text": body.text or {"format": {"type": "text"}},
+            "text": {"format": (body.text and body.text.format) or {"type": "text"}},
             "tool_choice": "none",
             "tools": [],
             "top_p": 1.0 if body.top_p is None else body.top_p,

@@ -58,13 +58,6 @@ class Known(BaseModel):
                 for index, item in enumerate(value):
                     yield from (f"{name}.{index}.{field}" for field in item.unknown())
 
-
-class Body(Known):
-    """The body of a request."""
-
-    model: str | None = None
-    """The served model's name, or left out."""
-
     def refusals(self) -> Iterator[str]:
         """A sentence for each field that asks for something that is not to be had."""
         for name, field in type(self).model_fields.items():
@@ -72,6 +65,13 @@ class Body(Known):
             if only is not None and (value := getattr(self, name)) not in only["enum"]:
                 allowed = " or ".join(map(shown, only["enum"][1:])) or "left out"
                 yield f"{name} is {shown(value)}; it must be {allowed}: {only['why']}"
+
+
+class Body(Known):
+    """The body of a request."""
+
+    model: str | None = None
+    """The served model's name, or left out."""
 
     @property
     def passed_over(self) -> tuple[str, ...]:
@@ -417,6 +417,29 @@ class ResponseItem(Known):
     status: str | None = None
 
 
+class ResponseText(Known):
+    """A response's text."""
+
+    format: dict[str, Any] | None = None
+    """Its form: `text`, `json_object`, or `json_schema` with a `schema`."""
+    verbosity: Any = _only("medium", because="the model has no such setting")
+
+    @property
+    def response_format(self) -> dict[str, Any] | None:
+        """The form as a chat has it."""
+        if self.format is None or self.format.get("type") != "json_schema":
+            return self.format
+        return {"type": "json_schema", "json_schema": {"schema": self.format.get("schema")}}
+
+    def refusals(self) -> Iterator[str]:
+        yield from super().refusals()
+        try:
+            for form in _of_format(self.response_format, "format", "format"):
+                _grammar(*form)
+        except InvalidRequestError as error:
+            yield str(error)
+
+
 class ResponsesBody(AboutCaller):
     """`POST /v1/responses`: text in, text out."""
 
@@ -432,8 +455,8 @@ class ResponsesBody(AboutCaller):
     """As of a completion."""
     stream: bool | None = None
     """Send the response as events while it is made."""
-    text: dict[str, Any] | None = None
-    """Its `format` is the text's form: `text`, `json_object`, or `json_schema` with a `schema`."""
+    text: ResponseText | None = None
+    """Its `format` is the text's form."""
     tools: Items[dict[str, Any]] | None = None
     """Ignored with `tool_choice: none`; else refused."""
     tool_choice: str | dict[str, Any] | None = None
@@ -453,6 +476,8 @@ class ResponsesBody(AboutCaller):
 
     def refusals(self) -> Iterator[str]:
         yield from super().refusals()
+        if self.text is not None:
+            yield from (f"text.{sentence}" for sentence in self.text.refusals())
         if self.tools and not self.passed_over:
             yield "tools is set; it must be empty, or tool_choice none: tools are called in chat completions"
         if any(value is not None for value in (self.reasoning or {}).values()):
@@ -469,12 +494,9 @@ class ResponsesBody(AboutCaller):
                     raise InvalidRequestError(f"input.{index}.type is {item.type}; it must be message")
                 content = as_one_text(f"input.{index}", item.content, ("input_text", "output_text", "text"))
                 messages.append(Message(role=item.role, content=content))
-        text_form = (self.text or {}).get("format")
-        if isinstance(text_form, dict) and text_form.get("type") == "json_schema":
-            text_form = {"type": "json_schema", "json_schema": {"schema": text_form.get("schema")}}
         return ChatBody(
             messages=messages,
-            response_format=text_form,
+            response_format=None if self.text is None else self.text.response_format,
             max_completion_tokens=self.max_output_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
@@ -543,18 +565,22 @@ def _grammar(form: str, name: str, value: Any) -> Grammar:
     return Grammar(kind, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
-def _of_format(value: Mapping[str, Any] | None) -> Iterator[_Form]:
-    """OpenAI's `response_format`."""
+def _of_format(
+    value: Mapping[str, Any] | None,
+    name: str = "response_format",
+    described_by: str = "response_format.json_schema",
+) -> Iterator[_Form]:
+    """OpenAI's `response_format`: the names are those that the client gave to it and to what holds its schema."""
     kind = "text" if value is None else value.get("type")
     if kind == "json_object":
-        yield kind, "response_format", True
+        yield kind, name, True
     elif kind == "json_schema":
         described = (value or {}).get(kind)
         if not isinstance(described, dict) or "schema" not in described:
-            raise _wrong("response_format.json_schema", described, 'an object with "schema"')
-        yield "json", "response_format.json_schema.schema", described["schema"]
+            raise _wrong(described_by, described, 'an object with "schema"')
+        yield "json", f"{described_by}.schema", described["schema"]
     elif kind != "text":
-        raise _wrong("response_format.type", kind, "text, json_object or json_schema")
+        raise _wrong(f"{name}.type", kind, "text, json_object or json_schema")
 
 
 def _of_outputs(value: Mapping[str, Any] | None) -> Iterator[_Form]:

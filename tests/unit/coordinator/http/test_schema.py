@@ -403,6 +403,17 @@ def test_strict_requests_have_no_unknown_fields() -> None:
     assert BodyReader(HttpOptions()).parse(ResponsesBody, responses)[1] == ("input.0.phase",)
 
 
+def test_what_is_wrong_in_the_text_of_a_response_is_named_as_the_client_sent_it() -> None:
+    content = b'{"input": "x", "text": {"verbosity": "low", "tone": 1, "format": {"type": "%s"}}}'
+    verbosity = 'text.verbosity is "low"; it must be "medium": the model has no such setting'
+    for kind, sentence in (
+        (b"xml", 'text.format.type is "xml"; it must be text, json_object or json_schema'),
+        (b"json_schema", "text.format.schema is null; it must be a JSON schema"),
+    ):
+        body, unknown = BodyReader(HttpOptions()).parse(ResponsesBody, content % kind)
+        assert ([*body.refusals()], unknown) == ([verbosity, sentence], ("text.tone",))
+
+
 def test_ignored_fields_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     reader = BodyReader(HttpOptions())
     with caplog.at_level(logging.WARNING):

@@ -151,17 +151,17 @@ class Supervisor:
         )
         try:
             async for line in process.lines():
-                self._heard(setup, line)
+                await self._heard(setup, line)
             return await process.process.wait()
         finally:
             await process.stop()
             await self._hub.left(index)
 
-    def _heard(self, setup: WorkerSetup, line: str) -> None:
+    async def _heard(self, setup: WorkerSetup, line: str) -> None:
         """Tell what a worker says as a coordinator of one process would, each line once."""
         what, found, rest = line.removeprefix("tandem coordinator: ").partition(" on ")
         if found and what == "ready":
-            self._hub.joined(setup.index, socket_address(setup.folder, setup.index))
+            await self._hub.joined(setup)
             self._has_begun.set()
             if self._starting == {setup.index}:
                 announce(f"tandem coordinator: ready on {rest}")
@@ -185,11 +185,23 @@ class Hub(Administrator):
         """Counts of workers that have ended."""
         self.drained: set[str] = set()
         """Replicas that an operator drained, for workers that start later."""
+        self._changing = asyncio.Lock()
+        """Changes and joining workers take turns, so that no worker misses a change."""
 
-    def joined(self, index: int, address: str) -> None:
-        """A worker takes requests from now on, and answers at this address."""
+    async def joined(self, setup: WorkerSetup) -> None:
+        """A worker takes requests from now on. It is told what changed while it started."""
         # Half of the time that `tandem admin` waits for all of them
-        self._workers[index] = Peer(address, timeout_seconds=5.0)
+        worker = Peer(socket_address(setup.folder, setup.index), timeout_seconds=5.0)
+        async with self._changing:
+            self._workers[setup.index] = worker
+            changes, drained = self.live_config.changes, set(setup.drained)
+            calls: list[Awaitable[object]] = []
+            if changes != setup.changes:
+                calls.append(worker.update_config(changes, setup.changes.keys() - changes.keys()))
+            calls += [worker.drain(each, allow_last_target=True) for each in self.drained - drained]
+            calls += [worker.resume(each) for each in drained - self.drained]
+            # It may have died already, or not know a replica whose name has moved on
+            await asyncio.gather(*calls, return_exceptions=True)
 
     async def left(self, index: int) -> None:
         """A worker has ended, if it had joined. What it counted stays in the sums."""
@@ -217,13 +229,17 @@ class Hub(Administrator):
         return merged_replicas(await self._each(Peer.replicas))
 
     async def drain(self, address: str, *, allow_last_target: bool, by: str) -> ReplicaSnapshot:
-        await self._each(lambda worker: worker.drain(address, allow_last_target=allow_last_target))
-        self.drained.add(address)
+        async with self._changing:
+            await self._each(
+                lambda worker: worker.drain(address, allow_last_target=allow_last_target), is_change=True
+            )
+            self.drained.add(address)
         return replica_at(await self.replicas(), address)
 
     async def resume(self, address: str, *, by: str) -> ReplicaSnapshot:
-        await self._each(lambda worker: worker.resume(address))
-        self.drained.discard(address)
+        async with self._changing:
+            await self._each(lambda worker: worker.resume(address), is_change=True)
+            self.drained.discard(address)
         return replica_at(await self.replicas(), address)
 
     async def requests(self) -> list[admin.RequestReport]:
@@ -242,8 +258,9 @@ class Hub(Administrator):
         self, values: Mapping[str, str], reset_names: Collection[str], *, by: str
     ) -> list[admin.ConfigOption]:
         """Change options for new requests, on all workers and on those that start later."""
-        options = await super().update_config(values, reset_names, by=by)
-        await self._each(lambda worker: worker.update_config(values, reset_names))
+        async with self._changing:
+            options = await super().update_config(values, reset_names, by=by)
+            await self._each(lambda worker: worker.update_config(values, reset_names), is_change=True)
         return options
 
     async def metrics(self) -> list[Metric]:
@@ -258,9 +275,13 @@ class Hub(Administrator):
         found = await self.metrics()
         return generate_latest(named(registry_of(lambda: found), self.live_config.current))
 
-    async def _each(self, ask: Callable[[Peer], Awaitable[AnswerT]]) -> Sequence[AnswerT]:
-        """The answers of all workers that give one, at least one."""
-        refusals: list[TandemError] = [ServiceUnavailableError("no worker takes requests at the moment")]
+    async def _each(
+        self, ask: Callable[[Peer], Awaitable[AnswerT]], *, is_change: bool = False
+    ) -> Sequence[AnswerT]:
+        """The answers of all workers that give one, at least one. A change must be made by all."""
+        if not self._workers:
+            raise ServiceUnavailableError("no worker takes requests at the moment")
+        refusals: list[TandemError] = []
 
         async def answers(worker: Peer) -> list[AnswerT]:
             try:
@@ -273,6 +294,9 @@ class Hub(Administrator):
         found = [*chain.from_iterable(await asyncio.gather(*map(answers, self._workers.values())))]
         if not found:
             raise refusals[-1]
+        if refusals and is_change:
+            count, error = f"{len(refusals)} of {len(found) + len(refusals)} workers", refusals[-1]
+            raise type(error)(f"{count} did not make the change, which the others made: {error}")
         return found
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,9 +14,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.admin.administration import found_request
+from coordinator.admin.servicer import AdminServicer
 from coordinator.settings.coordinator import CoordinatorSettings
-from coordinator.workers.supervisor import merged_metrics, merged_replicas, merged_state, merged_stats
-from coordinator.workers.worker import WorkerSetup, share
+from coordinator.workers.supervisor import Hub, merged_metrics, merged_replicas, merged_state, merged_stats
+from coordinator.workers.worker import WorkerSetup, private_server, share, socket_address
 from tandem.admin import CoordinatorState, Load, Outcomes, RequestReport, Stats, Throughput
 from tandem.errors import InvalidRequestError, NotFoundError
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
@@ -120,6 +123,49 @@ def test_the_state_is_degraded_where_only_some_complete_requests(
     states: tuple[CoordinatorState, ...], expected: CoordinatorState
 ) -> None:
     assert merged_state(set(states)) is expected
+
+
+class Worker:
+    """Notes its changes. It may see but one target."""
+
+    def __init__(self, *, has_one_target: bool) -> None:
+        self.has_one_target = has_one_target
+        self.changes: list[str] = []
+
+    async def replicas(self) -> list[ReplicaSnapshot]:
+        return [TARGET]
+
+    async def drain(self, address: str, *, allow_last_target: bool, by: str) -> ReplicaSnapshot:
+        if self.has_one_target and not allow_last_target:
+            raise InvalidRequestError("it is the last target")
+        self.changes.append(f"drain {address}")
+        return TARGET
+
+    async def update_config(self, values: Any, reset_names: Any, *, by: str) -> list[Any]:
+        self.changes.append(f"set {dict(values)}, reset {[*reset_names]}")
+        return []
+
+
+async def test_a_change_is_made_by_all_workers_or_said_to_have_failed(tmp_path: Path) -> None:
+    hub, folder = Hub(CoordinatorSettings(target_address="127.0.0.1:1", workers=2)), str(tmp_path)
+    workers: list[Any] = [Worker(has_one_target=False), Worker(has_one_target=True)]
+    servers = [
+        await private_server(socket_address(folder, index), AdminServicer(worker), hub.metrics_text)
+        for index, worker in enumerate(workers)
+    ]
+    await hub.joined(WorkerSetup(0, 1, folder))
+    late = WorkerSetup(1, 1, folder, changes={"draft_ahead": "true"})
+    await hub.update_config({"num_speculative_tokens": "3"}, (), by="")
+    await hub.drain("t:1", allow_last_target=True, by="")
+    await hub.joined(late)
+    made = ["drain t:1", "set {'num_speculative_tokens': '3'}, reset ['draft_ahead']"]
+    assert sorted(workers[1].changes) == made, "what changed while it started"
+    sentence = "^1 of 2 workers did not make the change, which the others made: it is the last target$"
+    with pytest.raises(InvalidRequestError, match=sentence):
+        await hub.drain("t:1", allow_last_target=False, by="")
+    for index, server in enumerate(servers):
+        await hub.left(index)
+        await server.stop(0)
 
 
 def test_a_request_is_found_by_the_beginning_of_its_id() -> None:

@@ -136,6 +136,7 @@ class App:
         has_begun = False
         named = dict(scope["headers"]).get(REQUEST_ID_HEADER, b"")[:256]
         request_id = named or uuid.uuid4().hex.encode()
+        state = {"client_request_id": named.decode("latin-1"), "limit": "max_tokens"}
 
         async def noted(message: Message) -> None:
             nonlocal has_begun
@@ -147,7 +148,6 @@ class App:
         try:
             self._admit(scope)
             # With an app in its scope the router raises errors that it would otherwise answer as plain text.
-            state = {"client_request_id": named.decode("latin-1")}
             await self._router({**scope, "app": self, "state": state}, receive, noted)
         except asyncio.CancelledError:
             # The server closes. Such a request waits for its body or for a turn, and no drain counts it.
@@ -161,6 +161,10 @@ class App:
                 sentence = f"method is {scope['method']}; {scope['path']} takes {allowed}"
                 refusal = HttpError(405, sentence, headers=error.headers)
             await error_response(refusal)(scope, receive, noted)
+        except InvalidRequestError as error:
+            # The rules of requests know one name of the limit, clients three
+            sentence = re.sub(r"\bmax_tokens\b", state["limit"], str(error))
+            await error_response(type(error)(sentence))(scope, receive, noted)
         except Exception as error:  # noqa: BLE001 - an unexpected error is logged, and answered with an id
             await error_response(error)(scope, receive, noted)
 
@@ -194,8 +198,11 @@ class App:
         given, form = _FORMS[request.url.path]
         body, headers = await self._body(request, given)
         if isinstance(body, schema.ResponsesBody):
+            request.state.limit = "max_output_tokens"
             refuse(body.refusals())
             form, body = partial(ResponseAnswer, body), body.chat()
+        elif body.max_completion_tokens is not None:
+            request.state.limit = "max_completion_tokens"
         models, bounds = self._completions.models, self._completions.bounds
         requests = await requests_of(body, models, self._chats, bounds)
         # A client may use a name twice, so it is only a part of ours.

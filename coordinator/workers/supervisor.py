@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, astuple, replace
-from itertools import chain
+from itertools import chain, starmap
 from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import TypeVar
@@ -258,10 +258,22 @@ class Hub(Administrator):
         self, values: Mapping[str, str], reset_names: Collection[str], *, by: str
     ) -> list[admin.ConfigOption]:
         """Change options for new requests, on all workers and on those that start later."""
+        is_made = False
+
+        async def ask(worker: Peer) -> None:
+            nonlocal is_made
+            await worker.update_config(values, reset_names)
+            is_made = True
+
         async with self._changing:
-            options = await super().update_config(values, reset_names, by=by)
-            await self._each(lambda worker: worker.update_config(values, reset_names), is_change=True)
-        return options
+            try:
+                if self._workers:
+                    await self._each(ask, is_change=True)
+            except TandemError:
+                if is_made:
+                    await super().update_config(values, reset_names, by=by)
+                raise
+            return await super().update_config(values, reset_names, by=by)
 
     async def metrics(self) -> list[Metric]:
         """The metrics of all workers, those of workers that have ended included."""
@@ -283,15 +295,19 @@ class Hub(Administrator):
             raise ServiceUnavailableError("no worker takes requests at the moment")
         refusals: list[TandemError] = []
 
-        async def answers(worker: Peer) -> list[AnswerT]:
+        async def answers(index: int, worker: Peer) -> list[AnswerT]:
             try:
                 return [await ask(worker)]
             except TandemError as error:
                 # The address means nothing outside.
-                refusals.append(type(error)(str(error).removeprefix(f"coordinator {worker.address}: ")))
+                sentence = str(error).removeprefix(f"coordinator {worker.address}: ")
+                sentence = sentence.replace(worker.address, "its socket")
+                if isinstance(error, ServiceUnavailableError):
+                    sentence = f"worker {index}: {sentence}"
+                refusals.append(type(error)(sentence))
                 return []
 
-        found = [*chain.from_iterable(await asyncio.gather(*map(answers, self._workers.values())))]
+        found = [*chain.from_iterable(await asyncio.gather(*starmap(answers, self._workers.items())))]
         if not found:
             raise refusals[-1]
         if refusals and is_change:

@@ -258,6 +258,8 @@ async def test_responses_by_openais_client(template: Path) -> None:
         )
         await _refused(client, tools=[{"type": "function", "name": "f", "parameters": {}, "strict": True}])
         await _refused(client, previous_response_id="resp_1")
+        await _refused(client, max_output_tokens=0)
+        await _refused(client, max_output_tokens=64, stream=True)
     first = TOKENIZER.encode("user: a\n").ids[-1] + 1
     assert answer.output_text == text(first, first + 4)
     assert answer.status == "incomplete"
@@ -273,7 +275,7 @@ async def test_responses_by_openais_client(template: Path) -> None:
 
 
 async def _refused(client: AsyncOpenAI, **options: Any) -> None:
-    with pytest.raises(BadRequestError, match=next(iter(options))):
+    with pytest.raises(BadRequestError, match=f"- {next(iter(options))} is "):
         await client.responses.create(model="fake", input="a", **options)
 
 
@@ -341,8 +343,9 @@ async def test_the_finish_reason_is_reported() -> None:
             answer = (await cluster.http.post("/v1/completions", json=body | more)).json()
             assert answer["choices"][0]["stop_reason"] == reason
             assert answer["usage"]["completion_tokens"] == count
-        late = (await cluster.http.post("/v1/completions", json=body | {"max_tokens": 64})).json()
-        assert late["error"]["message"].startswith("max_tokens is 64; it must be at most 63")
+        for name in ("max_tokens", "max_completion_tokens"):
+            late = (await cluster.http.post("/v1/completions", json=body | {name: 64})).json()
+            assert late["error"]["message"].startswith(f"{name} is 64; it must be at most 63")
 
 
 async def test_penalties_may_leave_the_draft_out() -> None:

@@ -19,7 +19,7 @@ from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.workers.supervisor import Hub, merged_metrics, merged_replicas, merged_state, merged_stats
 from coordinator.workers.worker import WorkerSetup, private_server, share, socket_address
 from tandem.admin import CoordinatorState, Load, Outcomes, RequestReport, Stats, Throughput
-from tandem.errors import InvalidRequestError, NotFoundError
+from tandem.errors import InvalidRequestError, NotFoundError, ServiceUnavailableError
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.speculation_state import SpeculationDecision, SpeculationState
 from tandem.telemetry.metrics import registry_of
@@ -142,6 +142,8 @@ class Worker:
         return TARGET
 
     async def update_config(self, values: Any, reset_names: Any, *, by: str) -> list[Any]:
+        if values.get("num_speculative_tokens") == "4":
+            raise InvalidRequestError("it is refused")
         self.changes.append(f"set {dict(values)}, reset {[*reset_names]}")
         return []
 
@@ -163,6 +165,15 @@ async def test_a_change_is_made_by_all_workers_or_said_to_have_failed(tmp_path: 
     sentence = "^1 of 2 workers did not make the change, which the others made: it is the last target$"
     with pytest.raises(InvalidRequestError, match=sentence):
         await hub.drain("t:1", allow_last_target=False, by="")
+    with pytest.raises(InvalidRequestError, match="it is refused"):
+        await hub.update_config({"num_speculative_tokens": "4"}, (), by="")
+    assert hub.live_config.changes == {"num_speculative_tokens": "3"}, "no worker made the change"
+    await servers[1].stop(0)
+    (tmp_path / "1").unlink(missing_ok=True)
+    with pytest.raises(ServiceUnavailableError, match=r"^1 of 2 .* made: worker 1: ") as silent:
+        await hub.update_config({"num_speculative_tokens": "5"}, (), by="")
+    assert folder not in str(silent.value)
+    assert hub.live_config.changes == {"num_speculative_tokens": "5"}, "a worker made the change"
     for index, server in enumerate(servers):
         await hub.left(index)
         await server.stop(0)

@@ -414,3 +414,11 @@ async def test_heads_propose_what_a_grammar_allows(
     for length, token_ids in proposed:
         assert state.follow(request.tokens[len(PROMPTS[0]) : length])
         assert state.allowed_count(token_ids) == len(token_ids)
+
+
+async def test_a_heads_steps_have_plans_in_bfloat16_too(caplog: pytest.LogCaptureFixture) -> None:
+    """A plan once met a cast that the trace had not: the states that its pass was tried with were another mode's."""
+    caplog.set_level(logging.WARNING)
+    async with running(DEMO_TARGET, DEMO_EAGLE3, dtype="bfloat16", compile="auto") as pair:
+        await Request(pair, "r", PROMPTS[0]).run(8)
+    assert not [record for record in caplog.records if "modules" in record.getMessage()]

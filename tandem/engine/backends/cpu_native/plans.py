@@ -573,7 +573,9 @@ class ExecutionPlan:
         self, trace: Trace, attention: NativeAttention, token_count: int, states: Tensor | None = None
     ) -> None:
         """A drafting head's calls are tried with any `states`, [token_count, state_size]."""
+        # Tensors of that mode hide what an operation consists of.
         with torch.inference_mode(False):
+            states = None if states is None else states.clone()
             inputs = torch.zeros(2, token_count, dtype=torch.long)
             where = torch.zeros(
                 attention.arena.group_count, 1 + 6 * token_count, dtype=torch.long

@@ -258,22 +258,20 @@ class Hub(Administrator):
         self, values: Mapping[str, str], reset_names: Collection[str], *, by: str
     ) -> list[admin.ConfigOption]:
         """Change options for new requests, on all workers and on those that start later."""
-        is_made = False
+        took, changed = list[Peer](), list[admin.ConfigOption]()
 
         async def ask(worker: Peer) -> None:
-            nonlocal is_made
             await worker.update_config(values, reset_names)
-            is_made = True
+            took.append(worker)
 
         async with self._changing:
             try:
                 if self._workers:
                     await self._each(ask, is_change=True)
-            except TandemError:
-                if is_made:
-                    await super().update_config(values, reset_names, by=by)
-                raise
-            return await super().update_config(values, reset_names, by=by)
+            finally:
+                if took or not self._workers:
+                    changed = await super().update_config(values, reset_names, by=by)
+        return changed
 
     async def metrics(self) -> list[Metric]:
         """The metrics of all workers, those of workers that have ended included."""

@@ -310,15 +310,12 @@ async def test_the_text_survives_a_loss_in_the_middle_of_a_lead(
     model: LoadedModel, plain: dict[str, Completed], is_answered: bool
 ) -> None:
     names = ("greedy", "strict, temperature 1.0", "residual, temperature 0.7")
-    for lead, step in ((1, 1), (8, 2), (8, 7)):
+    for (lead, step), name in itertools.product(((1, 1), (8, 2), (8, 7)), names):
         faulty = [lost_at(number, is_answered=is_answered) for number in (step, 5)]
         async with pair(model, None, *faulty, target_lead=lead) as (client, _):
-            for name in names:
-                for each in faulty:
-                    each.steps = each.answers = each.opened = 0
-                found = await complete(client, REQUESTS[name])
-                assert found.token_ids == plain[name].token_ids
-                assert sum(each.opened for each in faulty) == 3, "one to begin with, and one for each loss"
+            found = await complete(client, REQUESTS[name])
+        assert found.token_ids == plain[name].token_ids
+        assert sum(each.opened for each in faulty) == 3, "one to begin with, and one for each loss"
 
 
 LIES: dict[str, Fault] = {

@@ -174,9 +174,8 @@ class Member(Generic[ClientT]):
             # The call waits for the connection, so that it is answered as soon as there is one.
             is_serving = await self._serves(_PING_SECONDS, wait_for_ready=True)
         except grpc.aio.AioRpcError:
-            await self._serves(
-                _PING_SECONDS
-            )  # its error says why there is no connection; that of a wait does not
+            # Its error says why there is no connection; that of a wait does not.
+            await self._serves(_PING_SECONDS)
             self._lost("it was slow to answer")
             return False
         if not is_serving and self._state is not ReplicaState.DRAINING:

@@ -189,9 +189,9 @@ class CostModel:
             drafting = max(cost.draft_sequences, 1)
             self.draft.add(drafting, drafting, cost.draft_seconds / cost.proposed, 1.0 / drafting)
         # A step in which others had a shorter proposal, or none, is waited for as well.
-        # A led step that others' proposals lengthen says so itself, and an answer read late needs the early one after it.
+        # A led step that others' proposals lengthen says so, and an answer read late needs the early one after it.
         is_waited_for = cost.proposed and cost.verify_tokens <= shared * (cost.proposed + 1)
-        if cost.is_uniform(load) or is_waited_for or (cost.was_led and shared >= 0.9 * load):
+        if cost.is_uniform(load) or is_waited_for or (cost.was_led and cost.is_of_all(load)):
             # Below 0 where the target had the answer of a round that it led before the last one was read.
             self.add_rest(way, load, cost.seconds - cost.verify_seconds - cost.draft_seconds)
 

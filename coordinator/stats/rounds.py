@@ -62,6 +62,10 @@ class RoundCost:
     was_led: bool = False
     """True if the target began the round by itself, so that the way to it took no time."""
 
+    def is_of_all(self, load: int) -> bool:
+        """True if the target's step was of all sequences of the load, but for one in ten that begins or ends."""
+        return self.verify_sequences >= 0.9 * load
+
     def is_uniform(self, load: int) -> bool:
         """True if all sequences of the target's step had as many tokens as this one.
 
@@ -70,7 +74,7 @@ class RoundCost:
         once, and on fewer where others draft.
         """
         alike = self.verify_sequences * (self.proposed + 1)
-        if not self.proposed and self.verify_sequences < 0.9 * load:
+        if not self.proposed and not self.is_of_all(load):
             return False
         # Near its end a request proposes fewer
         return abs(self.verify_tokens - alike) <= 0.05 * alike

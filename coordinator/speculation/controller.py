@@ -257,10 +257,6 @@ class Choice:
                 )
                 for tokens in range(1, len(self.expected))
             ]
-        # A round with a proposal contains one without: what was measured of the target alone may be old.
-        shortest = min(map(min, self._seconds.values()))
-        for each in self._seconds.values():
-            each[0] = shortest
         count, alike = len(self.requests), self._rounds - self._tried.get(self.plan.way, 0)
         # Of many requests a round of each tells enough to decide again, where drafting has just begun.
         soon = max(count, TURN_ROUNDS, min(TURN_ROUNDS * count, alike))
@@ -472,7 +468,7 @@ class RequestSpeculation:
             self.choice.requests.discard(self)
 
     def _chosen(self, choice: Choice, shared: int) -> int:
-        if not shared or (self.rounds == 1 and not choice.plan.tokens):
+        if not shared:
             return 0
         if self.rounds % WINDOW == 0:
             self._own_tokens = self._refined(choice)

@@ -105,14 +105,17 @@ class ServiceCosts:
             return  # a step in which few had a proposal tells neither of those without nor of those in which all have
         count = self._counts[row][column] = self._counts[row][column] + weight
         share = max(1.0 / WINDOW, 1.0 / (1.0 + count)) * weight
-        if count > WINDOW:
-            ratio = max(ratio, 1.0 / SURPRISE)
-        surprise = min(ratio, SURPRISE) - 1.0
-        # What slows a step of one token each slows all steps. Verifications of proposals tell of themselves alone: the
-        # draft of a shared machine slows them down, and not the target that works without it.
+        change = share * (min(ratio, SURPRISE) - 1.0)
+        # What slows a step of one token each may slow all steps: half of it counts for these. Verifications of proposals
+        # tell of themselves alone: the draft of a shared machine slows them down, and not the target without it.
         if tokens <= sequences:
-            self._factor *= 1.0 + share * surprise
-        self._seconds[row][column] *= 1.0 + share * surprise
+            change /= 2.0
+            self._factor *= 1.0 + change
+        points = self._seconds[row]
+        measured = points[column] = points[column] * (1.0 + change)
+        # No step takes longer than one of more tokens: what was measured of either may be old.
+        points[:column] = [min(each, measured) for each in points[:column]]
+        points[column:] = [max(each, measured) for each in points[column:]]
 
     def _nearest(self, sequences: int, tokens: int) -> tuple[int, int]:
         i, share, j, part = self._place(sequences, tokens)
@@ -202,9 +205,7 @@ class CostModel:
         known = self._rests[way]
         if load_class(load) not in known:
             # The first rounds are cold: what was expected of them counts as much as one.
-            begin = self.rest_seconds(way, load)
-            is_expected = begin or trips
-            known[load_class(load)] = _Rest(load, 1.0, begin) if is_expected else _Rest(load, 0.0, seconds)
+            known[load_class(load)] = _Rest(load, 1.0, self.rest_seconds(way, load))
         rest = known[load_class(load)]
         share = 1.0 if way in (Way.LED, Way.ASKED) else 1.0 / load
         rest.weight = min(rest.weight + share, float(WINDOW))
@@ -275,7 +276,8 @@ class CostModel:
     ) -> float:
         """Predicted seconds in which rounds that draft ahead make `expected[-1]` tokens, without their rest.
 
-        A hit costs a verification, or the draft's steps where these take longer; a miss costs a whole round.
+        A hit costs a verification, or the draft's steps where these take longer; a miss costs a question to the draft
+        as well.
 
         Args:
             expected: Expected tokens of a round with a proposal of 0, 1, ... tokens; rounds propose the most of them.
@@ -287,7 +289,9 @@ class CostModel:
         verify, step = self.verify_seconds(load, tokens), max(step, 1e-9)
         # When the draft learns which outcome came, it is amid a step for others.
         begin = self.draft_seconds(load) + step / 2.0
-        miss, way = self.seconds(load, tokens), self.rest_seconds(Way.ASKED, load) + self.queue_seconds(load)
+        asked = self.rest_seconds(Way.ASKED, load)
+        way = asked + self.queue_seconds(load)
+        miss = verify + tokens * self.draft_seconds(load) + asked + self.rest_seconds(Way.MISSED, load)
 
         def at_depth(depth: int) -> float:
             drafting = begin + depth * step

@@ -52,6 +52,32 @@ def test_without_a_profile_the_first_steps_give_the_level() -> None:
     assert costs.seconds(1, 1) == pytest.approx(0.3)
 
 
+def test_a_cold_step_counts_once() -> None:
+    """The first steps of a request take twice as long as later ones; a profile weighs as much as two steps."""
+    costs = ServiceCosts(PROFILE)
+    costs.add(1, 1, 0.02, 1.0)
+    assert costs.seconds(1, 1) == pytest.approx(0.0125, rel=0.02)
+
+
+def test_a_step_of_fewer_tokens_takes_no_longer() -> None:
+    """However long ago it was measured: while all draft, steps without proposals are not."""
+    for tokens, taken in ((5, 0.004), (1, 0.03)):
+        costs = ServiceCosts(PROFILE)
+        for _ in range(100):
+            costs.add(1, tokens, taken, 1.0)
+        seconds = [costs.seconds(1, each) for each in range(1, 6)]
+        assert seconds == sorted(seconds)
+        assert seconds[tokens - 1] == pytest.approx(taken, rel=0.1)
+
+
+def test_a_miss_costs_the_question_that_follows_it() -> None:
+    costs = _costs(1e-3)
+    before = costs.seconds_ahead(4, _EXPECTED, 1e-3, 0.5)
+    for _ in range(100):
+        costs.add_rest(Way.MISSED, 4, costs.rest_seconds(Way.MISSED, 4) + 1e-3)
+    assert costs.seconds_ahead(4, _EXPECTED, 1e-3, 0.5) > 1.1 * before
+
+
 def round_of(load: int, proposed: int) -> RoundCost:
     """A round on a machine whose steps take 10 ms and 0.1 ms for each token."""
     verify, draft = 0.01 + 0.0001 * load * (proposed + 1), 0.002 * proposed

@@ -106,8 +106,8 @@ class ServiceCosts:
         count = self._counts[row][column] = self._counts[row][column] + weight
         share = max(1.0 / WINDOW, 1.0 / (1.0 + count)) * weight
         change = share * (min(ratio, SURPRISE) - 1.0)
-        # What slows a step of one token each may slow all steps: half of it counts for these. Verifications of proposals
-        # tell of themselves alone: the draft of a shared machine slows them down, and not the target without it.
+        # What slows a step of one token each may slow all steps: half of it counts for these. Those with proposals tell
+        # of themselves alone: the draft of a shared machine slows them down, and not the target without it.
         if tokens <= sequences:
             change /= 2.0
             self._factor *= 1.0 + change

@@ -18,6 +18,7 @@ from benchmarks.report import (
     Report,
     Spread,
     Table,
+    by_best,
     cell_of,
     inter_token_seconds,
     markdown,
@@ -133,8 +134,18 @@ def test_the_first_tokens_of_long_completions_are_reported_apart() -> None:
     assert cells[1].later_tokens_per_second == (200.0,)
     text = markdown(report(cells))
     assert "## The first 100 tokens, and the rest" in text
-    assert "| Tandem, speculative | 1 | 0 | 99.0 | 0.99 x | 200.0 | 2.00 x |" in text
+    assert "| Tandem, speculative | 1 | 0 | 99.0 | 0.99 x |  | 200.0 | 2.00 x |  |" in text
     assert not cell_of("speculative", 1, 0.0, [outcome(1.0, answer((1.0, 64)))], []).first_tokens_per_second
+
+
+def test_the_best_other_is_chosen_by_the_other_rounds() -> None:
+    """A contender that is as fast as each other is not called slower because one of them was lucky in each round."""
+    one, two = (10.0, 10.0, 13.0), (12.0, 9.0, 10.0)
+
+    assert by_best((10.0, 10.0, 10.0), [one, two, ()]) == pytest.approx(1.0)
+    assert by_best((5.0, 5.0, 20.0), [one]) == pytest.approx((0.5 * 0.5 * 20 / 13) ** (1 / 3))
+    assert by_best((10.0, 10.0), [one[:2]]) is None
+    assert by_best((10.0, 10.0, 10.0), [()]) is None
 
 
 def test_a_cell_has_a_speed_for_each_round_and_the_rest_over_all_of_them() -> None:

@@ -309,11 +309,10 @@ def _first_tokens(report: Report) -> Table:
     """Speeds of the first tokens, while a coordinator that has just started learns, apart from those of the rest."""
     rows: list[tuple[Cell, list[float | None]]] = []
     for cell in report.cells:
-        alone = report.cell("target-alone", cell.batch, cell.temperature)
+        place = cell.batch, cell.temperature
+        alone = report.cell("target-alone", *place)
         others = [
-            other
-            for other in report.cells
-            if (other.batch, other.temperature) == (cell.batch, cell.temperature) and other is not cell
+            each for each in report.cells if each is not cell and (each.batch, each.temperature) == place
         ]
         figures: list[float | None] = []
         for part in ("first_tokens_per_second", "later_tokens_per_second"):
@@ -337,9 +336,7 @@ def by_best(own: Sequence[float], others: Iterable[Sequence[float]]) -> float | 
     rivals = [speeds for speeds in others if len(speeds) == len(own)]
     if len(own) < 3 or not rivals:
         return None
-    fastest = [
-        max((sum(speeds) - speeds[run], speeds[run]) for speeds in rivals)[1] for run in range(len(own))
-    ]
+    fastest = [max((sum(each) - each[run], each[run]) for each in rivals)[1] for run in range(len(own))]
     return statistics.geometric_mean(map(truediv, own, fastest))
 
 

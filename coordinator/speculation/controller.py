@@ -149,6 +149,11 @@ class Choice:
         """True if the draft has never proposed anything."""
         return not self.gains.acceptance.count
 
+    @property
+    def _may_pay(self) -> bool:
+        """True if drafting would pay with an acceptance as good as the proposals so far leave possible."""
+        return self.hope(4.0 * OPTIMISM) > HYSTERESIS * self._speed(ALONE)
+
     def _speed(self, plan: Plan, expected: Sequence[float] = ()) -> float:
         return (expected or self.expected)[plan.tokens] / self._seconds[plan.outcomes][plan.tokens]
 
@@ -177,8 +182,7 @@ class Choice:
     def _scouts_on(self) -> bool:
         """True if the scout goes on, since its few proposals leave open whether drafting pays."""
         is_open = self.gains.acceptance.count < WINDOW and self._turn_number == self.gains.turns
-        may_pay = self.hope(4.0 * OPTIMISM) > HYSTERESIS * self._speed(ALONE)
-        return self.scout in self.requests and is_open and not self.plan.tokens and may_pay
+        return self.scout in self.requests and is_open and not self.plan.tokens and self._may_pay
 
     def _tries(self, request: RequestSpeculation) -> bool:
         return self.scout is None or self.scout is request
@@ -231,11 +235,8 @@ class Choice:
         lost = self._seconds[turn.outcomes][turn.tokens] * self._speed(self.plan) - self.expected[turn.tokens]
         lost = max(lost, (HYSTERESIS - 1.0) * made) * TURN_ROUNDS * len(self.requests)
         pause = max(lost, self._lost.get(turn.way, 0.0)) / made / TURN_SHARE
-        if not self.plan.tokens:
-            # What rests on few proposals is soon looked at again, and what nobody has ever seen at once. The more
-            # requests there are, the more does each turn tell.
-            pause *= min(self.gains.acceptance.count * len(self.requests) / WINDOW, 1.0)
-        return int(pause)
+        # What nobody has ever seen is looked at as soon as it is known what the target makes alone.
+        return 0 if self._is_unseen and turn.tokens and self._may_pay else int(pause)
 
     def renew(self) -> None:
         """Predict again, and change what another choice is clearly better than."""

@@ -151,7 +151,7 @@ def test_rounds_that_draft_ahead_are_predicted_as_fast_as_they_are_with_those_al
     assert request.choice.tokens_per_second[K] == pytest.approx(made / (0.016 + 0.012), rel=0.1)
 
 
-@pytest.mark.parametrize(("draft", "many"), [(0.0005, 0.02), (0.0005, 0.001)])
+@pytest.mark.parametrize(("draft", "many"), [(0.0005, 0.004), (0.0005, 0.001)])
 def test_of_many_requests_one_finds_out_what_an_unknown_draft_is_worth(draft: float, many: float) -> None:
     """Once the target alone is measured, and until it pays by what it told.
 
@@ -189,19 +189,17 @@ def test_the_one_that_finds_out_goes_on_while_its_few_proposals_leave_it_open() 
     assert all(request.tokens for request in requests)
 
 
-def test_a_draft_that_begins_badly_is_soon_looked_at_again() -> None:
-    """Four proposals say little. With a pause as after many, the second look came after 500 rounds."""
-    request = begun(profiled(0.0065))
-    first = simulate(request, 9, 0.65, 0)
-    assert list(map(bool, first)) == [False] * TURN_ROUNDS + [True] * TURN_ROUNDS + [False]
-    assert simulate(request, 200, 0.65, K)[-20:].count(0) <= TURN_ROUNDS
+def test_a_draft_that_cannot_pay_is_not_tried_at_once() -> None:
+    """One whose step takes twice the target's makes nothing faster, whatever is accepted."""
+    assert not any(simulate(begun(profiled(0.02)), 100, 2.0, K))
+    assert any(simulate(begun(profiled(0.0065)), 10, 0.65, K))
 
 
 def test_a_way_that_lost_much_does_not_keep_another_waiting() -> None:
     """Each way has its own pause. With one for all, what the last turn had lost kept the better way waiting."""
     request = begun(profiled(0.008), draft_ahead="auto")
     ahead: list[bool] = []
-    for _ in range(100):
+    for _ in range(500):
         proposed = request.begin_round(1)
         drafts_ahead = request.ahead_budget is not None
         ahead += [drafts_ahead] if proposed else []
@@ -324,7 +322,7 @@ def test_a_turn_takes_as_many_rounds_of_each_request_however_many_others_there_a
 
 def test_a_turn_that_another_load_has_overtaken_is_dropped() -> None:
     """Requests that arrive together pass the lower loads in a moment; their turns are not to wait for the end."""
-    controller = profiled(0.02)
+    controller = profiled(0.004)
     request = begun(controller)
     for _ in range(TURN_ROUNDS):
         request.begin_round(1)

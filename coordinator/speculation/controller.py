@@ -235,7 +235,7 @@ class Choice:
         lost = self._seconds[turn.outcomes][turn.tokens] * self._speed(self.plan) - self.expected[turn.tokens]
         lost = max(lost, (HYSTERESIS - 1.0) * made) * TURN_ROUNDS * len(self.requests)
         pause = max(lost, self._lost.get(turn.way, 0.0)) / made / TURN_SHARE
-        # What nobody has ever seen is looked at as soon as it is known what the target makes alone.
+        # What nobody has ever seen, and may pay, is looked at once it is known what the target makes alone.
         return 0 if self._is_unseen and turn.tokens and self._may_pay else int(pause)
 
     def renew(self) -> None:

@@ -152,7 +152,9 @@ class Choice:
     @property
     def _may_pay(self) -> bool:
         """True if drafting would pay with an acceptance as good as the proposals so far leave possible."""
-        return self.hope(4.0 * OPTIMISM) > HYSTERESIS * self._speed(ALONE)
+        hoped = expected_tokens(self.gains.acceptance.rates(self.max_tokens, 4.0 * OPTIMISM))
+        best = max(self._speed(plan, hoped) for plan in self._best.values())
+        return best > HYSTERESIS * self._speed(ALONE)
 
     def _speed(self, plan: Plan, expected: Sequence[float] = ()) -> float:
         return (expected or self.expected)[plan.tokens] / self._seconds[plan.outcomes][plan.tokens]
@@ -275,9 +277,7 @@ class Choice:
     ) -> float:
         step = step_seconds or self.costs.draft_seconds(self.load, outcomes)
         hit_rate = self.gains.hit_rate(outcomes)
-        # Of many requests each waits for a step of others, unless it is learnt that they do not.
-        leads = self._leads and self.load == 1
-        return self.costs.seconds_ahead(self.load, expected, step, hit_rate, leads=leads)
+        return self.costs.seconds_ahead(self.load, expected, step, hit_rate, leads=self._leads)
 
     def _choose(self, is_first: bool) -> None:
         hoped = expected_tokens(self.gains.acceptance.rates(self.max_tokens, OPTIMISM))
@@ -314,7 +314,8 @@ class Choice:
     def hope(self, deviations: float) -> float:
         """Tokens per second of the best plan, with an acceptance that is so many standard deviations better."""
         expected = expected_tokens(self.gains.acceptance.rates(self.max_tokens, deviations))
-        return max(self._speed(plan, expected) for plan in self._best.values())
+        rows = self._seconds.values()
+        return max(expected[tokens] / row[tokens] for row in rows for tokens in self._lengths)
 
 
 class RequestSpeculation:

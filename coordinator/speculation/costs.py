@@ -297,7 +297,7 @@ class CostModel:
             drafting = begin + depth * step
             hit = max(verify, drafting) + way
             # A target that leads begins with a whole proposal or is asked. The draft learns the outcome after that.
-            if leads and depth == tokens and drafting + way <= verify:
+            if leads and depth == tokens and drafting + asked <= verify:
                 hit = verify
             made = hit_rate * expected[depth] + (1.0 - hit_rate) * expected[tokens]
             return (hit_rate * hit + (1.0 - hit_rate) * miss) * expected[tokens] / made

@@ -278,16 +278,22 @@ def test_a_question_that_takes_long_beside_its_steps_is_not_asked_after_a_miss(
     assert request.tokens_after_miss(K) == expected
 
 
+@pytest.mark.parametrize("load", [1, 4])
 @pytest.mark.parametrize("leads", [False, True])
-def test_of_equal_acceptance_the_rule_wins_under_which_the_target_leads_while_it_drafts(leads: bool) -> None:
+def test_of_equal_acceptance_the_rule_wins_under_which_the_target_leads_while_it_drafts(
+    leads: bool, load: int
+) -> None:
     controller = SpeculationController()
     controller.introduce("target", model_of(0.006), 0.0005)
     controller.introduce("draft", model_of(0.0008), 0.0005)
     request = begun(controller, request_kind("draft", "residual", 1.0), draft_ahead=4, leads=leads)
     for _ in range(3):
-        request.begin_round(1)
-    chosen = controller.choose_rule(["residual", "strict"], "draft", 1.0, 1)
+        request.begin_round(load)
+    chosen = controller.choose_rule(["residual", "strict"], "draft", 1.0, load)
     assert chosen == ("strict" if leads else "residual")
+    # A draft that nobody has seen may allow longer proposals than those with which the target leads.
+    controller.introduce("draft", model_of(0.0014, 1), 0.0005)
+    assert controller.choose_rule(["strict", "residual"], "draft", 1.0, load) == "strict"
 
 
 def test_rounds_that_the_target_leads_take_their_mean_however_unevenly_they_are_read() -> None:

@@ -81,6 +81,7 @@ class FailoverDrafter:
                 self._leave()
             elif count <= 0:
                 self._leave_if_draining()
+                self._watch(completion)
             elif (sequence := self._sequence_to_ask(completion)) is not None:
                 proposal = await self._asked(sequence, completion, count, forced)
         except TandemError as error:
@@ -142,6 +143,15 @@ class FailoverDrafter:
             self._report("draft_paused", address, {"load": load, "gain": speculation.gain})
         self._is_paused = is_paused
         return tokens
+
+    def _watch(self, completion: Completion) -> None:
+        """Compare what the draft would have proposed with what comes, where the controller wants to know."""
+        count = min(self._speculation.watched_tokens, completion.room - 1)
+        if count <= 0 or (sequence := self._sequence_to_ask(completion)) is None:
+            return
+        if not self._placement.must_read(completion):
+            for proposed, came in sequence.watch(completion, count):
+                self._speculation.came(proposed, came)
 
     def _leave_if_draining(self) -> None:
         """Leave a draining draft in rounds without a proposal; other drafts keep the sequence that they have read."""

@@ -117,7 +117,10 @@ class Choice:
         """The plan that is tried."""
         self.scout: RequestSpeculation | None = None
         """The only one to try it, where nothing is known of the draft; None: all do. Beside others, its rounds do not
-        tell what those of all would take."""
+        tell what those of all would take. Where the draft can be watched, it does not try it either: all go on without
+        proposals, and compare what the draft would have proposed with what comes."""
+        self._can_watch = self._outcomes[-1] > 0 and terms.kind.rule in _DECIDED_BY_TOKENS
+        """True if the draft works beside the target, and its tokens alone tell which of them would be accepted."""
         self._turn_number = 0
         """Turns of the kind when it began."""
         self._lost: dict[Way, float] = {}
@@ -152,8 +155,11 @@ class Choice:
     @property
     def _may_pay(self) -> bool:
         """True if drafting would pay with an acceptance as good as the proposals so far leave possible."""
-        hoped = expected_tokens(self.gains.acceptance.rates(self.max_tokens, 4.0 * OPTIMISM))
-        best = max(self._speed(plan, hoped) for plan in self._best.values())
+        return self._pays(4.0 * OPTIMISM)
+
+    def _pays(self, deviations: float) -> bool:
+        expected = expected_tokens(self.gains.acceptance.rates(self.max_tokens, deviations))
+        best = max(self._speed(plan, expected) for plan in self._best.values())
         return best > HYSTERESIS * self._speed(ALONE)
 
     def _speed(self, plan: Plan, expected: Sequence[float] = ()) -> float:
@@ -168,14 +174,19 @@ class Choice:
             or self._rounds >= self._turn_end
             or self._turn_number != self.gains.turns  # another load has come, and has tried it
         )
-        if is_over or (self._renew_in <= 0 and self.scout is None):
+        if is_over:
+            # To watch costs nothing: it goes on until it is sure, or knows as much as those who try would.
+            is_known = self.gains.acceptance.count >= WINDOW or self._pays(-2.0 * OPTIMISM)
+            if is_known or not (self._is_watched and self._scouts_on()):
+                self.renew()
+            if self._scouts_on():
+                self._turn_rounds, self._turn_end = TURN_ROUNDS, self._rounds + WINDOW * len(self.requests)
+            else:
+                self._turn, self.scout = None, None
+        elif self._renew_in <= 0 and self.scout is None:
             self.renew()
-        if is_over and self._scouts_on():
-            self._turn_rounds, self._turn_end = TURN_ROUNDS, self._rounds + WINDOW * len(self.requests)
-        elif is_over:
-            self._turn, self.scout = None, None
         is_due = self._rounds >= self._next_at
-        if self._is_unseen:
+        if self._is_unseen and not self._can_watch:
             is_due &= request.rounds > TURN_ROUNDS  # by then it is measured what the target makes alone
         if self._turn is None and len(self._best) > 1 and is_due:
             self._begin_turn(request)
@@ -183,11 +194,29 @@ class Choice:
 
     def _scouts_on(self) -> bool:
         """True if the scout goes on, since its few proposals leave open whether drafting pays."""
-        is_open = self.gains.acceptance.count < WINDOW and self._turn_number == self.gains.turns
+        most = MEMORY if self._is_watched else WINDOW
+        is_open = self.gains.acceptance.count < most and self._turn_number == self.gains.turns
         return self.scout in self.requests and is_open and not self.plan.tokens and self._may_pay
 
+    @property
+    def _is_watched(self) -> bool:
+        """True if the turn in progress compares, and tries nothing."""
+        return self.scout is not None and self._can_watch and not self.plan.tokens
+
     def _tries(self, request: RequestSpeculation) -> bool:
-        return self.scout is None or self.scout is request
+        return self.scout is None or (self.scout is request and not self._is_watched)
+
+    def watched_tokens(self, request: RequestSpeculation) -> int:
+        """Tokens to ask the draft for that are only compared with what comes; 0 for no question."""
+        return self._turn.tokens if self._turn and self._is_watched else 0
+
+    def is_beside_scout(self, request: RequestSpeculation) -> bool:
+        """True if another request tries the draft."""
+        return self.scout not in (None, request) and not self._is_watched
+
+    def count_watched(self) -> None:
+        """Count a proposal that was watched towards the turn in progress."""
+        self._turn_rounds -= 1
 
     def spend(self, request: RequestSpeculation, result: RoundResult, seconds: float) -> None:
         """Count a round towards the turn in progress, if there is one."""
@@ -253,11 +282,15 @@ class Choice:
             at_k = self.expected[: (self.compared.tokens or self.max_tokens) + 1]
             outcomes = min(ahead, key=lambda count: self._ahead_seconds(at_k, count))
             rest = costs.rest_seconds(Way.AHEAD, load)
+            # Many requests wait for each other's questions: until it is measured, half of what it saves is believed.
+            doubt = 0.5 if load > 1 and not costs.is_measured(Way.AHEAD) else 0.0
             self._seconds[outcomes] = self._seconds[0][:1] + [
                 max(
                     self._ahead_seconds(self.expected[: tokens + 1], outcomes) + rest * self.expected[tokens],
                     costs.verify_seconds(load, tokens),
                 )
+                * (1.0 - doubt)
+                + self._seconds[0][tokens] * doubt
                 for tokens in range(1, len(self.expected))
             ]
         count, alike = len(self.requests), self._rounds - self._tried.get(self.plan.way, 0)
@@ -333,6 +366,8 @@ class RequestSpeculation:
         """Sequences that share the target in the round in progress."""
         self.tokens = 0
         """K of the round in progress; 0: the target works alone."""
+        self.watched_tokens = 0
+        """Tokens to ask the draft for in the round in progress that are only compared with what comes; 0: none."""
         self._choice_target = ""
         self.rounds = self._phase = 0
         self._outcomes = self._granted = 0
@@ -371,7 +406,14 @@ class RequestSpeculation:
         self._granted = self._outcomes
         shared, self._outcomes = self.choice.begin_round(self)
         self.tokens = self._chosen(self.choice, shared) if self.terms.is_adaptive else self.terms.max_tokens
+        self.watched_tokens = 0 if self.tokens else self.choice.watched_tokens(self)
         return self.tokens
+
+    def came(self, proposed: int, came: int) -> None:
+        """Of a proposal that was only watched so many tokens came."""
+        if proposed and self.choice is not None:
+            self.choice.gains.acceptance.add(proposed, came)
+            self.choice.count_watched()
 
     @property
     def ahead_budget(self) -> AheadBudget | None:
@@ -442,7 +484,7 @@ class RequestSpeculation:
             self._last_way = way
             beside, made = self._beside, self._made
             self._beside = self._made = 0.0
-            if not proposed and choice.scout not in (None, self):
+            if not proposed and choice.is_beside_scout(self):
                 return  # what is beside a scout is not alone
             if not proposed and (self.rounds + self._phase) % len(choice.requests):
                 return  # of the target alone one request at a time tells, in turn: all share its steps

@@ -168,6 +168,10 @@ class CostModel:
         """True if predictions have a level."""
         return self.target.is_known and self.draft.is_known
 
+    def is_measured(self, way: Way) -> bool:
+        """True if rounds of this way of working were measured."""
+        return bool(self._rests[way])
+
     @property
     def trips_seconds(self) -> float:
         """The way to both services and back."""
@@ -290,8 +294,9 @@ class CostModel:
         # When the draft learns which outcome came, it is amid a step for others.
         begin = self.draft_seconds(load) + step / 2.0
         asked = self.rest_seconds(Way.ASKED, load)
-        way = asked + self.queue_seconds(load)
-        miss = verify + tokens * self.draft_seconds(load) + asked + self.rest_seconds(Way.MISSED, load)
+        queue = verify / 2.0 if load > 1 else 0.0
+        way = asked + queue
+        miss = verify + tokens * self.draft_seconds(load) + way + self.rest_seconds(Way.MISSED, load)
 
         def at_depth(depth: int) -> float:
             drafting = begin + depth * step

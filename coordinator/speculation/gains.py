@@ -116,7 +116,7 @@ class ConditionalRates:
                 weight += self._reached[index]
                 rate = (self._happened[index] + DOUBT * rate) / weight
             spread = math.sqrt(rate * (1.0 - rate) / (1.0 + weight)) if deviations else 0.0
-            rates.append(min(rate + deviations * spread, 1.0))
+            rates.append(min(max(rate + deviations * spread, 0.0), 1.0))
         return rates
 
 

@@ -35,6 +35,7 @@ from tandem.types import (
     SparseDistribution,
     StepCost,
     TargetTokenizer,
+    common_length,
 )
 from tandem.v1 import draft_pb2
 from tandem.v1.draft_pb2_grpc import DraftServiceStub
@@ -306,8 +307,12 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
         """Budget of the step whose answer is awaited."""
         self._is_asked = False
         """True from a question on until somebody has taken its answer."""
+        self._question = 0, 0
+        """Length of the sequence at the last question, and tokens that were asked for."""
         self._answer: Proposal | None = None
         """To the last question, until somebody has taken it."""
+        self._watched: list[Proposal] = []
+        """Proposals that nobody waited for, whose tokens may still come."""
         self._waiter: asyncio.Future[None] | None = None
         """Set while somebody waits for an answer, for outcomes or for the end."""
         self.is_open = False
@@ -390,18 +395,43 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
         self._ask(completion, count, budget)
         proposal = await self._answered(until)
         if proposal is not None:
-            vocabulary_size, with_token_logits = self._limits.vocabulary_size, self._options.with_token_logits
-            check_proposal(
-                proposal, completion.length, count, vocabulary_size, with_token_logits=with_token_logits
-            )
+            self._check(proposal, *self._question)
         return proposal
+
+    def watch(self, completion: Tokens, count: int) -> Iterator[tuple[int, int]]:
+        """Ask for proposals of so many tokens that nobody waits for. Of each whose tokens have come, or others in their
+        place: how many it had, and how many of them came.
+
+        Raises a TandemError as `propose` does.
+        """
+        if self.error is not None:
+            raise self.error
+        if (answer := self._answer) is not None:
+            self._taken()
+            self._check(answer, *self._question)
+            self._watched.append(answer)
+        if not self._is_asked:
+            self._ask(completion, count)
+        watched, self._watched = self._watched, []
+        for proposal in watched:
+            following = completion.token_ids[proposal.base_length :]
+            came = common_length(proposal.token_ids, following)
+            if came < min(len(proposal), len(following)) or came == len(proposal):
+                yield len(proposal), came
+            else:
+                self._watched.append(proposal)
 
     async def finish(self) -> None:
         if not self._is_asked:
             await super().finish()
 
+    def _check(self, proposal: Proposal, length: int, count: int) -> None:
+        vocabulary_size, with_token_logits = self._limits.vocabulary_size, self._options.with_token_logits
+        check_proposal(proposal, length, count, vocabulary_size, with_token_logits=with_token_logits)
+
     def _ask(self, completion: Tokens, count: int, budget: AheadBudget | None = None) -> None:
         self._committed = completion.token_ids
+        self._question = completion.length, count
         self.outcomes.expect(completion.length, (), None)
         self._granted = budget if count and self._options.ahead else None
         self._is_asked = True
@@ -417,11 +447,16 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
                 self._late_since = self._late_since or time.monotonic()
                 return None
             await self._arrival(until)
+        answer = self._answer
         if was_awaited:
             self.goes_on()
-        answer, self._answer, self._late_since = self._answer, None, None
-        self._is_asked, self.is_open = False, True
+        self._taken()
         return answer
+
+    def _taken(self) -> None:
+        """The answer is somebody's."""
+        self._answer = self._late_since = None
+        self._is_asked, self.is_open = False, True
 
     def take(self, answer: wire.Answer) -> None:
         if isinstance(answer, DraftedOutcomes):

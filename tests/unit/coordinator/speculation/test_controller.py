@@ -189,6 +189,25 @@ def test_the_one_that_finds_out_goes_on_while_its_few_proposals_leave_it_open() 
     assert all(request.tokens for request in requests)
 
 
+@pytest.mark.parametrize("accepted", [0, K])
+def test_what_the_tokens_tell_of_an_unknown_draft_is_only_watched(accepted: int) -> None:
+    """Nobody proposes before drafting is sure to pay; a draft that does not is never tried at all."""
+    controller = profiled(0.001)
+    kind = request_kind("draft", "strict", 1.0)
+    requests = [begun(controller, kind, draft_ahead="auto") for _ in range(4)]
+    watched = 0
+    for _ in range(60):
+        for request in requests:
+            count = request.begin_round(4)
+            assert not count or watched >= TURN_ROUNDS
+            watched += request.watched_tokens > 0
+            request.came(request.watched_tokens, min(accepted, request.watched_tokens))
+            cost = RoundCost(count, 0.011 + 0.001 * count, 0.01, 4, 4 * (1 + count), 0.001 * count, 4)
+            request.end_round(round_result(count, min(accepted, count), cost))
+    assert watched < 40
+    assert [request.tokens > 0 for request in requests] == [accepted > 0] * 4
+
+
 def test_a_draft_that_cannot_pay_is_not_tried_at_once() -> None:
     """One whose step takes twice the target's makes nothing faster, whatever is accepted."""
     assert not any(simulate(begun(profiled(0.02)), 100, 2.0, K))

@@ -338,6 +338,8 @@ def _ahead_efficiencies(profile: Profile, contention: float, branch: float, seed
     made, passed, awaited, found = 0.0, 0.0, 0, []
     for number in range(1, AHEAD_ROUNDS[-1] + 1):
         tokens = request.begin_round(1)
+        if watched := request.watched_tokens:
+            request.came(watched, next((i for i in range(watched) if random.random() > rates[i]), watched))
         noise = random.lognormvariate(-(profile.noise**2) / 2, profile.noise)
         accepted = 0
         while accepted < tokens and random.random() < rates[accepted]:

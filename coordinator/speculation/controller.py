@@ -158,6 +158,8 @@ class Choice:
         return self._pays(4.0 * OPTIMISM)
 
     def _pays(self, deviations: float) -> bool:
+        """True if one of the plans that are best now would, with an acceptance so many standard deviations better. With
+        all lengths, simulations lose 1 % of the first rounds of 16 requests."""
         expected = expected_tokens(self.gains.acceptance.rates(self.max_tokens, deviations))
         best = max(self._speed(plan, expected) for plan in self._best.values())
         return best > HYSTERESIS * self._speed(ALONE)
@@ -282,7 +284,8 @@ class Choice:
             at_k = self.expected[: (self.compared.tokens or self.max_tokens) + 1]
             outcomes = min(ahead, key=lambda count: self._ahead_seconds(at_k, count))
             rest = costs.rest_seconds(Way.AHEAD, load)
-            # Many requests wait for each other's questions: until it is measured, half of what it saves is believed.
+            # Many requests wait for each other's questions: until it is measured, half of what it saves is believed. Of
+            # 16, drafting ahead is predicted 1.7 to 2.2 times as fast as it is (docs/measurements.md).
             doubt = 0.5 if load > 1 and not costs.is_measured(Way.AHEAD) else 0.0
             self._seconds[outcomes] = self._seconds[0][:1] + [
                 max(

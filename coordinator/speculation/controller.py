@@ -46,12 +46,12 @@ HYSTERESIS = 1.0 + 0.5 / math.sqrt(MEMORY)
 OPTIMISM = 0.5
 """Standard deviations by which the acceptance may be better than known, in the decision between drafting and not. In
 simulations 1 loses 1 % of the first 100 rounds, and 1.5 3 %."""
-TURN_SHARE = 0.005
+TURN_SHARE = 0.003
 """Share of the tokens that is lost by rounds that try what was not chosen: the target alone, drafting, or drafting
 ahead."""
 TURN_ROUNDS = 4
 """Rounds of one request in such a turn: the target alone is asked for the first, and settles after the second; a draft
-reads in the first what was committed since the last turn. As many pass between two decisions, but fewer at first."""
+reads in the first what was committed since the last turn. As many pass between two decisions of one request."""
 
 _DECIDED_BY_TOKENS = (GREEDY.name, STRICT.name)
 """Rules by which a target that leads can decide rounds with a proposal."""
@@ -109,26 +109,20 @@ class Choice:
         """The best plan of each way of working."""
         self.predicted_seconds = self.measured_seconds = 0.0
         """Of recent rounds that went as they were chosen to."""
-        self.requests: set[RequestSpeculation] = set()
+        self.requests: dict[RequestSpeculation, None] = {}
         """Those that it decides for now."""
         self._rounds = 0
         self._renew_in = 0
-        self._turn: Plan | None = None
-        """The plan that is tried."""
-        self.scout: RequestSpeculation | None = None
-        """The only one to try it, where nothing is known of the draft; None: all do. Beside others, its rounds do not
-        tell what those of all would take. Where the draft can be watched, it does not try it either: all go on without
-        proposals, and compare what the draft would have proposed with what comes."""
         self._can_watch = self._outcomes[-1] > 0 and terms.kind.rule in _DECIDED_BY_TOKENS
         """True if the draft works beside the target, and its tokens alone tell which of them would be accepted."""
-        self._turn_number = 0
-        """Turns of the kind when it began."""
-        self._lost: dict[Way, float] = {}
-        """Tokens that the last turn of each way of working lost."""
+        self.watches = False
+        """True if the draft is asked beside the target alone, and what it proposes compared with what comes."""
+        self._turn: Plan | None = None
+        """The plan that is tried."""
+        self._turn_rounds = 0
+        """Rounds that it still needs."""
         self._next_turn, self._next_at = ALONE, 0
         """The plan that is tried next, and the round from which on it is due."""
-        self._turn_end = self._turn_rounds = 0
-        """Of the turn in progress: the last round, and rounds that it still needs."""
         self._tried: dict[Way, int] = {}
         """Round in which each way of working was last tried, or ceased to be the chosen one."""
 
@@ -148,11 +142,6 @@ class Choice:
         return self._speed(self.compared) / self._speed(ALONE) if self.expected else 0.0
 
     @property
-    def _is_unseen(self) -> bool:
-        """True if the draft has never proposed anything."""
-        return not self.gains.acceptance.count
-
-    @property
     def _may_pay(self) -> bool:
         """True if drafting would pay with an acceptance as good as the proposals so far leave possible."""
         return self._pays(4.0 * OPTIMISM)
@@ -167,67 +156,33 @@ class Choice:
     def _speed(self, plan: Plan, expected: Sequence[float] = ()) -> float:
         return (expected or self.expected)[plan.tokens] / self._seconds[plan.outcomes][plan.tokens]
 
-    def begin_round(self, request: RequestSpeculation) -> Plan:
+    def begin_round(self) -> Plan:
         """The plan of the round that begins."""
         self._rounds += 1
         self._renew_in -= 1
-        is_over = self._turn is not None and (
-            self._turn_rounds <= 0
-            or self._rounds >= self._turn_end
-            or self._turn_number != self.gains.turns  # another load has come, and has tried it
-        )
-        if is_over:
-            # To watch costs nothing: it goes on until it is sure, or knows as much as those who try would.
-            is_known = self.gains.acceptance.count >= WINDOW or self._pays(-2.0 * OPTIMISM)
-            if is_known or not (self._is_watched and self._scouts_on()):
-                self.renew()
-            if self._scouts_on():
-                self._turn_rounds, self._turn_end = TURN_ROUNDS, self._rounds + WINDOW * len(self.requests)
-            else:
-                self._turn, self.scout = None, None
-        elif self._renew_in <= 0 and self.scout is None:
+        if self._turn is not None:
+            self._turn_rounds -= 1
+            if self._turn_rounds <= 0:
+                self._turn, self._renew_in = None, 0
+        if self._renew_in <= 0:
             self.renew()
-        is_due = self._rounds >= self._next_at
-        if self._is_unseen and not self._can_watch:
-            is_due &= request.rounds > TURN_ROUNDS  # by then it is measured what the target makes alone
-        if self._turn is None and len(self._best) > 1 and is_due:
-            self._begin_turn(request)
-        return self._turn if self._turn is not None and self._tries(request) else self.plan
-
-    def _scouts_on(self) -> bool:
-        """True if the scout goes on, since its few proposals leave open whether drafting pays."""
-        most = MEMORY if self._is_watched else WINDOW
-        is_open = self.gains.acceptance.count < most and self._turn_number == self.gains.turns
-        return self.scout in self.requests and is_open and not self.plan.tokens and self._may_pay
-
-    @property
-    def _is_watched(self) -> bool:
-        """True if the turn in progress compares, and tries nothing."""
-        return self.scout is not None and self._can_watch and not self.plan.tokens
-
-    def _tries(self, request: RequestSpeculation) -> bool:
-        return self.scout is None or (self.scout is request and not self._is_watched)
+        if self._turn is None and len(self._best) > 1 and self._rounds >= self._next_at:
+            # All take part: one that drafts beside others takes what it never takes otherwise.
+            self._turn, self._turn_rounds = self._next_turn, TURN_ROUNDS * len(self.requests)
+            self._tried[self._turn.way] = self._rounds
+            self._plan_turn()
+        return self.plan if self._turn is None else self._turn
 
     def watched_tokens(self, request: RequestSpeculation) -> int:
         """Tokens to ask the draft for that are only compared with what comes; 0 for no question."""
-        return self._turn.tokens if self._turn and self._is_watched else 0
+        is_one = self.all_watch or next(iter(self.requests)) is request
+        return self.compared.tokens if self.watches and is_one else 0
 
-    def is_beside_scout(self, request: RequestSpeculation) -> bool:
-        """True if another request tries the draft."""
-        return self.scout not in (None, request) and not self._is_watched
-
-    def count_watched(self) -> None:
-        """Count a proposal that was watched towards the turn in progress."""
-        self._turn_rounds -= 1
-
-    def spend(self, request: RequestSpeculation, result: RoundResult, seconds: float) -> None:
-        """Count a round towards the turn in progress, if there is one."""
-        if self._turn is not None and self._tries(request):
-            self._turn_rounds -= result.proposed > 0
-            # What a scout loses, each of all will.
-            lost = seconds * self._speed(self.plan) - result.committed
-            way, times = self._turn.way, len(self.requests) if self.scout is request else 1
-            self._lost[way] = self._lost.get(way, 0.0) + lost * times
+    @property
+    def all_watch(self) -> bool:
+        """True if all requests watch: on a shared machine 16 that do take half of the target's speed, so that later
+        only the first one does."""
+        return self.watches and self.gains.acceptance.count < WINDOW
 
     def count(self, way: Way, proposed: int, seconds: float) -> None:
         """Count a uniform round at this load."""
@@ -236,40 +191,16 @@ class Choice:
             self.predicted_seconds = keep * self.predicted_seconds + self.seconds[proposed]
             self.measured_seconds = keep * self.measured_seconds + seconds
 
-    def _begin_turn(self, request: RequestSpeculation) -> None:
-        """Let the rounds of all go as they might: one that drafts beside others takes what it never takes otherwise.
-
-        What a draft that nobody has seen is worth, one request finds out at less expense.
-        """
-        self._turn = turn = self._next_turn
-        self._tried[turn.way] = self._rounds
-        self.scout = request if turn.tokens and self._is_unseen else None
-        self._lost[turn.way] = 0.0
-        self.gains.turns += 1
-        self._turn_number = self.gains.turns
-        self._turn_rounds = TURN_ROUNDS * (len(self.requests) if self.scout is None else 1)
-        self._turn_end = self._rounds + (WINDOW if turn.tokens else TURN_ROUNDS) * len(self.requests)
-        self._plan_turn()
-
     def _plan_turn(self) -> None:
-        """Decide what the next turn tries, and when: the way of working that is due first."""
-        due = {
-            plan: self._tried.get(way, 0) + self._turn_pause(plan)
-            for way, plan in self._best.items()
-            if way is not self.plan.way
-        }
-        if due:
-            self._next_turn = min(due, key=lambda plan: (due[plan], -self._speed(plan)))
-            self._next_at = due[self._next_turn]
+        """Decide what the next turn tries, and when: after as many rounds as keep what it loses at its share."""
 
-    def _turn_pause(self, turn: Plan) -> int:
-        """Rounds from one turn of a way of working to the next: as many as keep what it loses at its share."""
-        made = self.expected[self.plan.tokens]
-        lost = self._seconds[turn.outcomes][turn.tokens] * self._speed(self.plan) - self.expected[turn.tokens]
-        lost = max(lost, (HYSTERESIS - 1.0) * made) * TURN_ROUNDS * len(self.requests)
-        pause = max(lost, self._lost.get(turn.way, 0.0)) / made / TURN_SHARE
-        # What nobody has ever seen, and may pay, is looked at once it is known what the target makes alone.
-        return 0 if self._is_unseen and turn.tokens and self._may_pay else int(pause)
+        def due(plan: Plan) -> float:
+            lost = max(1.0 - self._speed(plan) / self._speed(self.plan), HYSTERESIS - 1.0)
+            return self._tried.get(plan.way, 0) + TURN_ROUNDS * len(self.requests) * lost / TURN_SHARE
+
+        others = [plan for plan in self._best.values() if plan.way is not self.plan.way]
+        self._next_turn = min(others, key=due, default=ALONE)
+        self._next_at = int(due(self._next_turn))
 
     def renew(self) -> None:
         """Predict again, and change what another choice is clearly better than."""
@@ -296,11 +227,10 @@ class Choice:
                 + self._seconds[0][tokens] * doubt
                 for tokens in range(1, len(self.expected))
             ]
-        count, alike = len(self.requests), self._rounds - self._tried.get(self.plan.way, 0)
-        # Of many requests a round of each tells enough to decide again, where drafting has just begun.
-        soon = max(count, TURN_ROUNDS, min(TURN_ROUNDS * count, alike))
-        self._renew_in = soon if self.plan.tokens else WINDOW * count
         self._choose(is_first)
+        count = len(self.requests)
+        soon = max(count, TURN_ROUNDS)
+        self._renew_in = soon if self.plan.tokens or self.watches else WINDOW * count
 
     def ahead_seconds(self, proposed: int, outcomes: int, step_seconds: float | None) -> float:
         """Predicted seconds in which rounds that draft ahead make as much as a proposal of so many tokens does, if the
@@ -323,29 +253,28 @@ class Choice:
             return self._speed(plan, hoped) if plan.tokens else HYSTERESIS * self._speed(plan)
 
         was = self.plan.way
-        self._best = {}
-        for outcomes in self._seconds:
-            for tokens in self._lengths:
-                plan = Plan(tokens, outcomes if tokens else 0)
-                if plan.tokens and not outcomes and 0 not in self._outcomes:
-                    continue
-                best = self._best.get(plan.way)
-                if best is None or self._speed(plan) > self._speed(best):
-                    self._best[plan.way] = plan
+        plans = [
+            Plan(tokens, outcomes if tokens else 0)
+            for outcomes in self._seconds
+            for tokens in self._lengths
+            if outcomes or not tokens or 0 in self._outcomes
+        ]
+        self._best = {plan.way: plan for plan in sorted(plans, key=self._speed)}
         present = self.plan
         if present.outcomes:
             present = present._replace(outcomes=self._best[Way.AHEAD].outcomes)
         best = max(self._best.values(), key=hope)
-        if self._is_unseen and self.load > 1 and Way.ASKED in self._best:
-            best = present = ALONE  # one request finds out what such a draft is worth
+        known = self.gains.acceptance.count
+        if self._can_watch and self.load > 1 and known < WINDOW and not self._pays(-2.0 * OPTIMISM):
+            best = present = ALONE
         self.plan = best if is_first or hope(best) > HYSTERESIS * hope(present) else present
         self._best[self.plan.way] = self.plan
         drafting = [plan for plan in self._best.values() if plan.tokens]
         self.compared = self.plan if self.plan.tokens else max(drafting, key=hope)
         if is_first or self.plan.way is not was:
-            self._tried, self._lost = dict.fromkeys(Way, self._rounds), {}
-            self._renew_in = len(self.requests)  # what was only predicted is soon measured
+            self._tried = dict.fromkeys(Way, self._rounds)
         self._plan_turn()
+        self.watches = self._can_watch and not self.plan.tokens and known < MEMORY and self._may_pay
 
     def hope(self, deviations: float) -> float:
         """Tokens per second of the best plan, with an acceptance that is so many standard deviations better."""
@@ -404,10 +333,10 @@ class RequestSpeculation:
             self.load, self._choice_target = load, self.target
             self._leave_choice()
             self.choice = self._controller.choice(self.target, self.terms, load)
-            self.choice.requests.add(self)
+            self.choice.requests[self] = None
             self._phase = len(self.choice.requests)
         self._granted = self._outcomes
-        shared, self._outcomes = self.choice.begin_round(self)
+        shared, self._outcomes = self.choice.begin_round()
         self.tokens = self._chosen(self.choice, shared) if self.terms.is_adaptive else self.terms.max_tokens
         self.watched_tokens = 0 if self.tokens else self.choice.watched_tokens(self)
         return self.tokens
@@ -416,7 +345,6 @@ class RequestSpeculation:
         """Of a proposal that was only watched so many tokens came."""
         if proposed and self.choice is not None:
             self.choice.gains.acceptance.add(proposed, came)
-            self.choice.count_watched()
 
     @property
     def ahead_budget(self) -> AheadBudget | None:
@@ -481,19 +409,17 @@ class RequestSpeculation:
             # A miss after which the target goes on alone belongs to the round that follows it.
             self._beside += cost.seconds - choice.ahead_seconds(proposed, self._granted, self._ahead_step)
             self._made += choice.expected[proposed]
-        choice.spend(self, result, cost.seconds)
         if proposed or not self._granted:
             self._alike_rounds = self._alike_rounds + 1 if way is self._last_way else 1
             self._last_way = way
             beside, made = self._beside, self._made
             self._beside = self._made = 0.0
-            if not proposed and choice.is_beside_scout(self):
-                return  # what is beside a scout is not alone
+            if not proposed and choice.all_watch:
+                return  # what is beside a draft that works for all is not alone
             if not proposed and (self.rounds + self._phase) % len(choice.requests):
                 return  # of the target alone one request at a time tells, in turn: all share its steps
             if way is not Way.AHEAD:
-                is_of_all = choice.scout is not self or len(choice.requests) == 1
-                is_settled = self._alike_rounds > 1 and is_of_all
+                is_settled = self._alike_rounds > 1 and (proposed > 0 or self.rounds > TURN_ROUNDS)
                 choice.costs.add(load, cost, is_settled=is_settled)
             elif (load == 1 or self._alike_rounds > 2) and made:
                 # Many requests that begin to draft ahead together first wait for each other's steps.
@@ -512,7 +438,7 @@ class RequestSpeculation:
 
     def _leave_choice(self) -> None:
         if self.choice is not None:
-            self.choice.requests.discard(self)
+            self.choice.requests.pop(self, None)
 
     def _chosen(self, choice: Choice, shared: int) -> int:
         if not shared:
@@ -523,7 +449,7 @@ class RequestSpeculation:
 
     def _refined(self, choice: Choice) -> int | None:
         """The best length for the request's own acceptance, where it is clearly better than the shared one."""
-        if not choice.expected:
+        if not choice.expected or len(choice.requests) == 1:
             return None
         if self._own_tokens == 0:
             self._acceptance.forget()

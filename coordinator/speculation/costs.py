@@ -140,8 +140,6 @@ def _interval(points: Sequence[int], value: float) -> tuple[int, float]:
 class _Rest:
     """What rounds of one way of working take beside their services' steps."""
 
-    load: int
-    """Requests at the first of them."""
     weight: float
     """Rounds of all requests that it rests on."""
     seconds: float
@@ -209,7 +207,7 @@ class CostModel:
         known = self._rests[way]
         if load_class(load) not in known:
             # The first rounds are cold: what was expected of them counts as much as one.
-            known[load_class(load)] = _Rest(load, 1.0, self.rest_seconds(way, load))
+            known[load_class(load)] = _Rest(1.0, self.rest_seconds(way, load))
         rest = known[load_class(load)]
         share = 1.0 if way in (Way.LED, Way.ASKED) else 1.0 / load
         rest.weight = min(rest.weight + share, float(WINDOW))
@@ -217,6 +215,7 @@ class CostModel:
         limit = 2.0 * SURPRISE * max(rest.seconds, trips) or abs(seconds)
         if way is Way.LED:
             # An answer that was read late is followed by one that comes early.
+            limit = max(SURPRISE * rest.seconds, trips) or abs(seconds)
             seconds = max(seconds, -limit)
         elif way is Way.AHEAD:
             # Nor is a round shorter by more than a verification, whatever the draft says of its steps.
@@ -224,41 +223,23 @@ class CostModel:
             limit, seconds = verify * SURPRISE + max(rest.seconds, 0.0), max(seconds, -verify)
         rest.seconds += (min(seconds, limit) - rest.seconds) * share / rest.weight
 
-    def _known_rest(self, way: Way, load: int) -> float | None:
-        """The mean at the nearest load, less the wait for others that a lower load is spared; None before any round."""
-        known, wanted = self._rests[way], load_class(load)
-        if not known:
-            return None
-        nearest = min(known, key=lambda other: abs(other - wanted))
-        rest = known[nearest]
-        if way is not Way.DRAFTED or nearest <= wanted:
-            return rest.seconds
-        spared = self.queue_seconds(rest.load) - self.queue_seconds(load)
-        return max(rest.seconds - spared, min(rest.seconds, self.trips_seconds))
-
     def rest_seconds(self, way: Way, load: int) -> float:
         """Predicted seconds of a round beside the services' steps."""
-        seconds = self._known_rest(way, load)
-        if seconds is not None:
-            return seconds
+        if known := self._rests[way]:
+            wanted = load_class(load)
+            return known[min(known, key=lambda other: abs(other - wanted))].seconds
         if way is Way.MISSED:
             return max(self.rest_seconds(Way.DRAFTED, load) - self.rest_seconds(Way.ASKED, load), 0.0)
         if way not in (Way.ASKED, Way.DRAFTED):
             return 0.0
         is_drafted = way is Way.DRAFTED
-        queue = self.queue_seconds(load) if is_drafted else 0.0
+        # A request with a proposal waits for the end of a step of others: half of one.
+        queue = self.verify_seconds(load, 0) / 2.0 if is_drafted and load > 1 else 0.0
         # A proposal is one more question and answer.
-        if known := self._rests[Way.ASKED if is_drafted else Way.DRAFTED].values():
-            return (2.0 if is_drafted else 0.5) * min(rest.seconds for rest in known) + queue
+        if others := self._rests[Way.ASKED if is_drafted else Way.DRAFTED].values():
+            return (2.0 if is_drafted else 0.5) * min(rest.seconds for rest in others) + queue
         # A question wakes more than a health check does: the engine's thread, and the event loop for its answer.
-        way_there = 2.0 * (self.trips_seconds if is_drafted else self.target.trip_seconds)
-        # What is left beside the steps of a target that leads is the coordinator's own work, for one token.
-        own = 2.0 * max(self._known_rest(Way.LED, load) or 0.0, 0.0) if is_drafted else 0.0
-        return way_there + own + queue
-
-    def queue_seconds(self, load: int) -> float:
-        """Guessed seconds that a request with a proposal waits for the end of a step of others: half of one."""
-        return self.verify_seconds(load, 0) / 2.0 if load > 1 else 0.0
+        return 2.0 * (self.trips_seconds if is_drafted else self.target.trip_seconds) + queue
 
     def verify_seconds(self, load: int, proposed: int) -> float:
         """Predicted seconds of a verification in which each of `load` sequences has so many proposed tokens."""

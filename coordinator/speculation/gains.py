@@ -126,8 +126,6 @@ class GainModel:
     def __init__(self, first_rate: float = FIRST_RATE) -> None:
         self.acceptance = ConditionalRates([first_rate])
         self._misses = ConditionalRates(FIRST_MISSES)
-        self.turns = 0
-        """Times that rounds have begun to go as they were not chosen to."""
 
     def add_outcome(self, rank: int | None, outcomes: int) -> None:
         """Count a round: the place of the outcome that came, None for a miss, among those that were drafted for."""

@@ -144,7 +144,7 @@ class Choice:
     @property
     def _may_pay(self) -> bool:
         """True if drafting would pay with an acceptance as good as the proposals so far leave possible."""
-        return self._pays(4.0 * OPTIMISM)
+        return self._pays(6.0 * OPTIMISM)
 
     def _pays(self, deviations: float) -> bool:
         """True if one of the plans that are best now would, with an acceptance so many standard deviations better. With

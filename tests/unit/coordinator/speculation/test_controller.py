@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.speculation import report
 from coordinator.speculation.controller import TURN_ROUNDS, RequestSpeculation, SpeculationController, Terms
-from coordinator.speculation.gains import TEMPERATURE_RANGES, RequestKind, request_kind
+from coordinator.speculation.gains import TEMPERATURE_RANGES, WINDOW, RequestKind, request_kind
 from coordinator.stats.rounds import RoundCost
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.speculation_state import DecidingFigure, SpeculationState
@@ -187,6 +187,20 @@ def test_where_few_proposals_leave_it_open_one_request_goes_on_watching() -> Non
     assert 4 in watching
     assert watching[-4:] == [1] * 4
     assert controller.costs("target", "draft").seconds(4, 0) == pytest.approx(0.011, rel=0.01)
+
+
+@pytest.mark.parametrize("others", [0, 3])
+def test_a_request_follows_its_own_acceptance_only_beside_others(others: int) -> None:
+    """All that is known of a lone one's text is what all know, and it goes on learning that."""
+    controller = SpeculationController()
+    simulate(begun(controller, is_adaptive=False), 600, 0.6, K, load=4)
+    request, *beside = [begun(controller) for _ in range(1 + others)]
+    for each in (request, *beside):
+        each.begin_round(4)
+    simulate(request, 2 * WINDOW, 0.6, 1, load=4)
+    assert request.choice is not None
+    assert request.choice.plan.tokens
+    assert (request.tokens == request.choice.plan.tokens) == (not others)
 
 
 def test_a_draft_that_cannot_pay_is_not_tried_at_once() -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from tandem.errors import ServiceUnavailableError
@@ -66,13 +67,19 @@ class Child:
         return f"the {self.name} service ended with exit code {code}"
 
     def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        # Not by `Process.send_signal`: it takes the exit code of one that has just ended from asyncio, which then
+        # writes a warning to stderr and reports 255.
         if self.process.returncode is None:
-            self.process.kill()
+            with suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)
 
     async def stop(self) -> None:
         if self.process.returncode is not None:
             return
-        self.process.terminate()
+        self._signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(self._stop_seconds):
                 await self.process.wait()

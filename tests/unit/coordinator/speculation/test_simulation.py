@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache
-from itertools import chain, product, repeat, starmap
+from itertools import product, starmap
 from random import Random
 from statistics import fmean, median
 
@@ -69,10 +69,6 @@ class Profile:
 
     def verify_seconds(self, sequences: int, tokens: int) -> float:
         return self.verify + self.verify_sequence * sequences + self.verify_token * tokens
-
-    def prompt_tokens(self, is_drafted: bool) -> int:
-        """Tokens of prompts that a step reads beside its rounds."""
-        return 0
 
     def draft_seconds(self, sequences: int, steps: int) -> float:
         return steps * (self.draft + self.draft_sequence * sequences) if sequences else 0.0
@@ -170,7 +166,7 @@ class Cluster:
             for request, count in zip(requests, counts, strict=True)
         ]
         drafting, longest = sum(map(bool, proposed)), max(proposed)
-        tokens = load + sum(proposed) + profile.prompt_tokens(drafting > 0)
+        tokens = load + sum(proposed)
         verify = profile.verify_seconds(load, tokens) * self._noise()
         draft = profile.draft_seconds(drafting, longest) * self._noise()
         seconds = verify + draft + profile.message_seconds(load, drafting > 0) * self._noise()
@@ -430,27 +426,6 @@ def test_a_target_that_is_faster_alone_than_its_profile_says_is_left_alone(load:
     cluster.run(load, 1000)
     lengths = cluster.lengths[load]
     assert lengths[0] > 0.9 * sum(lengths)
-
-
-@dataclass(frozen=True)
-class CrowdedStart(Profile):
-    """A machine whose first steps with proposals read prompts as well."""
-
-    prompts: Iterator[int] = field(default_factory=lambda: chain(repeat(500, 40), repeat(0)))
-
-    def prompt_tokens(self, is_drafted: bool) -> int:
-        return next(self.prompts) if is_drafted else 0
-
-
-def test_a_crowded_start_does_not_stop_speculation_for_good() -> None:
-    """A request that drafts beside others that do not says nothing of what it takes when all do."""
-    machine = CrowdedStart(**asdict(CHEAP))
-    cluster = Cluster(machine, 1, adaptive(controller_of(machine)))
-    cluster.run(16, 130)
-    cluster.lengths.clear()
-    cluster.run(16, 400)
-    lengths = cluster.lengths[16]
-    assert lengths[0] < 0.2 * sum(lengths)
 
 
 def test_new_requests_start_with_the_measurements_of_others() -> None:

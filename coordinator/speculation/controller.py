@@ -459,7 +459,10 @@ class RequestSpeculation:
         return shared if self._own_tokens is None else min(self._own_tokens, self.terms.max_tokens)
 
     def _refined(self, choice: Choice) -> int | None:
-        """The best length for the request's own acceptance, where it is clearly better than the shared one."""
+        """The best length for the request's own acceptance, where it is clearly better than the shared one.
+
+        None for a lone request: what all know is what its newest proposals told.
+        """
         if not choice.expected or len(choice.requests) == 1:
             return None
         if self._own_tokens == 0:

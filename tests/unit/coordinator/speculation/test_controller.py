@@ -204,7 +204,6 @@ def test_a_request_follows_its_own_acceptance_only_beside_others(others: int) ->
 
 
 def test_a_draft_that_cannot_pay_is_not_tried_at_once() -> None:
-    """One whose step takes twice the target's makes nothing faster, whatever is accepted."""
     assert not any(simulate(begun(profiled(0.02)), 100, 2.0, K))
 
 

@@ -175,7 +175,6 @@ async def test_the_reason_is_told(end: str, told: str) -> None:
 
 
 async def test_to_stop_a_child_does_not_take_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What asyncio waits for in a thread would be gone."""
     process = await asyncio.create_subprocess_exec("sleep", "60")
     with monkeypatch.context() as patch:
         patch.setattr(subprocess.Popen, "poll", lambda _: pytest.fail("it was taken"))

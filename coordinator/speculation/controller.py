@@ -113,8 +113,9 @@ class Choice:
         """Those that it decides for now."""
         self._rounds = 0
         self._renew_in = 0
-        self._can_watch = self._outcomes[-1] > 0 and terms.kind.rule in _DECIDED_BY_TOKENS
-        """True if the draft works beside the target, and its tokens alone tell which of them would be accepted."""
+        may_go_alone = terms.is_adaptive and self._outcomes[-1] > 0
+        self._can_watch = may_go_alone and terms.kind.rule in _DECIDED_BY_TOKENS
+        """True if the target may go on alone beside the draft, and tokens alone tell which would be accepted."""
         self.watches = False
         """True if the draft is asked beside the target alone, and what it proposes compared with what comes."""
         self._turn: Plan | None = None

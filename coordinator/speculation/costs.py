@@ -214,7 +214,7 @@ class CostModel:
         # Requests that wait for each other make long rounds common: only what is twice a surprise is a pause.
         limit = 2.0 * SURPRISE * max(rest.seconds, trips) or abs(seconds)
         if way is Way.LED:
-            # An answer that was read late is followed by one that comes early.
+            # An answer that was read late is followed by one that comes early: neither is what a round takes.
             limit = max(SURPRISE * rest.seconds, trips) or abs(seconds)
             seconds = max(seconds, -limit)
         elif way is Way.AHEAD:

@@ -129,10 +129,10 @@ def test_a_fixed_number_of_outcomes_is_always_drafted_for() -> None:
     assert request.ahead_budget == AheadBudget(8, K)
     (decision,) = controller.decisions()
     assert decision.reason == f"batch 1: K = {K}, ahead 8, nothing was measured yet"
-    fixed = begun(controller, draft_ahead=8, is_adaptive=False)
+    fixed = begun(controller, request_kind("draft", "strict", 1.0), draft_ahead=8, is_adaptive=False)
     for _ in range(100):
-        simulate(fixed, 1, 0.05, 2)
-        assert fixed.begin_round(1) == K
+        simulate(fixed, 1, 0.05, 0, load=4)
+        assert fixed.begin_round(4) == K
         assert fixed.ahead_budget == AheadBudget(8, K)
 
 

@@ -82,8 +82,7 @@ _SECTIONS: tuple[tuple[str, str, type[BaseModel]], ...] = (
 )
 
 _TYPES: Mapping[object, str] = {
-    int: "integer", float: "number", bool: "boolean", str: "text", Path: "path", tuple: "list of numbers",
-    SecretStr: "secret", dict: "object",
+    int: "integer", float: "number", bool: "boolean", str: "text", Path: "path", SecretStr: "secret", dict: "object",
 }  # fmt: skip
 
 
@@ -115,6 +114,8 @@ def _type(annotation: Any) -> str:
         return _type(get_args(annotation)[0])
     if get_origin(annotation) is Literal:
         return ", ".join(map(str, get_args(annotation)))
+    if get_origin(annotation) is tuple:
+        return f"list of {_type(get_args(annotation)[0])}s"
     if name := _TYPES.get(annotation) or _TYPES.get(get_origin(annotation)):
         return name
     return " or ".join(_type(part) for part in get_args(annotation) if part is not NoneType)

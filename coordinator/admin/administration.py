@@ -12,9 +12,9 @@ from datetime import UTC, datetime
 from typing import TypeVar
 
 from coordinator.admin.diagnosis import diagnose
-from coordinator.rejection.strategies import find_strategy
+from coordinator.rejection.strategies import find_strategy, for_draft
 from coordinator.replicas.registry import ReplicaRegistry
-from coordinator.requests.plan import for_draft, names_auto
+from coordinator.requests.plan import names_auto
 from coordinator.requests.runner import ActiveRequest, RequestRunner
 from coordinator.settings.live import LiveConfig
 from coordinator.speculation.report import of_coordinator

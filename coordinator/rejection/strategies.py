@@ -14,7 +14,7 @@ from coordinator.rejection.rounds import KEYED, Decide, MessageVerification, Noi
 from tandem.config import SpeculativeConfig, names
 from tandem.config.rule import Rule, broken, rule
 from tandem.errors import InvalidRequestError
-from tandem.types import Acceptance, Delta, IntArray, Proposal, RowKind, SamplingParams, VerifyStep
+from tandem.types import Acceptance, Delta, IntArray, ModelInfo, Proposal, RowKind, SamplingParams, VerifyStep
 
 _TOKEN, _SUPPORT, _DENSE = RowKind.TOKEN, RowKind.SUPPORT, RowKind.DENSE
 
@@ -100,6 +100,10 @@ STRATEGIES = (
     GREEDY, RESIDUAL, BLOCK, STRICT, TYPICAL_ACCEPTANCE, LOGIT_COMPARISON, SYNTHETIC
 )  # fmt: skip
 """All rules."""
+
+
+LOSSLESS_RULES = (*(strategy.name for strategy in STRATEGIES if strategy.lossless), names.AUTO)
+"""Names of the rules under which no draft changes the text's distribution, with the one that picks among them."""
 
 
 def find_strategy(name: str) -> Strategy:
@@ -218,6 +222,13 @@ def checked_strategy(options: SpeculativeConfig) -> Strategy | None:
         return find_strategy(options.acceptance_rule)
     except InvalidRequestError:
         return None
+
+
+def for_draft(options: SpeculativeConfig, draft: ModelInfo | None) -> SpeculativeConfig:
+    """The options with the method of a draft that reads the target's hidden states, which says so itself."""
+    if draft is None or not draft.drafting_method:
+        return options
+    return options.model_copy(update={"speculative_method": draft.drafting_method})
 
 
 SYNTHETIC_OPTIONS = ("synthetic_acceptance_rate", "synthetic_acceptance_rates", "synthetic_acceptance_length")

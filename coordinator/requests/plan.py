@@ -18,7 +18,13 @@ from coordinator.decoding.completion import (
 )
 from coordinator.decoding.tokenization import PromptEncoder
 from coordinator.rejection.rounds import Round
-from coordinator.rejection.strategies import SYNTHETIC_OPTIONS, AcceptanceRule, find_strategy, resolve
+from coordinator.rejection.strategies import (
+    SYNTHETIC_OPTIONS,
+    AcceptanceRule,
+    find_strategy,
+    for_draft,
+    resolve,
+)
 from coordinator.requests import validation
 from coordinator.requests.grammars import CheckedGrammars
 from coordinator.settings.coordinator import CoordinatorSettings, RequestBounds
@@ -302,13 +308,6 @@ def requested_options(
     if names_auto(config, request):
         options["rejection_sampling_strategy"] = auto_rule
     return config.model_copy(update=options) if options else config
-
-
-def for_draft(options: SpeculativeConfig, draft: ModelInfo | None) -> SpeculativeConfig:
-    """The options with the method of a draft that reads the target's hidden states, which says so itself."""
-    if draft is None or not draft.drafting_method:
-        return options
-    return options.model_copy(update={"speculative_method": draft.drafting_method})
 
 
 def _auto_rule(settings: CoordinatorSettings, request: GenerationRequest, choose_rule: ChooseRule) -> str:

@@ -98,7 +98,10 @@ class RequestRunner:
         async def run(queue: ChunkQueue) -> None:
             # Waiting requests stay in memory: hundreds of any size would take all of it.
             models = self.models
-            BoundedRequest(request, self.bounds, models.target.max_length, models.max_text_bytes).check()
+            bounded = BoundedRequest(
+                request, self.bounds, models.target.max_length, models.max_text_bytes, models.draft
+            )
+            bounded.check()
             async with self.admission.place(deadline.remaining_seconds, peer) as place:
                 observer.admitted()
                 plan = await make_plan(request, name, self.bounds, self.models, self._choose_rule)

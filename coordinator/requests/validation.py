@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-from coordinator.rejection.strategies import SYNTHETIC, checked_strategy
+from coordinator.rejection.strategies import SYNTHETIC, checked_strategy, for_draft
 from coordinator.settings.coordinator import MAX_SPECULATIVE_TOKENS, CoordinatorSettings, RequestBounds
 from tandem.config import SpeculativeConfig
-from tandem.config.names import OWN_METHODS
+from tandem.config.names import OWN_METHODS, canonical_name
 from tandem.config.rule import Rule, broken, refuse, rule, spelled, within
 from tandem.plural import plural
 from tandem.sampling.ranges import sampling_rules
@@ -27,6 +27,8 @@ class BoundedRequest:
     """The target's."""
     max_text_bytes: int | None = None
     """Bytes beyond which any text has more than `max_length` tokens; None where there is no such bound."""
+    draft: ModelInfo | None = None
+    """Its method may decide the coordinator's own rule. None when the target works alone."""
 
     def check(self) -> None:
         """Refuse it if it asks for too much."""
@@ -115,11 +117,25 @@ def _most_speculative_tokens(subject: BoundedRequest) -> Iterator[str]:
         yield f"num_speculative_tokens is {count}; it must be at most {most}"
 
 
+@rule(
+    "A request names a rule of `allowed_rejection_sampling_strategies`, or the one that the coordinator is set to."
+)
+def _allowed_rule(subject: BoundedRequest) -> Iterator[str]:
+    named = subject.request.rejection_sampling_strategy
+    if named is None:
+        return
+    own = canonical_name(for_draft(subject.bounds, subject.draft).acceptance_rule)
+    allowed = dict.fromkeys((*subject.bounds.allowed_rejection_sampling_strategies, own))
+    if canonical_name(named) not in allowed:
+        yield f"rejection_sampling_strategy is {named!r}; this coordinator allows {', '.join(allowed)}"
+
+
 BOUND_RULES: tuple[Rule[BoundedRequest], ...] = (
     _prompt_size,
     _counts,
     _structured_output,
     _most_speculative_tokens,
+    _allowed_rule,
 )
 
 

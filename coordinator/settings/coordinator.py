@@ -9,10 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 
-from coordinator.rejection.strategies import COMBINATION_RULES
+from coordinator.rejection.strategies import COMBINATION_RULES, LOSSLESS_RULES
 from tandem.config import SpeculativeConfig
 from tandem.config.options import Options
 from tandem.config.rule import Rule, Rules, not_below, rule
+from tandem.config.speculative import checked_rule, listed
 from tandem.rpc.addresses import is_loopback, split_addresses
 from tandem.rpc.credentials import Credentials
 from tandem.serving.protection import AdminOptions, exposure_rule
@@ -23,6 +24,10 @@ MAX_SPECULATIVE_TOKENS = 32
 """A request may ask for so many tokens per proposal, or for as many as the coordinator's own setting."""
 MAX_CHAT_MESSAGES = 2_048
 """Maximum messages of a chat."""
+
+
+RuleNames = Annotated[tuple[Annotated[str, AfterValidator(checked_rule)], ...], BeforeValidator(listed)]
+"""Names of acceptance rules."""
 
 
 class RequestBounds(Options):
@@ -52,6 +57,10 @@ class RequestBounds(Options):
     structured_output: Literal["allow", "refuse"] = "allow"
     """Treatment of requests whose completion must follow a JSON schema, a regular expression, a choice or a grammar, or
     call tools: serve them, or refuse them, as MAX does beside speculative decoding. Tandem's own."""
+    allowed_rejection_sampling_strategies: RuleNames = LOSSLESS_RULES
+    """Acceptance rules that a request may name, with commas between them; it may always name the one that the
+    coordinator is set to. By default the lossless ones: under a lossy rule the draft changes the text, so a client
+    could learn from its own text what the draft knows of others. Tandem's own."""
     max_grammar_bytes: int = Field(default=64 << 10, ge=1)
     """Maximum bytes of such a schema, expression, list or grammar, in UTF-8."""
     draft_model_penalties: Literal["refuse", "target-only"] = "target-only"

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 LIVE_OPTIONS = (
     "speculation",
     *AcceptanceOptions.model_fields,
+    "allowed_rejection_sampling_strategies",
     "draft_patience_seconds",
     "speculation_policy",
     "draft_ahead",

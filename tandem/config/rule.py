@@ -98,4 +98,6 @@ def always(option: str, needed: object, why: str) -> Rule[Any]:
 
 def spelled(value: object) -> str:
     """A value as a configuration file spells it, with all its digits."""
+    if isinstance(value, tuple):
+        return ",".join(map(spelled, value))
     return str(value).lower() if isinstance(value, bool) else str(value)

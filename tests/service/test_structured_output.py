@@ -67,7 +67,7 @@ def assert_fits(completed: Completed) -> None:
 
 
 async def test_every_rule_keeps_to_the_grammar(pair: MakePair) -> None:
-    async with pair() as (client, _):
+    async with pair(allowed_rejection_sampling_strategies=RULES) as (client, _):
         requests = [replace(REQUEST, temperature=0.0)]
         requests += [replace(REQUEST, rejection_sampling_strategy=rule) for rule in RULES]
         requests += [

@@ -86,6 +86,12 @@ async def test_a_refusal_says_when_the_queue_moves() -> None:
         (GenerationRequest("a", num_speculative_tokens=33), "num_speculative_tokens is 33; it must be at most 32"),
         (GenerationRequest("a", grammar=Grammar(GrammarKind.JSON_SCHEMA, " " * 6)),
             "the structured output's json_schema has 6 bytes; it must be at most 5"),
+        (GenerationRequest("a", rejection_sampling_strategy="Typical_Acceptance"),
+            "rejection_sampling_strategy is 'Typical_Acceptance'; this coordinator allows greedy, residual, block, "
+            "strict, auto"),
+        (GenerationRequest("a", rejection_sampling_strategy="synthetic"),
+            "rejection_sampling_strategy is 'synthetic'; this coordinator allows greedy, residual, block, strict, "
+            "auto"),
     ],
 )  # fmt: skip
 def test_a_request_above_the_bounds_is_refused(request_: GenerationRequest, sentence: str) -> None:

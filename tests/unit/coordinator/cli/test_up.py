@@ -331,6 +331,7 @@ SAMPLES: dict[str, object] = {
     "draft_load_config": '{"load_format": "dummy"}',
     "eagle_aux_hidden_state_layer_ids": [0, 1],
     "synthetic_acceptance_rates": [0.5, 0.5],
+    "allowed_rejection_sampling_strategies": ["strict", "synthetic"],
 }
 """Values of options whose type alone does not say one."""
 SOURCES = {"config_file", "section_name", "speculative_config"}

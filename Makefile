@@ -129,9 +129,9 @@ $(SMOLLM2): | $(INSTALLED)
 	@touch $@
 
 # Without a network it goes on with the bundled pair.
-demo: setup ## Answer questions with and without the draft, and compare the speed
+demo: setup ## Kill parts of a split cluster in the middle of an answer, and compare ways to decode
 	@$(if $(findstring --model,$(ARGS)),true,$(MAKE) --silent $(SMOLLM2)) || true
-	$(BIN)/python -m benchmarks.demo $(ARGS)
+	$(BIN)/tandem demo $(ARGS)
 
 exactness: setup $(SMOLLM2) ## Measure the error of bfloat16 with our CPU kernels and with torch
 	$(BIN)/python -m benchmarks.studies.exactness $(ARGS)

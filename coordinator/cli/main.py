@@ -68,6 +68,10 @@ VERBS = {
     "chat": ("generate", "Chat with the model, turn by turn."),
     "plan": ("plan", "Show the gain of speculation at each proposal length."),
     "audit": ("audit", "Check whether a server's speculative decoding is lossless."),
+    "demo": (
+        "demo",
+        "Start a split cluster, kill parts of it in the middle of an answer, and compare speeds.",
+    ),
     "bench": ("serve", "Compare ways of decoding here, or send a load."),
     "config": ("config", "Show or check the configuration."),
     "doctor draft": ("doctor", "Play the protocol of draft services against one."),

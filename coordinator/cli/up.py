@@ -365,11 +365,16 @@ def _http_port(wanted: int | None) -> int:
     return HTTP_PORT
 
 
-def next_command(address: str, model: str) -> str:
-    """A command that tries the model over the coordinator at that address, as it can be typed here."""
+def typed_program() -> str:
+    """The `tandem` command as it can be typed here: by its name where that is on the path, else by its place."""
     called = Path(sys.argv[0])
     is_on_path = shutil.which("tandem") == str(called.absolute())
-    program = "tandem" if is_on_path or called.name != "tandem" else str(called)
+    return "tandem" if is_on_path or called.name != "tandem" else str(called)
+
+
+def next_command(address: str, model: str) -> str:
+    """A command that tries the model over the coordinator at that address, as it can be typed here."""
+    program = typed_program()
     where = [] if address == f"127.0.0.1:{DEFAULT_PORT}" else ["--address", address]
     words = ["chat"] if model == bundled.SMOLLM2 else ["generate", "def main():", "--max-tokens", "64"]
     return shlex.join([program, *words, *where])

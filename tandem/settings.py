@@ -54,7 +54,8 @@ class ServerSettings(TelemetryOptions, ProtectionOptions, FilledSettings):
     """Options of every server."""
 
     host: str = "127.0.0.1"
-    """Address to listen on."""
+    """Address to listen on. unix:PATH is a socket in a folder, which decides who may call; gRPC alone, without a
+    port."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port to listen on; 0 takes any free one."""
     drain_timeout_seconds: float = Field(default=30.0, ge=0)

@@ -9,9 +9,10 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
 from rich.console import Console
@@ -26,10 +27,11 @@ from tandem.config.options import ALIASES
 from tandem.config.speculative import checked_method
 from tandem.errors import ConfigurationError, ServiceUnavailableError, TandemError
 from tandem.model_sources import bundled
-from tandem.model_sources.hub import is_model_id
+from tandem.model_sources.hub import fetch_config, is_model_id
+from tandem.rpc.addresses import UNIX
 from tandem.serving.children import Child
 from tandem.serving.protection import MIN_TOKEN_LENGTH
-from tandem.serving.server import CancelledByEventError, announce, stop_signals, unless
+from tandem.serving.server import MAX_SOCKET_PATH_BYTES, CancelledByEventError, announce, stop_signals, unless
 from tandem.standard_streams import exit_with, write_error
 
 SMOLLM2_METHOD = "eagle3"
@@ -97,9 +99,13 @@ class UpOptions:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = option(
         "Type of the weights. [default: each service's]"
     )
-    threads: int | None = option("CPU threads of each model. [default: half of the cores]")
+    threads: int | None = option(
+        "CPU threads of each model. [default: all cores, or half of them for each of two models on the CPU]"
+    )
     max_length: int | None = option(
-        "Maximum tokens of a sequence. [default: the models']", "--max-length", "--max-model-len"
+        "Maximum tokens of a sequence. [default: the models', the smaller of two]",
+        "--max-length",
+        "--max-model-len",
     )
     chat_template: Path | None = option(
         "Jinja file for chats. [default: the model's own]", exists=True, dir_okay=False
@@ -140,10 +146,45 @@ def up(options: UpOptions) -> None:
         write_error(f"tandem up: {sentence}\n")
     if options.api_key is not None:
         os.environ["TANDEM_COORDINATOR_AUTH_TOKEN"] = options.api_key
+    lengths = unequal_lengths(arguments, os.environ)
+    if lengths:
+        target, draft = lengths
+        announce(
+            f"tandem up: the target was made for {target} tokens and the draft for {draft}; both are started with "
+            f"--max-length {min(lengths)}"
+        )
+        arguments = arguments.with_options(max_length=min(lengths))
+    with private_folder() as folder:
+        try:
+            asyncio.run(_Cluster(arguments, folder).run())
+        except TandemError as error:
+            exit_with(error, 1)
+
+
+@contextmanager
+def private_folder() -> Iterator[Path]:
+    """A folder for the services' sockets that no other user can enter: they are reached by nobody else, and have no
+    port."""
     try:
-        asyncio.run(_Cluster(arguments).run())
-    except TandemError as error:
-        exit_with(error, 1)
+        folder = TemporaryDirectory(prefix="tandem-")
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ConfigurationError(
+            f"no folder can be made for the services' sockets: {reason}; set TMPDIR to one that can be written"
+        ) from error
+    with folder as name:
+        longest = socket_of(Path(name), "target").removeprefix(UNIX)
+        if (size := len(os.fsencode(longest))) > MAX_SOCKET_PATH_BYTES:
+            raise ConfigurationError(
+                f"the path of a service's socket, {longest}, has {size} bytes; it must have at most "
+                f"{MAX_SOCKET_PATH_BYTES}: set TMPDIR to a folder with a shorter path"
+            )
+        yield Path(name)
+
+
+def socket_of(folder: Path, service: str) -> str:
+    """Address of a service's socket."""
+    return f"{UNIX}{folder / service}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +197,14 @@ class ServiceArguments:
     coordinator: list[str]
     model: str
     """The model as it was named, or the default."""
+    references: tuple[str, ...]
+    """The target's model, and that of a draft service which has one."""
+
+    def with_options(self, **values: object) -> ServiceArguments:
+        """These with further options of both models."""
+        words = as_words(**values)
+        draft = None if self.draft is None else [*self.draft, *words]
+        return replace(self, target=[*self.target, *words], draft=draft)
 
 
 class _Draft(NamedTuple):
@@ -183,16 +232,19 @@ def service_arguments(options: UpOptions) -> ServiceArguments:
     bundled.require_engine()
     # Else auto, the fastest lossless rule. A coordinator's own default is MAX's: lossy with a head.
     names_rule = not {"rejection_sampling_strategy", "synthetic_acceptance_rate"}.isdisjoint(shared)
-    # This command serves this machine alone, whatever the environment says.
-    service: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "log_level": options.log_level}
+    service: dict[str, Any] = {"log_level": options.log_level}
+    threads = options.threads
+    if threads is None and draft.has_model and devices["target"] == devices["draft"] == "cpu":
+        # They take turns, but the waiting threads of one would still spin on the other's cores.
+        threads = max(1, len(os.sched_getaffinity(0)) // 2)
     model: dict[str, Any] = {
         "engine": options.engine,
         "dtype": options.dtype,
-        # Draft and target take turns, but the waiting threads of one would still spin on the other's cores.
-        "threads": options.threads or max(1, len(os.sched_getaffinity(0)) // 2),
+        "threads": threads,
         "max_length": shared.get("max_length") if options.max_length is None else options.max_length,
     }
     drafting: dict[str, Any] | None = None
+    draft_model = (draft.service or {}).get("model", shared.get("draft_model_path"))
     if draft.service is not None:
         drafting = service | {"config_file": options.config_file, **draft.service}
         if draft.has_model:
@@ -222,7 +274,33 @@ def service_arguments(options: UpOptions) -> ServiceArguments:
             ),
         ],
         model=str(options.model),
+        references=(target, *([str(draft_model)] if draft.has_model and draft_model else [])),
     )
+
+
+def unequal_lengths(arguments: ServiceArguments, environment: Mapping[str, str]) -> tuple[int, ...]:
+    """The lengths that target and draft were made for, where nobody named one and they are known to differ."""
+    variables = ("TANDEM_TARGET_MAX_LENGTH", "TANDEM_DRAFT_MAX_LENGTH")
+    is_named = "--max-length" in arguments.target or any(environment.get(each) for each in variables)
+    if is_named or len(arguments.references) < 2:
+        return ()
+    lengths = tuple(map(_length, arguments.references))
+    return () if 0 in lengths or len({*lengths}) == 1 else lengths
+
+
+def _length(reference: str) -> int:
+    """Maximum tokens of a model's sequences, by its config.json; 0 where that does not say it."""
+    folder = bundled.smollm2_folder() if reference == bundled.SMOLLM2 else Path(reference)
+    if not folder.is_dir() and is_model_id(reference):
+        folder = fetch_config(reference)
+    config = names.read_config(folder)
+    text_config = config.get("text_config")
+    for part in (text_config if isinstance(text_config, dict) else {}, config):
+        for key in names.LENGTH_KEYS:
+            value = part.get(key)
+            if isinstance(value, int) and value > 0:
+                return value
+    return 0
 
 
 def _with_model(options: UpOptions, shared: Mapping[str, Any]) -> UpOptions:
@@ -243,9 +321,10 @@ def _with_model(options: UpOptions, shared: Mapping[str, Any]) -> UpOptions:
 
 def not_read(arguments: ServiceArguments, environment: Mapping[str, str]) -> Iterator[str]:
     """A sentence for each variable that would set an option of a service, and does not."""
+    sockets = ["--host", "--port"]
     for service, words in (
-        ("target", arguments.target),
-        ("draft", arguments.draft),
+        ("target", [*arguments.target, *sockets]),
+        ("draft", None if arguments.draft is None else [*arguments.draft, *sockets]),
         ("coordinator", [*arguments.coordinator, "--target-address", "--draft-address"]),
     ):
         prefix = f"TANDEM_{service.upper()}_"
@@ -408,8 +487,10 @@ def _flag(name: str) -> str:
 class _Cluster:
     """The services while they run. A terminal has one live line of their phases, elsewhere each phase has a line."""
 
-    def __init__(self, arguments: ServiceArguments) -> None:
+    def __init__(self, arguments: ServiceArguments, folder: Path) -> None:
+        """`folder` is for the sockets of the models' services."""
         self._arguments = arguments
+        self._folder = folder
         services = {"target": arguments.target, "draft": arguments.draft}
         self._models = {name: words for name, words in services.items() if words is not None}
         self._children: list[Child] = []
@@ -445,12 +526,16 @@ class _Cluster:
     def _kill(self) -> None:
         for child in self._children:
             child.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)  # this process ends at once
 
     async def _serve(self) -> None:
         # The stack ends the coordinator first: it drains while the models still answer it.
         async with AsyncExitStack() as stack:
             stack.callback(self._end_phases)
-            started = {name: await self._child(stack, name, words) for name, words in self._models.items()}
+            started = {}
+            for name, words in self._models.items():
+                listens = as_words(host=socket_of(self._folder, name))
+                started[name] = await self._child(stack, name, [*words, *listens])
             addresses = {
                 f"{name}_address": await child.line("listening on ") for name, child in started.items()
             }

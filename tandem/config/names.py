@@ -122,6 +122,10 @@ def _method_in(config: Mapping[str, Any]) -> str:
     return model_type if model_type in (*BOUND_METHODS, *REFUSED_METHODS) else ""
 
 
+LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
+"""Keys of a checkpoint's config for the maximum tokens of a sequence; the first that is there counts."""
+
+
 def read_config(folder: Path) -> Mapping[str, Any]:
     """A checkpoint's config; empty when there is none: loading the folder reports it better."""
     try:

@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from tandem.errors import ModelFolderError, ServiceUnavailableError, TandemError
@@ -63,6 +64,17 @@ def fetch(model_id: str, revision: str | None = None) -> Path:
     except Exception as error:  # the HTTP library's own errors differ between versions of huggingface_hub
         raise _explained(error, model_id, revision) from error
     return Path(str(folder))
+
+
+def fetch_config(model_id: str) -> Path:
+    """Fetch a model's config.json alone, and return its folder; one without it where the hub does not send it: fetching
+    the whole model says why."""
+    if importlib.util.find_spec("huggingface_hub") is not None:
+        import huggingface_hub
+
+        with suppress(Exception):  # see `fetch`
+            return Path(huggingface_hub.hf_hub_download(model_id, "config.json")).parent
+    return Path(model_id)
 
 
 def model_name(folder: Path) -> str:

@@ -16,6 +16,10 @@ Raises:
 """
 
 
+UNIX = "unix:"
+"""Begins the address of a Unix socket: unix:PATH."""
+
+
 @dataclass(frozen=True, slots=True)
 class Address:
     """An address as a user gave it."""
@@ -41,13 +45,15 @@ class Address:
 
 
 def joined(host: str, port: int) -> str:
-    """host:port, with brackets where an IPv6 address needs them."""
+    """host:port, with brackets where an IPv6 address needs them. A Unix socket has no port."""
+    if host.startswith(UNIX):
+        return host
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def parse_address(text: str) -> Address:
     """The parts of host:port."""
-    if text.startswith(("unix:", "unix-abstract:", "vsock:")):
+    if text.startswith((UNIX, "unix-abstract:", "vsock:")):
         return Address(text, -1)
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536 or (":" in host and host[0] != "["):
@@ -77,7 +83,7 @@ async def resolve(host: str, port: int) -> list[str]:
 
 def is_loopback(host: str) -> bool:
     """True if only this machine reaches a server that listens on that address."""
-    if host.lower() == "localhost":
+    if host.lower() == "localhost" or host.startswith(UNIX):
         return True
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -87,4 +93,4 @@ def is_loopback(host: str) -> bool:
 
 def is_local(address: str) -> bool:
     """True if an address, host:port or unix:path, is on this machine."""
-    return address.startswith("unix:") or is_loopback(address.rpartition(":")[0].strip("[]"))
+    return address.startswith(UNIX) or is_loopback(address.rpartition(":")[0].strip("[]"))

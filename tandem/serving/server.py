@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -24,7 +25,7 @@ from grpc_reflection.v1alpha import reflection
 
 from tandem.errors import ConfigurationError, ModelFolderError, TandemError
 from tandem.logs import configure
-from tandem.rpc.addresses import joined
+from tandem.rpc.addresses import UNIX, joined
 from tandem.rpc.channels import read_all_wake_ups
 from tandem.serving.interceptors import (
     AnonymousCallLimiter,
@@ -286,7 +287,40 @@ def _bind(server: grpc.aio.Server, settings: ServerSettings, *, shares_port: boo
 
 def check_free(host: str, port: int) -> None:
     """Refuse an address that cannot be bound, before gRPC does: it writes lines of its own to stderr."""
-    bound_socket(host, port, "--host and --port").close()
+    if host.startswith(UNIX):
+        _check_unix_socket(Path(host.removeprefix(UNIX)))
+    else:
+        bound_socket(host, port, "--host and --port").close()
+
+
+MAX_SOCKET_PATH_BYTES = 107
+"""Of a Unix socket, by Linux's `sockaddr_un`."""
+
+
+def _check_unix_socket(path: Path) -> None:
+    """Refuse a socket that cannot be made. One that a server has left behind is removed; gRPC would also take the place
+    of one that is in use."""
+    size = len(os.fsencode(path))
+    if size > MAX_SOCKET_PATH_BYTES:
+        raise ConfigurationError(
+            f"cannot listen on {UNIX}{path}: its path has {size} bytes; it must have at most {MAX_SOCKET_PATH_BYTES}"
+        )
+    try:
+        if path.is_socket() and not _is_answered(path):
+            path.unlink()
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(path))
+        path.unlink()
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ConfigurationError(
+            f"cannot listen on {UNIX}{path}: {reason}; choose another socket with --host"
+        ) from error
+
+
+def _is_answered(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) == 0
 
 
 def bound_socket(host: str, port: int, options: str, reuse: int = socket.SO_REUSEADDR) -> socket.socket:

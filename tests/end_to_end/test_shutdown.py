@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -145,6 +146,11 @@ def stand_ins(behaviour: str = "") -> Iterator[tuple[Process, list[int]]]:
 
 def test_a_second_ctrl_c_ends_a_cluster_at_once() -> None:
     with stand_ins("stays") as (process, children):
+        command_lines = [Path(f"/proc/{child}/cmdline").read_text(encoding="utf-8") for child in children]
+        (folder,) = {
+            Path(found[1]).parent for each in command_lines if (found := re.search("unix:([^\0]*)", each))
+        }
+        assert folder.is_dir()
 
         def impatient() -> bool:
             """Repeat the signal until the process ends; two at once may count as one."""
@@ -156,6 +162,7 @@ def test_a_second_ctrl_c_ends_a_cluster_at_once() -> None:
         assert process.wait(QUICK_SECONDS) == 128 + signal.SIGINT
         until(lambda: not any(map(is_alive, children)), QUICK_SECONDS)
         assert "Traceback" not in process.stderr
+        assert not folder.exists()
 
 
 @pytest.mark.parametrize("behaviour", ["", "starts"])

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import tandem
+from tandem.config.names import LENGTH_KEYS
 from tandem.engine.kv_cache.arena import LayerGeometry
 from tandem.engine.models.attention import UnsupportedAttentionError, probe
 from tandem.engine.models.checkpoint import (
@@ -35,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _RECURRENT_LAYER_TYPES = frozenset({"linear_attention", "conv", "hybrid", "mamba", "recurrent"})
-_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,12 +176,12 @@ def _check_loaded(checkpoint: Checkpoint, report: dict[str, Any], module: nn.Mod
 
 def _max_length(config: Any) -> int:
     text_config = config.get_text_config(decoder=True)
-    for key in _LENGTH_KEYS:
+    for key in LENGTH_KEYS:
         value = getattr(text_config, key, None)
         if isinstance(value, int) and value > 0:
             return value
     raise ModelFolderError(
-        f"the model's config.json gives no maximum length: none of {', '.join(_LENGTH_KEYS)} is set"
+        f"the model's config.json gives no maximum length: none of {', '.join(LENGTH_KEYS)} is set"
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from bound_service.service import BoundService
 from coordinator.cli.serve import package_of
-from coordinator.cli.up import UpOptions, not_read, service_arguments
+from coordinator.cli.up import UpOptions, not_read, service_arguments, unequal_lengths
 from coordinator.settings.coordinator import CoordinatorSettings
 from draft_service.service import DraftService
 from draft_service.settings import DraftSettings
@@ -278,6 +278,60 @@ def test_each_model_runs_on_its_device_and_two_on_one_accelerator_share_its_memo
     draft = load_settings(DraftSettings, arguments.draft, "test")
     assert (target.compute_device, draft.compute_device) == devices
     assert (target.device_memory_utilization, draft.device_memory_utilization) == shares
+
+
+@pytest.mark.parametrize(
+    ("options", "target", "draft"),
+    [
+        (UpOptions(draft="ngram"), None, None),
+        (UpOptions(draft="suffix"), None, None),
+        (UpOptions(draft="none"), None, None),
+        (UpOptions(method="eagle3"), None, None),
+        (UpOptions(device="cuda"), None, None),
+        (UpOptions(target_device="cuda"), None, None),
+        (UpOptions(), "4", "4"),
+        (UpOptions(draft=str(DEMO_DRAFT)), "4", "4"),
+        (UpOptions(threads=3), "3", "3"),
+        (UpOptions(draft="ngram", threads=3), "3", None),
+    ],
+)
+def test_cores_go_to_those_that_compute(
+    options: UpOptions, target: str | None, draft: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the option a service uses all cores."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    arguments = service_arguments(options)
+    assert value(arguments.target, "--threads") == target
+    assert value(arguments.draft or [], "--threads") == draft
+
+
+@pytest.fixture
+def shorter(tmp_path: Path) -> Path:
+    config = {"text_config": {"n_positions": 512}, "max_position_embeddings": 9}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def test_lengths_that_differ_are_known_before_the_models_are_loaded(shorter: Path, tmp_path: Path) -> None:
+    def lengths(environment: dict[str, str] | None = None, **options: Any) -> tuple[int, ...]:
+        return unequal_lengths(service_arguments(UpOptions(**options)), environment or {})
+
+    draft = str(shorter)
+    assert lengths(model="demo", draft=draft) == (1024, 512)
+    assert lengths(model="demo") == lengths(model="demo", draft="ngram") == lengths(target=draft) == ()
+    assert lengths(model="demo", draft=draft, max_length=64) == ()
+    assert lengths({"TANDEM_DRAFT_MAX_LENGTH": "64"}, model="demo", draft=draft) == ()
+    file = tmp_path / "tandem.json"
+    file.write_text(json.dumps({"draft_model_path": draft}))
+    assert lengths(model="demo", config_file=file) == (1024, 512)
+    (shorter / "config.json").write_text("{}")
+    assert lengths(model="demo", draft=draft) == ()
+
+
+def test_a_shorter_length_is_given_to_both_models(shorter: Path) -> None:
+    arguments = service_arguments(UpOptions(model="demo", draft=str(shorter))).with_options(max_length=512)
+    assert value(arguments.target, "--max-length") == value(arguments.draft, "--max-length") == "512"
+    assert service_arguments(UpOptions(draft="none")).with_options(max_length=512).draft is None
 
 
 def test_variables_that_are_overridden_are_named() -> None:

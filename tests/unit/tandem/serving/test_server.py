@@ -191,6 +191,41 @@ async def test_it_refuses_until_it_is_ready_then_answers(capsys: pytest.CaptureF
     assert service.is_closed
 
 
+async def test_it_answers_on_a_unix_socket_and_takes_the_place_of_one_that_was_left_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "service"
+    with socket.socket(socket.AF_UNIX) as left_behind:
+        left_behind.bind(str(path))
+    server = asyncio.create_task(serve(ServerSettings(host=f"unix:{path}"), Scripted()))
+    assert await announced(capsys, "ready on ") == f"unix:{path}"
+    assert await texts_from(f"unix:{path}") == ["hello"]
+    with pytest.raises(ConfigurationError, match="address already in use; choose another socket with --host"):
+        await serve(ServerSettings(host=f"unix:{path}"), Scripted())
+    assert await texts_from(f"unix:{path}") == ["hello"]
+    os.kill(os.getpid(), signal.SIGTERM)
+    await server
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("file", "address already in use; choose another socket with --host"),
+        ("missing/service", "no such file or directory; choose another socket with --host"),
+        ("x" * 108, "bytes; it must have at most 107"),
+    ],
+)
+async def test_a_unix_socket_that_cannot_be_made_is_refused_in_a_sentence(
+    name: str, reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigurationError) as refused:
+        await serve(ServerSettings(host=f"unix:{tmp_path / name}"), Scripted())
+    assert str(refused.value).startswith(f"cannot listen on unix:{tmp_path / name}: ")
+    assert str(refused.value).endswith(reason)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     ("error", "code", "details"),
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -44,14 +43,8 @@ class CoordinatorService(Service):
         admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
     )
 
-    def __init__(
-        self,
-        settings: CoordinatorSettings,
-        observer: Observer | None = None,
-        http_socket: socket.socket | None = None,
-    ) -> None:
-        """Set everything up; nothing is connected yet. The observer replaces the settings' own; the socket listens for
-        HTTP already."""
+    def __init__(self, settings: CoordinatorSettings, observer: Observer | None = None) -> None:
+        """Set everything up; nothing is connected yet. The observer replaces the settings' own."""
         self._settings = settings
         self.live_config = LiveConfig(settings)
         self.observer = observer or observer_for(settings, is_read=settings.http_port is not None)
@@ -63,9 +56,6 @@ class CoordinatorService(Service):
         self._grammars: CheckedGrammars | None = None
         self._http: HttpServer | None = None
         self._calls: RunningCalls | None = None
-        self._http_socket = http_socket
-        self.answers_while_starting = True
-        """Answer HTTP while the services are not ready yet, if only with that."""
 
     def open_other_endpoints(self, calls: RunningCalls) -> None:
         self._calls = calls
@@ -75,7 +65,7 @@ class CoordinatorService(Service):
             from coordinator.http.server import HttpServer
 
             app = App(self._settings, self.completions, self.chats, self.status, self.metrics, calls)
-            self._http = HttpServer(self._settings, app, self._http_socket)
+            self._http = HttpServer(self._settings, app)
 
     async def status(self) -> Status:
         return await self.administration.status()
@@ -87,16 +77,12 @@ class CoordinatorService(Service):
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(
             GenerationServicer(self.completions, self.chats), server
         )
-        self.register_admin(server)
-
-    def register_admin(self, server: grpc.aio.Server) -> None:
-        """Add AdminService for this process."""
         AdminServicer(self.administration).add_to(server)
 
     async def start(self) -> None:
         self.observer.start()
-        if self.answers_while_starting:
-            self._start_http()
+        # HTTP answers while the services are not ready yet, if only with that.
+        self._start_http()
         await self.replicas.start(self._wait_for)
         target_info = self.replicas.fleet.target
         assert target_info is not None
@@ -118,8 +104,6 @@ class CoordinatorService(Service):
             for role in (Role.TARGET, Role.DRAFT)
         }
         logger.info("services joined", extra={**joined, "model": target_info.name})
-        if not self.answers_while_starting:
-            self._start_http()
 
     def _wait_for(self, services: str) -> None:
         logger.info("waiting", extra={"for": services})

@@ -383,8 +383,6 @@ class LoadSettings(Options):
     """Acceptance rule above temperature 0."""
     over: Literal["grpc", "http"] = "grpc"
     """Protocol of the clients."""
-    workers: Positive = 1
-    """Processes of the coordinator."""
     measure_waits: bool = False
     """Measure where rounds wait in the coordinator."""
     stream_interval: Positive = 1
@@ -537,7 +535,7 @@ async def _loaded(options: LoadSettings) -> AsyncIterator[Loaded]:
         ]
         metrics_port, http_port = free_port(), free_port()
         # As many requests as the clients may send; by default 256 of them run.
-        most = max(options.clients, options.workers, 256)
+        most = max(options.clients, 256)
         address, pid = await stack.enter_async_context(
             process(
                 SERVICES["coordinator"],
@@ -545,7 +543,7 @@ async def _loaded(options: LoadSettings) -> AsyncIterator[Loaded]:
                 *("--num-speculative-tokens", str(options.num_speculative_tokens)),
                 *("--speculation-policy", "fixed", "--draft-ahead", "off"),
                 *(() if options.rule == "greedy" else ("--rejection-sampling-strategy", options.rule)),
-                *("--workers", str(options.workers), "--stream-interval", str(options.stream_interval)),
+                *("--stream-interval", str(options.stream_interval)),
                 *("--prometheus-port", str(metrics_port), "--max-concurrent-requests", str(most)),
                 *(("--http-port", str(http_port)) if options.over == "http" else ()),
                 *(("--measure-waits",) if options.measure_waits else ()),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import fields
 from datetime import UTC, datetime
@@ -29,12 +28,16 @@ MIN_INTERVAL_SECONDS = 0.1
 """Between two statistics of one watch."""
 
 
-class Administrator(ABC):
-    """Shows and steers a coordinator: one process, or several that share a port. `AdminServicer` names the verbs."""
+class Administration:
+    """Shows and steers a coordinator. `AdminServicer` names the verbs."""
 
-    def __init__(self, live_config: LiveConfig) -> None:
+    def __init__(
+        self, completions: RequestRunner, live_config: LiveConfig, replicas: ReplicaRegistry
+    ) -> None:
         self.live_config = live_config
         self.started = time.monotonic()
+        self._completions = completions
+        self._replicas = replicas
 
     async def status(self) -> admin.Status:
         """State, load and replicas at this moment."""
@@ -57,17 +60,60 @@ class Administrator(ABC):
             **{name: getattr(stats, name) for name in shared},
         )
 
-    @abstractmethod
     async def replicas(self) -> list[ReplicaSnapshot]:
         """Every replica: targets first, then drafts, each by address."""
+        return sorted(self._replicas.snapshots(), key=lambda shot: (shot.role is Role.DRAFT, shot.address))
 
-    @abstractmethod
+    async def drain(self, address: str, *, allow_last_target: bool, by: str) -> ReplicaSnapshot:
+        replicas = await self.replicas()
+        replica = replica_at(replicas, address)
+        if is_last_target(replica, replicas) and not allow_last_target:
+            raise InvalidRequestError(
+                f"{address} is the last target that takes new sequences; without it requests wait and then fail"
+            )
+        self._replicas.pool(replica.role).drain(replica.address)
+        logger.info("replica drained", extra={"role": replica.role.value, "address": address, "by": by})
+        return replica_at(await self.replicas(), address)
+
+    async def resume(self, address: str, *, by: str) -> ReplicaSnapshot:
+        replica = replica_at(await self.replicas(), address)
+        self._replicas.pool(replica.role).resume(replica.address)
+        logger.info("replica resumed", extra={"role": replica.role.value, "address": address, "by": by})
+        return replica_at(await self.replicas(), address)
+
     async def requests(self) -> list[admin.RequestReport]:
         """The requests that run, the oldest first."""
+        return [_report(request) for request in self._completions.requests.list()]
 
-    @abstractmethod
+    async def abort(self, request_id: str, *, reason: str, by: str) -> admin.RequestReport:
+        request = found_request(self._completions.requests.list(), request_id)
+        report = _report(request)  # before the request leaves its draft and its target
+        request.abort(reason)
+        logger.info("request aborted", extra={"request_id": request.request_id, "reason": reason, "by": by})
+        return report
+
     async def stats(self) -> admin.Stats:
         """Statistics since the start."""
+        completions, settings = self._completions, self.live_config.current
+        tokens = completions.requests.tokens
+        total, by_rule = completions.stats.snapshot()
+        return admin.Stats(
+            time=datetime.now(UTC),
+            uptime_seconds=time.monotonic() - self.started,
+            load=admin.Load(len(completions.requests.list()), completions.admission.queued),
+            throughput=admin.Throughput(tokens.rate(10), tokens.rate(60)),
+            outcomes=completions.requests.outcomes,
+            completion_tokens=tokens.total,
+            speculation=total,
+            by_rule=by_rule,
+            speculation_state=of_coordinator(
+                await self.replicas(),
+                is_enabled=settings.speculation,
+                num_speculative_tokens=settings.num_speculative_tokens,
+                latest=completions.speculation_state,
+            ),
+            decisions=tuple(completions.speculation.decisions()),
+        )
 
     async def request(self, request_id: str) -> admin.RequestReport:
         return found_request(await self.requests(), request_id)
@@ -94,69 +140,6 @@ class Administrator(ABC):
     async def diagnose(self) -> admin.Diagnosis:
         status = await self.status()
         return admin.Diagnosis(status.version, status.time, tuple(diagnose(status, self.live_config.current)))
-
-
-class Administration(Administrator):
-    """Shows and steers the coordinator of this process."""
-
-    def __init__(
-        self, completions: RequestRunner, live_config: LiveConfig, replicas: ReplicaRegistry
-    ) -> None:
-        super().__init__(live_config)
-        self._completions = completions
-        self._replicas = replicas
-
-    async def replicas(self) -> list[ReplicaSnapshot]:
-        return sorted(self._replicas.snapshots(), key=lambda shot: (shot.role is Role.DRAFT, shot.address))
-
-    async def drain(self, address: str, *, allow_last_target: bool, by: str) -> ReplicaSnapshot:
-        replicas = await self.replicas()
-        replica = replica_at(replicas, address)
-        if is_last_target(replica, replicas) and not allow_last_target:
-            raise InvalidRequestError(
-                f"{address} is the last target that takes new sequences; without it requests wait and then fail"
-            )
-        self._replicas.pool(replica.role).drain(replica.address)
-        logger.info("replica drained", extra={"role": replica.role.value, "address": address, "by": by})
-        return replica_at(await self.replicas(), address)
-
-    async def resume(self, address: str, *, by: str) -> ReplicaSnapshot:
-        replica = replica_at(await self.replicas(), address)
-        self._replicas.pool(replica.role).resume(replica.address)
-        logger.info("replica resumed", extra={"role": replica.role.value, "address": address, "by": by})
-        return replica_at(await self.replicas(), address)
-
-    async def requests(self) -> list[admin.RequestReport]:
-        return [_report(request) for request in self._completions.requests.list()]
-
-    async def abort(self, request_id: str, *, reason: str, by: str) -> admin.RequestReport:
-        request = found_request(self._completions.requests.list(), request_id)
-        report = _report(request)  # before the request leaves its draft and its target
-        request.abort(reason)
-        logger.info("request aborted", extra={"request_id": request.request_id, "reason": reason, "by": by})
-        return report
-
-    async def stats(self) -> admin.Stats:
-        completions, settings = self._completions, self.live_config.current
-        tokens = completions.requests.tokens
-        total, by_rule = completions.stats.snapshot()
-        return admin.Stats(
-            time=datetime.now(UTC),
-            uptime_seconds=time.monotonic() - self.started,
-            load=admin.Load(len(completions.requests.list()), completions.admission.queued),
-            throughput=admin.Throughput(tokens.rate(10), tokens.rate(60)),
-            outcomes=completions.requests.outcomes,
-            completion_tokens=tokens.total,
-            speculation=total,
-            by_rule=by_rule,
-            speculation_state=of_coordinator(
-                await self.replicas(),
-                is_enabled=settings.speculation,
-                num_speculative_tokens=settings.num_speculative_tokens,
-                latest=completions.speculation_state,
-            ),
-            decisions=tuple(completions.speculation.decisions()),
-        )
 
 
 RequestT = TypeVar("RequestT", ActiveRequest, admin.RequestReport)

@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 import grpc.aio
 
-from coordinator.admin.administration import Administrator
+from coordinator.admin.administration import Administration
 from tandem.serving.interceptors import Context
 from tandem.v1 import admin_pb2 as pb
 from tandem.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
@@ -27,7 +27,7 @@ _CALLS: Mapping[str, tuple[str, Any]] = {
     "GetConfig": ("config", wire.OPTION),
     "UpdateConfig": ("update_config", wire.OPTION),
 }
-"""By call: the administrator's method, which takes the request's fields by name, and the form of what it finds."""
+"""By call: the administration's method, which takes the request's fields by name, and the form of what it finds."""
 
 
 def caller(context: Context) -> str:
@@ -40,9 +40,8 @@ def caller(context: Context) -> str:
 class AdminServicer:
     """Shows and steers the coordinator: `_CALLS`, and the two calls of another form."""
 
-    def __init__(self, administration: Administrator, caller_of: Callable[[Context], str] = caller) -> None:
+    def __init__(self, administration: Administration) -> None:
         self._administration = administration
-        self._caller = caller_of
         for name in _CALLS:
             setattr(self, name, self._handler(name))
 
@@ -56,7 +55,7 @@ class AdminServicer:
         async def handle(request: Any, context: Context) -> Any:
             asked = {each.name: getattr(request, each.name) for each in request.DESCRIPTOR.fields}
             is_change = method in ("drain", "resume", "abort", "update_config")
-            by = {"by": self._caller(context)} if is_change else {}
+            by = {"by": caller(context)} if is_change else {}
             found = await getattr(self._administration, method)(**asked, **by)
             answer = map(form.to_proto, found) if isinstance(found, list) else form.to_proto(found)
             return response(**{field: answer})

@@ -41,14 +41,11 @@ _UNSENT_BYTES = 8 << 10
 class HttpServer:
     """Listens from the start; the application answers every request."""
 
-    def __init__(
-        self, settings: CoordinatorSettings, app: ASGIApp, listening: socket.socket | None = None
-    ) -> None:
-        """Bind the address of the settings, unless a listening socket is given: processes that share a port share
-        it."""
+    def __init__(self, settings: CoordinatorSettings, app: ASGIApp) -> None:
+        """Bind the address of the settings."""
         assert settings.http_port is not None
         tls, host = _reloaded_context(settings), settings.http_host
-        self._socket = listening or listening_socket(host, settings.http_port)
+        self._socket = _listening_socket(host, settings.http_port)
         name = f"[{host}]" if ":" in host else host
         self.url = f"{'http' if tls is None else 'https'}://{name}:{self._socket.getsockname()[1]}"
         self._app, self._max_connections = app, settings.http_max_connections
@@ -157,7 +154,7 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
         timer.cancel()
 
 
-def listening_socket(host: str, port: int) -> socket.socket:
+def _listening_socket(host: str, port: int) -> socket.socket:
     """A socket that listens for HTTP."""
     bound = bound_socket(host, port, "--http-host and --http-port")
     # Connections have these from here.

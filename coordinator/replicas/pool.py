@@ -30,7 +30,7 @@ from tandem.errors import (
 )
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.rpc.addresses import Address, Resolver, joined, resolve
-from tandem.rpc.channels import DEFAULT_MESSAGE_LIMIT_BYTES, SERVICE_KEEPALIVE, errors_of, open_channel
+from tandem.rpc.channels import DEFAULT_MESSAGE_LIMIT_BYTES, SERVICE_OPTIONS, errors_of, open_channel
 from tandem.rpc.credentials import PLAIN, Credentials
 from tandem.types import Coverage, ModelInfo, SpeculationStats
 
@@ -286,7 +286,7 @@ class Member(Generic[ClientT]):
         if self._channel is not None and (wanted == self._opened_with or self.open_sequences > 0):
             return
         old = self._channel
-        self._channel = open_channel(self.address, limit, self._credentials, SERVICE_KEEPALIVE)
+        self._channel = open_channel(self.address, limit, self._credentials, SERVICE_OPTIONS)
         self._opened_with = wanted
         before, self._client = self._client, self._pool.make_client(self._channel)
         if isinstance(self._client, DraftClient) and isinstance(before, DraftClient):

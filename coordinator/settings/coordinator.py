@@ -204,9 +204,6 @@ class CoordinatorSettings(
 
     port: int = Field(default=DEFAULT_PORT, ge=0, le=65535)
     """Port to listen on; 0 takes any free one."""
-    workers: int = Field(default=1, ge=1, le=64)
-    """Processes that share the ports. The bounds on requests, streams and HTTP are divided among them. Tandem's
-    own."""
     target_address: Addresses
     """host:port of the target service, or several with commas between them. A name stands for all of its addresses,
     and is looked up again every `resolve_interval_seconds`."""
@@ -248,7 +245,6 @@ class CoordinatorSettings(
 
     own_rules: ClassVar[Rules] = (
         *COMBINATION_RULES,
-        not_below("max_concurrent_requests", "workers", ", which divide it"),
         encryption_rule(
             "coordinator",
             "give service_tls_ca_file or service_tls, or insecure",

@@ -36,9 +36,13 @@ def _keepalive(interval_seconds: float, answer_seconds: float) -> ChannelOptions
     )
 
 
-CLIENT_KEEPALIVE = _keepalive(5.0, 4.0)
-"""For clients, which may be many and far away."""
-SERVICE_KEEPALIVE = _keepalive(1.2, 2.5)
+CLIENT_OPTIONS: ChannelOptions = (
+    *_keepalive(5.0, 4.0),
+    # A name with several addresses, or a list of them, is several coordinators: calls go to each in turn.
+    ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}'),
+)
+"""For clients of coordinators, which may be many and far away."""
+SERVICE_OPTIONS = _keepalive(1.2, 2.5)
 """Between a coordinator and its services: a stream of text pauses until a stopped target is noticed, for at most the
 sum of both times. The interval is longer than that of health checks, so a service that answers those gets no pings. The
 time for an answer allows for a machine short of processors; gRPC's own threads answer, however busy Python is."""
@@ -60,24 +64,24 @@ def open_channel(
     address: str,
     message_limit_bytes: int = DEFAULT_MESSAGE_LIMIT_BYTES,
     credentials: Credentials = PLAIN,
-    keepalive: ChannelOptions = CLIENT_KEEPALIVE,
+    specific: ChannelOptions = CLIENT_OPTIONS,
 ) -> grpc.aio.Channel:
     """A channel to a service. Connects on first use."""
-    channel: grpc.aio.Channel = _open(grpc.aio, address, credentials, message_limit_bytes, keepalive)
+    channel: grpc.aio.Channel = _open(grpc.aio, address, credentials, message_limit_bytes, specific)
     return channel
 
 
 def open_sync_channel(address: str, credentials: Credentials = PLAIN) -> grpc.Channel:
     """Open a blocking channel."""
-    channel: grpc.Channel = _open(grpc, address, credentials, DEFAULT_MESSAGE_LIMIT_BYTES, CLIENT_KEEPALIVE)
+    channel: grpc.Channel = _open(grpc, address, credentials, DEFAULT_MESSAGE_LIMIT_BYTES, CLIENT_OPTIONS)
     return channel
 
 
 def _open(
-    kind: Any, address: str, credentials: Credentials, message_limit_bytes: int, keepalive: ChannelOptions
+    kind: Any, address: str, credentials: Credentials, message_limit_bytes: int, specific: ChannelOptions
 ) -> Any:
     options: list[tuple[str, int | str]] = [
-        *keepalive,
+        *specific,
         *_CHANNEL_OPTIONS,
         ("grpc.max_receive_message_length", message_limit_bytes),
     ]

@@ -175,9 +175,6 @@ async def serve(
     settings: ServerSettings,
     service: Service,
     before_ready: Callable[[], None] = lambda: None,
-    *,
-    shares_port: bool = False,
-    listens_late: bool = False,
 ) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP, then let running calls finish within the drain timeout.
 
@@ -186,31 +183,24 @@ async def serve(
 
     Args:
         before_ready: Called once the service has started, before it accepts calls.
-        shares_port: True if other processes listen on the same port; the system gives each connection to one of them.
-        listens_late: Listen only once the service is ready, so that no connection comes here before.
     """
     read_all_wake_ups()
     calls = RunningCalls(f"the {service.name} service is still starting", settings.max_concurrent_streams)
     readiness = Readiness(service.name, service.full_names, calls)
-    server = new_server(settings, calls, *service.steps, shares_port=shares_port)
+    server = new_server(settings, calls, *service.steps)
     await _register(server, service, readiness)
     service.open_other_endpoints(calls)
-    address = "" if listens_late else _bind(server, settings, shares_port=shares_port)
+    address = _bind(server, settings)
     with stop_signals() as stopping:
         service.request_drain = stopping.set
-        if not listens_late:
-            await server.start()
+        await server.start()
         expiry = asyncio.create_task(watch_expiry(settings.certificate_files))
         try:
-            if not listens_late:
-                announce(f"tandem {service.name}: listening on {address}")
+            announce(f"tandem {service.name}: listening on {address}")
             with suppress(CancelledByEventError):
                 await unless(stopping.wait(), service.start())
                 before_ready()
                 await readiness.open()
-                if listens_late:
-                    address = _bind(server, settings, shares_port=shares_port)
-                    await server.start()
                 announce(f"tandem {service.name}: ready on {address}")
                 await _serve_until(stopping, service, readiness)
             await readiness.close()
@@ -250,9 +240,7 @@ async def _drain(calls: RunningCalls, seconds: float, service_name: str) -> None
     await calls.end(GOODBYE_SECONDS)
 
 
-def new_server(
-    settings: ServerSettings, calls: RunningCalls, *steps: Step, shares_port: bool = False
-) -> grpc.aio.Server:
+def new_server(settings: ServerSettings, calls: RunningCalls, *steps: Step) -> grpc.aio.Server:
     """Create a server: error boundary, authentication, limit on anonymous calls, readiness, and these steps."""
     guarded = guarding(calls, settings.stalled_reader_timeout_seconds)
     authorized = authorizing(token_source(settings, settings.host))
@@ -261,7 +249,7 @@ def new_server(
             CallInterceptor(*steps, calls.refuse_closed, AnonymousCallLimiter().limited, authorized, guarded)
         ],
         # By default two servers that share a port by mistake would not notice.
-        options=(("grpc.so_reuseport", int(shares_port)), *_SERVER_OPTIONS),
+        options=(("grpc.so_reuseport", 0), *_SERVER_OPTIONS),
         maximum_concurrent_rpcs=settings.max_concurrent_streams,
     )
 
@@ -275,17 +263,16 @@ async def _register(server: grpc.aio.Server, service: Service, readiness: Readin
     await readiness.announce(health_pb2.HealthCheckResponse.NOT_SERVING)
 
 
-def _bind(server: grpc.aio.Server, settings: ServerSettings, *, shares_port: bool) -> str:
+def _bind(server: grpc.aio.Server, settings: ServerSettings) -> str:
     host, address = settings.host, joined(settings.host, settings.port)
-    if not shares_port:
-        check_free(host, settings.port)
+    _check_free(host, settings.port)
     if settings.tls_cert_file is None or settings.tls_key_file is None:
         return joined(host, server.add_insecure_port(address))
     files = settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file
     return joined(host, server.add_secure_port(address, server_credentials(*files)))
 
 
-def check_free(host: str, port: int) -> None:
+def _check_free(host: str, port: int) -> None:
     """Refuse an address that cannot be bound, before gRPC does: it writes lines of its own to stderr."""
     if host.startswith(UNIX):
         _check_unix_socket(Path(host.removeprefix(UNIX)))
@@ -323,13 +310,13 @@ def _is_answered(path: Path) -> bool:
         return probe.connect_ex(str(path)) == 0
 
 
-def bound_socket(host: str, port: int, options: str, reuse: int = socket.SO_REUSEADDR) -> socket.socket:
+def bound_socket(host: str, port: int, options: str) -> socket.socket:
     """A socket with this address, which does not listen yet. Its error names the options to choose another."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with ExitStack() as stack:
             bound = stack.enter_context(socket.socket(family, kind, protocol))
-            bound.setsockopt(socket.SOL_SOCKET, reuse, 1)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(address)
             stack.pop_all()
     except OSError as error:
@@ -429,15 +416,13 @@ def settings_of_process(settings_class: type[SettingsT], arguments: Sequence[str
     return settings
 
 
-async def serve_to_the_end(
-    settings: ServerSettings, service: Service, *, shares_port: bool = False, listens_late: bool = False
-) -> None:
+async def serve_to_the_end(settings: ServerSettings, service: Service) -> None:
     """Serve, and end the process at once: everything is closed by then. See `serve`.
 
     The event loop's and the interpreter's own ends wait for tasks and threads: a model may still be being read on
     another thread, in code that does not survive them.
     """
-    await serve(settings, service, set_start_aside, shares_port=shares_port, listens_late=listens_late)
+    await serve(settings, service, set_start_aside)
     end_now(0)
 
 

@@ -160,7 +160,7 @@ def test_the_steps_of_both_engines_are_measured(
 def test_a_load_is_sent_over_http_to_a_coordinator_of_its_own(starts: list[str], tmp_path: Path) -> None:
     file = tmp_path / "load.json"
     command = ["bench", "--clients", "3", "--over", "http", "--requests", "6", "--verify-ms", "1"]
-    command += ["--rule", "residual", "--workers", "2", "--output-tokens", "20", "--measure-waits"]
+    command += ["--rule", "residual", "--output-tokens", "20", "--measure-waits"]
     done = run_here(*command, "--goodput", "ttft:60000", "e2el:60000", "--json", str(file))
 
     assert starts == ["benchmarks.load.fakes"] * 2 + ["coordinator"]

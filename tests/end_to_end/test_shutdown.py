@@ -51,7 +51,6 @@ QUICK_SECONDS = 25.0
     ("code", "options", "sentence"),
     [
         (1, ("--start-timeout-seconds", "0.5"), "target service at 127.0.0.1:1 was not ready within 0.5 s"),
-        (1, ("--start-timeout-seconds", "0.5", "--workers", "2"), "was not ready within 0.5 s"),
         (2, ("--method", "ngram"), "speculative_method is ngram; it needs a draft service"),
     ],
 )

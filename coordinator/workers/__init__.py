@@ -1,1 +1,0 @@
-"""Several coordinator processes on one port. Only `coordinator.__main__` imports it."""

@@ -93,7 +93,8 @@ class CoordinatorService(Service):
         completions = self.completions
         tokens = Grammars(encoder.tokenizer.to_str, target_info.vocabulary_size, target_info.eos_token_ids)
         self._grammars = CheckedGrammars(tokens)
-        models = Models(target_info, None, encoder, self._grammars)
+        defaults = self.replicas.fleet.sampling_defaults
+        models = Models(target_info, None, encoder, self._grammars, defaults)
         completions.connect(self.replicas, models)
         self.observer.ready(target_info.name, self._state)
         # Without HTTP the process of the template starts with the first chat.
@@ -103,7 +104,8 @@ class CoordinatorService(Service):
             role.value: ", ".join(shot.address for shot in ready if shot.role is role)
             for role in (Role.TARGET, Role.DRAFT)
         }
-        logger.info("services joined", extra={**joined, "model": target_info.name})
+        described = {"model": target_info.name, "sampling_defaults": str(defaults)}
+        logger.info("services joined", extra={**joined, **described})
 
     def _wait_for(self, services: str) -> None:
         logger.info("waiting", extra={"for": services})

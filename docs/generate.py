@@ -21,6 +21,7 @@ from coordinator.settings.coordinator import (
     RequestBounds,
     ServiceAccessOptions,
 )
+from coordinator.settings.sampling import SamplingOptions
 from draft_service.settings import DraftSettings
 from tandem.config.names import REFUSED_METHODS, REFUSED_OPTIONS
 from tandem.config.options import ALIASES, allowed_range
@@ -68,6 +69,7 @@ _SECTIONS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("Acceptance", "For the coordinator.", AcceptanceOptions),
     ("Vocabularies, and what is fixed", "For the coordinator.", SpeculativeConfig),
     ("Files", "For the coordinator and the draft service.", SourceOptions),
+    ("Sampling defaults", "For the coordinator.", SamplingOptions),
     ("Requests", "For the coordinator.", RequestBounds),
     ("Protection", "For every service; see [security](security.md).", ProtectionOptions),
     ("Admin calls", "For the coordinator.", AdminOptions),

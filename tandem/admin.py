@@ -6,14 +6,14 @@ Nothing here knows of gRPC: `tandem.wire.admin` is where these types meet protob
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum, IntEnum
 
 from tandem.config.layers import Origin
 from tandem.replica import ReplicaSnapshot
 from tandem.speculation_state import SpeculationDecision, SpeculationState
-from tandem.types import SpeculationStats
+from tandem.types import SamplingDefaults, SpeculationStats
 
 
 class CoordinatorState(Enum):
@@ -80,6 +80,8 @@ class Status:
     speculation_state: SpeculationState
     decisions: tuple[SpeculationDecision, ...] = ()
     """The proposal length at each load so far, and the reason."""
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    """Parameters of a request that names none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ Nothing here knows of gRPC or torch: `tandem.wire` is where these types meet pro
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from itertools import chain
 from typing import Any
@@ -62,6 +62,23 @@ class SamplingParams:
     @property
     def truncates(self) -> bool:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """Sampling parameters that hold where a request names none. None: the value of `SamplingParams`, or no limit."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+    """Maximum tokens of a completion, also where the request asks for more."""
+
+    def __str__(self) -> str:
+        named = ((each.name, getattr(self, each.name)) for each in fields(self))
+        return ", ".join(f"{name} {value:g}" for name, value in named if value is not None) or "none"
 
 
 MAX_LOGIT_BIAS = 100.0
@@ -559,6 +576,8 @@ class ModelInfo:
     """True if a draft drafts ahead where a step grants a budget."""
     maps_vocabularies: bool = False
     """True if a draft can draft for targets with other tokenizers."""
+    sampling_defaults: SamplingDefaults = SamplingDefaults()
+    """The model's own, from its generation_config.json."""
 
     @property
     def has_model(self) -> bool:
@@ -702,6 +721,9 @@ class Summary:
     """State at the end of the completion; None where the service did not report it."""
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended it; None when it was an end-of-sequence id or a limit."""
+    sampling: SamplingParams | None = None
+    """The parameters that its tokens were drawn with, the defaults filled in; None where the service did not report
+    them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,7 @@ class Administration:
                 num_speculative_tokens=settings.num_speculative_tokens,
                 rule=AUTO if names_auto(settings) else find_strategy(options.acceptance_rule).name,
             ),
+            sampling_defaults=self._replicas.fleet.sampling_defaults,
             replicas=tuple(replicas),
             **{name: getattr(stats, name) for name in shared},
         )

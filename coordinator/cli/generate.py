@@ -24,13 +24,20 @@ from coordinator.cli.connection import ConnectionOptions
 from coordinator.cli.main import app
 from coordinator.cli.views import percent
 from coordinator.stats.rounds import hit_rate
-from coordinator.stats.speculation import acceptance_rate, describe, summed, tokens_per_pass
+from coordinator.stats.speculation import (
+    acceptance_rate,
+    describe,
+    describe_sampling,
+    summed,
+    tokens_per_pass,
+)
 from tandem.client import Client, as_message
 from tandem.errors import ConfigurationError, InvalidRequestError
 from tandem.plural import plural
+from tandem.sampling.defaults import DEFAULT_NAMES
 from tandem.standard_streams import write_out
 from tandem.sync_client import SyncClient
-from tandem.types import ChatMessage, Chunk, GenerationRequest, RowKind, Summary
+from tandem.types import ChatMessage, Chunk, GenerationRequest, RowKind, SamplingParams, Summary
 
 ACCEPTED_STYLE = "green"
 """Colour of the tokens that the draft proposed and the target accepted."""
@@ -80,6 +87,7 @@ class Record:
             "finish_reason": summary.finish_reason.value,
             "usage": {"prompt_tokens": summary.prompt_tokens, "completion_tokens": summary.completion_tokens},
             "speculation": describe(summary.speculation, summary.speculation_state),
+            **({} if summary.sampling is None else {"sampling": describe_sampling(summary.sampling)}),
             "rounds": [
                 {
                     "proposed": chunk.proposed,
@@ -125,8 +133,9 @@ def texts_of_tokens(chunk: Chunk) -> list[str]:
     return [chunk.text[start:end] for start, end in pairwise(ends)]
 
 
-def closing_line(records: Sequence[Record]) -> str:
-    """Speed of finished completions and the gain of drafting, or the reason why the draft did not work."""
+def closing_line(records: Sequence[Record], request: GenerationRequest) -> str:
+    """Speed of finished completions and the gain of drafting, or the reason why the draft did not work; and how they
+    were sampled where the request does not say it."""
     summaries = [record.summary for record in records]
     stats = summed(summary.speculation for summary in summaries)
     state = next(filter(None, (summary.speculation_state for summary in reversed(summaries))), None)
@@ -145,7 +154,25 @@ def closing_line(records: Sequence[Record]) -> str:
         parts.append(f"{percent(hit_rate(stats.ahead))} of {rounds} drafted ahead")
     if state is not None and state.explanation:
         parts.append(state.explanation if state.is_on else f"speculation off: {state.explanation}")
+    if (sampling := summaries[-1].sampling) is not None:
+        parts += _sampling_words(request, sampling)
     return "; ".join(parts)
+
+
+def _sampling_words(request: GenerationRequest, sampling: SamplingParams) -> Iterator[str]:
+    """How tokens were drawn, as far as it is not what the request asks for or OpenAI's default."""
+    if request.temperature and sampling.is_greedy:
+        yield f"temperature {request.temperature:g} is too low to compute and counts as 0: greedy"
+    usual = SamplingParams()
+    chosen = [
+        f"{name} {getattr(sampling, name):g}"
+        for name in DEFAULT_NAMES
+        if hasattr(usual, name)
+        and getattr(request, name) is None
+        and getattr(sampling, name) != getattr(usual, name)
+    ]
+    if chosen:
+        yield f"{', '.join(chosen)} by the server's defaults"
 
 
 @dataclass(frozen=True)
@@ -265,7 +292,7 @@ async def generate(
             if record.whole.logprobs:
                 print_parts("", record.logprob_table())
     if console is not None and not result.quiet:
-        sys.stderr.write(closing_line(records) + "\n")
+        sys.stderr.write(closing_line(records, request) + "\n")
 
 
 @command(app, "", "--system 'Answer in one sentence.' --temperature 0")
@@ -287,9 +314,10 @@ def chat(
         for line in _lines():
             messages.append(ChatMessage("user", line))
             record = Record()
+            request = options.request(())
             try:
                 prompt = client.chat_prompt(messages, timeout_seconds=connection.timeout)
-                request = options.request(prompt)
+                request = replace(request, prompt=prompt)
                 for chunk in client.generate(request, timeout_seconds=connection.timeout):
                     record.add(chunk, console)
             except KeyboardInterrupt:
@@ -298,7 +326,7 @@ def chat(
             whole = record.whole
             messages.append(ChatMessage("assistant", whole.text))
             if whole.summary is not None and not quiet:
-                sys.stderr.write(closing_line([record]) + "\n")
+                sys.stderr.write(closing_line([record], request) + "\n")
 
 
 def _lines() -> Iterator[str]:

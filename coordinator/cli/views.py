@@ -20,7 +20,7 @@ from tandem.config.rule import spelled
 from tandem.plural import grouped
 from tandem.replica import ReplicaSnapshot, ReplicaState
 from tandem.speculation_state import SpeculationDecision, SpeculationState
-from tandem.types import AheadStats, SpeculationStats
+from tandem.types import AheadStats, SamplingDefaults, SpeculationStats
 
 NOTHING = "-"
 """Shown for a value that does not exist yet."""
@@ -82,6 +82,7 @@ def status_view(status: Status, address: str) -> RenderableType:
     )
     facts = {
         "model": status.model or "not known yet",
+        "sampling": f"{sampling_words(status.sampling_defaults)} by default",
         "speculation": _speculation(status.speculation_state, f", rule {status.settings.rule}"),
         "load": _load(status.load),
         "throughput": _throughput(status.throughput),
@@ -89,6 +90,11 @@ def status_view(status: Status, address: str) -> RenderableType:
         **_ahead(status.speculation),
     }
     return Group(head, "", grid(facts), "", replicas_view(status.replicas), *_decisions(status.decisions))
+
+
+def sampling_words(defaults: SamplingDefaults) -> str:
+    """Defaults in words; without any, OpenAI's."""
+    return "temperature 1" if defaults == SamplingDefaults() else str(defaults)
 
 
 def replicas_view(shown: Sequence[ReplicaSnapshot]) -> RenderableType:

@@ -23,11 +23,11 @@ from coordinator.http.bodies import HeldBytes, Share
 from coordinator.http.errors import error_object, known
 from coordinator.http.schema import ResponsesBody, Sampled
 from coordinator.http.tools import CallReader, Parser, Said
-from coordinator.stats.speculation import describe, summed
+from coordinator.stats.speculation import describe, describe_sampling, summed
 from tandem.errors import TandemError
 from tandem.serving.interceptors import RunningCalls
 from tandem.serving.server import CancelledByEventError, unless
-from tandem.types import Chunk, FinishReason, Summary, TokenLogprobs
+from tandem.types import Chunk, FinishReason, SamplingParams, Summary, TokenLogprobs
 
 PART_BYTES = 32 << 10
 """Large answers are sent in parts of this size: rendering and sending one holds the event loop for less than 1 ms."""
@@ -197,7 +197,10 @@ class Answer(ABC):
             "accepted_prediction_tokens": total.accepted,
             "rejected_prediction_tokens": total.drafted - total.accepted,
         }
-        return {"usage": usage, "speculation": describe(total, state)}
+        described = {"usage": usage, "speculation": describe(total, state)}
+        if summaries and (sampling := summaries[-1].sampling) is not None:
+            described["sampling"] = describe_sampling(sampling)
+        return described
 
     def _described(self, index: int, logprobs: dict[str, Any], ids: Mapping[str, Any]) -> dict[str, Any]:
         reader, summary = self.choices[index].reader, self.choices[index].summary
@@ -298,7 +301,8 @@ class ChatAnswer(Answer):
 class ResponseAnswer(ChatAnswer):
     """An answer of `/v1/responses`."""
 
-    def __init__(self, body: ResponsesBody, *args: Any) -> None:
+    def __init__(self, body: ResponsesBody, sampling: SamplingParams, *args: Any) -> None:
+        """`sampling` is what holds where the body names nothing."""
         super().__init__(*args)
         self._item_id = f"msg_{uuid.uuid4().hex}"
         self._head = {
@@ -313,11 +317,11 @@ class ResponseAnswer(ChatAnswer):
             "model": self._head["model"],
             "parallel_tool_calls": False,
             "previous_response_id": None,
-            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "temperature": sampling.temperature if body.temperature is None else body.temperature,
             "text": {"format": (body.text and body.text.format) or {"type": "text"}},
             "tool_choice": "none",
             "tools": [],
-            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "top_p": sampling.top_p if body.top_p is None else body.top_p,
             "truncation": "disabled",
             "usage": None,
         }

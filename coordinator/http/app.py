@@ -32,6 +32,7 @@ from coordinator.requests.plan import Models, keep_out
 from coordinator.requests.runner import RequestRunner
 from coordinator.requests.validation import REQUEST_RULES, TokenizedRequest, outside_vocabulary
 from coordinator.settings.coordinator import CoordinatorSettings, RequestBounds
+from coordinator.settings.sampling import as_sampling
 from tandem import __version__
 from tandem.admin import Status
 from tandem.config.rule import broken, refuse
@@ -197,13 +198,14 @@ class App:
         """`POST /v1/completions`, `/v1/chat/completions` and `/v1/responses`."""
         given, form = _FORMS[request.url.path]
         body, headers = await self._body(request, given)
+        models, bounds = self._completions.models, self._completions.bounds
         if isinstance(body, schema.ResponsesBody):
             request.state.limit = "max_output_tokens"
             refuse(body.refusals())
-            form, body = partial(ResponseAnswer, body), body.chat()
+            form = partial(ResponseAnswer, body, as_sampling(models.sampling_defaults))
+            body = body.chat()
         elif body.max_completion_tokens is not None:
             request.state.limit = "max_completion_tokens"
-        models, bounds = self._completions.models, self._completions.bounds
         requests = await requests_of(body, models, self._chats, bounds)
         # A client may use a name twice, so it is only a part of ours.
         named = request.state.client_request_id or body.request_id
@@ -230,8 +232,8 @@ class App:
                 for each, name in zip(requests, names, strict=True)
             ]
         )
-        if penalties := keep_out(requests[0], bounds, models):
-            headers |= {ALONE_HEADER: ", ".join(penalties)}
+        if kept_out_by := keep_out(requests[0], bounds, models):
+            headers |= {ALONE_HEADER: ", ".join(kept_out_by)}
         return Reply(answer, chunks, self._calls, self._held, headers, streams=bool(body.stream))
 
     async def tokenize(self, request: Request) -> Response:
@@ -286,6 +288,7 @@ class App:
             "created": self._created,
             "owned_by": "tandem",
             "max_model_len": self._completions.models.target.max_length,
+            "sampling_defaults": plain(self._completions.models.sampling_defaults),
         }
         return JSONResponse({"object": "list", "data": [model]} if name is None else model)
 
@@ -408,9 +411,13 @@ async def _broken_later(request: GenerationRequest, models: Models, bounds: Requ
         prompt = await ids_of(request.prompt, models, bounds)
     except InvalidRequestError as error:
         return [str(error)]
+    request = models.with_defaults(request)
     if keep_out(request, bounds, models):
         request = replace(request, speculation=False)
-    return broken(REQUEST_RULES, TokenizedRequest(request, prompt, models.target, models.draft))
+    subject = TokenizedRequest(
+        request, prompt, models.target, models.draft, draft_model_penalties=bounds.draft_model_penalties
+    )
+    return broken(REQUEST_RULES, subject)
 
 
 async def chat_prompt(

@@ -29,7 +29,7 @@ IGNORED_HEADER = "X-Tandem-Ignored"
 """Names the fields of a request that were passed over."""
 
 ALONE_HEADER = "X-Tandem-Target-Alone"
-"""Names the penalties because of which the target serves a request without the draft model."""
+"""Names the fields because of which the target serves a request without the draft."""
 
 BODY_SECONDS = 30.0
 """Time for a client to send a body; docs/security.md promises it."""

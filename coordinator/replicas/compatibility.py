@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from coordinator.settings.coordinator import MAX_SPECULATIVE_TOKENS
+from coordinator.settings.sampling import VLLM, SamplingOptions, SamplingPolicy
 from tandem.config import SpeculativeConfig
 from tandem.config.names import STANDALONE
 from tandem.config.rule import Rule, broken, rule
 from tandem.config.speculative import MAX_CONFIGURED_TOKENS
 from tandem.errors import IncompatibleModelsError
 from tandem.rpc.channels import DEFAULT_MESSAGE_LIMIT_BYTES, message_limit
-from tandem.types import Coverage, ModelInfo
+from tandem.types import Coverage, ModelInfo, SamplingDefaults
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +171,8 @@ MAX_ROWS = max(MAX_SPECULATIVE_TOKENS, MAX_CONFIGURED_TOKENS) + 1
 configuration and requests may ask for, and one after it."""
 
 # A replica of another release may serve the same model, only some targets may host a draft, each measures its steps.
-_MAY_DIFFER = frozenset({"service_version", "drafting_method", "step_profile"})
+# Of their sampling defaults only what is in force matters.
+_MAY_DIFFER = frozenset({"service_version", "drafting_method", "step_profile", "sampling_defaults"})
 
 
 class Fleet:
@@ -180,8 +182,10 @@ class Fleet:
     Drafts may be different models as long as each fits the target, which verifies their proposals.
     """
 
-    def __init__(self, config: SpeculativeConfig) -> None:
+    def __init__(self, config: SpeculativeConfig, sampling: SamplingPolicy | None = None) -> None:
+        """Of models that fit the configuration; None: requests are sampled by their targets' own defaults."""
         self._config = config
+        self._sampling = sampling or SamplingPolicy(SamplingOptions())
         self.target: ModelInfo | None = None
         """The first target that was reached."""
         self.draft: ModelInfo | None = None
@@ -193,16 +197,31 @@ class Fleet:
             return DEFAULT_MESSAGE_LIMIT_BYTES
         return message_limit(self.target.vocabulary_size, MAX_ROWS)
 
+    @property
+    def sampling_defaults(self) -> SamplingDefaults:
+        """Sampling parameters of a request that names none; none before the first target."""
+        return SamplingDefaults() if self.target is None else self._sampling.defaults_of(self.target)
+
     def judge_target(self, info: ModelInfo) -> str:
         """Reason why a target with this model cannot join; empty when it can. The first one sets the standard."""
+        if wrong := [*self._sampling.refusals(info)]:
+            return "; ".join(wrong)
         if self.target is None:
             self.target = info
-        return "; ".join(
+        differences = [
             f"{field.name} is {_shown(info, field.name)} for this target and {_shown(self.target, field.name)} for the "
             "others; all targets must serve one model alike"
             for field in fields(ModelInfo)
             if field.name not in _MAY_DIFFER and getattr(info, field.name) != getattr(self.target, field.name)
-        )
+        ]
+        own = self._sampling.defaults_of(info)
+        if own != self.sampling_defaults:
+            differences.append(
+                f"the sampling defaults are {own} for this target and {self.sampling_defaults} for the others; give "
+                "all targets one generation_config.json, or start the coordinator with --generation-config "
+                f"{VLLM} or a folder"
+            )
+        return "; ".join(differences)
 
     def judge_draft(self, info: ModelInfo, *, has_others: bool = False) -> str:
         """Reason why a draft with this model cannot join the others; empty when it can."""

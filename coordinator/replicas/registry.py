@@ -11,6 +11,7 @@ from coordinator.replicas.compatibility import Deployment, Fleet, check_coverage
 from coordinator.replicas.hangs import VerificationTimes
 from coordinator.replicas.pool import ClientT, Pool
 from coordinator.settings.coordinator import CoordinatorSettings
+from coordinator.settings.sampling import SamplingPolicy
 from coordinator.stats.rounds import RoundResult
 from coordinator.transport.draft_client import DraftClient
 from coordinator.transport.target_client import TargetClient
@@ -29,7 +30,7 @@ class ReplicaRegistry:
     def __init__(
         self, settings: CoordinatorSettings, credentials: Credentials = PLAIN, resolver: Resolver = resolve
     ) -> None:
-        self.fleet = fleet = Fleet(settings)
+        self.fleet = fleet = Fleet(settings, SamplingPolicy(settings))
         self._settings = settings
         self.targets = Pool(
             Role.TARGET,

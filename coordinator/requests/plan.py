@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 from tokenizers import Tokenizer
 
@@ -34,7 +34,9 @@ from tandem.config import SpeculativeConfig
 from tandem.config.names import AUTO, AUTO_NAMES, canonical_name
 from tandem.config.rule import refuse
 from tandem.grammar import GrammarState
+from tandem.sampling.defaults import DEFAULT_NAMES
 from tandem.types import (
+    MIN_TEMPERATURE,
     Acceptance,
     AheadBudget,
     DraftOptions,
@@ -43,6 +45,7 @@ from tandem.types import (
     ModelInfo,
     Proposal,
     RowKind,
+    SamplingDefaults,
     SamplingParams,
     TargetOptions,
     Verification,
@@ -70,6 +73,8 @@ class Models:
     encoder: PromptEncoder
     grammars: CheckedGrammars | None = None
     """Compiles what completions may be; None where completions may be anything only."""
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    """Hold where a request names no value."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -85,6 +90,25 @@ class Models:
         """Bytes beyond which any prompt has more than `max_length` tokens; None where there is no such bound."""
         per_token = self.encoder.max_bytes_per_token
         return None if per_token is None else per_token * self.target.max_length
+
+    def with_defaults(self, request: GenerationRequest) -> GenerationRequest:
+        """The request with the sampling defaults filled in, and greedy where its temperature is too low to compute.
+
+        A request that scores its prompt (`echo` with `logprobs`) gets no repetition penalty that it does not name: that
+        would change the prompt's probabilities.
+        """
+        defaults = self.sampling_defaults
+        names = [name for name in DEFAULT_NAMES if name in _SAMPLING and getattr(request, name) is None]
+        if request.echo and request.logprobs is not None and "repetition_penalty" in names:
+            names.remove("repetition_penalty")
+        values = {name: getattr(defaults, name) for name in names}
+        filled = replace(request, **values)
+        if filled.temperature is not None and 0.0 < filled.temperature < MIN_TEMPERATURE:
+            filled = replace(filled, temperature=0.0)
+        if (limit := defaults.max_new_tokens) is not None:
+            asked = limit if request.max_tokens is None else request.max_tokens
+            filled = replace(filled, max_tokens=min(asked, limit))
+        return filled
 
     async def encode(
         self, text: str, bounds: RequestBounds, *, add_special_tokens: bool = True
@@ -111,8 +135,8 @@ class Plan:
     """True if a seed promises its text and that depends on what is proposed, which must then not depend on time."""
     is_adaptive: bool
     """True if measurements may change how much its rounds propose."""
-    is_penalized: bool
-    """True if its penalties keep the draft model out."""
+    kept_out_by: tuple[str, ...]
+    """Fields of the request because of which the target serves it alone."""
     think_spans: ThinkSpans | None
     """Followed when acceptance is relaxed inside them."""
     grammar: GrammarState | None
@@ -219,15 +243,17 @@ async def make_plan(
     choose_rule: ChooseRule = lambda names, temperature: names[0],
 ) -> Plan:
     """Check a request that is within its bounds, and decide how it is completed."""
-    is_penalized = settings.speculation and bool(keep_out(request, settings, models))
-    if not settings.speculation or is_penalized or (request.echo and validation.never_proposes(request)):
+    request = models.with_defaults(request)
+    kept_out_by = keep_out(request, settings, models) if settings.speculation else ()
+    if not settings.speculation or kept_out_by or (request.echo and validation.never_proposes(request)):
         request = replace(request, speculation=False)
     prompt = request.prompt
     if isinstance(prompt, str):
         prompt = await models.encoder.encode(prompt)
     options = requested_options(settings, request, _auto_rule(settings, request, choose_rule))
     options = for_draft(options, models.draft)
-    validation.TokenizedRequest(request, prompt, models.target, models.draft, options).check()
+    penalties = settings.draft_model_penalties
+    validation.TokenizedRequest(request, prompt, models.target, models.draft, options, penalties).check()
     grammar = None
     if request.grammar is not None:
         assert models.grammars is not None, "structured output needs a compiler of grammars"
@@ -264,7 +290,7 @@ async def make_plan(
         draft_ahead=settings.draft_ahead if can_draft_ahead(rule, models.draft) else "off",
         keeps_proposals=not is_adaptive and promises_text,
         is_adaptive=is_adaptive,
-        is_penalized=is_penalized,
+        kept_out_by=kept_out_by,
         think_spans=think_spans(models.tokenizer) if options.use_relaxed_acceptance_for_thinking else None,
         grammar=grammar,
         settings=settings,
@@ -273,9 +299,14 @@ async def make_plan(
 
 
 def keep_out(request: GenerationRequest, bounds: RequestBounds, models: Models) -> tuple[str, ...]:
-    """The request's penalties because of which the target serves it alone: all of them, or none, as configured."""
+    """Names of the request's fields because of which the target serves it alone, as configured: `echo`, or penalties.
+    None where no draft would propose in any case."""
+    if models.draft is None or not request.speculation:
+        return ()
+    if request.echo and bounds.compatibility != "max" and not validation.never_proposes(request):
+        return ("echo",)
     is_alone = validation.is_separate_model(models.draft) and bounds.draft_model_penalties == "target-only"
-    return validation.penalties_of(request) if is_alone and request.speculation else ()
+    return validation.penalties_of(models.with_defaults(request)) if is_alone else ()
 
 
 def _sampling(request: GenerationRequest) -> SamplingParams:

@@ -207,8 +207,9 @@ class RequestRunner:
     def _why_alone(self, plan: Plan) -> str:
         if not self.replicas.drafts.addresses:
             return speculation_report.NO_DRAFT
-        if plan.is_penalized:
-            return speculation_report.PENALIZED
+        if plan.kept_out_by:
+            is_echo = plan.request.echo
+            return speculation_report.ECHOED if is_echo else speculation_report.PENALIZED
         return speculation_report.NOT_ASKED if plan.settings.speculation else speculation_report.DISABLED
 
     def _load(self, target_address: str | None) -> int:
@@ -221,14 +222,16 @@ class RequestRunner:
         return -(-self.admission.running // max(ready, 1))
 
     def _with_state(self, chunk: Chunk, active: ActiveRequest) -> Chunk:
-        """The last chunk with the state of speculation, which the next requests can expect too; others as they are."""
+        """The last chunk with its sampling parameters and the state of speculation, which the next requests can expect
+        too; others as they are."""
         if (summary := chunk.summary) is None:
             return chunk
         state = active.drafter.speculation_state
         if active.plan.num_speculative_tokens > 0 and summary.speculation.rounds > 1:
             self._latest_state = state
         at_the_end = speculation_report.at_the_end(state, summary.speculation)
-        return replace(chunk, summary=replace(summary, speculation_state=at_the_end))
+        sampling = active.plan.sampling
+        return replace(chunk, summary=replace(summary, speculation_state=at_the_end, sampling=sampling))
 
     @property
     def speculation_state(self) -> SpeculationState | None:

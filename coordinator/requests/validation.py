@@ -13,7 +13,7 @@ from tandem.config import SpeculativeConfig
 from tandem.config.names import OWN_METHODS, canonical_name
 from tandem.config.rule import Rule, broken, refuse, rule, spelled, within
 from tandem.plural import plural
-from tandem.sampling.ranges import sampling_rules
+from tandem.sampling.ranges import request_sampling_rules
 from tandem.types import MAX_LOGIT_BIAS, GenerationRequest, ModelInfo, RowKind
 
 
@@ -150,6 +150,8 @@ class TokenizedRequest:
     """None when the target works alone."""
     options: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     """Options of the acceptance rule: the configuration, overridden by the request."""
+    draft_model_penalties: str = "refuse"
+    """The coordinator's option."""
 
     def check(self) -> None:
         """Refuse it if it can never be completed."""
@@ -252,15 +254,17 @@ def penalties_of(request: GenerationRequest) -> tuple[str, ...]:
 
 @rule("With `draft_model_penalties` refuse, penalties are off where a separate draft model proposes.")
 def _penalties_without_draft_model(subject: TokenizedRequest) -> Iterator[str]:
-    """The draft model proposes without penalties, so it would be wrong more and more often; MAX refuses this too."""
+    """MAX refuses them. A request that the target serves alone no longer asks for speculation here."""
     if not (subject.request.speculation and is_separate_model(subject.draft)):
+        return
+    if subject.draft_model_penalties != "refuse":
         return
     for name in penalties_of(subject.request):
         value = spelled(getattr(subject.request, name))
         yield (
             f"{name} is {value}; with a separate draft model it must be {PENALTIES[name]:g}: use a draft service "
             "with speculative_method ngram or suffix, turn speculation off for this request, or start the "
-            "coordinator with --draft-model-penalties target-only"
+            "coordinator with --draft-model-penalties draft"
         )
 
 
@@ -343,7 +347,7 @@ REQUEST_RULES: tuple[Rule[TokenizedRequest], ...] = (
     _prompt_fits,
     _known_token_ids,
     _max_tokens,
-    *sampling_rules(of=_request),
+    *request_sampling_rules(of=_request),
     within("num_speculative_tokens", 1, of=_request),
     within("seed", -(2**63), 2**63 - 1, "a signed 64-bit integer", of=_request),
     within("logprobs", 0, MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}", of=_request),

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 
 from coordinator.rejection.strategies import COMBINATION_RULES, LOSSLESS_RULES
+from coordinator.settings.sampling import SamplingOptions
 from tandem.config import SpeculativeConfig
 from tandem.config.options import Options
 from tandem.config.rule import Rule, Rules, not_below, rule
@@ -63,9 +64,10 @@ class RequestBounds(Options):
     could learn from its own text what the draft knows of others. Tandem's own."""
     max_grammar_bytes: int = Field(default=64 << 10, ge=1)
     """Maximum bytes of such a schema, expression, list or grammar, in UTF-8."""
-    draft_model_penalties: Literal["refuse", "target-only"] = "target-only"
+    draft_model_penalties: Literal["refuse", "target-only", "draft"] = "target-only"
     """Treatment of a request with repetition, frequency or presence penalties where a separate draft model
-    proposes: let the target serve it without drafting, and say so, or refuse it, as MAX does. Tandem's own."""
+    proposes. draft: propose all the same; the target verifies with the penalties, exactly. target-only: let the target
+    serve it without drafting, and say so. refuse: as MAX does. Tandem's own."""
     compatibility: Literal["none", "max"] = "none"
     """max: refuse what MAX refuses beside speculative decoding, so that `structured_output` and `draft_model_penalties`
     are refuse unless they are set. none: serve all of it. docs/comparison.md says what each peer does. Tandem's own."""
@@ -193,7 +195,13 @@ Addresses = Annotated[str, BeforeValidator(_one_text), AfterValidator(_checked)]
 
 
 class CoordinatorSettings(
-    SpeculativeConfig, RequestBounds, ServiceAccessOptions, HttpOptions, AdminOptions, ServerSettings
+    SpeculativeConfig,
+    SamplingOptions,
+    RequestBounds,
+    ServiceAccessOptions,
+    HttpOptions,
+    AdminOptions,
+    ServerSettings,
 ):
     """Join a draft service and a target service."""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from coordinator.stats.rounds import RoundResult, RoundTally, hit_rate
 from tandem.speculation_state import SpeculationState
-from tandem.types import LeadStats, PositionStats, SpeculationStats
+from tandem.types import LeadStats, PositionStats, SamplingParams, SpeculationStats
 
 
 class MovingAverage:
@@ -170,6 +170,13 @@ def describe(stats: SpeculationStats, state: SpeculationState | None = None) -> 
         "lead": asdict(stats.lead),
         **({} if state is None else {"state": state.as_dict()}),
     }
+
+
+def describe_sampling(sampling: SamplingParams) -> dict[str, float]:
+    """The parameters that tokens were drawn with by name, without the seed, which each completion has to itself."""
+    described = asdict(sampling)
+    del described["seed"]
+    return described
 
 
 def log_line(stats: SpeculationStats) -> str:

@@ -42,6 +42,7 @@ GROUPS = {
     "DraftingOptions": "Drafting",
     "SpeculativeConfig": "Speculative decoding",
     "AcceptanceOptions": "Acceptance",
+    "SamplingOptions": "Sampling defaults",
     "RequestBounds": "Bounds of a request",
     "ServiceAccessOptions": "Access to the services",
     "HttpOptions": "HTTP",

@@ -309,6 +309,7 @@ def _info(core: Core, checkpoint: Checkpoint, device_count: int) -> ModelInfo:
         max_length=int(model.max_model_len),
         dtype=str(model.dtype).removeprefix("torch."),
         eos_token_ids=end_ids_within(checkpoint, vocabulary_size),
+        sampling_defaults=checkpoint.sampling_defaults,
         service_version=tandem.__version__,
         parameter_count=checkpoint.weights.value_count,
         tensor_parallel_size=device_count,

@@ -21,6 +21,7 @@ from tandem.types import (
     ModelInfo,
     ProposeStep,
     RowKind,
+    SamplingDefaults,
     SamplingParams,
     StepProfile,
     VerifyStep,
@@ -44,6 +45,8 @@ def sampling_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
 
 
 travels_by(SamplingParams, sampling_to_proto, sampling_from_proto)
+# Parts before the whole.
+Mirror(SamplingDefaults, types_pb2.SamplingDefaults, max_new_tokens="max_new_token_count")
 Mirror(Grammar, types_pb2.Grammar)
 _COVERAGE = Mirror(Coverage, types_pb2.VocabularyCoverage)
 coverage_to_proto, coverage_from_proto = _COVERAGE.to_proto, _COVERAGE.from_proto

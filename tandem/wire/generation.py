@@ -11,18 +11,19 @@ from tandem.types import (
     ChatMessage,
     Chunk,
     GenerationRequest,
-    Grammar,
     LeadStats,
     PositionStats,
     SpeculationStats,
     Summary,
     TokenLogprobs,
 )
-from tandem.v1 import generation_pb2, types_pb2
+from tandem.v1 import generation_pb2
+
+# Parts of these messages have their mirrors there.
+from tandem.wire import common  # noqa: F401
 from tandem.wire.mirror import Mirror, travels_by
 
 # Parts before the whole.
-Mirror(Grammar, types_pb2.Grammar)
 Mirror(PositionStats, generation_pb2.PositionFigures)
 Mirror(AheadStats, generation_pb2.AheadFigures, hits_by_rank="rank_hit_counts")
 Mirror(LeadStats, generation_pb2.LeadFigures)

@@ -14,51 +14,12 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
 from tandem.errors import ModelFolderError
+from tandem.model_sources.files import MAX_CONFIG_BYTES, check_size, read_object, refusal, unreadable
+from tandem.sampling.defaults import GENERATION_CONFIG_FILE, sampling_defaults
+from tandem.types import SamplingDefaults
 
 MAX_LARGE_BYTES = 128 << 20
 """Maximum size of tokenizer.json and of an index of weights: four times the largest that is published."""
-MAX_CONFIG_BYTES = 16 << 20
-"""Maximum size of config.json, generation_config.json and tokenizer_config.json. Published ones have some 100 KiB."""
-
-
-def read_object(path: Path, why: str, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """The JSON object in a file; `why` completes the sentence about a file that is not there."""
-    try:
-        if not path.is_file():
-            raise ModelFolderError(f"the model folder {path.parent} has no {path.name}; {why}")
-        _check_size(path, max_bytes)
-        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_constant)
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    except RecursionError:
-        raise refusal(path, "should be JSON, but is nested too deeply to be read") from None
-    except ValueError as error:  # no JSON, no UTF-8, or a number of more digits than Python reads
-        raise refusal(path, f"should be JSON, but does not parse: {error}") from error
-    if not isinstance(content, dict):
-        raise refusal(path, f"should hold a JSON object, but holds a {type(content).__name__}")
-    return content
-
-
-def refusal(path: Path | str, fault: str) -> ModelFolderError:
-    """The refusal of a file; `fault` completes the sentence."""
-    return ModelFolderError(f"the file {path} {fault}")
-
-
-def _constant(name: str) -> float:
-    if name == "NaN":
-        raise ValueError("it holds NaN")
-    return float(name)
-
-
-def _check_size(path: Path, max_bytes: int) -> None:
-    size = path.stat().st_size
-    if size > max_bytes:
-        raise refusal(path, f"has {size} bytes; it should have at most {max_bytes} to be read")
-
-
-def _unreadable(path: Path, error: OSError) -> ModelFolderError:
-    return refusal(path, f"cannot be read: {(error.strerror or str(error)).lower()}")
-
 
 WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
@@ -155,7 +116,7 @@ def _shapes(path: Path, max_tensors: int | None) -> list[tuple[str, tuple[int, .
                 raise refusal(path, fault)
             return [(name, tuple(tensors.get_slice(name).get_shape())) for name in names]
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     except SafetensorError as error:
         reason = str(error).partition("\n")[0].rstrip(".")[:LONGEST_REASON]
         raise refusal(path, f"is damaged: {reason}") from error
@@ -218,7 +179,6 @@ def _check_numbers(path: Path, config: Mapping[str, Any], tensor_count: int) -> 
 
 
 CONFIG_FILE = "config.json"
-GENERATION_CONFIG_FILE = "generation_config.json"
 TOKENIZER_FILE = "tokenizer.json"
 _ADAPTER_FILE = "adapter_config.json"
 """As peft writes it, beside the weights of the adapter."""
@@ -240,6 +200,8 @@ class Checkpoint:
     weights: Weights
     eos_token_ids: tuple[int, ...]
     """Ids that end a text; empty when the folder names none."""
+    sampling_defaults: SamplingDefaults
+    """Those of its generation_config.json."""
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:
@@ -258,11 +220,19 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         _check_tokenizer_file(folder)
         for name, max_bytes in _MAX_SENT_BYTES.items():
             if (folder / name).is_file():
-                _check_size(folder / name, max_bytes)
+                check_size(folder / name, max_bytes)
         model_type = str(config.get("model_type", ""))
-        return Checkpoint(folder, architecture, model_type, config, weights, eos_token_ids(folder))
+        return Checkpoint(
+            folder,
+            architecture,
+            model_type,
+            config,
+            weights,
+            eos_token_ids(folder),
+            sampling_defaults(folder) if (folder / GENERATION_CONFIG_FILE).is_file() else SamplingDefaults(),
+        )
     except OSError as error:
-        raise _unreadable(folder, error) from error
+        raise unreadable(folder, error) from error
 
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:
@@ -325,7 +295,7 @@ def _check_tokenizer_file(folder: Path) -> Path:
         raise ModelFolderError(
             f"the model folder {folder} has no {TOKENIZER_FILE}, which is needed to compare vocabularies"
         )
-    _check_size(path, MAX_LARGE_BYTES)
+    check_size(path, MAX_LARGE_BYTES)
     return path
 
 

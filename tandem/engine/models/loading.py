@@ -25,10 +25,10 @@ from tandem.engine.models.checkpoint import (
     Checkpoint,
     first_of,
     open_checkpoint,
-    refusal,
     tokenizer_hash,
 )
 from tandem.errors import ConfigurationError, ModelFolderError
+from tandem.model_sources.files import refusal
 from tandem.model_sources.hub import model_name
 from tandem.types import ModelInfo
 
@@ -85,6 +85,7 @@ def load_model(
         max_length=_max_length(module.config),
         dtype=dtype,
         eos_token_ids=end_ids_within(checkpoint, vocabulary_size),
+        sampling_defaults=checkpoint.sampling_defaults,
         service_version=tandem.__version__,
         parameter_count=sum(parameter.numel() for parameter in module.parameters()),
     )

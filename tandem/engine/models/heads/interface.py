@@ -15,9 +15,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from tandem.engine.kv_cache.arena import LayerGeometry
 from tandem.engine.models.attention import ATTENTION_NAME, STEP_ARGUMENT
-from tandem.engine.models.checkpoint import CONFIG_FILE, find_weights, read_object, refusal
+from tandem.engine.models.checkpoint import CONFIG_FILE, find_weights
 from tandem.engine.models.loading import LoadedModel, StoredTensor, stored_tensors
 from tandem.errors import ModelFolderError
+from tandem.model_sources.files import read_object, refusal
 
 PassStates: TypeAlias = tuple[Tensor, Tensor]
 """The input of a head's output layer, and the states that the next step of a proposal reads; [tokens, state_size]

@@ -33,7 +33,7 @@ def request(
 
 WITH_DRAFT_MODEL = (
     "use a draft service with speculative_method ngram or suffix, turn speculation off for this request, or start the "
-    "coordinator with --draft-model-penalties target-only"
+    "coordinator with --draft-model-penalties draft"
 )
 ANY_OBJECT = Grammar(GrammarKind.JSON_OBJECT)
 REQUESTS: list[tuple[str, TokenizedRequest, str]] = [
@@ -48,7 +48,7 @@ REQUESTS: list[tuple[str, TokenizedRequest, str]] = [
     ("echo", request(echo=True, max_tokens=1, logprobs=0, min_tokens=1),
         "echo is true and logprobs are asked for; structured output, logit_bias, min_tokens and penalties must be"),
     ("temperature", request(temperature=INF),
-        "temperature is inf; it must be 0 (greedy) or a finite number of at least 0.0001"),
+        "temperature is inf; it must be a finite number of at least 0 (below 0.0001 it counts as 0: greedy)"),
     ("top-k", request(top_k=-1), "top_k is -1; it must be between 0 and 2147483647 (0 keeps all)"),
     ("top-p", request(top_p=0.0), "top_p is 0.0; it must be more than 0 and at most 1"),
     ("min-p", request(min_p=1.5), "min_p is 1.5; it must be between 0 and 1"),

@@ -8,7 +8,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from tandem.errors import TandemError, status_code
+from tandem.errors import InvalidRequestError, TandemError, status_code
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 
@@ -47,6 +47,7 @@ def error_type(error: BaseException) -> str:
 
 def mark_error(span: Span, error: BaseException) -> None:
     """Mark a span as ended with an error. Only messages of Tandem's own errors, which are meant for users, are
-    recorded."""
+    recorded, and none that refuses a request: it may quote what the client sent."""
+    is_quotable = isinstance(error, TandemError) and not isinstance(error, InvalidRequestError)
     span.set_attribute("error.type", error_type(error))
-    span.set_status(Status(StatusCode.ERROR, str(error) if isinstance(error, TandemError) else ""))
+    span.set_status(Status(StatusCode.ERROR, str(error) if is_quotable else ""))

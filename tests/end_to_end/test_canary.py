@@ -57,6 +57,9 @@ OWN, OTHER, ADMIN = (f"{name}-0123456789abcdef" for name in ("own", "other", "ad
 """Tokens of the caller, of another caller and of the administrator."""
 ENDLESS = Grammar(GrammarKind.REGEX, "(Vexyglinqo Bazkuth ){200}")
 ALIVE_SECONDS = 60.0
+# Typed for asyncio alone.
+GENERATION: Any = GenerationServiceStub
+ADMINISTRATION: Any = AdminServiceStub
 
 
 def leaks(text: str) -> list[str]:
@@ -146,7 +149,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         patch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "300")
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
         collector = Collector()
-        server = grpc.server(ThreadPoolExecutor(4), handlers=(collector,))
+        server = grpc.server(ThreadPoolExecutor(4), handlers=[collector])
         endpoint = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         server.start()
         stack.callback(lambda: server.stop(0).wait())
@@ -230,7 +233,7 @@ def answers_of_others(cluster: Cluster) -> Iterator[tuple[str, str]]:
         assert status == 200, answer
         yield f"another caller's answer to {body}", answer
     with grpc.insecure_channel(cluster.address) as channel:
-        call: Any = GenerationServiceStub(channel).Generate
+        call = GENERATION(channel).Generate
         request = request_to_proto(GenerationRequest("def g(", max_tokens=24))
         yield "another caller's stream", "\n".join(map(str, call(request, metadata=bearer(OTHER))))
 
@@ -259,7 +262,7 @@ def every_admin_call(cluster: Cluster, running_id: str) -> Iterator[tuple[str, s
     methods = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].methods
     assert {method.name for method in methods} == fields.keys()
     with grpc.insecure_channel(cluster.address) as channel:
-        stub = AdminServiceStub(channel)
+        stub = ADMINISTRATION(channel)
         for name, requests in fields.items():
             for given in requests:
                 request = getattr(admin_pb2, f"{name}Request")(**given)
@@ -284,12 +287,12 @@ def exercise(cluster: Cluster) -> dict[str, str]:
         status, answer = cluster.http(path, body, OWN)
         assert status == 400, (path, body, answer)
     with grpc.insecure_channel(cluster.address) as channel:
-        call: Any = GenerationServiceStub(channel).Generate
+        call = GENERATION(channel).Generate
         request = GenerationRequest(CANARIES["prompt"], max_tokens=900, grammar=ENDLESS)
         stream = call(request_to_proto(request), metadata=bearer(OWN))
         assert next(stream).token_ids
         with grpc.insecure_channel(cluster.address) as other:
-            listed = AdminServiceStub(other).ListRequests(
+            listed = ADMINISTRATION(other).ListRequests(
                 admin_pb2.ListRequestsRequest(), metadata=bearer(ADMIN)
             )
         (running,) = listed.requests

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shlex
 import shutil
@@ -21,6 +22,7 @@ from coordinator.cli.command import command, option
 from coordinator.cli.main import app
 from coordinator.cli.serve import package_of
 from coordinator.settings.coordinator import DEFAULT_PORT, ConfigSettings
+from coordinator.settings.sampling import VLLM
 from tandem.config import names
 from tandem.config.layers import read_options
 from tandem.config.options import ALIASES
@@ -110,6 +112,16 @@ class UpOptions:
     chat_template: Path | None = option(
         "Jinja file for chats. [default: the model's own]", exists=True, dir_okay=False
     )
+    generation_config: str | None = option(
+        "Sampling parameters that hold where a request names none: auto, the model's own; vllm, none; or those of a "
+        "folder. [default: the coordinator's, auto]",
+        metavar="auto|vllm|DIR",
+    )
+    override_generation_config: str | None = option(
+        "Sampling parameters in place of those, as a JSON object. [default: for smollm2 those of its card, "
+        f"{json.dumps(bundled.SMOLLM2_SAMPLING)}]",
+        metavar="JSON",
+    )
     served_model_name: str | None = option(
         "Name of the model in OpenAI's API. [default: that of the target's folder]"
     )
@@ -142,6 +154,12 @@ def up(options: UpOptions) -> None:
     arguments = service_arguments(options)
     if options.model is None and options.target is None:
         announce(f"tandem up: {_DEFAULTS[arguments.model]}")
+    if _has_card_sampling(arguments, options):
+        sampling = " and ".join(f"{name} {value:g}" for name, value in bundled.SMOLLM2_SAMPLING.items())
+        announce(
+            f"tandem up: requests are sampled at {sampling} unless they say otherwise, as the model's card advises; "
+            f"--generation-config {VLLM} turns this off"
+        )
     for sentence in not_read(arguments, os.environ):
         write_error(f"tandem up: {sentence}\n")
     if options.api_key is not None:
@@ -232,6 +250,8 @@ def service_arguments(options: UpOptions) -> ServiceArguments:
     bundled.require_engine()
     # Else auto, the fastest lossless rule. A coordinator's own default is MAX's: lossy with a head.
     names_rule = not {"rejection_sampling_strategy", "synthetic_acceptance_rate"}.isdisjoint(shared)
+    # Else the draft proposes, and the target verifies with the penalties. A coordinator's own default is cautious.
+    names_penalties = not {"draft_model_penalties", "compatibility"}.isdisjoint(shared)
     service: dict[str, Any] = {"log_level": options.log_level}
     threads = options.threads
     if threads is None and draft.has_model and devices["target"] == devices["draft"] == "cpu":
@@ -266,7 +286,10 @@ def service_arguments(options: UpOptions) -> ServiceArguments:
                 num_speculative_tokens=options.num_speculative_tokens,
                 draft_ahead=options.draft_ahead,
                 rejection_sampling_strategy=None if names_rule or draft == _Draft() else names.AUTO,
+                draft_model_penalties=None if names_penalties or draft == _Draft() else "draft",
                 chat_template=options.chat_template,
+                generation_config=options.generation_config,
+                override_generation_config=_sampling(options, shared),
                 config_file=options.config_file,
                 # This command itself notices when a service ends, so a model may load for as long as it takes.
                 start_timeout_seconds=None if "start_timeout_seconds" in shared else 24 * 3600,
@@ -275,6 +298,22 @@ def service_arguments(options: UpOptions) -> ServiceArguments:
         ],
         model=str(options.model),
         references=(target, *([str(draft_model)] if draft.has_model and draft_model else [])),
+    )
+
+
+def _sampling(options: UpOptions, shared: Mapping[str, Any]) -> str | None:
+    """The override of sampling parameters: for smollm2 those of its card, unless somebody names any."""
+    is_named = not {"generation_config", "override_generation_config"}.isdisjoint(shared)
+    is_smollm2 = options.model == bundled.SMOLLM2 and not Path(bundled.SMOLLM2).is_dir()
+    if options.override_generation_config is not None or options.generation_config is not None or is_named:
+        return options.override_generation_config
+    return json.dumps(bundled.SMOLLM2_SAMPLING) if is_smollm2 else None
+
+
+def _has_card_sampling(arguments: ServiceArguments, options: UpOptions) -> bool:
+    """True if the sampling parameters are those of the model's card."""
+    return (
+        options.override_generation_config is None and "--override-generation-config" in arguments.coordinator
     )
 
 

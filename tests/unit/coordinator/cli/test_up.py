@@ -148,6 +148,34 @@ def test_the_fastest_rule_is_used_unless_one_is_named(
     assert value(service_arguments(UpOptions(model="smollm2")).coordinator, option) is None
 
 
+def test_drafts_propose_for_requests_with_penalties_unless_it_is_said_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    option = "--draft-model-penalties"
+    assert value(service_arguments(UpOptions()).coordinator, option) == "draft"
+    assert value(service_arguments(UpOptions(draft="none")).coordinator, option) is None
+    for variable, given in (("DRAFT_MODEL_PENALTIES", "refuse"), ("COMPATIBILITY", "max")):
+        with monkeypatch.context() as environment:
+            environment.setenv(f"TANDEM_COORDINATOR_{variable}", given)
+            assert value(service_arguments(UpOptions()).coordinator, option) is None
+
+
+def test_smollm2_is_sampled_as_its_card_advises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    option = "--override-generation-config"
+    card = json.dumps({"temperature": 0.2, "top_p": 0.9})
+    assert value(service_arguments(UpOptions(model="smollm2")).coordinator, option) == card
+    assert value(service_arguments(UpOptions(model="demo")).coordinator, option) is None
+    own = UpOptions(model="smollm2", override_generation_config='{"top_k": 5}')
+    assert value(service_arguments(own).coordinator, option) == '{"top_k": 5}'
+    without = service_arguments(UpOptions(model="smollm2", generation_config="vllm")).coordinator
+    assert value(without, option) is None
+    assert value(without, "--generation-config") == "vllm"
+    for name, given in (("GENERATION_CONFIG", "vllm"), ("OVERRIDE_GENERATION_CONFIG", "{}")):
+        with monkeypatch.context() as environment:
+            environment.setenv(f"TANDEM_COORDINATOR_{name}", given)
+            assert value(service_arguments(UpOptions(model="smollm2")).coordinator, option) is None
+
+
 def test_smollm2_without_its_head_needs_no_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(bundled, "_SMOLLM2_FOLDERS", (tmp_path,))
     assert value(service_arguments(UpOptions(model="smollm2")).draft, "--method") == "suffix"
@@ -385,6 +413,7 @@ SAMPLES: dict[str, object] = {
     "draft_load_config": '{"load_format": "dummy"}',
     "eagle_aux_hidden_state_layer_ids": [0, 1],
     "synthetic_acceptance_rates": [0.5, 0.5],
+    "override_generation_config": '{"temperature": 0.5}',
     "allowed_rejection_sampling_strategies": ["strict", "synthetic"],
 }
 """Values of options whose type alone does not say one."""

@@ -1,0 +1,98 @@
+"""Penalties: how much of a draft's proposals does the target accept with them, and how much without?
+
+    tandem up --model demo
+    python -m benchmarks.studies.penalties
+
+Completions of the bundled prompts over a coordinator that runs, with its `draft_model_penalties` and the policy `fixed`
+while this lasts. Acceptance depends on no clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.common import study_parser
+from benchmarks.pairs import held_out_prompts
+from coordinator.stats.speculation import acceptance_rate, summed, tokens_per_pass
+from tandem.admin_client import AdminClient
+from tandem.client import DEFAULT_ADDRESS, Client
+from tandem.standard_streams import write_out
+from tandem.types import ChatMessage
+
+PENALTIES: Sequence[dict[str, float]] = (
+    {},
+    {"presence_penalty": 0.5},
+    {"presence_penalty": 1.5},
+    {"frequency_penalty": 0.5},
+    {"repetition_penalty": 1.05},
+    {"repetition_penalty": 1.3},
+)
+QUESTIONS = (
+    "Why is the sky blue?",
+    "Name three colours and say where they occur.",
+    "How do I boil an egg?",
+    "What is a prime number?",
+    "Write a short letter to a friend.",
+    "Explain how a bicycle stays upright.",
+)
+TEMPERATURES = (0.0, 0.8)
+
+
+async def main(options: argparse.Namespace) -> None:
+    """Measure, and print a table in Markdown."""
+    async with Client(options.address) as client, AdminClient(options.address) as admin:
+        prompts: Sequence[Any] = [text for _, text in held_out_prompts(options.prompts)]
+        if options.chat:
+            prompts = [
+                await client.chat_prompt([ChatMessage("user", question)])
+                for question in QUESTIONS[: options.prompts]
+            ]
+        await admin.update_config({"speculation_policy": "fixed"})
+        try:
+            await _measure(client, prompts, options)
+        finally:
+            await admin.update_config({}, ["speculation_policy"])
+
+
+async def _measure(client: Client, prompts: Sequence[Any], options: argparse.Namespace) -> None:
+    _print_row("temperature", "penalty", "proposed", "accepted", "tokens a pass")
+    _print_row(*["---"] * 5)
+    for temperature in TEMPERATURES:
+        for penalty in PENALTIES:
+            asked: dict[str, Any] = {
+                "max_tokens": options.max_tokens,
+                "temperature": temperature,
+                "rejection_sampling_strategy": "block",
+                "num_speculative_tokens": 4,
+                "ignore_eos": True,
+                # The server's own defaults may be others
+                "top_p": 1.0,
+                "top_k": 0,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
+            }
+            found = [
+                (await client.complete(prompt, seed=number, **(asked | penalty))).speculation
+                for number, prompt in enumerate(prompts)
+            ]
+            total = summed(found)
+            words = ", ".join(f"{name} {value:g}" for name, value in penalty.items()) or "none"
+            rate = f"{acceptance_rate(total):.1%}"
+            _print_row(f"{temperature:g}", words, total.drafted, rate, f"{tokens_per_pass(total):.2f}")
+
+
+def _print_row(*cells: object) -> None:
+    write_out(f"| {' | '.join(map(str, cells))} |\n")
+
+
+if __name__ == "__main__":
+    parser = study_parser(__doc__)
+    add = parser.add_argument
+    add("--address", default=DEFAULT_ADDRESS)
+    add("--prompts", type=int, default=6)
+    add("--max-tokens", type=int, default=96)
+    add("--chat", action="store_true", help="questions by the model's chat template, for a model that chats")
+    asyncio.run(main(parser.parse_args()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from difflib import get_close_matches
 from enum import IntEnum
 from importlib import import_module
 from typing import Annotated, Any
@@ -80,8 +81,8 @@ VERBS = {
 }
 """Module and summary of each verb. A module is imported when its verb is called: all of them take a second."""
 
-SHORT_FORMS = ("status", "stats", "health", "doctor", "replicas", "requests")
-"""Commands of `tandem admin` that are verbs as well."""
+_ADMIN_VERBS = ("status", "stats", "health", "doctor", "replicas", "requests")
+"""Commands of `tandem admin` that somebody may look for without that word."""
 
 
 class _Verbs(TyperGroup):
@@ -89,24 +90,20 @@ class _Verbs(TyperGroup):
         return list(VERBS)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command of the first words, which may be two: `doctor draft` is a verb beside `doctor`. Where no further
-        command is named, `replicas` and `requests` list what there is."""
+        """The command of the first words, which may be two: `doctor draft`."""
         if (both := " ".join(args[:2])) in VERBS:
             args = [both, *args[2:]]
-        elif args[0] in ("replicas", "requests") and (len(args) == 1 or args[1].startswith("-")):
-            is_help = args[1:2] in (["-h"], ["--help"])
-            args = args if is_help else [args[0], "list", *args[1:]]
         elif args[0] == "logs":
             raise errors.ConfigurationError(
                 "there is no tandem logs: each service writes its log to standard error, which docker compose logs and "
-                "kubectl logs show; tandem requests lists what runs"
+                "kubectl logs show; tandem admin requests list shows what runs"
             )
+        elif (meant := _meant(args[0])) and args[0] not in VERBS:
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {', '.join(map(repr, meant))}?")
         return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command of a verb; None for another word."""
-        if cmd_name in SHORT_FORMS:
-            return self.get_command(ctx, "admin").commands[cmd_name]
         if cmd_name not in VERBS:
             return None
         import_module(f"{__package__}.{VERBS[cmd_name][0]}")
@@ -115,8 +112,14 @@ class _Verbs(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, summary) for name, (_, summary) in VERBS.items()])
-        with formatter.section("Short for `tandem admin ...`"):
-            formatter.write_text(", ".join(SHORT_FORMS))
+
+
+def _meant(word: str) -> list[str]:
+    """Commands that a word may stand for, which is none itself."""
+    found = [(name.partition(" ")[0], name) for name in VERBS]
+    found += [(name, f"admin {name}") for name in _ADMIN_VERBS]
+    near = get_close_matches(word, [first for first, _ in found])
+    return [name for first, name in found if first in near]
 
 
 app = CommandGroup("Speculative decoding with the draft model and the target model as separate services.")

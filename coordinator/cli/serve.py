@@ -7,6 +7,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from itertools import zip_longest
 
 import typer
@@ -41,7 +42,9 @@ def serve(context: typer.Context) -> None:
         raise typer.Exit(0 if service else 2)
     package = package_of(service, arguments)
     if package is None:
-        raise ConfigurationError(f"there is no service {service!r}; it must be one of {', '.join(SERVICES)}")
+        near = get_close_matches(service, SERVICES)
+        advice = f"did you mean {near[0]}?" if near else f"it must be one of {', '.join(SERVICES)}"
+        raise ConfigurationError(f"there is no service {service!r}; {advice}")
     if importlib.util.find_spec(package) is None:
         raise ConfigurationError(f"the {service} service is not installed here (package {package})")
     # Found by name, not imported above: the coordinator's image holds no other service, and no torch.

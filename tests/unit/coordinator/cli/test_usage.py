@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coordinator.cli.connection import Contexts, read_contexts
-from coordinator.cli.main import SHORT_FORMS, VERBS, app
+from coordinator.cli.main import VERBS, app
 from tandem import __version__
 from tests.commands import Commands
 
@@ -20,6 +20,12 @@ from tests.commands import Commands
     ("words", "sentence"),
     [
         (("nonsense",), "no such command 'nonsense'"),
+        (("statsu",), "no such command 'statsu'. Did you mean 'admin status', 'admin stats'?"),
+        (("generat", "x"), "no such command 'generat'. Did you mean 'generate'?"),
+        (("replicas",), "no such command 'replicas'. Did you mean 'admin replicas'?"),
+        (("replicas", "drain", "127.0.0.1:2"), "did you mean 'admin replicas'?"),
+        (("doctor",), "no such command 'doctor'. Did you mean 'doctor draft', 'admin doctor'?"),
+        (("serve", "coordinater"), "there is no service 'coordinater'; did you mean coordinator?"),
         (("logs", "-f"), "each service writes its log to standard error"),
         (("admin", "statsu"), "did you mean"),
         (("admin", "status", "--adress", "x"), "no such option: --adress"),
@@ -54,24 +60,6 @@ def test_a_wrong_call_has_one_sentence(commands: Commands, words: tuple[str, ...
     assert sentence.lower() in commands.fail(2, *words).lower()
 
 
-@pytest.mark.parametrize(
-    ("words", "listed"),
-    [
-        (("replicas",), "replicas"),
-        (("replicas", "-o", "json"), "replicas"),
-        (("requests",), "requests"),
-        (("replicas", "drain", "127.0.0.1:2"), None),
-    ],
-)
-def test_a_short_form_lists_what_there_is_unless_more_is_said(
-    commands: Commands, words: tuple[str, ...], listed: str | None
-) -> None:
-    address = ("--address", "127.0.0.1:1")
-    ran = commands.run(*words, *address)
-    long = ("admin", listed, "list", *words[1:]) if listed else ("admin", *words)
-    assert (ran.code, ran.err) == (4, commands.run(*long, *address).err)
-
-
 def test_a_group_alone_shows_its_help(commands: Commands) -> None:
     for words in ((), ("admin",), ("context",)):
         ran = commands.run(*words)
@@ -99,7 +87,7 @@ def test_the_shell_completes_verbs(shell: str) -> None:
     assert "status" not in result.stdout
 
 
-@pytest.mark.parametrize("words", ["", *VERBS, *SHORT_FORMS, "config check", "admin stats", "context set"])
+@pytest.mark.parametrize("words", ["", *VERBS, "config check", "admin stats", "context set"])
 def test_every_verb_has_its_help_which_has_a_short_name(commands: Commands, words: str) -> None:
     shown = commands.succeed(*words.split(), "--help")
     assert shown.lower().startswith("usage: ")

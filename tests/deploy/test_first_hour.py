@@ -155,6 +155,7 @@ def test_a_wheel_holds_its_packages_heads_and_kernels(wheel: Path) -> None:
     assert {name.partition("/")[0] for name in names} == {"tandem", "tandem_demo"}, "site-packages is shared"
     assert "tandem/benchmarks/load/generator.py" in names, "tandem bench --clients needs it"
     assert "tandem/benchmarks/bench.py" not in names
+    assert "tandem/py.typed" in names, "type checkers read the annotations of a package that has it"
     for head in ("tandem_demo/eagle3", "tandem_demo/smollm2/eagle3"):
         assert {f"{head}/config.json", f"{head}/model.safetensors"} <= names
     assert sorted(name for name in names if name.endswith(".so")) == sorted(bundled_kernels.PLACES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from statistics import fmean
 
 from coordinator.rejection.strategies import STRATEGIES
@@ -44,12 +45,17 @@ def diagnose(status: Status, settings: CoordinatorSettings) -> Iterator[Finding]
     drafts = [each for each in status.replicas if each.role is Role.DRAFT]
     yield _targets(status, targets)
     yield _drafts(settings, drafts)
+    hosts = {target.address for target in targets}
     for replica in status.replicas:
-        yield from _replica(replica, status)
+        if replica.role is Role.DRAFT and replica.address in hosts:
+            yield _state(replica, status, is_hosted=True)
+        else:
+            yield from _replica(replica, status)
     target = next((each.model for each in targets if each.model is not None), None)
     for draft in drafts:
         if target is not None and draft.model is not None:
-            yield _match(settings, target, draft, draft.model)
+            place = "" if draft.address in hosts else draft.address
+            yield _match(settings, target, replace(draft, address=place), draft.model)
     yield from _speculation(status)
     yield _rule(status)
     yield _load(status, settings)
@@ -79,18 +85,24 @@ def _drafts(settings: CoordinatorSettings, drafts: Sequence[ReplicaSnapshot]) ->
     return Finding.ok("drafts", f"{ready} of {len(drafts)} take new sequences")
 
 
+def _state(replica: ReplicaSnapshot, status: Status, *, is_hosted: bool = False) -> Finding:
+    """A replica's state. A draft that its target hosts is at the target's address, which was named before."""
+    address = "" if is_hosted else replica.address
+    place = " beside its target" if is_hosted else ""
+    if replica.state is ReplicaState.READY:
+        times = (("round trip", replica.round_trip_seconds), ("step", replica.step_seconds))
+        known = [f"{name} {each * 1000:.1f} ms" for name, each in times if each is not None and not is_hosted]
+        return Finding.ok(replica.role.value, ", ".join([f"ready{place}", *known]), address)
+    is_needed = replica.role is Role.TARGET and not status.state.completes
+    reason = f": {replica.reason}" if replica.reason else ""
+    words = f"{replica.state.value}{place} for {replica.since_seconds:.0f} s{reason}"
+    judged = Finding.problem if is_needed else Finding.warning
+    return judged(replica.role.value, words, _ADVICE[replica.state].format(address=replica.address), address)
+
+
 def _replica(replica: ReplicaSnapshot, status: Status) -> Iterator[Finding]:
     address, seconds = replica.address, replica.round_trip_seconds
-    if replica.state is ReplicaState.READY:
-        times = (("round trip", seconds), ("step", replica.step_seconds))
-        known = [f"{name} {each * 1000:.1f} ms" for name, each in times if each is not None]
-        yield Finding.ok(replica.role.value, ", ".join(["ready", *known]), address)
-    else:
-        is_needed = replica.role is Role.TARGET and not status.state.completes
-        reason = f": {replica.reason}" if replica.reason else ""
-        words = f"{replica.state.value} for {replica.since_seconds:.0f} s{reason}"
-        judged = Finding.problem if is_needed else Finding.warning
-        yield judged(replica.role.value, words, _ADVICE[replica.state].format(address=address), address)
+    yield _state(replica, status)
     version = "" if replica.model is None else replica.model.service_version
     if version and version != __version__:
         words = f"it is {version} and the coordinator {__version__}"

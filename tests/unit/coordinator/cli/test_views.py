@@ -13,9 +13,17 @@ from coordinator.admin.plain import plain
 from coordinator.cli.admin import pairs
 from coordinator.cli.command import as_text
 from coordinator.cli.doctor import clock, distance, doctor_view, version
-from coordinator.cli.views import duration, request_view, requests_view, stats_view, status_view
+from coordinator.cli.views import (
+    duration,
+    replicas_view,
+    request_view,
+    requests_view,
+    stats_view,
+    status_view,
+)
 from tandem.admin import Diagnosis, Severity
 from tandem.errors import ConfigurationError
+from tandem.replica import Role
 from tests.snapshots import assert_matches
 from tests.unit.coordinator.cli.samples import BEFORE, FINDINGS, NOW, REPLICAS, REQUEST, STATS, STATUS
 
@@ -49,6 +57,23 @@ def test_output_for_programs_consists_of_json_types() -> None:
     assert plain(frozenset({Severity.PROBLEM, Severity.OK})) == ["ok", "problem"], "sets have one order"
     json.dumps(plain(REPLICAS))
     assert plain(FINDINGS)[2]["severity"] == "problem"
+
+
+def test_an_address_that_serves_both_is_printed_once() -> None:
+    first, second = REPLICAS[:2]
+    hosted = replace(first, role=Role.DRAFT)
+    lines = as_text(
+        replicas_view([first, replace(second, reason=""), hosted, REPLICAS[3]]), width=120
+    ).splitlines()
+    rows = [[line.split()[0], line[8:28].strip()] for line in lines[1:5]]
+    assert rows == [
+        ["target", first.address],
+        ["draft", "beside the target"],
+        ["target", second.address],
+        ["draft", REPLICAS[3].address],
+    ]
+    request = replace(REQUEST, target_address=first.address, draft_address=first.address)
+    assert as_text(request_view(request), width=120).count(first.address) == 1
 
 
 @pytest.mark.parametrize("apart", [0.0, 0.9, -0.9, 3.0, -3.0])

@@ -123,10 +123,10 @@ class Answer(ABC):
         self._with_ids = body.return_token_ids
         self._with_usage = body.stream_options is not None and body.stream_options.include_usage
 
-    def read_calls(self, form: Parser | Literal["demanded"]) -> None:
-        """Read calls of tools out of the completions' texts."""
+    def read_calls(self, form: Parser | Literal["demanded"], *, may_call: bool = True) -> None:
+        """Read calls of tools, and harmony's reasoning, out of the completions' texts."""
         for choice in self.choices:
-            choice.reader = CallReader(form)
+            choice.reader = CallReader(form, may_call=may_call)
 
     def add(self, index: int, chunk: Chunk) -> Said:
         """Note a piece of one of the completions: what its text is."""

@@ -221,7 +221,7 @@ class App:
             if body.may_call and body.tool_choice not in (None, "auto"):
                 answer.read_calls("demanded")
             elif body.may_call or (calls == HARMONY and not is_bound):
-                answer.read_calls(calls)
+                answer.read_calls(calls, may_call=body.may_call)
         traceparent = request.headers.get("traceparent", "")
         peer = "" if request.client is None else peer_of_host(request.client.host)
         # The first completion has the request's own name in logs and lists.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
+import jsonschema
 import openai
 import pytest
 import torch
@@ -161,3 +163,65 @@ async def test_a_longer_completion_needs_the_target_alone(api: MakeApi) -> None:
             await client.completions.create(**asked | {"echo": False, "max_tokens": 0})
         with pytest.raises(openai.BadRequestError, match="echo is true and logprobs are asked for"):
             await client.completions.create(**SCORED, max_tokens=1, logit_bias=json.loads('{"5": 1}'))
+
+
+LEAVES: list[dict[str, Any]] = [
+    {"type": "integer", "minimum": 0, "maximum": 9},
+    {"enum": ["Oslo", "Køge"]},
+    {"type": "boolean"},
+    {"type": "string", "pattern": "^[a-f]{3}$"},
+    {"type": "array", "items": {"const": "x"}, "minItems": 1, "maxItems": 2},
+]
+
+
+def by_definition(leaf: dict[str, Any]) -> dict[str, Any]:
+    return {"properties": {"a": {"$ref": "#/$defs/value"}}, "required": ["a"], "$defs": {"value": leaf}}
+
+
+def by_older_definition(leaf: dict[str, Any]) -> dict[str, Any]:
+    parameters = {"properties": {"a": {"$ref": "#/definitions/value"}}, "required": ["a"]}
+    older = {"$schema": "http://json-schema.org/draft-04/schema#", "definitions": {"value": leaf}}
+    return parameters | older
+
+
+def by_property(leaf: dict[str, Any]) -> dict[str, Any]:
+    return {"properties": {"a": leaf, "b": {"$ref": "#/properties/a"}}, "required": ["a", "b"]}
+
+
+def by_root(leaf: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "properties": {"a": leaf, "more": {"anyOf": [{"type": "null"}, {"$ref": "#"}]}},
+        "required": ["a", "more"],
+    }
+
+
+async def test_references_are_resolved_within_the_schema_of_their_tool(api: MakeApi) -> None:
+    """Two tools at a time refer by the same names to different schemas."""
+    called = set()
+    async with api() as client:
+        for number, (shape, index) in enumerate(
+            itertools.product((by_definition, by_older_definition, by_property, by_root), range(10))
+        ):
+            leaves = LEAVES[index % 5], LEAVES[(index + 1 + index // 5) % 5]
+            schemas = {
+                f"f{place}": {"type": "object", **shape(leaf), "additionalProperties": False}
+                for place, leaf in enumerate(leaves)
+            }
+            tools = [
+                {"type": "function", "function": {"name": name, "parameters": parameters}}
+                for name, parameters in schemas.items()
+            ]
+            asked = options(tools=tools, tool_choice="required", parallel_tool_calls=False, seed=number)
+            found = []
+            for own in ({"speculation": False}, {}):
+                body = {"rejection_sampling_strategy": "strict", **own}
+                sampled = asked | {"temperature": number % 2, "extra_body": body}
+                answer = await client.chat.completions.create(**sampled)
+                assert answer.choices[0].finish_reason == "tool_calls"
+                assert answer.choices[0].message.content is None
+                (call,) = answer.choices[0].message.tool_calls or []
+                jsonschema.validate(json.loads(call.function.arguments), schemas[call.function.name])
+                found.append((call.function.name, call.function.arguments))
+            assert found[0] == found[1]
+            called.add(found[0][0])
+    assert called == {"f0", "f1"}

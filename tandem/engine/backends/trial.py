@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
@@ -23,6 +23,10 @@ from tandem.engine.steps import StepBackend
 
 _FLOATS = frozenset((torch.bfloat16, torch.float16, torch.float32, torch.float64))
 _CASTS = frozenset((Tensor.float, Tensor.half, Tensor.bfloat16))
+
+
+_WIDENED_AT_ONCE = 1 << 19
+"""Numbers of a weight that are in memory in the wider dtype at once."""
 
 
 class ComputingIn(TorchFunctionMode):
@@ -45,6 +49,11 @@ class ComputingIn(TorchFunctionMode):
         # An attribute such as `shape`, for which a whole weight would be widened
         if func.__name__ == "__get__":
             return func(*args, **kwargs or {})
+        # The two that read a matrix as tall as the vocabulary: widened as a whole it may outweigh the model
+        if func is nn.functional.embedding:
+            return self._widened(func(*args, **kwargs or {}))
+        if func is nn.functional.linear:
+            return self._linear(*args, **kwargs or {})
         args, kwargs = tree_map(self._widened, (tuple(args), dict(kwargs or {})))
         try:
             return func(*args, **kwargs)
@@ -57,6 +66,17 @@ class ComputingIn(TorchFunctionMode):
                 (args, kwargs),
             )
             return tree_map(self._widened, func(*args, **kwargs))
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+        rows = max(1, _WIDENED_AT_ONCE // weight.shape[1])
+        wide: Tensor = self._widened(input)
+        product = wide.new_empty((*wide.shape[:-1], weight.shape[0]))
+        # Written into one result: small ones between the wide parts would keep malloc from using their memory again
+        for part, place in zip(torch.split(weight, rows), torch.split(product, rows, dim=-1), strict=True):
+            place.copy_(wide @ self._widened(part).mT)
+        if bias is not None:
+            product += self._widened(bias)
+        return product
 
     def _widened(self, value: Any) -> Any:
         if isinstance(value, Tensor) and value.dtype in _FLOATS and value.dtype is not self._dtype:

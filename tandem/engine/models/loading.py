@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import mmap
+import sys
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import inf, isfinite, isnan
+from math import inf, isfinite, isnan, prod
 from pathlib import Path
 from types import EllipsisType
 from typing import Any
@@ -258,10 +261,56 @@ def first_line(error: Exception) -> str:
 def stored_tensors(files: Sequence[Path], device: torch.device) -> dict[str, StoredTensor]:
     """The tensors of the files by name, none of them read yet."""
     tensors: dict[str, StoredTensor] = {}
+    mapped = _MappedFile()
     for path in files:
-        file: Any = safe_open(path, framework="pt")
-        tensors.update({name: StoredTensor(file, path, name, device) for name in file.keys()})  # noqa: SIM118
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                header = file.get_slice(name)
+                shape = tuple(header.get_shape())
+                tensors[name] = StoredTensor(mapped, path, name, header.get_dtype(), shape, device)
     return tensors
+
+
+_MAX_MAPPED_BYTES = 32 << 20
+"""Bytes of a file that are read before its pages are given back. Opening it for each tensor instead would read its
+header as often, which takes 4 ms where it names 5,000 tensors."""
+
+
+class _MappedFile:
+    """The file of weights that is being read. Its pages would fill the memory with a second copy of the model if they
+    stayed mapped, so the mapping is replaced again and again. Any thread may read."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._path: Path | None = None
+        self._mapping: Any = None
+        self._mapped_bytes = 0
+
+    def read(self, path: Path, name: str, rows: slice | EllipsisType) -> Tensor:
+        """Part of a tensor, whose numbers lie in the file: copy them and let go of it."""
+        with self._lock:
+            if path != self._path or self._mapped_bytes > _MAX_MAPPED_BYTES:
+                self._mapping = safe_open(path, framework="pt")
+                self._path = path
+                self._mapped_bytes = 0
+            part: Tensor = self._mapping.get_slice(name)[rows]
+            self._mapped_bytes += part.nbytes
+            return part
+
+
+_WIDEST_NUMBER = 8
+"""Bytes of a number of the widest dtype in a file."""
+_OWN_PAGES_BYTES = 1 << 20
+"""A tensor of as many bytes has memory of its own that the system gets back as soon as the tensor is freed, which
+most are when their layers are packed. What malloc gets back it keeps, apart for each thread that has read tensors."""
+
+
+def _allocated(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    size = prod(shape) * dtype.itemsize
+    if device.type != "cpu" or size < _OWN_PAGES_BYTES or sys.platform == "win32":
+        return torch.empty(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -272,28 +321,33 @@ class StoredTensor:
     device, since transformers moves tensors to another one than the CPU only if accelerate is installed.
     """
 
-    file: Any
+    mapped: _MappedFile
     path: Path
     name: str
+    stored_dtype: str
+    shape: tuple[int, ...]
     device: torch.device
 
     def __getitem__(self, index: EllipsisType) -> StoredTensor:
         return self
 
     def get_dtype(self) -> str:
-        return str(self.file.get_slice(self.name).get_dtype())
+        return self.stored_dtype
 
     def to(self, device: object = None, dtype: torch.dtype | None = None) -> Tensor:
         """Reads the tensor to the model's own device; a dtype of None keeps the file's."""
-        # Mapped, not read: a tensor that needs no conversion stays in the pages of its file.
-        mapped: Tensor = self.file.get_tensor(self.name)
-        if mapped.device == self.device and dtype in (None, mapped.dtype):
-            return mapped
-        # Through a mapping of its own, whose pages are given back once the tensor is copied. Those of a mapping that
-        # stays open would fill the memory with the whole checkpoint.
-        with safe_open(self.path, framework="pt") as file:
-            stored: Tensor = file.get_tensor(self.name)
-            return stored.to(self.device, dtype)
+        if not self.shape:
+            return self._read(...).to(self.device, dtype, copy=True)
+        copied = _allocated(self.shape, dtype or self._read(slice(0, 0)).dtype, self.device)
+        row_bytes = _WIDEST_NUMBER * prod(self.shape[1:])
+        rows_at_once = max(1, _MAX_MAPPED_BYTES // max(row_bytes, 1))
+        for start in range(0, self.shape[0], rows_at_once):
+            rows = slice(start, start + rows_at_once)
+            copied[rows] = self._read(rows)
+        return copied
+
+    def _read(self, rows: slice | EllipsisType) -> Tensor:
+        return self.mapped.read(self.path, self.name, rows)
 
 
 _FIXED = "fixed"

@@ -99,18 +99,31 @@ def unpack_linears(module: nn.Module) -> None:
         layer.weight = nn.Parameter(weight, requires_grad=False)
 
 
+_PACKED_AT_ONCE = 1 << 19
+"""Numbers of a matrix that are packed in one go. A matrix of logits has hundreds of millions, and a few intermediate
+copies of all of them would take more memory than the rest of the model."""
+
+
 def packed(weight: Tensor, block: int) -> Tensor:
     """A matrix [outputs, inputs] in the kernel's order: float32 [blocks, inputs, block], or bfloat16 [blocks, pairs of
     inputs, block, 2]. Missing outputs of the last block are zero, and so is the missing input of the last pair."""
-    narrow = weight.bfloat16()
-    is_narrow = weight.dtype == torch.bfloat16 or torch.equal(narrow.to(weight.dtype), weight)
-    source = narrow if is_narrow else weight
-    inputs = source.shape[1]
-    source = nn.functional.pad(source, (0, 0, 0, -source.shape[0] % block))
+    outputs, inputs = weight.shape
+    blocks_at_once = max(1, _PACKED_AT_ONCE // (block * inputs))
+    parts = torch.split(weight, block * blocks_at_once)
+    is_narrow = all(torch.equal(part.bfloat16().to(part.dtype), part) for part in parts)
+    block_count = -(-outputs // block)
     if is_narrow:
-        even = nn.functional.pad(source, (0, inputs % 2))
-        return even.view(-1, block, (inputs + 1) // 2, 2).transpose(1, 2).contiguous()
-    return source.view(-1, block, inputs).transpose(1, 2).contiguous()
+        result = weight.new_empty((block_count, (inputs + 1) // 2, block, 2), dtype=torch.bfloat16)
+    else:
+        result = weight.new_empty((block_count, inputs, block))
+    for part, place in zip(parts, torch.split(result, blocks_at_once), strict=True):
+        rows = nn.functional.pad(part, (0, 0, 0, -part.shape[0] % block))
+        if is_narrow:
+            rows = nn.functional.pad(rows, (0, inputs % 2)).view(-1, block, (inputs + 1) // 2, 2)
+        else:
+            rows = rows.view(-1, block, inputs)
+        place.copy_(rows.transpose(1, 2))
+    return result
 
 
 def unpacked(weights: Tensor, outputs: int, inputs: int) -> Tensor:

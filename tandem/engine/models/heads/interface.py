@@ -309,7 +309,7 @@ class HeadTensors:
         return name in self._stored
 
     def rows(self, name: str) -> int | None:
-        return self._stored[name][1].to().shape[0] if name in self._stored else None
+        return self._stored[name][1].shape[0] if name in self._stored else None
 
     def read(self, name: str, shape: Sequence[int], reason: str = "by config.json") -> Tensor:
         """A tensor as it is stored; the sentence that refuses another shape says for what reason it is wrong."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from tandem.engine.kv_cache.arena import PageTable
 from tandem.engine.models.loading import load_model
 from tandem.engine.steps import Packing
 from tests.unit.engine.conftest import COMPILE_MODE, MakeModel, TinyModel
+from tests.unit.engine.tiny_models import hf, save_tokenizer
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gemma2", "bloom"])
@@ -114,6 +117,51 @@ def test_a_model_that_cannot_have_a_wide_residual_stream_keeps_its_own(
     assert "the residual stream stays bfloat16" in caplog.text
     layers = [layer for layer in backends.model.module.modules() if isinstance(layer, PackedLinear)]
     assert [layer._output_dtype for layer in layers].count(torch.float32) == 1
+
+
+_PEAK = """
+import sys
+from pathlib import Path
+from tandem.engine.core.selection import choose_backends
+from tandem.engine.models.loading import load_model
+
+
+def megabytes(name):
+    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[name].split()[0]) / 1024
+
+
+for folder in sys.argv[1:]:
+    before = megabytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    choose_backends(load_model(folder, dtype="float32"), compile_mode="on")
+print(megabytes("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").is_file(), reason="needs Linux to tell the peak of memory"
+)
+def test_a_model_is_loaded_and_packed_without_a_second_copy(tmp_path: Path) -> None:
+    """Of 201 MB of float32, as weights and matrix of logits the same, which pack into half as much."""
+    if COMPILE_MODE == "off":
+        pytest.skip("there is no C++ compiler")
+    folders = [
+        tmp_path / name for name in ("first", "measured")
+    ]  # what a process loads but once is not counted
+    for folder, vocabulary_size in zip(folders, (1000, 98_304), strict=True):
+        config = hf.LlamaConfig(
+            vocab_size=vocabulary_size, hidden_size=512, intermediate_size=512, num_hidden_layers=1,
+            num_attention_heads=4, max_position_embeddings=512, tie_word_embeddings=True,
+        )  # fmt: skip
+        model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.float().save_pretrained(folder)
+        save_tokenizer(folder)
+    command = [sys.executable, "-c", _PEAK, *map(str, folders)]
+    peak = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    weights = 98_304 * 512 * 4 / 2**20
+    assert weights < peak < 2.3 * weights, "1.8 were measured, and 3.3 with copies of whole matrices"
 
 
 def _with_kernels(folder: Path) -> Backends:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
+import traceback
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Literal
 
 LogFormat = Literal["text", "json"]
@@ -22,7 +25,7 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 def configure(level: LogLevel, log_format: LogFormat) -> None:
     """Send every logger of this process to stderr in one format. Called once, by a process's main."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter())
+    handler.setFormatter(formatter_of(log_format))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
@@ -31,9 +34,34 @@ def configure(level: LogLevel, log_format: LogFormat) -> None:
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
 
 
+def formatter_of(log_format: LogFormat) -> logging.Formatter:
+    """Writes events in this format."""
+    return _JsonFormatter() if log_format == "json" else _TextFormatter()
+
+
 def fields_of(record: logging.LogRecord) -> dict[str, object]:
     """An event's own fields, without those of every record."""
     return {name: value for name, value in vars(record).items() if name not in _STANDARD}
+
+
+def log_fault(logger: logging.Logger, event: str, error: Exception, **fields: object) -> None:
+    """Log an unexpected error that a loop outlives, in a line: its kind, its words, and the code that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    logger.log(logging.ERROR, event, extra={**fields, "error": f"{type(error).__name__}: {error}{where}"})
+
+
+# Controls, separators of lines, marks that reverse the direction of text, and halves of surrogate pairs
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
+
+
+def escaped(text: str) -> str:
+    """The text without characters that begin a line, speak to a terminal or hide others, as escapes that JSON has too.
+
+    Peers choose words of some events: a line of the log is one event, whatever they said.
+    """
+    return _UNPRINTABLE.sub(lambda found: _SHORT.get(found[0], f"\\u{ord(found[0]):04x}"), text)
 
 
 def _event(record: logging.LogRecord) -> dict[str, object]:
@@ -51,7 +79,12 @@ class _TextFormatter(logging.Formatter):
         event = _event(record)
         head = f"{event.pop('time')} {event.pop('level'):<7} {event.pop('logger')}: {event.pop('message')}"
         tail = "".join(f" {name}={_word(value)}" for name, value in event.items())
-        return head + tail + (f"\n{self.formatException(record.exc_info)}" if record.exc_info else "")
+        line = escaped(head + tail)
+        if record.exc_info:
+            # Indented: an exception's words cannot pass for an event either
+            trace = self.formatException(record.exc_info).split("\n")
+            line += "".join(f"\n  {escaped(each)}" for each in trace)
+        return line
 
 
 class _JsonFormatter(logging.Formatter):
@@ -59,7 +92,7 @@ class _JsonFormatter(logging.Formatter):
         event = _event(record)
         if record.exc_info:
             event["exception"] = self.formatException(record.exc_info)
-        return json.dumps(event, default=str, ensure_ascii=False)
+        return escaped(json.dumps(event, default=str, ensure_ascii=False))
 
 
 def _word(value: object) -> str:

@@ -15,11 +15,12 @@ from coordinator.telemetry.observer import EventValue, RequestObserver
 from coordinator.transport.target_client import RowChoice, TargetClient, TargetSequence
 from tandem.errors import (
     CapacityError,
-    DeadlineError,
     InvalidRequestError,
+    PermissionDeniedError,
     ProtocolError,
     ServiceUnavailableError,
     TandemError,
+    UnauthenticatedError,
 )
 from tandem.plural import plural
 from tandem.replica import ReplicaState
@@ -50,7 +51,10 @@ class _Trouble:
     """Targets that were lost during a request to them."""
     is_reported: bool = False
     avoided: set[Member[TargetClient]] = field(default_factory=set)
-    """Targets that had no room or sent invalid answers."""
+    """Targets that had no room, refused the request or sent invalid answers."""
+    doubted: dict[Member[TargetClient], str] = field(default_factory=dict)
+    """Those that refused it or sent invalid answers, each with what was wrong. If another one goes on with the same
+    round, it is they who have erred."""
 
     @property
     def seconds(self) -> float:
@@ -94,8 +98,6 @@ class FailoverVerifier:
                     is_first=is_first,
                     until=None if self._left is None else time.monotonic() + _MOVE_SECONDS,
                 )
-            except DeadlineError:
-                raise
             except TandemError as error:
                 await self._go_elsewhere(error, trouble)
             else:
@@ -210,8 +212,12 @@ class FailoverVerifier:
         if isinstance(error, ServiceUnavailableError):
             member.suspect(reason)
             return
+        if isinstance(error, UnauthenticatedError | PermissionDeniedError):
+            member.doubt(reason)
+            return
         trouble.avoided.add(member)
-        if self._pool.choose(trouble.avoided) is None:
+        trouble.doubted[member] = reason
+        if not self._pool.has_other(trouble.avoided):
             if isinstance(error, InvalidRequestError):
                 words = reason.partition("\n")[0]
                 said = words if len(words) <= _REFUSAL_CHARACTERS else f"{words[:_REFUSAL_CHARACTERS]}..."
@@ -226,6 +232,9 @@ class FailoverVerifier:
         if self._left is not None:
             self._left.leave()
             self._left = None
+        for member, reason in trouble.doubted.items():
+            if self._place is None or member is not self._place.member:
+                member.doubt(reason)
         if trouble.is_reported:
             address, seconds = self._rounds.target_address or "", round(trouble.seconds, 3)
             self._report(logging.INFO, "target resumed", "target_resumed", address=address, seconds=seconds)

@@ -28,9 +28,10 @@ from tandem.errors import (
     TandemError,
     UnauthenticatedError,
 )
+from tandem.logs import log_fault
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.rpc.addresses import Address, Resolver, joined, resolve
-from tandem.rpc.channels import DEFAULT_MESSAGE_LIMIT_BYTES, SERVICE_OPTIONS, errors_of, open_channel
+from tandem.rpc.channels import DEFAULT_MESSAGE_LIMIT_BYTES, SERVICE_OPTIONS, open_channel
 from tandem.rpc.credentials import PLAIN, Credentials
 from tandem.types import Coverage, ModelInfo, SpeculationStats
 
@@ -81,6 +82,8 @@ class Member(Generic[ClientT]):
         self._since = time.monotonic()
         self._suspected = asyncio.Event()
         self._must_answer_probe = False
+        self._last_fault: str | None = None
+        """The words of the last error in following it that nobody has foreseen."""
         self._channel: grpc.aio.Channel | None = None
         self._opened_with: object = None
         """Message limit and credentials of the channel."""
@@ -109,6 +112,11 @@ class Member(Generic[ClientT]):
     def is_bound(self) -> bool:
         """True for a draft that reads the hidden states of the target in its own process, and for that target."""
         return self.model is not None and bool(self.model.drafting_method)
+
+    @property
+    def is_doubted(self) -> bool:
+        """True from an error of its own until it answers a probe."""
+        return self._must_answer_probe
 
     def goes_with(self, target_address: str | None) -> bool:
         """False for a draft that is bound to another target than the one at this address."""
@@ -147,14 +155,18 @@ class Member(Generic[ClientT]):
             self._become(ReplicaState.DOWN, reason)
             self._suspected.set()
 
+    def doubt(self, reason: str) -> None:
+        """It has failed where another replica went on: send nothing new there until it has answered a probe."""
+        self._must_answer_probe = True
+        self.suspect(reason)
+
     def give_up_overdue(self, more_seconds: float) -> None:
         """Give up verifications that it has owed for too long. Until it answers a probe, it gets no new ones."""
         steps = self.unanswered.overdue(more_seconds)
         if not steps:
             return
         logger.warning("target hangs", extra={"address": self.address, "unanswered": len(steps)})
-        self._must_answer_probe = True
-        self.suspect("it left a verification without an answer; it must answer a probe first")
+        self.doubt("it left a verification without an answer; it must answer a probe first")
         self.unanswered.give_up(steps)
 
     async def _follow(self) -> None:
@@ -167,7 +179,17 @@ class Member(Generic[ClientT]):
                 self._become(ReplicaState.REFUSED, str(error))
             except (grpc.aio.AioRpcError, TandemError, TimeoutError) as error:
                 self._lost(_words(error))
+            except Exception as error:  # noqa: BLE001 - a replica that nobody follows would never come back
+                self._report_fault(error)
+                self._lost("its answer cannot be read")
             await asyncio.sleep(POLL_SECONDS)
+
+    def _report_fault(self, error: Exception) -> None:
+        """Log a fault in following it, once for as long as it is the same."""
+        if str(error) != self._last_fault:
+            self._last_fault = str(error)
+            role = self._pool.role.value
+            log_fault(logger, "replica cannot be followed", error, role=role, address=self.address)
 
     async def _is_serving(self) -> bool:
         try:
@@ -193,8 +215,7 @@ class Member(Generic[ClientT]):
 
     async def _meet(self) -> bool:
         """Ask for its model. True if the model fits."""
-        with errors_of(f"{self._pool.role.value} service"):
-            self.model = await self.client.model_info()
+        self.model = await self.client.model_info()
         if not (reason := self._pool.judge(self.model)):
             await self._connect()
             try:
@@ -382,6 +403,11 @@ class Pool(Generic[ClientT]):
         ready = [member for member in self.members.values() if member.is_ready and member not in avoid]
         return min(ready, key=lambda member: (member.open_sequences, member.step.value or 0.0), default=None)
 
+    def has_other(self, avoid: Collection[Member[ClientT]]) -> bool:
+        """True if a replica that is not to be avoided is ready, or will be once it has answered a probe."""
+        others = (member for member in self.members.values() if member not in avoid)
+        return any(member.is_ready or member.is_doubted for member in others)
+
     async def chosen(self, seconds: float, avoid: Collection[Member[ClientT]] = ()) -> Member[ClientT] | None:
         """Wait for a ready replica and choose it; None when there is none in time."""
         with suppress(TimeoutError):
@@ -405,7 +431,10 @@ class Pool(Generic[ClientT]):
     async def _keep_refreshing(self) -> None:
         while True:
             await asyncio.sleep(self.resolve_interval_seconds)
-            await self.look()
+            try:
+                await self.look()
+            except Exception as error:  # noqa: BLE001 - the next resolution may do better
+                log_fault(logger, "addresses cannot be followed", error, role=self.role.value)
 
     async def look(self) -> None:
         """Resolve each name; follow new addresses, send no new sequences to missing ones, and drop those that are still

@@ -16,6 +16,7 @@ from coordinator.stats.rounds import RoundResult
 from coordinator.transport.draft_client import DraftClient
 from coordinator.transport.target_client import TargetClient
 from tandem.errors import IncompatibleModelsError, ServiceUnavailableError
+from tandem.logs import log_fault
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.rpc.addresses import Resolver, resolve, split_addresses
 from tandem.rpc.credentials import PLAIN, Credentials
@@ -122,11 +123,17 @@ class ReplicaRegistry:
     async def _watch_for_hangs(self) -> None:
         while True:
             await asyncio.sleep(0.25)
-            targets = self.targets.members.values()
-            for target in targets:
-                could_move = any(other.is_ready for other in targets if other is not target)
-                # A target that is only slow may answer after all, so a sequence that could not move stays longer.
-                target.give_up_overdue(0.0 if could_move else self._settings.target_wait_seconds)
+            try:
+                self._give_up_overdue()
+            except Exception as error:  # noqa: BLE001 - the next look may do better
+                log_fault(logger, "hangs cannot be looked for", error)
+
+    def _give_up_overdue(self) -> None:
+        targets = self.targets.members.values()
+        for target in targets:
+            could_move = any(other.is_ready for other in targets if other is not target)
+            # A target that is only slow may answer after all, so a sequence that could not move stays longer.
+            target.give_up_overdue(0.0 if could_move else self._settings.target_wait_seconds)
 
     async def _first(self, pool: Pool[ClientT], seconds: float, waits: Callable[[str], None]) -> None:
         """Wait until one is ready, or one turns out to be incompatible."""

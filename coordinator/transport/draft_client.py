@@ -17,9 +17,9 @@ from coordinator.speculation.ahead import Unfinished
 from coordinator.stats.rounds import RoundResult
 from coordinator.stats.speculation import MovingAverage
 from coordinator.telemetry.observer import StreamObserver
+from coordinator.transport.statuses import errors_of
 from coordinator.transport.streams import StreamedSequence, Streams
 from tandem.errors import ProtocolError
-from tandem.rpc.channels import errors_of
 from tandem.speculation_state import SpeculationState
 from tandem.types import (
     ENDED,
@@ -40,6 +40,7 @@ from tandem.types import (
 from tandem.v1 import draft_pb2
 from tandem.v1.draft_pb2_grpc import DraftServiceStub
 from tandem.wire import draft as wire
+from tandem.wire.columns import check_fields
 from tandem.wire.common import coverage_from_proto, model_info_from_proto
 from tandem.wire.status import Ending
 
@@ -511,6 +512,7 @@ class DraftClient:
         return model_info_from_proto(answer.model_info)
 
     def _read(self, content: bytes) -> Iterator[tuple[int, wire.Answer | Ending]]:
+        check_fields(content)
         message = draft_pb2.ProposeResponse.FromString(content)
         self._heard(message)
         return wire.answers_from_proto(message)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -21,11 +21,15 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
 from coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
+from coordinator.transport.statuses import failure
 from tandem.errors import ProtocolError, TandemError
-from tandem.rpc.channels import ending_of, failure
+from tandem.logs import log_fault
+from tandem.rpc.channels import ending_of
 from tandem.types import Cancel, Delta, Finish, common_length
 from tandem.wire.columns import Outbox
 from tandem.wire.status import Ending
+
+logger = logging.getLogger(__name__)
 
 _MAX_SECONDS = 60.0
 """A stream older than this accepts no new sequences, so that a renewed access token comes into use."""
@@ -196,8 +200,7 @@ class _Stream(Generic[RequestT, AnswerT]):
         self._reading = asyncio.create_task(self._read())
 
     async def _write(self) -> None:
-        # `_read` learns why a write fails; then there is no other.
-        with suppress(grpc.RpcError, asyncio.InvalidStateError, asyncio.CancelledError):
+        try:
             while taken := self.outbox.take():
                 began = time.perf_counter()
                 content = self._streams.write(taken).SerializeToString()
@@ -207,6 +210,10 @@ class _Stream(Generic[RequestT, AnswerT]):
                     if (sequence := self.numbered.get(number)) is not None:
                         sequence.was_written(began, share)
             self.is_writing = False
+        except (grpc.RpcError, asyncio.InvalidStateError, asyncio.CancelledError):
+            pass  # `_read` learns why; no other write follows
+        except Exception as error:  # noqa: BLE001 - a stream that goes on without writing would be silent
+            self._fail("what is asked of it cannot be written", error)
 
     async def _read(self) -> None:
         try:
@@ -223,7 +230,15 @@ class _Stream(Generic[RequestT, AnswerT]):
             ending = Ending(grpc.StatusCode.INTERNAL, str(error))
         except asyncio.CancelledError:
             ending = Ending(grpc.StatusCode.UNAVAILABLE, "the connection was closed")
+        except Exception as error:  # noqa: BLE001 - a stream that nobody reads would be silent
+            self._fail("its answer cannot be read", error)
+            return
         self.end(ending)
+
+    def _fail(self, sentence: str, error: Exception) -> None:
+        """End the stream, as lost, by an error that nobody has foreseen."""
+        log_fault(logger, "stream lost", error, service=self.service)
+        self.end(Ending(grpc.StatusCode.INTERNAL, sentence))
 
     async def _hand_out(self, content: bytes) -> None:
         """Give each sequence its answer. Columns that do not fit together end the stream: they may be anyone's."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -19,11 +19,11 @@ import numpy as np
 from coordinator.rejection.rounds import MessageRounds, Round
 from coordinator.rejection.strategies import AcceptanceRule, resolve
 from coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
+from coordinator.transport.statuses import errors_of
 from coordinator.transport.streams import StreamedSequence, Streams
 from tandem.config import SpeculativeConfig
 from tandem.errors import ProtocolError, ServiceUnavailableError, TandemError
 from tandem.outcome_table import OutcomeTable
-from tandem.rpc.channels import errors_of
 from tandem.types import (
     Delta,
     DenseRow,
@@ -43,7 +43,10 @@ from tandem.types import (
 from tandem.v1 import target_pb2
 from tandem.v1.target_pb2_grpc import TargetServiceStub
 from tandem.wire import target as wire
+from tandem.wire.columns import check_fields
 from tandem.wire.common import model_info_from_proto
+from tandem.wire.draft import MAX_TOKENIZER_BYTES
+from tandem.wire.status import Ending
 
 
 def check_rows(verification: Verification, vocabulary_size: int, *, with_statistics: bool = False) -> None:
@@ -117,8 +120,14 @@ def _wrong_logits(row: DenseRow, vocabulary_size: int) -> str:
 _Request = TargetOptions | VerifyStep | DraftedOutcomes
 
 _GREEDY = SamplingParams(temperature=0.0)
+PROBE = "probe"
+"""Request id of a probe."""
 _PROBE_SECONDS = 30.0
 """Timeout of a probe. Probes repeat for as long as the target is set aside."""
+
+
+_MAX_TOKENIZER_FILES = 16
+"""Three are known."""
 
 
 class RowChoice(NamedTuple):
@@ -135,6 +144,11 @@ _NO_REQUEST = RowChoice(resolve(SpeculativeConfig(), _GREEDY), RowKind.TOKEN, 1 
 """A probe's: any token will do."""
 
 
+def _read(content: bytes) -> Iterator[tuple[int, wire.Answer | Ending]]:
+    check_fields(content)
+    return wire.answers_from_proto(target_pb2.VerifyResponse.FromString(content))
+
+
 class TargetClient:
     """Calls one target service."""
 
@@ -144,7 +158,7 @@ class TargetClient:
             service="target service",
             call=channel.stream_stream("/tandem.v1.TargetService/Verify"),
             write=wire.requests_to_proto,
-            read=lambda content: wire.answers_from_proto(target_pb2.VerifyResponse.FromString(content)),
+            read=_read,
         )
         self.rounds = MessageRounds()
         """Those that the latest message of the service answers. Its answers are read one after the other."""
@@ -155,15 +169,22 @@ class TargetClient:
         return model_info_from_proto(answer.model_info)
 
     async def tokenizer_files(self) -> dict[str, bytes]:
-        files: defaultdict[str, bytes] = defaultdict(bytes)
+        files: defaultdict[str, bytearray] = defaultdict(bytearray)
+        size = 0
         with errors_of("target service"):
             async for part in self._stub.GetTokenizer(target_pb2.GetTokenizerRequest()):
                 files[part.file_name] += part.content
-        return dict(files)
+                size += len(part.content)
+                if size > MAX_TOKENIZER_BYTES or len(files) > _MAX_TOKENIZER_FILES:
+                    raise ProtocolError(
+                        f"target service: its tokenizer has {size} bytes in {len(files)} files and more; it must have "
+                        f"at most {MAX_TOKENIZER_BYTES} in {_MAX_TOKENIZER_FILES}"
+                    )
+        return {name: bytes(content) for name, content in files.items()}
 
     async def probe(self) -> None:
         """Ask it to verify one token."""
-        options = TargetOptions("probe", _GREEDY, max_length=2, prompt_length=1)
+        options = TargetOptions(PROBE, _GREEDY, max_length=2, prompt_length=1)
         sequence = TargetSequence(self, options, _NO_REQUEST, NO_OBSERVER)
         try:
             async with asyncio.timeout(_PROBE_SECONDS):

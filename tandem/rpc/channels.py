@@ -97,13 +97,17 @@ def _open(
     return channel
 
 
+MeaningOf = Callable[[grpc.StatusCode], type[TandemError]]
+"""The class of error that a status of the other end stands for."""
+
+
 @contextmanager
-def errors_of(service: str) -> Iterator[None]:
+def errors_of(service: str, meaning_of: MeaningOf = remote_error) -> Iterator[None]:
     """Raise gRPC errors of the block as ours, naming the service."""
     try:
         yield
     except grpc.RpcError as error:
-        raise failure(service, ending_of(error)) from error
+        raise failure(service, ending_of(error), meaning_of) from error
 
 
 # grpc.aio raises this for a write after the end of the stream, and loses the service's status.
@@ -119,12 +123,12 @@ def ending_of(error: grpc.RpcError) -> Ending:
     return Ending(code, details, retry_after_seconds(call.trailing_metadata() or ()))
 
 
-def failure(service: str, ending: Ending) -> TandemError:
+def failure(service: str, ending: Ending, meaning_of: MeaningOf = remote_error) -> TandemError:
     """Return the error for a call, or for a sequence on a multiplexed stream, that ended like this; it names the
     service."""
     if ending.code is grpc.StatusCode.OK:
         return ServiceUnavailableError(f"{service}: it ended the stream")
-    meaning = remote_error(ending.code)
+    meaning = meaning_of(ending.code)
     sentence = f"{service}: {ending.sentence or ending.code.name.lower()}"
     if meaning is CapacityError:
         return CapacityError(sentence, ending.retry_after_seconds)

@@ -83,12 +83,12 @@ class ServedSequence(Generic[OptionsT, StepT, AnswerT]):
             self._pushing.cancel()
 
     async def _push(self, pushed: asyncio.Queue[Any]) -> None:
-        while True:
-            answer = await pushed.get()
-            if isinstance(answer, Exception):
-                self.tell(answer)
-                return
-            await self.answer(answer)
+        try:
+            while not isinstance(answer := await pushed.get(), Exception):
+                await self.answer(answer)
+        except Exception as error:  # noqa: BLE001 - it ends the sequence, as an error that is pushed
+            answer = error
+        self.tell(answer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +165,10 @@ class _Stream(Generic[OptionsT, StepT, AnswerT]):
         except (ProtocolError, InvalidRequestError) as error:
             self.cancel()
             raise InvalidRequestError(str(error)) from None
+        except Exception:
+            # Sequences that nobody reads for would wait for ever
+            self.cancel()
+            raise
         finally:
             self._is_read = True
             self._more.set()

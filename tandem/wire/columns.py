@@ -25,6 +25,7 @@ from tandem.types import (
     ProposeStep,
     SequenceOptions,
     StepCost,
+    TargetOptions,
     TargetRow,
     TokenRow,
     Verification,
@@ -40,8 +41,68 @@ _MAX_BYTES = 1 << 16
 """Size at which a message takes no further sequence: the limit on messages is meant for one sequence."""
 _HEADER_BYTES = 32
 """Approximate size of a sequence in a message besides its tokens and rows."""
+_OTHER_FIELDS = 16
+"""Fields of a message that are no parts."""
 _ANSWER = Struct("<3if2i")
 """Sequence, base length, number of rows or tokens, and the cost: seconds, sequences, tokens."""
+
+
+MAX_PARTS = _MAX_BYTES // _HEADER_BYTES
+"""Maximum parts of a message, each for one sequence: a message of ours takes no further one at 64 KiB."""
+MAX_ROWS = 1 << 15
+"""Maximum rows, or tokens that are not a prompt's, of a message: 64 KiB and one part more hold a few thousand."""
+MAX_SUPPORT_IDS = 1 << 20
+"""Maximum ids in all distributions of a message: sixteen times those of 128 tokens, with 512 each."""
+MAX_IDS = 1 << 16
+"""Maximum ids that come one by one in a message: biases, and ids that end a sequence."""
+
+
+def check_count(count: int, what: str, most: int = MAX_PARTS) -> None:
+    """Refuse so many values of a message before they are walked: the event loop would be held for seconds."""
+    if count > most:
+        raise ProtocolError(f"a message holds {count} {what}; it may hold at most {most}")
+
+
+def check_fields(content: bytes) -> None:
+    """Refuse a message of too many fields before it is parsed, since each may become an object.
+
+    Whatever else is wrong with it is left to the parser.
+    """
+    if len(content) <= _MAX_BYTES:
+        return
+    place = 0
+    for _ in range(MAX_PARTS + _OTHER_FIELDS):
+        if place >= len(content):
+            return
+        tag, place = _varint(content, place)
+        if tag < 8:
+            return  # no field has the number 0
+        match tag & 7:
+            case 0:
+                _, place = _varint(content, place)
+            case 1:
+                place += 8
+            case 2:
+                length, place = _varint(content, place)
+                place += length
+            case 5:
+                place += 4
+            case _:
+                return
+    raise ProtocolError(f"a message of {len(content)} bytes holds more than {MAX_PARTS} parts")
+
+
+def _varint(content: bytes, place: int) -> tuple[int, int]:
+    """A number in protobuf's form, and the place behind it."""
+    value = shift = 0
+    while place < len(content):
+        byte = content[place]
+        place += 1
+        value |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80 or shift > 63:
+            break
+    return value, place
 
 
 def parts_of(content: bytes) -> Iterator[bytes]:
@@ -56,9 +117,9 @@ def pack_ints(values: Sequence[int]) -> bytes:
     return pack(f"<{len(values)}i", *values)
 
 
-def unpack_ints(data: bytes, what: str) -> tuple[int, ...]:
+def unpack_ints(data: bytes, what: str, count: int | None = None) -> tuple[int, ...]:
     """Read little-endian signed 32-bit integers."""
-    _check_size(data, 4, what)
+    _check_size(data, 4, what, count)
     return unpack(f"<{len(data) // 4}i", data)
 
 
@@ -84,9 +145,13 @@ def unpack_floats(data: bytes, what: str, count: int | None = None) -> Float32Ar
     return np.frombuffer(data, "<f4")
 
 
-def unpack_records(form: Struct, data: bytes, what: str, count: int | None = None) -> list[Any]:
-    """Read records of one form, as tuples."""
+def unpack_records(
+    form: Struct, data: bytes, what: str, count: int | None = None, most: int = MAX_PARTS
+) -> list[Any]:
+    """Read records of one form, as tuples; at most so many where their count is not known."""
     _check_size(data, form.size, what, count)
+    if count is None:
+        check_count(len(data) // form.size, what, most)
     return list(form.iter_unpack(data))
 
 
@@ -110,8 +175,10 @@ def bounds(sizes: Iterable[int], total: int, what: str) -> list[tuple[int, int]]
     return found
 
 
-def split(data: bytes, sizes: Iterable[int], what: str) -> list[tuple[int, ...]]:
-    """Read integers as parts of these sizes."""
+def split(data: bytes, sizes: Iterable[int], what: str, most: int | None = MAX_ROWS) -> list[tuple[int, ...]]:
+    """Read integers as parts of these sizes; None: as many as the message holds, such as tokens of a prompt."""
+    if most is not None:
+        check_count(len(data) // 4, what, most)
     values = unpack_ints(data, what)
     return [values[start:stop] for start, stop in bounds(sizes, len(values), what)]
 
@@ -131,6 +198,7 @@ def pack_answers(answers: Iterable[tuple[int, Verification | Proposal | DraftedO
 def unpack_answers(data: bytes) -> Iterator[AnswerRecord]:
     """Read the common part of answers."""
     _check_size(data, _ANSWER.size, "answers")
+    check_count(len(data) // _ANSWER.size, "answers")
     for number, base_length, count, *cost in _ANSWER.iter_unpack(data):
         yield number, base_length, count, _step_cost(*cost)
 
@@ -155,9 +223,25 @@ def size_of(part: object) -> int:
             size += 12 * len(part.token_ids) + 8 * sum([len(each.token_ids) for each in part.distributions])
         case Verification():
             size += sum(map(_size_of_row, part.rows))
-        case SequenceOptions(grammar=Grammar() as grammar):
-            size += len(grammar.source.encode("utf-8", "surrogatepass"))
+        case SequenceOptions():
+            size += _size_of_open(part)
     return size
+
+
+def _size_of_open(options: SequenceOptions) -> int:
+    size = 0
+    if isinstance(options.grammar, Grammar):
+        size += len(options.grammar.source.encode("utf-8", "surrogatepass"))
+    if isinstance(options, TargetOptions):
+        adjustments = options.adjustments
+        size += 16 * len(adjustments.biases)
+        size += 4 * (len(options.end_token_ids) + len(adjustments.suppressed_token_ids))
+    return size
+
+
+def answer_count(data: bytes) -> int:
+    """Number of a column's answers, before they are read."""
+    return len(data) // _ANSWER.size
 
 
 def _size_of_row(row: TargetRow) -> int:

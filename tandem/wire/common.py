@@ -62,13 +62,20 @@ def _profile_to_proto(profile: StepProfile) -> types_pb2.StepProfile:
 
 
 def _profile_from_proto(message: types_pb2.StepProfile) -> StepProfile:
+    columns.check_count(len(message.steps), "steps of a profile")
     seconds = {(step.sequence_count, step.token_count): step.seconds for step in message.steps}
     return StepProfile(seconds, message.version)
 
 
 travels_by(StepProfile, _profile_to_proto, _profile_from_proto)
 _MODEL_INFO = Mirror(ModelInfo, types_pb2.ModelInfo)
-model_info_to_proto, model_info_from_proto = _MODEL_INFO.to_proto, _MODEL_INFO.from_proto
+model_info_to_proto = _MODEL_INFO.to_proto
+
+
+def model_info_from_proto(message: types_pb2.ModelInfo) -> ModelInfo:
+    """The model of a service."""
+    columns.check_count(len(message.eos_token_ids), "ids that end a text")
+    return _MODEL_INFO.from_proto(message)
 
 
 def write_requests(
@@ -110,7 +117,10 @@ def read_requests(
 ) -> Iterator[tuple[int, Any]]:
     """The requests of a message of either service, by number of their sequence; an error in place of one that is out of
     range. `options` reads an Open, and `step` makes a step of its delta and its own numbers."""
-    deltas = columns.split(message.steps.token_ids, [record[2] for record in records], "token ids")
+    parts = len(message.opens) + len(records) + len(message.finishes) + len(message.cancelled_sequences)
+    columns.check_count(parts, "parts")
+    sizes = [record[2] for record in records]
+    deltas = columns.split(message.steps.token_ids, sizes, "token ids", most=None)
     for opening in message.opens:
         try:
             yield opening.sequence, options(opening)
@@ -131,11 +141,14 @@ def read_requests(
 
 
 def logits_to_tensor(logits: Float32Array) -> types_pb2.Tensor:
-    """Logits of any shape as a binary32 tensor."""
+    """Rows of logits as a binary32 tensor, rows times vocabulary."""
     return types_pb2.Tensor(
         data_type=types_pb2.DATA_TYPE_FLOAT32, shape=logits.shape, data=columns.pack_floats(logits)
     )
 
+
+_SHOWN_DIMENSIONS = 4
+"""Of a wrong shape, in its refusal."""
 
 # bfloat16 is the upper half of binary32, which numpy has no name for.
 _DATA_TYPES = {
@@ -146,14 +159,20 @@ _DATA_TYPES = {
 
 
 def logits_from_tensor(tensor: types_pb2.Tensor, what: str) -> Float32Array:
-    """Logits as binary32, whatever type they travelled in."""
+    """Rows of logits as binary32, whatever type they travelled in."""
+    # A peer may name dimensions without number, and rows that take no bytes.
+    if len(tensor.shape) != 2 or min(tensor.shape) < 1:
+        raise ProtocolError(
+            f"{what} has the shape {list(tensor.shape[:_SHOWN_DIMENSIONS])} of {len(tensor.shape)} dimensions; it must "
+            "be rows times vocabulary, at least 1 each"
+        )
     if (form := _DATA_TYPES.get(tensor.data_type)) is None:
         raise ProtocolError(
             f"{what} has data type {tensor.data_type}; it must be float32, float16 or bfloat16"
         )
     shape, dtype = tuple(tensor.shape), np.dtype(form)
-    size = int(np.prod(shape)) * dtype.itemsize
-    if len(tensor.data) != size or min(shape, default=0) < 0:
+    size = shape[0] * shape[1] * dtype.itemsize
+    if len(tensor.data) != size:
         raise ProtocolError(f"{what} holds {len(tensor.data)} bytes; its shape {shape} needs {size}")
     logits = np.frombuffer(tensor.data, dtype)
     if form == "<u2":

@@ -141,6 +141,7 @@ async def tokenizer_from_proto(parts: AsyncIterator[draft_pb2.MapVocabularyReque
             raise InvalidRequestError(
                 f"the tokenizer is too large; at most {MAX_TOKENIZER_BYTES} bytes are taken"
             )
+    columns.check_count(len(first.eos_token_ids), "ids that end a text")
     if not first.tokenizer_hash or first.vocabulary_size <= 0:
         raise InvalidRequestError("the tokenizer came without its hash or without the size of the vocabulary")
     return TargetTokenizer(
@@ -209,6 +210,11 @@ def _joined(parts: Iterable[Sequence[int]]) -> bytes:
 
 def answers_from_proto(message: draft_pb2.ProposeResponse) -> Iterator[tuple[int, Answer | Ending]]:
     """The answers of a message, by number of the sequence."""
+    block_count = len(message.proposals) + len(message.outcomes)
+    columns.check_count(block_count + len(message.ends), "blocks and ends")
+    blocks: list[_Columns] = [*message.proposals, *message.outcomes]
+    columns.check_count(sum([columns.answer_count(each.records) for each in blocks]), "answers")
+    columns.check_count(sum([len(each.token_ids) // 4 for each in blocks]), "tokens", columns.MAX_ROWS)
     for proposals in message.proposals:
         answers, token_ids, distributions = _read_tokens(proposals)
         has_logits, start = bool(proposals.token_logits), 0
@@ -259,11 +265,13 @@ def _read_tokens(
     drawn = message.distributions
     if not drawn.ByteSize():
         return answers, tokens, [()] * len(counts)
-    sizes = columns.unpack_ints(drawn.support_sizes, "support sizes")
-    if len(sizes) not in (0, sum(counts)):
+    size_count = len(drawn.support_sizes) // 4
+    if size_count not in (0, sum(counts)):
         raise ProtocolError(
-            f"{sum(counts)} tokens came with {len(sizes)} distributions; there must be one for each token or none"
+            f"{sum(counts)} tokens came with {size_count} distributions; there must be one for each token or none"
         )
+    sizes = columns.unpack_ints(drawn.support_sizes, "support sizes")
+    columns.check_count(len(drawn.support_ids) // 4, "ids in distributions", columns.MAX_SUPPORT_IDS)
     token_ids = columns.unpack_ids(drawn.support_ids, "support ids")
     spans = columns.bounds(sizes, len(token_ids), "support ids")
     probs = columns.unpack_floats(drawn.probabilities, "probabilities", len(token_ids))

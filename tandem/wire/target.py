@@ -107,10 +107,17 @@ def requests_from_proto(
         row_kind = common.row_kind_from_proto(kind)
         return VerifyStep(delta, row_kind, rows, own, bool(statistics), lead, min_proposed, bool(alone))
 
+    columns.check_count(len(message.opens), "opens")
+    columns.check_count(sum(map(_listed_ids, message.opens)), "ids of biases and ends", columns.MAX_IDS)
     yield from common.read_requests(message, _options_from_proto, records, step)
     if message.HasField("outcomes"):
         for sequence, drafted in outcomes_from_proto(message.outcomes):
             yield sequence, _checked(drafted)
+
+
+def _listed_ids(message: target_pb2.VerifyOpen) -> int:
+    wanted = message.logit_adjustments
+    return len(message.end_token_ids) + len(wanted.biases) + len(wanted.suppressed_token_ids)
 
 
 def _checked(drafted: DraftedOutcomes) -> DraftedOutcomes | InvalidRequestError:
@@ -143,6 +150,7 @@ def _supports_from_proto(message: target_pb2.VerifySteps, records: Sequence[Any]
     count = sum([max(record[4], 0) for record in records if record[3] == _HAS_SUPPORTS])
     if not count:
         return []
+    columns.check_count(count, "rows", columns.MAX_ROWS)
     sizes = columns.unpack_ints(message.support_sizes, "support sizes")
     if len(sizes) != count:
         raise ProtocolError(f"{len(sizes)} supports came for {count} rows")
@@ -246,9 +254,17 @@ def _support_row(support: IntArray, probs: FloatArray, *others: Any) -> SupportR
 
 def answers_from_proto(message: target_pb2.VerifyResponse) -> Iterator[tuple[int, Answer | Ending]]:
     """The answers of a message, by number of the sequence."""
+    columns.check_count(len(message.verifications) + len(message.ends), "blocks and ends")
+    columns.check_count(
+        sum([columns.answer_count(each.records) for each in message.verifications]), "verifications"
+    )
+    row_count = 0
     for answered in message.verifications:
-        block = _read_rows(answered)
         records = list(columns.unpack_answers(answered.records))
+        own_rows = sum([count for _, _, count, _ in records])
+        row_count += max(own_rows, 0)
+        columns.check_count(row_count, "rows", columns.MAX_ROWS)
+        block = _read_rows(answered, own_rows)
         led = _optional(answered.led_token_ids, "led tokens", len(records))
         proposed = _optional(answered.next_proposed_counts, "next proposed counts", len(records))
         spans = columns.bounds([count for _, _, count, _ in records], len(block.rows), "rows")
@@ -260,30 +276,26 @@ def answers_from_proto(message: target_pb2.VerifyResponse) -> Iterator[tuple[int
 
 def _optional(column: bytes, what: str, count: int) -> tuple[int, ...]:
     """A column with a value for each record; -1 for each where it is empty."""
-    values = columns.unpack_ints(column, what) or (-1,) * count
-    if len(values) != count:
-        raise ProtocolError(f"{len(values)} {what} came for {count} verifications")
-    return values
+    return columns.unpack_ints(column, what, count) if column else (-1,) * count
 
 
-def _read_rows(message: target_pb2.VerificationColumns) -> RowBlock:
+def _read_rows(message: target_pb2.VerificationColumns, count: int) -> RowBlock:
+    """The rows of a block, so many by its records."""
     match message.WhichOneof("rows"):
         case "support_rows":
-            return RowBlock(RowKind.SUPPORT, _support_rows(message.support_rows))
+            return RowBlock(RowKind.SUPPORT, _support_rows(message.support_rows, count))
         case "dense_rows":
             logits = common.logits_from_tensor(message.dense_rows, "dense_rows")
-            if logits.ndim != 2:
-                raise ProtocolError(
-                    f"dense_rows has the shape {logits.shape}; it must be rows times vocabulary"
-                )
+            if len(logits) != count:
+                raise ProtocolError(f"{len(logits)} dense rows came for {count} in the records")
             return RowBlock(RowKind.DENSE, [*map(DenseRow, logits)])
         case _:
-            ids = columns.unpack_ints(message.token_rows.token_ids, "token rows")
+            ids = columns.unpack_ints(message.token_rows.token_ids, "token rows", count)
             return RowBlock(RowKind.TOKEN, [*map(TokenRow, ids)])
 
 
-def _support_rows(message: target_pb2.SupportRows) -> list[tuple[Any, ...]]:
-    records = columns.unpack_records(_SUPPORT_ROW, message.records, "support rows")
+def _support_rows(message: target_pb2.SupportRows, count: int) -> list[tuple[Any, ...]]:
+    records = columns.unpack_records(_SUPPORT_ROW, message.records, "support rows", count)
     probs = columns.unpack_floats(message.probabilities, "probabilities").astype(float)
     spans = columns.bounds([record[0] for record in records], len(probs), "probabilities")
     statistics = (

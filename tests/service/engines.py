@@ -15,6 +15,7 @@ import grpc.aio
 
 from benchmarks.load.fakes import LeaveError
 from coordinator.service import CoordinatorService
+from coordinator.transport.target_client import PROBE
 from draft_service.proposers import Proposer
 from draft_service.proposers.drafting import propose_head
 from draft_service.proposers.mapped import Vocabularies
@@ -87,6 +88,9 @@ class FaultyTarget(TargetServicer):
 
     async def serve_sequence(self, sequence: VerifiedFor) -> None:
         faults = self.faults
+        if sequence.options.request_id == PROBE:
+            await super().serve_sequence(sequence)  # a target that erred works again
+            return
         if faults.full:
             faults.refused += 1
             raise refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")

@@ -445,6 +445,8 @@ class DraftOptions(SequenceOptions):
     """Share of the probability of these tokens that the draft's distribution holds; 0 means the service's default."""
     noise_is_unknown: bool = False
     """True if the target draws with noise that the draft cannot compute, as an engine other than Tandem's does."""
+    vocabulary_size: int = 0
+    """Number of ids that the target has: no other is proposed. 0 means the draft's own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,6 +208,7 @@ class Plan:
             grammar=None if self.grammar is None else self.grammar.grammar,
             tokenizer_hash=self.models.target.tokenizer_hash,
             vocabulary_mapping=VocabularyMapping(mapping) if mapping != "off" else VocabularyMapping.AUTO,
+            vocabulary_size=self.models.target.vocabulary_size,
         )
 
     def begin(self) -> Completion:

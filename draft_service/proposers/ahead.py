@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from draft_service.proposers.drafting import Drafting, extended, lenient_masks, masked_tokens
+from draft_service.proposers.drafting import Drafting, extended, known_to_target, lenient_masks, masked_tokens
 from draft_service.proposers.mapped import MappedTrunk
 from tandem.engine.core.background import Lead
 from tandem.engine.core.engine import Engine
@@ -166,6 +166,7 @@ class BranchDrafting:
         shared = None if trunk is None else trunk.tokens
         if trunk is not None:
             logits = trunk.rows(logits)
+        logits = known_to_target(logits, drafter.options.vocabulary_size)
         if drafter.grammar is not None:
             kept = len(self.completion) - len(self.proposed)
             masks = lenient_masks(drafter.grammar, self.completion[:kept], self.completion[kept:])

@@ -40,6 +40,14 @@ def with_defaults(options: DraftOptions, top_k: int, support_mass: float) -> Dra
     )
 
 
+def known_to_target(logits: Tensor, vocabulary_size: int) -> Tensor:
+    """The logits of the ids that the target has, so many: the draft may have more rows than the tokenizer has ids.
+    0: all."""
+    if not 0 < vocabulary_size < logits.shape[-1]:
+        return logits
+    return logits[..., :vocabulary_size].contiguous()
+
+
 class SharedTokens:
     """The tokens that a draft and a target with other ids have in common (token-level intersection)."""
 
@@ -158,15 +166,17 @@ def extended(
     draftings: Sequence[Drafting], logits: Tensor, sampler: Sampler = TORCH_SAMPLER
 ) -> list[Outcome]:
     """Draw one more token for each proposal, from logits [len(draftings), vocabulary_size]."""
-    vocabularies: dict[int, list[int]] = {}
+    vocabularies: dict[tuple[int, int], list[int]] = {}
     for i, drafting in enumerate(draftings):
-        vocabularies.setdefault(id(drafting.shared), []).append(i)
+        vocabulary = id(drafting.shared), drafting.options.vocabulary_size
+        vocabularies.setdefault(vocabulary, []).append(i)
     if len(vocabularies) > 1:
         found: dict[int, Outcome] = {}
         for own in vocabularies.values():
             found.update(zip(own, extended([draftings[i] for i in own], logits[own], sampler), strict=True))
         return [found[i] for i in range(len(draftings))]
     shared = draftings[0].shared
+    logits = known_to_target(logits, draftings[0].options.vocabulary_size)
     unmasked = logits
     logits = _allowed(draftings, logits if shared is None else shared.restricted(logits), shared)
     if all(drafting.options.sampling.is_greedy for drafting in draftings):

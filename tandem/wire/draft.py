@@ -75,6 +75,8 @@ def _options_from_proto(message: draft_pb2.ProposeOpen) -> DraftOptions:
         raise InvalidRequestError(f"draft_top_k is {options.draft_top_k}; it must be at least 0")
     if not 0.0 <= options.draft_support_mass <= 1.0:
         raise InvalidRequestError(f"draft_support_mass is {options.draft_support_mass}; it must be in 0..1")
+    if options.vocabulary_size < 0:
+        raise InvalidRequestError(f"vocabulary_size is {options.vocabulary_size}; it must be at least 0")
     if options.row_kind is RowKind.DENSE:
         raise InvalidRequestError("row_kind is ROW_KIND_DENSE; a draft has token and support rows")
     if options.ahead is not None:

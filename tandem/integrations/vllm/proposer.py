@@ -281,6 +281,7 @@ class StepDrafter:
             draft_top_k=_DRAFT_TOP_K,
             draft_support_mass=_DRAFT_SUPPORT_MASS,
             noise_is_unknown=True,
+            vocabulary_size=target.vocabulary_size,
         )
         """Of a greedy request."""
         self.link = DraftLink(lambda: draft_pool(settings, target, tokenizer))

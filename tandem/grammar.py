@@ -120,8 +120,7 @@ class Grammars:
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         matcher = LLMatcher(self._tokens(), definition(grammar), log_level=0, limits=grammar_limits())
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # what the first mask computes serves all copies
+        try_first_step(matcher)  # what the first mask computes serves all copies
         if matcher.is_error():
             raise refused(grammar, matcher.get_error())
         return matcher
@@ -141,6 +140,15 @@ class Grammars:
                     f"without tokens of thousands of bytes: {error}"
                 ) from None
         return self._tokenizer
+
+
+def try_first_step(matcher: LLMatcher) -> None:
+    """Compute what is asked before the first token. Only then some grammars without end turn out to be beyond the
+    limits, which the matcher's error says."""
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if not matcher.is_error():
+        matcher.compute_ff_tokens()
 
 
 def known_tokens(tokenizer: str | TokenizerWrapper, **options: Any) -> LLTokenizer:
@@ -213,10 +221,11 @@ class GrammarState:
 
     def forced(self, most: int) -> list[int]:
         """The tokens, up to so many, of the only text that may follow; they spell it as the tokenizer does, and the
-        grammar may allow other spellings."""
+        grammar may allow other spellings. An InvalidRequestError says that it exceeds the limits."""
         if self._is_free or self._may_think or self._matcher.is_stopped():
             return []
         found: list[int] = self._matcher.compute_ff_tokens()[:most]
+        self._check()
         return found
 
     def allowed_count(self, token_ids: Sequence[int]) -> int:

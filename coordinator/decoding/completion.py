@@ -286,6 +286,14 @@ class Completion:
             self.finish_reason = FinishReason.LENGTH
         return text
 
+    def check_grammar(self, proposed: Sequence[int]) -> None:
+        """Raise an InvalidRequestError where the grammar is beyond the limits at a token of this proposal or behind it,
+        as a target has said."""
+        if self._grammar is not None:
+            completed = self.token_ids[self._prompt_length :]
+            self._grammar.masks(completed, proposed)
+            self._grammar.follow(completed)
+
     def _constrain(self, grammar: GrammarState, token_id: int) -> None:
         """Check a token that was committed, and end the completion where the grammar lets nothing follow."""
         if not grammar.follow(self.token_ids[self._prompt_length :]):

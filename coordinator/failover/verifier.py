@@ -99,6 +99,8 @@ class FailoverVerifier:
                     until=None if self._left is None else time.monotonic() + _MOVE_SECONDS,
                 )
             except TandemError as error:
+                if isinstance(error, InvalidRequestError):
+                    completion.check_grammar(proposal.token_ids)
                 await self._go_elsewhere(error, trouble)
             else:
                 seconds = time.monotonic() - asked_at

@@ -17,7 +17,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tandem.bounded.process import BoundedProcess, JobError
 from tandem.bounded.worker import work
 from tandem.errors import InvalidRequestError
-from tandem.grammar import Grammars, GrammarState, definition, grammar_limits, refused
+from tandem.grammar import Grammars, GrammarState, definition, grammar_limits, refused, try_first_step
 from tandem.types import Grammar, GrammarKind
 
 
@@ -69,8 +69,7 @@ def _tried(tokenizer: LLTokenizer, job: Any) -> dict[str, Any]:
         matcher = LLMatcher(tokenizer, definition(grammar), log_level=0, limits=grammar_limits())
     except InvalidRequestError as error:
         return {"refused": str(error)}
-    if not matcher.is_error():
-        matcher.compute_bitmask()
+    try_first_step(matcher)
     return {"refused": str(refused(grammar, matcher.get_error()))} if matcher.is_error() else {}
 
 

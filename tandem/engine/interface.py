@@ -110,9 +110,9 @@ class RowRequest:
         count = max(len(delta.token_ids) - 1, 1)
         try:
             can_follow = grammar.follow(completion) and not grammar.is_over
+            return not can_follow or len(grammar.forced(count)) == count
         except InvalidRequestError:
             return True  # which the next step says
-        return not can_follow or len(grammar.forced(count)) == count
 
     @property
     def races_recovery(self) -> bool:

@@ -195,3 +195,45 @@ async def test_texts_have_the_masked_targets_distribution(
         request = replace(REQUEST, prompt=prompt, grammar=grammar, rejection_sampling_strategy=rule)
         texts = await asyncio.gather(*(complete(client, replace(request, seed=seed)) for seed in range(80)))
     assert_drawn_from(expected, texts, distance=0.45)
+
+
+LINK = {"type": "object", "properties": {"x": {"$ref": "#/$defs/link"}}, "required": ["x"]}
+BEYOND_LIMITS: dict[str, dict[str, Any]] = {
+    "an endless reference": {"$ref": "#", "type": "object"},
+    "endless objects": {"$ref": "#/$defs/link", "$defs": {"link": LINK}},
+    "endless arrays": {
+        "$ref": "#/$defs/list",
+        "$defs": {"list": {"type": "array", "items": {"$ref": "#/$defs/list"}, "minItems": 1}},
+    },
+    "endless objects behind a text": {
+        "type": "object",
+        "properties": {"a": {"type": "string", "maxLength": 3}, "b": {"$ref": "#/$defs/link"}},
+        "required": ["a", "b"],
+        "$defs": {"link": LINK},
+    },
+    "too many items behind a text": {
+        "type": "object",
+        "properties": {
+            "a": {"type": "string", "maxLength": 3},
+            "b": {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(800)}},
+        },
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    },
+}
+
+
+@pytest.mark.parametrize("name", BEYOND_LIMITS)
+async def test_a_schema_beyond_the_limits_is_refused_at_once(
+    pair: MakePair, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Wherever its limits are met, and not by one target after the other."""
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(BEYOND_LIMITS[name]))
+    async with pair(Faults(), Faults(), target_lead=0) as (client, _):
+        for speculation in (True, False):
+            request = replace(REQUEST, temperature=0.0, grammar=grammar, speculation=speculation)
+            with pytest.raises(InvalidRequestError, match="json_schema cannot be used") as raised:
+                await complete(client, request)
+            assert "target" not in str(raised.value)
+        assert_fits(await complete(client, replace(REQUEST, temperature=0.0)))
+    assert not [record for record in caplog.records if record.message.startswith("target lost")]

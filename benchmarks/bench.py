@@ -9,6 +9,7 @@ import platform
 import shlex
 import statistics
 import subprocess
+import sys
 import time
 import urllib.request
 from collections import Counter
@@ -39,6 +40,7 @@ from benchmarks.peers import PHASES, Contender, Outcome, Workload
 from benchmarks.report import Machine, Report, Row, Table, cell_of, show, write
 from tandem.errors import TandemError
 from tandem.logs import configure
+from tandem.progress import Progress
 
 REFERENCE = "target-alone"
 PEERS = ("draft", "target")
@@ -56,12 +58,11 @@ def parse(arguments: Sequence[str], program: str = "tandem bench") -> BenchSetti
 
 def run(arguments: Sequence[str], program: str = "tandem bench") -> None:
     """Measure, print the tables, write the files. Ends the process with one sentence when it cannot."""
-    errors = Console(stderr=True)
-    with one_sentence(), errors.status("") as status:
+    with one_sentence():
         settings = parse(arguments, program)
         configure("warning", "text")
-        progress = status.update if errors.is_terminal else lambda _: None
-        report = uvloop.run(measure(settings, progress, recorded_command(program, arguments)))
+        with Progress(program, sys.stderr) as progress:
+            report = uvloop.run(measure(settings, progress.show, recorded_command(program, arguments)))
     console = Console()
     # Wide enough for the tables, in a pipe or a file
     show(console if console.is_terminal else Console(width=132), report)
@@ -80,7 +81,7 @@ def recorded_command(program: str, arguments: Sequence[str]) -> str:
     return shlex.join([*program.split(), *words])
 
 
-async def measure(settings: BenchSettings, progress: Callable[[str], None], command: str) -> Report:
+async def measure(settings: BenchSettings, progress: Callable[..., None], command: str) -> Report:
     """Measure what the settings ask for."""
     load_before = os.getloadavg()[0]
     progress("preparing the models")
@@ -112,7 +113,7 @@ async def measure(settings: BenchSettings, progress: Callable[[str], None], comm
 
 
 class _Run:
-    def __init__(self, setup: Setup, progress: Callable[[str], None]) -> None:
+    def __init__(self, setup: Setup, progress: Callable[..., None]) -> None:
         self.setup = setup
         self.settings = setup.settings
         self.progress = progress
@@ -153,17 +154,21 @@ class _Run:
         return self.settings.fresh and kind_of(name).has_shared_target
 
     async def rounds(self, stack: AsyncExitStack) -> None:
+        runs = (self.settings.rounds + 1) * len(self.cells) * len(self.settings.contenders)
+        done = 0
         for number in range(-1, self.settings.rounds):
             for batch, temperature in self.cells:
                 tokens = self.settings.max_tokens if number >= 0 else 8
                 prompts = chosen(self.prompts, batch, max(number, 0))
                 workload = Workload(prompts, temperature, tokens, seed=1000 * (number + 1))
                 for name in rotated(self.settings.contenders, number):
+                    done += 1
                     is_cold = number < 0 and self._is_fresh(name)
                     if name in self.absent or is_cold or batch > (kind_of(name).largest_batch or batch):
                         continue
                     what = f"round {number + 1} of {self.settings.rounds}" if number >= 0 else "warm-up"
-                    self.progress(f"{what}: batch {batch}, temperature {temperature:g}, {title_of(name)}")
+                    words = f"{what}: batch {batch}, temperature {temperature:g}, {title_of(name)}"
+                    self.progress(words, (done - 1) / runs)
                     try:
                         outcome = await self._run(name, stack, workload)
                     except TandemError as error:

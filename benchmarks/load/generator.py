@@ -41,6 +41,7 @@ from tandem.client import Client, Retries
 from tandem.config.options import Options
 from tandem.config.rule import Rule, Rules
 from tandem.errors import TandemError
+from tandem.progress import Progress
 from tandem.rpc.credentials import PLAIN, Credentials
 from tandem.types import GenerationRequest
 
@@ -454,7 +455,8 @@ def run(arguments: Sequence[str], program: str = "tandem bench") -> None:
     """Send a load, print the table, write the file. Ends the process with one sentence when it cannot."""
     with one_sentence():
         options = read_options(LoadSettings, arguments, program, __doc__)
-        report = uvloop.run(_measure(options))
+        with Progress(program, sys.stderr) as progress:
+            report = uvloop.run(_measure(options, progress))
     Console(highlight=False).print(table(report))
     if options.json_file is not None:
         options.json_file.write_bytes(TypeAdapter(LoadReport).dump_json(report, indent=2) + b"\n")
@@ -486,7 +488,8 @@ class Loaded:
             return waits_of(response.read().decode())
 
 
-async def _measure(options: LoadSettings) -> LoadReport:
+async def _measure(options: LoadSettings, progress: Progress) -> LoadReport:
+    progress.show("connecting" if options.http or options.address else "starting the services")
     async with _loaded(options) as server:
         temperature = options.temperature
         if temperature is None:
@@ -495,7 +498,21 @@ async def _measure(options: LoadSettings) -> LoadReport:
         async def sent(count: int, rate: float, seed: int) -> list[Served]:
             wanted = arrivals(count, rate, seed, options.prompt_tokens, options.output_tokens)
             is_paced = not math.isinf(rate)
-            return await send(server.connect, wanted, options.clients, temperature, is_paced=is_paced)
+            answered = 0
+
+            def count_answer() -> None:
+                nonlocal answered
+                answered += 1
+                progress.show(f"{answered:,} of {count:,} requests answered", answered / count)
+
+            return await send(
+                server.connect,
+                wanted,
+                options.clients,
+                temperature,
+                is_paced=is_paced,
+                on_answer=count_answer,
+            )
 
         # To warm up
         await sent(8, math.inf, options.seed + 1)
@@ -562,10 +579,16 @@ async def _over_http(base: str, options: LoadSettings) -> Connect:
 
 
 async def send(
-    connect: Connect, arrivals: Sequence[Arrival], clients: int, temperature: float, *, is_paced: bool
+    connect: Connect,
+    arrivals: Sequence[Arrival],
+    clients: int,
+    temperature: float,
+    *,
+    is_paced: bool,
+    on_answer: Callable[[], None] = lambda: None,
 ) -> list[Served]:
     """Send all requests, each at its arrival or when a client is free, and read the answers to their ends. If they are
-    paced, latencies begin at the arrival, else when a request is sent."""
+    paced, latencies begin at the arrival, else when a request is sent. `on_answer` is called at each end."""
     began = time.perf_counter()
     places: asyncio.Queue[Connection] = asyncio.Queue()
     async with AsyncExitStack() as stack:
@@ -589,6 +612,7 @@ async def send(
                 except TandemError as error:
                     served.error, served.reason = type(error).__name__, str(error)
                 served.ended = time.perf_counter()
+                on_answer()
                 return served
             finally:
                 places.put_nowait(complete)

@@ -26,6 +26,7 @@ from tandem import errors
 from tandem.admin import ConfigOption, Stats
 from tandem.admin_client import AdminClient
 from tandem.plural import plural
+from tandem.progress import Progress
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role, is_last_target, replica_at
 from tandem.standard_streams import write_error
 
@@ -320,8 +321,10 @@ async def health(
                     raise
             await asyncio.sleep(0.2)
 
-    async with query.admin_client() as client:
-        report, words = await ask(client)
+    with Progress("tandem admin health", sys.stderr) as progress:
+        progress.show("waiting until requests can be completed" if wait else "asking")
+        async with query.admin_client() as client:
+            report, words = await ask(client)
     query.show(report, lambda: words)
     raise typer.Exit(Exit.OK if report["healthy"] else Exit.UNHEALTHY)
 

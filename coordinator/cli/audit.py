@@ -16,6 +16,7 @@ from rich.table import Table
 from coordinator.cli.command import command, option, plain_table, print_parts
 from coordinator.cli.main import Exit, app
 from tandem.errors import ConfigurationError
+from tandem.progress import Progress
 
 if TYPE_CHECKING:
     from tandem.audit.run import Audit
@@ -31,7 +32,9 @@ class AuditArguments:
     reference_model: str | None = option(
         "Model to ask the reference for. [default: the first one that it lists]"
     )
-    minutes: float = option("Maximum minutes.", default=10.0, min=0.0)
+    minutes: float = option(
+        "Maximum minutes; the first checks always run to their end.", default=10.0, min=0.0
+    )
     concurrency: int = option("Maximum requests at once.", default=8, min=1)
     max_tokens: int = option("Tokens of each sampled completion.", default=64, min=1)
     budget_requests: int = option("Maximum requests in all.", default=20_000, min=1)
@@ -79,9 +82,11 @@ async def audit(arguments: AuditArguments) -> None:
     }
     names = {each.name for each in fields(AuditOptions)} & given.keys()
     options = AuditOptions(**{name: given[name] for name in names})
-    result = await run_audit(options, (lambda _: None) if arguments.quiet else _progress)
-    if not arguments.quiet and sys.stderr.isatty():
-        sys.stderr.write("\r\x1b[K")
+    if arguments.quiet:
+        result = await run_audit(options)
+    else:
+        with Progress("tandem audit", sys.stderr) as progress:
+            result = await run_audit(options, progress.show)
     if arguments.html is not None:
         try:
             arguments.html.write_text(html(result), encoding="utf-8")
@@ -93,15 +98,6 @@ async def audit(arguments: AuditArguments) -> None:
         show(result)
     sys.stdout.flush()
     raise typer.Exit(Exit.FAILED if result.findings else Exit.OK)
-
-
-def _progress(words: str) -> None:
-    """One line that is written again on a terminal; a line each elsewhere, but none for each batch of samples."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[K{words}")
-        sys.stderr.flush()
-    elif "evidence" not in words:
-        sys.stderr.write(f"tandem audit: {words}\n")
 
 
 def _object(name: str, words: str | None) -> Mapping[str, Any]:

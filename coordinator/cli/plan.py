@@ -9,9 +9,10 @@ import itertools
 import math
 import os
 import statistics
+import sys
 import time
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from tempfile import TemporaryFile
@@ -34,6 +35,7 @@ from tandem.config.names import DEVICES
 from tandem.errors import ConfigurationError, NotFoundError, ServiceUnavailableError
 from tandem.model_sources.bundled import DEMO
 from tandem.plural import plural
+from tandem.progress import Progress
 from tandem.serving.children import Child
 from tandem.speculation_state import SpeculationDecision
 from tandem.types import GenerationRequest
@@ -452,13 +454,20 @@ class PairOptions:
 
 
 async def measured_through(
-    address: str, batches: Sequence[int], max_tokens: int, temperature: float
+    address: str,
+    batches: Sequence[int],
+    max_tokens: int,
+    temperature: float,
+    report: Callable[[str, float], None] = lambda words, share: None,
 ) -> dict[int, Rounds]:
     """Rounds by batch size, at proposals of 0 to `max_tokens` tokens, of a coordinator whose proposals have a fixed
     length."""
     lengths = [0, *(length for length in _LENGTHS if length < max_tokens), max_tokens]
     async with Client(address) as client, AdminClient(address) as admin:
-        seconds = {batch: await _round_seconds(client, batch, lengths, temperature) for batch in batches}
+        seconds = {}
+        for number, batch in enumerate(batches):
+            report(f"measuring rounds of batch {batch}", number / len(batches))
+            seconds[batch] = await _round_seconds(client, batch, lengths, temperature)
         decisions = (await admin.stats()).decisions
         coverages = [each.coverage for each in await admin.replicas() if each.coverage is not None]
         trip = statistics.median(await round_trips(admin, 30))
@@ -596,8 +605,12 @@ async def plan_command(
                 f"--batch is {steps.batch}; it must be numbers from 1 to 4096 with commas between them"
             )
         if pair.is_named:
-            async with _services(pair.up_words()) as address:
-                rounds = await measured_through(address, sizes, steps.max_tokens, pair.temperature)
+            with Progress("tandem plan", sys.stderr) as progress:
+                progress.show("starting the pair")
+                async with _services(pair.up_words()) as address:
+                    rounds = await measured_through(
+                        address, sizes, steps.max_tokens, pair.temperature, progress.show
+                    )
         else:
             rounds = {size: steps.times().rounds(size, steps.max_tokens) for size in sizes}
         plans = [plan(each, size, f"batch {size}") for size, each in rounds.items()]

@@ -16,8 +16,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
-from rich.console import Console
-
 from coordinator.cli.command import command, option
 from coordinator.cli.main import app
 from coordinator.cli.serve import package_of
@@ -30,6 +28,7 @@ from tandem.config.speculative import checked_method
 from tandem.errors import ConfigurationError, ServiceUnavailableError, TandemError
 from tandem.model_sources import bundled
 from tandem.model_sources.hub import fetch_config, is_model_id
+from tandem.progress import Progress
 from tandem.rpc.addresses import UNIX
 from tandem.serving.children import Child
 from tandem.serving.protection import MIN_TOKEN_LENGTH
@@ -523,8 +522,16 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+_PHASES = ("loading", "warming up", "ready")
+"""Words that begin the phases of a model's service, in order."""
+
+
+def _phase_number(phase: str) -> int:
+    return next((index for index, words in enumerate(_PHASES, 1) if phase.startswith(words)), 0)
+
+
 class _Cluster:
-    """The services while they run. A terminal has one live line of their phases, elsewhere each phase has a line."""
+    """The services while they run. A terminal has a bar with their phases, elsewhere each phase has a line."""
 
     def __init__(self, arguments: ServiceArguments, folder: Path) -> None:
         """`folder` is for the sockets of the models' services."""
@@ -535,25 +542,26 @@ class _Cluster:
         self._children: list[Child] = []
         self._phases = dict.fromkeys(self._models, "starting")
         """Of the models; empty once nothing is shown any more."""
-        self._live = Console().status("") if sys.stdout.isatty() else None
+        self._progress = Progress("tandem up", sys.stdout)
 
     async def run(self) -> None:
         """Run until a signal, or until a child ends."""
+        self._progress.start()
         self._tell(f"starting {' and '.join(self._models)}")
         with stop_signals(before_end=self._kill) as stopping, suppress(CancelledByEventError):
             await unless(self._stopped(stopping), self._serve())
 
     def _tell(self, news: str) -> None:
-        if self._live is None:
+        """A bar shows all phases; elsewhere each has a line when it begins."""
+        if not sys.stdout.isatty():
             announce(f"tandem up: {news}")
-        else:
-            self._live.update("   ".join(f"{name}: {phase}" for name, phase in self._phases.items()))
-            self._live.start()
+        reached = sum(_phase_number(phase) for phase in self._phases.values())
+        words = ", ".join(f"{name}: {phase}" for name, phase in self._phases.items())
+        self._progress.show(words, reached / (len(_PHASES) * len(self._phases)))
 
     def _end_phases(self) -> None:
         self._phases = {}
-        if self._live is not None:
-            self._live.stop()
+        self._progress.stop()
 
     async def _stopped(self, stopping: asyncio.Event) -> None:
         await stopping.wait()
@@ -601,9 +609,11 @@ class _Cluster:
     async def _follow(self, name: str, child: Child) -> None:
         """Show the phases that a service reaches."""
         async for line in child.lines():
-            if self._phases:
-                self._phases[name] = line.removeprefix(f"tandem {name}: ").partition(" on ")[0]
-                self._tell(f"{name}: {self._phases[name]}")
+            phase = line.removeprefix(f"tandem {name}: ").partition(" on ")[0]
+            # A service says from time to time that it still loads; so does this command.
+            if self._phases and _phase_number(phase) > _phase_number(self._phases[name]):
+                self._phases[name] = phase
+                self._tell(f"{name}: {phase}")
 
     async def _tell_when_ready(self, coordinator: Child) -> None:
         """End the start with its address, the page and the next command."""

@@ -53,6 +53,11 @@ class Budget:
     generated: int = 0
 
     @property
+    def used_share(self) -> float:
+        """The share of it that is used."""
+        return max(self.sent / self.requests, self.generated / self.tokens)
+
+    @property
     def is_spent(self) -> bool:
         return self.sent >= self.requests or self.generated >= self.tokens
 

@@ -157,12 +157,19 @@ class Audit:
 
 async def audit(
     options: AuditOptions,
-    report: Callable[[str], None] = lambda _: None,
+    report: Callable[[str, float], None] = lambda words, share: None,
     transports: Sequence[httpx2.AsyncBaseTransport | None] = (None, None),
 ) -> Audit:
-    """Audit a server. An error means that it cannot be used at all."""
+    """Audit a server. An error means that it cannot be used at all. `report` is told what is done, and the share of the
+    budget, time included, that is used."""
     began = time.monotonic()
+    end = began + options.minutes * 60
     budget = Budget(options.budget_requests, options.budget_tokens)
+
+    def told(words: str) -> None:
+        of_time = (time.monotonic() - began) / max(end - began, 1e-9)
+        report(words, min(1.0, max(of_time, budget.used_share)))
+
     async with AsyncExitStack() as stack:
         places = [(options.url, options.model, options.key, options.body)]
         if (url := options.reference) is not None:
@@ -177,11 +184,11 @@ async def audit(
         result = Audit(server.url, server.model, datetime.now(UTC).isoformat(timespec="seconds"))
         result.fields = {**server.optional, **server.body}
         before = await server.speculation()
-        result.checks += await reproducibility(server, report)
+        result.checks += await reproducibility(server, told)
         after = await server.speculation()
-        left = options.minutes * 60 - (time.monotonic() - began)
+        left = end - time.monotonic()
         if reference is not None:
-            report("reference")
+            told("reference")
             # Without log probabilities the rest of an audit has nothing to weigh.
             share = 0.3 if server.listed else 1.0
             with asked_alike(server, reference):
@@ -191,8 +198,7 @@ async def audit(
                 result.reference = await _two_samples(server, reference, options, until, tokens)
         if server.listed:
             modulus = (options.num_speculative_tokens or (len(after.per_position) if after else 0)) + 1
-            end = began + options.minutes * 60
-            await _calibrate(server, options, result, modulus if modulus > 1 else None, end, report)
+            await _calibrate(server, options, result, modulus if modulus > 1 else None, end, told)
         if (last := await server.speculation()) is not None:
             result.speculation = last.since(before or SpeculationCounts())
     result.seconds = time.monotonic() - began

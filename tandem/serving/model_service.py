@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from tandem.model_sources.bundled import require_engine
+from tandem.progress import Progress
 from tandem.serving.interceptors import RunningCalls
 from tandem.serving.server import Service, announce, in_daemon_thread
 from tandem.serving.streams import SequenceStreams
@@ -76,11 +78,16 @@ class ModelService(Service):
     async def start(self) -> None:
         self._observer.start()
         self._loop = asyncio.get_running_loop()
-        announce(f"tandem {self.name}: loading {self._shown_model or 'the draft'}")
-        self._models = await in_daemon_thread(self.load)
-        announce(f"tandem {self.name}: warming up")
-        for model in self._models:
-            await model.start()
+        program = f"tandem {self.name}"
+        with Progress(program, sys.stdout) as progress:
+            loading = f"loading {self._shown_model or 'the draft'}"
+            announce(f"{program}: {loading}")
+            progress.show(loading)
+            self._models = await in_daemon_thread(self.load)
+            announce(f"{program}: warming up")
+            progress.show("warming up")
+            for model in self._models:
+                await model.start()
         self._observer.ready(self._models[0].model_info.name, self._models[0].kv_usage)
 
     @property

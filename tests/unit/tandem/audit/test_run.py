@@ -380,7 +380,7 @@ def test_the_command_says_what_it_found(
 ) -> None:
     seen: list[AuditOptions] = []
 
-    async def found(options: AuditOptions, _: Callable[[str], None]) -> Audit:
+    async def found(options: AuditOptions) -> Audit:
         seen.append(options)
         sums = {"typical-acceptance": 3.0} if options.body else {}
         counts = speculation_counts(

@@ -92,6 +92,7 @@ class CoordinatorService(Service):
         encoder = PromptEncoder(read_tokenizer(files))
         completions = self.completions
         tokens = Grammars(encoder.tokenizer.to_str, target_info.vocabulary_size, target_info.eos_token_ids)
+        await tokens.prepare()
         self._grammars = CheckedGrammars(tokens)
         defaults = self.replicas.fleet.sampling_defaults
         models = Models(target_info, None, encoder, self._grammars, defaults)

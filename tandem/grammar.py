@@ -85,20 +85,27 @@ class Grammars:
     """Compiles grammars for the tokens of one model, in a thread, and keeps the last ones."""
 
     _read: Callable[[], str | TokenizerWrapper]
-    """Returns the content of tokenizer.json. Called with the first grammar, in the thread: for 128k ids it takes 3 s to
-    know the tokens by their bytes."""
+    """Returns the content of tokenizer.json. Called once, in the thread."""
     _vocabulary_size: int
     """The model's; the tokenizer may know fewer ids."""
     _eos_token_ids: Sequence[int]
 
     def __post_init__(self) -> None:
         self._tokenizer: LLTokenizer | None = None
+        self._unreadable = ""
+        """Reason why the tokenizer cannot be read, once this was tried."""
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, "grammar")
 
     @classmethod
     def of(cls, tokenizer_file: Path, model: ModelInfo) -> Grammars:
         return cls(tokenizer_file.read_text, model.vocabulary_size, model.eos_token_ids)
+
+    async def prepare(self) -> None:
+        """Get to know the tokens by their bytes, which takes 3 s for 128k ids and holds the interpreter's lock: before
+        anything is served, since nothing is answered meanwhile. What cannot be read is refused with a grammar."""
+        with suppress(InvalidRequestError):
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._tokens)
 
     async def open(self, grammar: Grammar) -> GrammarState:
         found = self._compiled.get(grammar)
@@ -126,6 +133,8 @@ class Grammars:
         return matcher
 
     def _tokens(self) -> LLTokenizer:
+        if self._unreadable:
+            raise InvalidRequestError(self._unreadable)
         if self._tokenizer is None:
             content = self._read()
             if isinstance(content, str):
@@ -135,10 +144,11 @@ class Grammars:
                     content, n_vocab=self._vocabulary_size, eos_token=list(self._eos_token_ids) or None
                 )
             except ValueError as error:
-                raise InvalidRequestError(
+                self._unreadable = (
                     "structured output cannot read the model's tokenizer; it must be byte-level or have byte fallback, "
                     f"without tokens of thousands of bytes: {error}"
-                ) from None
+                )
+                raise InvalidRequestError(self._unreadable) from None
         return self._tokenizer
 
 

@@ -92,7 +92,16 @@ class Verifier(EngineOwner[SequenceEngine[Any]]):
     _files: HiddenStateFiles | None = None
     _open: dict[str, Any] = field(default_factory=dict)
     """The engine's sequences by request, which a draft beside the target reads on the same event loop."""
-    _grammars: Grammars | None = field(default=None, init=False)
+    _grammars: Grammars | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        file = next((path for path in self.tokenizer_files if path.name == TOKENIZER_FILES[0]), None)
+        self._grammars = None if file is None else Grammars.of(file, self.model_info)
+
+    async def start(self) -> None:
+        await super().start()
+        if self._grammars is not None:
+            await self._grammars.prepare()
 
     @property
     def model_info(self) -> ModelInfo:
@@ -126,12 +135,9 @@ class Verifier(EngineOwner[SequenceEngine[Any]]):
 
     async def open_grammar(self, grammar: Grammar) -> GrammarState:
         if self._grammars is None:
-            file = next((path for path in self.tokenizer_files if path.name == TOKENIZER_FILES[0]), None)
-            if file is None:
-                raise InvalidRequestError(
-                    f"the target has no {TOKENIZER_FILES[0]}, which structured output needs"
-                )
-            self._grammars = Grammars.of(file, self.model_info)
+            raise InvalidRequestError(
+                f"the target has no {TOKENIZER_FILES[0]}, which structured output needs"
+            )
         return await self._grammars.open(grammar)
 
 

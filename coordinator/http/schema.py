@@ -466,6 +466,13 @@ class ResponsesBody(AboutCaller):
     reasoning: dict[str, Any] | None = None
     """Only null values are taken: the answer is not split into reasoning and text."""
     previous_response_id: Any = _only(because="this coordinator does not keep responses")
+    conversation: Any = _only(
+        because="this coordinator does not keep conversations; send all of it as `input`"
+    )
+    prompt: Any = _only(because="this coordinator does not keep prompt templates")
+    previous_input_messages: Any = _only(because="send the whole conversation as `input`")
+    context_management: Any = _only([], because="this coordinator does not shorten prompts")
+    top_logprobs: Any = _only(0, because="a response has no log probabilities")
     background: Any = _only(False, because="this coordinator does not keep responses")
     truncation: Any = _only("disabled", because="this coordinator does not shorten prompts")
     include: Any = _only([], because="no further output exists")

@@ -62,7 +62,10 @@ class Vocabularies:
 
     async def add(self, target: TargetTokenizer) -> Coverage:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._added, target)
+        coverage = await loop.run_in_executor(self._thread, self._added, target)
+        if (mapped := self._known.get(target.hash)) is not None:
+            await mapped.grammars.prepare()
+        return coverage
 
     def mapped(self, options: DraftOptions) -> tuple[Mapped, DraftOptions]:
         """How a sequence is drafted for, and the draft's options for it."""

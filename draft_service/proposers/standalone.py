@@ -95,6 +95,11 @@ class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
         maps = self.vocabularies is not None
         return replace(self._engine.info, drafts_ahead=self.drafts_ahead, maps_vocabularies=maps)
 
+    async def start(self) -> None:
+        await super().start()
+        if self.grammars is not None:
+            await self.grammars.prepare()
+
     @asynccontextmanager
     async def sequence(self, options: DraftOptions) -> AsyncIterator[StandaloneSequence | MappedSequence]:
         mapped = None

@@ -71,20 +71,25 @@ class Check:
     detail: str
 
 
-async def reproducibility(server: Server, report: Callable[[str], None]) -> list[Check]:
-    """All checks of one server."""
+async def reproducibility(
+    server: Server, report: Callable[[str], None], until: float = math.inf
+) -> list[Check]:
+    """All checks of one server, as far as the time allows, which ends at a time of the monotonic clock."""
     found = []
     for check in (_greedy, _streaming, _stops, _seeds, _choices, _own_logprobs):
         name = check.__name__.strip("_").replace("_", " ")
         report(name)
-        found += await unless_refused(name, check(server))
+        found += await unless_refused(name, check(server), until)
     return found
 
 
-async def unless_refused(name: str, check: Awaitable[list[Check]]) -> list[Check]:
-    """What a check finds; that it is skipped where the budget or the server does not allow it."""
+async def unless_refused(name: str, check: Awaitable[list[Check]], until: float = math.inf) -> list[Check]:
+    """What a check finds; that it is skipped where the time, the budget or the server does not allow it."""
     try:
-        return await check
+        async with asyncio.timeout_at(None if until == math.inf else until):
+            return await check
+    except TimeoutError:
+        return [Check(name, Verdict.SKIPPED, "its time was over; it needs more --minutes")]
     except (BudgetError, InvalidRequestError) as error:
         return [Check(name, Verdict.SKIPPED, str(error))]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -106,6 +107,8 @@ class Server:
     """Further fields of each request."""
     optional: Mapping[str, Any] = field(default_factory=dict)
     """Those of `_OPTIONAL` that it accepts."""
+    slowest_seconds: float = field(default=0.0, init=False)
+    """The longest that it took over an answer."""
     _places: asyncio.Semaphore = field(init=False)
 
     def __post_init__(self) -> None:
@@ -187,8 +190,10 @@ class Server:
                 raise BudgetError("the budget of requests or tokens is spent")
             self.budget.sent += 1
             async with self._places:
+                began = time.monotonic()
                 with reached(url, self.http.timeout.read):
                     answer = await self.http.post(url, json=body)
+                self.slowest_seconds = max(self.slowest_seconds, time.monotonic() - began)
             if answer.status_code not in (429, 503) or attempt == 3:
                 raise_for(answer, url)
                 return answer

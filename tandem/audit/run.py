@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import math
 import time
 from collections import deque
@@ -45,7 +46,7 @@ from tandem.audit.statistics import (
     joined,
     permutation_p,
 )
-from tandem.errors import ServiceUnavailableError, TandemError
+from tandem.errors import ConfigurationError, ServiceUnavailableError, TandemError
 
 TEMPERATURE, TOP_P = 0.6, 0.8
 """Sampling parameters of the two shorter looks."""
@@ -53,6 +54,8 @@ MAIN = "temperature 1"
 COLD = f"temperature {TEMPERATURE:g}"
 NUCLEUS = f"top-p {TOP_P:g}"
 _SHARES = {COLD: 0.05, NUCLEUS: 0.05}
+_CHECKS_SHARE = 0.5
+"""Of the time, at most, for the checks before anything is sampled."""
 _MARGIN = 0.02
 """How near to top-p a sum may be without being tested: probabilities of bfloat16 have three digits."""
 _MAX_SUM = 1.01
@@ -87,6 +90,64 @@ class AuditOptions:
     key: str | None = field(default=None, repr=False)
     reference_key: str | None = field(default=None, repr=False)
     prompts: tuple[str, ...] = PROMPTS
+
+    def __post_init__(self) -> None:
+        _check_fields("--body", self.body)
+        _check_fields("--reference-body", self.reference_body)
+
+
+_NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
+    "top_k": (0, -1),
+    "top_p": (1,),
+    "min_p": (0,),
+    "typical_p": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "min_tokens": (0,),
+    "ignore_eos": (True,),
+    "stop": ([],),
+    "stop_token_ids": ([],),
+    "n": (1,),
+    "best_of": (1,),
+    "stream": (False,),
+    "echo": (False,),
+    "use_beam_search": (False,),
+}
+"""Values of a field that leave a token's distribution and a text's end as they are; an audit weighs no others."""
+_SET_BY_THE_AUDIT = (
+    "prompt",
+    "messages",
+    "model",
+    "temperature",
+    "seed",
+    "max_tokens",
+    "max_completion_tokens",
+    "logprobs",
+)
+_WITHOUT_NEUTRAL = (
+    "allowed_token_ids", "logits_processors", "response_format", "structured_outputs", "guided_json", "guided_regex",
+    "guided_choice", "guided_grammar", "suffix", "truncate_prompt_tokens", "thinking_token_budget",
+)  # fmt: skip
+
+
+def _check_fields(option: str, body: Mapping[str, Any]) -> None:
+    """Refuse fields of requests after which reported probabilities are rightly others than those drawn from."""
+    sentences = []
+    for name, value in body.items():
+        found = json.dumps(value)[:100]
+        if name in _SET_BY_THE_AUDIT:
+            sentences.append(f"{name} is {found}; it must be left out: the audit sets it itself")
+        elif name in _WITHOUT_NEUTRAL or value not in _NEUTRAL_VALUES.get(name, (value,)):
+            neutral = " or ".join(json.dumps(each) for each in _NEUTRAL_VALUES.get(name, ()))
+            sentences.append(
+                f"{name} is {found}; it must be {neutral or 'left out'}: the audit tests draws from the whole "
+                "distribution that is reported"
+            )
+    if sentences:
+        raise ConfigurationError(f"{option}: {'; '.join(sentences)}")
 
 
 @dataclass(slots=True)
@@ -184,16 +245,17 @@ async def audit(
         result = Audit(server.url, server.model, datetime.now(UTC).isoformat(timespec="seconds"))
         result.fields = {**server.optional, **server.body}
         before = await server.speculation()
-        result.checks += await reproducibility(server, told)
+        checks_end = began + _CHECKS_SHARE * options.minutes * 60
+        result.checks += await reproducibility(server, told, checks_end)
         after = await server.speculation()
-        left = end - time.monotonic()
+        left = max(0.0, end - time.monotonic())
         if reference is not None:
             told("reference")
             # Without log probabilities the rest of an audit has nothing to weigh.
             share = 0.3 if server.listed else 1.0
             with asked_alike(server, reference):
-                result.checks += await unless_refused("reference", greedy_equality(server, reference))
                 until = time.monotonic() + left * share
+                result.checks += await unless_refused("reference", greedy_equality(server, reference), until)
                 tokens = _share(server.budget, share)
                 result.reference = await _two_samples(server, reference, options, until, tokens)
         if server.listed:
@@ -224,8 +286,9 @@ async def _calibrate(
 ) -> None:
     """Sample at temperature 1 and, for shorter, at a lower temperature and with top-p; weigh what comes."""
     try:
-        is_raw, check = await temperature_is_raw(server, TEMPERATURE)
-    except BudgetError:
+        async with asyncio.timeout_at(end):
+            is_raw, check = await temperature_is_raw(server, TEMPERATURE)
+    except (BudgetError, TimeoutError):
         return
     result.checks.append(check)
     evidence = Evidence({name: Calibration(name != MAIN, modulus) for name in _LOOKS})
@@ -235,7 +298,8 @@ async def _calibrate(
     try:
         for name, fields in _LOOKS.items():
             share = _SHARES.get(name, 1.0)
-            until = min(end, time.monotonic() + left * share)
+            # What is asked for until then has come at the end
+            until = min(end - server.slowest_seconds, time.monotonic() + left * share)
             tokens = _share(server.budget, share)
             async with aclosing(_batches(sampled(server, options, until, tokens, fields), reader)) as batches:
                 async for steps in batches:

@@ -258,6 +258,14 @@ async def test_responses_by_openais_client(template: Path) -> None:
         )
         await _refused(client, tools=[{"type": "function", "name": "f", "parameters": {}, "strict": True}])
         await _refused(client, previous_response_id="resp_1")
+        for field, value in {
+            "conversation": "conv_1",
+            "prompt": {"id": "pmpt_1"},
+            "previous_input_messages": [{"role": "user", "content": "hi"}],
+            "context_management": [{"type": "compaction"}],
+            "top_logprobs": 2,
+        }.items():
+            await _refused(client, extra_body={field: value}, field=field)
         await _refused(client, max_output_tokens=0)
         await _refused(client, max_output_tokens=64, stream=True)
     first = TOKENIZER.encode("user: a\n").ids[-1] + 1
@@ -274,8 +282,8 @@ async def test_responses_by_openais_client(template: Path) -> None:
     assert instructed.usage.input_tokens == len(TOKENIZER.encode("system: b\nuser: a\n").ids)
 
 
-async def _refused(client: AsyncOpenAI, **options: Any) -> None:
-    with pytest.raises(BadRequestError, match=f"- {next(iter(options))} is "):
+async def _refused(client: AsyncOpenAI, field: str = "", **options: Any) -> None:
+    with pytest.raises(BadRequestError, match=f"- {field or next(iter(options))} is "):
         await client.responses.create(model="fake", input="a", **options)
 
 

@@ -14,21 +14,24 @@ import torch
 from tokenizers import Tokenizer
 
 from draft_service.proposers.ngram import ngram_proposer
+from draft_service.proposers.standalone import StandaloneProposer
 from draft_service.proposers.suffix import suffix_proposer
 from tandem.client import Completed
 from tandem.engine.models.loading import LoadedModel
 from tandem.engine.rows import masked
 from tandem.errors import InvalidRequestError, TandemError
-from tandem.grammar import Grammars
+from tandem.grammar import Grammars, known_tokens
 from tandem.types import (
     FinishReason,
     GenerationRequest,
     Grammar,
     GrammarKind,
+    ModelInfo,
     RowKind,
     TokenRow,
     Verification,
 )
+from target_service.verifier import Verifier
 from tests.end_to_end.chi_square import assert_drawn_from
 from tests.end_to_end.models import random_model
 from tests.paths import DEMO_TARGET
@@ -77,6 +80,37 @@ async def test_every_rule_keeps_to_the_grammar(pair: MakePair) -> None:
             assert_fits(await complete(client, request))
             word = await complete(client, replace(request, grammar=WORD))
             assert re.fullmatch("(a|bc){2,9}d{2,4}e", word.text)
+
+
+class _Engine:
+    """As much of an engine as a service's start needs."""
+
+    def __init__(self, info: ModelInfo) -> None:
+        self.info = info
+
+    def start(self) -> None: ...
+
+    async def warm_up(self) -> None: ...
+
+
+async def test_services_learn_the_tokens_by_their_bytes_before_they_are_ready(
+    model: LoadedModel, pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter's lock is held meanwhile, for 7 s where the tokens are 262k."""
+    learnt = []
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        learnt.append(1)
+        return known_tokens(*arguments, **named)
+
+    monkeypatch.setattr("tandem.grammar.known_tokens", counted)
+    engine: Any = _Engine(model.info)
+    await Verifier(engine, [TOKENIZER]).start()
+    assert len(learnt) == 1
+    await StandaloneProposer(engine, 8, grammars=Grammars.of(TOKENIZER, model.info)).start()
+    assert len(learnt) == 2
+    async with pair():  # whose services are not started as services are
+        assert len(learnt) == 3, "the coordinator's"
 
 
 @pytest.mark.parametrize("options", [{}, {"draft_ahead": "4"}], ids=["plain", "drafting ahead"])

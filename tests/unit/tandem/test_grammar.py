@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 from coordinator.requests.grammars import CheckedGrammars
 from tandem.errors import InvalidRequestError
-from tandem.grammar import Grammars
+from tandem.grammar import Grammars, known_tokens
 from tandem.types import Grammar, GrammarKind
 from tests.paths import DEMO_TARGET
 from tests.unit.tandem.tiny_grammars import (
@@ -258,6 +264,56 @@ def test_a_tokenizer_that_the_library_cannot_read_is_refused() -> None:
     grammars = Grammars(lambda: json.dumps(fields), 4096, [0])
     with pytest.raises(InvalidRequestError, match="tokens of thousands of bytes"):
         grammars.compiled(Grammar(GrammarKind.REGEX, "a+"))
+
+
+def _tokenizer_of(count: int) -> str:
+    """A byte-level tokenizer.json of so many tokens."""
+    letters = sorted(ByteLevel.alphabet())
+    words = ("".join(each) for length in (2, 3) for each in itertools.product(letters, repeat=length))
+    tokens = itertools.islice(itertools.chain(letters, words), count)
+    tokenizer = Tokenizer(BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    return tokenizer.to_str()
+
+
+async def test_262k_tokens_are_learnt_once_and_before_the_first_grammar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    learnt_in: list[str] = []
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        learnt_in.append(threading.current_thread().name)
+        return known_tokens(*arguments, **named)
+
+    monkeypatch.setattr("tandem.grammar.known_tokens", counted)
+    content = _tokenizer_of(262_144)
+    grammars = Grammars(lambda: content, 262_144, [0])
+    await grammars.prepare()
+    assert len(learnt_in) == 1
+    assert learnt_in[0].startswith("grammar"), "not the event loop's"
+    for source in ("a+", "b+"):
+        state = await grammars.open(Grammar(GrammarKind.REGEX, source))
+        assert state.follow([])
+    assert len(learnt_in) == 1
+
+
+async def test_a_tokenizer_that_cannot_be_read_is_tried_once_and_ends_no_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried = []
+
+    def refuse(*_: object, **__: object) -> None:
+        tried.append(1)
+        raise ValueError("no bytes")
+
+    monkeypatch.setattr("tandem.grammar.known_tokens", refuse)
+    grammars = Grammars(lambda: "{}", 1, [])
+    await grammars.prepare()
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError, match=r"byte fallback.*no bytes"):
+            await grammars.open(Grammar(GrammarKind.REGEX, "a"))
+    assert len(tried) == 1
 
 
 SLOW = (

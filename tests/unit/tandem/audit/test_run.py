@@ -26,6 +26,7 @@ from tandem.audit.report import acceptance_line, as_dict, html
 from tandem.audit.run import Audit, AuditOptions, Reader, audit, compared
 from tandem.errors import (
     CapacityError,
+    ConfigurationError,
     InvalidRequestError,
     NotFoundError,
     ProtocolError,
@@ -162,7 +163,7 @@ FAULTS: dict[str, Change] = {
 
 @pytest.mark.parametrize("name", FAULTS)
 async def test_other_faults_of_a_server_are_found(name: str) -> None:
-    result = await audited(Changed(FAULTS[name]), 3_500, minutes=0.0)
+    result = await audited(Changed(FAULTS[name]), 3_500)
     (check,) = [each for each in result.checks if each.name == name]
     assert check.verdict is Verdict.FINDING, check
 
@@ -189,13 +190,13 @@ class Stopping(Changed):
     ("past", "verdict"), [(0, Verdict.NOTE), (3, Verdict.NOTE), (-2, Verdict.FINDING), (20, Verdict.FINDING)]
 )
 async def test_stop_strings_that_stay_in_the_text_are_noted(past: int, verdict: Verdict) -> None:
-    result = await audited(Stopping(past), 3_500, minutes=0.0)
+    result = await audited(Stopping(past), 3_500)
     (check,) = [each for each in result.checks if each.name == "stop strings"]
     assert check.verdict is verdict
 
 
 async def test_a_server_that_knows_no_n_is_not_accused() -> None:
-    result = await audited(Changed(lambda body: body | {"n": 1}), 3_500, minutes=0.0)
+    result = await audited(Changed(lambda body: body | {"n": 1}), 3_500)
     (check,) = [each for each in result.checks if each.name == "n = 4: noise of their own"]
     assert (check.verdict, check.detail) == (Verdict.NOTE, "1 of 4 choices came")
 
@@ -224,6 +225,54 @@ async def test_what_was_found_before_it_is_stopped_is_reported() -> None:
     assert result.findings[0] == "the acceptance rule typical-acceptance is lossy by design"
     assert result.tests
     assert result.speculation is not None
+
+
+@pytest.mark.parametrize("minutes", [0.01, 0.05])
+async def test_the_time_holds_for_the_checks_too(minutes: float) -> None:
+    """A server that takes 0.2 s over each answer needs 20 s for all checks."""
+
+    class Slow(Changed):
+        async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+            await asyncio.sleep(0.2)
+            return await super().handle_async_request(request)
+
+    result = await audited(Slow(), 100_000, minutes=minutes)
+    assert result.seconds < 60 * minutes + 5
+    skipped = [each.detail for each in result.checks if each.verdict is Verdict.SKIPPED]
+    assert set(skipped) == {"its time was over; it needs more --minutes"}
+    assert result.findings == []
+
+
+@pytest.mark.parametrize("option", ["body", "reference_body"])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("top_k", 50),
+        ("top_p", 0.9),
+        ("top_p", None),
+        ("min_p", 0.1),
+        ("temperature", 0.5),
+        ("seed", 1),
+        ("presence_penalty", 0.5),
+        ("repetition_penalty", 1.1),
+        ("logit_bias", {"5": 1}),
+        ("stop", ["a"]),
+        ("ignore_eos", False),
+        ("n", 2),
+        ("response_format", {"type": "json_object"}),
+        ("max_tokens", 8),
+    ],
+)
+def test_fields_that_change_what_is_drawn_are_refused(option: str, field: str, value: object) -> None:
+    with pytest.raises(
+        ConfigurationError, match=f"^--{option.replace('_', '-')}: {field} is .*; it must be "
+    ):
+        replace(AuditOptions(URL), **{option: {field: value}})
+
+
+def test_fields_that_change_nothing_that_is_drawn_are_taken() -> None:
+    body = {"top_k": -1, "top_p": 1.0, "logit_bias": {}, "rejection_sampling_strategy": "block"}
+    assert AuditOptions(URL, body=body).body == body
 
 
 async def test_the_budget_of_requests_holds() -> None:
@@ -404,6 +453,8 @@ def test_the_command_says_what_it_found(
 def test_wrong_calls_are_one_sentence(commands: Commands) -> None:
     assert commands.fail(2, "audit").startswith("URL is missing")
     assert re.search("--body is '3'; it must be a JSON object", commands.fail(2, "audit", URL, "--body", "3"))
+    told = commands.fail(2, "audit", URL, "--body", '{"top_k": 50}')
+    assert "top_k is 50; it must be 0 or -1" in told
     assert "which is no JSON" in commands.fail(2, "audit", URL, "--reference-body", "{")
     assert "cannot be reached" in commands.fail(4, "audit", "http://127.0.0.1:1/v1", "-q")
 

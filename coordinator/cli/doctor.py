@@ -28,6 +28,7 @@ from tandem.plural import plural
 from tandem.rpc.addresses import is_local
 from tandem.rpc.channels import DEFAULT_MESSAGE_LIMIT_BYTES, open_channel
 from tandem.rpc.credentials import Credentials
+from tandem.types import ModelInfo
 
 SKEW_SECONDS = 1.0
 """Clocks that differ by more make logs and traces of two machines hard to read together."""
@@ -171,6 +172,10 @@ class ServiceOptions:
     tls_server_name: str = option("Name in the service's certificate, where not the address's.", default="")
     token_file: Path | None = option("File whose first line is the service's token.")
     timeout: float = option("Seconds that an answer may take.", default=10.0, min=0.1)
+    target: str | None = option(
+        "Target that it shall draft for, reached in the same way: checks the coordinator's rules for both.",
+        metavar="ADDRESS",
+    )
 
 
 @command(app, "10.0.0.7:50052", "127.0.0.1:50052 --json", name="doctor draft")
@@ -182,15 +187,66 @@ async def doctor_draft(
     """Play the protocol of draft services against one, ours or another's (docs/protocol.md).
 
     A line for each check: order, idempotence, rollback, what is stale, malformed or torn, and drafting ahead within its
-    budgets. It opens a few short sequences; run it against a service that is idle, since batches of several sequences
+    budgets. With --target the rules that a coordinator has for a draft and its target are checked as well. It opens a few short sequences; run it against a service that is idle, since batches of several sequences
     may change a model's ties. Exits 0 when all checks pass, 1 when one fails, 4 when the service cannot be reached.
     """
-    from coordinator.transport.conformance import conformance  # only where it is asked for
+    # Only where it is asked for
+    from coordinator.transport.conformance import conformance
+    from coordinator.transport.draft_client import DraftClient
 
     credentials = Credentials.of(asdict(service))
     async with open_channel(address, DEFAULT_MESSAGE_LIMIT_BYTES, credentials) as channel:
         findings = await conformance(channel, service.timeout)
+        target = (
+            None
+            if service.target is None
+            else await _target_info(service.target, credentials, service.timeout)
+        )
+        findings += model_rules(await DraftClient(channel).model_info(), target)
     conforms = all(finding.severity is not Severity.PROBLEM for finding in findings)
     output.show({"conforms": conforms, "findings": findings}, lambda: doctor_view(findings))
     if not conforms:
         raise typer.Exit(Exit.FAILED)
+
+
+_OF_CONFIGURATION = frozenset({"drafting-method", "configured-max-length"})
+"""Rules that only options of the coordinator can break."""
+
+
+async def _target_info(address: str, credentials: Credentials, seconds: float) -> ModelInfo:
+    from coordinator.transport.target_client import TargetClient
+
+    async with open_channel(address, DEFAULT_MESSAGE_LIMIT_BYTES, credentials) as channel:
+        try:
+            async with asyncio.timeout(seconds):
+                return await TargetClient(channel).model_info()
+        except TimeoutError:
+            raise ServiceUnavailableError(f"target service: no answer within {seconds:g} s") from None
+
+
+def model_rules(draft: ModelInfo, target: ModelInfo | None) -> list[Finding]:
+    """A finding for each of the coordinator's rules for a draft and its target, by the default options, and one that
+    names the rules that cannot be checked from here."""
+    from coordinator.replicas.compatibility import MODEL_RULES, Deployment, needs_mapping
+    from tandem.config import SpeculativeConfig
+
+    findings = []
+    unchecked = [rule.name for rule in MODEL_RULES if target is None or rule.name in _OF_CONFIGURATION]
+    if target is not None:
+        deployment = Deployment(SpeculativeConfig(), target, draft)
+        for rule in MODEL_RULES:
+            if rule.name in unchecked:
+                continue
+            if sentences := list(rule.broken_by(deployment)):
+                findings.append(
+                    Finding.problem(rule.name, "; ".join(sentences), "a coordinator refuses the pair")
+                )
+            else:
+                findings.append(Finding.ok(rule.name, rule.requirement.replace("`", "")))
+        if needs_mapping(draft, target):
+            unchecked.append("share of the draft's text that the mapping keeps")
+    advice = "tandem admin doctor checks them in a running cluster"
+    if target is None:
+        advice = f"name the draft's target with --target; {advice}"
+    words = f"rules of the coordinator that need its options or a target: {', '.join(unchecked)}"
+    return [*findings, Finding.warning("not checked", words, advice)]

@@ -38,7 +38,7 @@ from tandem.v1.draft_pb2 import (
 from tests.commands import run_here
 from tests.paths import ROOT
 from tests.service.engines import NewProposer, draft, model_free
-from tests.service.fakes import NOT_SERVING, hooked, served, serving
+from tests.service.fakes import NOT_SERVING, FakeTarget, hooked, served, serving
 
 Answer = Proposal | DraftedOutcomes
 SECONDS = 30.0
@@ -318,7 +318,8 @@ async def test_the_command_passes_a_draft_and_names_one_that_is_not_there() -> N
     async with serving(model_free(ngram_proposer)) as (address, _):
         code, out, _ = await command(address)
     assert code == 0
-    assert f"{len(CHECKS)} checks: {len(CHECKS)} fine" in out
+    assert f"{len(CHECKS) + 1} checks: {len(CHECKS)} fine, 1 warning, 0 problems" in out
+    assert "need its options or a target: drafting-method, vocabulary-size" in " ".join(out.split())
     code, out, error = await command(address)
     assert (code, out) == (4, "")
     assert error.count("\n") == 1
@@ -340,3 +341,23 @@ def test_the_page_names_every_field() -> None:
         left += [each.message_type for each in message.fields if each.message_type is not None]
     assert {"tandem.v1.SamplingParams", "tandem.v1.StepTime"} <= seen
     assert missing == []
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+async def test_the_coordinators_own_rules_are_checked_for_a_target(model: LoadedModel, factor: int) -> None:
+    """A draft of another length keeps to the protocol, and a coordinator refuses it."""
+    target = FakeTarget()
+    target.model_info = replace(model.info, name="other", max_length=factor * model.info.max_length)
+    async with draft(model) as (address, _), serving(target) as (target_address, _):
+        code, out, _ = await command(address, "--target", target_address, "--json")
+    found = {each["check"]: each for each in json.loads(out)["findings"]}
+    assert found["tokenizer"]["severity"] == "ok"
+    assert found["not checked"]["detail"].endswith("a target: drafting-method, configured-max-length")
+    length = found["shared-max-length"]
+    if factor == 1:
+        assert (code, length["severity"]) == (0, "ok")
+    else:
+        assert (code, length["severity"]) == (1, "problem")
+        assert (
+            f"they must share one: start both with --max-length {model.info.max_length}" in length["detail"]
+        )

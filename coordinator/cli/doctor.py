@@ -187,8 +187,9 @@ async def doctor_draft(
     """Play the protocol of draft services against one, ours or another's (docs/protocol.md).
 
     A line for each check: order, idempotence, rollback, what is stale, malformed or torn, and drafting ahead within its
-    budgets. With --target the rules that a coordinator has for a draft and its target are checked as well. It opens a few short sequences; run it against a service that is idle, since batches of several sequences
-    may change a model's ties. Exits 0 when all checks pass, 1 when one fails, 4 when the service cannot be reached.
+    budgets. With --target the coordinator's rules for a draft and its target are checked as well. It opens a few short
+    sequences; run it against a service that is idle, since batches of several sequences may change a model's ties.
+    Exits 0 when all checks pass, 1 when one fails, 4 when the service cannot be reached.
     """
     # Only where it is asked for
     from coordinator.transport.conformance import conformance

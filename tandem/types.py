@@ -6,7 +6,7 @@ Nothing here knows of gRPC or torch: `tandem.wire` is where these types meet pro
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from itertools import chain
 from typing import Any
@@ -58,6 +58,9 @@ class SamplingParams:
     def penalizes(self) -> bool:
         """True if a token's logit depends on whether it occurred before."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+    def without_penalties(self) -> SamplingParams:
+        return replace(self, repetition_penalty=1.0, frequency_penalty=0.0, presence_penalty=0.0)
 
     @property
     def truncates(self) -> bool:

@@ -110,7 +110,7 @@ class Sampled(AboutCaller):
     min_tokens: int | None = None
     """vLLM's: minimum tokens."""
     temperature: float | None = None
-    """0 is greedy."""
+    """0 is greedy, and so is what lies below 0.0001. By default the model's own, else 1."""
     top_p: float | None = None
     """Sample from the most probable tokens that have this probability together."""
     top_k: int | None = None
@@ -131,8 +131,8 @@ class Sampled(AboutCaller):
     logit_bias: dict[int, float] | None = None
     """Added to the target's logits, by token id: 400 beyond -100 to 100."""
     frequency_penalty: float | None = None
-    """The target serves the request without a separate draft model (header `X-Tandem-Target-Alone`), or refuses it
-    (`draft_model_penalties`)."""
+    """With a separate draft model `draft_model_penalties` decides: draft all the same, the target alone (header
+    `X-Tandem-Target-Alone`), or refuse."""
     presence_penalty: float | None = None
     """As `frequency_penalty`."""
     repetition_penalty: float | None = None
@@ -254,8 +254,8 @@ class CompletionBody(Sampled):
     best_of: int | None = None
     """It must be `n`: completions are not ranked."""
     echo: bool = False
-    """Begin with the prompt, and with its log probabilities if `logprobs` is set. `max_tokens` may be 0. 400 where a
-    draft proposes: let `max_tokens` be 0 or 1, or `speculation` false."""
+    """Begin with the prompt, and with its log probabilities if `logprobs` is set. `max_tokens` may be 0. The target
+    serves it without drafts."""
     suffix: Any = _only("", because="text is completed at its end only")
     add_special_tokens: Any = _only(
         True, because="a text prompt has the tokenizer's special tokens; send token ids"

@@ -19,7 +19,7 @@ from tandem.engine.core.background import Lead
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Failed, StepRecord
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
-from tandem.engine.rows import Sampler
+from tandem.engine.rows import Sampler, penalized
 from tandem.engine.steps import BranchStep
 from tandem.errors import TandemError
 from tandem.grammar import GrammarState
@@ -83,7 +83,8 @@ class AheadDrafter:
         self._token_ids[delta.base_length :] = delta.token_ids
         proposed = tuple(self._token_ids[len(self._token_ids) - proposed_count :])
         completion = self._token_ids[self.options.prompt_length :] if self.grammar is not None else ()
-        self._round = BranchDrafting(self, own, proposed, step.ahead, completion, trunk)
+        context = tuple(self._token_ids) if self.options.sampling.penalizes else None
+        self._round = BranchDrafting(self, own, proposed, step.ahead, completion, trunk, context)
         self.engine.put_back(self._round)
 
     def push(self, of_round: BranchDrafting, drafted: DraftedOutcomes | TandemError) -> None:
@@ -123,6 +124,8 @@ class BranchDrafting:
     """The completion's tokens, the proposal's at the end, for the grammar."""
     trunk: MappedTrunk | None = None
     """The trunk in the draft's tokens, where these are others than the target's; `delta` is then of the draft's."""
+    context: Sequence[int] | None = None
+    """All of the sequence's tokens, the proposal's at the end, for penalties; None where nothing is penalized."""
     ranking: Ranking | None = None
     """Set once the trunk was read; for the history, which learns the outcome of the round on the event loop."""
     _outcomes: list[tuple[int, int]] = field(default_factory=list)
@@ -171,6 +174,9 @@ class BranchDrafting:
             kept = len(self.completion) - len(self.proposed)
             masks = lenient_masks(drafter.grammar, self.completion[:kept], self.completion[kept:])
             logits = masked_tokens(logits, masks if trunk is None else masks[trunk.places], shared)
+        if self.context is not None:
+            options = drafter.options
+            logits = penalized(logits, self.context, options.prompt_length, options.sampling)
         ranking = rank(logits, self.proposed, self.base_length, drafter.options, drafter.sampler, trunk)
         if ranking is None:
             return None
@@ -193,6 +199,7 @@ class BranchDrafting:
                 drafter.options,
                 grammar=drafter.grammar,
                 before=self._before(accepted, token_id),
+                context=self._context(accepted, token_id),
                 shared=shared,
             )
             for accepted, token_id in self._outcomes
@@ -221,6 +228,11 @@ class BranchDrafting:
 
     def _before(self, accepted: int, token_id: int) -> list[int]:
         return [*self.completion[: len(self.completion) - len(self.proposed) + accepted], token_id]
+
+    def _context(self, accepted: int, token_id: int) -> list[int] | None:
+        if self.context is None:
+            return None
+        return [*self.context[: len(self.context) - len(self.proposed) + accepted], token_id]
 
     def _led(self, lead: Lead) -> int | None:
         """Let the first branch go on behind the lead; its next token, None where the logits are not finite."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tandem.engine.core.jobs import Continue, Done, Failed, Job, non_finite
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
-from tandem.engine.rows import TORCH_SAMPLER, Sampler, masked
+from tandem.engine.rows import TORCH_SAMPLER, Sampler, masked, penalized
 from tandem.errors import InvalidRequestError
 from tandem.grammar import GrammarState, MaskArray
 from tandem.sampling.noise import Purpose, stream_key
@@ -87,6 +87,9 @@ class Drafting:
     """The grammar's, of the next token, for a process without the grammar."""
     before: list[int] | None = None
     """The completion's tokens before the proposal, for the grammar; set with the first row at the latest."""
+    context: list[int] | None = None
+    """All of the sequence's tokens before the proposal, for its penalties; set with the first row at the latest. None
+    where nothing is penalized."""
     shared: SharedTokens | None = None
     """The tokens to draw among where draft and target have other ids; None: all, and ids are the same."""
     token_ids: list[int] = field(default_factory=list)
@@ -152,6 +155,8 @@ def _with_tokens(ready: Sequence[Job[Drafting]]) -> list[Drafting]:
         if drafting.grammar is not None and drafting.before is None:
             tokens = job.sequence.token_ids
             drafting.before = tokens[drafting.options.prompt_length : drafting.base_length]
+        if drafting.options.sampling.penalizes and drafting.context is None:
+            drafting.context = job.sequence.token_ids[: drafting.base_length]
     return [job.payload for job in ready]
 
 
@@ -179,6 +184,7 @@ def extended(
     logits = known_to_target(logits, draftings[0].options.vocabulary_size)
     unmasked = logits
     logits = _allowed(draftings, logits if shared is None else shared.restricted(logits), shared)
+    logits = _penalized(draftings, logits)
     if all(drafting.options.sampling.is_greedy for drafting in draftings):
         columns: list[int] = sampler.argmax(logits).tolist()
     else:
@@ -200,6 +206,21 @@ def _allowed(draftings: Sequence[Drafting], logits: Tensor, shared: SharedTokens
     logits = logits.float()  # a copy or not: rows of other sequences stay as they are
     at = torch.tensor(own, device=logits.device)
     return logits.index_copy(0, at, masked_tokens(logits[own], rows, shared))
+
+
+def _penalized(draftings: Sequence[Drafting], logits: Tensor) -> Tensor:
+    """The logits with the requests' penalties, as the target has them."""
+    own = [i for i, each in enumerate(draftings) if each.context is not None]
+    if not own:
+        return logits
+    rows = []
+    for i in own:
+        drafting = draftings[i]
+        tokens = [*(drafting.context or ()), *drafting.token_ids]
+        options = drafting.options
+        rows.append(penalized(logits[i : i + 1], tokens, options.prompt_length, options.sampling))
+    at = torch.tensor(own, device=logits.device)
+    return logits.float().index_copy(0, at, torch.cat(rows))
 
 
 def masked_tokens(logits: Tensor, masks: MaskArray, shared: SharedTokens | None) -> Tensor:

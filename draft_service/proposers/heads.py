@@ -75,7 +75,9 @@ class BoundProposer(EngineOwner[Engine[Drafting, Proposal]]):
         cached = await self._engine.open(length)
         pairing = self.pairings[cached] = Pairing()
         by_tokens = options.row_kind is RowKind.TOKEN and not options.with_token_logits
-        odds = self._odds.get(options.sampling.is_greedy) if by_tokens else None
+        # Penalties are there to prevent repetition.
+        may_repeat = by_tokens and not options.sampling.penalizes
+        odds = self._odds.get(options.sampling.is_greedy) if may_repeat else None
         try:
             make = BlockSequence if isinstance(self.head, BlockHead) else BoundSequence
             yield make(self._engine, self.head, cached, pairing, self.targets, options, grammar, odds)
@@ -151,6 +153,8 @@ class BoundSequence:
         drafting = Drafting(length, token_count, options, self.grammar)
         if self.grammar is not None:
             drafting.before = self._tokens.token_ids[options.prompt_length :].tolist()
+        if options.sampling.penalizes:
+            drafting.context = self._tokens.token_ids.tolist()
         job = self._job(drafting)
         self._read_length = 0  # an error leaves nothing that can be trusted
         try:

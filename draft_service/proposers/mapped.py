@@ -75,7 +75,9 @@ class Vocabularies:
                 f"the target's tokenizer (hash {options.tokenizer_hash[:12]}) is not known; it has to be sent first"
             )
         self._known.move_to_end(options.tokenizer_hash)
-        own = replace(options, max_length=0, vocabulary_size=0)
+        # Penalties count tokens of the target's, so the draft proposes without them.
+        plain = options.sampling.without_penalties()
+        own = replace(options, max_length=0, vocabulary_size=0, sampling=plain)
         if not _writes_text(options):
             return mapped, own
         # The draft's likeliest text: whatever it is, the target decides by its own tokens. Above temperature 0 the

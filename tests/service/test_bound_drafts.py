@@ -232,6 +232,20 @@ async def test_a_lost_target_takes_its_draft_along_and_the_text_stays(pair: Pair
     assert drafts[second.address].figures.accepted > 0
 
 
+async def test_penalized_text_does_not_depend_on_a_head(tmp_path: Path) -> None:
+    penalized = [replace(each, repetition_penalty=1.2, presence_penalty=0.5) for each in [*SEEDED, GREEDY]]
+    alone = [replace(request, speculation=False) for request in penalized]
+    own = saved(tmp_path, "eagle3")
+    async with (
+        asyncio.timeout(HANG_SECONDS),
+        own.host() as hosted,
+        over(hosted, draft_model_penalties="draft") as (address, _),
+    ):
+        with_head, without = [await complete_all(address, batch) for batch in (penalized, alone)]
+    assert texts(with_head) == texts(without)
+    assert accepted(with_head) > 0
+
+
 async def test_penalized_text_does_not_depend_on_the_targets_own_layers(tmp_path: Path) -> None:
     plain = [*SEEDED[:4], GREEDY]
     penalized = [replace(each, frequency_penalty=1.0, presence_penalty=0.5) for each in plain]

@@ -89,9 +89,9 @@ class Pair:
 
     @asynccontextmanager
     async def coordinated(
-        self, ahead: DraftAhead, policy: Literal["fixed", "adaptive"] = "fixed"
+        self, ahead: DraftAhead, policy: Literal["fixed", "adaptive"] = "fixed", **more: Any
     ) -> AsyncIterator[str]:
-        options: dict[str, Any] = {"speculation_policy": policy, "draft_ahead": ahead}
+        options: dict[str, Any] = {"speculation_policy": policy, "draft_ahead": ahead, **more}
         async with coordinated(*self.addresses, **options) as (client, service):
             yield client.address
             await until(lambda: not any(each.open_sequences for each in service.replicas.snapshots()))
@@ -167,6 +167,19 @@ async def test_the_text_is_the_same_as_without_drafting_ahead(paced: Paced) -> N
                 if each.speculation.ahead.hits:
                     without_hit.discard(rule)
         assert not both.draft.running
+
+
+@pytest.mark.parametrize("ahead", ["off", 16])
+async def test_penalties_change_no_text_and_leave_the_draft_at_work(ahead: DraftAhead, paced: Paced) -> None:
+    plain = [REQUESTS["greedy"], REQUESTS["strict"]]
+    requests = [replace(each, presence_penalty=1.5, repetition_penalty=1.1) for each in plain]
+    alone = [replace(each, speculation=False) for each in requests]
+    async with paced() as both, both.coordinated(ahead, draft_model_penalties="draft") as address:
+        unpenalized, found, wanted = [await complete_all(address, each) for each in (plain, requests, alone)]
+    assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
+    for own, other in zip(found, unpenalized, strict=True):
+        assert own.speculation.accepted > 0
+        assert own.token_ids != other.token_ids, "they count"
 
 
 async def test_under_load_no_draft_is_lost(paced: Paced, caplog: pytest.LogCaptureFixture) -> None:

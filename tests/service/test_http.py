@@ -7,6 +7,7 @@ import os
 import ssl
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from openai import APIError, APIStatusError, AsyncOpenAI, BadRequestError, RateL
 
 from coordinator.http import bodies as reading
 from tandem.errors import ConfigurationError
+from tandem.types import SamplingDefaults
 from tandem.v1 import target_pb2
 from tests.certificates import issued
 from tests.service.clients import until
@@ -378,6 +380,98 @@ async def test_penalties_may_leave_the_draft_out() -> None:
             answer = await cluster.http.post("/v1/completions", json=refused)
             assert answer.status_code == 400
             assert "draft model" in answer.text or "structured_output is refuse" in answer.text
+
+
+async def test_with_draft_penalties_a_draft_proposes() -> None:
+    body: dict[str, Any] = {"prompt": [10], "temperature": 0, "max_tokens": 9, "presence_penalty": 0.5}
+    async with http_cluster(FakeTarget(), FakeDraft(), draft_model_penalties="draft") as cluster:
+        said = await cluster.http.post("/v1/completions", json=body)
+        assert "x-tandem-target-alone" not in said.headers
+        answer = said.json()
+        assert answer["choices"][0]["text"] == text(11, 19)
+        assert answer["speculation"]["drafted"] > 0
+        assert answer["sampling"]["presence_penalty"] == 0.5
+
+
+async def test_echo_is_served_without_drafts_but_not_as_max() -> None:
+    body = {"prompt": [10], "temperature": 0, "max_tokens": 9, "echo": True}
+    async with http_cluster(FakeTarget(), FakeDraft()) as cluster:
+        said = await cluster.http.post("/v1/completions", json=body)
+        assert said.headers["x-tandem-target-alone"] == "echo"
+        answer = said.json()
+        assert answer["choices"][0]["text"] == text(10, 19)
+        assert answer["speculation"]["state"]["reason"] == "a request with echo leaves the draft out"
+    async with http_cluster(FakeTarget(), FakeDraft(), compatibility="max") as cluster:
+        said = await cluster.http.post("/v1/completions", json=body)
+        assert said.status_code == 400
+        assert said.json()["error"]["message"].startswith("echo is true and a draft proposes")
+        short = await cluster.http.post("/v1/completions", json=body | {"max_tokens": 1})
+        assert short.json()["choices"][0]["text"] == text(10, 11)
+
+
+def with_defaults(**defaults: Any) -> FakeTarget:
+    target = FakeTarget()
+    target.model_info = replace(target.model_info, sampling_defaults=SamplingDefaults(**defaults))
+    return target
+
+
+PLAIN_SAMPLING = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+}
+
+
+async def test_the_models_own_sampling_defaults_hold_and_are_shown(template: Path) -> None:
+    target = with_defaults(temperature=0.6, top_k=20, max_new_tokens=5)
+    body = {"prompt": [10], "max_tokens": 9}
+    async with http_cluster(target, chat_template=template) as cluster:
+        (model,) = (await cluster.http.get("/v1/models")).json()["data"]
+        assert model["sampling_defaults"] == {
+            "temperature": 0.6,
+            "top_k": 20,
+            "top_p": None,
+            "min_p": None,
+            "repetition_penalty": None,
+            "max_new_tokens": 5,
+        }
+        status = (await cluster.http.get("/tandem/status")).json()
+        assert status["sampling_defaults"] == model["sampling_defaults"]
+        answer = (await cluster.http.post("/v1/completions", json=body)).json()
+        assert answer["sampling"] == PLAIN_SAMPLING | {"temperature": 0.6, "top_k": 20}
+        assert answer["usage"]["completion_tokens"] == 5
+        named = body | {"temperature": 1.0, "top_k": -1}
+        answer = (await cluster.http.post("/v1/completions", json=named)).json()
+        assert answer["sampling"] == PLAIN_SAMPLING
+        response = (await cluster.http.post("/v1/responses", json={"input": "hello"})).json()
+        assert (response["temperature"], response["top_p"]) == (0.6, 1.0)
+    override = '{"temperature": null, "top_p": 0.5, "max_new_tokens": null}'
+    async with http_cluster(target, override_generation_config=override) as cluster:
+        answer = (await cluster.http.post("/v1/completions", json=body)).json()
+        assert answer["sampling"] == PLAIN_SAMPLING | {"top_k": 20, "top_p": 0.5}
+        assert answer["usage"]["completion_tokens"] == 9
+    async with http_cluster(target, generation_config="vllm") as cluster:
+        answer = (await cluster.http.post("/v1/completions", json=body)).json()
+        assert answer["sampling"] == PLAIN_SAMPLING
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-8])
+async def test_a_temperature_that_is_too_low_is_greedy_and_the_answer_says_so(temperature: float) -> None:
+    body = {"prompt": [10], "max_tokens": 4, "temperature": temperature}
+    async with http_cluster(FakeTarget()) as cluster:
+        answer = (await cluster.http.post("/v1/completions", json=body)).json()
+        assert answer["sampling"]["temperature"] == 0.0
+        assert answer["choices"][0]["text"] == text(11, 14)
+        events = (
+            await cluster.http.post(
+                "/v1/completions", json=body | {"stream": True, "stream_options": {"include_usage": True}}
+            )
+        ).text
+        assert '"sampling":{"temperature":0.0,' in events
 
 
 async def test_other_origins_are_admitted_only_by_name() -> None:

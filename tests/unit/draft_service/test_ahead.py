@@ -49,6 +49,11 @@ BUDGET = AheadBudget(branch_count=12, token_count=K)
 GREEDY = DraftOptions("r", SamplingParams(temperature=0.0), ahead=BUDGET, row_kind=RowKind.TOKEN)
 STRICT = DraftOptions("r", SamplingParams(1.0, seed=3), ahead=BUDGET, row_kind=RowKind.TOKEN)
 SUPPORT = DraftOptions("r", SamplingParams(0.9, seed=4), ahead=BUDGET, row_kind=RowKind.SUPPORT)
+PENALIZED = replace(
+    GREEDY,
+    sampling=SamplingParams(0.0, repetition_penalty=1.5, frequency_penalty=1.0, presence_penalty=0.5),
+    prompt_length=len(PROMPT),
+)
 MakeModel = Callable[[str], LoadedModel]
 _FEW_BYTES = 40_000
 
@@ -145,8 +150,14 @@ async def assert_as_if_asked(
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [("llama", GREEDY), ("llama", STRICT), ("llama", SUPPORT), ("gpt2", SUPPORT), ("gpt2", STRICT)],
-    ids=["greedy", "strict", "support", "support, learned positions", "strict, learned positions"],
+    [
+        pytest.param("llama", GREEDY, id="greedy"),
+        pytest.param("llama", STRICT, id="strict"),
+        pytest.param("llama", SUPPORT, id="support"),
+        pytest.param("llama", PENALIZED, id="greedy, penalties"),
+        pytest.param("gpt2", SUPPORT, id="support, learned positions"),
+        pytest.param("gpt2", STRICT, id="strict, learned positions"),
+    ],
 )
 async def test_each_continuation_is_what_would_be_proposed(
     make_model: MakeModel, family: str, options: DraftOptions

@@ -90,6 +90,47 @@ def test_proposals_hold_to_a_grammar(is_elsewhere: bool) -> None:
     assert text_of(bound) in ("bc", "bca", "bcb")
 
 
+@pytest.mark.parametrize("is_elsewhere", [False, True], ids=["here", "where the logits are"])
+def test_proposals_are_drawn_with_the_requests_penalties(is_elsewhere: bool) -> None:
+    """Each token sees the ones before it, and a sequence beside it is drawn without."""
+    prompt, completion = (4, 5), (6,)
+    row = torch.zeros(1, VOCABULARY_SIZE)
+    row[0, 4:9] = torch.tensor([8.0, 9.0, 8.5, 8.2, 7.9])
+    jobs = []
+    for sampling in (
+        SamplingParams(0.0, presence_penalty=1.0),
+        SamplingParams(0.0, repetition_penalty=2.0),
+        SamplingParams(0.0),
+    ):
+        sequence = CachedSequence([PageTable(64, 64)], 64, VOCABULARY_SIZE)
+        sequence.apply(Delta(0, [*prompt, *completion]))
+        options = DraftOptions("r", sampling, prompt_length=len(prompt))
+        jobs.append(Job(sequence, Delta(3, []), 1, Drafting(3, 3, options)))
+    logits = row.expand(3, -1)
+    outcomes: list[Done[Proposal] | Failed | Continue] = []
+    for _ in range(3):
+        outcomes = (
+            propose_where_logits_are(jobs, OtherProcess(logits))
+            if is_elsewhere
+            else propose_head(jobs, logits)
+        )
+    found = [each.result.token_ids for each in outcomes if isinstance(each, Done)]
+    # Presence counts the completion alone, repetition the prompt as well.
+    assert found == [(5, 7, 4), (7, 8, 5), (5, 5, 5)]
+
+
+def test_a_penalized_distribution_is_the_one_that_was_sampled_from() -> None:
+    penalized_job = job(SamplingParams(1.0, seed=3, presence_penalty=2.0), RowKind.SUPPORT, base_length=3)
+    penalized_job.sequence.apply(Delta(0, [4, 4, 9]))
+    (proposal,) = proposals([penalized_job], logits := logits_of(1))
+    wanted = logits.clone()
+    wanted[0, [4, 9]] -= 2.0
+    top = wanted[0].topk(8)
+    (distribution,) = proposal.distributions
+    assert distribution.token_ids.tolist() == top.indices.tolist()
+    np.testing.assert_allclose(distribution.probs, top.values.double().softmax(-1).numpy(), atol=1e-6)
+
+
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), SamplingParams(seed=3)])
 @pytest.mark.parametrize("kind", [RowKind.TOKEN, RowKind.SUPPORT])
 def test_a_proposal_ends_where_no_known_token_is_allowed(sampling: SamplingParams, kind: RowKind) -> None:

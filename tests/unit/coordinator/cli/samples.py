@@ -9,7 +9,7 @@ from itertools import pairwise
 from tandem import admin
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.speculation_state import DecidingFigure, SpeculationDecision, SpeculationState
-from tandem.types import AheadStats, ModelInfo, PositionStats, SpeculationStats
+from tandem.types import AheadStats, ModelInfo, PositionStats, SamplingDefaults, SpeculationStats
 
 NOW = datetime(2026, 11, 21, 12, 30, 5, 250000, tzinfo=UTC)
 FIGURES = SpeculationStats(
@@ -17,8 +17,9 @@ FIGURES = SpeculationStats(
     AheadStats(10190, 7836, [4586, 1012, 611, 420, 330, 275, 190, 160, 90, 70, 40, 30, 10, 8, 3, 1], 1246.53),
 )  # fmt: skip
 MODEL = ModelInfo(
-    "Llama-3.1-70B", "LlamaForCausalLM", 128256, "ab" * 32, 8192, "bfloat16", (2,), "0.1.0", 10**11
-)
+    "Llama-3.1-70B", "LlamaForCausalLM", 128256, "ab" * 32, 8192, "bfloat16", (2,), "0.1.0", 10**11,
+    sampling_defaults=SamplingDefaults(temperature=0.6, top_p=0.9),
+)  # fmt: skip
 
 
 def replica(
@@ -58,6 +59,7 @@ STATS = admin.Stats(
 STATUS = admin.Status(
     "0.1.0", admin.CoordinatorState.DEGRADED, NOW, 8054.0, "Llama-3.1-70B", STATS.load, STATS.throughput, FIGURES,
     admin.SpeculationSettings(True, 4, "residual"), REPLICAS, SPECULATION_OFF, DECISIONS,
+    SamplingDefaults(temperature=0.6, top_k=20, max_new_tokens=512),
 )  # fmt: skip
 BEFORE = replace(
     STATS, speculation=replace(FIGURES, rounds=10000, drafted=40000, accepted=24400, positions=[])

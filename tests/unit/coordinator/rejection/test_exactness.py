@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.rejection.rounds import Noise, Round
-from tandem.engine.rows import masked
+from tandem.engine.rows import masked, penalized
 from tandem.grammar import GrammarState
 from tandem.types import (
     Acceptance,
@@ -208,6 +208,67 @@ def test_the_output_has_the_masked_targets_distribution(rule: str, draft: str) -
     expected = target_distribution(by_enumeration(LOGITS), 2)
     _assert_equal(output_distribution(RULES[rule], setting, 2), expected)
     assert total_variation(expected, target_distribution(unmasked(LOGITS), 2)) > 0.1, "it constrains"
+
+
+PENALTIES = {
+    "repetition": SamplingParams(repetition_penalty=2.0),
+    "presence and frequency": SamplingParams(presence_penalty=1.5, frequency_penalty=0.5),
+    "all": SamplingParams(repetition_penalty=0.5, presence_penalty=-1.0, frequency_penalty=0.75),
+}
+"""Of values with which binary32 is exact."""
+PROMPT = (0, 2, 2)
+TABLE = torch.tensor([[1.0, -0.5, 0.25], [0.5, 2.0, -1.0], [-0.25, 0.75, 1.5]])
+DRAFT_TABLE = torch.tensor([[0.5, 0.5, -0.75], [1.25, -1.0, 0.25], [0.0, 1.0, 0.5]])
+
+
+def with_penalties(table: torch.Tensor, sampling: SamplingParams) -> Model:
+    """The model after the prompt, by the definitions of transformers and of OpenAI."""
+
+    @cache
+    def probabilities(tokens: Tokens) -> list[float]:
+        scores = row(table, tokens).tolist()
+        for token, logit in enumerate(scores):
+            penalty = sampling.repetition_penalty if token in (*PROMPT, *tokens) else 1.0
+            score = logit / penalty if logit > 0 else logit * penalty
+            count = tokens.count(token)
+            scores[token] = (
+                score - sampling.frequency_penalty * count - sampling.presence_penalty * (count > 0)
+            )
+        weights = np.exp(scores)
+        return (weights / weights.sum()).tolist()  # type: ignore[no-any-return]
+
+    return probabilities
+
+
+def as_verified(table: torch.Tensor, sampling: SamplingParams) -> Model:
+    """The model as the target computes it: all rows of a proposal at once, wherever the proposal begins."""
+
+    @cache
+    def probabilities(tokens: Tokens) -> list[float]:
+        start = len(tokens) // 2
+        rows = torch.stack([row(table, tokens[:end]) for end in range(start, len(tokens) + 1)])
+        found = penalized(rows, (*PROMPT, *tokens), len(PROMPT), sampling)
+        return found[-1].double().softmax(-1).tolist()  # type: ignore[no-any-return]
+
+    return probabilities
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("penalties", PENALTIES)
+@pytest.mark.parametrize("draft", ["with penalties", "without", "looked up"])
+def test_the_output_has_the_penalized_targets_distribution(rule: str, penalties: str, draft: str) -> None:
+    """Whether the draft knows of the penalties or not."""
+    sampling = PENALTIES[penalties]
+    drafts: dict[str, Model] = {
+        "with penalties": as_verified(DRAFT_TABLE, sampling),
+        "without": as_verified(DRAFT_TABLE, SamplingParams()),
+        "looked up": DETERMINISTIC,
+    }
+    setting = Setting(as_verified(TABLE, sampling), drafts[draft], 2, one_hot=draft == "looked up")
+    expected = target_distribution(with_penalties(TABLE, sampling), 2)
+    _assert_equal(output_distribution(RULES[rule], setting, 2), expected)
+    plain = target_distribution(with_penalties(TABLE, SamplingParams()), 2)
+    assert total_variation(expected, plain) > 0.1, "they count"
 
 
 VOCABULARY = 8

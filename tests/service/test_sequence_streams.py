@@ -433,6 +433,7 @@ async def test_a_stream_that_is_left_open_at_its_end_ends_its_sequences() -> Non
         raw(SECOND[:-1]).SerializeToString(),
         raw([1, 5, 7, 1, 0, 0, 0]).SerializeToString(),
         raw([1, 5, -1, 1, 0, 0, 0]).SerializeToString(),
+        b"\x0a\x00" * 70_000,
     ],
 )
 async def test_an_unreadable_message_ends_the_stream_and_its_sequences(content: bytes) -> None:

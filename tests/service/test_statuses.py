@@ -98,12 +98,15 @@ async def test_no_client_hears_of_a_status_of_one_target_while_another_is_ready(
 ) -> None:
     caplog.set_level(logging.INFO)
     lying = LyingTarget(code, place)
-    async with fleet(lying, FakeTarget()) as (client, *_):
+    async with fleet(lying, FakeTarget()) as (client, _, coordinator):
         for _ in range(REQUESTS):
             assert (await complete(client, REQUEST)).token_ids == EXPECTED
         if code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
             went_down = [record for record in caplog.records if record.message == "replica down"]
             assert any("target service: " in str(vars(record)["reason"]) for record in went_down)
+        reasons = [str(vars(record).get("reason", "")) for record in caplog.records]
+        reasons += [shot.reason for shot in coordinator.replicas.snapshots()]
+        assert all(each.isprintable() for each in reasons), "operators read them in a terminal"
         if place in ("at open", "as the stream's beginning") and code not in SELDOM_PROBED:
             losses = [record for record in caplog.records if record.message.startswith("target lost")]
             assert len(losses) == 1, "its probe fails as well"

@@ -1,4 +1,5 @@
-"""Writes docs/configuration.md from the settings classes and the tables of rules; `--check` tells if it is stale."""
+"""Writes docs/configuration.md from the settings classes and the tables of rules, the fields in docs/http.md, and what
+several pages say of GPUs; `--check` tells if a page is stale."""
 
 from __future__ import annotations
 
@@ -41,6 +42,11 @@ from target_service.settings import TargetSettings
 PAGE = Path(__file__).with_name("configuration.md")
 HTTP_PAGE = Path(__file__).with_name("http.md")
 FIELDS_BEGIN, FIELDS_END = "<!-- fields: written by docs/generate.py -->\n", "<!-- end of fields -->\n"
+
+GPU_STATE = Path(__file__).with_name("gpu-state.txt")
+"""What has run on a GPU so far, said alike wherever somebody decides about one."""
+GPU_PAGES = (PAGE.parents[1] / "README.md", PAGE.with_name("index.md"), PAGE.with_name("scaling.md"))
+GPU_BEGIN, GPU_END = "<!-- gpus: docs/gpu-state.txt -->\n", "<!-- end of gpus -->\n"
 
 _INTRODUCTION = """\
 # Configuration
@@ -175,9 +181,18 @@ def http_page() -> str:
     return f"{before}{FIELDS_BEGIN}{table}\n\nRefused by name:\n\n{reasons}\n{FIELDS_END}{after}"
 
 
+def gpu_page(path: Path) -> str:
+    """A page with the state of GPUs as it is by now."""
+    state = GPU_STATE.read_text(encoding="utf-8")
+    if path.parent != GPU_STATE.parent:
+        state = state.replace("](", f"]({GPU_STATE.parent.name}/")
+    before, _, rest = path.read_text(encoding="utf-8").partition(GPU_BEGIN)
+    return f"{before}{GPU_BEGIN}{state}{GPU_END}{rest.partition(GPU_END)[2]}"
+
+
 def main(arguments: Sequence[str]) -> int:
     """Write the pages, or check them."""
-    pages = {PAGE: page(), HTTP_PAGE: http_page()}
+    pages = {PAGE: page(), HTTP_PAGE: http_page(), **{path: gpu_page(path) for path in GPU_PAGES}}
     stale = [
         path for path, text in pages.items() if not path.is_file() or path.read_text(encoding="utf-8") != text
     ]
@@ -186,7 +201,7 @@ def main(arguments: Sequence[str]) -> int:
             path.write_text(pages[path], encoding="utf-8")
         return 0
     for path in stale:
-        sys.stderr.write(f"error: docs/{path.name} is stale; run make docs\n")
+        sys.stderr.write(f"error: {path.name} is stale; run make docs\n")
     return 1 if stale else 0
 
 

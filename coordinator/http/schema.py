@@ -183,7 +183,7 @@ class Sampled(AboutCaller):
     """vLLM's: false writes special tokens into the text."""
     spaces_between_special_tokens: Any = _only(True, because="the tokenizer decides about spaces")
     truncate_prompt_tokens: Any = _only(because="this coordinator does not shorten prompts")
-    prompt_logprobs: Any = _only(because="this coordinator does not score prompts")
+    prompt_logprobs: Any = _only(because="prompts are scored by echo with logprobs of a completion")
     logits_processors: Any = _only(because="no code of a client is run")
     return_tokens_as_token_ids: Any = _only(False, because="ask for return_token_ids")
     cache_salt: Any = _only(because="this coordinator does not keep prefixes apart")

@@ -373,9 +373,14 @@ def _varies(rope_type: str) -> bool:
 
 def _evaluate_at(module: Any, max_length: int, device: torch.device, **layer: str) -> None:
     """Runs the embedding at the last position, which makes it choose the frequencies of that length."""
+    name = "_".join((*layer.values(), "inv_freq"))
+    chosen = []
     with torch.no_grad():  # no inference mode: the module keeps the frequencies, and others may train it
-        module(torch.zeros(1, device=device), torch.tensor([[max_length - 1]], device=device), **layer)
-    logger.warning(
-        "rotary frequencies are fixed for the longest sequence; a lower max_length may suit short texts better",
-        extra={"max_length": max_length, **layer},
-    )
+        for position in (0, max_length - 1):
+            module(torch.zeros(1, device=device), torch.tensor([[position]], device=device), **layer)
+            chosen.append(getattr(module, name).clone())
+    if not torch.equal(*chosen):
+        logger.warning(
+            "rotary frequencies are fixed for the longest sequence; a lower max_length may suit short texts better",
+            extra={"max_length": max_length, **layer},
+        )

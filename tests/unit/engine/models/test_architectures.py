@@ -158,7 +158,7 @@ async def test_a_long_stranger_does_not_change_a_short_text(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("max_length", "length"), [(_ORIGINAL, 20), (128, 60)])
 async def test_frequencies_are_those_of_the_longest_text(
-    tmp_path: Path, max_length: int, length: int
+    tmp_path: Path, max_length: int, length: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     reference = save_checkpoint(tmp_path, _config())
     async with running(
@@ -167,6 +167,7 @@ async def test_frequencies_are_those_of_the_longest_text(
         sequence = await engine.open(max_length)
         result = await rows(engine, sequence, Delta(0, _LONG[:length]), length)
     assert torch.allclose(result, plain_logits(reference, _LONG[:length]), atol=1e-3)
+    assert ("rotary frequencies are fixed" in caplog.text) == (max_length > _ORIGINAL)
 
 
 _LENGTH = 640

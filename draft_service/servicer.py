@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import TypeAlias, TypeVar
 
 from draft_service.proposers import Proposer
@@ -114,6 +115,7 @@ class DraftServicer(DraftServiceServicer):
     async def GetModelInfo(
         self, request: draft_pb2.DraftServiceGetModelInfoRequest, context: Context
     ) -> draft_pb2.DraftServiceGetModelInfoResponse:
+        info = replace(self.proposer.model_info, instance_id=self.streams.instance_id)
         return draft_pb2.DraftServiceGetModelInfoResponse(
-            model_info=model_info_to_proto(self.proposer.model_info), load=wire.load_to_proto(self.load.now)
+            model_info=model_info_to_proto(info), load=wire.load_to_proto(self.load.now)
         )

@@ -35,8 +35,9 @@ class OutcomeTable:
         if drafted.base_length != base_length:
             return False
         for index, (key, token_id) in enumerate(zip(keys, token_ids, strict=False)):
-            if token_id != ENDED:
-                before = proposals.get(key, ())[:depth]
+            before = proposals.get(key, ())[:depth]
+            # With fewer, a message was lost: whoever else has the table must not read other tokens in it.
+            if token_id != ENDED and len(before) == depth:
                 proposals[key] = (*before, token_id, *(drafted.lead_token_ids if index == 0 else ()))
         return True
 

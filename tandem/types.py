@@ -295,6 +295,10 @@ class Verification:
     next_proposed: int = -1
     """Proposed tokens of the round with which the target goes on by itself, as far as its lead allows; -1: it does
     not."""
+    serial: int = 0
+    """Serial of the step that was asked. The stream that sends a verification fills it in, and the next field."""
+    led: int = 0
+    """How many steps behind that one the target took this one by itself; 0 for the answer to the step."""
 
 
 class NextToken(Enum):
@@ -509,6 +513,8 @@ class VerifyStep:
     """The fewest proposed tokens with which it takes them, as long as there is room for so many; 0: also with none."""
     alone_after_miss: bool = False
     """True if it also takes one with none behind an outcome that the draft did not draft for."""
+    serial: int = 0
+    """Counts the steps of a sequence, from 1. A step with the serial of the last one is that step, asked again."""
 
     def led_delta(
         self,
@@ -531,6 +537,15 @@ class VerifyStep:
             return None
         following = proposal(answer.base_length, accepted, token_id)[: room - 1]
         return Delta(base_length, (token_id, *following))
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Says that a step which was asked again has arrived and is not answered yet."""
+
+    serial: int
+    is_waiting: bool
+    """True if it waits for room that other sequences have, which may take as long as they do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -583,6 +598,8 @@ class ModelInfo:
     """True if a draft can draft for targets with other tokenizers."""
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     """The model's own, from its generation_config.json."""
+    instance_id: str = ""
+    """Names the service's process: after a restart it is another one. Empty where the service does not say."""
 
     @property
     def has_model(self) -> bool:

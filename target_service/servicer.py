@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from tandem.errors import TandemError
 from tandem.serving.interceptors import Context
-from tandem.serving.streams import SequenceStreams, ServedSequence, Translation
+from tandem.serving.streams import Repetition, SequenceStreams, ServedSequence, Translation
 from tandem.telemetry.streams import NO_SERVICE_OBSERVER, ServiceObserver
-from tandem.types import DraftedOutcomes, TargetOptions, Verification, VerifyStep
+from tandem.types import DenseRow, DraftedOutcomes, Pending, TargetOptions, Verification, VerifyStep
 from tandem.v1 import target_pb2
 from tandem.v1.target_pb2_grpc import TargetServiceServicer
 from tandem.wire import target as wire
@@ -19,10 +20,36 @@ from tandem.wire.common import model_info_to_proto
 if TYPE_CHECKING:
     from target_service.verifier import Verifier
 
-VerifiedFor: TypeAlias = ServedSequence[TargetOptions, VerifyStep, Verification]
+Said: TypeAlias = Verification | Pending
 
-_TRANSLATION: Translation[TargetOptions, VerifyStep, Verification] = Translation(
-    TargetOptions, wire.requests_from_proto, wire.answers_to_proto, DraftedOutcomes
+VerifiedFor: TypeAlias = ServedSequence[TargetOptions, VerifyStep, Said]
+
+
+def _label(said: Said, serial: int, led: int) -> Said:
+    if isinstance(said, Pending):
+        return said
+    # For each answer: `replace` takes three times as long.
+    return Verification(
+        said.base_length, said.rows, said.cost, said.led_token_id, said.next_proposed, serial, led
+    )
+
+
+def _is_kept(said: Said) -> bool:
+    """Dense rows take megabytes, so they are computed again."""
+    return not (isinstance(said, Verification) and said.rows and isinstance(said.rows[0], DenseRow))
+
+
+_TRANSLATION: Translation[TargetOptions, VerifyStep, Said] = Translation(
+    TargetOptions,
+    wire.requests_from_proto,
+    wire.answers_to_proto,
+    DraftedOutcomes,
+    Repetition(
+        serial=lambda request: request.serial if isinstance(request, VerifyStep) else 0,
+        label=_label,
+        is_kept=_is_kept,
+        pending=Pending,
+    ),
 )
 
 
@@ -52,11 +79,14 @@ class TargetServicer(TargetServiceServicer):
                     stream.led(len(answer.rows))
                     sequence.say(answer)
 
+            sequence.is_waiting = lambda: True  # for a place
             async with self.verifier.sequence(options, on_led) as verified:
                 stream.opened()
+                sequence.is_waiting = verified.waits_for_pages
                 sequence.on_note = verified.expect
                 async for step in sequence.steps():
                     if verified.confirms(step):
+                        sequence.confirm()
                         continue
                     stream.step_arrived()
                     verification = await verified.verify(step)
@@ -68,7 +98,9 @@ class TargetServicer(TargetServiceServicer):
         self, request: target_pb2.TargetServiceGetModelInfoRequest, context: Context
     ) -> target_pb2.TargetServiceGetModelInfoResponse:
         return target_pb2.TargetServiceGetModelInfoResponse(
-            model_info=model_info_to_proto(self.verifier.model_info)
+            model_info=model_info_to_proto(
+                replace(self.verifier.model_info, instance_id=self.streams.instance_id)
+            )
         )
 
     async def GetTokenizer(

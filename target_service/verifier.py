@@ -175,6 +175,9 @@ class VerifiedSequence:
         self.engine.grant(self.cached, self._asked_count, step.lead)
         return True
 
+    def waits_for_pages(self) -> bool:
+        return self.engine.waits_for_pages(self.cached)
+
     def expect(self, drafted: DraftedOutcomes) -> None:
         own = [token_id for token_id in drafted.token_ids if token_id != ENDED]
         token_ids = (*own, *drafted.lead_token_ids)

@@ -94,6 +94,7 @@ class FailoverVerifier:
                 is_first, asked_at = place.sequence.is_new, time.monotonic()
                 verification = await place.member.unanswered.wait(
                     place.sequence.verify(completion.token_ids, proposal, completion.tally.lead),
+                    place.sequence,
                     (completion.length if is_first else 1) + len(proposal),
                     is_first=is_first,
                     until=None if self._left is None else time.monotonic() + _MOVE_SECONDS,

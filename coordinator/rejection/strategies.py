@@ -149,7 +149,7 @@ class AcceptanceRule:
             raise InvalidRequestError(f"row_kind is {requested.value}; {self.name} needs {allowed} rows here")
         return requested
 
-    def step(self, delta: Delta, proposal: Proposal, kind: RowKind) -> VerifyStep:
+    def step(self, delta: Delta, proposal: Proposal, kind: RowKind, serial: int = 0) -> VerifyStep:
         """The step that asks a target for rows of this kind, from which the rule decides on the proposal.
 
         With nothing proposed, a support row would hold only a sample of the target, which a token row holds too.
@@ -165,6 +165,7 @@ class AcceptanceRule:
             lead=proposal.lead if kind is RowKind.TOKEN else 0,
             min_proposed=proposal.min_proposed,
             alone_after_miss=proposal.alone_after_miss,
+            serial=serial,
         )
 
     def supports(self, proposal: Proposal) -> tuple[IntArray, ...]:

@@ -1,7 +1,11 @@
-"""Notices targets that accept verifications and never answer, by a bound learnt from how long answers take.
+"""Notices verifications whose answers are lost, and targets that accept them and never answer.
 
-A hung target still answers health checks, so neither the health protocol nor a keepalive ping reveals it. Its sequences
-move to another target, and it gets no new ones until it answers a probe, which is a small verification.
+An answer that takes long is asked for again. The target then repeats it, or says that the step is pending, or does not
+know it: so a lost message costs seconds, whatever the target does for others.
+
+A hung target still answers health checks, so neither the health protocol nor a keepalive ping reveals it. It is noticed
+by a bound learnt from how long answers take. Its sequences move to another target, and it gets no new ones until it
+answers a probe, which is a small verification.
 """
 
 from __future__ import annotations
@@ -10,12 +14,18 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from tandem.errors import ServiceUnavailableError
+from tandem.types import Pending
 
 AnswerT = TypeVar("AnswerT")
 
+ASK_AGAIN_SECONDS = 2.0
+"""A message in time is never asked for twice where steps are short, and a pause of a stream stays below 5 s."""
+SILENT_SECONDS = 0.5
+"""A target that says nothing of a step that was asked again, but answers something else so much later, does not know
+the step. Messages of a connection arrive in order; a busy event loop may read those of two streams in another."""
 MIN_SECONDS = 10.0
 """Shorter silences are pauses of a busy machine. To move a sequence, the next target has to read all of its tokens."""
 UNLEARNT_SECONDS = 30.0
@@ -70,6 +80,21 @@ class VerificationTimes:
         return steps_seconds + token_seconds * prompt_tokens
 
 
+class Asked(Protocol):
+    """A sequence whose target has been asked for a verification."""
+
+    @property
+    def pending(self) -> Pending | None:
+        """The target's word on the step that was last asked again; None before it has come."""
+
+    @property
+    def unwritten(self) -> int:
+        """Requests that wait to be written."""
+
+    def ask_again(self) -> None:
+        """Ask for the answer that is awaited once more."""
+
+
 @dataclass(slots=True, eq=False)
 class Step:
     """A verification that a target has been asked for and has not answered."""
@@ -77,9 +102,34 @@ class Step:
     token_count: int
     """New tokens."""
     is_first: bool
-    """The first of its stream may wait for room in the KV cache while others are answered."""
+    """The first of its stream may wait behind the prompts of others."""
     asked_at: float
     wait: asyncio.Timeout
+    sequence: Asked
+    asked_again_at: float | None = None
+    """None: never, or the target has answered that."""
+    ask_again_at: float = 0.0
+    is_waiting: bool = False
+    """The target says that it waits for room, while others are answered."""
+    was_pending: bool = False
+    """The target said so when it was asked again: the answer takes long, and is not lost."""
+
+    def listen(self, now: float) -> None:
+        """Take the target's word on it."""
+        if self.asked_again_at is None:
+            return
+        if (pending := self.sequence.pending) is not None:
+            self.is_waiting = pending.is_waiting
+            self.was_pending = True
+            self.asked_again_at = None
+        elif self.sequence.unwritten:
+            self.asked_again_at = now  # it was not asked again yet
+
+    def ask_again(self, now: float) -> None:
+        self.sequence.ask_again()
+        self.asked_again_at = now
+        # Of a step that takes long an answer may be lost after half of that, which a message costs to know
+        self.ask_again_at = now + max(ASK_AGAIN_SECONDS, (now - self.asked_at) / 2.0)
 
 
 class UnansweredSteps:
@@ -90,13 +140,20 @@ class UnansweredSteps:
         self._clock = clock
         self._steps: set[Step] = set()
         self._answered_at = clock()
+        self._heard_at = self._answered_at
 
     async def wait(
-        self, answer: Awaitable[AnswerT], token_count: int, *, is_first: bool, until: float | None = None
+        self,
+        answer: Awaitable[AnswerT],
+        sequence: Asked,
+        token_count: int,
+        *,
+        is_first: bool,
+        until: float | None = None,
     ) -> AnswerT:
         """The answer to a verification of so many new tokens. Raises a ServiceUnavailableError where `give_up` ends the
         wait, and at a moment of the event loop's clock."""
-        step = self.begin(token_count, is_first=is_first, until=until)
+        step = self.begin(sequence, token_count, is_first=is_first, until=until)
         try:
             async with step.wait:
                 found = await answer
@@ -109,19 +166,42 @@ class UnansweredSteps:
         self.answered(step)
         return found
 
-    def begin(self, token_count: int, *, is_first: bool, until: float | None = None) -> Step:
-        step = Step(token_count, is_first, self._clock(), asyncio.timeout_at(until))
+    def begin(self, sequence: Asked, token_count: int, *, is_first: bool, until: float | None = None) -> Step:
+        now = self._clock()
+        step = Step(token_count, is_first, now, asyncio.timeout_at(until), sequence)
+        step.ask_again_at = now + ASK_AGAIN_SECONDS
         self._steps.add(step)
         return step
+
+    def heard(self) -> None:
+        """The target has answered something, a health check for instance."""
+        self._heard_at = self._clock()
+
+    def ask_again(self) -> None:
+        """Ask again for the answers that have taken long, each now and then."""
+        now = self._clock()
+        for step in self._steps:
+            step.listen(now)
+            if step.asked_again_at is None and now >= step.ask_again_at:
+                step.ask_again(now)
 
     def answered(self, step: Step) -> None:
         self._steps.discard(step)
         now = self._clock()
         seconds = now - step.asked_at
-        waited_for_pages = seconds > MIN_SECONDS and self._answered_at > step.asked_at
-        if not waited_for_pages:
+        step.listen(now)
+        was_lost = seconds > ASK_AGAIN_SECONDS and not step.was_pending
+        if not (was_lost or step.is_waiting):
             self._times.add(step.token_count, seconds, now)
-        self._answered_at = now
+        self._answered_at = self._heard_at = now
+
+    def lost(self) -> Collection[Step]:
+        """The verifications that the target does not know, though it answers other things."""
+        return [
+            step
+            for step in self._steps
+            if step.asked_again_at is not None and self._heard_at - step.asked_again_at > SILENT_SECONDS
+        ]
 
     def overdue(self, more_seconds: float = 0.0) -> Collection[Step]:
         """The verifications that are late by more than bound and `more_seconds`; all if nothing is answered at all."""
@@ -133,10 +213,8 @@ class UnansweredSteps:
 
     def _is_late(self, step: Step, now: float, bound: float) -> bool:
         answers_others = self._answered_at > step.asked_at
-        if answers_others and self._times.fixed_seconds is None:
-            # Its pages may have gone to older sequences, so that it waits until some of these end
-            bound += 60.0
-        return now - (self._answered_at if answers_others and step.is_first else step.asked_at) > bound
+        may_wait = step.is_first or step.is_waiting
+        return now - (self._answered_at if answers_others and may_wait else step.asked_at) > bound
 
     def give_up(self, steps: Collection[Step]) -> None:
         """End the waits for these."""

@@ -160,12 +160,16 @@ class Member(Generic[ClientT]):
         self._must_answer_probe = True
         self.suspect(reason)
 
-    def give_up_overdue(self, more_seconds: float) -> None:
-        """Give up verifications that it has owed for too long. Until it answers a probe, it gets no new ones."""
-        steps = self.unanswered.overdue(more_seconds)
+    def look_after_steps(self, more_seconds: float) -> None:
+        """Ask again for verifications that take long, and give up those that it does not know or has owed for too long,
+        by `more_seconds` more than usual. Then it gets no new ones until it answers a probe."""
+        self.unanswered.ask_again()
+        late = self.unanswered.overdue(more_seconds)
+        steps = {*late, *self.unanswered.lost()}
         if not steps:
             return
-        logger.warning("target hangs", extra={"address": self.address, "unanswered": len(steps)})
+        sentence = "target hangs" if late else "target does not know a step"
+        logger.warning(sentence, extra={"address": self.address, "unanswered": len(steps)})
         self.doubt("it left a verification without an answer; it must answer a probe first")
         self.unanswered.give_up(steps)
 
@@ -211,6 +215,7 @@ class Member(Generic[ClientT]):
         )
         if not wait_for_ready:
             self.round_trip.add(time.monotonic() - began)
+        self.unanswered.heard()
         return bool(answer.status == _SERVING)
 
     async def _meet(self) -> bool:

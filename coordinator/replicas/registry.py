@@ -124,16 +124,16 @@ class ReplicaRegistry:
         while True:
             await asyncio.sleep(0.25)
             try:
-                self._give_up_overdue()
+                self._look_after_steps()
             except Exception as error:  # noqa: BLE001 - the next look may do better
                 log_fault(logger, "hangs cannot be looked for", error)
 
-    def _give_up_overdue(self) -> None:
+    def _look_after_steps(self) -> None:
         targets = self.targets.members.values()
         for target in targets:
             could_move = any(other.is_ready for other in targets if other is not target)
             # A target that is only slow may answer after all, so a sequence that could not move stays longer.
-            target.give_up_overdue(0.0 if could_move else self._settings.target_wait_seconds)
+            target.look_after_steps(0.0 if could_move else self._settings.target_wait_seconds)
 
     async def _first(self, pool: Pool[ClientT], seconds: float, waits: Callable[[str], None]) -> None:
         """Wait until one is ready, or one turns out to be incompatible."""

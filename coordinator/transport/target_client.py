@@ -30,6 +30,7 @@ from tandem.types import (
     DraftedOutcomes,
     LeadStats,
     ModelInfo,
+    Pending,
     Proposal,
     RowKind,
     RowStatistics,
@@ -118,6 +119,7 @@ def _wrong_logits(row: DenseRow, vocabulary_size: int) -> str:
 
 
 _Request = TargetOptions | VerifyStep | DraftedOutcomes
+_Answer = wire.Answer | Pending
 
 _GREEDY = SamplingParams(temperature=0.0)
 PROBE = "probe"
@@ -154,7 +156,7 @@ class TargetClient:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = TargetServiceStub(channel)
-        self.streams: Streams[_Request, wire.Answer] = Streams(
+        self.streams: Streams[_Request, _Answer] = Streams(
             service="target service",
             call=channel.stream_stream("/tandem.v1.TargetService/Verify"),
             write=wire.requests_to_proto,
@@ -223,7 +225,7 @@ class _Lead:
         return own == delta and step.row_count == len(own.token_ids) and step.row_kind is RowKind.TOKEN
 
 
-class TargetSequence(StreamedSequence[_Request, wire.Answer]):
+class TargetSequence(StreamedSequence[_Request, _Answer]):
     """Asks a target service for rows, for as long as the sequence stays there."""
 
     def __init__(
@@ -236,6 +238,12 @@ class TargetSequence(StreamedSequence[_Request, wire.Answer]):
         self._asked: tuple[VerifyStep, Proposal] | None = None
         """Set while an answer is awaited."""
         self._answer: asyncio.Future[Verification] | None = None
+        self._serial = 0
+        """Of the last step."""
+        self._next_label = 0, 0
+        """Of the answer that follows: the serial of the step that was asked, and how many steps behind it."""
+        self.pending: Pending | None = None
+        """The target's word on the step that was last asked again; None before it has come."""
         self._lead = _Lead()
         self._outcomes = OutcomeTable()
         """As the target has it."""
@@ -255,7 +263,8 @@ class TargetSequence(StreamedSequence[_Request, wire.Answer]):
         """
         self._committed, self._stats = committed, stats or self._stats
         delta = self._remote.delta_to(committed, proposal.token_ids)
-        step = self._rows.rule.step(delta, proposal, self._rows.kind)
+        self._serial += 1
+        step = self._rows.rule.step(delta, proposal, self._rows.kind, self._serial)
         if self.error is not None:
             raise self.error
         self._asked = step, proposal
@@ -263,6 +272,7 @@ class TargetSequence(StreamedSequence[_Request, wire.Answer]):
         self.send(*((self._options, step) if self.is_new else (step,)))
         if not self._lead.continues(step):
             self._end_lead()
+            self._next_label = self._serial, 0
         # A smaller lead does not reach the target before it has begun what an earlier step allowed.
         self._lead.allowed = max(step.lead, self._lead.allowed - 1)
         if self._lead.unasked:
@@ -278,6 +288,13 @@ class TargetSequence(StreamedSequence[_Request, wire.Answer]):
         """How many tokens are proposed in the round that the target has begun by itself; None if it has begun none."""
         delta = self._lead.first
         return None if delta is None else len(delta.token_ids) - 1
+
+    def ask_again(self) -> None:
+        """Ask once more for the answer that is awaited. The target repeats it, says that the step is pending, or ends
+        the sequence, which it does not know."""
+        if self._asked is not None:
+            self.pending = None
+            self.send(self._asked[0])
 
     def expect(self, drafted: DraftedOutcomes) -> None:
         """Tell the target what the draft proposes after outcomes of the round in progress."""
@@ -300,13 +317,19 @@ class TargetSequence(StreamedSequence[_Request, wire.Answer]):
         self._lead, self._unwanted = _Lead(), left - 1 if begins_more else 0
         self._stats.wasted += len(lead.unasked) + begins_more
 
-    def take(self, answer: wire.Answer) -> None:
+    def take(self, answer: _Answer) -> None:
         """Take an answer of the service.
 
         All sequences that a message answers take their answers before any of them goes on, so that their rule can
         decide all of their rounds at once.
         """
-        if answer.led_token_id >= 0:
+        if isinstance(answer, Pending):
+            if answer.serial == self._serial:
+                self.pending = answer
+            return
+        if not self._is_next(answer):
+            return
+        if answer.led > 0:
             self._take_led(answer)
             return
         if self._asked is None or self._answer is None or self._answer.done():
@@ -325,11 +348,30 @@ class TargetSequence(StreamedSequence[_Request, wire.Answer]):
             verification = self._rounds.add(answer.block, decide, own)
         self._answer.set_result(verification)
 
+    def _is_next(self, answer: wire.Answer) -> bool:
+        """True for the answer that follows the last. Others are passed over: one that is here already, one of a lead
+        that has ended, and one behind another that was lost, with which it is repeated."""
+        serial = self._next_label[0]
+        if answer.serial > self._serial or (answer.serial > serial and answer.led > 0):
+            raise ProtocolError(
+                f"target service: it answered step {answer.serial}, and {answer.led} behind it; the last one that it "
+                f"was asked for is step {self._serial}, by the lead of step {serial}"
+            )
+        if answer.serial > serial:
+            # It has not gone on by itself after all
+            self._end_lead()
+            self._next_label = answer.serial, 0
+        elif answer.serial < serial and answer.led > 0:
+            self._count_unwanted()
+        if (answer.serial, answer.led) != self._next_label:
+            return False
+        self._next_label = answer.serial, answer.led + 1
+        return True
+
     def _take_led(self, answer: wire.Answer) -> None:
         lead, delta = self._lead, self._lead.next
         if delta is None:
-            self._stats.wasted += self._unwanted > 0
-            self._unwanted = max(self._unwanted - 1, 0)
+            self._count_unwanted()
             return
         base_length, token_id = delta.base_length + 1, delta.token_ids[0]
         if (answer.base_length, answer.led_token_id) != (base_length, token_id):
@@ -347,6 +389,11 @@ class TargetSequence(StreamedSequence[_Request, wire.Answer]):
             lead.unasked.append((delta, verification))
         else:
             raise ProtocolError("target service: it went further by itself than it was allowed")
+
+    def _count_unwanted(self) -> None:
+        """An answer has come of a lead that has ended."""
+        self._stats.wasted += self._unwanted > 0
+        self._unwanted = max(self._unwanted - 1, 0)
 
     def _led_delta(self, step: VerifyStep, answer: Verification) -> Delta | None:
         """The delta with which the target says that it goes on behind this answer."""

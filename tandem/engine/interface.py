@@ -270,6 +270,10 @@ class SequenceEngine(RunningModel, Protocol[SequenceT]):
         """Let the sequence go on by itself up to `lead` steps beyond the one that was asked for last: the step `asked`
         since the last `run`."""
 
+    def waits_for_pages(self, sequence: SequenceT) -> bool:
+        """True if the step in progress waits for pages that other sequences have, or is computed again because they got
+        its own."""
+
     def release(self, sequence: SequenceT) -> None:
         """Give the sequence's memory back. Steps of it that are in flight are dropped."""
 

@@ -7,12 +7,14 @@ sixteen sequences makes one message, and a single answer is sent at once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+import uuid
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from tandem.errors import InvalidRequestError, ProtocolError
+from tandem.errors import InvalidRequestError, ProtocolError, ServiceUnavailableError
 from tandem.serving.interceptors import RunningCalls, ended_by
 from tandem.types import Cancel, Finish
 from tandem.wire.columns import Outbox
@@ -23,19 +25,95 @@ StepT = TypeVar("StepT")
 AnswerT = TypeVar("AnswerT")
 
 
+@dataclass(frozen=True, slots=True)
+class Repetition(Generic[AnswerT]):
+    """How a service answers steps that are asked again."""
+
+    serial: Callable[[Any], int]
+    """Serial of a step; 0 for one that is not asked again, and for other requests."""
+    label: Callable[[AnswerT, int, int], AnswerT]
+    """The answer with the serial of the step that was asked, and how many steps behind it it is for."""
+    is_kept: Callable[[AnswerT], bool]
+    """False for an answer that is too large to be kept: its step is taken again."""
+    pending: Callable[[int, bool], AnswerT]
+    """Says that a step is pending, and whether it waits for room."""
+
+
+class RecentAnswers(Generic[StepT, AnswerT]):
+    """The answers of a sequence from the last step on. A message may be lost on its way, and then they are repeated."""
+
+    def __init__(self, repetition: Repetition[AnswerT]) -> None:
+        self._repetition = repetition
+        self._arrived = 0
+        """Serial of the last step that has arrived."""
+        self._begun = 0
+        """Serial of the last step that has begun."""
+        self._label = 0, 0
+        """Of the last answer."""
+        self._answers: deque[AnswerT] = deque()
+        """To the last step and, in order, those that follow by themselves."""
+        self._before = self._answers
+        """As they were when the last step began."""
+        self._must_repeat_step = False
+        """True if the last step was answered and the answer is not kept."""
+
+    def is_repeated(self, step: StepT) -> bool:
+        """True for a step that has arrived before."""
+        serial = self._repetition.serial(step)
+        was_there = serial > 0 and serial == self._arrived
+        self._arrived = serial
+        return was_there
+
+    def begin(self, step: StepT) -> None:
+        self._begun = self._repetition.serial(step)
+        self._before, self._answers = self._answers, deque()
+        self._must_repeat_step = False
+
+    def confirm(self) -> None:
+        """The step that has begun is the first that followed the one before by itself."""
+        self._answers = self._before
+        if self._answers:
+            self._answers.popleft()
+
+    def answer_step(self) -> None:
+        """The next answer is that of the step which has begun; those after it follow by themselves."""
+        self._label = self._begun, -1
+
+    def add(self, answer: AnswerT) -> AnswerT:
+        """Label an answer and keep it."""
+        serial, led = self._label
+        self._label = serial, led + 1
+        labelled = self._repetition.label(answer, *self._label)
+        if self._repetition.is_kept(labelled):
+            self._answers.append(labelled)
+        else:
+            self._must_repeat_step = True
+        return labelled
+
+    def repeated(self, *, is_waiting: bool) -> Sequence[AnswerT]:
+        """What to say when the last step is asked again; nothing where the step must be taken again."""
+        if self._begun == self._arrived and (self._answers or self._must_repeat_step):
+            return self._answers
+        return [self._repetition.pending(self._arrived, is_waiting)]
+
+
 @dataclass(eq=False)
 class ServedSequence(Generic[OptionsT, StepT, AnswerT]):
     """One sequence of a stream, as the service sees it."""
 
     options: OptionsT
-    say: Callable[[AnswerT], None]
+    _send: Callable[[AnswerT], None]
     _room: Callable[[], Awaitable[None]]
+    _recent: RecentAnswers[StepT, AnswerT] | None = None
+    """None for a service whose steps are not asked again."""
     task: asyncio.Task[None] = field(init=False)
     """Serves it; set by its stream."""
     kept_tokens: int = 0
     """Number of first tokens that the coordinator keeps, known once its steps have ended."""
     on_note: Callable[[Any], None] = lambda _: None
     """Takes what a step in progress may need to know; an InvalidRequestError ends the sequence."""
+    is_waiting: Callable[[], bool] = lambda: False
+    """True while the step in progress waits for room that other sequences have."""
     _arrived: asyncio.Queue[StepT | Finish | Exception] = field(default_factory=asyncio.Queue)
     """Requests of the coordinator; an error ends the sequence."""
     _pushing: asyncio.Task[None] | None = None
@@ -53,11 +131,36 @@ class ServedSequence(Generic[OptionsT, StepT, AnswerT]):
                 return
             if isinstance(request, Exception):
                 raise request
+            if self._recent is not None:
+                self._recent.begin(request)
             yield request
 
+    def confirm(self) -> None:
+        """The step that `steps` has yielded was taken before it was asked for: its answer follows by itself, or has."""
+        if self._recent is not None:
+            self._recent.confirm()
+
     async def answer(self, answer: AnswerT) -> None:
+        """Answer the step that `steps` has yielded."""
+        if self._recent is not None:
+            self._recent.answer_step()
         self.say(answer)
         await self._room()
+
+    def say(self, answer: AnswerT) -> None:
+        """Send an answer that nobody has asked for yet, behind those before it."""
+        self._send(answer if self._recent is None else self._recent.add(answer))
+
+    def repeat(self, step: Any) -> bool:
+        """Say again what there is to say of a step that was asked before; false for any other request."""
+        if self._recent is None or not self._recent.is_repeated(step):
+            return False
+        if answers := self._recent.repeated(is_waiting=self.is_waiting()):
+            for answer in answers:
+                self._send(answer)
+        else:
+            self.tell(step)
+        return True
 
     async def may_arrive(self) -> None:
         """Wait while too many requests do. A coordinator sends one, and its Finish."""
@@ -102,6 +205,8 @@ class Translation(Generic[OptionsT, StepT, AnswerT]):
     write: Callable[[Iterable[tuple[int, AnswerT | Ending]]], Any]
     notes: type | tuple[()] = ()
     """Requests that do not wait for the step in progress, and are not answered."""
+    repetition: Repetition[AnswerT] | None = None
+    """None: steps are not asked again."""
 
 
 class SequenceStreams:
@@ -110,6 +215,8 @@ class SequenceStreams:
     def __init__(self) -> None:
         self.calls = RunningCalls()
         """Those of the server."""
+        self.instance_id = uuid.uuid4().hex
+        """See `ModelInfo`."""
 
     async def serve(
         self,
@@ -149,14 +256,12 @@ class _Stream(Generic[OptionsT, StepT, AnswerT]):
             async for message in requests:
                 for number, request in self._translation.read(message):
                     if (sequence := self._running.get(number)) is None:
-                        # One that has ended may be asked once more before that is known.
-                        if number > self._latest and not isinstance(request, Cancel):
-                            self._begin(number, request)
+                        self._take_unknown(number, request)
                     elif isinstance(request, Cancel):
                         sequence.task.cancel()
                     elif isinstance(request, self._translation.notes):
                         sequence.note(request)
-                    else:
+                    elif not sequence.repeat(request):
                         if isinstance(request, self._translation.options):
                             request = InvalidRequestError("the sequence was opened twice")
                         await sequence.may_arrive()
@@ -195,15 +300,27 @@ class _Stream(Generic[OptionsT, StepT, AnswerT]):
             task.cancel()
         return tasks
 
+    def _take_unknown(self, number: int, request: Any) -> None:
+        """Take a request for a sequence that is not there: it begins, or has ended, or its Open was lost."""
+        repetition = self._translation.repetition
+        if repetition is not None and repetition.serial(request) > 0:
+            sentence = "the sequence is not known here: it has ended, or it begins without open"
+            self._say(number, ended_by(ServiceUnavailableError(sentence)))
+        elif number > self._latest and not isinstance(request, Cancel):
+            # One that has ended may be asked once more before that is known.
+            self._begin(number, request)
+
     def _begin(self, number: int, request: OptionsT | StepT | Finish | InvalidRequestError) -> None:
         self._latest = number
+        repetition = self._translation.repetition
         if isinstance(request, InvalidRequestError):
             self._say(number, ended_by(request))
         elif not isinstance(request, self._translation.options):
             self._say(number, ended_by(InvalidRequestError("the sequence begins without open")))
         else:
+            recent = None if repetition is None else RecentAnswers[StepT, AnswerT](repetition)
             sequence = ServedSequence[OptionsT, StepT, AnswerT](
-                request, partial(self._say, number), self._room
+                request, partial(self._say, number), self._room, recent
             )
             self._running[number] = sequence
             sequence.task = asyncio.create_task(self._run(number, sequence))

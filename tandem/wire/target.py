@@ -24,6 +24,7 @@ from tandem.types import (
     FloatArray,
     IntArray,
     LogitAdjustments,
+    Pending,
     RowKind,
     RowStatistics,
     StepCost,
@@ -43,9 +44,13 @@ from tandem.wire.status import Ending, ending_from_proto, ending_to_proto
 Request: TypeAlias = TargetOptions | VerifyStep | DraftedOutcomes | Finish | Cancel
 """A coordinator's message part for one sequence."""
 
-_STEP = Struct("<9i")
+_STEP = Struct("<10i")
 """Sequence, base length, number of token ids, row kind, row count, 1 with statistics, lead, fewest proposed tokens,
-1 for alone after a miss."""
+1 for alone after a miss, serial."""
+_PENDING = Struct("<3i")
+"""Sequence, serial, 1 for a step that waits for room."""
+_LABEL = Struct("<2i")
+"""Serial of the step that was asked, and the number of steps behind it."""
 _SUPPORT_ROW = Struct("<ifif")
 """Ids of the support, mass outside, the sample from outside, its probability."""
 _STATISTICS = Struct("<ffi")
@@ -86,7 +91,7 @@ def requests_to_proto(requests: Iterable[tuple[int, Request]]) -> target_pb2.Ver
 def _numbers(step: VerifyStep) -> tuple[int, ...]:
     kind = common.row_kind_to_proto(step.row_kind)
     flags = step.with_statistics, step.lead, step.min_proposed, step.alone_after_miss
-    return kind, step.row_count, *flags
+    return kind, step.row_count, *flags, step.serial
 
 
 def requests_from_proto(
@@ -97,7 +102,14 @@ def requests_from_proto(
     supports = iter(_supports_from_proto(message.steps, records))
 
     def step(
-        delta: Delta, kind: int, rows: int, statistics: int, lead: int, min_proposed: int, alone: int
+        delta: Delta,
+        kind: int,
+        rows: int,
+        statistics: int,
+        lead: int,
+        min_proposed: int,
+        alone: int,
+        serial: int,
     ) -> VerifyStep:
         own = tuple(islice(supports, max(rows, 0))) if kind == _HAS_SUPPORTS else ()
         if rows < 0:
@@ -105,7 +117,9 @@ def requests_from_proto(
         if not 0 <= lead <= MAX_LEAD:
             raise InvalidRequestError(f"lead is {lead}; it must be from 0 to {MAX_LEAD}")
         row_kind = common.row_kind_from_proto(kind)
-        return VerifyStep(delta, row_kind, rows, own, bool(statistics), lead, min_proposed, bool(alone))
+        return VerifyStep(
+            delta, row_kind, rows, own, bool(statistics), lead, min_proposed, bool(alone), serial
+        )
 
     columns.check_count(len(message.opens), "opens")
     columns.check_count(sum(map(_listed_ids, message.opens)), "ids of biases and ends", columns.MAX_IDS)
@@ -161,18 +175,26 @@ def _supports_from_proto(message: target_pb2.VerifySteps, records: Sequence[Any]
 # ---- verifications
 
 
-def answers_to_proto(answers: Iterable[tuple[int, Verification | Ending]]) -> target_pb2.VerifyResponse:
+def answers_to_proto(
+    answers: Iterable[tuple[int, Verification | Pending | Ending]],
+) -> target_pb2.VerifyResponse:
     """A message of answers to sequences by number; those of one form become one block."""
     message = target_pb2.VerifyResponse()
     forms: dict[tuple[type[TargetRow], bool], list[tuple[int, Verification]]] = {}
+    pending: list[bytes] = []
     for sequence, answer in answers:
         if isinstance(answer, Ending):
             message.ends.append(ending_to_proto(sequence, answer))
+        elif isinstance(answer, Pending):
+            pending.append(_PENDING.pack(sequence, answer.serial, answer.is_waiting))
         else:
             forms.setdefault(_form(answer.rows), []).append((sequence, answer))
+    if pending:
+        message.pending_records = b"".join(pending)
     for (kind, _), block in forms.items():
         answered = message.verifications.add()
         answered.records = columns.pack_answers((number, each, len(each.rows)) for number, each in block)
+        answered.labels = columns.pack_ints([part for _, each in block for part in (each.serial, each.led)])
         led = [each.led_token_id for _, each in block]
         if max(led) >= 0:
             answered.led_token_ids = columns.pack_ints(led)
@@ -231,6 +253,8 @@ class Answer:
     stop: int
     led_token_id: int = -1
     next_proposed: int = -1
+    serial: int = 0
+    led: int = 0
 
     def verification(self, step: VerifyStep) -> Verification:
         kind, rows = self.block.kind, tuple(self.block.rows[self.start : self.stop])
@@ -243,7 +267,8 @@ class Answer:
             rows = tuple(
                 [_support_row(support, *fields) for fields, support in zip(rows, supports, strict=False)]
             )
-        return Verification(self.base_length, rows, self.cost, self.led_token_id, self.next_proposed)
+        label = self.serial, self.led
+        return Verification(self.base_length, rows, self.cost, self.led_token_id, self.next_proposed, *label)
 
 
 def _support_row(support: IntArray, probs: FloatArray, *others: Any) -> SupportRow:
@@ -252,7 +277,9 @@ def _support_row(support: IntArray, probs: FloatArray, *others: Any) -> SupportR
     return SupportRow(support, probs, *others)
 
 
-def answers_from_proto(message: target_pb2.VerifyResponse) -> Iterator[tuple[int, Answer | Ending]]:
+def answers_from_proto(
+    message: target_pb2.VerifyResponse,
+) -> Iterator[tuple[int, Answer | Pending | Ending]]:
     """The answers of a message, by number of the sequence."""
     columns.check_count(len(message.verifications) + len(message.ends), "blocks and ends")
     columns.check_count(
@@ -268,8 +295,15 @@ def answers_from_proto(message: target_pb2.VerifyResponse) -> Iterator[tuple[int
         led = _optional(answered.led_token_ids, "led tokens", len(records))
         proposed = _optional(answered.next_proposed_counts, "next proposed counts", len(records))
         spans = columns.bounds([count for _, _, count, _ in records], len(block.rows), "rows")
-        for (sequence, base_length, _, cost), span, *ahead in zip(records, spans, led, proposed, strict=True):
-            yield sequence, Answer(base_length, cost, block, *span, *ahead)
+        labels = columns.unpack_records(_LABEL, answered.labels, "labels", len(records))
+        for (sequence, base_length, _, cost), span, token_id, count, label in zip(
+            records, spans, led, proposed, labels, strict=True
+        ):
+            yield sequence, Answer(base_length, cost, block, *span, token_id, count, *label)
+    for sequence, serial, is_waiting in columns.unpack_records(
+        _PENDING, message.pending_records, "pending steps"
+    ):
+        yield sequence, Pending(serial, bool(is_waiting))
     for end in message.ends:
         yield end.sequence, ending_from_proto(end)
 

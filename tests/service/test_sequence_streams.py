@@ -29,6 +29,7 @@ from tandem.types import (
     Delta,
     DenseRow,
     DraftOptions,
+    Pending,
     RowKind,
     SamplingParams,
     TargetOptions,
@@ -47,7 +48,7 @@ from tests.service.clients import until
 from tests.service.fakes import FakeTarget, refusal, serving
 
 SECONDS = 20.0
-HOLD, REFUSE, FAIL, LEAVE = 1001, 1002, 1003, 1004
+HOLD, REFUSE, FAIL, LEAVE, DENSE = 1001, 1002, 1003, 1004, 1005
 """Steps that are answered late, or not at all."""
 OPTIONS = TargetOptions("r", SamplingParams())
 
@@ -61,12 +62,18 @@ class Echo(FakeTarget):
         self.messages: list[int] = []
         """Number of steps of each message."""
         self.released = asyncio.Event()
+        self.taken: list[int] = []
+        """Base lengths of all steps."""
+        self.waits = False
 
     async def serve_sequence(self, sequence: VerifiedFor) -> None:
         self.calls["sequences"] += 1
         self.running += 1
         try:
+            sequence.is_waiting = lambda: self.waits
             async for step in sequence.steps():
+                self.taken.append(step.delta.base_length)
+                rows: tuple[DenseRow, ...] = ()
                 match step.delta.base_length:
                     case 1001:
                         await self.released.wait()
@@ -76,7 +83,9 @@ class Echo(FakeTarget):
                         raise ValueError("a secret")
                     case 1004:
                         raise LeaveError
-                await sequence.answer(Verification(step.delta.base_length, ()))
+                    case 1005:
+                        rows = (DenseRow(np.zeros(2, np.float32)),)
+                await sequence.answer(Verification(step.delta.base_length, rows))
             self.finished += 1
         except LeaveError:
             pass
@@ -90,7 +99,7 @@ class Echo(FakeTarget):
 
         async def observed() -> AsyncIterator[target_pb2.VerifyRequest]:
             async for request in request_iterator:
-                self.messages.append(len(request.steps.records) // 36)
+                self.messages.append(len(request.steps.records) // 40)
                 yield request
 
         async for response in super().Verify(observed(), context):
@@ -165,6 +174,12 @@ def asking(*steps: tuple[int, int], opens: bool = True) -> target_pb2.VerifyRequ
     return wire.requests_to_proto(
         [*(opened if opens else ()), *((number, step(length)) for number, length in steps)]
     )
+
+
+def numbered(number: int, length: int, serial: int, *, opens: bool = False) -> target_pb2.VerifyRequest:
+    """A message with a step that may be asked again."""
+    opening = [(number, OPTIONS)] if opens else []
+    return wire.requests_to_proto([*opening, (number, replace(step(length), serial=serial))])
 
 
 async def read(
@@ -371,16 +386,16 @@ def raw(first: list[int], *others: list[int]) -> target_pb2.VerifyRequest:
     return message
 
 
-SECOND = [2, 5, 0, 1, 0, 0, 0, 0, 0]
+SECOND = [2, 5, 0, 1, 0, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        (raw([1, -1, 0, 1, 0, 0, 0, 0, 0], SECOND), "delta.base_length is -1"),
-        (raw([1, 5, 0, 1, -1, 0, 0, 0, 0], SECOND), "row_count is -1"),
-        (raw([1, 5, 0, 9, 0, 0, 0, 0, 0], SECOND), "row_kind is 9"),
-        (raw([1, 5, 0, 1, 0, 0, 9, 0, 0], SECOND), "lead is 9"),
+        (raw([1, -1, 0, 1, 0, 0, 0, 0, 0, 0], SECOND), "delta.base_length is -1"),
+        (raw([1, 5, 0, 1, -1, 0, 0, 0, 0, 0], SECOND), "row_count is -1"),
+        (raw([1, 5, 0, 9, 0, 0, 0, 0, 0, 0], SECOND), "row_kind is 9"),
+        (raw([1, 5, 0, 1, 0, 0, 9, 0, 0, 0], SECOND), "lead is 9"),
         (asking((1, 5), (2, 5)), "temperature is -1"),
     ],
 )
@@ -411,6 +426,45 @@ async def test_a_sequence_must_begin_with_one_open() -> None:
         await call.write(asking((2, 5)))
         assert "opened twice" in (await read(call, 1))[2].sentence
         await call.write(target_pb2.VerifyRequest(cancelled_sequences=[9]))  # nobody knows it
+        call.cancel()
+
+
+async def test_a_step_that_is_asked_again_is_answered_again_and_taken_once() -> None:
+    async with ends() as both:
+        call = both.stub.Verify()
+        for _ in range(2):
+            await call.write(numbered(1, 5, serial=1, opens=not both.service.opened))
+            both.service.opened += 1
+            found = (await read(call, 1))[1]
+            assert (found.base_length, found.serial, found.led) == (5, 1, 0)
+        await call.write(numbered(1, HOLD, serial=2))
+        await until(lambda: both.service.messages == [1, 1, 1])
+        for is_waiting in (False, True):
+            await call.write(numbered(1, HOLD, serial=2))
+            assert await read(call, 1) == {1: Pending(2, is_waiting=is_waiting)}
+            both.service.waits = True
+        both.service.released.set()
+        assert (await read(call, 1))[1].serial == 2
+        await call.write(numbered(1, DENSE, serial=3))
+        first = (await read(call, 1))[1]
+        await call.write(numbered(1, DENSE, serial=3))
+        assert first.serial == (await read(call, 1))[1].serial == 3
+        assert both.service.taken == [5, HOLD, DENSE, DENSE], "dense rows are too large to be kept"
+        call.cancel()
+
+
+async def test_a_step_of_a_sequence_that_is_not_known_says_so() -> None:
+    """One that has ended, or whose Open was lost: the coordinator opens it again, here or elsewhere."""
+    async with ends() as both:
+        call = both.stub.Verify()
+        await call.write(numbered(1, LEAVE, serial=1, opens=True))
+        assert (await read(call, 1))[1].code is grpc.StatusCode.OK
+        for number in (1, 7):
+            await call.write(numbered(number, 5, serial=1))
+            found = (await read(call, 1))[number]
+            assert found.code is grpc.StatusCode.UNAVAILABLE
+            assert "is not known here" in found.sentence
+        assert both.service.calls["sequences"] == 1
         call.cancel()
 
 

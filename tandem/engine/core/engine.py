@@ -257,6 +257,10 @@ class Engine(Generic[PayloadT, ResultT]):
             self._asked.append(partial(self._grant, sequence, asked, lead))
             self._rejoin.came_back(sequence)
 
+    def waits_for_pages(self, sequence: Sequence) -> bool:
+        """See `SequenceEngine`. The event loop only looks at what the thread notes."""
+        return sequence in self._pages.waiting
+
     def put_back(self, job: BackgroundJob) -> None:
         """Runs branches of a sequence while there is no job to run, a step at a time, until a job of it comes."""
         with self._wakeup:
@@ -382,6 +386,7 @@ class Engine(Generic[PayloadT, ResultT]):
     def _free(self, sequence: Sequence) -> None:
         self._leads.end(sequence)
         self._background.drop(sequence)
+        self._pages.waiting.discard(sequence)
         self._cache.release(sequence)
         self._freed.append(sequence)
 
@@ -420,6 +425,7 @@ class Engine(Generic[PayloadT, ResultT]):
     def _settle(self, job: Job[PayloadT], result: object) -> None:
         if self._running.get(job.sequence) is job:
             del self._running[job.sequence]
+            self._pages.waiting.discard(job.sequence)
             job.sequence.idle_since = time.monotonic()
             job.sequence.is_new = False
         if isinstance(result, BaseException):

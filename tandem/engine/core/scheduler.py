@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.engine.core.jobs import Job
@@ -66,6 +66,8 @@ class PageScheduler:
     """Ends the background work of a sequence, whose spare pages are then free."""
     is_ahead: Callable[[Sequence], bool] = lambda _: False
     """True for a sequence whose job nobody waits for: it gets pages that are free, and no others."""
+    waiting: set[Sequence] = field(default_factory=set)
+    """Sequences that had to wait for pages, or to give theirs up, since their last job ended."""
 
     def reuse_prefixes(self, jobs: Iterable[Job[Any]]) -> None:
         """Lets sequences that have much to compute take over what others have computed since."""
@@ -91,6 +93,7 @@ class PageScheduler:
                 ready.add(segment.sequence)
         ready -= preempted
         found = [segment for segment in segments if segment.sequence in ready]
+        self.waiting.update(segment.sequence for segment in segments if segment.sequence not in ready)
         return found or self._first_by_idle_pages([s for s in waited if s.sequence not in preempted])
 
     def _first_by_idle_pages(self, segments: SequenceOf[Segment]) -> list[Segment]:
@@ -123,6 +126,7 @@ class PageScheduler:
     def _preempt(self, sequence: Sequence, favoured: Sequence) -> None:
         self.stop_background(sequence)
         self.cache.preempt(sequence)
+        self.waiting.add(sequence)
         logger.debug("sequence preempted", extra={"sequence": sequence.serial, "by": favoured.serial})
 
     def _free_spare_pages(self) -> None:

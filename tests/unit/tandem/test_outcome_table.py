@@ -32,6 +32,14 @@ def test_another_round_replaces_the_last_one() -> None:
     assert (table.find(4, 0, 5), table.find(6, 1, 5)) == ((), (8,))
 
 
+def test_a_lost_depth_ends_a_continuation() -> None:
+    """Otherwise the target would read one token where the coordinator, which has all of them, reads another."""
+    table = OutcomeTable()
+    assert table.add(DraftedOutcomes(4, 0, (7, 8), (2, 0), (5, 6)))
+    table.add(DraftedOutcomes(4, 2, (9, 10)))
+    assert (table.find(4, 2, 5), table.find(4, 0, 6)) == ((7,), (8,))
+
+
 @pytest.mark.parametrize(
     ("fewest", "room", "suffices"), [(0, 9, True), (2, 9, True), (3, 9, False), (3, 2, True)]
 )

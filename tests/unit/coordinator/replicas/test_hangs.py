@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 
 from coordinator.replicas.hangs import (
+    ASK_AGAIN_SECONDS,
     MARGIN,
     MIN_SECONDS,
+    SILENT_SECONDS,
     UNLEARNT_SECONDS,
     UNLEARNT_SECONDS_PER_TOKEN,
     FadingMaximum,
@@ -16,7 +20,21 @@ from coordinator.replicas.hangs import (
     VerificationTimes,
 )
 from tandem.errors import ServiceUnavailableError
+from tandem.types import Pending
 from tests.unit.coordinator.stats.test_speculation import Clock
+
+
+@dataclass
+class FakeSequence:
+    """Counts how often it was asked to ask again."""
+
+    pending: Pending | None = None
+    unwritten: int = 0
+    asked: int = 0
+
+    def ask_again(self) -> None:
+        self.pending = None
+        self.asked += 1
 
 
 @pytest.fixture
@@ -62,9 +80,9 @@ def test_the_bound_follows_the_slowest_answers(clock: Clock) -> None:
 
 
 def test_a_target_that_answers_nothing_is_hung_for_all(clock: Clock, steps: UnansweredSteps) -> None:
-    old = steps.begin(5, is_first=False)
+    old = steps.begin(FakeSequence(), 5, is_first=False)
     clock.now += MIN_SECONDS
-    young = steps.begin(5, is_first=False)
+    young = steps.begin(FakeSequence(), 5, is_first=False)
     assert not steps.overdue()
     clock.now += 0.1
     assert not steps.overdue(more_seconds=1.0)
@@ -74,23 +92,96 @@ def test_a_target_that_answers_nothing_is_hung_for_all(clock: Clock, steps: Unan
 
 
 def test_a_target_that_answers_others_is_hung_for_one_step_only(clock: Clock, steps: UnansweredSteps) -> None:
-    late = steps.begin(5, is_first=False)
-    for _ in range(6):
-        clock.now += MIN_SECONDS
-        assert not steps.overdue(), "its pages may have gone to others"
-        steps.answered(steps.begin(5, is_first=False))
+    late = steps.begin(FakeSequence(), 5, is_first=False)
     clock.now += MIN_SECONDS - 0.1
-    other = steps.begin(5, is_first=False)
+    other = steps.begin(FakeSequence(), 5, is_first=False)
+    assert not steps.overdue()
     clock.now += 0.2
     steps.answered(other)
     assert list(steps.overdue()) == [late]
 
 
+def test_a_step_that_waits_for_room_may_wait_as_long_as_others_are_answered(
+    clock: Clock, steps: UnansweredSteps
+) -> None:
+    """The target says so when it is asked again."""
+    sequence = FakeSequence()
+    waiting = steps.begin(sequence, 5, is_first=False)
+    for _ in range(100):
+        clock.now += MIN_SECONDS - 0.1
+        steps.answered(steps.begin(FakeSequence(), 5, is_first=False))
+        steps.ask_again()
+        sequence.pending = Pending(1, is_waiting=True)
+        assert not steps.overdue()
+    clock.now += MIN_SECONDS + 0.1
+    steps.ask_again()
+    assert list(steps.overdue()) == [waiting], "nobody is answered any more"
+
+
+def test_an_answer_is_asked_for_again_now_and_then(clock: Clock, steps: UnansweredSteps) -> None:
+    sequence = FakeSequence()
+    steps.begin(sequence, 5, is_first=True)
+    asked = []
+    for i in range(400):
+        clock.now += 0.1
+        steps.heard()
+        steps.ask_again()
+        sequence.pending = Pending(1, is_waiting=False)
+        if sequence.asked > len(asked):
+            asked.append(round(0.1 * (i + 1), 1))
+    assert asked[:3] == [2.0, 4.0, 6.0]
+    gaps = [later - earlier for earlier, later in pairwise(asked)]
+    assert all(gap <= max(ASK_AGAIN_SECONDS, when / 2) + 0.11 for gap, when in zip(gaps, asked, strict=False))
+    assert not steps.lost()
+
+
+def test_a_target_that_says_nothing_of_a_step_has_lost_it(clock: Clock, steps: UnansweredSteps) -> None:
+    sequence = FakeSequence()
+    step = steps.begin(sequence, 5, is_first=True)
+    clock.now += ASK_AGAIN_SECONDS
+    steps.ask_again()
+    clock.now += SILENT_SECONDS + 0.1
+    assert not steps.lost(), "it may be the connection, or the whole target"
+    steps.heard()
+    assert list(steps.lost()) == [step]
+    sequence.pending = Pending(1, is_waiting=False)
+    steps.ask_again()
+    assert not steps.lost()
+
+
+def test_a_question_that_is_not_written_yet_is_not_lost(clock: Clock, steps: UnansweredSteps) -> None:
+    sequence = FakeSequence(unwritten=1)
+    step = steps.begin(sequence, 5, is_first=True)
+    clock.now += ASK_AGAIN_SECONDS
+    for _ in range(5):
+        steps.ask_again()
+        clock.now += SILENT_SECONDS
+        steps.heard()
+        assert not steps.lost()
+    steps.ask_again()
+    sequence.unwritten = 0
+    clock.now += SILENT_SECONDS + 0.1
+    steps.heard()
+    assert list(steps.lost()) == [step]
+
+
+def test_an_answer_that_was_lost_does_not_raise_the_bound(clock: Clock) -> None:
+    times = learnt(clock)
+    steps = UnansweredSteps(times, clock)
+    bound = times.bound_seconds(0)
+    step = steps.begin(FakeSequence(), 5, is_first=False)
+    clock.now += ASK_AGAIN_SECONDS
+    steps.ask_again()
+    clock.now += 5.0
+    steps.answered(step)
+    assert times.bound_seconds(0) <= bound
+
+
 def test_a_fixed_bound_holds_for_each_step(clock: Clock) -> None:
     steps = UnansweredSteps(VerificationTimes(fixed_seconds=3.0), clock)
-    late = steps.begin(5, is_first=False)
+    late = steps.begin(FakeSequence(), 5, is_first=False)
     clock.now += 2.9
-    steps.answered(steps.begin(5, is_first=False))
+    steps.answered(steps.begin(FakeSequence(), 5, is_first=False))
     assert not steps.overdue()
     clock.now += 0.2
     assert list(steps.overdue()) == [late]
@@ -99,26 +190,29 @@ def test_a_fixed_bound_holds_for_each_step(clock: Clock) -> None:
 def test_a_wait_for_pages_does_not_raise_the_bound(clock: Clock) -> None:
     times = learnt(clock)
     steps = UnansweredSteps(times, clock)
-    waiting = steps.begin(5, is_first=False)
+    sequence = FakeSequence()
+    waiting = steps.begin(sequence, 5, is_first=False)
     bound = times.bound_seconds(0)
-    clock.now += 1.0
-    steps.answered(steps.begin(5, is_first=False))
+    clock.now += ASK_AGAIN_SECONDS
+    steps.ask_again()
+    sequence.pending = Pending(1, is_waiting=True)
+    steps.answered(steps.begin(FakeSequence(), 5, is_first=False))
     clock.now += 40.0
     steps.answered(waiting)
     assert times.bound_seconds(0) <= bound
 
 
 def test_the_first_step_may_wait_while_others_are_answered(clock: Clock, steps: UnansweredSteps) -> None:
-    steps.begin(20, is_first=True)
+    steps.begin(FakeSequence(), 20, is_first=True)
     for _ in range(100):
         clock.now += MIN_SECONDS - 0.1
-        steps.answered(steps.begin(5, is_first=False))
+        steps.answered(steps.begin(FakeSequence(), 5, is_first=False))
         assert not steps.overdue()
 
 
 def test_the_first_answer_may_wait_for_the_prompts_of_all(clock: Clock, steps: UnansweredSteps) -> None:
     for _ in range(10):
-        steps.begin(1000, is_first=True)
+        steps.begin(FakeSequence(), 1000, is_first=True)
     clock.now += MIN_SECONDS + MARGIN * 0.01 * 10_000 - 0.1
     assert not steps.overdue()
     clock.now += 0.2
@@ -128,7 +222,7 @@ def test_the_first_answer_may_wait_for_the_prompts_of_all(clock: Clock, steps: U
 async def waited(steps: UnansweredSteps) -> str:
     """Wait for an answer that never comes."""
     try:
-        await steps.wait(asyncio.Event().wait(), 5, is_first=False)
+        await steps.wait(asyncio.Event().wait(), FakeSequence(), 5, is_first=False)
     except asyncio.CancelledError:
         return "cancelled"
     except ServiceUnavailableError as error:

@@ -37,6 +37,7 @@ from tandem.types import (
     GrammarKind,
     IntArray,
     LogitAdjustments,
+    Pending,
     PositionStats,
     Proposal,
     ProposeStep,
@@ -190,9 +191,10 @@ def verifications(draw: st.DrawFn) -> tuple[VerifyStep, Verification]:
     if kind is RowKind.DENSE:
         rows = tuple(DenseRow(np.array([draw(FLOATS), draw(FLOATS)], np.float32)) for _ in range(count))
     delta = Delta(draw(IDS), draw(st.lists(IDS, max_size=4)))
-    step = VerifyStep(delta, kind, count, supports, with_statistics, draw(st.integers(0, 8)), draw(IDS))
+    lead = draw(st.integers(0, 8)), draw(IDS)
+    step = VerifyStep(delta, kind, count, supports, with_statistics, *lead, serial=draw(IDS))
     led = draw(st.integers(-1, 2**31 - 1)), draw(st.integers(-1, 2**31 - 1))
-    return step, Verification(draw(st.integers(0, 2**30)), rows, draw(COSTS), *led)
+    return step, Verification(draw(st.integers(0, 2**30)), rows, draw(COSTS), *led, draw(IDS), draw(IDS))
 
 
 @given(st.lists(verifications(), max_size=6))
@@ -240,6 +242,15 @@ def test_a_sequence_s_whole_life_survives_in_one_message(wire: Any, said: list[t
     assert plain(list(wire.requests_from_proto(wire.requests_to_proto(said)))) == plain(said)
     ends = [(1, Ending()), (2, Ending(Ending().code, "why", 0.5))]
     assert list(wire.answers_from_proto(wire.answers_to_proto(ends))) == ends
+
+
+def test_pending_steps_survive() -> None:
+    pending = [(1, Pending(7, is_waiting=False)), (2, Pending(1, is_waiting=True))]
+    message = target.answers_to_proto(pending)
+    assert list(target.answers_from_proto(message)) == pending
+    message.pending_records += b"."
+    with pytest.raises(ProtocolError, match="the column of pending steps holds 25 bytes"):
+        list(target.answers_from_proto(message))
 
 
 PLAIN = SamplingParams()

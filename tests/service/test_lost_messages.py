@@ -1,0 +1,248 @@
+"""A message that a proxy loses, or that a target forgets, costs a pause of seconds, and no text."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from tandem.client import Client
+from tandem.engine.models.loading import LoadedModel
+from tandem.types import DraftedOutcomes, Finish, GenerationRequest, TargetOptions, VerifyStep
+from tandem.v1 import draft_pb2, target_pb2
+from tandem.wire import target as wire
+from tests.service.clients import complete, until
+from tests.service.engines import Faults, services
+from tests.service.fakes import HANG_SECONDS, coordinated
+from tests.service.message_proxy import MessageProxy, message_proxy, once
+
+logger = logging.getLogger(__name__)
+"""Logs the longest pauses for docs/measurements.md; `make soak` shows them."""
+
+PAUSE_SECONDS = 5.0
+"""A stream pauses for no longer than this, whichever message is lost."""
+TOKENS = 48
+GREEDY = GenerationRequest("def f(", max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+REQUESTS = [
+    GREEDY,
+    replace(GREEDY, temperature=1.0, seed=5, rejection_sampling_strategy="strict"),
+    replace(
+        GREEDY, temperature=1.0, seed=6, rejection_sampling_strategy="residual", num_speculative_tokens=3
+    ),
+    replace(GREEDY, logprobs=2),
+]
+
+
+# ---- messages
+
+
+def is_verification(name: str, content: bytes) -> bool:
+    return name == "Verify" and bool(target_pb2.VerifyResponse.FromString(content).verifications)
+
+
+def is_led(name: str, content: bytes) -> bool:
+    """True for an answer to a round that the target began by itself."""
+    blocks = target_pb2.VerifyResponse.FromString(content).verifications if name == "Verify" else ()
+    return any(block.led_token_ids for block in blocks)
+
+
+def is_end(name: str, content: bytes) -> bool:
+    return name == "Verify" and bool(target_pb2.VerifyResponse.FromString(content).ends)
+
+
+def asks(kind: type[Any]) -> Callable[[str, bytes], bool]:
+    """True for messages of a coordinator that hold such a request."""
+
+    def decide(name: str, content: bytes) -> bool:
+        if name != "Verify":
+            return False
+        requests = wire.requests_from_proto(target_pb2.VerifyRequest.FromString(content))
+        return any(isinstance(request, kind) for _, request in requests)
+
+    return decide
+
+
+def is_proposal(name: str, content: bytes) -> bool:
+    return name == "Propose" and bool(draft_pb2.ProposeResponse.FromString(content).proposals)
+
+
+def is_outcome(name: str, content: bytes) -> bool:
+    return name == "Propose" and bool(draft_pb2.ProposeResponse.FromString(content).outcomes)
+
+
+def opens_draft(name: str, content: bytes) -> bool:
+    return name == "Propose" and bool(draft_pb2.ProposeRequest.FromString(content).opens)
+
+
+class Forgetful:
+    """Keeps what concerns some sequences of a stream from the target, which answers others: it has forgotten them."""
+
+    def __init__(self, only_one: bool) -> None:
+        self._forgotten: set[tuple[object, int]] = set()
+        self._seen: set[tuple[object, int]] = set()
+        self._only_one = only_one
+        self.is_due = False
+
+    def edit(self, name: str, content: bytes, stream: object) -> bytes:
+        if name != "Verify":
+            return content
+        requests = list(wire.requests_from_proto(target_pb2.VerifyRequest.FromString(content)))
+        asked = {(stream, number) for number, request in requests if isinstance(request, VerifyStep)}
+        self._seen |= asked
+        if self.is_due and asked:
+            self.is_due = False
+            self._forgotten |= {min(asked, key=lambda each: each[1])} if self._only_one else self._seen
+        kept: list[Any] = [
+            (number, each) for number, each in requests if (stream, number) not in self._forgotten
+        ]
+        return wire.requests_to_proto(kept).SerializeToString()
+
+
+# ---- streams
+
+
+@dataclass
+class Streams:
+    """Streams that run without a pause, and what their clients saw."""
+
+    client: Client
+    chunks: list[int]
+    longest_pause: float = 0.0
+    completed: int = 0
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def keep_streaming(self, own: int, request: GenerationRequest, expected: tuple[int, ...]) -> None:
+        while not self.over.is_set():
+            token_ids: tuple[int, ...] = ()
+            last = time.monotonic()
+            async for chunk in self.client.generate(request):
+                now = time.monotonic()
+                self.longest_pause = max(self.longest_pause, now - last)
+                last = now
+                token_ids += chunk.token_ids
+                self.chunks[own] += 1
+            assert token_ids == expected
+            self.completed += 1
+
+    async def go_on(self) -> None:
+        """Return once each stream has received another chunk."""
+        before = list(self.chunks)
+        await until(lambda: all(now > then for now, then in zip(self.chunks, before, strict=True)), 200.0)
+
+
+@asynccontextmanager
+async def streaming(client: Client, requests: list[GenerationRequest]) -> AsyncIterator[Streams]:
+    expected = [await complete(client, each) for each in requests]
+    streams = Streams(client, [0] * len(requests))
+    async with asyncio.TaskGroup() as group:
+        for own, (request, done) in enumerate(zip(requests, expected, strict=True)):
+            group.create_task(streams.keep_streaming(own, request, done.token_ids))
+        try:
+            yield streams
+        finally:
+            streams.over.set()
+
+
+@asynccontextmanager
+async def proxied(
+    target_model: LoadedModel, draft_model: LoadedModel | None, targets: int, **options: Any
+) -> AsyncIterator[tuple[Client, list[MessageProxy], MessageProxy | None]]:
+    """A coordinator that reaches so many targets, and a draft if there is one, by proxies."""
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        faults = [Faults() for _ in range(targets)]
+        places: Any = services(target_model, draft_model, *faults, step_seconds=0.002, max_sequences=16)
+        found, draft = await enter(places)
+        proxies = [await enter(message_proxy(each)) for each in found.split(",")]
+        drafting = None if draft is None else await enter(message_proxy(draft))
+        addresses = ",".join(each.address for each in proxies)
+        to_draft = None if drafting is None else drafting.address
+        client, _ = await enter(coordinated(addresses, to_draft, **options))
+        yield client, proxies, drafting
+
+
+def losing(what: Callable[[str, bytes], bool], *, is_request: bool = False) -> Callable[[MessageProxy], None]:
+    def strike(proxy: MessageProxy) -> None:
+        setattr(proxy, "loses_request" if is_request else "loses_answer", once(what))
+
+    return strike
+
+
+def forgetting(*, only_one: bool) -> Callable[[MessageProxy], None]:
+    def strike(proxy: MessageProxy) -> None:
+        forgetful = Forgetful(only_one)
+        forgetful.is_due = True
+        proxy.edit_request = forgetful.edit
+        proxy.lost += 1
+
+    return strike
+
+
+STRIKES: dict[str, Callable[[MessageProxy], None]] = {
+    "an answer": losing(is_verification),
+    "an answer of a lead": losing(is_verification),
+    "an answer that the target was not asked for": losing(is_led),
+    "a question": losing(asks(VerifyStep), is_request=True),
+    "an open": losing(asks(TargetOptions), is_request=True),
+    "a finish": losing(asks(Finish), is_request=True),
+    "the news of an end": losing(is_end),
+    "outcomes on their way to the target": losing(asks(DraftedOutcomes), is_request=True),
+    "one sequence, forgotten": forgetting(only_one=True),
+    "all sequences, forgotten": forgetting(only_one=False),
+}
+AHEAD = ("outcomes on their way to the target",)
+"""Only where a draft drafts ahead for a target that leads."""
+LEADING = ("an answer of a lead", "an answer that the target was not asked for", *AHEAD)
+"""Only where the target begins rounds by itself."""
+
+
+async def strike_often(
+    name: str, count: int, model: LoadedModel, draft: LoadedModel | None, targets: int
+) -> float:
+    """Strike so many times, each once all streams have gone on; return the longest pause in seconds."""
+    options: dict[str, Any] = {"target_lead": 4 if name in LEADING else 0}
+    if draft is not None:
+        options |= {"draft_ahead": 4}
+    async with (
+        asyncio.timeout(HANG_SECONDS + 90.0 * count),
+        proxied(model, draft, targets, **options) as (client, proxies, _),
+        streaming(client, REQUESTS * 3) as streams,
+    ):
+        chosen: Iterator[MessageProxy] = itertools.cycle(proxies)
+        await streams.go_on()
+        streams.longest_pause = 0.0
+        for _ in range(count):
+            proxy = next(chosen)
+            before = proxy.lost
+            STRIKES[name](proxy)
+            await until(lambda proxy=proxy, before=before: proxy.lost > before, 200.0)  # type: ignore[misc]
+            await streams.go_on()
+            await streams.go_on()
+        streams.over.set()
+    assert streams.completed >= len(REQUESTS)
+    logger.info("%s lost %d times, longest pause %.2f s", name, count, streams.longest_pause)
+    return streams.longest_pause
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(25, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("name", STRIKES)
+async def test_a_lost_message_pauses_no_stream_for_long(
+    name: str, count: int, model: LoadedModel, other_model: LoadedModel
+) -> None:
+    draft = other_model if name in AHEAD else None
+    assert await strike_often(name, count, model, draft, targets=2) < PAUSE_SECONDS
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["an answer", "an answer that the target was not asked for", "an open", "all sequences, forgotten"],
+)
+async def test_nor_where_there_is_no_other_target(name: str, model: LoadedModel) -> None:
+    assert await strike_often(name, 2, model, None, targets=1) < PAUSE_SECONDS

@@ -21,6 +21,9 @@ MAX_FAULTS = 8
 _ABANDON_SECONDS = 1.0
 """A sequence abandons a draft that is late by more than this if another is ready. It stays with one that never
 answered: leaving would lose its place in that draft's queue."""
+_REOPEN_SECONDS = 2.0
+"""A draft that is late by more than this may have lost the question, the answer or the sequence, which begins anew, on
+the same draft if there is no other."""
 
 
 @dataclass(slots=True, eq=False)
@@ -96,6 +99,8 @@ class DraftPlacement:
     _rounds: int = 0
     """Proposals since the last loss."""
     _retry_at: dict[Member[DraftClient], float] = field(default_factory=dict)
+    _late: set[Member[DraftClient]] = field(default_factory=set)
+    """Drafts that were left because they were late: no round waits for them until they answer."""
 
     @property
     def address(self) -> str | None:
@@ -149,19 +154,32 @@ class DraftPlacement:
             self.current = None
 
     def leave_for_better(self) -> None:
-        """Leave a draft that drains or hangs if another can take over, and a bound one whose target was left."""
+        """Leave a draft that drains or hangs if another can take over, one that has lost the sequence, and a bound one
+        whose target was left."""
         if self.current is None:
             return
         member, sequence = self.current.member, self.current.sequence
-        hangs = sequence.is_open and sequence.late_seconds > _ABANDON_SECONDS
+        has_lost = self._has_lost_sequence()
+        hangs = has_lost or (sequence.is_open and sequence.late_seconds > _ABANDON_SECONDS)
         has_moved = not member.goes_with(self.target_address)
         is_good = member.is_ready and not hangs
-        if not has_moved and (is_good or not self.candidate(member)):
+        if not (has_moved or has_lost) and (is_good or not self.candidate(member)):
             return
         if hangs:
+            self._late.add(member)
             self.lose(ServiceUnavailableError(f"it has been late for {sequence.late_seconds:.1f} s"))
         else:
             self.leave()
+
+    def _has_lost_sequence(self) -> bool:
+        """True if the answer to the last step will hardly come any more."""
+        assert self.current is not None
+        member, sequence = self.current.member, self.current.sequence
+        if not sequence.is_late or (member.client.load.is_full and not sequence.is_open):
+            return False
+        # One that has never answered may have much to read
+        reading = 0.0 if sequence.is_open else 4.0 * expected_seconds(member, 0, sequence.held)
+        return sequence.late_seconds > _REOPEN_SECONDS + reading
 
     def lose(self, error: TandemError) -> None:
         """Leave the draft, which has failed, and avoid it for a while, twice as long each time."""
@@ -202,10 +220,14 @@ class DraftPlacement:
         assert current is not None
         was_idle, began = current.sequence.is_idle, time.monotonic()
         # One that is idle has read its prompt, in a place of its own
-        waits = not was_idle and not current.sequence.is_open and current.member.client.load.is_full
-        if waits and not self._limits.keeps_proposals:
+        is_unread = not was_idle and not current.sequence.is_open
+        waits = is_unread and current.member.client.load.is_full
+        was_late = current.member in self._late
+        if (waits and not self._limits.keeps_proposals) or (was_late and is_unread):
             seconds = 0.0  # it may have its place in a while, and the round goes on without it
         proposal = await current.sequence.propose(tokens, count, seconds, budget)
+        if proposal is not None:
+            self._late.discard(current.member)
         if proposal is None or not was_idle:
             return proposal, None
         step_seconds = time.monotonic() - began

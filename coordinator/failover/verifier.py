@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from coordinator.decoding.completion import Completion
 from coordinator.decoding.rounds import RequestRounds
 from coordinator.failover.placement import OpenSequence
-from coordinator.replicas.pool import Member, Pool
+from coordinator.replicas.pool import UNANSWERED_SECONDS, Member, Pool
 from coordinator.telemetry.observer import EventValue, RequestObserver
 from coordinator.transport.target_client import RowChoice, TargetClient, TargetSequence
 from tandem.errors import (
@@ -32,11 +32,29 @@ logger = logging.getLogger(__name__)
 _REFUSAL_CHARACTERS = 200
 """Length at which a service's reason for refusing a request is cut."""
 MAX_LOSSES = 3
-"""A request that loses so many targets in one round may be the cause, and ends before it takes down the next."""
+"""A request that so many targets die of in one round may be the cause, and ends before it takes down the next."""
+_MAX_RETRY_SECONDS = 1.0
+"""Longest wait before a round is tried again that has lost `MAX_LOSSES` targets, which live."""
 _MOVE_SECONDS = 5.0
 """Wait of a sequence that moves off a draining target for the new one, which may be full."""
 
 _Place = OpenSequence[TargetClient, TargetSequence]
+
+
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """A target that was lost while it was asked."""
+
+    member: Member[TargetClient]
+    instance_id: str
+    """Of its process."""
+    at: float
+    """By the monotonic clock."""
+
+    @property
+    def is_death(self) -> bool:
+        """True as long as the process has not answered since; then it was its link that broke."""
+        return not self.member.has_answered(self.instance_id, self.at)
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +65,7 @@ class _Trouble:
     """Tokens of the completion that earlier rounds have delivered."""
     began: float = 0.0
     """Time of the first failure, by the monotonic clock; 0 before it."""
-    losses: int = 0
+    losses: list[_Loss] = field(default_factory=list)
     """Targets that were lost during a request to them."""
     is_reported: bool = False
     avoided: set[Member[TargetClient]] = field(default_factory=set)
@@ -60,6 +78,10 @@ class _Trouble:
     def seconds(self) -> float:
         """Seconds since the first failure. The time before it does not count, since a prompt may take minutes."""
         return time.monotonic() - self.began if self.began else 0.0
+
+    @property
+    def deaths(self) -> int:
+        return sum(loss.is_death for loss in self.losses)
 
     @property
     def sentence(self) -> str:
@@ -177,6 +199,8 @@ class FailoverVerifier:
             await self._wait_for_room(error, place, trouble)
         else:
             self._count_loss(error, place, trouble)
+            if len(trouble.losses) >= MAX_LOSSES:
+                await self._doubt(trouble)
 
     async def _wait_for_room(self, error: CapacityError, place: _Place, trouble: _Trouble) -> None:
         """Handle a full target. A sequence that lost its target waits for room; a new request is refused."""
@@ -189,10 +213,12 @@ class FailoverVerifier:
         trouble.avoided.clear()
 
     def _count_loss(self, error: TandemError, place: _Place, trouble: _Trouble) -> None:
-        # A service that has seen a step may have been lost because of it.
-        trouble.losses += place.sequence.was_sent and not isinstance(error, InvalidRequestError)
-        trouble.is_reported = True
         member, reason = place.member, str(error)
+        # A service that has seen a step may have been lost because of it.
+        if place.sequence.was_sent and not isinstance(error, InvalidRequestError):
+            instance_id = "" if member.model is None else member.model.instance_id
+            trouble.losses.append(_Loss(member, instance_id, time.monotonic()))
+        trouble.is_reported = True
         self._report(
             logging.WARNING,
             "target lost; the sequence goes on elsewhere",
@@ -201,12 +227,6 @@ class FailoverVerifier:
             reason=reason,
             completion_tokens=trouble.delivered,
         )
-        if trouble.losses >= MAX_LOSSES:
-            # Not UNAVAILABLE: clients would try again and lose the next targets.
-            raise TandemError(
-                f"{trouble.losses} targets were lost over the same tokens of this request, so it is not tried on "
-                f"another; {trouble.sentence}"
-            )
         if trouble.seconds >= self._wait_seconds:
             raise ServiceUnavailableError(
                 f"the target service was lost, and none went on within {self._wait_seconds:.3g} s; "
@@ -229,6 +249,21 @@ class FailoverVerifier:
             raise ProtocolError(
                 f"no target service could go on with the request {self._options.request_id}; {trouble.sentence}"
             ) from error
+
+    async def _doubt(self, trouble: _Trouble) -> None:
+        """Handle a request in one round of which many targets were lost: it ends if they have died, and waits a little
+        if they live, behind a link that breaks again and again."""
+        last = time.monotonic() + self._deadline.at_most(UNANSWERED_SECONDS)
+        while trouble.deaths >= MAX_LOSSES:
+            if time.monotonic() >= last:
+                # Not UNAVAILABLE: clients would try again and lose the next targets.
+                raise TandemError(
+                    f"{trouble.deaths} targets were lost over the same tokens of this request, so it is not tried on "
+                    f"another; {trouble.sentence}"
+                )
+            await asyncio.sleep(0.05)
+        seconds = min(0.125 * 2 ** (len(trouble.losses) - MAX_LOSSES), _MAX_RETRY_SECONDS)
+        await asyncio.sleep(self._deadline.at_most(seconds))
 
     def _has_moved(self, trouble: _Trouble) -> None:
         """The target has answered: nothing holds the sequence back where it was."""

@@ -164,8 +164,8 @@ MAX_ROWS = max(MAX_SPECULATIVE_TOKENS, MAX_CONFIGURED_TOKENS) + 1
 """Maximum rows of one answer, for the limit on a message's size: one for each token of the longest proposal that
 configuration and requests may ask for, and one after it."""
 
-# A replica of another release may serve the same model, only some targets may host a draft, each measures its steps, and
-# each process has its own id. Of their sampling defaults only what is in force matters.
+# A replica of another release may serve the same model, only some targets may host a draft, each measures its steps
+# and has an id of its own. Of their sampling defaults only what is in force matters.
 _MAY_DIFFER = frozenset(
     {"service_version", "drafting_method", "step_profile", "sampling_defaults", "instance_id"}
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
@@ -84,6 +85,8 @@ class Member(Generic[ClientT]):
         self._must_answer_probe = False
         self._last_fault: str | None = None
         """The words of the last error in following it that nobody has foreseen."""
+        self._alive_at = -math.inf
+        """When the process that `model` describes last answered for itself."""
         self._channel: grpc.aio.Channel | None = None
         self._opened_with: object = None
         """Message limit and credentials of the channel."""
@@ -148,6 +151,11 @@ class Member(Generic[ClientT]):
         await asyncio.gather(self._task, return_exceptions=True)
         if self._channel is not None:
             await self._channel.close()
+
+    def has_answered(self, instance_id: str, since: float) -> bool:
+        """True if this process has answered for itself since a moment of the monotonic clock: it has not died."""
+        is_same = self.model is not None and self.model.instance_id == instance_id != ""
+        return is_same and self._alive_at > since
 
     def suspect(self, reason: str) -> None:
         """A stream broke: send nothing new there until it has answered for itself."""
@@ -241,6 +249,7 @@ class Member(Generic[ClientT]):
         for _ in range(5):
             await self._serves(_PING_SECONDS)
         self._suspected.clear()
+        self._alive_at = time.monotonic()
         self._become(ReplicaState.READY, "")
         return True
 
@@ -272,6 +281,7 @@ class Member(Generic[ClientT]):
         while True:
             await asyncio.sleep(_PING_SECONDS)
             await self._serves(UNANSWERED_SECONDS)
+            self._alive_at = time.monotonic()
             if self._pool.role is Role.DRAFT and self.open_sequences == 0:
                 # With its answers a draft says how busy it is; one that nobody here asks must be asked for that.
                 async with asyncio.timeout(UNANSWERED_SECONDS):

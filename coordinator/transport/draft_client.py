@@ -334,6 +334,11 @@ class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
         """Seconds by which an answer is late; 0 when none is."""
         return 0.0 if self._late_since is None else time.monotonic() - self._late_since
 
+    @property
+    def held(self) -> int:
+        """How many tokens the draft has, or is to read."""
+        return self._remote.length
+
     def unread(self, completion: Tokens) -> int:
         """How many of the completion's tokens the draft does not have; 0 while a step's answer is outstanding."""
         return 0 if self._is_asked else completion.length - self._remote.length

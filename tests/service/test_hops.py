@@ -47,11 +47,18 @@ class FaultProxy:
     """From the target to its callers, over all connections."""
     resets: int = 0
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _near: set[asyncio.StreamWriter] = field(default_factory=set)
+    """To the callers of the connections that are open."""
 
     def accept(self, listener: socket.socket) -> None:
         task = asyncio.create_task(self._serve(listener.accept()[0]))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def reset(self) -> None:
+        """Break all connections."""
+        for each in self._near:
+            _reset(each)
 
     async def close(self) -> None:
         await asyncio.sleep(0)  # a task that is cancelled before it begins would leave its socket open
@@ -70,9 +77,11 @@ class FaultProxy:
             asyncio.create_task(self._pass_on(reader, there_writer)),
             asyncio.create_task(self._pass_on(there_reader, writer, is_back=True)),
         ]
+        self._near.add(writer)
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            self._near.discard(writer)
             await _cancel(*ways)
             for each in (there_writer, writer):
                 each.transport.abort()

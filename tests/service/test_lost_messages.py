@@ -20,8 +20,9 @@ from tandem.v1 import draft_pb2, target_pb2
 from tandem.wire import target as wire
 from tests.service.clients import complete, until
 from tests.service.engines import Faults, services
-from tests.service.fakes import HANG_SECONDS, coordinated
+from tests.service.fakes import HANG_SECONDS, coordinated, paced, served
 from tests.service.message_proxy import MessageProxy, message_proxy, once
+from tests.service.test_ahead_fakes import AheadDraft
 
 logger = logging.getLogger(__name__)
 """Logs the longest pauses for docs/measurements.md; `make soak` shows them."""
@@ -30,6 +31,8 @@ PAUSE_SECONDS = 5.0
 """A stream pauses for no longer than this, whichever message is lost."""
 TOKENS = 48
 GREEDY = GenerationRequest("def f(", max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+COUNTING = GenerationRequest((10,), max_tokens=TOKENS, temperature=0.0)
+"""To the fakes, which count."""
 REQUESTS = [
     GREEDY,
     replace(GREEDY, temperature=1.0, seed=5, rejection_sampling_strategy="strict"),
@@ -246,3 +249,38 @@ async def test_a_lost_message_pauses_no_stream_for_long(
 )
 async def test_nor_where_there_is_no_other_target(name: str, model: LoadedModel) -> None:
     assert await strike_often(name, 2, model, None, targets=1) < PAUSE_SECONDS
+
+
+DRAFT_STRIKES: dict[str, Callable[[MessageProxy], None]] = {
+    "a proposal": losing(is_proposal),
+    "what opens its sequence": losing(opens_draft, is_request=True),
+    "outcomes": losing(is_outcome),
+}
+
+
+@pytest.mark.parametrize("name", DRAFT_STRIKES)
+async def test_a_draft_whose_message_is_lost_drafts_again(name: str) -> None:
+    """Without another draft, for the same request; no round waits longer than for a draft that hangs."""
+    slow, draft = paced(0.08), AheadDraft()
+    ahead = 4 if name == "outcomes" else "off"
+    options: dict[str, Any] = {
+        "draft_patience_seconds": 0.25,
+        "num_speculative_tokens": 1,
+        "draft_ahead": ahead,
+    }
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        target, drafting = await enter(served(slow, draft))
+        proxy = await enter(message_proxy(drafting.address))
+        client, _ = await enter(coordinated(target.address, proxy.address, **options))
+        if name != "what opens its sequence":
+            await complete(client, COUNTING)
+        DRAFT_STRIKES[name](proxy)
+        longest, last, chunks = 0.0, time.monotonic(), []
+        async for chunk in client.generate(COUNTING):
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+            chunks.append(chunk)
+    assert proxy.lost == 1
+    assert [token_id for chunk in chunks for token_id in chunk.token_ids] == [*range(11, 11 + TOKENS)]
+    assert longest < PAUSE_SECONDS / 2
+    assert any(any(chunk.drafted) for chunk in chunks[-3:])

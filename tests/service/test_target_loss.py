@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 import grpc
@@ -13,12 +13,20 @@ import pytest
 from coordinator.failover.verifier import MAX_LOSSES
 from tandem.client import Client, Completed
 from tandem.engine.models.loading import LoadedModel
-from tandem.errors import CapacityError, InvalidRequestError, ServiceUnavailableError, TandemError
+from tandem.errors import (
+    CapacityError,
+    InvalidRequestError,
+    ServiceUnavailableError,
+    TandemError,
+    status_code,
+)
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
+from tandem.serving.streams import SequenceStreams
 from tandem.types import GenerationRequest, Verification, VerifyStep
 from tests.service.clients import complete, until
 from tests.service.engines import Faults, MakePair, target
-from tests.service.fakes import NOT_SERVING, FakeTarget, Fleet, coordinated, fleet, refusal
+from tests.service.fakes import NOT_SERVING, FakeTarget, Fleet, Served, coordinated, fleet, refusal, served
+from tests.service.test_hops import fault_proxy
 
 GREEDY = GenerationRequest(
     "def f(", max_tokens=24, temperature=0.0, num_speculative_tokens=3, ignore_eos=True
@@ -168,16 +176,77 @@ class Breaking(FakeTarget):
 
 
 async def test_a_broken_stream_moves_no_other_sequence() -> None:
+    """The targets live: the request is tried again, now and then, for as long as it may wait for one."""
     targets = (Breaking(), Breaking())
-    async with fleet(*targets) as (client, *_):
+    async with fleet(*targets, target_wait_seconds=0.5) as (client, *_):
         task = asyncio.create_task(complete(client, request(10)))
         await until(lambda: any(each.running for each in targets))
-        for _ in range(3):
-            with pytest.raises(TandemError, match=f"{MAX_LOSSES} targets were lost"):
-                await complete(client, request(BREAKING))
-        assert not task.done()
+        with pytest.raises(ServiceUnavailableError, match=r"none went on within 0\.5 s"):
+            await complete(client, request(BREAKING))
         assert (await task).token_ids == EXPECTED
-    assert sum(each.opened for each in targets) == 1 + 3 * MAX_LOSSES
+    assert MAX_LOSSES < sum(each.opened for each in targets) - 1 < 10
+
+
+class Dying(FakeTarget):
+    """A target whose process dies of a certain prompt, and may be started again."""
+
+    step_seconds = STEP_SECONDS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.service: Served | None = None
+        self.deaths = 0
+        self.is_restarted = False
+
+    async def verified(self, tokens: Sequence[int], step: VerifyStep) -> Verification:
+        if step.delta.base_length == 0 and tokens[0] == BREAKING:
+            self.deaths += 1
+            dying = asyncio.create_task(self._die())
+            await asyncio.shield(dying)
+        return await super().verified(tokens, step)
+
+    async def _die(self) -> None:
+        assert self.service is not None
+        await self.service.stop()
+        if self.is_restarted:
+            self.streams = SequenceStreams()
+            await self.service.start()
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+async def test_a_request_that_kills_targets_ends_before_the_next(
+    is_restarted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many there are, or however quickly they are there again: as other processes."""
+    monkeypatch.setattr("coordinator.failover.verifier.UNANSWERED_SECONDS", 1.0)
+    targets = [Dying() for _ in range(1 if is_restarted else MAX_LOSSES + 1)]
+    async with fleet(*targets) as (client, services, _):
+        for each, service in zip(targets, services, strict=True):
+            each.service, each.is_restarted = service, is_restarted
+        with pytest.raises(TandemError, match=f"{MAX_LOSSES} targets were lost") as raised:
+            await complete(client, request(BREAKING))
+        assert status_code(raised.value) is grpc.StatusCode.INTERNAL, "clients do not try it again"
+        assert sum(each.deaths for each in targets) == MAX_LOSSES
+        assert (await complete(client, request(10))).token_ids == EXPECTED
+
+
+async def test_a_link_that_breaks_again_and_again_ends_no_stream() -> None:
+    """The processes live, so the request is not what breaks it."""
+    targets = [FakeTarget(), FakeTarget()]
+    for each in targets:
+        each.step_seconds = STEP_SECONDS
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        services = await enter(served(*targets))
+        links = [await enter(fault_proxy(each.address)) for each in services]
+        client, _ = await enter(coordinated(",".join(each.address for each in links)))
+        tasks = [asyncio.create_task(complete(client, request(10))) for _ in range(16)]
+        await until(lambda: all(each.running for each in targets))
+        for _ in range(12):
+            for link in links:
+                link.reset()
+            await asyncio.sleep(0.25)
+        assert {each.token_ids for each in await asyncio.gather(*tasks)} == {EXPECTED}
 
 
 async def test_a_full_target_takes_over_no_sequence(monkeypatch: pytest.MonkeyPatch) -> None:

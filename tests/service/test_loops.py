@@ -114,7 +114,7 @@ LOOPS: dict[str, tuple[Callable[[ReplicaRegistry, Throw], None], str]] = {
     "a replica is pinged": (in_following(Member, "_ping"), "replica cannot be followed"),
     "names are resolved": (in_refreshing, "addresses cannot be followed"),
     "hangs are looked for": (
-        lambda _, throw: throw(ReplicaRegistry, "_give_up_overdue"),
+        lambda _, throw: throw(ReplicaRegistry, "_look_after_steps"),
         "hangs cannot be looked for",
     ),
 }

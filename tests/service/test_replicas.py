@@ -219,7 +219,8 @@ async def test_a_draft_that_returns_with_another_method_is_judged_as_new() -> No
         draft.model_info = replace(draft.model_info, vocabulary_size=0, architecture="ngram", max_length=0)
         await served_draft.start()
         await becomes(replicas, served_draft.address, ReplicaState.READY)
-        assert replicas.fleet.draft == draft.model_info
+        named = replace(draft.model_info, instance_id=draft.streams.instance_id)
+        assert replicas.fleet.draft == named
 
 
 async def test_the_least_busy_replica_is_chosen_and_among_equals_the_fastest() -> None:

@@ -184,7 +184,7 @@ async def test_a_broken_stream_moves_no_other_sequence() -> None:
         with pytest.raises(ServiceUnavailableError, match=r"none went on within 0\.5 s"):
             await complete(client, request(BREAKING))
         assert (await task).token_ids == EXPECTED
-    assert MAX_LOSSES < sum(each.opened for each in targets) - 1 < 10
+    assert MAX_LOSSES < sum(each.opened for each in targets) - 1 < 60, "the client tries again too"
 
 
 class Dying(FakeTarget):
@@ -239,7 +239,9 @@ async def test_a_link_that_breaks_again_and_again_ends_no_stream() -> None:
         enter = stack.enter_async_context
         services = await enter(served(*targets))
         links = [await enter(fault_proxy(each.address)) for each in services]
-        client, _ = await enter(coordinated(",".join(each.address for each in links)))
+        client, service = await enter(coordinated(",".join(each.address for each in links)))
+        shots = service.replicas.snapshots
+        await until(lambda: all(each.state is ReplicaState.READY for each in shots()))
         tasks = [asyncio.create_task(complete(client, request(10))) for _ in range(16)]
         await until(lambda: all(each.running for each in targets))
         for _ in range(12):

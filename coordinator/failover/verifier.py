@@ -200,7 +200,7 @@ class FailoverVerifier:
         else:
             self._count_loss(error, place, trouble)
             if len(trouble.losses) >= MAX_LOSSES:
-                await self._doubt(trouble)
+                await self._weigh_deaths(trouble)
 
     async def _wait_for_room(self, error: CapacityError, place: _Place, trouble: _Trouble) -> None:
         """Handle a full target. A sequence that lost its target waits for room; a new request is refused."""
@@ -250,7 +250,7 @@ class FailoverVerifier:
                 f"no target service could go on with the request {self._options.request_id}; {trouble.sentence}"
             ) from error
 
-    async def _doubt(self, trouble: _Trouble) -> None:
+    async def _weigh_deaths(self, trouble: _Trouble) -> None:
         """Handle a request in one round of which many targets were lost: it ends if they have died, and waits a little
         if they live, behind a link that breaks again and again."""
         last = time.monotonic() + self._deadline.at_most(UNANSWERED_SECONDS)

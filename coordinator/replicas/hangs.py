@@ -16,15 +16,14 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from coordinator.transport.target_client import ASK_AGAIN_SECONDS
 from tandem.errors import ServiceUnavailableError
 from tandem.types import Pending
 
 AnswerT = TypeVar("AnswerT")
 
-ASK_AGAIN_SECONDS = 2.0
-"""A message in time is never asked for twice where steps are short, and a pause of a stream stays below 5 s."""
 SILENT_SECONDS = 0.5
-"""A target that says nothing of a step that was asked again, but answers something else so much later, does not know
+"""A target that says nothing of a step that was asked again, but answers what it was asked so much later, does not know
 the step. Messages of a connection arrive in order; a busy event loop may read those of two streams in another."""
 MIN_SECONDS = 10.0
 """Shorter silences are pauses of a busy machine. To move a sequence, the next target has to read all of its tokens."""
@@ -140,7 +139,8 @@ class UnansweredSteps:
         self._clock = clock
         self._steps: set[Step] = set()
         self._answered_at = clock()
-        self._heard_at = self._answered_at
+        self._answered_asked_at = self._answered_at
+        """When the latest question was asked that the target has answered."""
 
     async def wait(
         self,
@@ -173,9 +173,9 @@ class UnansweredSteps:
         self._steps.add(step)
         return step
 
-    def heard(self) -> None:
-        """The target has answered something, a health check for instance."""
-        self._heard_at = self._clock()
+    def heard(self, asked_at: float) -> None:
+        """The target has answered something that it was asked then, a health check for instance."""
+        self._answered_asked_at = max(self._answered_asked_at, asked_at)
 
     def ask_again(self) -> None:
         """Ask again for the answers that have taken long, each now and then."""
@@ -193,14 +193,16 @@ class UnansweredSteps:
         was_lost = seconds > ASK_AGAIN_SECONDS and not step.was_pending
         if not (was_lost or step.is_waiting):
             self._times.add(step.token_count, seconds, now)
-        self._answered_at = self._heard_at = now
+        self._answered_at = now
+        self.heard(step.asked_at)
 
     def lost(self) -> Collection[Step]:
         """The verifications that the target does not know, though it answers other things."""
         return [
             step
             for step in self._steps
-            if step.asked_again_at is not None and self._heard_at - step.asked_again_at > SILENT_SECONDS
+            if step.asked_again_at is not None
+            and self._answered_asked_at - step.asked_again_at > SILENT_SECONDS
         ]
 
     def overdue(self, more_seconds: float = 0.0) -> Collection[Step]:

@@ -223,12 +223,13 @@ class Member(Generic[ClientT]):
         )
         if not wait_for_ready:
             self.round_trip.add(time.monotonic() - began)
-        self.unanswered.heard()
+        self.unanswered.heard(began)
         return bool(answer.status == _SERVING)
 
     async def _meet(self) -> bool:
         """Ask for its model. True if the model fits."""
-        self.model = await self.client.model_info()
+        async with asyncio.timeout(UNANSWERED_SECONDS):
+            self.model = await self.client.model_info()
         if not (reason := self._pool.judge(self.model)):
             await self._connect()
             try:

@@ -121,6 +121,9 @@ def _wrong_logits(row: DenseRow, vocabulary_size: int) -> str:
 _Request = TargetOptions | VerifyStep | DraftedOutcomes
 _Answer = wire.Answer | Pending
 
+ASK_AGAIN_SECONDS = 2.0
+"""An answer is asked for again after so long: where steps are short, none that is in time, and a stream pauses for less
+than 5 s."""
 _GREEDY = SamplingParams(temperature=0.0)
 PROBE = "probe"
 """Request id of a probe."""
@@ -188,15 +191,19 @@ class TargetClient:
         """Ask it to verify one token."""
         options = TargetOptions(PROBE, _GREEDY, max_length=2, prompt_length=1)
         sequence = TargetSequence(self, options, _NO_REQUEST, NO_OBSERVER)
+        answering = asyncio.ensure_future(sequence.verify((0,), Proposal(1)))
         try:
             async with asyncio.timeout(_PROBE_SECONDS):
-                await sequence.verify((0,), Proposal(1))
+                while not (await asyncio.wait({answering}, timeout=ASK_AGAIN_SECONDS))[0]:
+                    sequence.ask_again()
+                await answering
                 await sequence.finish()
         except TimeoutError:
             raise ServiceUnavailableError(
                 f"target service: it did not answer a probe within {_PROBE_SECONDS:g} s"
             ) from None
         finally:
+            answering.cancel()
             sequence.cancel()
 
 

@@ -9,7 +9,6 @@ from itertools import pairwise
 import pytest
 
 from coordinator.replicas.hangs import (
-    ASK_AGAIN_SECONDS,
     MARGIN,
     MIN_SECONDS,
     SILENT_SECONDS,
@@ -19,6 +18,7 @@ from coordinator.replicas.hangs import (
     UnansweredSteps,
     VerificationTimes,
 )
+from coordinator.transport.target_client import ASK_AGAIN_SECONDS
 from tandem.errors import ServiceUnavailableError
 from tandem.types import Pending
 from tests.unit.coordinator.stats.test_speculation import Clock
@@ -124,7 +124,7 @@ def test_an_answer_is_asked_for_again_now_and_then(clock: Clock, steps: Unanswer
     asked = []
     for i in range(400):
         clock.now += 0.1
-        steps.heard()
+        steps.heard(clock.now)
         steps.ask_again()
         sequence.pending = Pending(1, is_waiting=False)
         if sequence.asked > len(asked):
@@ -141,8 +141,9 @@ def test_a_target_that_says_nothing_of_a_step_has_lost_it(clock: Clock, steps: U
     clock.now += ASK_AGAIN_SECONDS
     steps.ask_again()
     clock.now += SILENT_SECONDS + 0.1
+    steps.heard(clock.now - SILENT_SECONDS)
     assert not steps.lost(), "it may be the connection, or the whole target"
-    steps.heard()
+    steps.heard(clock.now)
     assert list(steps.lost()) == [step]
     sequence.pending = Pending(1, is_waiting=False)
     steps.ask_again()
@@ -156,12 +157,12 @@ def test_a_question_that_is_not_written_yet_is_not_lost(clock: Clock, steps: Una
     for _ in range(5):
         steps.ask_again()
         clock.now += SILENT_SECONDS
-        steps.heard()
+        steps.heard(clock.now)
         assert not steps.lost()
     steps.ask_again()
     sequence.unwritten = 0
     clock.now += SILENT_SECONDS + 0.1
-    steps.heard()
+    steps.heard(clock.now)
     assert list(steps.lost()) == [step]
 
 

@@ -149,7 +149,7 @@ _NO_REQUEST = RowChoice(resolve(SpeculativeConfig(), _GREEDY), RowKind.TOKEN, 1 
 """A probe's: any token will do."""
 
 
-def _read(content: bytes) -> Iterator[tuple[int, wire.Answer | Ending]]:
+def _read(content: bytes) -> Iterator[tuple[int, _Answer | Ending]]:
     check_fields(content)
     return wire.answers_from_proto(target_pb2.VerifyResponse.FromString(content))
 

@@ -29,7 +29,7 @@ from tandem.engine.interface import EngineSettings
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.grammar import Grammars
 from tandem.types import Verification, VerifyStep
-from target_service.servicer import TargetServicer, VerifiedFor
+from target_service.servicer import Said, TargetServicer, VerifiedFor
 from target_service.verifier import Verifier
 from tests.end_to_end.models import random_model, save_model
 from tests.paths import DEMO_TARGET, DEVICE
@@ -103,7 +103,8 @@ class FaultyTarget(TargetServicer):
             if faults.steps in faults.before:
                 raise refusal(faults.code, "gone")
 
-        def on_answer(answer: Verification) -> Verification:
+        def on_answer(answer: Said) -> Said:
+            assert isinstance(answer, Verification), "what is pending is said by the stream"
             faults.answers += 1
             if faults.steps in faults.leaving:
                 raise LeaveError

@@ -106,10 +106,10 @@ class Echo(FakeTarget):
             yield response
 
 
-class Asker(StreamedSequence[Any, wire.Answer]):
+class Asker(StreamedSequence[Any, Any]):
     """The coordinator's end of a sequence."""
 
-    def __init__(self, streams: Streams[Any, wire.Answer]) -> None:
+    def __init__(self, streams: Streams[Any, Any]) -> None:
         super().__init__(streams, StreamObserver())
         self._answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._is_open = False
@@ -137,7 +137,7 @@ class Asker(StreamedSequence[Any, wire.Answer]):
 @dataclass(frozen=True)
 class Ends:
     service: Echo
-    streams: Streams[Any, wire.Answer]
+    streams: Streams[Any, Any]
     stub: target_pb2_grpc.TargetServiceStub
     server: grpc.aio.Server
     address: str
@@ -154,7 +154,7 @@ async def ends() -> AsyncIterator[Ends]:
         serving(service) as (address, server),
         open_channel(address) as channel,
     ):
-        streams: Streams[Any, wire.Answer] = Streams(
+        streams: Streams[Any, Any] = Streams(
             service="target service",
             call=channel.stream_stream("/tandem.v1.TargetService/Verify"),
             write=wire.requests_to_proto,

@@ -121,7 +121,7 @@ def test_a_step_that_waits_for_room_may_wait_as_long_as_others_are_answered(
 def test_an_answer_is_asked_for_again_now_and_then(clock: Clock, steps: UnansweredSteps) -> None:
     sequence = FakeSequence()
     steps.begin(sequence, 5, is_first=True)
-    asked = []
+    asked: list[float] = []
     for i in range(400):
         clock.now += 0.1
         steps.heard(clock.now)

@@ -141,7 +141,7 @@ COLUMNS: dict[str, Message] = {
         ]
     ),
     "steps of a target": target_pb2.VerifyRequest(
-        steps=target_pb2.VerifySteps(records=bytes(36 * (columns.MAX_PARTS + 1)))
+        steps=target_pb2.VerifySteps(records=bytes(40 * (columns.MAX_PARTS + 1)))
     ),
     "steps of a draft": draft_pb2.ProposeRequest(
         steps=draft_pb2.ProposeSteps(records=bytes(28 * (columns.MAX_PARTS + 1)))

@@ -11,11 +11,7 @@
 #
 # Every version is fixed: the base image by its tag, the packages by constraints.txt.
 
-FROM python:3.12.13-slim-bookworm AS python
-ENV PATH=/opt/tandem/bin:$PATH
-
-
-FROM python AS build
+FROM python:3.12.13-slim-bookworm AS build
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_ROOT_USER_ACTION=ignore
 WORKDIR /source
@@ -63,9 +59,15 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     && python -m pip --python /opt/tandem/bin/python install -c constraints.txt -r requirements.txt
 
 
-# What every image is made on: no compiler, no pip, a user without a name or a home.
-FROM python AS runtime
-ENV HOME=/tmp \
+# What every image is made on: no compiler, no pip, a user without a name or a home. This user may write no bytecode, and
+# the base image has none of the standard library: without it each health check compiles what it imports.
+FROM python:3.12.13-slim-bookworm AS runtime
+RUN python -m pip --no-cache-dir uninstall --quiet --yes --root-user-action ignore pip \
+    && python -c "import ensurepip, os, shutil; shutil.rmtree(os.path.dirname(ensurepip.__file__))" \
+    && python -m compileall -q -j 0 "$(python -c 'import os; print(os.path.dirname(os.__file__))')"
+# Behind that line, which needs the base image's own Python.
+ENV PATH=/opt/tandem/bin:$PATH \
+    HOME=/tmp \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1
 WORKDIR /opt/tandem/lib/python3.12/site-packages

@@ -11,7 +11,8 @@ import trustme
 from tests.certificates import issued
 from tests.deploy.compose import services
 from tests.deploy.containers import TEST_OPTIONS, Cluster, why_not
-from tests.deploy.images import Image, build_code, image
+from tests.deploy.images import Image, image
+from tests.deploy.stages import Builder
 from tests.paths import ROOT
 
 OVERLAY = ROOT / "deploy" / "compose.tls.yml"
@@ -19,9 +20,15 @@ CLIENT_TOKEN = "a-token-for-the-test-alone"
 
 
 @pytest.fixture(scope="session")
-def images(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Image]:
+def builder(engine: None, tmp_path_factory: pytest.TempPathFactory) -> Builder:
+    """Builds stages of the Dockerfile, each once for all tests."""
+    return Builder(tmp_path_factory.mktemp("stages"))
+
+
+@pytest.fixture(scope="session")
+def images(builder: Builder) -> dict[str, Image]:
     """The three images, and the one of the demo pair."""
-    code = build_code(tmp_path_factory.mktemp("images"))
+    code = builder.build("code").root / "code"
     return {name: image(name, code) for name in ("coordinator", "draft", "target", "demo-models")}
 
 

@@ -5,15 +5,10 @@ No engine is needed, and nothing is downloaded: the packages are those of the en
 
 from __future__ import annotations
 
-import compileall
 import json
-import os
 import re
 import shlex
-import shutil
-import subprocess
 import sys
-import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,7 +18,6 @@ from pathlib import Path, PurePosixPath
 from packaging.requirements import Requirement
 
 from deploy.requirements import requirements
-from tests import bundled_kernels
 from tests.paths import ROOT
 
 VENV = "/opt/tandem"
@@ -68,40 +62,6 @@ def ignored(path: PurePosixPath, patterns: Iterable[str]) -> bool:
         if matches:
             verdict = not keep
     return verdict
-
-
-def build_code(folder: Path) -> Path:
-    """Run the stage `code`: the wheel from what the Dockerfile copies, unpacked, and its command."""
-    source, code = folder / "source", folder / "code"
-    source.mkdir()
-    lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
-    patterns = [line for line in lines if line and not line.startswith("#")]
-
-    def excluded(at: str, names: list[str]) -> list[str]:
-        return [name for name in names if ignored(PurePosixPath(at, name).relative_to(ROOT), patterns)]
-
-    for copy in Dockerfile(ROOT / "Dockerfile").copies("code"):
-        if copy.stage is not None:  # the environment that pip installs for
-            continue
-        for name in copy.sources:
-            assert not ignored(PurePosixPath(name), patterns), f"{name} does not reach the builder"
-            origin = ROOT / name
-            place = source / (origin.name if copy.destination in ("./", ".") else copy.destination)
-            if origin.is_dir():
-                shutil.copytree(origin, place, ignore=excluded)
-            else:
-                shutil.copyfile(origin, place)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    environment = os.environ | bundled_kernels.ENVIRONMENT
-    subprocess.run([*command, "--wheel-dir", str(folder), "."], cwd=source, env=environment, check=True)
-    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
-        wheel.extractall(code)
-    compileall.compile_dir(code / "tandem", quiet=1)  # as pip does
-    (code / "bin").mkdir()
-    script = f"#!{VENV}/bin/python\nfrom tandem.__main__ import main\nmain()\n"
-    (code / "bin" / "tandem").write_text(script, encoding="utf-8")
-    (code / "bin" / "tandem").chmod(0o755)
-    return code
 
 
 def image(name: str, code: Path) -> Image:
@@ -238,10 +198,14 @@ class Dockerfile:
 
     def copies(self, name: str) -> list[Copy]:
         """Every COPY on the way to a stage, in order."""
+        return self.copies_of([arguments for stage in self.chain(name) for arguments in stage.all("COPY")])
+
+    @staticmethod
+    def copies_of(lines: Iterable[str]) -> list[Copy]:
+        """What COPY lines say."""
         found = []
-        for stage in self.chain(name):
-            for arguments in stage.all("COPY"):
-                words = arguments.split()
-                origin = words.pop(0).removeprefix("--from=") if words[0].startswith("--from=") else None
-                found.append(Copy(origin, words[:-1], words[-1]))
+        for line in lines:
+            words = line.split()
+            origin = words.pop(0).removeprefix("--from=") if words[0].startswith("--from=") else None
+            found.append(Copy(origin, words[:-1], words[-1]))
         return found

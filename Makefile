@@ -17,7 +17,7 @@ WORKERS ?= 2
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos test test-fast test-gpu test-vllm test-clients soak lint format kubernetes docs docs-site screenshots observe-check demo demo-models exactness bench bench-results bench-gpu clean
+.PHONY: help setup protos test test-fast test-gpu test-vllm test-compose test-clients soak lint format kubernetes docs docs-site screenshots observe-check demo demo-models exactness bench bench-results bench-gpu clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -75,6 +75,10 @@ $(VLLM)/.installed: pyproject.toml
 
 test-vllm: setup $(VLLM)/.installed ## Install vLLM for CPUs and run the tests that need it
 	PYTHONPATH=. $(VLLM)/bin/python -m pytest -v -rs -W default -m 'not soak' tests/vllm $(ARGS)
+
+# Needs a running Docker with Compose; what is missing is said. The first build fetches gigabytes.
+test-compose: setup ## Build the images and run the cluster of docker-compose.yml
+	$(BIN)/python -m pytest -v -rs -s -m soak tests/deploy/test_compose.py $(ARGS)
 
 # Libraries of others, in an environment of their own: they pin other versions than we do.
 CLIENTS := .clients

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -49,5 +50,7 @@ def check_size(path: Path, max_bytes: int) -> None:
 
 
 def unreadable(path: Path, error: OSError) -> ModelFolderError:
-    """The refusal of a file that the system does not let us read."""
-    return refusal(path, f"cannot be read: {(error.strerror or str(error)).lower()}")
+    """The refusal of the file that the system names, or of this path where the error names none."""
+    reason = error.strerror.lower() if error.strerror else str(error)
+    is_named = error.filename is not None and error.errno != errno.ENAMETOOLONG
+    return refusal(error.filename if is_named else path, f"cannot be read: {reason}")

@@ -38,13 +38,22 @@ def find_model(reference: str | Path, revision: str | None = None) -> Path:
     unchanged, so that opening it raises a better error.
     """
     path = Path(reference)
-    if not path.exists() and str(reference) != SMOLLM2 and hub.is_model_id(reference):
+    is_there = _is_there(path)
+    if not is_there and str(reference) != SMOLLM2 and hub.is_model_id(reference):
         return hub.fetch(str(reference), revision)
     if revision is not None:
         raise ModelFolderError(
             f"revision is {revision}, but the model {reference} is no Hugging Face id; leave out revision"
         )
-    return _smollm2() if str(reference) == SMOLLM2 and not path.exists() else path
+    return _smollm2() if str(reference) == SMOLLM2 and not is_there else path
+
+
+def _is_there(path: Path) -> bool:
+    """True if something has this path, and if nobody may look: opening it then raises the better error."""
+    try:
+        return path.exists()
+    except OSError:
+        return True
 
 
 def checked_folder(settings: ModelServerSettings, reference: str | Path) -> Path:
@@ -143,3 +152,6 @@ def convert(source: Path, folder: Path) -> None:
             [pre_tokenizers.Digits(individual_digits=True), tokenizer.backend_tokenizer.pre_tokenizer]
         )
         tokenizer.save_pretrained(folder)
+    # The user of a container is another one, and safetensors lets nobody else read what it writes.
+    for file in folder.iterdir():
+        file.chmod(0o644)

@@ -53,6 +53,11 @@ def _override(loader: yaml.SafeLoader, node: yaml.SequenceNode) -> Override:
 _Loader.add_constructor("!override", _override)
 
 
+def read(path: Path) -> Any:
+    """The content of a compose file."""
+    return yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a safe loader
+
+
 def laid_over(base: Any, overlay: Any) -> Any:
     """Apply a further compose file to a value: mappings are merged, lists joined, the rest replaced."""
     if isinstance(overlay, Override):
@@ -71,8 +76,7 @@ def services(
     """The services that these profiles start, by name. Dependencies on others are left out, as compose does."""
     config: dict[str, Any] = {}
     for path in (COMPOSE_FILE, *overlays):
-        read = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a safe loader
-        config = laid_over(config, interpolated(read, variables or {}))
+        config = laid_over(config, interpolated(read(path), variables or {}))
     chosen: dict[str, dict[str, Any]] = {
         name: service
         for name, service in config["services"].items()

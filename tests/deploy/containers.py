@@ -144,8 +144,11 @@ def _mounts(root: Path, name: str, service: Mapping[str, Any], image: Image, net
     binds = {str(path): (place, "ro") for place, path in image.files.items()}
     for volume in service.get("volumes", []):
         source, place, mode = volume.split(":")
-        assert mode in ("ro", "rw"), f"{name} may write to {source}"
-        binds[str((ROOT / source).resolve())] = (place, mode)
+        if source.startswith((".", "/")):
+            assert mode == "ro", f"{name} may write to {source}"
+            binds[str((ROOT / source).resolve())] = (place, mode)
+        else:
+            binds[str(_named_volume(root.parent / source))] = (place, mode)
     for place in _SYSTEM:
         if Path(place).is_symlink():
             (root / place[1:]).symlink_to(os.readlink(place))
@@ -166,6 +169,14 @@ def _mounts(root: Path, name: str, service: Mapping[str, Any], image: Image, net
         at = root / place[1:]
         at.mkdir(parents=True, exist_ok=True)
         yield f"tmpfs {at} tmpfs nosuid,nodev,{options} 0 0\n"
+
+
+def _named_volume(folder: Path) -> Path:
+    """The folder of a volume that containers share, which their user owns."""
+    if not folder.exists():
+        folder.mkdir(mode=0o700)
+        os.chown(folder, 10001, 10001)
+    return folder
 
 
 def _environment(service: Mapping[str, Any], image: Image) -> dict[str, str]:

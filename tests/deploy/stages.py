@@ -1,9 +1,9 @@
 """Stages of the Dockerfile, built without a container engine: Linux and root are enough.
 
 Every RUN line runs as it is written, in the root of its own stage and with that stage's environment, folder and user.
-The base images are stand-ins: the Python that runs the tests under /usr/local, beside this machine's compiler and shell.
-Nothing is downloaded: a folder takes the place of the package index. It has real wheels of what builds our own, and of
-everything else wheels that hold its name, version and requirements, which is what pip chooses by.
+The base images are stand-ins: the Python that runs the tests under /usr/local, beside this machine's compiler and
+shell. Nothing is downloaded: a folder takes the place of the package index. It has real wheels of what builds our own,
+and of everything else wheels that hold its name, version and requirements, which is what pip chooses by.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import tomllib
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import distribution
 from pathlib import Path, PurePosixPath
@@ -69,7 +69,7 @@ class Stage:
     """A stage up to some line: what its next RUN line finds."""
 
     root: Path
-    environment: Mapping[str, str]
+    environment: dict[str, str]
     workdir: str = "/"
     user: str = "0:0"
 
@@ -88,21 +88,26 @@ class Stage:
 
 
 class Builder:
-    """Builds stages of a Dockerfile, each once, in a folder."""
+    """Builds stages of a Dockerfile, each once, in a folder; another builder may have made the base images."""
 
     def __init__(
-        self, folder: Path, dockerfile: Dockerfile | None = None, arguments: Mapping[str, str] | None = None
+        self,
+        folder: Path,
+        dockerfile: Dockerfile | None = None,
+        arguments: Mapping[str, str] | None = None,
+        bases: Path | None = None,
     ) -> None:
         self._folder = folder
+        self.bases = bases or folder / "bases"
         self._dockerfile = dockerfile or Dockerfile(ROOT / "Dockerfile")
         self._arguments = arguments or {}
         self._built: dict[str, Stage] = {}
-        self._packages = folder / "packages"
+        self._packages = self.bases / "packages"
         lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
         self._ignored = [line for line in lines if line and not line.startswith("#")]
 
     def build(self, name: str) -> Stage:
-        """Build the stage of this name, and those that it is made from; a BuildError has the output of a failed line."""
+        """Build the stage of this name, and those that it needs; a BuildError has the output of a failed line."""
         if name not in self._built:
             stage = self._dockerfile.stages[name]
             root = self._folder / name
@@ -138,7 +143,7 @@ class Builder:
             case "RUN":
                 # A cache would only make it faster.
                 line = re.sub(r"--mount=\S+\s+", "", words)
-                inside = replace(stage, environment=arguments | dict(stage.environment))
+                inside = replace(stage, environment=arguments | stage.environment)
                 done = inside.run(line, self._packages)
                 if done.returncode != 0:
                     raise BuildError(f"stage {name}: RUN {line}\n{done.stdout}{done.stderr}")
@@ -163,7 +168,7 @@ class Builder:
                 into.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(source, into)
 
-    def _excluded(self, copy: Copy) -> shutil._IgnoreFnType | None:
+    def _excluded(self, copy: Copy) -> Callable[[str, list[str]], list[str]] | None:
         """What .dockerignore keeps from the builder, which has all of another stage."""
         if copy.stage is not None:
             return None
@@ -176,7 +181,7 @@ class Builder:
 
     def _base(self, image: str) -> Stage:
         """The stand-in for a base image."""
-        root = self._folder / f"base-{re.sub(r'[^a-z0-9]+', '-', image)}"
+        root = self.bases / re.sub(r"[^a-z0-9]+", "-", image)
         environment = {"PATH": _PATH, "HOME": "/root"} | bundled_kernels.ENVIRONMENT
         stage = Stage(root, environment)
         if root.exists():
@@ -236,7 +241,7 @@ def _copy_python(local: Path) -> None:
 
 def fill_index(folder: Path) -> None:
     """Make wheels of all that the images install, at the versions of the environment that runs the tests."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     pyproject = ROOT / "pyproject.toml"
     build_lines = tomllib.loads(pyproject.read_text(encoding="utf-8"))["build-system"]["requires"]
     real = closure(build_lines)
@@ -280,4 +285,5 @@ def _write_wheel(folder: Path, stem: str, metadata: Mapping[str, str], files: li
 def installed(stage: Stage) -> Iterator[str]:
     """The names of the packages in the environment of a stage."""
     for path in (stage.root / VENV[1:] / "lib" / PYTHON / "site-packages").glob("*.dist-info"):
-        yield re.sub(r"[-_.]+", "-", path.name.removesuffix(".dist-info").rpartition("-")[0]).lower()
+        (name,) = re.findall(r"^Name: (.*)$", (path / "METADATA").read_text(encoding="utf-8"), re.MULTILINE)
+        yield re.sub(r"[-_.]+", "-", name).lower()

@@ -56,7 +56,7 @@ def test_every_metric_that_a_query_asks_for_is_exported() -> None:
     exported |= {f"tandem_{word}" for word in re.findall(r'"(\w+)"', source)}
     names = re.findall(
         r"\b((?:vllm:|tandem_)\w+?)(?:_bucket|_sum|_count|_total)?\b",
-        " ".join((*queries(), *queries(VLLM_DASHBOARD))),
+        " ".join((*queries(), *queries(VLLM_DASHBOARD), *alerts().values())),
     )
     asked = set(names)
     assert len(asked) > 30
@@ -75,6 +75,16 @@ def test_every_query_is_valid(tmp_path: Path) -> None:
 @needs_promtool
 def test_prometheus_takes_its_configuration() -> None:
     check("config", str(ROOT / "deploy" / "prometheus" / "prometheus.yml"))
+
+
+@needs_promtool
+def test_alerts_fire_when_something_hurts_and_only_then(tmp_path: Path) -> None:
+    series = (ROOT / "tests" / "deploy" / "alerts.yml").read_text(encoding="utf-8")
+    assert all(f"alertname: {name}" in series for name in alerts())
+    path = tmp_path / "alerts.yml"
+    path.write_text(series.replace("[RULES]", f"[{ALERTS}]"), encoding="utf-8")
+    done = run("promtool", "test", "rules", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_grafana_finds_what_the_dashboard_names() -> None:
@@ -96,6 +106,15 @@ def test_grafana_finds_what_the_dashboard_names() -> None:
 
 DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "tandem.json"
 VLLM_DASHBOARD = DASHBOARD.with_name("vllm.json")
+
+
+ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yml"
+
+
+def alerts() -> dict[str, str]:
+    """The expression of each alert."""
+    (group,) = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]
+    return {rule["alert"]: rule["expr"] for rule in group["rules"]}
 
 
 def panels(dashboard: Path = DASHBOARD) -> list[dict[str, Any]]:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
+from coordinator.cli.up import SHARES
 from draft_service.settings import DraftSettings
 from tandem.settings import ModelServerSettings, load_settings
 from tandem.vllm_contract import TESTED_RELEASE
 from target_service.settings import TargetSettings
-from tests.deploy.compose import COMPOSE_FILE, interpolated, services, set_environment
+from tests.deploy.compose import COMPOSE_FILE, interpolated, read, services, set_environment
 from tests.deploy.images import Dockerfile
 from tests.end_to_end.processes import run
 from tests.paths import ROOT
@@ -40,8 +42,10 @@ def test_compose_files_follow_the_schema(tmp_path: Path) -> None:
     """As they are, and with their variables filled in."""
     filled = [tmp_path / path.name for path in COMPOSE_FILES]
     for path, copy in zip(COMPOSE_FILES, filled, strict=True):
-        copy.write_text(yaml.safe_dump(interpolated(yaml.safe_load(path.read_text()), {})))
-    files = map(str, (*COMPOSE_FILES, *filled))
+        copy.write_text(json.dumps(interpolated(read(path), {})))
+    # Of a file with `!override` only the copy: the checker knows no tags.
+    as_written = [path for path in COMPOSE_FILES if "!override" not in path.read_text(encoding="utf-8")]
+    files = map(str, (*as_written, *filled))
     assert_passes("check-jsonschema", "--builtin-schema", "vendor.compose-spec", *files)
 
 
@@ -68,26 +72,77 @@ def test_every_profile_is_complete(profiles: tuple[str, ...]) -> None:
 def test_docker_compose_up_chooses_the_cpu_profile() -> None:
     lines = (ROOT / ".env").read_text(encoding="utf-8").splitlines()
     assert [line for line in lines if line and not line.startswith("#")] == ["COMPOSE_PROFILES=cpu"]
-    assert services("cpu").keys() == {"draft_service", "target_service", "coordinator", "ready"}
+    assert services("cpu").keys() == {"draft_service", "target_service", "coordinator"}
+
+
+def start(service: dict[str, Any], folder: Path, **variables: str) -> str:
+    """Run what a container starts with, in this folder and as far as the service itself. What it printed."""
+    (module,) = re.findall(r"tandem\.(?:coordinator|\w+_service)", str(service["command"]))
+    words = [
+        word.replace(f"exec python -P -m {module}", "env").replace("/run/tandem", str(folder))
+        for word in [*service["entrypoint"], *service["command"]]
+    ]
+    if words[-1] == module:
+        words[-4:] = ["true"]
+    environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"} | variables
+    done = run(*words, environment=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.parametrize("given", ["", "a-token-of-many-characters"], ids=["made", "given"])
 def test_an_admin_token_is_made_where_none_is_given(given: str, tmp_path: Path) -> None:
     service = services("cpu", variables={"ADMIN_TOKEN": given})["coordinator"]
-    shell, option, script = service["entrypoint"]
-    file = tmp_path / "token"
-    environment = {
-        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
-        "ADMIN_TOKEN": service["environment"]["ADMIN_TOKEN"],
-        "TANDEM_COORDINATOR_ADMIN_TOKEN_FILE": str(file),
-    }
-    script = script.replace("exec python -P -m tandem.coordinator", "env")
-    done = run(shell, option, script, environment=environment)
+    file = tmp_path / "admin"
+    printed = start(
+        service,
+        tmp_path,
+        ADMIN_TOKEN=service["environment"]["ADMIN_TOKEN"],
+        TANDEM_COORDINATOR_ADMIN_TOKEN_FILE=str(file),
+    )
     token = file.read_text(encoding="utf-8").strip()
     assert len(token) >= 16
     assert (token == given) == bool(given)
-    assert done.stdout.count(token) == (0 if given else 1), "printed once, and in no variable"
+    assert printed.count(token) == (0 if given else 1), "printed once, and in no variable"
     assert file.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize(
+    "variables", [{}, {"TANDEM_COORDINATOR_TLS_CERT_FILE": "tls.crt"}], ids=["plain", "tls"]
+)
+def test_the_coordinator_says_what_to_open(variables: dict[str, str], tmp_path: Path) -> None:
+    service = services("cpu", variables={"HTTP_PORT": "8001"})["coordinator"]
+    file = tmp_path / "admin"
+    printed = start(service, tmp_path, TANDEM_COORDINATOR_ADMIN_TOKEN_FILE=str(file), **variables)
+    scheme = "https" if variables else "http"
+    assert f"{scheme}://127.0.0.1:8001/v1\n" in printed
+    assert "docker compose exec coordinator tandem generate" in printed
+
+
+def test_the_services_share_one_token(tmp_path: Path) -> None:
+    """Whichever starts first makes it, and those that start at once agree."""
+    names = ["draft_service", "target_service", "draft_service_gpu"] * 4
+    chosen = services("cpu", "gpu")
+    token = tmp_path / "token"
+    for _ in range(3):
+        token.unlink(missing_ok=True)
+        with ThreadPoolExecutor(len(names)) as pool:
+            list(pool.map(lambda name: start(chosen[name], tmp_path), names))
+        made = token.read_text(encoding="utf-8")
+        assert re.fullmatch(r"[0-9a-f]{64}\n", made)
+        assert token.stat().st_mode & 0o077 == 0
+        start(chosen["target_service"], tmp_path)
+        assert token.read_text(encoding="utf-8") == made
+        assert [path.name for path in tmp_path.iterdir()] == ["token"]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_each_service_knows_the_token(everything: dict[str, dict[str, Any]], name: str) -> None:
+    service = everything[name]
+    role = name.removesuffix("_gpu").removesuffix("_service").upper()
+    option = "SERVICE_TOKEN_FILE" if role == "COORDINATOR" else "AUTH_TOKEN_FILE"
+    assert service["environment"][f"TANDEM_{role}_{option}"] == "/run/tandem/token"
+    assert "service-token:/run/tandem:rw" in service["volumes"]
 
 
 def test_observe_env_adds_the_observability_services() -> None:
@@ -111,7 +166,9 @@ def test_containers_are_confined(everything: dict[str, dict[str, Any]]) -> None:
         assert service["read_only"] is True, name
         assert service["cap_drop"] == ["ALL"], name
         assert service["security_opt"] == ["no-new-privileges:true"], name
-        assert service["restart"] == ("no" if name == "ready" else "unless-stopped"), name
+        assert service["restart"] == "unless-stopped", (
+            f"{name}: `up --wait` takes one that ends for one that failed"
+        )
         assert "container_name" not in service, f"{name} could not be scaled"
         for port in service.get("ports", []):
             assert port.startswith("127.0.0.1:"), f"{name} is open to other machines"
@@ -127,7 +184,8 @@ def test_our_services_are_as_their_image_says(everything: dict[str, dict[str, An
     default_drain = 30
     assert int(service["stop_grace_period"].removesuffix("s")) > default_drain
     home = dockerfile.environment(stage)["HOME"]
-    assert all(volume.endswith(":ro") or volume == home for volume in service.get("volumes", []))
+    writable = [volume for volume in service["volumes"] if not volume.endswith(":ro") and volume != home]
+    assert writable == ["service-token:/run/tandem:rw"]
     if name != "coordinator":
         assert not service.get("ports"), f"{name} could not be scaled"
         assert set(service["networks"]) == {"models"}
@@ -158,11 +216,30 @@ def test_a_model_on_a_gpu_is_run_by_vllm(role: str, monkeypatch: pytest.MonkeyPa
     assert len(gpus_of(service)) == 1
 
 
-def test_models_of_the_gpu_profile_may_be_named_by_id() -> None:
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+def test_models_may_be_named_by_id(profile: str) -> None:
     variables = {"MODEL_PREFIX": "", "TARGET_MODEL": "Qwen/Qwen3-8B", "HF_CACHE": "~/.cache/huggingface"}
-    target = services("gpu", variables=variables)["target_service_gpu"]
+    suffix = "" if profile == "cpu" else "_gpu"
+    target = services(profile, variables=variables)[f"target_service{suffix}"]
     assert target["environment"]["TANDEM_TARGET_MODEL"] == "Qwen/Qwen3-8B"
+    assert target["environment"]["HF_HUB_OFFLINE"] == "1", "there is no way to the internet"
     assert f"~/.cache/huggingface:{target['environment']['HF_HOME']}:ro" in target["volumes"]
+
+
+def test_both_models_fit_on_one_gpu() -> None:
+    """With the shares of `tandem up`, and one after the other, since vLLM measures what is free."""
+    chosen = services(
+        "gpu", variables={"TARGET_GPU": "3"}, overlays=[ROOT / "deploy" / "compose.one-gpu.yml"]
+    )
+    draft = chosen["draft_service_gpu"]
+    target = chosen["target_service_gpu"]
+    assert gpus_of(draft) == gpus_of(target) == ["3"]
+    shares = {
+        "target": target["environment"]["TANDEM_TARGET_DEVICE_MEMORY_UTILIZATION"],
+        "draft": draft["environment"]["TANDEM_DRAFT_DEVICE_MEMORY_UTILIZATION"],
+    }
+    assert shares == SHARES
+    assert draft["depends_on"] == {"target_service_gpu": {"condition": "service_healthy"}}
 
 
 def test_replicas_have_gpus_of_their_own(tmp_path: Path) -> None:
@@ -172,7 +249,7 @@ def test_replicas_have_gpus_of_their_own(tmp_path: Path) -> None:
     command = (sys.executable, str(ROOT / "deploy" / "gpus.py"), *replicas)
     overlay.write_text(run(*command).stdout, encoding="utf-8")
     chosen = services("gpu", overlays=[overlay])
-    del chosen["coordinator"], chosen["ready"]
+    del chosen["coordinator"]
     assert {name: gpus_of(service) for name, service in chosen.items()} == {
         "target_service_gpu": ["0", "1"],
         "target_service_gpu_2": ["2", "3"],

@@ -101,7 +101,7 @@ def cluster(images: dict[str, Image], tmp_path_factory: pytest.TempPathFactory) 
         assert count > 1
     (config / "prometheus.yml").write_text(text, encoding="utf-8")
     wanted = services("cpu", "observe", variables={"OPTIONS_FILE": str(TEST_OPTIONS)})
-    for absent in ("grafana", "jaeger", "collector", "ready"):
+    for absent in ("grafana", "jaeger", "collector"):
         del wanted[absent]
     # Whatever pays on this machine, rounds are drafted ahead, so that their queries have data.
     for option, value in (("DRAFT_AHEAD", "8"), ("SPECULATION_POLICY", "fixed")):

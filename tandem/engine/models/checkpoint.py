@@ -107,6 +107,9 @@ def _shortened(value: object) -> str:
 def _shapes(path: Path, max_tensors: int | None) -> list[tuple[str, tuple[int, ...]]]:
     """The names and shapes of a file's tensors. Opening it compares sizes, offsets and types with each other."""
     try:
+        # Python's own error has the true reason: safetensors says of every file that it cannot open that there is none.
+        with path.open("rb"):
+            pass
         with safe_open(path, framework="np") as tensors:
             names = tensors.keys()
             if max_tensors is not None and len(names) > max_tensors:
@@ -207,12 +210,12 @@ class Checkpoint:
 def open_checkpoint(folder: str | Path) -> Checkpoint:
     """Checks everything that can be checked without reading the weights; a ModelFolderError says what is wrong."""
     folder = Path(folder)
-    if not folder.is_dir():
-        found = "a file" if folder.exists() else "nothing"
-        raise ModelFolderError(
-            f"the model folder {folder} should be a directory with a checkpoint, but {found} is there"
-        )
     try:
+        if not folder.is_dir():
+            found = "a file" if folder.exists() else "nothing"
+            raise ModelFolderError(
+                f"the model folder {folder} should be a directory with a checkpoint, but {found} is there"
+            )
         config = read_object(folder / CONFIG_FILE, "a Hugging Face model folder has one")
         architecture = _architecture(folder, config)
         weights = find_weights(folder, _most_tensors(config))
@@ -253,7 +256,11 @@ def tokenizer_hash(folder: str | Path) -> str:
     Two folders with the same hash give every id the same meaning, however their files are laid out.
     """
     path = _check_tokenizer_file(Path(folder))
-    return vocabulary_hash(parsed_tokenizer(path.read_bytes(), str(path)))
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise unreadable(path, error) from error
+    return vocabulary_hash(parsed_tokenizer(content, str(path)))
 
 
 def parsed_tokenizer(content: bytes, where: str) -> Tokenizer:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import re
 from typing import Any
 
 import pytest
 import yaml
 
 from tests.deploy.kubernetes.rendered import KUBERNETES, Object, named, render
+from tests.deploy.kubernetes.test_policy import faults
 from tests.paths import ROOT
 
 helm: Any = pytest.importorskip("helm_python")
@@ -32,14 +35,11 @@ def test_the_chart_lints() -> None:
 
 
 def test_its_objects_are_those_of_the_base() -> None:
-    base = {
-        key(entry): entry
-        for entry in render(KUBERNETES / "base")
-        if entry["kind"] not in ("Namespace", "ConfigMap")
-    }
+    made_elsewhere = ("Namespace", "ConfigMap", "PersistentVolumeClaim", "Secret")
+    base = {key(entry): entry for entry in render(KUBERNETES / "base") if entry["kind"] not in made_elsewhere}
     made = {key(entry): entry for entry in objects()}
     assert {name for kind, name in made if kind == "ConfigMap"} == {"tandem-options", "tandem-models"}
-    assert {each for each in made if each[0] != "ConfigMap"} == set(base)
+    assert {each for each in made if each[0] not in made_elsewhere} == set(base)
     for name, entry in base.items():
         found = made[name]
         if entry["kind"] != "Deployment":
@@ -48,6 +48,43 @@ def test_its_objects_are_those_of_the_base() -> None:
         assert found["spec"]["replicas"] == entry["spec"]["replicas"]
         containers, own = (each["spec"]["template"]["spec"]["containers"] for each in (entry, found))
         assert [each["image"] for each in own] == [each["image"] for each in containers]
+        names = [[variable["name"] for variable in each[0]["env"]] for each in (containers, own)]
+        assert names[0] == names[1]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"claim": "weights"}, {"autoscaling": {"enabled": True}}, {"serviceSecret": "mine"}],
+    ids=["defaults", "claim", "autoscaling", "secret"],
+)
+def test_a_rendered_chart_has_no_fault(values: dict[str, Any]) -> None:
+    """By the same checks as the overlays, with what the release adds and what a user of these values has."""
+    made = objects(values)
+    claim = {"accessModes": ["ReadOnlyMany"], "resources": {"requests": {"storage": "1Gi"}}}
+    made += [
+        {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": name}, "spec": claim}
+        for name in [values.get("claim")]
+        if name
+    ]
+    for entry in made:
+        entry["metadata"]["namespace"] = "tandem"
+    given = {values["serviceSecret"]} if "serviceSecret" in values else set()
+    assert list(faults(made, given)) == []
+
+
+def test_by_default_nothing_must_be_there_but_the_images() -> None:
+    """The demo pair comes in an image, and the token of the services is made."""
+    made = objects()
+    assert not [entry for entry in made if entry["kind"] == "PersistentVolumeClaim"]
+    assert "persistentVolumeClaim" not in str(made)
+    for name in ("draft", "target"):
+        pod = named(made, "Deployment", name)["spec"]["template"]["spec"]
+        (init,) = pod["initContainers"]
+        assert init["image"] == "tandem/demo-models:0.1.0"
+    token = base64.b64decode(named(made, "Secret", "tandem-services")["data"]["token"]).decode()
+    assert re.fullmatch("[A-Za-z0-9]{64}", token)
+    again = base64.b64decode(named(objects(), "Secret", "tandem-services")["data"]["token"]).decode()
+    assert token != again
 
 
 def test_the_options_are_those_of_the_base() -> None:
@@ -62,6 +99,7 @@ def test_values_name_images_numbers_and_a_claim() -> None:
             "image": {"repository": "mine", "tag": "1-gpu", "coordinatorTag": "1"},
             "replicas": {"draft": 2},
             "claim": "weights",
+            "serviceSecret": "mine",
             "options": {"TANDEM_NUM_SPECULATIVE_TOKENS": "6"},
         }
     )
@@ -72,7 +110,15 @@ def test_values_name_images_numbers_and_a_claim() -> None:
     assert {"name": "models", "persistentVolumeClaim": {"claimName": "weights", "readOnly": True}} in draft[
         "template"
     ]["spec"]["volumes"]
-    assert not [entry for entry in made if entry["kind"] == "PersistentVolumeClaim"]
+    assert "initContainers" not in draft["template"]["spec"]
+    assert not [entry for entry in made if entry["kind"] in ("PersistentVolumeClaim", "Secret")]
+    for deployment in (draft, coordinator):
+        (variable,) = (
+            each["valueFrom"]["secretKeyRef"]["name"]
+            for each in deployment["template"]["spec"]["containers"][0]["env"]
+            if each["name"].endswith(("_AUTH_TOKEN", "_SERVICE_TOKEN"))
+        )
+        assert variable == "mine"
     assert named(made, "ConfigMap", "tandem-options")["data"]["TANDEM_NUM_SPECULATIVE_TOKENS"] == "6"
 
 

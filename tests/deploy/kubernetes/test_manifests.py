@@ -59,6 +59,8 @@ def test_every_option_is_one_that_the_services_know(overlay: str, monkeypatch: p
                 own + field for field in fields
             }
             assert not unknown
+            option = "SERVICE_TOKEN" if name == "coordinator" else "AUTH_TOKEN"
+            assert given[own + option] == "of-a-secret-alone"
             assert loaded.uses_tls is (overlay != "cpu")
             assert loaded.insecure is (overlay == "cpu")
             if isinstance(loaded, ModelServerSettings):
@@ -116,6 +118,7 @@ def test_the_plug_in_of_vllm_knows_its_options(monkeypatch: pytest.MonkeyPatch) 
     settings = plug_in.read_settings()
     assert settings.draft_address == "draft:50053"
     assert settings.service_credentials.uses_tls
+    assert settings.service_credentials.token == "of-a-secret-alone"
     own = {variable for variable in given if variable.startswith("TANDEM_")}
     assert own <= {f"TANDEM_VLLM_{field.upper()}" for field in type(settings).model_fields}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from tests.deploy.kubernetes.rendered import (
 
 OWN = os.environ.get("KUBERNETES_FOLDER")
 OURS = [*(KUBERNETES / "overlays" / name for name in OVERLAYS), Path(__file__).parent / "cpu_tls"]
-GIVEN_SECRETS = {"tandem-admin", "tandem-tokens", "vllm-api-key"}
+GIVEN_SECRETS = {"tandem-admin", "tandem-services", "tandem-tokens", "vllm-api-key"}
 """Made by whoever applies the manifests; the overlays say how."""
 PATIENCE_SECONDS = 300
 """A liveness probe must fail for at least this long before it restarts a container that may only be busy."""
@@ -37,8 +37,8 @@ POD = "spec.template.spec"
 MAIN = f"{POD}.containers.0"
 
 
-def faults(objects: list[dict[str, Any]]) -> Iterator[str]:
-    """A few words for each fault."""
+def faults(objects: list[dict[str, Any]], given: Set[str] = GIVEN_SECRETS) -> Iterator[str]:
+    """A few words for each fault; `given` names the Secrets of whoever applies them."""
     manifests = Manifests(objects)
     for entry in objects:
         if re.match(r"[^.]*/|v1$|.*\.k8s\.io/", entry["apiVersion"]):  # the others are custom resources
@@ -53,7 +53,7 @@ def faults(objects: list[dict[str, Any]]) -> Iterator[str]:
             yield from _life(manifests, workload, container)
             yield from _gpus(container)
         yield from _environment(manifests, workload)
-        yield from _references(manifests, workload)
+        yield from _references(manifests, workload, given)
     yield from _selectors(manifests)
 
 
@@ -144,10 +144,15 @@ def _environment(manifests: Manifests, workload: Workload) -> Iterator[str]:
                 yield f"no certificate for {host}"
 
 
-def _references(manifests: Manifests, workload: Workload) -> Iterator[str]:
-    secrets = {entry["spec"]["secretName"] for entry in manifests.of("Certificate")} | GIVEN_SECRETS
+def _references(manifests: Manifests, workload: Workload, given: Set[str]) -> Iterator[str]:
+    secrets = {entry["spec"]["secretName"] for entry in manifests.of("Certificate")} | given
+    secrets |= {entry["metadata"]["name"] for entry in manifests.of("Secret")}
+    # An optional one may be missing.
     named = set(
-        re.findall(r"'secretKeyRef': {[^}]*'name': '([^']+)'|'secretName': '([^']+)'", str(workload.pod))
+        re.findall(
+            r"'secretKeyRef': {(?![^}]*'optional': True)[^}]*'name': '([^']+)'|'secretName': '([^']+)'",
+            str(workload.pod),
+        )
     )
     yield from (f"no Secret {name}" for name in {name for pair in named for name in pair if name} - secrets)
     for volume in workload.pod.get("volumes", []):

@@ -10,8 +10,9 @@ import random
 import shutil
 import struct
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from tandem.engine.models import loading
 from tandem.engine.models.checkpoint import eos_token_ids, open_checkpoint, tokenizer_hash
 from tandem.engine.models.loading import load_model
 from tandem.errors import ConfigurationError, ModelFolderError, NonFiniteLogitsError
+from tandem.model_sources.find import find_model
 from tests.end_to_end.processes import run
 from tests.unit.engine.conftest import TinyModel
 from tests.unit.engine.greedy import running
@@ -108,6 +110,52 @@ def assert_one_sentence(error: ModelFolderError) -> None:
     assert "Traceback" not in text
     assert len(text) < 1000
     assert not text.endswith(".")
+
+
+@pytest.fixture
+def guest() -> Iterator[Path]:
+    """A folder that everybody sees, and this process as a user that owns nothing."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        if os.geteuid() == 0:
+            os.seteuid(12_345)
+        try:
+            yield folder
+        finally:
+            os.seteuid(os.getuid())
+
+
+@pytest.mark.parametrize(
+    ("closed", "named"),
+    [
+        ("Model/model.safetensors", "Model/model.safetensors"),
+        ("Model/config.json", "Model/config.json"),
+        ("Model/tokenizer.json", "Model/tokenizer.json"),
+        ("Model", "Model/config.json"),
+        ("", "Model"),
+    ],
+)
+def test_a_file_that_others_may_not_read_is_named_with_its_reason(
+    guest: Path, llama: TinyModel, closed: str, named: str
+) -> None:
+    euid = os.geteuid()
+    os.seteuid(os.getuid())
+    shutil.copytree(llama.folder, guest / "Model")
+    for path in (guest / "Model", *(guest / "Model").iterdir()):
+        path.chmod(0o755)
+    (guest / closed).chmod(0)
+    os.seteuid(euid)
+    # The weights come before the tokenizer.
+    read: Callable[[Path], object] = tokenizer_hash if "tokenizer" in closed else open_checkpoint
+    try:
+        with pytest.raises(ModelFolderError) as raised:
+            read(find_model(guest / "Model"))
+    finally:
+        os.seteuid(os.getuid())
+        (guest / closed).chmod(0o755)
+    said = str(raised.value)
+    assert said == f"the file {guest / named} cannot be read: permission denied"
 
 
 FILES: dict[str, tuple[Callable[[Path], object], str]] = {

@@ -85,6 +85,8 @@ def test_a_converted_model_has_the_same_logits_and_tokens(tmp_path: Path) -> Non
     folder = tmp_path / "converted"
     folder.mkdir()
     convert(tmp_path / "model.gguf", folder)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
+    assert set(modes.values()) == {0o644}, "a container's user is another one"
 
     checkpoint = open_checkpoint(folder)
     assert checkpoint.architecture == "LlamaForCausalLM"

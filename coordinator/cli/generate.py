@@ -159,17 +159,21 @@ def closing_line(records: Sequence[Record], request: GenerationRequest) -> str:
     return "; ".join(parts)
 
 
+_SAMPLING_NAMES = tuple(name for name in DEFAULT_NAMES if name in SamplingParams.__dataclass_fields__)
+"""Sampling parameters that a server may have defaults of."""
+
+
 def _sampling_words(request: GenerationRequest, sampling: SamplingParams) -> Iterator[str]:
     """How tokens were drawn, as far as it is not what the request asks for or OpenAI's default."""
     if request.temperature and sampling.is_greedy:
         yield f"temperature {request.temperature:g} is too low to compute and counts as 0: greedy"
     usual = SamplingParams()
+    # Truncation has no effect on the most probable token.
+    names = ("temperature", "repetition_penalty") if sampling.is_greedy else _SAMPLING_NAMES
     chosen = [
         f"{name} {getattr(sampling, name):g}"
-        for name in DEFAULT_NAMES
-        if hasattr(usual, name)
-        and getattr(request, name) is None
-        and getattr(sampling, name) != getattr(usual, name)
+        for name in names
+        if getattr(request, name) is None and getattr(sampling, name) != getattr(usual, name)
     ]
     if chosen:
         yield f"{', '.join(chosen)} by the server's defaults"

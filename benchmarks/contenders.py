@@ -269,6 +269,8 @@ async def through(
         "coordinator",
         *("--target-address", target, *(("--draft-address", draft) if draft else ())),
         *("--num-speculative-tokens", str(settings.num_speculative_tokens)),
+        # All contenders sample alike, whatever the model's own defaults
+        *("--generation-config", "vllm"),
         *options,
         *(("--rejection-sampling-strategy", settings.rule) if settings.rule else ()),
         *setup.options,

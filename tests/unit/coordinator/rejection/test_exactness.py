@@ -248,7 +248,8 @@ def as_verified(table: torch.Tensor, sampling: SamplingParams) -> Model:
         start = len(tokens) // 2
         rows = torch.stack([row(table, tokens[:end]) for end in range(start, len(tokens) + 1)])
         found = penalized(rows, (*PROMPT, *tokens), len(PROMPT), sampling)
-        return found[-1].double().softmax(-1).tolist()  # type: ignore[no-any-return]
+        probs: list[float] = found[-1].double().softmax(-1).tolist()
+        return probs
 
     return probabilities
 

@@ -15,8 +15,8 @@ from coordinator.requests.plan import Models, keep_out, make_plan
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.settings.sampling import SamplingPolicy
 from tandem.config import SpeculativeConfig
-from tandem.engine.models.checkpoint import sampling_defaults
 from tandem.errors import ConfigurationError, InvalidRequestError, ModelFolderError
+from tandem.sampling.defaults import sampling_defaults
 from tandem.types import GenerationRequest, SamplingDefaults
 from tests.unit.coordinator.model_infos import DRAFT, NGRAM, TARGET
 

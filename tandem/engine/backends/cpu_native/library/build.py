@@ -10,8 +10,11 @@ import logging
 import os
 import platform
 import shutil
+import signal
 import subprocess
+import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -36,6 +39,8 @@ WARNING_FLAGS = ("-Wall", "-Wextra")
 _NATIVE = ("-march=native",)
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC",
           "-fopenmp")  # fmt: skip
+_ROOM_BYTES = 4 << 20
+"""Room for an object and a library of 0.5 MB each, with much to spare."""
 _COMPILERS = ("c++", "g++", "clang++")
 _CPU_DESCRIPTION = Path("/proc/cpuinfo")
 _CPU_LINES = ("model name", "flags", "Features", "CPU part")
@@ -98,6 +103,10 @@ def _processor() -> str:
 def _compile(compiler: str, flags: Sequence[str], library: Path) -> None:
     try:
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            room = Path(folder, "room")
+            room.write_bytes(bytes(_ROOM_BYTES))  # a full disk is noticed now, not after the compilation
+            room.unlink()
+            logger.info("compiling kernels", extra={"compiler": compiler, "folder": str(library.parent)})
             compiled, linked = Path(folder, "kernels.o"), Path(folder, "kernels.so")
             done = _run([compiler, *flags, *WARNING_FLAGS, "-c", str(SOURCE), "-o", str(compiled)])
             if warnings := done.stderr.strip():
@@ -112,17 +121,52 @@ def _compile(compiler: str, flags: Sequence[str], library: Path) -> None:
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a compiler, which starts processes of its own. All of them end with this process, however it ends: the pipe
+    closes, and `_end_with_parent` notices."""
+    reader, writer = os.pipe()
     try:
-        # A quiet core takes 8 seconds; a share of a busy one takes longer
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=300.0, check=False, stdin=subprocess.DEVNULL
+        process = subprocess.Popen(
+            [sys.executable, "-I", __file__, *command],
+            stdin=reader,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except OSError as error:
+        os.close(writer)
         raise BuildError(f"{command[0]} did not run: {error}") from None
-    if done.returncode:
-        reason = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[0]
+    finally:
+        os.close(reader)
+    with process:
+        try:
+            # A quiet core takes 8 seconds; a share of a busy one takes longer
+            output, errors = process.communicate(timeout=300.0)
+        except subprocess.TimeoutExpired as error:
+            raise BuildError(f"{command[0]} did not run: {error}") from None
+        finally:
+            os.close(writer)
+    if process.returncode:
+        reason = (errors.strip() or f"exit code {process.returncode}").splitlines()[0]
         raise BuildError(f"{command[0]} failed: {reason}")
-    return done
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def _end_with_parent() -> None:
+    """Ends this process and the compiler's, which are a group of their own, when the other end of stdin closes."""
+    while os.read(0, 1024):
+        pass
+    os.killpg(0, signal.SIGKILL)
+
+
+def _run_as_child(command: Sequence[str]) -> int:
+    """Body of the process that `_run` starts."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        return abs(subprocess.run(command, check=False, stdin=subprocess.DEVNULL).returncode)
+    except OSError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
 
 
 _V3: Final = frozenset(
@@ -158,3 +202,7 @@ def _flags() -> frozenset[str]:
         if name.strip() == "flags":
             return frozenset(words.split())
     return frozenset()
+
+
+if __name__ == "__main__":
+    sys.exit(_run_as_child(sys.argv[1:]))

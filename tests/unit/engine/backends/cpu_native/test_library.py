@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
+import os
 import shutil
 import stat
 import subprocess
+import sys
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -209,3 +214,67 @@ def test_a_folder_that_others_can_write_to_is_not_trusted(tmp_path: Path) -> Non
     tmp_path.chmod(0o777)
     with pytest.raises(BuildError, match="others can write to"):
         built_kernels(tmp_path)
+
+
+_COMPILING = """
+import sys
+from pathlib import Path
+from tandem.engine.backends.cpu_native.library.build import built_kernels
+
+built_kernels(Path(sys.argv[1]))
+"""
+
+
+def test_a_compiler_and_its_processes_end_with_the_service_that_started_it(tmp_path: Path) -> None:
+    """Even if the service is killed. The compiler is a script whose child goes on for a minute."""
+    started = tmp_path / "started"
+    compiler = tmp_path / "slow-c++"
+    compiler.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && exit 0\nsleep 60 & echo $$ $! > {started}.part\n'
+        f"mv {started}.part {started}\nwait\n"
+    )
+    compiler.chmod(0o755)
+    cache = tmp_path / "cache"
+    command = [sys.executable, "-c", _COMPILING, str(cache)]
+    service = subprocess.Popen(command, env=os.environ | {"CXX": str(compiler)})
+    try:
+        _wait_until(started.is_file)
+        pids = [int(pid) for pid in started.read_text().split()]
+    finally:
+        service.kill()
+        service.wait()
+    _wait_until(lambda: not any(_is_running(pid) for pid in pids))
+
+
+def _wait_until(holds: Callable[[], bool]) -> None:
+    for _ in range(300):
+        if holds():
+            return
+        time.sleep(0.1)
+    raise AssertionError("it does not come within 30 s")
+
+
+def _is_running(pid: int) -> bool:
+    """True if a process is there and is no zombie, which waits for somebody to take its exit code."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_full_disk_is_noticed_before_anything_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = tmp_path / "compiled"
+    compiler = tmp_path / "fake-c++"
+    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit 0\ntouch {compiled}\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(BuildError, match=r"could not be written: .*No space left on device"):
+        built_kernels(tmp_path / "cache")
+    assert not compiled.exists()

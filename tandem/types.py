@@ -600,6 +600,10 @@ class ModelInfo:
     """The model's own, from its generation_config.json."""
     instance_id: str = ""
     """Names the service's process: after a restart it is another one. Empty where the service does not say."""
+    rope: str = ""
+    """The rotary embedding in words, the same for models that encode positions alike. Empty where it is not known."""
+    trained_length: int = 0
+    """Positions that the model's config names; 0 where it is not known."""
 
     @property
     def has_model(self) -> bool:

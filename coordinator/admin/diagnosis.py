@@ -125,7 +125,23 @@ def _match(
         return Finding.warning("models", "; ".join(sentences), advice, replica.address)
     what = draft.name if draft.has_model else f"{draft.architecture} drafting"
     mapped = "" if replica.coverage is None else f" by vocabulary mapping: {replica.coverage}"
-    return Finding.ok("models", f"{what} matches {target.name}{mapped}", replica.address)
+    matches = f"{what} matches {target.name}{mapped}"
+    if differences := list(_positions(target, draft)):
+        advice = "acceptance may be lower, or fall with a text's length; a draft of the target's family has the same"
+        return Finding.warning(
+            "models", f"{matches}, but {', and '.join(differences)}", advice, replica.address
+        )
+    return Finding.ok("models", matches, replica.address)
+
+
+def _positions(target: ModelInfo, draft: ModelInfo) -> Iterator[str]:
+    """Differences in how the two models encode positions, as far as both say it."""
+    if draft.rope and target.rope and draft.rope != target.rope:
+        yield f"the draft's rotary embedding is {draft.rope} and the target's {target.rope}"
+    if 0 < draft.trained_length < target.max_length:
+        yield (
+            f"the draft was trained for {draft.trained_length} positions, and texts may have {target.max_length}"
+        )
 
 
 def _speculation(status: Status) -> Iterator[Finding]:

@@ -91,6 +91,8 @@ def load_model(
         sampling_defaults=checkpoint.sampling_defaults,
         service_version=tandem.__version__,
         parameter_count=sum(parameter.numel() for parameter in module.parameters()),
+        rope=_rope(module.config),
+        trained_length=_max_length(module.config),
     )
     loaded = {"model": info.name, "architecture": info.architecture, "parameters": info.parameter_count}
     logger.info("model loaded", extra={**loaded, "dtype": dtype})
@@ -187,6 +189,13 @@ def _max_length(config: Any) -> int:
     raise ModelFolderError(
         f"the model's config.json gives no maximum length: none of {', '.join(LENGTH_KEYS)} is set"
     )
+
+
+def _rope(config: Any) -> str:
+    """See `ModelInfo.rope`. Lists are left out: longrope's have as many factors as a head has frequencies."""
+    parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    plain = {name: value for name, value in parameters.items() if not isinstance(value, list | dict)}
+    return ", ".join(f"{name} {value}" for name, value in sorted(plain.items()) if value is not None)
 
 
 def empty_model(checkpoint: Checkpoint, config: Any) -> Any:

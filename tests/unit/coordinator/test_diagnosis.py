@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -115,6 +116,24 @@ def test_models_versions_and_round_trips_are_checked() -> None:
     assert "nearer" in finding.advice
     (finding,) = found(status(TARGET, far), "services")
     assert finding.severity is Severity.WARNING, "plain text to another machine"
+
+
+def test_rope_and_context_of_draft_and_target_are_compared() -> None:
+    """As far as both services say what theirs are."""
+    target = replace(TARGET, model=replace(MODEL, rope="rope_theta 10000.0", trained_length=MODEL.max_length))
+
+    def models(**fields: Any) -> Finding:
+        (finding,) = found(status(target, replace(DRAFT, model=replace(SMALL, **fields))), "models")
+        return finding
+
+    for same in ({}, {"rope": "rope_theta 10000.0", "trained_length": MODEL.max_length}):
+        assert models(**same).severity is Severity.OK
+    other = models(rope="rope_theta 500000.0")
+    assert other.severity is Severity.WARNING
+    assert "rotary embedding is rope_theta 500000.0 and the target's rope_theta 10000.0" in other.detail
+    short = models(trained_length=MODEL.max_length - 1)
+    assert short.severity is Severity.WARNING
+    assert f"was trained for {MODEL.max_length - 1} positions" in short.detail
 
 
 def test_the_finding_describes_the_rule() -> None:

@@ -66,14 +66,21 @@ _FORMS: Mapping[
     "/v1/responses": (schema.ResponsesBody, ResponseAnswer),
 }
 _PAGE = Path(__file__).with_name("page")
-_PAGE_FILES = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/page.css": ("page.css", "text/css; charset=utf-8"),
-    "/code.js": ("code.js", "text/javascript; charset=utf-8"),
-    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
-    "/icon.svg": ("icon.svg", "image/svg+xml"),
-    "/docs.css": ("docs.css", "text/css; charset=utf-8"),
+_MEDIA_TYPES = {
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
 }
+_PAGE_FILES = {
+    "/": _PAGE / "index.html",
+    **{
+        f"/{file.relative_to(_PAGE).as_posix()}": file
+        for kind in ("css", "js", "svg")
+        for file in _PAGE.rglob(f"*.{kind}")
+    },
+}
+"""The page's files by their paths; those in `vendor` are libraries of others."""
 _PAGE_HEADERS = {
     # The pages load nothing from elsewhere, and nothing that they show can run as a script.
     "Content-Security-Policy": (
@@ -112,7 +119,7 @@ class App:
         settings = self._settings
         self._known_tokens = protection.token_source(settings, settings.http_host)
         self._local_only = is_loopback(settings.http_host) and not settings.knows_callers
-        self._files = {path: (_PAGE / name).read_bytes() for path, (name, _) in _PAGE_FILES.items()}
+        self._files = {path: file.read_bytes() for path, file in _PAGE_FILES.items()}
         self._reader = BodyReader(settings)
         self._held = HeldBytes(
             settings.http_max_held_answer_bytes,
@@ -325,7 +332,8 @@ class App:
 
     async def page_file(self, request: Request) -> Response:
         path = request.url.path
-        return Response(self._files[path], media_type=_PAGE_FILES[path][1], headers=_PAGE_HEADERS)
+        media_type = _MEDIA_TYPES[_PAGE_FILES[path].suffix]
+        return Response(self._files[path], media_type=media_type, headers=_PAGE_HEADERS)
 
 
 # ---- the description of the API

@@ -93,7 +93,7 @@ class Page:
 
     def type(self, selector: str, text: str) -> None:
         self.evaluate(f"document.querySelector({json.dumps(selector)}).select()")
-        self._call("Input.insertText", {"text": text})
+        self.write(text)
 
     def click(self, selector: str) -> None:
         """Press the left button of the mouse in the middle of an element."""
@@ -103,6 +103,18 @@ class Page:
         place = {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2}
         for kind in ("mousePressed", "mouseReleased"):
             self._call("Input.dispatchMouseEvent", {"type": kind, "button": "left", "clickCount": 1, **place})
+
+    def press(self, key: Literal["Enter", "Escape", "Tab", "ArrowRight"], *, shift: bool = False) -> None:
+        """Press a key of the keyboard, where the focus is."""
+        code = {"Enter": 13, "Escape": 27, "Tab": 9, "ArrowRight": 39}[key]
+        event = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": 8 * shift}
+        text = {"text": "\r"} if key == "Enter" else {}
+        self._call("Input.dispatchKeyEvent", {"type": "keyDown", **event, **text})
+        self._call("Input.dispatchKeyEvent", {"type": "keyUp", **event})
+
+    def write(self, text: str) -> None:
+        """Write a text where the focus is."""
+        self._call("Input.insertText", {"text": text})
 
     def prefer(self, scheme: Literal["light", "dark"]) -> None:
         features = [{"name": "prefers-color-scheme", "value": scheme}]

@@ -1,11 +1,20 @@
 // The request that is on the screen, as a command and as a program.
 
+import { $ } from "./dom.js";
+
+/** Show a request in these two elements. */
+export function showCode(curl, python, path, body, model) {
+  const needsToken = !$("token-option").hidden;
+  $(curl).textContent = curlOf(location.origin, path, body, needsToken);
+  $(python).textContent = pythonOf(location.origin, path, body, model, needsToken);
+}
+
 function shellQuoted(text) {
   return `'${text.replaceAll("'", "'\\''")}'`;
 }
 
 /** A curl command that sends the same request. */
-export function curlOf(origin, path, body, needsToken) {
+function curlOf(origin, path, body, needsToken) {
   const lines = [
     `curl -s ${origin}${path}`,
     "-H 'content-type: application/json'",
@@ -27,9 +36,9 @@ function literal(value) {
 }
 
 /** A Python program that sends the same request with OpenAI's client. */
-export function pythonOf(origin, path, body, model, needsToken) {
-  const { num_speculative_tokens, rejection_sampling_strategy, ...known } = body;
-  const ours = Object.entries({ num_speculative_tokens, rejection_sampling_strategy }).filter(([, value]) => value !== undefined);
+function pythonOf(origin, path, body, model, needsToken) {
+  const { num_speculative_tokens, rejection_sampling_strategy, top_k, ...known } = body;
+  const ours = Object.entries({ num_speculative_tokens, rejection_sampling_strategy, top_k }).filter(([, value]) => value !== undefined);
   const isChat = path.includes("chat");
   const values = Object.entries({ model, ...known }).map(([name, value]) => `    ${name}=${literal(value)},`);
   if (ours.length) values.push(`    extra_body=${literal(Object.fromEntries(ours))},`);

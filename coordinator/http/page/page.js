@@ -1,461 +1,46 @@
-// The page at `/`: streams one completion over the same API as any client, and shows what speculation did for it.
+// The page at `/`: two tabs, a chat and completions, and the state of the coordinator.
 
-import { curlOf, pythonOf } from "./code.js";
+import { headers, servedName } from "./api.js";
+import * as chat from "./chat.js";
+import * as completion from "./completion.js";
+import { $ } from "./dom.js";
 
-const $ = (id) => document.getElementById(id);
-const DASH = "\u2013";
 const POLL_MS = 2000;
-const MOST_ROUNDS = 400;
-const SLOWER = 0.97; // below this the difference is more than noise
-const COMPARE_HINT = "Tick \u201cthen the target alone\u201d to measure the speed-up: the same prompt, one run each.";
-const SAMPLES = {
-  text: ["def read_lines(path):\n    \"\"\"", "class Stack:\n", "def parse(source, filename='<unknown>', mode='exec'):\n", "import os\n"],
-  chat: ["Write a function that reverses a string.", "Explain in two sentences what a stack is.", "List five facts about rivers."],
-};
+const TABS = ["chat", "completion"];
 
 let modelName = "";
-let running = null; // the AbortController of the completion that runs
-let messages = []; // of the chat so far
-let hasChosenMode = false;
-const racing = []; // timers of a race
+let hasChosenTab = false;
 
-// ---- talking to the coordinator
+// ---- tabs
 
-function headers() {
-  const token = $("token").value.trim();
-  return { "content-type": "application/json", ...(token ? { authorization: `Bearer ${token}` } : {}) };
-}
-
-async function refusal(response) {
-  let words = `the coordinator answered ${response.status}`;
-  try {
-    words = (await response.json()).error.message;
-  } catch {
-    // no JSON: something between us and the coordinator answered
+function openTab(name) {
+  for (const each of TABS) {
+    const isOpen = each === name;
+    $(`${each}-tab`).setAttribute("aria-selected", String(isOpen));
+    $(`${each}-tab`).tabIndex = isOpen ? 0 : -1;
+    $(`${each}-panel`).hidden = !isOpen;
   }
-  if (response.status === 401) $("token-option").hidden = false;
-  return new Error(words);
+  document.body.dataset.tab = name;
 }
 
-async function* events(path, body, signal) {
-  const response = await fetch(path, { method: "POST", headers: headers(), body: JSON.stringify(body), signal });
-  if (!response.ok) throw await refusal(response);
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) throw new Error("the stream ended before the completion did");
-    const parts = (rest + value).split("\n\n");
-    rest = parts.pop();
-    for (const part of parts) {
-      if (!part.startsWith("data: ")) continue;
-      if (part === "data: [DONE]") return;
-      const event = JSON.parse(part.slice(6));
-      if (event.error) throw new Error(event.error.message);
-      yield event;
-    }
-  }
+function chooseTab(name) {
+  hasChosenTab = true;
+  openTab(name);
+  history.replaceState(null, "", `#${name}`);
 }
 
-// ---- what a completion did, as far as it came
-
-class Run {
-  constructor() {
-    this.started = performance.now();
-    this.firstMs = null;
-    this.totalMs = 0;
-    this.tokens = 0;
-    this.text = "";
-    this.seed = null;
-    this.rounds = 0;
-    this.drafted = 0;
-    this.accepted = 0;
-    this.ahead = 0; // rounds whose proposal was there before it was asked for
-    this.positions = [];
-    this.arrivals = []; // [milliseconds, tokens so far] of each piece
-    this.pieces = []; // [milliseconds, text, choice], for the race
-    this.state = null; // whether speculation worked at the end, as the coordinator says
-  }
-
-  add(choice) {
-    this.totalMs = performance.now() - this.started;
-    this.firstMs ??= this.totalMs;
-    this.tokens += choice.token_ids.length;
-    this.arrivals.push([this.totalMs, this.tokens]);
-    this.seed = choice.seed ?? this.seed;
-    this.ahead += choice.drafted_ahead.filter(Boolean).length;
-    for (const proposed of choice.proposed) this.#round(proposed, choice.drafted.filter(Boolean).length);
-  }
-
-  #round(proposed, accepted) {
-    this.rounds += 1;
-    this.drafted += proposed;
-    this.accepted += accepted;
-    for (let index = 0; index < proposed; index += 1) {
-      const position = (this.positions[index] ??= { drafted: 0, accepted: 0 });
-      position.drafted += 1;
-      position.accepted += index < accepted ? 1 : 0;
-    }
-  }
-
-  get perSecond() {
-    return this.tokens / (this.totalMs / 1000);
-  }
-
-  get perPass() {
-    return this.tokens / this.rounds;
-  }
-
-  get passMs() {
-    return (this.totalMs - this.firstMs) / Math.max(1, this.rounds - 1);
-  }
+for (const name of TABS) {
+  $(`${name}-tab`).addEventListener("click", () => chooseTab(name));
 }
-
-const percent = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(0)} %` : DASH);
-
-// ---- showing it
-
-function append(output, text, kind, about = "") {
-  if (!text) return;
-  const wasAtEnd = output.scrollHeight - output.scrollTop - output.clientHeight < 30;
-  const span = document.createElement("span");
-  span.className = kind;
-  span.title = about;
-  span.append(text);
-  output.append(span);
-  if (wasAtEnd) output.scrollTop = output.scrollHeight;
-}
-
-function appendTokens(output, text, choice) {
-  const characters = Array.from(text); // text_lengths counts characters, not UTF-16 units
-  let start = 0;
-  choice.text_lengths.forEach((length, index) => {
-    append(output, characters.slice(start, start + length).join(""), choice.drafted[index] ? "accepted" : "supplied", about(choice, index));
-    start += length;
-  });
-}
-
-// What a token's hover says. At temperature 0 and under `strict` only ids travel, so nobody knows the probabilities.
-function about(choice, index) {
-  const known = [["draft", choice.draft_probs?.[index]], ["target", choice.target_probs?.[index]]]
-    .filter(([, prob]) => prob !== null && prob !== undefined)
-    .map(([name, prob]) => `${name} ${prob.toFixed(3)}`);
-  return [choice.drafted[index] ? "proposed by the draft and accepted" : "the target's own", ...known].join(" \u00b7 ");
-}
-
-// Both completions again, each piece when it came. They ran one after the other, so neither slowed the other down.
-function race(runs) {
-  stopRace();
-  for (const [output, run] of runs) {
-    output.replaceChildren(...[...output.childNodes].filter((node) => node.className === "prompt"));
-    for (const [at, text, choice] of run.pieces) racing.push(setTimeout(() => appendTokens(output, text, choice), at));
-  }
-}
-
-function stopRace() {
-  racing.splice(0).forEach(clearTimeout);
-}
-
-// Tokens per second, over the last tenth of the completion at each place.
-function showSpeeds({ arrivals, totalMs }) {
-  const span = totalMs / 10;
-  let from = 0;
-  const speeds = arrivals.map(([at, tokens], index) => {
-    while (arrivals[from][0] < at - span && from < index) from += 1;
-    const [since, before] = arrivals[from];
-    return at > since ? (tokens - before) / (at - since) : 0;
-  });
-  const most = Math.max(...speeds);
-  $("speeds").toggleAttribute("hidden", speeds.length < 10);
-  const points = speeds.map((speed, index) => `${((300 * index) / speeds.length).toFixed(1)},${(39 - (38 * speed) / most).toFixed(1)}`);
-  $("speeds").firstElementChild.setAttribute("points", points.slice(1).join(" "));
-}
-
-function showTurns() {
-  const turns = messages.map(({ role, content }) => {
-    const turn = document.createElement("p");
-    turn.dataset.role = role;
-    turn.textContent = content;
-    return turn;
-  });
-  $("turns").replaceChildren(...turns);
-  $("new-chat").hidden = !turns.length;
-}
-
-function showRound(choice) {
-  const accepted = choice.drafted.filter(Boolean).length;
-  const column = document.createElement("div");
-  column.className = choice.drafted_ahead[0] ? "round ahead" : "round";
-  for (let index = 0; index < choice.proposed[0]; index += 1) {
-    const cell = document.createElement("i");
-    if (index < accepted) cell.className = "yes";
-    column.append(cell);
-  }
-  if (choice.drafted.some((drafted) => !drafted)) {
-    const own = document.createElement("i");
-    own.className = "own";
-    column.append(own);
-  }
-  $("rounds").append(column);
-  if ($("rounds").childElementCount > MOST_ROUNDS) $("rounds").firstElementChild.remove();
-}
-
-function showPositions(positions) {
-  const body = $("positions").tBodies[0];
-  positions.forEach((position, index) => {
-    let row = body.rows[index];
-    if (!row) {
-      row = body.insertRow();
-      const head = document.createElement("th");
-      head.scope = "row";
-      head.textContent = index + 1;
-      const bar = document.createElement("div");
-      bar.className = "bar";
-      bar.append(document.createElement("i"));
-      row.append(head);
-      row.insertCell().append(bar);
-      row.insertCell();
-    }
-    row.querySelector("i").style.width = `${(100 * position.accepted) / position.drafted}%`;
-    row.cells[2].textContent = percent(position.accepted, position.drafted);
-  });
-}
-
-function showFigures(run) {
-  $("acceptance").textContent = percent(run.accepted, run.drafted);
-  $("length").textContent = run.rounds ? run.perPass.toFixed(2) : DASH;
-  $("first").textContent = `${run.firstMs.toFixed(0)} ms`;
-  showPositions(run.positions);
-  $("ahead").textContent = run.ahead ? `drafted ahead: ${run.ahead} of ${run.rounds}` : "drafted ahead";
-  $("rounds").setAttribute(
-    "aria-label",
-    `${run.rounds} rounds, ${run.ahead} of them drafted ahead, ${run.accepted} of ${run.drafted} proposed tokens accepted`,
-  );
-}
-
-function clear() {
-  stopRace();
-  $("race").hidden = true;
-  $("draft-name").textContent = "With the draft";
-  for (const id of ["output", "alone-output", "rounds"]) $(id).replaceChildren();
-  $("positions").tBodies[0].replaceChildren();
-  for (const id of ["acceptance", "length", "first", "speedup"]) $(id).textContent = DASH;
-  for (const id of ["rate", "alone-rate", "said", "why"]) $(id).textContent = "";
-  for (const id of ["alone", "problem", "why"]) $(id).hidden = true;
-  $("speeds").setAttribute("hidden", "");
-  $("rounds").removeAttribute("aria-label");
-  $("ahead").textContent = "drafted ahead";
-  $("speedup-name").textContent = "Speed-up";
-  delete $("speedup").dataset.verdict;
-  $("speedup-note").textContent = COMPARE_HINT;
-}
-
-// A slowdown has its own name and colour, and the two figures that explain it.
-export function showSpeedUp(run, alone) {
-  const factor = run.perSecond / alone.perSecond;
-  const isSlower = factor < SLOWER;
-  $("speedup-name").textContent = isSlower ? "Slowdown" : "Speed-up";
-  $("speedup").textContent = `${factor.toFixed(2)} \u00d7`;
-  $("speedup").dataset.verdict = isSlower ? "slower" : factor > 1 / SLOWER ? "faster" : "same";
-  if (isSlower) showWhy(slowerBecause(run, alone));
-  return factor;
-}
-
-function slowerBecause(run, alone) {
-  if (run.passMs / run.perPass < alone.passMs) {
-    return `Slower: the first token took ${run.firstMs.toFixed(0)} ms, the target alone's ${alone.firstMs.toFixed(0)} ms.`;
-  }
-  return (
-    `Slower: a pass with the draft took ${run.passMs.toFixed(1)} ms and gave ${run.perPass.toFixed(2)} tokens, ` +
-    `the target alone took ${alone.passMs.toFixed(1)} ms for one.`
-  );
-}
-
-function showWhy(sentence) {
-  $("why").textContent = $("why").textContent ? `${$("why").textContent} ${sentence}` : sentence;
-  $("why").hidden = false;
-}
-
-// ---- a completion, and the same by the target alone
-
-const isChat = () => $("chat").checked && !$("modes").hidden;
-
-function requested(changes) {
-  const options = {
-    max_tokens: $("max-tokens").valueAsNumber,
-    temperature: $("temperature").valueAsNumber,
-    stream: true,
-    stream_options: { include_usage: true },
-    return_token_ids: true,
-    return_probabilities: true,
-    ...changes,
-  };
-  if ($("count").value) options.num_speculative_tokens = $("count").valueAsNumber;
-  if ($("top-p").value) options.top_p = $("top-p").valueAsNumber;
-  if ($("seed").value) options.seed ??= $("seed").valueAsNumber;
-  if ($("rule").value) options.rejection_sampling_strategy = $("rule").value;
-  return isChat()
-    ? ["/v1/chat/completions", { ...options, messages: asked() }]
-    : ["/v1/completions", { ...options, prompt: $("prompt").value }];
-}
-
-// The chat with the message that is typed, unless it was sent already.
-function asked() {
-  const system = $("system").value ? [{ role: "system", content: $("system").value }] : [];
-  const typed = messages.at(-1)?.role === "user" ? [] : [{ role: "user", content: $("prompt").value }];
-  return [...system, ...messages, ...typed];
-}
-
-async function complete(changes, output, rate, each) {
-  const [path, body] = requested(changes);
-  const run = new Run();
-  for await (const event of events(path, body, running.signal)) {
-    const choice = event.choices[0];
-    if (!choice) {
-      run.state = event.speculation?.state ?? null; // the last piece tells what it took, and no text
-      continue;
-    }
-    // Only now: a prompt that is refused has no completion to stand before.
-    if (!isChat() && !output.hasChildNodes()) append(output, body.prompt, "prompt");
-    const text = choice.text ?? choice.delta.content ?? "";
-    run.add(choice);
-    run.text += text;
-    run.pieces.push([run.totalMs, text, choice]);
-    appendTokens(output, text, choice);
-    rate.textContent = `${run.perSecond.toFixed(1)} tokens/s`;
-    each(run, choice);
-  }
-  return run;
-}
-
-async function completeBoth() {
-  clear();
-  if (isChat()) {
-    messages.push({ role: "user", content: $("prompt").value });
-    showTurns();
-  }
-  const run = await complete({}, $("output"), $("rate"), (so_far, choice) => {
-    showRound(choice);
-    showFigures(so_far);
-  });
-  showSpeeds(run);
-  if (!run.drafted) $("draft-name").textContent = "Nothing was proposed";
-  if (run.state && !run.state.is_on) showWhy(`The draft was left out: ${run.state.explanation}.`);
-  $("said").textContent = `Completed with ${run.tokens} tokens; ${percent(run.accepted, run.drafted)} of the proposed tokens accepted.`;
-  if (!$("compare").checked) {
-    answered(run.text);
-    return;
-  }
-  $("alone").hidden = false;
-  const alone = await complete({ speculation: false, seed: run.seed }, $("alone-output"), $("alone-rate"), () => {});
-  answered(run.text);
-  $("race").hidden = false;
-  $("race").onclick = () => race([[$("output"), run], [$("alone-output"), alone]]);
-  const factor = showSpeedUp(run, alone);
-  const isGreedy = $("temperature").valueAsNumber === 0;
-  const sameness = isGreedy ? ` The two texts are ${run.text === alone.text ? "the same" : "not the same"}.` : "";
-  $("speedup-note").textContent =
-    `Measured just now: ${run.tokens} tokens in ${(run.totalMs / 1000).toFixed(2)} s with the draft, ${alone.tokens} in ` +
-    `${(alone.totalMs / 1000).toFixed(2)} s by the target alone. One run each, so it varies.${sameness}`;
-  $("said").textContent += ` ${factor.toFixed(2)} times as fast as the target alone.${sameness}`;
-}
-
-// The answer is a turn of the chat once the next message is sent.
-function answered(text) {
-  if (!isChat()) return;
-  messages.push({ role: "assistant", content: text });
-  $("prompt").value = "";
-}
-
-async function submit(event) {
-  event.preventDefault();
-  if (running) {
-    running.abort();
-    return;
-  }
-  running = new AbortController();
-  $("run").textContent = "Stop";
-  $("run").dataset.running = "";
-  try {
-    await completeBoth();
-  } catch (error) {
-    if (error.name !== "AbortError") {
-      $("problem").textContent = error.message;
-      $("problem").hidden = false;
-    }
-  } finally {
-    if (messages.at(-1)?.role === "user") messages.pop(); // it has no answer
-    running = null;
-    $("run").textContent = "Complete";
-    delete $("run").dataset.running;
-    showStatus();
-  }
-}
-
-// ---- the request as code, and prompts to try
-
-function showCode() {
-  if (!$("code").open) return;
-  const [path, { stream, stream_options, return_token_ids, return_probabilities, ...body }] = requested({});
-  const needsToken = !$("token-option").hidden;
-  $("curl").textContent = curlOf(location.origin, path, body, needsToken);
-  $("python").textContent = pythonOf(location.origin, path, body, modelName, needsToken);
-}
-
-function showSamples() {
-  const buttons = SAMPLES[isChat() ? "chat" : "text"].map((prompt) => {
-    const button = document.createElement("button");
-    button.type = "button";
-    button.textContent = prompt.split("\n")[0];
-    button.addEventListener("click", () => {
-      $("prompt").value = prompt;
-      showCode();
-      $("prompt").focus();
-    });
-    return button;
-  });
-  $("samples").replaceChildren(...buttons);
-}
-
-function changeMode() {
-  const own = Object.values(SAMPLES).flat();
-  if (own.includes($("prompt").value)) $("prompt").value = SAMPLES[isChat() ? "chat" : "text"][0];
-  $("system-option").hidden = !isChat();
-  $("prompt-name").textContent = isChat() ? "Message" : "Prompt";
-  newChat();
-  showSamples();
-  showCode();
-}
-
-function newChat() {
-  messages = [];
-  showTurns();
-}
+$("tabs").addEventListener("keydown", (event) => {
+  if (event.key !== "ArrowLeft" && event.key !== "ArrowRight") return;
+  const other = document.body.dataset.tab === "chat" ? "completion" : "chat";
+  if ($(`${other}-tab`).disabled) return;
+  chooseTab(other);
+  $(`${other}-tab`).focus();
+});
 
 // ---- the coordinator
-
-function millions(count) {
-  return count >= 1e9 ? `${(count / 1e9).toFixed(1)} B` : `${(count / 1e6).toFixed(1)} M`;
-}
-
-function named(replicas, role) {
-  const model = replicas.find((replica) => replica.role === role && replica.model)?.model;
-  if (!model) return null;
-  return model.parameter_count ? `${model.name} (${millions(model.parameter_count)})` : model.name;
-}
-
-function showReplicas(replicas) {
-  const rows = replicas.map((replica) => {
-    const row = document.createElement("tr");
-    const step = replica.step_seconds === null ? DASH : `${(1000 * replica.step_seconds).toFixed(1)} ms`;
-    for (const text of [replica.role, replica.address, replica.state, step]) row.insertCell().textContent = text;
-    row.cells[2].className = "state";
-    row.cells[2].dataset.state = replica.state;
-    if (replica.reason) row.title = replica.reason;
-    return row;
-  });
-  $("replicas").tBodies[0].replaceChildren(...rows);
-}
 
 function setState(state) {
   if ($("state").textContent !== state) $("state").textContent = state;
@@ -476,55 +61,28 @@ async function showStatus() {
     setState("unreachable");
     return;
   }
-  const { speculation, load, replicas } = status;
-  setState(status.state);
-  $("models").textContent = [named(replicas, "draft"), named(replicas, "target")].filter(Boolean).join(" drafts for ");
-  $("version").textContent = `Tandem ${status.version}`;
   modelName ||= await servedName();
-  if ($("modes").hidden === status.chat) {
-    $("modes").hidden = !status.chat;
-    if (status.instruct && !hasChosenMode) $("chat").checked = true;
-    changeMode();
-  }
-  $("count").placeholder = status.settings.num_speculative_tokens;
-  $("all-acceptance").textContent = percent(speculation.accepted, speculation.drafted);
-  $("all-length").textContent = speculation.rounds ? speculation.tokens_per_pass.toFixed(2) : DASH;
-  $("all-rate").textContent = status.throughput.last_10_seconds.toFixed(1);
-  $("all-running").textContent = load.queued ? `${load.running} + ${load.queued}` : load.running;
-  showSpeculation(status.speculation_state);
-  showReplicas(replicas);
+  setState(status.state);
+  $("models").textContent = completion.pairOf(status.replicas);
+  $("version").textContent = `Tandem ${status.version}`;
+  showTabs(status);
+  chat.showStatus(status, modelName);
+  completion.showStatus(status, modelName);
 }
 
-async function servedName() {
-  const response = await fetch("/v1/models", { headers: headers() });
-  return response.ok ? (await response.json()).data[0].id : "";
+/** A model without a chat template has no chat, and one that was not trained on chats completes better. */
+function showTabs(status) {
+  $("chat-tab").disabled = !status.chat;
+  $("chat-tab").title = status.chat ? "" : "The model has no chat template.";
+  if (!status.chat) openTab("completion");
+  else if (!hasChosenTab) openTab(status.instruct ? "chat" : "completion");
+  hasChosenTab = true;
 }
 
-function showSpeculation({ is_on: isOn, num_speculative_tokens: count, explanation }) {
-  $("speculation").dataset.state = isOn ? "on" : "off";
-  $("speculation").textContent = isOn ? `Speculation is on: ${count} proposed per round.` : `Speculation is off: ${explanation}.`;
-}
-
-$("form").addEventListener("submit", submit);
-$("prompt").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("form").requestSubmit();
-});
-$("form").addEventListener("input", showCode);
-$("code").addEventListener("toggle", showCode);
-for (const id of ["text", "chat"]) {
-  $(id).addEventListener("change", () => {
-    hasChosenMode = true;
-    changeMode();
-  });
-}
-$("new-chat").addEventListener("click", () => {
-  newChat();
-  clear();
-});
-$("copy").addEventListener("click", () => navigator.clipboard.writeText($("output").textContent));
 $("token").addEventListener("change", showStatus);
-clear();
-showSamples();
+const wanted = location.hash.slice(1);
+if (TABS.includes(wanted)) chooseTab(wanted);
+else openTab("chat");
 setInterval(() => {
   if (!document.hidden) showStatus();
 }, POLL_MS);

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from coordinator.transport.streams import RemoteSequence
 from draft_service.proposers import DraftedSequence
 from draft_service.proposers.standalone import load_standalone
 from draft_service.settings import DraftSettings
+from tandem.scopes import CallerScopes
 from tandem.serving.server import set_start_aside
 from tandem.settings import load_settings
 from tandem.types import GenerationRequest, Proposal, ProposeStep, SpeculationStats, Verification
@@ -93,6 +95,7 @@ def load(setup: dict[str, Any]) -> Run:
     )
     rule = ("--rejection-sampling-strategy", setup["rule"]) if setup["rule"] else ()
     settings = load_settings(CoordinatorSettings, (*words, *rule, *setup["options"]), "one-process")
+    scopes = CallerScopes().of(address="this process")
     encoder = PromptEncoder(Tokenizer.from_file(str(Path(setup["target"]) / "tokenizer.json")))
 
     async def start() -> None:
@@ -106,11 +109,11 @@ def load(setup: dict[str, Any]) -> Run:
         started = time.perf_counter()
 
         async def one(request: GenerationRequest) -> Answer:
-            plan = await make_plan(request, uuid.uuid4().hex, settings, served)
+            plan = await make_plan(request, uuid.uuid4().hex, settings, served, scopes)
             completion, answer, proposed_before = plan.begin(), Answer(), False
             known = completion.length
             async with (
-                draft.sequence(plan.draft_options()) as drafted,
+                draft.sequence(replace(plan.draft_options(), scope=scopes.prefix)) as drafted,
                 target.sequence(plan.target_options()) as verified,
             ):
                 rounds = RequestRounds()

@@ -25,6 +25,7 @@ from tandem.errors import ServiceUnavailableError
 from tandem.grammar import Grammars
 from tandem.replica import ReplicaState, Role
 from tandem.serving.interceptors import RunningCalls
+from tandem.serving.protection import token_source
 from tandem.serving.server import Service, announce
 from tandem.v1 import admin_pb2, generation_pb2, generation_pb2_grpc
 
@@ -75,7 +76,10 @@ class CoordinatorService(Service):
 
     def register(self, server: grpc.aio.Server) -> None:
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(
-            GenerationServicer(self.completions, self.chats), server
+            GenerationServicer(
+                self.completions, self.chats, token_source(self._settings, self._settings.host)
+            ),
+            server,
         )
         AdminServicer(self.administration).add_to(server)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import asdict
 from functools import partial
@@ -19,7 +19,17 @@ from coordinator.requests.validation import too_long, too_many
 from coordinator.settings.coordinator import MAX_CHAT_MESSAGES, RequestBounds
 from tandem.config.rule import refuse
 from tandem.errors import InvalidRequestError
-from tandem.serving.interceptors import Context, Handler, behaviour_of, remade, traceparent_of, unreadable
+from tandem.rpc.credentials import AUTHORIZATION
+from tandem.serving.interceptors import (
+    Context,
+    Handler,
+    behaviour_of,
+    metadata_of,
+    remade,
+    traceparent_of,
+    unreadable,
+)
+from tandem.serving.protection import Tokens, caller_token
 from tandem.v1 import generation_pb2
 from tandem.v1.generation_pb2_grpc import GenerationServiceServicer
 from tandem.wire.generation import chat_from_proto, chat_prompt_to_proto, chunk_to_proto, request_from_proto
@@ -36,15 +46,17 @@ _BIAS_BYTES = 16
 _MESSAGE_BYTES = 64
 """Bytes of a chat's message beside its content: its role, tags and lengths."""
 _OTHER_BYTES = 4 << 10
-"""Enough for all fields of fixed size, and for the tags and lengths of the others."""
+"""Enough for all fields of fixed size, for a salt, and for the tags and lengths of the others."""
 
 
 class GenerationServicer(GenerationServiceServicer):
     """Streams completions to clients. A large request arrives as its bytes."""
 
-    def __init__(self, completions: RequestRunner, chats: Chats) -> None:
+    def __init__(self, completions: RequestRunner, chats: Chats, tokens: Callable[[], Tokens]) -> None:
+        """`tokens` are those that the server knows."""
         self._completions = completions
         self._chats = chats
+        self._known_tokens = tokens
 
     async def Generate(
         self, request: generation_pb2.GenerateRequest | bytes, context: Context
@@ -60,6 +72,9 @@ class GenerationServicer(GenerationServiceServicer):
             context.time_remaining(),
             traceparent=traceparent_of(context),
             peer=peer_of_grpc(context.peer()),
+            token=caller_token(
+                metadata_of(context.invocation_metadata(), AUTHORIZATION), self._known_tokens()
+            ),
         )
         # A call that is cancelled between two chunks must not leave its streams to the garbage collector.
         async with aclosing(chunks):

@@ -185,6 +185,7 @@ class Options(TypedDict, total=False):
     echo: bool
     with_special_tokens: bool
     probabilities: bool
+    cache_salt: str | None
     delivered_token_ids: tuple[int, ...]
 
 

@@ -94,7 +94,8 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         self._unreadable = ""
         """Reason why the tokenizer cannot be read, once this was tried."""
-        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, Grammar], LLMatcher] = OrderedDict()
+        """By scope as well (`tandem.scopes`): that one is known can be told by the time that it takes."""
         self._thread = ThreadPoolExecutor(1, "grammar")
 
     @classmethod
@@ -107,15 +108,18 @@ class Grammars:
         with suppress(InvalidRequestError):
             await asyncio.get_running_loop().run_in_executor(self._thread, self._tokens)
 
-    async def open(self, grammar: Grammar) -> GrammarState:
-        found = self._compiled.get(grammar)
+    async def open(self, grammar: Grammar, scope: str = "") -> GrammarState:
+        """The state before the first token. Without a scope nothing is kept."""
+        key = scope, grammar
+        found = self._compiled.get(key)
         if found is None:
             found = await asyncio.get_running_loop().run_in_executor(self._thread, self._compile, grammar)
-            self._compiled[grammar] = found
+            if scope:
+                self._compiled[key] = found
             while len(self._compiled) > MAX_CACHED:
                 self._compiled.popitem(last=False)
         with suppress(KeyError):  # another request may have pushed it out meanwhile
-            self._compiled.move_to_end(grammar)
+            self._compiled.move_to_end(key)
         return self._state(found.deep_copy(), grammar)
 
     def compiled(self, grammar: Grammar) -> GrammarState:

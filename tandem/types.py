@@ -427,6 +427,9 @@ class SequenceOptions:
     traceparent: str = ""
     client: str = ""
     """Whose sequence it is: clients share places fairly. Empty: not known."""
+    scope: str = ""
+    """The sequences with which it shares what services keep of texts: those of the same scope (`tandem.scopes`). Empty:
+    none."""
     prompt_length: int = 0
     """Length of the prompt, with which the sequence begins; a grammar is for the other tokens, and so are frequency and
     presence."""
@@ -678,6 +681,9 @@ class GenerationRequest:
     """Write special tokens into the text."""
     probabilities: bool = False
     """Return how probable draft and target found each token, where the rows of the acceptance rule say so."""
+    cache_salt: str | None = None
+    """Keeps the request apart from the caller's requests with another salt or none: they share no prefix cache and no
+    earlier answers, as in vLLM. Up to 256 characters."""
 
 
 class FinishReason(Enum):

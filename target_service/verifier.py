@@ -117,10 +117,10 @@ class Verifier(EngineOwner[SequenceEngine[Any]]):
         info = self._engine.info
         if options.adjustments:
             check_ids(options.adjustments, info.vocabulary_size)
-        grammar = None if options.grammar is None else await self.open_grammar(options.grammar)
+        grammar = None if options.grammar is None else await self.open_grammar(options.grammar, options.scope)
         # The grammar's source stays here, where it is compiled: engines may pass options on.
         options = replace(options, max_length=options.max_length or info.max_length, grammar=None)
-        cached = await self._engine.open(options.max_length, client=options.client)
+        cached = await self._engine.open(options.max_length, client=options.client, scope=options.scope)
         sequence = VerifiedSequence(self._engine, cached, options, on_led, grammar)
         self._open[options.request_id] = cached
         try:
@@ -133,12 +133,12 @@ class Verifier(EngineOwner[SequenceEngine[Any]]):
                 del self._open[options.request_id]
             self._engine.release(cached)
 
-    async def open_grammar(self, grammar: Grammar) -> GrammarState:
+    async def open_grammar(self, grammar: Grammar, scope: str) -> GrammarState:
         if self._grammars is None:
             raise InvalidRequestError(
                 f"the target has no {TOKENIZER_FILES[0]}, which structured output needs"
             )
-        return await self._grammars.open(grammar)
+        return await self._grammars.open(grammar, scope)
 
 
 @dataclass(eq=False)

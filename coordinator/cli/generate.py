@@ -227,6 +227,9 @@ class RequestOptions:
     include_stop_str_in_output: bool = option(
         "Include the stop string or token in the text.", "--include-stop", default=False
     )
+    cache_salt: str | None = option(
+        "Share prefix cache and earlier answers only with requests of this salt, up to 256 characters."
+    )
 
     def request(self, prompt: str | tuple[int, ...]) -> GenerationRequest:
         lists = {

@@ -20,6 +20,7 @@ from coordinator.telemetry.observer import EventValue, RequestObserver
 from coordinator.transport.draft_client import DraftClient, DraftLimits, DraftSequence
 from tandem.errors import TandemError
 from tandem.replica import ReplicaState
+from tandem.scopes import RequestScopes
 from tandem.speculation_state import SpeculationState
 from tandem.types import MAX_AHEAD_TOKENS, DraftOptions, Proposal
 
@@ -36,6 +37,7 @@ class FailoverDrafter:
 
     _pool: Pool[DraftClient]
     _options: DraftOptions
+    _scopes: RequestScopes
     _limits: DraftLimits
     _rounds: RequestRounds
     _observer: RequestObserver
@@ -59,6 +61,7 @@ class FailoverDrafter:
         self._placement = DraftPlacement(
             self._pool,
             self._options,
+            self._scopes,
             self._limits,
             self._lost,
             lambda address: self._observer.stream("draft", address),

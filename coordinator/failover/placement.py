@@ -12,6 +12,7 @@ from coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
 from coordinator.transport.draft_client import DraftClient, DraftLimits, DraftSequence, OnOutcomes, Tokens
 from coordinator.transport.target_client import TargetSequence
 from tandem.errors import CapacityError, ServiceUnavailableError, TandemError
+from tandem.scopes import RequestScopes
 from tandem.types import AheadBudget, DraftOptions, Proposal
 
 SequenceT = TypeVar("SequenceT", DraftSequence, TargetSequence)
@@ -86,6 +87,8 @@ class DraftPlacement:
 
     _pool: Pool[DraftClient]
     _options: DraftOptions
+    """Without a scope, which depends on the draft."""
+    _scopes: RequestScopes
     _limits: DraftLimits
     _lost: Callable[[Member[DraftClient], TandemError], None]
     _observer: Callable[[str], StreamObserver] = lambda _: NO_OBSERVER
@@ -127,7 +130,7 @@ class DraftPlacement:
         if len(ready) < 2:
             return ready[0] if ready else None
         token_ids = () if tokens is None else tokens.token_ids
-        held = self._pool.prefixes.held(token_ids)
+        held = self._pool.prefixes.held(self._scopes.prefix, token_ids)
         count = self._limits.num_speculative_tokens
         return earliest(
             {
@@ -138,14 +141,19 @@ class DraftPlacement:
 
     def enter(self, member: Member[DraftClient], tokens: Tokens) -> None:
         """Open the sequence on a draft, which reads it while the target works."""
-        drafts_ahead = member.model is not None and member.model.drafts_ahead
-        options = self._options if drafts_ahead else replace(self._options, ahead=None)
+        model = member.model
+        assert model is not None, "only a draft that was met is entered"
+        options = replace(
+            self._options, scope=self._scopes.prefix if model.has_model else self._scopes.suffix
+        )
+        if not model.drafts_ahead:
+            options = replace(options, ahead=None)
         if member.coverage is None:
             options = replace(options, tokenizer_hash="")
         observer = self._observer(member.address)
         sequence = DraftSequence(member.client.streams, options, self._limits, observer, self._on_outcomes)
         self.current = OpenSequence(member, sequence)
-        self._pool.prefixes.add(member.address, tokens.token_ids)
+        self._pool.prefixes.add(member.address, self._scopes.prefix, tokens.token_ids)
         sequence.read(tokens)
 
     def leave(self, error: TandemError | None = None) -> None:

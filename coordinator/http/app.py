@@ -231,11 +231,12 @@ class App:
                 answer.read_calls(calls, may_call=body.may_call)
         traceparent = request.headers.get("traceparent", "")
         peer = "" if request.client is None else peer_of_host(request.client.host)
+        token = protection.caller_token(request.headers.get("authorization"), self._known_tokens())
         # The first completion has the request's own name in logs and lists.
         names = [request_id, *(f"{request_id}-{index}" for index in range(1, len(requests)))]
         chunks = merged(
             [
-                self._completions.complete(each, body.timeout_seconds, name, traceparent, peer)
+                self._completions.complete(each, body.timeout_seconds, name, traceparent, peer, token)
                 for each, name in zip(requests, names, strict=True)
             ]
         )

@@ -186,7 +186,9 @@ class Sampled(AboutCaller):
     prompt_logprobs: Any = _only(because="prompts are scored by echo with logprobs of a completion")
     logits_processors: Any = _only(because="no code of a client is run")
     return_tokens_as_token_ids: Any = _only(False, because="ask for return_token_ids")
-    cache_salt: Any = _only(because="this coordinator does not keep prefixes apart")
+    cache_salt: str | None = None
+    """vLLM's: keeps the request apart from the caller's requests with another salt or none, which then share no prefix
+    cache and no earlier answers ([security.md](security.md#callers)). 1 to 256 characters."""
     kv_transfer_params: Any = _only(because="KV caches are not handed over")
     vllm_xargs: Any = _only({}, because="they are vLLM's own")
 

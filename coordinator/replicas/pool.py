@@ -494,31 +494,32 @@ _MAX_PREFIXES = 4096
 
 
 class Prefixes:
-    """Which draft has read which beginning of a text: a new sequence that continues it is read there at once."""
+    """Which draft has read which beginning of a text: a new sequence of its scope that continues it is read there at
+    once."""
 
     def __init__(self) -> None:
         self._holders: OrderedDict[int, str] = OrderedDict()
 
-    def add(self, address: str, token_ids: Sequence[int]) -> None:
-        for _, key in _beginnings(token_ids):
+    def add(self, address: str, scope: str, token_ids: Sequence[int]) -> None:
+        for _, key in _beginnings(scope, token_ids):
             self._holders[key] = address
             self._holders.move_to_end(key)
         while len(self._holders) > _MAX_PREFIXES:
             self._holders.popitem(last=False)
 
-    def held(self, token_ids: Sequence[int]) -> dict[str, int]:
-        """How many of the first tokens each address is known to have read."""
+    def held(self, scope: str, token_ids: Sequence[int]) -> dict[str, int]:
+        """How many of the first tokens each address is known to have read for this scope."""
         found = {}
-        for length, key in _beginnings(token_ids):
+        for length, key in _beginnings(scope, token_ids):
             if (address := self._holders.get(key)) is not None:
                 found[address] = length
         return found
 
 
-def _beginnings(token_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Lengths of beginnings, the shortest first, each with its hash."""
+def _beginnings(scope: str, token_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Lengths of beginnings, the shortest first, each with its hash and the scope's."""
     # Tokens of a beginning that is remembered, which a draft reads in a step; each longer one has twice as many
     length = 64
     while length <= len(token_ids):
-        yield length, hash(tuple(token_ids[:length]))
+        yield length, hash((scope, *token_ids[:length]))
         length *= 2

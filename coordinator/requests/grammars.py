@@ -28,13 +28,14 @@ class CheckedGrammars:
         """`grammars` compiles for the target's tokens, as the services do."""
         self._grammars = grammars
         self._process = BoundedProcess(__name__, "grammars wait to be compiled")
-        self._known: OrderedDict[tuple[str, str], str] = OrderedDict()
-        self._tried: dict[tuple[str, str], asyncio.Task[str]] = {}
-        """Those that are tried now: requests with one grammar wait for one trial."""
+        self._known: OrderedDict[tuple[str, str, str], str] = OrderedDict()
+        """Refusals by scope, kind and source; an accepted grammar has an empty one."""
+        self._tried: dict[tuple[str, str, str], asyncio.Task[str]] = {}
+        """Those that are tried now: requests of a scope with one grammar wait for one trial."""
 
-    async def open(self, grammar: Grammar) -> GrammarState:
-        """The state before the first token."""
-        key = grammar.kind.value, grammar.source
+    async def open(self, grammar: Grammar, scope: str) -> GrammarState:
+        """The state before the first token. A scope's grammars are known to its own requests alone."""
+        key = scope, grammar.kind.value, grammar.source
         if key not in self._known:
             if (trial := self._tried.get(key)) is None:
                 trial = self._tried[key] = asyncio.create_task(self._refusal(grammar))
@@ -45,7 +46,7 @@ class CheckedGrammars:
                 self._known.popitem(last=False)
         if refusal := self._known[key]:
             raise InvalidRequestError(refusal)
-        return await self._grammars.open(grammar)
+        return await self._grammars.open(grammar, scope)
 
     async def _refusal(self, grammar: Grammar) -> str:
         """Why it cannot be used; empty if it can."""

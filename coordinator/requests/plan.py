@@ -35,6 +35,7 @@ from tandem.config.names import AUTO, AUTO_NAMES, canonical_name
 from tandem.config.rule import refuse
 from tandem.grammar import GrammarState
 from tandem.sampling.defaults import DEFAULT_NAMES
+from tandem.scopes import RequestScopes
 from tandem.types import (
     MIN_TEMPERATURE,
     Acceptance,
@@ -141,6 +142,7 @@ class Plan:
     """Followed when acceptance is relaxed inside them."""
     grammar: GrammarState | None
     """The grammar of the completion, before its first token; None for any text."""
+    scopes: RequestScopes
     settings: CoordinatorSettings
     models: Models
 
@@ -188,6 +190,7 @@ class Plan:
             prompt_length=len(self.prompt),
             adjustments=LogitAdjustments(request.logit_bias, request.min_tokens, tuple(sorted(ends))),
             client=client,
+            scope=self.scopes.prefix,
             end_token_ids=tuple(sorted({*self.limits.eos_token_ids, *self.limits.stop_token_ids})),
             grammar=None if self.grammar is None else self.grammar.grammar,
         )
@@ -241,6 +244,7 @@ async def make_plan(
     request_id: str,
     settings: CoordinatorSettings,
     models: Models,
+    scopes: RequestScopes,
     choose_rule: ChooseRule = lambda names, temperature: names[0],
 ) -> Plan:
     """Check a request that is within its bounds, and decide how it is completed."""
@@ -260,7 +264,7 @@ async def make_plan(
         assert models.grammars is not None, "structured output needs a compiler of grammars"
         spans = think_spans(models.tokenizer)
         whole = request.grammar if spans is None else spans.before(request.grammar, prompt)
-        grammar = await models.grammars.open(whole)
+        grammar = await models.grammars.open(whole, scopes.prefix)
     if request.logprobs is not None:
         request = replace(request, row_kind=RowKind.DENSE)
     sampling = _sampling(request)
@@ -294,6 +298,7 @@ async def make_plan(
         kept_out_by=kept_out_by,
         think_spans=think_spans(models.tokenizer) if options.use_relaxed_acceptance_for_thinking else None,
         grammar=grammar,
+        scopes=scopes,
         settings=settings,
         models=models,
     )

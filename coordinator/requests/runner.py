@@ -39,6 +39,7 @@ from tandem.admin import Outcomes
 from tandem.errors import AbortedError
 from tandem.plural import plural
 from tandem.rpc.channels import Deadline
+from tandem.scopes import CallerScopes, kinds_of
 from tandem.speculation_state import SpeculationState
 from tandem.types import Chunk, GenerationRequest, TokenLogprobs
 
@@ -56,6 +57,8 @@ class RequestRunner:
         self._live_config = live_config
         self._observer = observer
         bounds = live_config.current
+        shared = kinds_of(bounds.share_between_callers)
+        self._scopes = CallerScopes(bounds.service_credentials, shared)
         self.admission = Admission(
             bounds.max_concurrent_requests, bounds.max_queued_requests, bounds.max_streams_per_peer
         )
@@ -88,10 +91,11 @@ class RequestRunner:
         request_id: str | None = None,
         traceparent: str = "",
         peer: str = "",
+        token: str = "",
     ) -> AsyncGenerator[Chunk]:
         """Stream a completion. The id is its name in logs, traces and the list of requests; `traceparent` the
-        client's W3C trace context, and `peer` its address from `coordinator.requests.admission`, each empty when it
-        is unknown."""
+        client's W3C trace context, `peer` its address from `coordinator.requests.admission`, and `token` the token by
+        which it is known, each empty when there is none."""
         name = request_id or uuid.uuid4().hex
         observer, deadline = self._observer.begin(name, traceparent), Deadline(deadline_seconds)
 
@@ -104,7 +108,8 @@ class RequestRunner:
             bounded.check()
             async with self.admission.place(deadline.remaining_seconds, peer) as place:
                 observer.admitted()
-                plan = await make_plan(request, name, self.bounds, self.models, self._choose_rule)
+                scopes = self._scopes.of(token=token, address=peer, salt=request.cache_salt)
+                plan = await make_plan(request, name, self.bounds, self.models, scopes, self._choose_rule)
                 await self._run_rounds(plan, observer, deadline, place, queue)
 
         with _observed(observer), self.admission.stream(peer):
@@ -190,6 +195,7 @@ class RequestRunner:
         return FailoverDrafter(
             replicas.drafts,
             plan.draft_options(max_budget(plan.draft_ahead, plan.num_speculative_tokens), client),
+            plan.scopes,
             DraftLimits(
                 plan.num_speculative_tokens,
                 plan.models.target.vocabulary_size,

@@ -14,6 +14,7 @@ from tandem.config.names import OWN_METHODS, canonical_name
 from tandem.config.rule import Rule, broken, refuse, rule, spelled, within
 from tandem.plural import plural
 from tandem.sampling.ranges import request_sampling_rules
+from tandem.scopes import MAX_SALT_LENGTH
 from tandem.types import MAX_LOGIT_BIAS, GenerationRequest, ModelInfo, RowKind
 
 
@@ -109,6 +110,13 @@ def _structured_output(subject: BoundedRequest) -> Iterator[str]:
         )
 
 
+@rule(f"`cache_salt` has 1 to {MAX_SALT_LENGTH} characters.")
+def _cache_salt(subject: BoundedRequest) -> Iterator[str]:
+    salt = subject.request.cache_salt
+    if salt is not None and not 1 <= len(salt) <= MAX_SALT_LENGTH:
+        yield f"cache_salt has {plural(len(salt), 'character')}; it must have 1 to {MAX_SALT_LENGTH}"
+
+
 @rule(f"`num_speculative_tokens` is at most {MAX_SPECULATIVE_TOKENS}, or what the coordinator is set to.")
 def _most_speculative_tokens(subject: BoundedRequest) -> Iterator[str]:
     count = subject.request.num_speculative_tokens
@@ -134,6 +142,7 @@ BOUND_RULES: tuple[Rule[BoundedRequest], ...] = (
     _prompt_size,
     _counts,
     _structured_output,
+    _cache_salt,
     _most_speculative_tokens,
     _allowed_rule,
 )

@@ -17,6 +17,7 @@ from tandem.config.rule import Rule, Rules, not_below, rule
 from tandem.config.speculative import checked_rule, listed
 from tandem.rpc.addresses import is_loopback, split_addresses
 from tandem.rpc.credentials import Credentials
+from tandem.scopes import SharedKinds
 from tandem.serving.protection import AdminOptions, exposure_rule
 from tandem.settings import ServerSettings
 from tandem.types import MAX_LEAD
@@ -127,6 +128,15 @@ class ServiceAccessOptions(Options):
         return Credentials.of({**options, "token": token})
 
 
+class SharingOptions(Options):
+    """Sharing between callers."""
+
+    share_between_callers: SharedKinds | None = None
+    """What requests of different callers share: suffix (earlier answers, which drafts with the method suffix propose),
+    prefix (prefix caches and compiled grammars), or both with a comma. A caller can then find out what others wrote or
+    were told. By default nothing: a caller is a token, else a client's address. Tandem's own."""
+
+
 def origins(text: str | None) -> list[str]:
     """Each of the origins in an option's text."""
     return [part.strip() for part in (text or "").split(",") if part.strip()]
@@ -198,6 +208,7 @@ class CoordinatorSettings(
     SpeculativeConfig,
     SamplingOptions,
     RequestBounds,
+    SharingOptions,
     ServiceAccessOptions,
     HttpOptions,
     AdminOptions,
@@ -207,7 +218,7 @@ class CoordinatorSettings(
 
     env_prefix: ClassVar = "TANDEM_COORDINATOR_"
 
-    repeatable: ClassVar = ("target_address", "draft_address", "cors_origin")
+    repeatable: ClassVar = ("target_address", "draft_address", "cors_origin", "share_between_callers")
     """Options that may be given several times on a command line."""
 
     port: int = Field(default=DEFAULT_PORT, ge=0, le=65535)

@@ -53,8 +53,8 @@ class BoundProposer(EngineOwner[Engine[Drafting, Proposal]]):
     """The target's open sequences, by request."""
     method: str
     repeats: InitVar[bool] = False
-    open_grammar: Callable[[Grammar], Awaitable[GrammarState]] | None = None
-    """Compiles what sequences may be, as the target does; None: proposals heed no grammar."""
+    open_grammar: Callable[[Grammar, str], Awaitable[GrammarState]] | None = None
+    """Compiles what sequences of a scope may be, as the target does; None: proposals heed no grammar."""
     vocabularies: None = field(default=None, init=False)
     """It reads the target's own tokens."""
 
@@ -69,7 +69,7 @@ class BoundProposer(EngineOwner[Engine[Drafting, Proposal]]):
     async def sequence(self, options: DraftOptions) -> AsyncIterator[BoundSequence]:
         grammar = None
         if options.grammar is not None and self.open_grammar is not None:
-            grammar = await self.open_grammar(options.grammar)
+            grammar = await self.open_grammar(options.grammar, options.scope)
         options = with_defaults(options, TOP_K, SUPPORT_MASS)
         length = options.max_length or self._engine.max_length
         cached = await self._engine.open(length)

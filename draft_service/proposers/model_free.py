@@ -56,8 +56,9 @@ class ModelFreeProposer:
     """Drafts from earlier text."""
 
     def __init__(
-        self, method: str, new_index: Callable[[TokenState], TokenIndex], settings: DraftSettings
+        self, method: str, new_index: Callable[[TokenState, str], TokenIndex], settings: DraftSettings
     ) -> None:
+        """`new_index` makes the index of a sequence, for its tokens and its scope."""
         self._method = method
         self._new_index = new_index
         self._max_length = settings.max_length or 0
@@ -97,7 +98,7 @@ class ModelFreeProposer:
     async def start(self) -> None:
         """Measure what a token of a proposal takes, in a text that repeats itself."""
         tokens = TokenState(2 * _PROFILED_TOKENS)
-        index = self._new_index(tokens)
+        index = self._new_index(tokens, "")
         sequence = ModelFreeSequence(tokens, index)
         text = tuple(token % (_PROFILED_TOKENS // 4) for token in range(_PROFILED_TOKENS))
         costs = []
@@ -114,7 +115,8 @@ class ModelFreeProposer:
 
     @asynccontextmanager
     async def sequence(self, options: DraftOptions) -> AsyncIterator[ModelFreeSequence]:
-        """Keep a sequence for as long as the context lives. Others learn from it only if it ends without an error."""
+        """Keep a sequence for as long as the context lives. Others of its scope learn from it only if it ends without
+        an error."""
         if self._max_length and options.max_length > self._max_length:
             raise InvalidRequestError(
                 f"a sequence of up to {options.max_length} tokens was asked for; this service takes "
@@ -123,7 +125,7 @@ class ModelFreeProposer:
         await self._places.take(options.client)
         try:
             tokens = TokenState(options.max_length or self._max_length)
-            index = self._new_index(tokens)
+            index = self._new_index(tokens, options.scope)
             yield ModelFreeSequence(tokens, index)
             async with self._finishing:
                 await in_pieces(index.finish())

@@ -23,7 +23,7 @@ _NONE = -1
 
 def ngram_proposer(settings: DraftSettings) -> ModelFreeProposer:
     """Draft by prompt lookup."""
-    return ModelFreeProposer("ngram", lambda tokens: NgramIndex(tokens, settings), settings)
+    return ModelFreeProposer("ngram", lambda tokens, _: NgramIndex(tokens, settings), settings)
 
 
 class NgramIndex(TokenIndex):

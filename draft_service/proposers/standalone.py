@@ -110,10 +110,10 @@ class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
             mapped, options = self.vocabularies.mapped(options)  # its tokens become the draft's
         grammar, grammars = None, self.grammars if mapped is None else mapped.grammars
         if options.grammar is not None and grammars is not None:
-            grammar = await grammars.open(options.grammar)
+            grammar = await grammars.open(options.grammar, options.scope)
         spare = 0 if options.ahead is None else options.ahead.branch_count * (options.ahead.token_count + 1)
         cached = await self._engine.open(
-            options.max_length or self.model_info.max_length, spare, options.client
+            options.max_length or self.model_info.max_length, spare, options.client, options.scope
         )
         try:
             options = with_defaults(options, self.draft_top_k, self.support_mass)

@@ -1,21 +1,22 @@
-"""Suffix decoding: the most frequent continuation in this sequence or in earlier responses (no model).
+"""Suffix decoding: the most frequent continuation in this sequence or in its caller's earlier responses (no model).
 
 Oliaro et al. 2024, "SuffixDecoding" (arXiv 2411.04975), as vLLM's method `suffix` uses it. One suffix tree holds the
-sequence itself, a second one the last finished responses. For every length at which a tree holds the sequence's end,
-the method reads off the most probable continuation, no longer than `max_spec_factor` times that length. It proposes
-the one with the highest score: the expected number of right tokens. So it proposes more where the past predicts well,
-and nothing where the past says nothing.
+sequence itself, a second one the last finished responses of its scope (`tandem.scopes`). For every length at which a
+tree holds the sequence's end, the method reads off the most probable continuation, no longer than `max_spec_factor`
+times that length. It proposes the one with the highest score: the expected number of right tokens. So it proposes more
+where the past predicts well, and nothing where the past says nothing.
 
 This is not the package that vLLM uses. arctic-inference 0.3.0 comes as source only and needs torch, cmake and a C++20
 compiler to build, while a draft service without a model should need none of them (once built by hand it runs without
 torch, five times as fast as this). Its tree cannot take back tokens, as deltas do, and learns from responses while
 they are still being written, abandoned ones too. It counts a text's end as a continuation; the paper does not.
 
-Proposals depend on the responses to other requests; the text at temperature 0 or under the rule `strict` does not. Yet
-its speed reveals whether a similar text was generated before. Where one user must not learn that about another, keep no
-responses (`suffix_decoding_max_cached_requests` 0).
+Proposals depend on the responses to other requests, and whoever can ask for proposals after beginnings of its choice
+reads these responses from them. So each scope has a tree of its own, and a sequence without a scope reads and leaves
+nothing.
 
-Memory: about 300 bytes for each token of a running sequence and of each response that is kept, at most 500.
+Memory: about 300 bytes for each token of a running sequence and of each response that is kept, at most 500 over all
+scopes.
 """
 
 from __future__ import annotations
@@ -38,55 +39,80 @@ def suffix_proposer(settings: DraftSettings) -> ModelFreeProposer:
     responses = ResponseCache(
         settings.suffix_decoding_max_tree_depth, settings.suffix_decoding_max_cached_requests
     )
-    return ModelFreeProposer("suffix", lambda tokens: SuffixIndex(tokens, responses, settings), settings)
+    return ModelFreeProposer(
+        "suffix", lambda tokens, scope: SuffixIndex(tokens, responses, settings, scope), settings
+    )
+
+
+@dataclass(slots=True)
+class KeptResponse:
+    """A finished response that a tree holds."""
+
+    scope: str
+    window_count: int = 0
+    """How many of its windows the tree holds."""
 
 
 class ResponseCache:
-    """The last finished responses."""
+    """The last finished responses of all scopes, in a tree for each scope."""
 
     def __init__(self, max_depth: int, max_responses: int) -> None:
-        self.tree = SuffixTree(max_depth)
+        self._max_depth = max_depth
         self._max_responses = max_responses
-        # How many windows of each response the tree holds; the oldest response comes first.
-        self._window_counts: dict[int, int] = {}
+        self._trees: dict[str, SuffixTree] = {}
+        """Those that hold a response."""
+        self._kept: dict[int, KeptResponse] = {}
+        """Responses by number, the oldest of any scope first."""
         self._next_id = 0
 
     def __len__(self) -> int:
-        return len(self._window_counts)
+        return len(self._kept)
 
-    def add(self, response: array[int]) -> Iterator[None]:
+    def tree(self, scope: str) -> SuffixTree | None:
+        """The responses of a scope; None if there are none."""
+        return self._trees.get(scope)
+
+    def add(self, scope: str, response: array[int]) -> Iterator[None]:
         """Keep a response, and forget the oldest if there are too many. Yields between small steps.
 
         Only one response may be added at a time. An iterator that is dropped half-way leaves half of its response.
         """
-        if self._max_responses == 0 or not response:
+        if self._max_responses == 0 or not scope or not response:
             return
         while len(self) >= self._max_responses:
             yield from self._forget_oldest()
-        text_id, self._next_id = self._next_id, self._next_id + 1
-        self.tree.texts[text_id] = response + array("i", [END])
-        self._window_counts[text_id] = 0
+        text_id = self._next_id
+        self._next_id += 1
+        tree = self._trees.setdefault(scope, SuffixTree(self._max_depth))
+        tree.texts[text_id] = response + array("i", [END])
+        kept = self._kept[text_id] = KeptResponse(scope)
         for position in range(len(response)):
-            self.tree.add(window_at(text_id, position))
-            self._window_counts[text_id] += 1
+            tree.add(window_at(text_id, position))
+            kept.window_count += 1
             yield
 
     def _forget_oldest(self) -> Iterator[None]:
-        text_id = next(iter(self._window_counts))
-        while (count := self._window_counts[text_id]) > 0:
-            self.tree.remove(window_at(text_id, count - 1))
-            self._window_counts[text_id] -= 1
+        text_id, kept = next(iter(self._kept.items()))
+        tree = self._trees[kept.scope]
+        while kept.window_count > 0:
+            tree.remove(window_at(text_id, kept.window_count - 1))
+            kept.window_count -= 1
             yield
-        del self._window_counts[text_id]
-        del self.tree.texts[text_id]
+        del self._kept[text_id]
+        del tree.texts[text_id]
+        if not tree.texts:
+            del self._trees[kept.scope]
 
 
 class SuffixIndex:
-    """The suffix tree of one sequence, beside that of the responses that all sequences share."""
+    """The suffix tree of one sequence, beside that of the responses that sequences of its scope share."""
 
-    def __init__(self, tokens: TokenState, responses: ResponseCache, options: DraftingOptions) -> None:
+    def __init__(
+        self, tokens: TokenState, responses: ResponseCache, options: DraftingOptions, scope: str = ""
+    ) -> None:
         self._tokens = tokens
         self._responses = responses
+        self._scope = scope
         self._options = options
         self._tree = SuffixTree(options.suffix_decoding_max_tree_depth)
         self._tree.texts[_OWN] = tokens.token_ids
@@ -110,14 +136,15 @@ class SuffixIndex:
         """The continuation with the highest score; the sequence's own among equals."""
         context = self._tokens.token_ids[-self._tree.max_depth :]
         best = best_continuation(self._tree, context, token_count, self._options)
-        if len(self._responses):
-            other = best_continuation(self._responses.tree, context, token_count, self._options)
+        responses = self._responses.tree(self._scope)
+        if responses is not None:
+            other = best_continuation(responses, context, token_count, self._options)
             best = max(best, other, key=lambda continuation: continuation.score)
         return best.token_ids
 
     def finish(self) -> Iterator[None]:
-        """Add the response, without the prompt, to those that all sequences learn from."""
-        return self._responses.add(self._tokens.response())
+        """Add the response, without the prompt, to those that sequences of its scope learn from."""
+        return self._responses.add(self._scope, self._tokens.response())
 
 
 def best_continuation(

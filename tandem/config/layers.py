@@ -37,6 +37,7 @@ GROUPS = {
     "ModelServerSettings": "Model",
     "ModelOptions": "Model",
     "CoordinatorSettings": "Coordinator",
+    "SharingOptions": "Coordinator",
     "DraftSettings": "Drafting",
     "TargetSettings": "Drafting",
     "DraftingOptions": "Drafting",

@@ -143,7 +143,8 @@ class DraftingOptions(ModelOptions):
     suffix_decoding_max_tree_depth: int = Field(default=names.SUFFIX_TREE_DEPTH, ge=1)
     """Longest run of tokens that the suffix trees remember, prefix match and proposal together. vLLM's name."""
     suffix_decoding_max_cached_requests: int = Field(default=10000, ge=0)
-    """Finished completions that the global suffix tree remembers, first in, first out; 0 keeps none. vLLM's name."""
+    """Finished completions that suffix trees remember, of all callers together, first in, first out; 0 keeps none.
+    vLLM's name."""
     suffix_decoding_max_spec_factor: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """Maximum tokens proposed for each token of the matched prefix. vLLM's name."""
     suffix_decoding_min_token_prob: float = Field(default=0.1, ge=0, le=1)

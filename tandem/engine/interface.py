@@ -249,9 +249,10 @@ class RunningModel(Protocol):
 class SequenceEngine(RunningModel, Protocol[SequenceT]):
     """Runs a model for many sequences at once, each with a cache of what it has computed."""
 
-    async def open(self, max_length: int, *, client: str = "") -> SequenceT:
+    async def open(self, max_length: int, *, client: str = "", scope: str = "") -> SequenceT:
         """A new, empty sequence of up to `max_length` tokens; waits while there is no place. A free place goes to the
-        client that has the fewest.
+        client that has the fewest. Sequences of a scope reuse what each other have computed; without a scope it shares
+        nothing.
 
         Raises:
             InvalidRequestError: `max_length` is more than the engine serves.

@@ -40,7 +40,8 @@ class BlockRequest:
     shared_prefix_boundary: int = 0
     mm_features: tuple[()] = ()
     lora_request: None = None
-    cache_salt: None = None
+    cache_salt: str | None = None
+    """Part of the hash of its first block, and so of all."""
     prompt_embeds: None = None
     session_id: None = None
 
@@ -127,7 +128,8 @@ class BlockCache:
                 return
             self._let_go(sequence)
             sequence.restart()
-        request = BlockRequest(f"{sequence.serial}.{next(_numbers)}", sequence.token_ids, self.running)
+        name = f"{sequence.serial}.{next(_numbers)}"
+        request = BlockRequest(name, sequence.token_ids, self.running, cache_salt=sequence.scope or None)
         self._held[sequence] = held = _Held(request)
         if self.hasher is None or sequence.is_private:
             return
@@ -209,7 +211,7 @@ class BlockCache:
             self._publish(trunk, held, min(step.trunk_lengths))
             self._branches[trunk] = []
             for length in step.trunk_lengths:
-                branch = Sequence(trunk.tables, trunk.max_length, trunk.vocabulary_size)
+                branch = Sequence(trunk.tables, trunk.max_length, trunk.vocabulary_size, scope=trunk.scope)
                 branch.token_ids = trunk.token_ids[:length]
                 self._branches[trunk].append(branch)
         branches = self._branches.get(trunk, [])[: step.token_count]

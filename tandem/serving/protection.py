@@ -85,6 +85,11 @@ def authorize(scope: Scope, authorization: str | None, tokens: Tokens) -> None:
     )
 
 
+def caller_token(authorization: str | None, tokens: Tokens) -> str:
+    """The token by which an authorized caller is known; empty where callers need none, and may send any."""
+    return (_bearer(authorization) or "") if tokens.client else ""
+
+
 def parse_tokens(content: bytes, source: str) -> tuple[str, ...]:
     """The tokens of a file, one on each line. An error never contains one."""
     tokens = tuple(lines_of(content))

@@ -11,6 +11,7 @@ import numpy as np
 from tandem.config.rule import Rule, broken, refuse
 from tandem.errors import InvalidRequestError, ProtocolError
 from tandem.sampling.ranges import sampling_rules
+from tandem.scopes import MAX_SCOPE_LENGTH
 from tandem.types import (
     Cancel,
     Coverage,
@@ -123,6 +124,10 @@ def read_requests(
     deltas = columns.split(message.steps.token_ids, sizes, "token ids", most=None)
     for opening in message.opens:
         try:
+            if len(opening.scope) > MAX_SCOPE_LENGTH:
+                raise InvalidRequestError(
+                    f"scope has {len(opening.scope)} characters; it must have at most {MAX_SCOPE_LENGTH}"
+                )
             yield opening.sequence, options(opening)
         except InvalidRequestError as error:
             yield opening.sequence, error

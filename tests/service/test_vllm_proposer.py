@@ -237,7 +237,7 @@ async def test_a_request_goes_to_the_draft_that_has_read_its_beginning(
     for draft in drafts:
         draft.model_info = replace(draft.model_info, max_length=256, step_profile=profile)
     runner = CheckedRunner(hashed)
-    async with plugged(*drafts) as proposer:
+    async with plugged(*drafts, SHARE_BETWEEN_CALLERS="prefix") as proposer:
         await _both_ready(proposer)
 
         async def placed(prompt: list[int]) -> list[int]:

@@ -138,8 +138,6 @@ class Engine(Generic[PayloadT, ResultT]):
         sequences = [await self.open(max(map(max, every))) for _ in range(max(map(len, every)))]
         own = self._head
         try:
-            for sequence in sequences:
-                sequence.is_private = True
             # New ones would wait their turn for more. The first one's step shows how long a token may take; the others
             # share one, which takes little longer.
             for group in filter(None, (sequences[:1], sequences[1:])):
@@ -203,7 +201,9 @@ class Engine(Generic[PayloadT, ResultT]):
         await asyncio.gather(*(job.future for job in jobs if job.future is not None))
         return jobs[0].cost.seconds if jobs[0].cost is not None else 0.0
 
-    async def open(self, max_length: int, spare_tokens: int = 0, client: str = "") -> Sequence:
+    async def open(
+        self, max_length: int, spare_tokens: int = 0, client: str = "", scope: str = ""
+    ) -> Sequence:
         """See `SequenceEngine`. The sequence takes pages as it grows, and `spare_tokens` more behind its end while
         there are any: for branches (`put_back`)."""
         if self._is_stopping:
@@ -221,7 +221,8 @@ class Engine(Generic[PayloadT, ResultT]):
         await places.take(client)
         most_tokens = min(max_length + spare_tokens, max(shape.page_count * shape.page_tokens, max_length))
         vocabulary_size = self.model.info.vocabulary_size
-        return Sequence(shape.tables(most_tokens), max_length, vocabulary_size, spare_tokens, client)
+        tables = shape.tables(most_tokens)
+        return Sequence(tables, max_length, vocabulary_size, spare_tokens, client, scope)
 
     def release(self, sequence: Sequence) -> None:
         if sequence.is_released:

@@ -7,7 +7,8 @@ caller decides who restarts (`tandem.engine.core.scheduler`).
 Prefixes are found block by block. A block is the tokens of one page. A full block is known by its tokens and by
 everything before them, which a number stands for (its *chain*): the key of a block is the chain of the block before it
 and its own tokens. The table compares the tokens themselves, so no two prefixes are ever mistaken for each other. As in
-vLLM's automatic prefix caching, but with tokens in place of hashes.
+vLLM's automatic prefix caching, but with tokens in place of hashes. The chain of a sequence's first block is its scope,
+as vLLM's `cache_salt`: nobody finds a block of another scope, and all scopes share the pages, whose latest remain.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from operator import ge, itemgetter
 
 from tandem.engine.interface import KvUsage
 from tandem.engine.kv_cache.arena import KvArena, PageTable, most_pages, pages_for
-from tandem.engine.kv_cache.sequence import ROOT, Sequence
+from tandem.engine.kv_cache.sequence import Chain, Sequence
 from tandem.errors import InvalidRequestError
 from tandem.types import common_length
 
@@ -37,14 +38,14 @@ class KnownBlock:
 
     pages: list[int]
     """A page for each group of layers, `NO_PAGE` where it is lost. There is at least one."""
-    parent: int
-    """Chain of everything before the block."""
+    parent: Chain
+    """Of everything before the block."""
     chain: int
     """Chain of everything up to its end, if it is full."""
     token_ids: tuple[int, ...]
 
 
-def _beginning(parent: int, token_ids: SequenceOf[int]) -> tuple[int, ...]:
+def _beginning(parent: Chain, token_ids: SequenceOf[int]) -> tuple[Chain, ...]:
     """What blocks have in common that may be mistaken for each other at first."""
     return parent, *token_ids[:MIN_COPIED_TOKENS]
 
@@ -60,10 +61,10 @@ class PagePool:
         self._holders = [0] * page_count
         self._unused = list(range(page_count - 1, -1, -1))
         self._kept: OrderedDict[int, None] = OrderedDict()
-        self._chains = count(ROOT + 1)
+        self._chains = count(1)
         self._known: dict[int, KnownBlock] = {}
         """By page."""
-        self._alike: dict[tuple[int, ...], dict[tuple[int, ...], KnownBlock]] = {}
+        self._alike: dict[tuple[Chain, ...], dict[tuple[int, ...], KnownBlock]] = {}
         """By chain before them and first tokens, then by all of their tokens, the latest last."""
 
     @property
@@ -109,11 +110,11 @@ class PagePool:
             if page in self._kept:
                 self._kept.move_to_end(page)
 
-    def full_block(self, parent: int, token_ids: SequenceOf[int]) -> KnownBlock | None:
+    def full_block(self, parent: Chain, token_ids: SequenceOf[int]) -> KnownBlock | None:
         """The block of exactly these tokens after the chain `parent`."""
         return self._alike.get(_beginning(parent, token_ids), {}).get(tuple(token_ids))
 
-    def longest_beginning(self, parent: int, token_ids: SequenceOf[int]) -> tuple[KnownBlock, int] | None:
+    def longest_beginning(self, parent: Chain, token_ids: SequenceOf[int]) -> tuple[KnownBlock, int] | None:
         """The block without a lost page that begins with most of these tokens, at least `MIN_COPIED_TOKENS`, after the
         chain `parent`, and how many."""
         alike = self._alike.get(_beginning(parent, token_ids), {}).values()
@@ -122,7 +123,7 @@ class PagePool:
         matches = ((known, common_length(known.token_ids, token_ids)) for known in latest)
         return max(matches, key=itemgetter(1), default=None)
 
-    def enter(self, pages: SequenceOf[int], parent: int, token_ids: SequenceOf[int]) -> KnownBlock:
+    def enter(self, pages: SequenceOf[int], parent: Chain, token_ids: SequenceOf[int]) -> KnownBlock:
         """Makes a block of at least `MIN_COPIED_TOKENS` known, with a page for each group. A full one must not be known
         already."""
         known = KnownBlock([NO_PAGE] * len(pages), parent, next(self._chains), tuple(token_ids))
@@ -278,8 +279,10 @@ class PagedCache:
         sequence.clean_length = min(sequence.clean_length, sequence.table.capacity)
 
     def reuse(self, sequence: Sequence, row_count: int = 0) -> None:
+        if not self._reuses_prefixes or sequence.is_private:
+            return
         known_pages, own_tokens = divmod(sequence.computed_length, self._page_tokens)
-        if not self._reuses_prefixes or own_tokens or known_pages > len(sequence.chains):
+        if own_tokens or known_pages > len(sequence.chains):
             return
         self._holders.setdefault(sequence, False)
         del sequence.chains[known_pages:]
@@ -340,7 +343,7 @@ class PagedCache:
         """The blocks from `first` on that have their pages in all layers that keep all tokens, and end by `end`."""
         size = self._page_tokens
         blocks: list[KnownBlock] = []
-        parent = sequence.chains[first - 1] if first else ROOT
+        parent: Chain = sequence.chains[first - 1] if first else sequence.scope
         for start in range(first * size, end - size + 1, size):
             known = self._pool.full_block(parent, sequence.token_ids[start : start + size])
             if known is None or NO_PAGE in known.pages[: self._unbounded]:
@@ -388,6 +391,7 @@ class PagedCache:
         for other in self._holders:
             if (
                 other is sequence
+                or other.scope != sequence.scope
                 or other.computed_length - start <= longest
                 or other.chains[:index] != chains
             ):

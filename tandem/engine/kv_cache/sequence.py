@@ -13,8 +13,8 @@ from tandem.engine.kv_cache.arena import CacheShape, PageTable, Span
 from tandem.errors import InvalidRequestError
 from tandem.types import Delta, common_length
 
-ROOT = 0
-"""The chain of no tokens."""
+Chain = int | str
+"""Stands for the tokens of a sequence's first blocks: a number, or for no tokens the sequence's scope."""
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +28,8 @@ class Sequence:
     spare_tokens: int = 0
     """Room that is wanted behind its end, if there is any: for branches."""
     client: str = ""
+    scope: str = ""
+    """Sequences of a scope reuse what each other computed (`tandem.scopes`); without one it shares nothing."""
     serial: int = field(default_factory=count(1).__next__, init=False)
     """Rises with each sequence: the younger one has the higher number."""
     table: PageTable = field(init=False)
@@ -42,8 +44,6 @@ class Sequence:
     is_new: bool = field(default=True, init=False)
     """No job of it has ended: what it has to compute is a prompt, however short."""
     is_released: bool = field(default=False, init=False)
-    is_private: bool = field(default=False, init=False)
-    """Nobody else reuses what it computed."""
     idle_since: float = field(default=math.inf, init=False)
     """When its last job ended, by `time.monotonic`; infinite while it has one."""
 
@@ -51,8 +51,13 @@ class Sequence:
         self.table = self.tables[0]
 
     @property
-    def last_chain(self) -> int:
-        return self.chains[-1] if self.chains else ROOT
+    def is_private(self) -> bool:
+        """True if nobody else reuses what it computed, nor it what others did."""
+        return not self.scope
+
+    @property
+    def last_chain(self) -> Chain:
+        return self.chains[-1] if self.chains else self.scope
 
     @property
     def length(self) -> int:

@@ -28,6 +28,7 @@ from tandem.integrations.vllm.metrics import Counts
 from tandem.integrations.vllm.settings import VllmSettings
 from tandem.replica import ReplicaState, Role
 from tandem.rpc.addresses import split_addresses
+from tandem.scopes import RequestScopes
 from tandem.types import AheadBudget, Coverage, DraftOptions, ModelInfo, Proposal
 
 logger = logging.getLogger(__name__)
@@ -154,8 +155,10 @@ class DraftedRow:
     placement: DraftPlacement
     """Set by the link with its first step."""
 
-    def __init__(self, options: DraftOptions, limits: DraftLimits, counts: Counts) -> None:
-        """`options` are those with which its sequence opens."""
+    def __init__(
+        self, options: DraftOptions, scopes: RequestScopes, limits: DraftLimits, counts: Counts
+    ) -> None:
+        """`options` and `scopes` are those with which its sequence opens."""
         # vLLM's thread has these three, the event loop all others.
         self.told = 0
         """Tokens that were handed over."""
@@ -164,6 +167,7 @@ class DraftedRow:
         self.proposed = 0
         """Tokens proposed for it in the last step that it had a row in."""
         self._options = options
+        self._scopes = scopes
         self._limits = limits
         self._counts = counts
         self.token_ids = array("i")
@@ -174,7 +178,7 @@ class DraftedRow:
         self.task: asyncio.Task[Proposal] | None = None
 
     def place_on(self, pool: Pool[DraftClient]) -> None:
-        self.placement = DraftPlacement(pool, self._options, self._limits, self._lost)
+        self.placement = DraftPlacement(pool, self._options, self._scopes, self._limits, self._lost)
 
     @property
     def length(self) -> int:

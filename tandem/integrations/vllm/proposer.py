@@ -34,6 +34,7 @@ from tandem.integrations.vllm.link import (
 )
 from tandem.integrations.vllm.metrics import Counts, Report, log_through
 from tandem.integrations.vllm.settings import VllmSettings, read_settings
+from tandem.scopes import CallerScopes, kinds_of
 from tandem.types import (
     MAX_AHEAD_TOKENS,
     AheadBudget,
@@ -272,6 +273,7 @@ class StepDrafter:
         self._begun_count = 0
         self._switch = WaySwitch(settings.draft_ahead, token_count)
         self._limits = DraftLimits(token_count, target.vocabulary_size)
+        self._scopes = CallerScopes(settings.service_credentials, kinds_of(settings.share_between_callers))
         self._options = DraftOptions(
             f"vllm-{uuid.uuid4().hex[:8]}",  # several vLLMs may share a draft, whose log names their sequences
             GREEDY,
@@ -314,7 +316,7 @@ class StepDrafter:
         ended = [self._known.pop(name) for name in over if name in self._known]
         asked = [
             self._asked(
-                self._begun(data.req_id, sampling_of(data.sampling_params)),
+                self._begun(data.req_id, sampling_of(data.sampling_params), salt_of(data.sampling_params)),
                 data.prefill_token_ids or data.prompt_token_ids or (),
                 is_asking=self._switch.way is not Way.ALONE,
             )
@@ -344,7 +346,7 @@ class StepDrafter:
         self._count(sequences, answers, time.monotonic() - began, is_late=is_late, was_asked=seconds > 0.0)
         return answers
 
-    def _begun(self, name: str, sampling: SamplingParams) -> DraftedRow:
+    def _begun(self, name: str, sampling: SamplingParams, salt: str | None = None) -> DraftedRow:
         self._begun_count += 1
         options = replace(
             self._options,
@@ -352,7 +354,10 @@ class StepDrafter:
             sampling=sampling,
             row_kind=RowKind.TOKEN if sampling.is_greedy else RowKind.SUPPORT,
         )
-        known = self._known[name] = DraftedRow(options, self._limits, self.counts)
+        # Of vLLM's callers a worker knows nothing else.
+        caller = "" if salt is None else "vllm"
+        scopes = self._scopes.of(address=caller, salt=salt)
+        known = self._known[name] = DraftedRow(options, scopes, self._limits, self.counts)
         return known
 
     def _asked(self, sequence: DraftedRow, new_tokens: Sequence[int], *, is_asking: bool) -> AskedRow:
@@ -434,6 +439,12 @@ def sampling_of(params: Any) -> SamplingParams:
         return GREEDY
     seed = random.getrandbits(63) if params.seed is None else params.seed & (1 << 63) - 1
     return SamplingParams(params.temperature, max(params.top_k, 0), params.top_p, params.min_p, seed)
+
+
+def salt_of(params: Any) -> str | None:
+    """The salt that a request gives in `vllm_xargs`; None without one. vLLM keeps its own `cache_salt` from workers."""
+    given = (getattr(params, "extra_args", None) or {}).get("cache_salt")
+    return given if isinstance(given, str) and given else None
 
 
 def entries_of(proposals: Sequence[Proposal]) -> tuple[IntArray, IntArray, IntArray, Float32Array]:

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from coordinator.settings.coordinator import Addresses, ServiceAccessOptions, encryption_rule
+from coordinator.settings.coordinator import Addresses, ServiceAccessOptions, SharingOptions, encryption_rule
 from tandem.config.rule import Rules
 from tandem.errors import ConfigurationError
 from tandem.settings import FilledSettings, load_settings
@@ -15,7 +15,7 @@ from tandem.telemetry.settings import TelemetryOptions
 ENVIRONMENT_PREFIX = "TANDEM_VLLM_"
 
 
-class VllmSettings(ServiceAccessOptions, TelemetryOptions, FilledSettings):
+class VllmSettings(SharingOptions, ServiceAccessOptions, TelemetryOptions, FilledSettings):
     """Draft for a stock vLLM from Tandem's draft services."""
 
     env_prefix: ClassVar = ENVIRONMENT_PREFIX

@@ -408,7 +408,7 @@ async def test_heads_propose_what_a_grammar_allows(
     async with running(folder, head) as pair:
         request = Request(pair, "r", PROMPTS[0], grammar=grammar)
         await request.run(16)
-        state = await pair.verifier.open_grammar(grammar)
+        state = await pair.verifier.open_grammar(grammar, "")
     proposed = [(length, token_ids) for length, token_ids in request.proposals if token_ids]
     assert len(proposed) > 3
     for length, token_ids in proposed:

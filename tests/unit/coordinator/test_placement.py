@@ -86,17 +86,17 @@ def test_the_chosen_one_is_never_much_later_than_the_earliest(states: list[tuple
 
 def test_the_longest_known_beginning_counts() -> None:
     held = Prefixes()
-    held.add("a", range(300))
-    held.add("b", [*range(100), *range(500, 700)])
-    assert held.held(range(300)) == {"b": 64, "a": 256}
-    assert held.held([*range(100), *range(500, 700)]) == {"b": 256}
-    assert held.held(range(63)) == {}
-    assert held.held(range(1, 300)) == {}
+    held.add("a", "mine", range(300))
+    held.add("b", "mine", [*range(100), *range(500, 700)])
+    assert held.held("mine", range(300)) == {"b": 64, "a": 256}
+    assert held.held("mine", [*range(100), *range(500, 700)]) == {"b": 256}
+    assert held.held("mine", range(63)) == {}
+    assert held.held("mine", range(1, 300)) == {}
 
 
 def test_old_beginnings_go() -> None:
     held = Prefixes()
     for first in range(pool._MAX_PREFIXES + 1):
-        held.add("a", range(first, first + 64))
-    assert held.held(range(64)) == {}
-    assert held.held(range(1, 65)) == {"a": 64}
+        held.add("a", "mine", range(first, first + 64))
+    assert held.held("mine", range(64)) == {}
+    assert held.held("mine", range(1, 65)) == {"a": 64}

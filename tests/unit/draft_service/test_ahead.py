@@ -46,9 +46,11 @@ SECONDS = 20.0
 PROMPT = (5, 17, 80, 3, 44)
 K = 4
 BUDGET = AheadBudget(branch_count=12, token_count=K)
-GREEDY = DraftOptions("r", SamplingParams(temperature=0.0), ahead=BUDGET, row_kind=RowKind.TOKEN)
-STRICT = DraftOptions("r", SamplingParams(1.0, seed=3), ahead=BUDGET, row_kind=RowKind.TOKEN)
-SUPPORT = DraftOptions("r", SamplingParams(0.9, seed=4), ahead=BUDGET, row_kind=RowKind.SUPPORT)
+GREEDY = DraftOptions(
+    "r", SamplingParams(temperature=0.0), scope="a scope", ahead=BUDGET, row_kind=RowKind.TOKEN
+)
+STRICT = replace(GREEDY, sampling=SamplingParams(1.0, seed=3))
+SUPPORT = replace(GREEDY, sampling=SamplingParams(0.9, seed=4), row_kind=RowKind.SUPPORT)
 PENALIZED = replace(
     GREEDY,
     sampling=SamplingParams(0.0, repetition_penalty=1.5, frequency_penalty=1.0, presence_penalty=0.5),

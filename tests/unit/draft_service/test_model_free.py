@@ -29,7 +29,7 @@ from tandem.types import Delta, DraftOptions, ProposeStep, RowKind, SamplingPara
 from tests.end_to_end.processes import run
 from tests.paths import DEMO_EAGLE3
 
-OPTIONS = DraftOptions("a request", SamplingParams(), row_kind=RowKind.SUPPORT)
+OPTIONS = DraftOptions("a request", SamplingParams(), scope="a scope", row_kind=RowKind.SUPPORT)
 
 
 async def proposal(
@@ -168,16 +168,19 @@ def proposed(
     return own[0] if own[1] >= others[1] else others[0]
 
 
+SCOPE = "a scope"
+
+
 def new_cache(options: DraftingOptions) -> ResponseCache:
     return ResponseCache(options.suffix_decoding_max_tree_depth, options.suffix_decoding_max_cached_requests)
 
 
 def hold(responses: ResponseCache, options: DraftingOptions) -> Held[SuffixIndex]:
-    return Held(partial(SuffixIndex, responses=responses, options=options))
+    return Held(partial(SuffixIndex, responses=responses, options=options, scope=SCOPE))
 
 
-def add(responses: ResponseCache, response: Sequence[int]) -> None:
-    for _ in responses.add(array("i", response)):
+def add(responses: ResponseCache, response: Sequence[int], scope: str = SCOPE) -> None:
+    for _ in responses.add(scope, array("i", response)):
         pass
 
 
@@ -224,8 +227,10 @@ def test_forgetting_responses_frees_their_memory() -> None:
             sizes.append(tracemalloc.get_traced_memory()[0])
     finally:
         tracemalloc.stop()
-    assert len(cache.tree.texts) == 2
-    assert node_count(cache.tree) <= 2 * 2 * size
+    tree = cache.tree(SCOPE)
+    assert tree is not None
+    assert len(tree.texts) == 2
+    assert node_count(tree) <= 2 * 2 * size
     assert sizes[1] < 500 * 2 * size, "the documented memory"
     assert max(sizes[2:]) < 1.3 * sizes[1], "four responses came after the two that it may hold"
 

@@ -86,9 +86,11 @@ async def running(
         yield engine
 
 
-async def greedy(engine: Engine[Any, Any], prompt: SequenceOf[int], token_count: int) -> list[int]:
+async def greedy(
+    engine: Engine[Any, Any], prompt: SequenceOf[int], token_count: int, scope: str = "a scope"
+) -> list[int]:
     """The continuation of a prompt, by the engine, in a sequence of its own."""
-    sequence = await engine.open(len(prompt) + token_count)
+    sequence = await engine.open(len(prompt) + token_count, scope=scope)
     try:
         return list(await engine.submit(Job(sequence, Delta(0, prompt), 1, Generation(token_count))))
     finally:

@@ -80,7 +80,7 @@ async def wander(engine: RowEngine, seed: int) -> None:
     """Extend, repeat and roll back a sequence at random; each answer must be that of its tokens alone."""
     draw = random.Random(seed)
     shared = [each % VOCABULARY_SIZE for each in range(3, 23)]
-    sequence = await engine.open(_MAX_LENGTH)
+    sequence = await engine.open(_MAX_LENGTH, scope="a scope")
     text = shared[: draw.randrange(1, 20)]
     try:
         base = 0
@@ -116,7 +116,7 @@ async def test_a_prefix_of_another_sequence_is_not_computed_again() -> None:
         text = list(range(40))
         for expected in (40, 40 % BLOCK_TOKENS or BLOCK_TOKENS):
             computed.clear()
-            sequence = await engine.open(_MAX_LENGTH)
+            sequence = await engine.open(_MAX_LENGTH, scope="a scope")
             assert await ask(engine, sequence, 0, text, 1) == greedy(text, 1)
             engine.release(sequence)
             await settle(engine)
@@ -131,7 +131,7 @@ async def test_a_step_that_fails_fails_for_its_callers_alone() -> None:
             raise RuntimeError("out of memory")
 
     async with running(FakeWorker(spoil)) as engine:
-        sequence = await engine.open(_MAX_LENGTH)
+        sequence = await engine.open(_MAX_LENGTH, scope="a scope")
         with pytest.raises(TandemError, match="step failed"):
             await ask(engine, sequence, 0, [1, 2, 3], 1)
         failing[0] = False

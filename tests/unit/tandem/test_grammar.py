@@ -243,7 +243,7 @@ async def test_a_refusal_to_compile_is_a_line(demo: Grammars, grammar: Grammar, 
 async def test_sequences_of_one_grammar_share_nothing_but_its_compilation() -> None:
     grammars = tiny_grammars()
     grammar = Grammar(GrammarKind.REGEX, "a|bc+")
-    first, second = [await grammars.open(grammar) for _ in range(2)]
+    first, second = [await grammars.open(grammar, "a scope") for _ in range(2)]
     assert first.follow([1])
     assert ids_in(second.masks([], ())[0]) == {0, 1, TEXTS.index("bc")}
 
@@ -337,7 +337,7 @@ async def test_a_grammar_that_takes_too_long_is_refused_and_the_next_one_is_not(
         with pytest.raises(
             InvalidRequestError, match=r"cannot be used: it (takes more than 2 s|was not done within 30 s)"
         ):
-            await grammars.open(Grammar(GrammarKind.GRAMMAR, SLOW))
+            await grammars.open(Grammar(GrammarKind.GRAMMAR, SLOW), "a scope")
         assert time.process_time() - began < 2.0, "not in this process"
-    state = await grammars.open(Grammar(GrammarKind.CHOICE, '["a"]'))
+    state = await grammars.open(Grammar(GrammarKind.CHOICE, '["a"]'), "a scope")
     assert state.follow([])

@@ -402,6 +402,7 @@ SAMPLES: dict[str, object] = {
     "http_host": "127.0.0.2",
     "prometheus_host": "127.0.0.2",
     "cors_origin": "https://chat.example",
+    "share_between_callers": "prefix",
     "draft_ahead": 3,
     "target_address": "127.0.0.1:2",
     "draft_address": "127.0.0.1:2",

@@ -99,6 +99,7 @@ CHANGES: list[tuple[str, Any]] = [
     ("stop", ["x", "y"]),
     ("stop_token_ids", [5]),
     ("include_stop_str_in_output", True),
+    ("cache_salt", "pepper"),
     ("ignore_eos", True),
     ("logit_bias", {"5": 1.5}),
     ("frequency_penalty", 0.5),

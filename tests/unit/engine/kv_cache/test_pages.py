@@ -48,9 +48,11 @@ def new_arena(page_count: int, windows: Windows = (None,)) -> KvArena:
     return KvArena(layers, page_count, torch.float32, torch.device("cpu"))
 
 
-def new_sequence(max_length: int = MAX_LENGTH, windows: Windows = (None,)) -> Sequence:
+def new_sequence(
+    max_length: int = MAX_LENGTH, windows: Windows = (None,), scope: str = "a scope"
+) -> Sequence:
     tables = [PageTable(64, max_length, window=window) for window in windows]
-    return Sequence(tables, max_length, vocabulary_size=1000)
+    return Sequence(tables, max_length, vocabulary_size=1000, scope=scope)
 
 
 def keys_of(token_ids: list[int], layer: int = 0) -> list[float]:

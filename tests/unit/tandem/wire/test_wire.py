@@ -215,10 +215,18 @@ SAMPLING = SamplingParams(0.7, 20, 0.9, 0.05, -(2**62), 1.3, -0.5, 2.0)
 """In double precision: with binary32 the target would warp with another temperature than the coordinator."""
 BUDGET = AheadBudget(4, 3)
 DRAFTED = DraftOptions(
-    "r", SAMPLING, 99, "00-aa-bb-01", "a client", 0, None, RowKind.SUPPORT, 32, True, BUDGET
+    "r", SAMPLING, 99, "00-aa-bb-01", "a client", "a scope", 0, None, RowKind.SUPPORT, 32, True, BUDGET
 )
 VERIFIED = TargetOptions(
-    "r", SAMPLING, 99, "00-aa-bb-01", "a client", 17, None, LogitAdjustments({3: 0.1, 5: -100.0}, 4, (0, 7))
+    "r",
+    SAMPLING,
+    99,
+    "00-aa-bb-01",
+    "a client",
+    "a scope",
+    17,
+    None,
+    LogitAdjustments({3: 0.1, 5: -100.0}, 4, (0, 7)),
 )
 LIVES: list[tuple[Any, list[tuple[int, object]]]] = [
     (draft, [

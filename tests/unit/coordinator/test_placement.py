@@ -94,6 +94,16 @@ def test_the_longest_known_beginning_counts() -> None:
     assert held.held("mine", range(1, 300)) == {}
 
 
+def test_a_beginning_is_known_to_its_scope_alone() -> None:
+    held = Prefixes()
+    held.add("a", "mine", range(100))
+    assert held.held("yours", range(100)) == {}
+    assert held.held("", range(100)) == {}
+    held.add("b", "yours", range(100))
+    assert held.held("mine", range(100)) == {"a": 64}
+    assert held.held("yours", range(100)) == {"b": 64}
+
+
 def test_old_beginnings_go() -> None:
     held = Prefixes()
     for first in range(pool._MAX_PREFIXES + 1):

@@ -235,6 +235,35 @@ def test_forgetting_responses_frees_their_memory() -> None:
     assert max(sizes[2:]) < 1.3 * sizes[1], "four responses came after the two that it may hold"
 
 
+def test_ten_thousand_scopes_hold_no_more_than_one() -> None:
+    """The bound is on the responses of all scopes together, and the oldest go first, whose ever they are."""
+    most = 100
+    cache = ResponseCache(24, most)
+    scopes = [f"scope {index}" for index in range(10_000)]
+    for index, scope in enumerate(scopes):
+        add(cache, [index, index + 1, index + 2], scope)
+        assert len(cache) <= most
+    trees = [tree for scope in scopes if (tree := cache.tree(scope)) is not None]
+    assert sum(len(tree.texts) for tree in trees) == most
+    assert [scope for scope in scopes if cache.tree(scope) is not None] == scopes[-most:]
+    for index in range(most):
+        add(cache, [index], "one scope")
+    assert [scope for scope in scopes if cache.tree(scope) is not None] == []
+    assert len(cache) == most
+
+
+async def test_sequences_learn_from_those_of_their_scope_alone() -> None:
+    proposer = suffix_proposer(DraftSettings())
+    proposed = []
+    for scope in ("first", "second", "first", "", ""):
+        async with proposer.sequence(replace(OPTIONS, scope=scope)) as sequence:
+            proposed.append(await proposal(sequence, 0, [4, 5], 4))
+        async with proposer.sequence(replace(OPTIONS, scope=scope)) as finished:
+            await proposal(finished, 0, [1, 2, 3], 0)
+            await proposal(finished, 3, [4, 5, 6, 7], 0)
+    assert proposed == [(), (), (6, 7), (), ()]
+
+
 async def test_sequences_learn_from_those_that_finished() -> None:
     proposer = suffix_proposer(DraftSettings())
     with suppress(ConnectionError):

@@ -112,10 +112,10 @@ class FakeManager:
 
 
 def hashes(request: Any) -> list[Any]:
-    """Those that the request lacks, as vLLM's hasher: each of all tokens up to the block's end."""
+    """Those that the request lacks, as vLLM's hasher: each of the salt and of all tokens up to the block's end."""
     full = request.num_tokens // BLOCK_TOKENS
     return [
-        tuple(request.all_token_ids[: (index + 1) * BLOCK_TOKENS])
+        (request.cache_salt, *request.all_token_ids[: (index + 1) * BLOCK_TOKENS])
         for index in range(len(request.block_hashes), full)
     ]
 

@@ -109,18 +109,21 @@ async def test_rows_depend_on_nothing_but_the_tokens(block_count: int) -> None:
         assert (usage.preemption_count > 0) == (block_count < 200)
 
 
-async def test_a_prefix_of_another_sequence_is_not_computed_again() -> None:
+async def test_a_prefix_is_not_computed_again_for_its_own_scope() -> None:
     computed: list[int] = []
     worker = FakeWorker(lambda step: computed.extend(part.end - part.start for part in step.parts))
+    text = list(range(40))
+    rest = 40 % BLOCK_TOKENS or BLOCK_TOKENS
+    costs = []
     async with running(worker) as engine:
-        text = list(range(40))
-        for expected in (40, 40 % BLOCK_TOKENS or BLOCK_TOKENS):
+        for scope in ("first", "first", "second", "second", "first", "", ""):
             computed.clear()
-            sequence = await engine.open(_MAX_LENGTH, scope="a scope")
+            sequence = await engine.open(_MAX_LENGTH, scope=scope)
             assert await ask(engine, sequence, 0, text, 1) == greedy(text, 1)
             engine.release(sequence)
             await settle(engine)
-            assert sum(computed) == expected
+            costs.append(sum(computed))
+    assert costs == [40, rest, 40, rest, rest, 40, 40]
 
 
 async def test_a_step_that_fails_fails_for_its_callers_alone() -> None:

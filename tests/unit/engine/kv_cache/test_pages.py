@@ -16,7 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tandem.engine.core.jobs import StepRecord
+from tandem.engine.core.jobs import Job, StepRecord
 from tandem.engine.core.scheduler import PageScheduler
 from tandem.engine.interface import EngineSettings
 from tandem.engine.kv_cache import arena
@@ -33,8 +33,9 @@ from tandem.engine.kv_cache.paged_cache import PagedCache
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.errors import ConfigurationError, InvalidRequestError
 from tandem.types import Delta
+from tests.service.clients import until
 from tests.unit.engine.conftest import MakeModel, TinyModel
-from tests.unit.engine.greedy import GreedyHead, greedy, plain_greedy, running, settle
+from tests.unit.engine.greedy import Generation, GreedyHead, greedy, plain_greedy, running, settle
 
 Windows = tuple[int | None, ...]
 """Of the layers."""
@@ -248,6 +249,23 @@ async def test_a_reused_prefix_is_not_computed_again(family: str, tiny_model: Ma
             await settle(engine)
             costs.append(count.take())
     assert costs == [101 + 7, 1 + 7, 1 + 7, 1 + 7]
+
+
+@pytest.mark.parametrize("length", [40, 101], ids=["less than a page", "more than a page"])
+async def test_a_prefix_is_computed_anew_for_another_scope(length: int, llama: TinyModel) -> None:
+    """Even while the sequence that computed it is still open."""
+    count, costs = _Counting(), []
+    prompt = [*_PREFIX, 50][:length]
+    async with running(llama.loaded, GreedyHead(), on_step=count) as engine:
+        first = await engine.open(length, scope="first")
+        await engine.submit(Job(first, Delta(0, prompt), 1, Generation(1)))
+        count.take()
+        for scope in ("second", "second", "first", "", ""):
+            assert await greedy(engine, prompt, 1, scope) == plain_greedy(llama.reference, prompt, 1)
+            await until(lambda: engine.usage.sequence_count == 1, 5.0)
+            costs.append(count.take())
+        engine.release(first)
+    assert costs == [length, 1, 1, length, length]
 
 
 async def test_kept_prefixes_make_room_least_recently_used_first(llama: TinyModel) -> None:

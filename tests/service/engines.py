@@ -24,6 +24,7 @@ from draft_service.servicer import DraftServicer
 from draft_service.settings import DraftSettings
 from tandem.client import Client
 from tandem.engine.core.engine import Engine, RowEngine
+from tandem.engine.core.jobs import StepRecord
 from tandem.engine.core.selection import Backends
 from tandem.engine.interface import EngineSettings
 from tandem.engine.models.loading import LoadedModel, load_model
@@ -130,13 +131,17 @@ async def target(
     step_seconds: float = 0.0,
     max_sequences: int = 8,
     kept_sequences: int = 0,
+    on_step: Callable[[StepRecord], None] = lambda _: None,
 ) -> AsyncIterator[tuple[str, grpc.aio.Server]]:
     """A target service in this process: its address, and its server."""
+
+    def observe(record: StepRecord) -> None:
+        time.sleep(step_seconds)
+        on_step(record)
+
     servicer = FaultyTarget(faults)
     limits = EngineSettings(max_sequences=max_sequences, kept_sequences=kept_sequences)
-    async with started(
-        RowEngine(Backends(model), limits, on_step=lambda _: time.sleep(step_seconds))
-    ) as verifying:
+    async with started(RowEngine(Backends(model), limits, on_step=observe)) as verifying:
         servicer.verifier = Verifier(verifying, [DEMO_TARGET / "tokenizer.json"])
         async with serving(servicer) as served:
             yield served
@@ -150,6 +155,7 @@ async def draft(
     max_sequences: int = 8,
     kept_sequences: int = 0,
     tokenizer: Path | None = None,
+    on_step: Callable[[StepRecord], None] | None = None,
 ) -> AsyncIterator[tuple[str, grpc.aio.Server]]:
     """A draft service in this process, with this servicer or a plain one: its address, and its server.
 
@@ -157,7 +163,7 @@ async def draft(
     """
     servicer = servicer or DraftServicer()
     limits = EngineSettings(max_sequences=max_sequences, kept_sequences=kept_sequences)
-    async with started(Engine(Backends(model), propose_head, limits)) as proposing:
+    async with started(Engine(Backends(model), propose_head, limits, on_step)) as proposing:
         grammars = Grammars.of(DEMO_TARGET / "tokenizer.json", model.info)
         vocabularies = None if tokenizer is None else Vocabularies(tokenizer, model.info)
         servicer.proposer = StandaloneProposer(

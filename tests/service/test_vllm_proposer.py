@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,15 @@ import pytest
 
 from coordinator.replicas.pool import Pool
 from coordinator.transport.draft_client import DraftClient, PendingOutcomes
-from draft_service.servicer import DraftedFor
+from draft_service.proposers.suffix import suffix_proposer
+from draft_service.servicer import DraftedFor, DraftServicer
 from tandem.integrations.vllm import TandemProposer
 from tandem.types import DraftOptions, Proposal, RowKind, SparseDistribution, StepProfile
 from tests.end_to_end.processes import read
 from tests.service import vllm_stub
 from tests.service.clients import until
-from tests.service.fakes import FakeDraft, counting, served
+from tests.service.engines import model_free
+from tests.service.fakes import FakeDraft, counting, served, serving
 from tests.service.test_ahead_fakes import AheadDraft
 from tests.service.vllm_stub import (
     TOKEN_COUNT,
@@ -251,6 +254,54 @@ async def test_a_request_goes_to_the_draft_that_has_read_its_beginning(
         # A text with another beginning goes to the draft that has less to do
         assert sorted(await placed([9] * 72)) == [1, 2]
         assert runner.accepted > 0
+
+
+class EndsCounted(DraftServicer):
+    """Counts the sequences that have ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ended = 0
+
+    async def serve_sequence(self, sequence: DraftedFor) -> None:
+        await super().serve_sequence(sequence)
+        self._ended += 1
+
+    def has_ended(self, count: int) -> bool:
+        return self._ended == count
+
+
+@pytest.mark.parametrize(
+    ("salts", "options", "learns"),
+    [
+        ((None, None), {}, False),
+        (("a", "b"), {}, False),
+        (("a", None), {}, False),
+        (("a", "a"), {}, True),
+        ((None, None), {"SHARE_BETWEEN_CALLERS": "suffix,prefix"}, True),
+        ((None, None), {"SHARE_BETWEEN_CALLERS": "prefix"}, False),
+        (("a", "b"), {"SHARE_BETWEEN_CALLERS": "suffix"}, False),
+    ],
+)
+async def test_a_pool_serves_each_request_alone_unless_a_salt_or_the_operator_groups_them(
+    salts: tuple[str | None, str | None], options: dict[str, str], *, learns: bool
+) -> None:
+    """A second request for the same text is proposed what the first one was told only if the two share."""
+    servicer = EndsCounted()
+    model_free(suffix_proposer, servicer)
+    accepted = []
+    async with serving(servicer) as (address, _), plugged(address, **options) as proposer:
+        for number, salt in enumerate(salts, 1):
+            runner = Runner(hashed)
+            runner.requests = [Request([5, 6, 7], salt=salt)]
+            await run(proposer, runner, 20)
+            runner.requests = []
+            await run(proposer, runner, 1)
+            await until(partial(servicer.has_ended, number))
+            accepted.append(runner.accepted)
+    # No text of the stand-in repeats itself
+    assert accepted[0] == 0
+    assert (accepted[1] > 0) == learns
 
 
 async def _both_ready(proposer: TandemProposer) -> Pool[DraftClient]:

@@ -109,14 +109,23 @@ class Request:
     proposal: list[int] = field(default_factory=list)
     temperature: float = 0.0
     structured: bool = False
+    salt: str | None = None
+    """That it gives in `vllm_xargs`."""
     name: str = field(default_factory=lambda: f"request-{next(_names)}")
 
     @property
     def sampling_params(self) -> Any:
         """In vLLM's words."""
         grammar = object() if self.structured else None
+        extra = None if self.salt is None else {"cache_salt": self.salt}
         return SimpleNamespace(
-            temperature=self.temperature, top_k=0, top_p=1.0, min_p=0.0, seed=None, structured_outputs=grammar
+            temperature=self.temperature,
+            top_k=0,
+            top_p=1.0,
+            min_p=0.0,
+            seed=None,
+            structured_outputs=grammar,
+            extra_args=extra,
         )
 
 

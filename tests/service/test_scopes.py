@@ -413,9 +413,8 @@ async def endings_of_draft(channel: grpc.aio.Channel, scope: str) -> dict[int, E
     endings: dict[int, Ending] = {}
     while len(endings) < len(opens):
         message = draft_pb2.ProposeResponse.FromString(await call.read())
-        endings |= dict(
-            each for each in draft_wire.answers_from_proto(message) if isinstance(each[1], Ending)
-        )
+        answers = draft_wire.answers_from_proto(message)
+        endings |= {number: answer for number, answer in answers if isinstance(answer, Ending)}
     call.cancel()
     return endings
 
@@ -429,8 +428,7 @@ async def endings_of_target(channel: grpc.aio.Channel, scope: str) -> dict[int, 
     endings: dict[int, Ending] = {}
     while len(endings) < len(opens):
         message = target_pb2.VerifyResponse.FromString(await call.read())
-        endings |= dict(
-            each for each in target_wire.answers_from_proto(message) if isinstance(each[1], Ending)
-        )
+        answers = target_wire.answers_from_proto(message)
+        endings |= {number: answer for number, answer in answers if isinstance(answer, Ending)}
     call.cancel()
     return endings

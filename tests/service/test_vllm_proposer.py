@@ -284,7 +284,7 @@ class EndsCounted(DraftServicer):
     ],
 )
 async def test_a_pool_serves_each_request_alone_unless_a_salt_or_the_operator_groups_them(
-    salts: tuple[str | None, str | None], options: dict[str, str], *, learns: bool
+    salts: tuple[str | None, str | None], options: dict[str, Any], *, learns: bool
 ) -> None:
     """A second request for the same text is proposed what the first one was told only if the two share."""
     servicer = EndsCounted()

@@ -41,6 +41,10 @@ _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-tr
           "-fopenmp")  # fmt: skip
 _ROOM_BYTES = 4 << 20
 """Room for an object and a library of 0.5 MB each, with much to spare."""
+_START_SECONDS = 300.0
+"""Time to compile while a service starts. A quiet core takes 8 seconds; a share of a busy one takes longer."""
+_WHEEL_SECONDS = 3600.0
+"""Time to compile for a wheel, which would be slower on every machine without."""
 _COMPILERS = ("c++", "g++", "clang++")
 _CPU_DESCRIPTION = Path("/proc/cpuinfo")
 _CPU_LINES = ("model name", "flags", "Features", "CPU part")
@@ -60,7 +64,7 @@ def built_kernels(folder: Path | None = None, target: str | None = None) -> Path
     processor = _processor() if target is None else ""
     library = folder / f"kernels-{_fingerprint(compiler, flags, processor)}.so"
     if not library.is_file():
-        _compile(compiler, flags, library)
+        _compile(compiler, flags, library, _START_SECONDS if target is None else _WHEEL_SECONDS)
     return library
 
 
@@ -100,7 +104,7 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(_CPU_LINES)}))
 
 
-def _compile(compiler: str, flags: Sequence[str], library: Path) -> None:
+def _compile(compiler: str, flags: Sequence[str], library: Path, seconds: float) -> None:
     try:
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             room = Path(folder, "room")
@@ -108,7 +112,7 @@ def _compile(compiler: str, flags: Sequence[str], library: Path) -> None:
             room.unlink()
             logger.info("compiling kernels", extra={"compiler": compiler, "folder": str(library.parent)})
             compiled, linked = Path(folder, "kernels.o"), Path(folder, "kernels.so")
-            done = _run([compiler, *flags, *WARNING_FLAGS, "-c", str(SOURCE), "-o", str(compiled)])
+            done = _run([compiler, *flags, *WARNING_FLAGS, "-c", str(SOURCE), "-o", str(compiled)], seconds)
             if warnings := done.stderr.strip():
                 first = "\n".join(warnings.splitlines()[:20])
                 logger.warning("compiler warnings", extra={"compiler": compiler, "warnings": first})
@@ -120,7 +124,7 @@ def _compile(compiler: str, flags: Sequence[str], library: Path) -> None:
         raise BuildError(f"the kernels could not be written: {error}") from None
 
 
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+def _run(command: list[str], seconds: float = _START_SECONDS) -> subprocess.CompletedProcess[str]:
     """Run a compiler, which starts processes of its own. All of them end with this process, however it ends: the pipe
     closes, and `_end_with_parent` notices."""
     reader, writer = os.pipe()
@@ -140,8 +144,7 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
         os.close(reader)
     with process:
         try:
-            # A quiet core takes 8 seconds; a share of a busy one takes longer
-            output, errors = process.communicate(timeout=300.0)
+            output, errors = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired as error:
             raise BuildError(f"{command[0]} did not run: {error}") from None
         finally:

@@ -199,6 +199,17 @@ def test_warnings_of_the_compiler_are_logged(
     assert vars(record)["warnings"] == "kernels.cpp:7: warning: unused"
 
 
+def test_a_wheel_waits_longer_for_its_kernels_than_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy machine made images without kernels."""
+    monkeypatch.setattr("tandem.engine.backends.cpu_native.library.build._START_SECONDS", 0.001)
+    _use_compiler(monkeypatch, tmp_path, "sleep 0.1")
+    with pytest.raises(BuildError, match="did not run"):
+        built_kernels(tmp_path / "cache")
+    assert built_kernels(tmp_path / "cache", target=TARGET).is_file()
+
+
 def test_compiled_kernels_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = tmp_path / "calls"
     _use_compiler(monkeypatch, tmp_path, f'echo "$@" >>{calls}')

@@ -117,7 +117,7 @@ class Composed:
             [*command, "-d", json.dumps(question), url],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=360,
             check=False,
         )
         assert done.returncode == 0, f"{done.stdout}{done.stderr}"

@@ -248,6 +248,23 @@ async def test_sequences_of_one_grammar_share_nothing_but_its_compilation() -> N
     assert ids_in(second.masks([], ())[0]) == {0, 1, TEXTS.index("bc")}
 
 
+async def test_a_grammar_is_compiled_anew_for_another_scope(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = tiny_grammars()
+    compiled: list[Grammar] = []
+    compile_one = grammars._compile
+
+    def count(grammar: Grammar) -> object:
+        compiled.append(grammar)
+        return compile_one(grammar)
+
+    monkeypatch.setattr(grammars, "_compile", count)
+    counts = []
+    for scope in ("first", "first", "second", "second", "", ""):
+        await grammars.open(Grammar(GrammarKind.REGEX, "a|bc+"), scope)
+        counts.append(len(compiled))
+    assert counts == [1, 1, 2, 2, 3, 4]
+
+
 async def test_a_tokenizer_without_bytes_is_refused() -> None:
     unknown = json.dumps(
         {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}, "added_tokens": []}

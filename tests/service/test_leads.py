@@ -62,9 +62,12 @@ class LeadingEngine:
         """How long to wait for an outcome at most; 0 where it may never come."""
         self.open_count = 0
 
-    async def open(self, max_length: int, *, client: str = "") -> Led:
+    async def open(self, max_length: int, *, client: str = "", scope: str = "") -> Led:
         self.open_count += 1
         return Led()
+
+    def waits_for_pages(self, sequence: Led) -> bool:
+        return False
 
     def release(self, sequence: Led) -> None:
         self.open_count -= 1

@@ -61,6 +61,7 @@ class Scripted:
 
     pushed = None
     is_full = False
+    waits_for_pages = False
     overdue_seconds = 0.0
     tokenizer_files = (DEMO_TARGET / "tokenizer.json",)
 

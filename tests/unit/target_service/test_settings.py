@@ -32,7 +32,9 @@ async def test_a_prompt_is_read_in_chunks_and_kept_only_with_prefix_caching(is_e
     await verifier.start()
     try:
         steps.clear()
-        async with verifier.sequence(TargetOptions("a request", SamplingParams(), 64)) as sequence:
+        async with verifier.sequence(
+            TargetOptions("a request", SamplingParams(), 64, scope="a caller")
+        ) as sequence:
             await sequence.verify(VerifyStep(Delta(0, list(range(3, 51))), RowKind.TOKEN, 1))
         assert [step.token_count for step in steps] == [20, 20, 8]
         await until(lambda: verifier.kv_usage().sequence_count == 0, SECONDS)

@@ -11,12 +11,13 @@ import pytest
 
 from coordinator.decoding.tokenization import PromptEncoder
 from coordinator.replicas.compatibility import Fleet
-from coordinator.requests.plan import Models, keep_out, make_plan
+from coordinator.requests.plan import Models, Plan, keep_out, make_plan
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.settings.sampling import SamplingPolicy
 from tandem.config import SpeculativeConfig
 from tandem.errors import ConfigurationError, InvalidRequestError, ModelFolderError
 from tandem.sampling.defaults import sampling_defaults
+from tandem.scopes import RequestScopes
 from tandem.types import GenerationRequest, SamplingDefaults
 from tests.unit.coordinator.model_infos import DRAFT, NGRAM, TARGET
 
@@ -30,6 +31,10 @@ def settings(**options: Any) -> CoordinatorSettings:
 
 def models(defaults: SamplingDefaults = OWN, draft: Any = None) -> Models:
     return Models(TARGET, draft, cast("PromptEncoder", None), sampling_defaults=defaults)
+
+
+async def plan_of(request: GenerationRequest, bounds: CoordinatorSettings, known: Models) -> Plan:
+    return await make_plan(request, "r", bounds, known, RequestScopes())
 
 
 def folder(path: Path, content: object) -> Path:
@@ -56,14 +61,14 @@ def test_a_scored_prompt_gets_no_penalty_that_it_does_not_name() -> None:
 
 
 async def test_a_plan_has_the_defaults_and_its_summary_says_them() -> None:
-    plan = await make_plan(REQUEST, "r", settings(), models())
+    plan = await plan_of(REQUEST, settings(), models())
     assert (plan.sampling.temperature, plan.sampling.top_k, plan.sampling.repetition_penalty) == (
         0.6,
         20,
         1.05,
     )
     assert plan.limits.max_tokens == 50
-    plain = await make_plan(REQUEST, "r", settings(), models(SamplingDefaults()))
+    plain = await plan_of(REQUEST, settings(), models(SamplingDefaults()))
     assert (plain.sampling.temperature, plain.sampling.top_p) == (1.0, 1.0)
 
 
@@ -74,10 +79,10 @@ async def test_a_temperature_that_is_too_low_to_compute_is_greedy(temperature: f
         (replace(REQUEST, temperature=temperature), SamplingDefaults()),
         (REQUEST, SamplingDefaults(temperature=temperature)),
     ):
-        plan = await make_plan(request, "r", settings(), models(defaults, DRAFT))
+        plan = await plan_of(request, settings(), models(defaults, DRAFT))
         assert plan.sampling.is_greedy
         assert plan.rule.name == "greedy"
-    lowest = await make_plan(replace(REQUEST, temperature=1e-4), "r", settings(), models())
+    lowest = await plan_of(replace(REQUEST, temperature=1e-4), settings(), models())
     assert lowest.sampling.temperature == 1e-4
 
 
@@ -86,25 +91,25 @@ async def test_default_penalties_leave_a_draft_model_out_or_not_as_configured() 
     for option, names in (("target-only", ("repetition_penalty",)), ("draft", ())):
         bounds = settings(draft_model_penalties=option)
         assert keep_out(REQUEST, bounds, own) == names
-        plan = await make_plan(REQUEST, "r", bounds, own)
+        plan = await plan_of(REQUEST, bounds, own)
         assert (plan.num_speculative_tokens > 0) == (option == "draft")
     with pytest.raises(
         InvalidRequestError, match=r"repetition_penalty is 1\.05; with a separate draft model"
     ):
-        await make_plan(REQUEST, "r", settings(compatibility="max"), own)
+        await plan_of(REQUEST, settings(compatibility="max"), own)
 
 
 async def test_echo_is_served_without_drafts_but_not_as_max() -> None:
     own, echoed = models(SamplingDefaults(), NGRAM), replace(REQUEST, echo=True, max_tokens=8)
     assert keep_out(echoed, settings(), own) == ("echo",)
-    assert (await make_plan(echoed, "r", settings(), own)).num_speculative_tokens == 0
+    assert (await plan_of(echoed, settings(), own)).num_speculative_tokens == 0
     assert keep_out(echoed, settings(), models(SamplingDefaults())) == (), (
         "no draft would propose in any case"
     )
     as_max = settings(compatibility="max")
     with pytest.raises(InvalidRequestError, match="echo is true and a draft proposes"):
-        await make_plan(echoed, "r", as_max, own)
-    short = await make_plan(replace(echoed, max_tokens=1), "r", as_max, own)
+        await plan_of(echoed, as_max, own)
+    short = await plan_of(replace(echoed, max_tokens=1), as_max, own)
     assert short.num_speculative_tokens == 0
 
 

@@ -4,10 +4,11 @@ ways to decode."""
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Literal
@@ -20,7 +21,7 @@ from coordinator.cli.command import command, option, plain_table, print_parts
 from coordinator.cli.generate import Record
 from coordinator.cli.main import app
 from coordinator.cli.serve import package_of
-from coordinator.cli.up import SMOLLM2_METHOD, as_words, typed_program
+from coordinator.cli.up import SMOLLM2_METHOD, as_words, card_sampling, typed_program
 from coordinator.stats.speculation import acceptance_rate, summed, tokens_per_pass
 from tandem.admin_client import AdminClient
 from tandem.client import Client
@@ -40,6 +41,8 @@ RETURN_SECONDS = 60.0
 """For a coordinator to take a restarted draft back."""
 STOP_SECONDS = 20.0
 TEMPERATURES = (0.0, 0.8)
+"""Temperatures of the table. Each row is plain sampling at its temperature, so requests name a top_p of 1: a
+coordinator's defaults may have another one."""
 SEED = 7
 
 EDITING = (
@@ -85,6 +88,8 @@ class Subject:
     chats: bool
     tasks: Mapping[str, Sequence[str]]
     """Prompts by kind; the first kind is one at which looking tokens up helps, and its first prompt is shown."""
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """Sampling parameters that the model's card advises and its generation_config.json lacks."""
 
 
 def smollm2() -> Subject:
@@ -99,9 +104,8 @@ def smollm2() -> Subject:
         raise ConfigurationError(
             f"{bundled.SMOLLM2_NAME} needs {', '.join(missing) or 'its head'}: {bundled.SMOLLM2_COMMANDS}"
         )
-    return Subject(
-        bundled.SMOLLM2_NAME, bundled.SMOLLM2, head, True, {"editing": EDITING, "questions": QUESTIONS}
-    )
+    tasks = {"editing": EDITING, "questions": QUESTIONS}
+    return Subject(bundled.SMOLLM2_NAME, bundled.SMOLLM2, head, True, tasks, bundled.SMOLLM2_SAMPLING)
 
 
 def bundled_pair() -> Subject:
@@ -255,6 +259,11 @@ class _Demo:
         self._screen.say(
             f"Starting two targets ({subject.name}), a draft service and two coordinators as processes of their own."
         )
+        if subject.sampling:
+            self._screen.say(
+                f"At both coordinators {card_sampling(subject.sampling)}; those of this demo name their temperature, "
+                f"and top_p 1."
+            )
         with_head = f"{subject.name}, EAGLE-3 head"
         words = as_words(model=subject.target, draft_model=subject.head)
         async with self._screen.heartbeat("loading the models"):
@@ -269,12 +278,11 @@ class _Demo:
                 for service in services.values():
                     service.address = await service.child.line("ready on ")
             targets = ",".join(services[name].address for name in ("target 1", "target 2"))
-            rule = as_words(rejection_sampling_strategy=names.AUTO)
             for name, drafts, does in (
                 ("coordinator A", services["draft"].address, "targets 1 and 2, and the draft"),
                 ("coordinator B", targets, "targets 1 and 2, and the heads there"),
             ):
-                words = [*as_words(target_address=targets, draft_address=drafts), *rule]
+                words = coordinator_words(subject, targets, drafts)
                 services[name] = await self._run(stack, name, does, "coordinator", words)
             async with asyncio.timeout(START_SECONDS):
                 for name in ("coordinator A", "coordinator B"):
@@ -416,9 +424,20 @@ class _Demo:
             prompt=prompt,
             max_tokens=max_tokens,
             temperature=temperature,
+            top_p=1.0,
             seed=SEED,
             ignore_eos=not self._subject.chats,
         )
+
+
+def coordinator_words(subject: Subject, targets: str, drafts: str) -> list[str]:
+    """The options of a coordinator over these addresses, with the sampling parameters of the model's card."""
+    return as_words(
+        target_address=targets,
+        draft_address=drafts,
+        rejection_sampling_strategy=names.AUTO,
+        override_generation_config=json.dumps(subject.sampling) if subject.sampling else None,
+    )
 
 
 def compare(wanted: Sequence[int], got: Sequence[int]) -> tuple[bool, str]:

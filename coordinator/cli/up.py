@@ -154,10 +154,8 @@ def up(options: UpOptions) -> None:
     if options.model is None and options.target is None:
         announce(f"tandem up: {_DEFAULTS[arguments.model]}")
     if _has_card_sampling(arguments, options):
-        sampling = " and ".join(f"{name} {value:g}" for name, value in bundled.SMOLLM2_SAMPLING.items())
         announce(
-            f"tandem up: requests are sampled at {sampling} unless they say otherwise, as the model's card advises; "
-            f"--generation-config {VLLM} turns this off"
+            f"tandem up: {card_sampling(bundled.SMOLLM2_SAMPLING)}; --generation-config {VLLM} turns this off"
         )
     for sentence in not_read(arguments, os.environ):
         write_error(f"tandem up: {sentence}\n")
@@ -242,7 +240,7 @@ def service_arguments(options: UpOptions) -> ServiceArguments:
     options = _with_model(options, shared)
     target = str(bundled.demo_pair().target)
     if options.model != bundled.DEMO:
-        target = _checked("--model" if options.target is None else "--target", str(options.model))
+        target = _check_model("--model" if options.target is None else "--target", str(options.model))
     draft = _draft(options, shared)
     devices = _devices(options, shared)
     shares = _shares(options, shared, devices if draft.has_model else {})
@@ -314,6 +312,12 @@ def _has_card_sampling(arguments: ServiceArguments, options: UpOptions) -> bool:
     return (
         options.override_generation_config is None and "--override-generation-config" in arguments.coordinator
     )
+
+
+def card_sampling(sampling: Mapping[str, float]) -> str:
+    """The sentence that names the sampling parameters of a model's card."""
+    named = " and ".join(f"{name} {value:g}" for name, value in sampling.items())
+    return f"requests are sampled at {named} unless they say otherwise, as the model's card advises"
 
 
 def unequal_lengths(arguments: ServiceArguments, environment: Mapping[str, str]) -> tuple[int, ...]:
@@ -395,12 +399,12 @@ def _draft(options: UpOptions, shared: Mapping[str, Any]) -> _Draft:
     if checkpoint is None:
         return _unnamed_draft(options, method, shared)
     if (method or names.checkpoint_method(Path(checkpoint).expanduser())) in names.BOUND_METHODS:
-        return _Draft(beside={"draft_model": _checked("--draft", str(Path(checkpoint).expanduser()))})
+        return _Draft(beside={"draft_model": _check_model("--draft", str(Path(checkpoint).expanduser()))})
     if checkpoint == NO_DRAFT:
         return _Draft()
     if checkpoint in names.MODEL_FREE_METHODS:
         return _Draft({"method": checkpoint})
-    return _Draft({"model": _checked("--draft", checkpoint)}, has_model=True)
+    return _Draft({"model": _check_model("--draft", checkpoint)}, has_model=True)
 
 
 def _unnamed_draft(options: UpOptions, method: str | None, shared: Mapping[str, Any]) -> _Draft:
@@ -497,7 +501,7 @@ def next_command(address: str, model: str) -> str:
     return shlex.join([program, *words, *where])
 
 
-def _checked(option: str, reference: str) -> str:
+def _check_model(option: str, reference: str) -> str:
     """A model as it was named, unless it can be neither a folder nor a name of one elsewhere."""
     path = Path(reference).expanduser()
     if path.is_dir():

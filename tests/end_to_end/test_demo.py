@@ -8,9 +8,11 @@ import sys
 
 import pytest
 
-from coordinator.cli.demo import Screen, choose_subject, compare
+from coordinator.cli.demo import Screen, choose_subject, compare, coordinator_words
+from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.errors import ConfigurationError
 from tandem.model_sources import bundled
+from tandem.settings import load_settings
 from tests.end_to_end import processes
 from tests.end_to_end.processes import is_alive
 from tests.paths import DEMO_TARGET, ROOT
@@ -39,6 +41,15 @@ def test_the_answer_survives_a_draft_and_a_target_and_each_way_is_named() -> Non
     for way in WAYS:
         assert len(re.findall(rf"^  {way} .* [\d.]+ x$", output, re.MULTILINE)) == 4, way
     assert not any(is_alive(int(row[1])) for row in rows.values() if row is not None)
+
+
+def test_the_coordinators_sample_as_the_models_card_advises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundled, "smollm2_missing", list)
+    addresses = ("127.0.0.1:1", "127.0.0.1:2")
+    for name, wanted in (("smollm2", {"temperature": 0.2, "top_p": 0.9}), ("demo", None)):
+        words = coordinator_words(choose_subject(name, Screen()), *addresses)
+        settings = load_settings(CoordinatorSettings, words, "test")
+        assert settings.override_generation_config == wanted, name
 
 
 def test_another_token_is_named_and_fails_the_demo() -> None:

@@ -123,7 +123,7 @@ class Machine(Data):
     cores: int
     device: str
     gpus: tuple[str, ...] = ()
-    """What nvidia-smi says about each."""
+    """The lines of nvidia-smi about each."""
     load_before: float
     """Processes that ran or waited for a core in the minute before: near 0 on a quiet machine."""
     versions: dict[str, str]

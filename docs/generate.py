@@ -41,12 +41,14 @@ from target_service.settings import TargetSettings
 
 PAGE = Path(__file__).with_name("configuration.md")
 HTTP_PAGE = Path(__file__).with_name("http.md")
-FIELDS_BEGIN, FIELDS_END = "<!-- fields: written by docs/generate.py -->\n", "<!-- end of fields -->\n"
+FIELDS_BEGIN = "<!-- fields: written by docs/generate.py -->\n"
+FIELDS_END = "<!-- end of fields -->\n"
 
 GPU_STATE = Path(__file__).with_name("gpu-state.txt")
-"""What has run on a GPU so far, said alike wherever somebody decides about one."""
+"""The state of tests on GPUs, in the same words wherever a reader decides about one."""
 GPU_PAGES = (PAGE.parents[1] / "README.md", PAGE.with_name("index.md"), PAGE.with_name("scaling.md"))
-GPU_BEGIN, GPU_END = "<!-- gpus: docs/gpu-state.txt -->\n", "<!-- end of gpus -->\n"
+GPU_BEGIN = "<!-- gpus: docs/gpu-state.txt -->\n"
+GPU_END = "<!-- end of gpus -->\n"
 
 _INTRODUCTION = """\
 # Configuration

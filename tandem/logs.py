@@ -56,7 +56,7 @@ _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2
 _SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
-def escaped(text: str) -> str:
+def escape(text: str) -> str:
     """The text without characters that begin a line, speak to a terminal or hide others, as escapes that JSON has too.
 
     Peers choose words of some events: a line of the log is one event, whatever they said.
@@ -79,11 +79,11 @@ class _TextFormatter(logging.Formatter):
         event = _event(record)
         head = f"{event.pop('time')} {event.pop('level'):<7} {event.pop('logger')}: {event.pop('message')}"
         tail = "".join(f" {name}={_word(value)}" for name, value in event.items())
-        line = escaped(head + tail)
+        line = escape(head + tail)
         if record.exc_info:
             # Indented: an exception's words cannot pass for an event either
             trace = self.formatException(record.exc_info).split("\n")
-            line += "".join(f"\n  {escaped(each)}" for each in trace)
+            line += "".join(f"\n  {escape(each)}" for each in trace)
         return line
 
 
@@ -92,7 +92,7 @@ class _JsonFormatter(logging.Formatter):
         event = _event(record)
         if record.exc_info:
             event["exception"] = self.formatException(record.exc_info)
-        return escaped(json.dumps(event, default=str, ensure_ascii=False))
+        return escape(json.dumps(event, default=str, ensure_ascii=False))
 
 
 def _word(value: object) -> str:

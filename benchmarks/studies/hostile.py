@@ -48,7 +48,7 @@ PROGRESS_SECONDS = 10.0
 """Between two lines that say how far the readers are."""
 _GOOD_TOKENS = 16
 _READY = "ready on the attacked ports\n"
-"""What a service says when it has started."""
+"""The line of a service that has started."""
 _GOOD_ADDRESS = "127.0.0.9"
 """Requests of one client address are bounded, so the good client has one of its own."""
 

@@ -153,7 +153,7 @@ class BatchPlan:
     """Advice for one number of requests."""
 
     of: str
-    """What it is about."""
+    """The subject of the advice, as the report names it."""
     batch: int
     best_tokens: int
     """0: the target alone."""

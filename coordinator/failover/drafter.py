@@ -196,7 +196,7 @@ class FailoverDrafter:
             if begun is None:
                 drafted = await self._drafted_ahead(sequence, completion, count)
             else:
-                drafted = await self._begun(sequence, completion, begun)
+                drafted = await self._take_drafted_ahead(sequence, completion, begun)
             if drafted is not None:
                 sequence.go_on(completion, drafted, budget)
                 self._went_alone = False
@@ -231,7 +231,9 @@ class FailoverDrafter:
         fewest = min(count, MAX_AHEAD_TOKENS)
         return replace(proposal, lead=self._lead, min_proposed=fewest, alone_after_miss=may_go_alone)
 
-    async def _begun(self, sequence: DraftSequence, completion: Completion, count: int) -> Proposal | None:
+    async def _take_drafted_ahead(
+        self, sequence: DraftSequence, completion: Completion, count: int
+    ) -> Proposal | None:
         """The proposal of so many tokens with which the target has begun this round; None where it has begun alone."""
         drafted = await sequence.drafted_ahead(completion)
         drafted = None if drafted is None or not count else drafted.cut(count)

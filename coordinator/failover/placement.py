@@ -182,7 +182,8 @@ class DraftPlacement:
     def _has_lost_sequence(self) -> bool:
         """True if the answer to the last step will hardly come any more."""
         assert self.current is not None
-        member, sequence = self.current.member, self.current.sequence
+        member = self.current.member
+        sequence = self.current.sequence
         if not sequence.is_late or (member.client.load.is_full and not sequence.is_open):
             return False
         # One that has never answered may have much to read

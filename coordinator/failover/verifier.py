@@ -213,7 +213,8 @@ class FailoverVerifier:
         trouble.avoided.clear()
 
     def _count_loss(self, error: TandemError, place: _Place, trouble: _Trouble) -> None:
-        member, reason = place.member, str(error)
+        member = place.member
+        reason = str(error)
         # A service that has seen a step may have been lost because of it.
         if place.sequence.was_sent and not isinstance(error, InvalidRequestError):
             instance_id = "" if member.model is None else member.model.instance_id

@@ -205,7 +205,8 @@ class App:
         """`POST /v1/completions`, `/v1/chat/completions` and `/v1/responses`."""
         given, form = _FORMS[request.url.path]
         body, headers = await self._body(request, given)
-        models, bounds = self._completions.models, self._completions.bounds
+        models = self._completions.models
+        bounds = self._completions.bounds
         if isinstance(body, schema.ResponsesBody):
             request.state.limit = "max_output_tokens"
             refuse(body.refusals())

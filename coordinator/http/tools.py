@@ -133,7 +133,7 @@ class Said:
 
     content: str = ""
     reasoning: str = ""
-    """What harmony's channel analysis has; other forms do not tell it from the text."""
+    """The text of harmony's channel analysis; other forms do not tell it from the content."""
     calls: list[dict[str, Any]] | None = None
     """As OpenAI shows them, whole or as a stream's deltas; None where nobody looks for calls."""
 
@@ -202,7 +202,7 @@ class CallReader:
         self._fragments: list[str] = []
         """Of the last call's arguments: those that this piece of the text has added."""
         self._held: list[str] = []
-        """What may be content or a call's form."""
+        """Characters that may be content or a call's form."""
         self._keep: Callable[[str], None] = self._held.append
         """Takes the characters that are read."""
         self._character = ""
@@ -212,7 +212,9 @@ class CallReader:
 
     def read(self, text: str, *, is_last: bool = False) -> Said:
         """More of the text, divided; the last piece has what was held back."""
-        self._content, self._reasoning, self._deltas = [], [], []
+        self._content = []
+        self._reasoning = []
+        self._deltas = []
         for character in text:
             self._reading.send(character)
         if is_last:
@@ -233,7 +235,7 @@ class CallReader:
         self._fragments.append(text)
 
     def _release(self, write: Callable[[str], None] | None = None) -> None:
-        """What is held is content, or belongs where `write` puts it."""
+        """Pass on the held characters as content, or to where `write` puts them."""
         (write or self._say)("".join(self._held))
         self._held.clear()
 
@@ -458,7 +460,7 @@ class CallReader:
         self._held.clear()
 
     def _pass_over_form(self) -> _Reading:
-        """What is held is a call's form, and so is white space that follows, if the text ends with it."""
+        """Drop the held characters, a call's form, and the white space behind them if the text ends with it."""
         self._held.clear()
         yield from self._read_space()
         if not self._character:

@@ -29,7 +29,7 @@ from tandem.errors import (
     TandemError,
     UnauthenticatedError,
 )
-from tandem.logs import escaped, log_fault
+from tandem.logs import escape, log_fault
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.rpc.addresses import Address, Resolver, joined, resolve
 from tandem.rpc.channels import DEFAULT_MESSAGE_LIMIT_BYTES, SERVICE_OPTIONS, open_channel
@@ -337,7 +337,7 @@ def _words(error: grpc.aio.AioRpcError | TandemError | TimeoutError) -> str:
         return str(error)
     if isinstance(error, TimeoutError) or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return "it does not answer"
-    return escaped(error.details() or "") or error.code().name.lower()
+    return escape(error.details() or "") or error.code().name.lower()
 
 
 @dataclass(eq=False)

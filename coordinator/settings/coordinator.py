@@ -14,7 +14,7 @@ from coordinator.settings.sampling import SamplingOptions
 from tandem.config import SpeculativeConfig
 from tandem.config.options import Options
 from tandem.config.rule import Rule, Rules, not_below, rule
-from tandem.config.speculative import checked_rule, listed
+from tandem.config.speculative import check_rule, split_list
 from tandem.rpc.addresses import is_loopback, split_addresses
 from tandem.rpc.credentials import Credentials
 from tandem.scopes import SharedKinds
@@ -28,7 +28,7 @@ MAX_CHAT_MESSAGES = 2_048
 """Maximum messages of a chat."""
 
 
-RuleNames = Annotated[tuple[Annotated[str, AfterValidator(checked_rule)], ...], BeforeValidator(listed)]
+RuleNames = Annotated[tuple[Annotated[str, AfterValidator(check_rule)], ...], BeforeValidator(split_list)]
 """Names of acceptance rules."""
 
 
@@ -132,9 +132,9 @@ class SharingOptions(Options):
     """Sharing between callers."""
 
     share_between_callers: SharedKinds | None = None
-    """What requests of different callers share: suffix (earlier answers, which drafts with the method suffix propose),
-    prefix (prefix caches and compiled grammars), or both with a comma. A caller can then find out what others wrote or
-    were told. By default nothing: a caller is a token, else a client's address. Tandem's own."""
+    """State that requests of different callers share: suffix (earlier answers, which drafts with the method suffix
+    propose), prefix (prefix caches and compiled grammars), or both with a comma. A caller can then find out what others
+    wrote or were told. By default nothing: a caller is a token, else a client's address. Tandem's own."""
 
 
 def origins(text: str | None) -> list[str]:
@@ -193,14 +193,14 @@ DEFAULT_PORT = 50051
 """The port of gRPC's own examples."""
 
 
-def _checked(text: str) -> str:
+def _check_addresses(text: str) -> str:
     addresses = split_addresses(text)
     if not addresses:
         raise ValueError("names no address; give host:port, or several with commas between them")
     return ",".join(map(str, addresses))
 
 
-Addresses = Annotated[str, BeforeValidator(_one_text), AfterValidator(_checked)]
+Addresses = Annotated[str, BeforeValidator(_one_text), AfterValidator(_check_addresses)]
 """Addresses of a service's replicas with commas between them; a list becomes such a text."""
 
 

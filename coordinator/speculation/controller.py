@@ -73,7 +73,7 @@ ALONE = Plan(0)
 
 
 class Terms(NamedTuple):
-    """What requests with one decision have in common."""
+    """The traits that requests with one decision share."""
 
     kind: RequestKind
     max_tokens: int

@@ -138,7 +138,7 @@ def _interval(points: Sequence[int], value: float) -> tuple[int, float]:
 
 @dataclass(slots=True)
 class _Rest:
-    """What rounds of one way of working take beside their services' steps."""
+    """Time that rounds of one way of working take beside their services' steps."""
 
     weight: float
     """Rounds of all requests that it rests on."""

@@ -121,7 +121,7 @@ class ConditionalRates:
 
 
 class GainModel:
-    """What is known of the proposals for one kind of request."""
+    """Acceptance rates learned from the proposals for one kind of request."""
 
     def __init__(self, first_rate: float = FIRST_RATE) -> None:
         self.acceptance = ConditionalRates([first_rate])

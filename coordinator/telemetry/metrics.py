@@ -63,8 +63,8 @@ class RequestMetrics(Metrics):
 
 
 class WaitMetrics(Metrics):
-    """What `measure_waits` adds: a round waits until the event loop reads its answer, until its request goes on with
-    that, and until its next question is written."""
+    """The series that `measure_waits` adds: a round waits until the event loop reads its answer, until its request
+    goes on with that, and until its next question is written."""
 
     round_wait_seconds: dict[str, Series] = histogram(
         "Time that a round waits in the coordinator, by place; with measure_waits.",

@@ -162,7 +162,7 @@ class PendingOutcomes:
 
     @property
     def step_cost(self) -> StepCost | None:
-        """What the draft's last step for the round in progress took; None if none has arrived, or it does not say."""
+        """Time of the draft's last step for the round in progress; None if none has arrived, or it does not say."""
         return self._draft_step if self._columns else None
 
     def add(self, drafted: DraftedOutcomes, now: float = 0.0) -> bool:

@@ -1,4 +1,4 @@
-"""What each status of a draft or target service means to the coordinator.
+"""The meaning of each status of a draft or target service for the coordinator.
 
 No status of a service is the request's own: all of them mean "elsewhere". A deadline of the request is known here, and
 a service that says DEADLINE_EXCEEDED speaks of some other one. Only where no other target goes on does the client

@@ -299,14 +299,14 @@ class BranchDrafting:
     def _told(self) -> DraftedOutcomes:
         depth = self._depth - 1
         return replace(
-            self._named(depth, [branch.token_ids[depth] for branch in self._branches]),
+            self._outcomes_at(depth, [branch.token_ids[depth] for branch in self._branches]),
             distributions=tuple(
                 branch.distributions[-1] for branch in self._branches if branch.distributions
             ),
             lead_token_ids=tuple(self._branches[0].token_ids[depth + 1 : self._token_count]),
         )
 
-    def _named(self, depth: int, token_ids: Sequence[int]) -> DraftedOutcomes:
+    def _outcomes_at(self, depth: int, token_ids: Sequence[int]) -> DraftedOutcomes:
         named = self._outcomes[: len(token_ids)] if depth == 0 else []
         return DraftedOutcomes(
             base_length=self.base_length,
@@ -334,7 +334,7 @@ class BranchDrafting:
             ]
         columns = [*zip(*self._texts, strict=True)]
         return [
-            self._named(depth, columns[depth])
+            self._outcomes_at(depth, columns[depth])
             for depth in range(told, depths)
             if depth == 0 or max(columns[depth]) != ENDED
         ]

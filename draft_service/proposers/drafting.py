@@ -184,7 +184,7 @@ def extended(
     logits = known_to_target(logits, draftings[0].options.vocabulary_size)
     unmasked = logits
     logits = _allowed(draftings, logits if shared is None else shared.restricted(logits), shared)
-    logits = _penalized(draftings, logits)
+    logits = _apply_penalties(draftings, logits)
     if all(drafting.options.sampling.is_greedy for drafting in draftings):
         columns: list[int] = sampler.argmax(logits).tolist()
     else:
@@ -208,7 +208,7 @@ def _allowed(draftings: Sequence[Drafting], logits: Tensor, shared: SharedTokens
     return logits.index_copy(0, at, masked_tokens(logits[own], rows, shared))
 
 
-def _penalized(draftings: Sequence[Drafting], logits: Tensor) -> Tensor:
+def _apply_penalties(draftings: Sequence[Drafting], logits: Tensor) -> Tensor:
     """The logits with the requests' penalties, as the target has them."""
     own = [i for i, each in enumerate(draftings) if each.context is not None]
     if not own:

@@ -84,7 +84,7 @@ async def reproducibility(
 
 
 async def unless_refused(name: str, check: Awaitable[list[Check]], until: float = math.inf) -> list[Check]:
-    """What a check finds; that it is skipped where the time, the budget or the server does not allow it."""
+    """The findings of a check, or that it is skipped where the time, the budget or the server does not allow it."""
     try:
         async with asyncio.timeout_at(None if until == math.inf else until):
             return await check

@@ -137,7 +137,7 @@ _WORDS = {
     "dict": "an object",
     "path": "a path",
 }
-"""What a value must be where pydantic cannot read it, by the first word of its error's type."""
+"""The form that a value must have where pydantic cannot read it, by the first word of its error's type."""
 
 
 def _describe(cls: type[Options], detail: ErrorDetails) -> str:

@@ -31,7 +31,7 @@ def checked_method(name: str) -> str:
     return method
 
 
-def checked_rule(name: str) -> str:
+def check_rule(name: str) -> str:
     """An acceptance rule's own name."""
     rule = names.canonical_name(name)
     if rule not in (*names.NAMES, names.AUTO):
@@ -39,7 +39,7 @@ def checked_rule(name: str) -> str:
     return rule
 
 
-def listed(value: Any) -> Any:
+def split_list(value: Any) -> Any:
     """A list in one word: 0.9,0.5 or [0.9, 0.5]."""
     if not isinstance(value, str):
         return value
@@ -60,8 +60,8 @@ def _object(value: Any) -> Any:
     return value
 
 
-Floats = Annotated[tuple[float, ...], BeforeValidator(listed)]
-Integers = Annotated[tuple[int, ...], BeforeValidator(listed)]
+Floats = Annotated[tuple[float, ...], BeforeValidator(split_list)]
+Integers = Annotated[tuple[int, ...], BeforeValidator(split_list)]
 
 
 class ModelOptions(Options):
@@ -174,7 +174,7 @@ class AcceptanceOptions(Options):
     num_speculative_tokens: int = Field(default=2, ge=1, le=MAX_CONFIGURED_TOKENS)
     """Tokens proposed for each verification, unless a request says otherwise. MAX's and vLLM's name, MAX's default;
     as in vLLM suffix_decoding_max_tree_depth for suffix, and n_predict where the draft's config has it."""
-    rejection_sampling_strategy: Annotated[str, AfterValidator(checked_rule)] | None = None
+    rejection_sampling_strategy: Annotated[str, AfterValidator(check_rule)] | None = None
     """Acceptance rule, unless a request says otherwise: greedy, residual, block, strict, typical-acceptance,
     logit-comparison or synthetic; auto picks the fastest of strict, block and residual, which are lossless, for the
     pair, temperature and load. By default residual, or typical-acceptance for eagle, eagle3 and mtp. MAX's name; vLLM:

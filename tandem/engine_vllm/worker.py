@@ -45,7 +45,7 @@ class NoProposer:
     """vLLM wants a proposer where a step has several rows of a sequence. It would ask it after sampling, so never."""
 
     def __init__(self, config: Any) -> None:
-        """Whatever the configuration is."""
+        """Takes any configuration."""
 
     def load_model(self, model: Any) -> None:
         """There is nothing to load."""

@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 
 from tandem.errors import CapacityError, ServiceUnavailableError, TandemError, remote_error
-from tandem.logs import escaped
+from tandem.logs import escape
 from tandem.rpc.credentials import PLAIN, Credentials, attach_token
 from tandem.wire.status import Ending, retry_after_seconds
 
@@ -130,7 +130,7 @@ def failure(service: str, ending: Ending, meaning_of: MeaningOf = remote_error) 
     if ending.code is grpc.StatusCode.OK:
         return ServiceUnavailableError(f"{service}: it ended the stream")
     meaning = meaning_of(ending.code)
-    sentence = f"{service}: {escaped(ending.sentence) or ending.code.name.lower()}"
+    sentence = f"{service}: {escape(ending.sentence) or ending.code.name.lower()}"
     if meaning is CapacityError:
         return CapacityError(sentence, ending.retry_after_seconds)
     return meaning(sentence)

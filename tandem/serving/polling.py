@@ -1,4 +1,4 @@
-"""What gRPC reads from the environment when it is imported, so this module does not import it."""
+"""Settings that gRPC reads from the environment when it is imported, so this module does not import it."""
 
 from __future__ import annotations
 

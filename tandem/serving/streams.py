@@ -66,7 +66,8 @@ class RecentAnswers(Generic[StepT, AnswerT]):
 
     def begin(self, step: StepT) -> None:
         self._begun = self._repetition.serial(step)
-        self._before, self._answers = self._answers, deque()
+        self._before = self._answers
+        self._answers = deque()
         self._must_repeat_step = False
 
     def confirm(self) -> None:
@@ -90,8 +91,8 @@ class RecentAnswers(Generic[StepT, AnswerT]):
             self._must_repeat_step = True
         return labelled
 
-    def repeated(self, *, is_waiting: bool) -> Sequence[AnswerT]:
-        """What to say when the last step is asked again; nothing where the step must be taken again."""
+    def recall(self, *, is_waiting: bool) -> Sequence[AnswerT]:
+        """The answers to send when the last step is asked again; none where the step must be taken again."""
         if self._begun == self._arrived and (self._answers or self._must_repeat_step):
             return self._answers
         return [self._repetition.pending(self._arrived, is_waiting)]
@@ -155,7 +156,7 @@ class ServedSequence(Generic[OptionsT, StepT, AnswerT]):
         """Say again what there is to say of a step that was asked before; false for any other request."""
         if self._recent is None or not self._recent.is_repeated(step):
             return False
-        if answers := self._recent.repeated(is_waiting=self.is_waiting()):
+        if answers := self._recent.recall(is_waiting=self.is_waiting()):
             for answer in answers:
                 self._send(answer)
         else:

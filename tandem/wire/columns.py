@@ -251,7 +251,7 @@ def _size_of_row(row: TargetRow) -> int:
 
 
 class Outbox(Generic[PartT]):
-    """What is to be said of sequences, each by its number on the stream, in order."""
+    """Parts of messages that wait to be sent, each under its sequence's number on the stream, in order."""
 
     def __init__(self) -> None:
         self._parts: deque[tuple[int, PartT, int]] = deque()

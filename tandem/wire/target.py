@@ -126,7 +126,7 @@ def requests_from_proto(
     yield from common.read_requests(message, _options_from_proto, records, step)
     if message.HasField("outcomes"):
         for sequence, drafted in outcomes_from_proto(message.outcomes):
-            yield sequence, _checked(drafted)
+            yield sequence, _check_outcomes(drafted)
 
 
 def _listed_ids(message: target_pb2.VerifyOpen) -> int:
@@ -134,7 +134,7 @@ def _listed_ids(message: target_pb2.VerifyOpen) -> int:
     return len(message.end_token_ids) + len(wanted.biases) + len(wanted.suppressed_token_ids)
 
 
-def _checked(drafted: DraftedOutcomes) -> DraftedOutcomes | InvalidRequestError:
+def _check_outcomes(drafted: DraftedOutcomes) -> DraftedOutcomes | InvalidRequestError:
     depth = drafted.depth + len(drafted.lead_token_ids)
     if not 0 <= drafted.depth <= depth < MAX_AHEAD_TOKENS or len(drafted.token_ids) > MAX_BRANCHES:
         return InvalidRequestError(

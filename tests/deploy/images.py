@@ -202,7 +202,7 @@ class Dockerfile:
 
     @staticmethod
     def copies_of(lines: Iterable[str]) -> list[Copy]:
-        """What COPY lines say."""
+        """Reads COPY lines."""
         found = []
         for line in lines:
             words = line.split()

@@ -169,7 +169,7 @@ class Builder:
                 shutil.copy2(source, into)
 
     def _excluded(self, copy: Copy) -> Callable[[str, list[str]], list[str]] | None:
-        """What .dockerignore keeps from the builder, which has all of another stage."""
+        """Skips the paths that .dockerignore keeps from the builder, which has all of another stage."""
         if copy.stage is not None:
             return None
 

@@ -84,7 +84,7 @@ SECONDS = float(os.environ.get("OBSERVE_SECONDS", "8"))
 
 @pytest.fixture(scope="module")
 def cluster(images: dict[str, Image], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """What `docker compose --env-file deploy/observe.env up` starts, but for Grafana, Jaeger and the collector.
+    """The services of `docker compose --env-file deploy/observe.env up`, but for Grafana, Jaeger and the collector.
 
     Prometheus gets the very files of the repository, but for how often it asks, and without a name server, which these
     containers do not have.

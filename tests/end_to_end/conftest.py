@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.end_to_end.browser import Page, chromium
 from tests.end_to_end.processes import NO_KERNELS, Service, address_of, coordinator, of_model, ready
 from tests.paths import DEMO_DRAFT, DEMO_TARGET, HELD_OUT_PROMPTS
 
@@ -32,6 +33,28 @@ def address(target_address: str, draft_address: str) -> Iterator[str]:
     """A coordinator over the demo pair that always speculates."""
     with coordinator(target_address, draft_address) as process:
         yield address_of(process)
+
+
+@pytest.fixture(scope="module")
+def url(
+    request: pytest.FixtureRequest,
+    target_address: str,
+    draft_address: str,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[str]:
+    """The page of a coordinator over the demo pair, with the chat template of the test module."""
+    template = tmp_path_factory.mktemp("chat") / "chat.jinja"
+    template.write_text(request.module.CHAT_TEMPLATE, encoding="utf-8")
+    options = ("--http-port", "0", "--chat-template", str(template))
+    with coordinator(target_address, draft_address, *options) as process:
+        address_of(process)
+        yield process.line("http on ")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Page]:
+    with chromium() as page:
+        yield page
 
 
 @pytest.fixture(scope="session")

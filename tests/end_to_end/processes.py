@@ -257,7 +257,7 @@ def address_of(process: Process) -> str:
 
 
 def metrics_of(service: Process | Service) -> str:
-    """What Prometheus would scrape from a service with a port for it."""
+    """The metrics that Prometheus would scrape from a service with a port for it."""
     found = re.search(r"metrics served address=(\S+)", service.story)
     assert found, service.story
     return read(f"http://{found[1]}/metrics")

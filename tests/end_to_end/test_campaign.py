@@ -51,7 +51,7 @@ def request(prompt: str, rule: str, max_tokens: int) -> GenerationRequest:
 
 @dataclass
 class Record:
-    """What clients saw."""
+    """The outcome of the clients' streams."""
 
     chunks: list[int]
     """Number of chunks of each stream."""

@@ -63,7 +63,7 @@ ADMINISTRATION: Any = AdminServiceStub
 
 
 def leaks(text: str) -> list[str]:
-    """What a text holds of a canary: six characters of a word, or three of its token ids one after the other."""
+    """The parts of canaries in a text: six characters of a word, or three of its token ids one after the other."""
     found = []
     lowered = text.lower()
     for place, canary in CANARIES.items():
@@ -219,7 +219,7 @@ def refused_bodies() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def every_path(cluster: Cluster) -> Iterator[tuple[str, str]]:
-    """What another caller reads of every path without a body."""
+    """Reads, as another caller, every path that takes no body."""
     _, described = cluster.http("/openapi.json")
     paths = json.loads(described.partition("\n\n")[2])["paths"]
     for path in [each for each, methods in paths.items() if "get" in methods]:
@@ -227,7 +227,7 @@ def every_path(cluster: Cluster) -> Iterator[tuple[str, str]]:
 
 
 def answers_of_others(cluster: Cluster) -> Iterator[tuple[str, str]]:
-    """What another caller is answered, with all that an answer can hold."""
+    """Asks, as another caller, for all that an answer can hold."""
     for body in ({"prompt": "def f(", "return_token_ids": True, "logprobs": 3}, {"prompt": "#", "n": 2}):
         status, answer = cluster.http("/v1/completions", {"model": "target", "max_tokens": 16, **body})
         assert status == 200, answer
@@ -243,7 +243,7 @@ def bearer(token: str) -> Sequence[tuple[str, str]]:
 
 
 def every_admin_call(cluster: Cluster, running_id: str) -> Iterator[tuple[str, str]]:
-    """What an administrator is answered by each call."""
+    """Makes each call of an administrator."""
     draft = address_of(cluster.processes["draft"])
     fields: dict[str, list[dict[str, Any]]] = {
         "GetStatus": [{}],

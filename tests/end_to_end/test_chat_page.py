@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from tests.end_to_end.browser import CHROMIUM, Page, chromium
-from tests.end_to_end.processes import address_of, coordinator
+from tests.end_to_end.browser import CHROMIUM, Page
 
 pytestmark = [
     pytest.mark.slow,
@@ -21,22 +20,6 @@ CHAT_TEMPLATE = (
 )
 SETTLED = "document.getElementById('send').textContent === 'Send'"
 PHONE = 360
-
-
-@pytest.fixture(scope="module")
-def url(target_address: str, draft_address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    template = tmp_path_factory.mktemp("chat") / "chat.jinja"
-    template.write_text(CHAT_TEMPLATE, encoding="utf-8")
-    options = ("--http-port", "0", "--chat-template", str(template))
-    with coordinator(target_address, draft_address, *options) as process:
-        address_of(process)
-        yield process.line("http on ")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Page]:
-    with chromium() as page:
-        yield page
 
 
 @pytest.fixture

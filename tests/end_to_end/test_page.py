@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.browser import CHROMIUM, Page, chromium
+from tests.end_to_end.browser import CHROMIUM, Page
 from tests.end_to_end.processes import AHEAD, address_of, coordinator, run
 
 pytestmark = [
@@ -22,22 +21,6 @@ TOKEN = "a-token-of-many-characters"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 """It names no roles, so the page begins with completions."""
 HINT = "Tick \u201cthen the target alone\u201d to measure the speed-up: the same prompt, one run each."
-
-
-@pytest.fixture(scope="module")
-def url(target_address: str, draft_address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    template = tmp_path_factory.mktemp("chat") / "chat.jinja"
-    template.write_text(CHAT_TEMPLATE, encoding="utf-8")
-    options = ("--http-port", "0", "--chat-template", str(template))
-    with coordinator(target_address, draft_address, *options) as process:
-        address_of(process)
-        yield process.line("http on ")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Page]:
-    with chromium() as page:
-        yield page
 
 
 def shown(page: Page, element: str) -> str:

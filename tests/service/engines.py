@@ -77,7 +77,7 @@ class Faults:
     answers: int = 0
     """With those of steps that the target takes by itself."""
     proposals: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
-    """What was to be verified, each behind its base length."""
+    """The tokens that were to be verified, each behind its base length."""
     opened: int = 0
     running: int = 0
 

@@ -79,7 +79,7 @@ BYTES_OF_A_TOKEN = {
     "dflash": 4 * (6 * 64 + 56 + 2 * 128),
     "mtp": 4 * (3 * 2 * 16 + 32 + 2 * 16),
 }
-"""What the target and the draft store of a token at least: numbers of four bytes."""
+"""The least that target and draft store of a token: numbers of four bytes."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def assert_greedy(
     pair: Pair, found: Sequence[Completed], prompts: Sequence[tuple[int, ...]] = PROMPTS
 ) -> None:
-    """Whatever the method, each text is the one that transformers would choose greedily."""
+    """With each method, each text is the one that transformers would choose greedily."""
     for prompt, each in zip(prompts, found, strict=True):
         assert len(each.token_ids) == TOKENS
         assert list(each.token_ids) == most_probable(pair.model, prompt, each.token_ids)

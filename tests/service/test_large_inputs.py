@@ -1,4 +1,4 @@
-"""What one client can take is bounded: oversized requests are refused before anything is allocated for them, and the
+"""One client can take only so much: oversized requests are refused before anything is allocated for them, and the
 memory of unstreamed answers and slow bodies is bounded over all connections together.
 """
 

@@ -1,4 +1,4 @@
-"""What one caller was told reaches no other: the attacks by which it was read, each also where callers share.
+"""Nothing that one caller was told reaches another: the attacks by which it was read, each also where callers share.
 
 A caller is known by its token, else by its address; within it a salt keeps requests apart. Each attack has to succeed
 where callers share, or it would show nothing.

@@ -1,4 +1,4 @@
-"""Whatever status a service ends with, and wherever, no client hears of it while one honest target is ready."""
+"""No client hears of any status that a service ends with, wherever it does, while one honest target is ready."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class Request:
     temperature: float = 0.0
     structured: bool = False
     salt: str | None = None
-    """That it gives in `vllm_xargs`."""
+    """Extra arguments that it gives in `vllm_xargs`."""
     name: str = field(default_factory=lambda: f"request-{next(_names)}")
 
     @property

@@ -1,4 +1,4 @@
-"""What a vLLM that fails does to the service: a typed error, an end, or a step that is known to hang; a full cache."""
+"""Effects of a failing vLLM on the service: a typed error, an end, or a step that is known to hang; a full cache."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def endless(groups: Sequence[Texts], rows: int, generator: torch.Generator) -> I
 def own_texts(
     target: LlamaForCausalLM, folder: Path, minutes: float, least: int, rows: int, seed: int
 ) -> Iterator[tuple[int, Texts]]:
-    """What the target writes after the first tokens of training functions: their number, and as many texts as `rows`.
+    """Texts of the target after the first tokens of training functions: their number, and as many texts as `rows`.
 
     It ends when the time is up, but not before there are `least` of them.
     """

@@ -46,7 +46,7 @@ class KnownBlock:
 
 
 def _beginning(parent: Chain, token_ids: SequenceOf[int]) -> tuple[Chain, ...]:
-    """What blocks have in common that may be mistaken for each other at first."""
+    """The key that blocks share if they may be mistaken for each other at first."""
     return parent, *token_ids[:MIN_COPIED_TOKENS]
 
 

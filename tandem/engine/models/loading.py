@@ -314,7 +314,7 @@ _OWN_PAGES_BYTES = 1 << 20
 most are when their layers are packed. What malloc gets back it keeps, apart for each thread that has read tensors."""
 
 
-def _allocated(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     size = prod(shape) * dtype.itemsize
     if device.type != "cpu" or size < _OWN_PAGES_BYTES or sys.platform == "win32":
         return torch.empty(shape, dtype=dtype, device=device)
@@ -347,7 +347,7 @@ class StoredTensor:
         """Reads the tensor to the model's own device; a dtype of None keeps the file's."""
         if not self.shape:
             return self._read(...).to(self.device, dtype, copy=True)
-        copied = _allocated(self.shape, dtype or self._read(slice(0, 0)).dtype, self.device)
+        copied = _allocate(self.shape, dtype or self._read(slice(0, 0)).dtype, self.device)
         row_bytes = _WIDEST_NUMBER * prod(self.shape[1:])
         rows_at_once = max(1, _MAX_MAPPED_BYTES // max(row_bytes, 1))
         for start in range(0, self.shape[0], rows_at_once):

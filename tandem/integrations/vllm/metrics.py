@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from tandem.logs import escaped, fields_of
+from tandem.logs import escape, fields_of
 from tandem.telemetry.metrics import Read
 from tandem.telemetry.settings import TelemetryOptions, is_observed
 
@@ -137,7 +137,7 @@ class _Forwarding(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         tail = "".join(f" {name}={value}" for name, value in fields_of(record).items())
-        self._logger.log(record.levelno, "%s", escaped(record.getMessage() + tail), exc_info=record.exc_info)
+        self._logger.log(record.levelno, "%s", escape(record.getMessage() + tail), exc_info=record.exc_info)
 
 
 def log_through(logger: logging.Logger) -> None:

@@ -61,7 +61,7 @@ _MAX_ROWS = 32
 
 
 class Way(Enum):
-    """What a step of vLLM does for proposals."""
+    """The ways in which a step of vLLM goes about proposals."""
 
     ALONE = "alone"
     """It goes without any."""
@@ -316,7 +316,9 @@ class StepDrafter:
         ended = [self._known.pop(name) for name in over if name in self._known]
         asked = [
             self._asked(
-                self._begun(data.req_id, sampling_of(data.sampling_params), salt_of(data.sampling_params)),
+                self._begin_request(
+                    data.req_id, sampling_of(data.sampling_params), salt_of(data.sampling_params)
+                ),
                 data.prefill_token_ids or data.prompt_token_ids or (),
                 is_asking=self._switch.way is not Way.ALONE,
             )
@@ -327,7 +329,7 @@ class StepDrafter:
 
     def propose(self, rows: Sequence[BatchRow]) -> list[Proposal]:
         began = time.monotonic()
-        sequences = [self._known.get(row.name) or self._begun(row.name, GREEDY) for row in rows]
+        sequences = [self._known.get(row.name) or self._begin_request(row.name, GREEDY) for row in rows]
         self._learn(sequences, rows, began)
         way, budget = self._switch.begin_step(len(rows))
         is_asking = way is not Way.ALONE and self.patience.may_ask()
@@ -346,7 +348,7 @@ class StepDrafter:
         self._count(sequences, answers, time.monotonic() - began, is_late=is_late, was_asked=seconds > 0.0)
         return answers
 
-    def _begun(self, name: str, sampling: SamplingParams, salt: str | None = None) -> DraftedRow:
+    def _begin_request(self, name: str, sampling: SamplingParams, salt: str | None = None) -> DraftedRow:
         self._begun_count += 1
         options = replace(
             self._options,

@@ -1,4 +1,4 @@
-"""What must hold for the manifests: their schemas, what pods may do and take, and that every reference leads somewhere.
+"""Rules that the manifests keep: their schemas, what pods may do and take, and that every reference leads somewhere.
 
 `KUBERNETES_FOLDER=my-overlay make kubernetes` checks a kustomization of one's own.
 """

@@ -243,7 +243,7 @@ async def test_every_flag_over_many_prompts(wrapped: bool, target: tuple[Any, Pa
 
 
 def looked_up(tokens: Sequence[int], count: int) -> list[int]:
-    """What followed the last two tokens when they last came before."""
+    """The tokens that followed the last two when they last came before."""
     for end in range(len(tokens) - 1, 1, -1):
         if tuple(tokens[end - 2 : end]) == tuple(tokens[-2:]):
             return list(tokens[end : end + count])

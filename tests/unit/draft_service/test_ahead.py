@@ -86,7 +86,7 @@ class Round:
         return list(zip(first.accepted_counts, first.next_token_ids, strict=True))
 
     def tokens(self, rank: int) -> tuple[int, ...]:
-        """What was drafted after an outcome, up to where it ended."""
+        """The tokens drafted after an outcome, up to where it ended."""
         own = (column.token_ids[rank] for column in self.columns if rank < len(column.token_ids))
         return tuple(token_id for token_id in own if token_id >= 0)
 

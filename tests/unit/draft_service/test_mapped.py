@@ -311,7 +311,7 @@ async def demo(
 
 
 async def drafted_for(sequence: DraftedSequence, *, is_whole: bool) -> Round:
-    """What was drafted ahead of a verification: all of it, or what comes without a pause."""
+    """The tokens drafted ahead of a verification: all of them, or those that come without a pause."""
     columns = [await outcomes_of(sequence)]
     with suppress(TimeoutError):
         while len(columns) < K:
@@ -370,7 +370,7 @@ async def test_what_is_drafted_ahead_is_what_would_be_proposed(demo_draft: Path,
 @pytest.mark.parametrize("keeps_logits", [False, True])
 @pytest.mark.parametrize("how", AHEAD)
 async def test_proposals_hold_to_the_target_s_grammar(demo_draft: Path, how: str, keeps_logits: bool) -> None:
-    """Whether asked for or drafted ahead; a text that is written freely ends where the grammar forbids it. Also where
+    """Asked for or drafted ahead; a text that is written freely ends where the grammar forbids it. Also where
     tokens are drawn by a worker, which has no grammar."""
     target = Vocabulary(Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json")))
     prompt = target.encode("x = [")

@@ -35,7 +35,7 @@ TEXTS = st.lists(
     ),
     max_size=12,
 ).map("".join)
-"""What people write, and what nobody writes."""
+"""Names that people write, and names that nobody writes."""
 
 
 @cache

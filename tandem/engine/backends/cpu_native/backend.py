@@ -236,14 +236,14 @@ def load_kernels(device: torch.device, dtype: torch.dtype, folder: Path | None =
         raise BuildError(f"there are none for {dtype} on {device}")
     if bundled := bundled_kernels():
         try:
-            return _checked(bundled)
+            return _load_and_compare(bundled)
         except BuildError as error:
             refused = {"library": str(bundled), "reason": str(error)}
             logger.warning("the kernels of this installation are not used", extra=refused)
-    return _checked(built_kernels(folder))
+    return _load_and_compare(built_kernels(folder))
 
 
-def _checked(library: Path) -> Kernels:
+def _load_and_compare(library: Path) -> Kernels:
     """Compares sampling with torch's: the trial of a model looks at logits alone."""
     kernels = Kernels(library)
     own, torchs = KernelSampler(kernels), TORCH_SAMPLER

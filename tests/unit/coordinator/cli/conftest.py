@@ -1,4 +1,4 @@
-"""What every test of the commands starts from."""
+"""The state from which every test of the commands starts."""
 
 from __future__ import annotations
 

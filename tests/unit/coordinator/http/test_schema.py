@@ -84,7 +84,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "tools": {"tool_choice": "none"},
     "tool_choice": {"tools": [TOOL]},
 }
-"""What a field needs beside it."""
+"""Fields that a field needs beside it."""
 CHANGES: list[tuple[str, Any]] = [
     *PLAIN.items(),
     ("max_tokens", 9),

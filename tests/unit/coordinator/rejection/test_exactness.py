@@ -258,7 +258,7 @@ def as_verified(table: torch.Tensor, sampling: SamplingParams) -> Model:
 @pytest.mark.parametrize("penalties", PENALTIES)
 @pytest.mark.parametrize("draft", ["with penalties", "without", "looked up"])
 def test_the_output_has_the_penalized_targets_distribution(rule: str, penalties: str, draft: str) -> None:
-    """Whether the draft knows of the penalties or not."""
+    """It makes no difference if the draft knows of the penalties."""
     sampling = PENALTIES[penalties]
     drafts: dict[str, Model] = {
         "with penalties": as_verified(DRAFT_TABLE, sampling),

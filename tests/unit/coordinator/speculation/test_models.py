@@ -290,7 +290,7 @@ def test_a_target_that_goes_on_with_proposals_hides_the_way_to_it() -> None:
 
 
 def test_a_draft_that_says_that_its_steps_take_an_hour_does_not_make_drafting_ahead_free() -> None:
-    """What rounds take less than such steps is no credit for later ones."""
+    """Rounds that take less than such steps earn no credit for later ones."""
     costs = _costs(1.2e-3)
     for _ in range(50):
         costs.add_rest(Way.AHEAD, 1, -3600.0)

@@ -100,7 +100,7 @@ async def test_jobs_go_before_branches(llama: TinyModel) -> None:
 
 
 _PATH = [14, 24, 34]
-"""What the fourth branch of the first job runs; it leaves the trunk at its end."""
+"""The tokens of the first job's fourth branch, which leaves the trunk at its end."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What goes into a step, whom it waits for, and how sequences that go on by themselves yield to others."""
+"""The choice of a step's sequences, whom it waits for, and how sequences that go on by themselves yield to others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What repeats in a message of a peer is counted before it is walked, and large messages before they are parsed."""
+"""Repeated fields of a peer's message are counted before they are walked, and large messages before they are parsed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What coordinator, services, clients and administrators say survives the wire; what does not fit is refused."""
+"""Messages of coordinator, services, clients and administrators survive the wire; those that do not fit are refused."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ LIVES: list[tuple[Any, list[tuple[int, object]]]] = [
         (4, DraftedOutcomes(9, 2, (4,))),
     ]),
 ]  # fmt: skip
-"""What a coordinator says of its sequences to each service."""
+"""A coordinator's messages about its sequences to each service."""
 
 
 @pytest.mark.parametrize(("wire", "said"), LIVES, ids=["draft", "target"])

@@ -1,11 +1,11 @@
-"""Print a compose file that gives the models of the profile gpu their GPUs.
+"""Print a compose file that takes the place of deploy/compose.gpu.yml, with other GPUs.
 
     python deploy/gpus.py --target 0,1 --target 2,3 --draft 4 > gpus.yml
-    docker compose -f docker-compose.yml -f gpus.yml --profile gpu up
+    docker compose -f docker-compose.yml -f gpus.yml up
 
 Each --target and each --draft is a replica, with the GPUs that its model is split over. `docker compose up --scale`
-would give every replica the same ones, so each further replica here is a service: a copy of `target_service_gpu` or
-`draft_service_gpu` under the same network alias, which is how the coordinator finds replicas.
+would give every replica the same ones, so each further replica here is a service: a copy of `target_service` or
+`draft_service` under the same network alias, which is how the coordinator finds replicas.
 """
 
 from __future__ import annotations
@@ -24,37 +24,36 @@ except ModuleNotFoundError:
         "error: this script needs PyYAML; run it with .venv/bin/python after `make setup`, or: pip install pyyaml"
     )
 
-COMPOSE_FILE = Path(__file__).resolve().parents[1] / "docker-compose.yml"
+FOLDER = Path(__file__).resolve().parent
 
 
-class Override(list[Any]):
-    """A list that takes the place of the one in the first compose file, instead of being joined to it."""
-
-
-def replicas(compose: Mapping[str, Any], gpus: Mapping[str, Sequence[Sequence[str]]]) -> dict[str, Any]:
+def replicas(
+    compose: Mapping[str, Any], overlay: Mapping[str, Any], gpus: Mapping[str, Sequence[Sequence[str]]]
+) -> dict[str, Any]:
     """The services to change and to add.
 
     Args:
         compose: The content of docker-compose.yml.
+        overlay: The content of deploy/compose.gpu.yml.
         gpus: By role, target and draft, the GPUs of each replica, by number or GPU-... id.
     """
     services: dict[str, Any] = {}
     for role, each in gpus.items():
-        name = f"{role}_service_gpu"
-        size = f"TANDEM_{role.upper()}_TENSOR_PARALLEL_SIZE"
+        name = f"{role}_service"
         for number, ids in enumerate(each, start=1):
-            service = copy.deepcopy(compose["services"][name])
+            service = copy.deepcopy(overlay["services"][name])
             (device,) = service["deploy"]["resources"]["reservations"]["devices"]
-            devices = [device | {"device_ids": list(ids)}]
+            device["device_ids"] = list(ids)
+            service["environment"] = {f"TANDEM_{role.upper()}_TENSOR_PARALLEL_SIZE": len(ids)}
             if number == 1:
-                deploy = {"resources": {"reservations": {"devices": Override(devices)}}}
-                services[name] = {"environment": {size: len(ids)}, "deploy": deploy}
+                services[name] = service
                 continue
+            whole = compose["services"][name] | service
+            whole["environment"] = compose["services"][name]["environment"] | service["environment"]
+            whole["volumes"] = compose["services"][name]["volumes"] + service["volumes"]
             # The first replica's service builds the image.
-            del service["build"]
-            service["deploy"]["resources"]["reservations"]["devices"] = devices
-            service["environment"][size] = len(ids)
-            services[f"{name}_{number}"] = service
+            del whole["build"]
+            services[f"{name}_{number}"] = whole
     return {"services": services}
 
 
@@ -76,8 +75,9 @@ def main(arguments: Sequence[str]) -> None:
         )
     if twice := sorted({gpu for gpu in every if every.count(gpu) > 1}):
         parser.error(f"GPU {', '.join(twice)} is named twice; each replica must have its own")
-    compose = yaml.safe_load(COMPOSE_FILE.read_text(encoding="utf-8"))
-    sys.stdout.write(yaml.dump(replicas(compose, gpus), Dumper=_Dumper, sort_keys=False))
+    files = (FOLDER.parent / "docker-compose.yml", FOLDER / "compose.gpu.yml")
+    compose, overlay = (yaml.safe_load(file.read_text(encoding="utf-8")) for file in files)
+    sys.stdout.write(yaml.dump(replicas(compose, overlay, gpus), Dumper=_Dumper, sort_keys=False))
 
 
 class _Dumper(yaml.SafeDumper):
@@ -87,8 +87,6 @@ class _Dumper(yaml.SafeDumper):
         """Always."""
         return True
 
-
-_Dumper.add_representer(Override, lambda dumper, devices: dumper.represent_sequence("!override", devices))
 
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""A compose file as `docker compose` understands it: variables filled in, one profile active."""
+"""Compose files as `docker compose` understands them: variables filled in, laid over each other, profiles chosen."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.gpus import Override
 from tests.paths import ROOT
 
 COMPOSE_FILE = ROOT / "docker-compose.yml"
+GPU = ROOT / "deploy" / "compose.gpu.yml"
 
 _VARIABLE = re.compile(r"\$(?:\$|\{(?P<name>\w+)(?:(?P<how>:?[-?])(?P<otherwise>[^}]*))?\})")
 
@@ -42,12 +42,16 @@ def interpolated(value: Any, variables: Mapping[str, str]) -> Any:
     return _VARIABLE.sub(fill, value)
 
 
+class _Override(list[Any]):
+    """A list that takes the place of the one in an earlier compose file, instead of being joined to it."""
+
+
 class _Loader(yaml.SafeLoader):
-    """Knows `!override`, which deploy/gpus.py writes."""
+    """Knows `!override`."""
 
 
-def _override(loader: yaml.SafeLoader, node: yaml.SequenceNode) -> Override:
-    return Override(loader.construct_sequence(node, deep=True))
+def _override(loader: yaml.SafeLoader, node: yaml.SequenceNode) -> _Override:
+    return _Override(loader.construct_sequence(node, deep=True))
 
 
 _Loader.add_constructor("!override", _override)
@@ -60,7 +64,7 @@ def read(path: Path) -> Any:
 
 def laid_over(base: Any, overlay: Any) -> Any:
     """Apply a further compose file to a value: mappings are merged, lists joined, the rest replaced."""
-    if isinstance(overlay, Override):
+    if isinstance(overlay, _Override):
         return list(overlay)
     if isinstance(base, dict) and isinstance(overlay, dict):
         both = {key: laid_over(base[key], overlay[key]) for key in base.keys() & overlay.keys()}
@@ -73,7 +77,7 @@ def laid_over(base: Any, overlay: Any) -> Any:
 def services(
     *profiles: str, variables: Mapping[str, str] | None = None, overlays: Sequence[Path] = ()
 ) -> dict[str, dict[str, Any]]:
-    """The services that these profiles start, by name. Dependencies on others are left out, as compose does."""
+    """The services that `up` starts with these profiles, by name."""
     config: dict[str, Any] = {}
     for path in (COMPOSE_FILE, *overlays):
         config = laid_over(config, interpolated(read(path), variables or {}))
@@ -83,11 +87,8 @@ def services(
         if not service.get("profiles") or set(service["profiles"]) & set(profiles)
     }
     for name, service in chosen.items():
-        for needed, how in service.get("depends_on", {}).items():
-            assert needed in chosen or not how.get("required", True), f"{name} needs {needed}, which is off"
-        service["depends_on"] = {
-            needed: how for needed, how in service.get("depends_on", {}).items() if needed in chosen
-        }
+        for needed in service.setdefault("depends_on", {}):
+            assert needed in chosen, f"{name} needs {needed}, which is off"
     return chosen
 
 

@@ -60,7 +60,7 @@ def cluster(
     variables = {
         "CERTIFICATES": str(certificates), "OPTIONS_FILE": str(TEST_OPTIONS), "ADMIN_TOKEN": "of-the-tests-alone",
     }  # fmt: skip
-    wanted = services("cpu", variables=variables, overlays=[OVERLAY])
+    wanted = services(variables=variables, overlays=[OVERLAY])
     for name in ("draft_service", "coordinator"):  # a draft that needs no model is there sooner
         wanted[name]["environment"]["TANDEM_SPECULATIVE_METHOD"] = "ngram"
     # Only small steps are prepared at startup.

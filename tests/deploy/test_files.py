@@ -16,15 +16,16 @@ from draft_service.settings import DraftSettings
 from tandem.settings import ModelServerSettings, load_settings
 from tandem.vllm_contract import TESTED_RELEASE
 from target_service.settings import TargetSettings
-from tests.deploy.compose import COMPOSE_FILE, interpolated, read, services, set_environment
+from tests.deploy.compose import COMPOSE_FILE, GPU, interpolated, read, services, set_environment
 from tests.deploy.images import Dockerfile
 from tests.end_to_end.processes import run
 from tests.paths import ROOT
 
 DOCKERFILE = ROOT / "Dockerfile"
 COMPOSE_FILES = [COMPOSE_FILE, *sorted((ROOT / "deploy").glob("compose.*.yml"))]
-PROFILES = (("cpu",), ("gpu",), ("cpu", "gpu"), ("cpu", "observe"), ("gpu", "observe"))
-OWN = ("draft_service", "target_service", "draft_service_gpu", "target_service_gpu", "coordinator")
+OWN = ("draft_service", "target_service", "coordinator")
+MODELS = ("draft_service", "target_service")
+ONE_GPU = ROOT / "deploy" / "compose.one-gpu.yml"
 
 
 def assert_passes(tool: str, *arguments: str) -> None:
@@ -34,8 +35,10 @@ def assert_passes(tool: str, *arguments: str) -> None:
 
 @pytest.fixture
 def everything() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = services("cpu", "gpu", "observe")
-    return found
+    """Every service as each file has it: those of deploy/compose.gpu.yml with a suffix."""
+    found: dict[str, dict[str, Any]] = services("observe")
+    on_gpus = services(overlays=[GPU])
+    return found | {f"{name}_gpu": on_gpus[name] for name in MODELS}
 
 
 def test_compose_files_follow_the_schema(tmp_path: Path) -> None:
@@ -60,19 +63,15 @@ def test_every_image_has_an_exact_tag(everything: dict[str, dict[str, Any]]) -> 
         assert re.search(r"\d+\.\d+\.\d+", tag), f"{image} may be another image tomorrow"
 
 
-@pytest.mark.parametrize("profiles", PROFILES, ids="+".join)
-def test_every_profile_is_complete(profiles: tuple[str, ...]) -> None:
-    """`services` raises if a dependency is not in the profile."""
-    chosen = services(*profiles)
-    assert "coordinator" in chosen
-    kinds = {name.removesuffix("_gpu") for name in chosen["coordinator"]["depends_on"]}
-    assert kinds == {"draft_service", "target_service"}
-
-
-def test_docker_compose_up_chooses_the_cpu_profile() -> None:
-    lines = (ROOT / ".env").read_text(encoding="utf-8").splitlines()
-    assert [line for line in lines if line and not line.startswith("#")] == ["COMPOSE_PROFILES=cpu"]
-    assert services("cpu").keys() == {"draft_service", "target_service", "coordinator"}
+@pytest.mark.parametrize("profiles", [(), ("observe",)], ids=["alone", "observed"])
+@pytest.mark.parametrize("overlays", [[], [GPU], [GPU, ONE_GPU]], ids=["cpu", "gpu", "one gpu"])
+def test_a_model_that_is_not_ready_keeps_the_coordinator_from_starting(
+    overlays: list[Path], profiles: tuple[str, ...]
+) -> None:
+    """And `up` fails: Compose passes over a dependency only where it is not required."""
+    chosen = services(*profiles, overlays=overlays)
+    assert chosen.keys() >= set(OWN)
+    assert chosen["coordinator"]["depends_on"] == {name: {"condition": "service_healthy"} for name in MODELS}
 
 
 def start(service: dict[str, Any], folder: Path, **variables: str) -> str:
@@ -92,7 +91,7 @@ def start(service: dict[str, Any], folder: Path, **variables: str) -> str:
 
 @pytest.mark.parametrize("given", ["", "a-token-of-many-characters"], ids=["made", "given"])
 def test_an_admin_token_is_made_where_none_is_given(given: str, tmp_path: Path) -> None:
-    service = services("cpu", variables={"ADMIN_TOKEN": given})["coordinator"]
+    service = services(variables={"ADMIN_TOKEN": given})["coordinator"]
     file = tmp_path / "admin"
     printed = start(
         service,
@@ -111,7 +110,7 @@ def test_an_admin_token_is_made_where_none_is_given(given: str, tmp_path: Path) 
     "variables", [{}, {"TANDEM_COORDINATOR_TLS_CERT_FILE": "tls.crt"}], ids=["plain", "tls"]
 )
 def test_the_coordinator_says_what_to_open(variables: dict[str, str], tmp_path: Path) -> None:
-    service = services("cpu", variables={"HTTP_PORT": "8001"})["coordinator"]
+    service = services(variables={"HTTP_PORT": "8001"})["coordinator"]
     file = tmp_path / "admin"
     printed = start(service, tmp_path, TANDEM_COORDINATOR_ADMIN_TOKEN_FILE=str(file), **variables)
     scheme = "https" if variables else "http"
@@ -121,8 +120,8 @@ def test_the_coordinator_says_what_to_open(variables: dict[str, str], tmp_path: 
 
 def test_the_services_share_one_token(tmp_path: Path) -> None:
     """Whichever starts first makes it, and those that start at once agree."""
-    names = ["draft_service", "target_service", "draft_service_gpu"] * 4
-    chosen = services("cpu", "gpu")
+    names = [*MODELS] * 6
+    chosen = services()
     token = tmp_path / "token"
     for _ in range(3):
         token.unlink(missing_ok=True)
@@ -157,7 +156,7 @@ def test_observe_env_adds_the_observability_services() -> None:
     ):
         endpoint = chosen[name]["environment"][f"TANDEM_{service}_OTLP_ENDPOINT"]
         assert endpoint == "http://collector:4317"
-        assert services("cpu")[name]["environment"][f"TANDEM_{service}_OTLP_ENDPOINT"] == ""
+        assert services()[name]["environment"][f"TANDEM_{service}_OTLP_ENDPOINT"] == ""
 
 
 def test_containers_are_confined(everything: dict[str, dict[str, Any]]) -> None:
@@ -200,7 +199,7 @@ def gpus_of(service: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("role", ["draft", "target"])
 def test_a_model_on_a_gpu_is_run_by_vllm(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The settings accept what image and compose file say together, and vLLM has the shared memory that it needs."""
-    service, dockerfile = services("gpu")[f"{role}_service_gpu"], Dockerfile(DOCKERFILE)
+    service, dockerfile = services(overlays=[GPU])[f"{role}_service"], Dockerfile(DOCKERFILE)
     stage = service["build"]["target"]
     given = dockerfile.environment(stage) | service["environment"]
     set_environment(monkeypatch, {name: value for name, value in given.items() if "TANDEM_" in name})
@@ -216,11 +215,10 @@ def test_a_model_on_a_gpu_is_run_by_vllm(role: str, monkeypatch: pytest.MonkeyPa
     assert len(gpus_of(service)) == 1
 
 
-@pytest.mark.parametrize("profile", ["cpu", "gpu"])
-def test_models_may_be_named_by_id(profile: str) -> None:
+@pytest.mark.parametrize("overlays", [[], [GPU]], ids=["cpu", "gpu"])
+def test_models_may_be_named_by_id(overlays: list[Path]) -> None:
     variables = {"MODEL_PREFIX": "", "TARGET_MODEL": "Qwen/Qwen3-8B", "HF_CACHE": "~/.cache/huggingface"}
-    suffix = "" if profile == "cpu" else "_gpu"
-    target = services(profile, variables=variables)[f"target_service{suffix}"]
+    target = services(variables=variables, overlays=overlays)["target_service"]
     assert target["environment"]["TANDEM_TARGET_MODEL"] == "Qwen/Qwen3-8B"
     assert target["environment"]["HF_HUB_OFFLINE"] == "1", "there is no way to the internet"
     assert f"~/.cache/huggingface:{target['environment']['HF_HOME']}:ro" in target["volumes"]
@@ -228,18 +226,16 @@ def test_models_may_be_named_by_id(profile: str) -> None:
 
 def test_both_models_fit_on_one_gpu() -> None:
     """With the shares of `tandem up`, and one after the other, since vLLM measures what is free."""
-    chosen = services(
-        "gpu", variables={"TARGET_GPU": "3"}, overlays=[ROOT / "deploy" / "compose.one-gpu.yml"]
-    )
-    draft = chosen["draft_service_gpu"]
-    target = chosen["target_service_gpu"]
+    chosen = services(variables={"TARGET_GPU": "3"}, overlays=[GPU, ONE_GPU])
+    draft = chosen["draft_service"]
+    target = chosen["target_service"]
     assert gpus_of(draft) == gpus_of(target) == ["3"]
     shares = {
         "target": target["environment"]["TANDEM_TARGET_DEVICE_MEMORY_UTILIZATION"],
         "draft": draft["environment"]["TANDEM_DRAFT_DEVICE_MEMORY_UTILIZATION"],
     }
     assert shares == SHARES
-    assert draft["depends_on"] == {"target_service_gpu": {"condition": "service_healthy"}}
+    assert draft["depends_on"] == {"target_service": {"condition": "service_healthy"}}
 
 
 def test_replicas_have_gpus_of_their_own(tmp_path: Path) -> None:
@@ -248,16 +244,16 @@ def test_replicas_have_gpus_of_their_own(tmp_path: Path) -> None:
     replicas = ("--target", "0,1", "--target", "2,3", "--draft", "GPU-4")
     command = (sys.executable, str(ROOT / "deploy" / "gpus.py"), *replicas)
     overlay.write_text(run(*command).stdout, encoding="utf-8")
-    chosen = services("gpu", overlays=[overlay])
+    chosen = services(overlays=[overlay])
     del chosen["coordinator"]
     assert {name: gpus_of(service) for name, service in chosen.items()} == {
-        "target_service_gpu": ["0", "1"],
-        "target_service_gpu_2": ["2", "3"],
-        "draft_service_gpu": ["GPU-4"],
+        "target_service": ["0", "1"],
+        "target_service_2": ["2", "3"],
+        "draft_service": ["GPU-4"],
     }
-    first, second = chosen["target_service_gpu"], chosen["target_service_gpu_2"]
+    first, second = chosen["target_service"], chosen["target_service_2"]
     assert first["environment"]["TANDEM_TARGET_TENSOR_PARALLEL_SIZE"] == 2
-    assert chosen["draft_service_gpu"]["environment"]["TANDEM_DRAFT_TENSOR_PARALLEL_SIZE"] == 1
+    assert chosen["draft_service"]["environment"]["TANDEM_DRAFT_TENSOR_PARALLEL_SIZE"] == 1
     for name in ("image", "environment", "networks", "volumes", "healthcheck", "tmpfs", "shm_size"):
         assert second[name] == first[name]
 
@@ -286,4 +282,4 @@ def test_http_is_open_to_this_machine(everything: dict[str, dict[str, Any]]) -> 
     assert environment["TANDEM_COORDINATOR_HTTP_HOST"] == "0.0.0.0"
     assert environment["TANDEM_COORDINATOR_HTTP_PORT"] == 8000
     variables = {"BIND_ADDRESS": "10.0.0.1", "HTTP_PORT": "8001"}
-    assert "10.0.0.1:8001:8000" in services("cpu", variables=variables)["coordinator"]["ports"]
+    assert "10.0.0.1:8001:8000" in services(variables=variables)["coordinator"]["ports"]

@@ -100,7 +100,7 @@ def cluster(images: dict[str, Image], tmp_path_factory: pytest.TempPathFactory) 
         text, count = re.subn(was, test, text)
         assert count > 1
     (config / "prometheus.yml").write_text(text, encoding="utf-8")
-    wanted = services("cpu", "observe", variables={"OPTIONS_FILE": str(TEST_OPTIONS)})
+    wanted = services("observe", variables={"OPTIONS_FILE": str(TEST_OPTIONS)})
     for absent in ("grafana", "jaeger", "collector"):
         del wanted[absent]
     # Whatever pays on this machine, rounds are drafted ahead, so that their queries have data.

@@ -34,6 +34,7 @@ COPY draft_service draft_service
 COPY target_service target_service
 COPY bound_service bound_service
 COPY coordinator coordinator
+COPY benchmarks/load benchmarks/load
 # The wheel's build requirements come from pyproject.toml; this holds what they in turn need.
 RUN --mount=type=cache,target=/root/.cache/pip \
     PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
@@ -76,40 +77,46 @@ STOPSIGNAL SIGTERM
 
 
 # The packages first, then our code, which is the same in all: the coordinator has no torch, so no model runs there. A
-# target can host a draft (`--entrypoint python ... -P -m tandem.bound_service`).
+# target can host a draft (`--entrypoint python ... -P -m tandem_bound`).
 FROM runtime AS coordinator
 COPY --from=coordinator-packages /opt/tandem /opt/tandem
 COPY --from=code /code/bin/tandem /opt/tandem/bin/tandem
 COPY --from=code /code/tandem_speculative-*.dist-info tandem_speculative.dist-info
 COPY --from=code /code/tandem tandem
+COPY --from=code /code/tandem_coordinator tandem_coordinator
+COPY --from=code /code/tandem_load tandem_load
 ENV TANDEM_COORDINATOR_HOST=0.0.0.0
 EXPOSE 8000
 EXPOSE 50051
 HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 \
     CMD ["python", "-P", "-m", "tandem.serving.healthcheck", "127.0.0.1:50051"]
-ENTRYPOINT ["python", "-P", "-m", "tandem.coordinator"]
+ENTRYPOINT ["python", "-P", "-m", "tandem_coordinator"]
 
 
 FROM runtime AS draft
 COPY --from=model-packages /opt/tandem /opt/tandem
 COPY --from=code /code/tandem_speculative-*.dist-info tandem_speculative.dist-info
 COPY --from=code /code/tandem tandem
+COPY --from=code /code/tandem_draft tandem_draft
 ENV TANDEM_DRAFT_HOST=0.0.0.0
 EXPOSE 50053
 HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --retries=3 \
     CMD ["python", "-P", "-m", "tandem.serving.healthcheck", "127.0.0.1:50053"]
-ENTRYPOINT ["python", "-P", "-m", "tandem.draft_service"]
+ENTRYPOINT ["python", "-P", "-m", "tandem_draft"]
 
 
 FROM runtime AS target
 COPY --from=model-packages /opt/tandem /opt/tandem
 COPY --from=code /code/tandem_speculative-*.dist-info tandem_speculative.dist-info
 COPY --from=code /code/tandem tandem
+COPY --from=code /code/tandem_target tandem_target
+COPY --from=code /code/tandem_draft tandem_draft
+COPY --from=code /code/tandem_bound tandem_bound
 ENV TANDEM_TARGET_HOST=0.0.0.0
 EXPOSE 50052
 HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --retries=3 \
     CMD ["python", "-P", "-m", "tandem.serving.healthcheck", "127.0.0.1:50052"]
-ENTRYPOINT ["python", "-P", "-m", "tandem.target_service"]
+ENTRYPOINT ["python", "-P", "-m", "tandem_target"]
 
 
 # The bundled pair, for pods without a volume of models: an init container that copies it to where the services look.
@@ -156,7 +163,7 @@ ENV TANDEM_DRAFT_HOST=0.0.0.0 \
 EXPOSE 50053
 HEALTHCHECK --interval=10s --timeout=5s --start-period=1800s --retries=3 \
     CMD ["python", "-P", "-m", "tandem.serving.healthcheck", "127.0.0.1:50053"]
-ENTRYPOINT ["python", "-P", "-m", "tandem.draft_service"]
+ENTRYPOINT ["python", "-P", "-m", "tandem_draft"]
 
 
 FROM gpu AS target-gpu
@@ -166,4 +173,4 @@ ENV TANDEM_TARGET_HOST=0.0.0.0 \
 EXPOSE 50052
 HEALTHCHECK --interval=10s --timeout=5s --start-period=1800s --retries=3 \
     CMD ["python", "-P", "-m", "tandem.serving.healthcheck", "127.0.0.1:50052"]
-ENTRYPOINT ["python", "-P", "-m", "tandem.target_service"]
+ENTRYPOINT ["python", "-P", "-m", "tandem_target"]

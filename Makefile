@@ -57,7 +57,7 @@ soak: setup ## Run the tests that take minutes: leaks, faults and overload at fu
 # Each process takes a GB of the GPU's memory.
 test-gpu: setup ## Run the tests of our own engine with the models on a GPU
 	TEST_DEVICE=cuda $(BIN)/python -m pytest -m 'not soak' -n 4 tests/unit/engine/core tests/unit/engine/kv_cache tests/unit/engine/test_rows.py \
-		tests/unit/engine/models/test_architectures.py tests/unit/tandem/sampling tests/unit/draft_service/test_standalone.py \
+		tests/unit/engine/models/test_architectures.py tests/unit/tandem/model/sampling tests/unit/draft_service/test_standalone.py \
 		tests/unit/draft_service/test_ahead.py tests/service/test_drafting_ahead.py tests/service/test_bound_drafts.py $(ARGS)
 
 test-fast: setup ## Run the tests that take seconds

@@ -1,4 +1,4 @@
-"""Build hook: what a wheel holds beside the packages of the source tree."""
+"""Build hook: makes the protobuf modules and the kernels, and adds the bundled models."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from shutil import copyfile, copytree, ignore_patterns
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
@@ -19,16 +17,6 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 DEMO_PACKAGE = "tandem_demo"
 """The bundled models' folder in a wheel: beside `tandem`, where `tandem.model_sources.bundled` looks for it."""
-
-PACKAGES = ("tandem", "coordinator", "draft_service", "target_service", "bound_service")
-LOAD_PARTS = ("benchmarks/__init__.py", "benchmarks/common.py", "benchmarks/load")
-"""Modules of the benchmarks that a load by `tandem bench` needs."""
-MOVED = re.compile(
-    r"^(\s*(?:from|import) )(coordinator|draft_service|target_service|bound_service|benchmarks)\b",
-    re.MULTILINE,
-)
-"""Imports of what lies beside `tandem` in the repository, and below it in a wheel: site-packages is shared, and such
-names are too common for it. Names of modules in texts follow `__package__`."""
 
 KERNEL_LIBRARY = Path("tandem", "engine", "backends", "cpu_native", "library")
 
@@ -71,10 +59,8 @@ class BuildHook(BuildHookInterface[Any]):
 
     PLUGIN_NAME = "custom"
 
-    _folder: TemporaryDirectory[str] | None = None
-
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Generate modules, and add to a wheel that will be installed our packages, the models and compiled kernels."""
+        """Generate the protobuf modules, and add the models and compiled kernels to a wheel."""
         root = Path(self.root)
         # Run by path: while a wheel is built, the source tree is not on the import path.
         generator = runpy.run_path(str(root / "protos" / "generate.py"))
@@ -84,28 +70,7 @@ class BuildHook(BuildHookInterface[Any]):
             sys.exit(f"error: {error}")
         if version != "editable":
             build_data["force_include"].update(_bundled_models(root))
-            self._folder = TemporaryDirectory()
-            build_data["force_include"][_under_one_name(root, Path(self._folder.name))] = "tandem"
             build_data["force_include"].update(_compiled_kernels(root, self.app.display_warning))
-
-    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        if self._folder is not None:
-            self._folder.cleanup()
-
-
-def _under_one_name(root: Path, folder: Path) -> str:
-    unwanted = ignore_patterns("__pycache__", "objects")
-    one = folder / "tandem"
-    for part in [*PACKAGES, *LOAD_PARTS]:
-        source, place = root / part, one if part == "tandem" else one / part
-        if source.is_dir():
-            copytree(source, place, ignore=unwanted)
-        elif source.exists():
-            place.parent.mkdir(exist_ok=True)
-            copyfile(source, place)
-    for module in one.rglob("*.py"):
-        module.write_text(MOVED.sub(r"\1tandem.\2", module.read_text(encoding="utf-8")), encoding="utf-8")
-    return str(one)
 
 
 def _bundled_models(root: Path) -> dict[str, str]:

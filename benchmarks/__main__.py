@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from benchmarks import bench
-from benchmarks.load import generator
-from coordinator.cli.serve import sends_load
+from tandem_coordinator.cli.serve import sends_load
+from tandem_load import generator
 
 if __name__ == "__main__":
     run = generator.run if sends_load(sys.argv[1:]) else bench.run

@@ -24,7 +24,6 @@ import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
-from benchmarks.common import chosen, free_port, one_sentence, read_options, rotated
 from benchmarks.contenders import (
     PREFIX_TOKENS,
     BenchSettings,
@@ -39,8 +38,9 @@ from benchmarks.contenders import (
 from benchmarks.peers import PHASES, Contender, Outcome, Workload
 from benchmarks.report import Machine, Report, Row, Table, cell_of, show, write
 from tandem.errors import TandemError
-from tandem.logs import configure
 from tandem.progress import Progress
+from tandem.telemetry.logs import configure
+from tandem_load.common import chosen, free_port, one_sentence, read_options, rotated
 
 REFERENCE = "target-alone"
 PEERS = ("draft", "target")

@@ -22,19 +22,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from benchmarks.common import CACHE_FOLDER, LISTED, Positive, free_port, service
-from benchmarks.load.generator import Connection, Served, http_connection, served_model
+from benchmarks.open_pair import open_pair
 from benchmarks.pace import Pace
-from benchmarks.pairs import Pair, open_pair
+from benchmarks.pairs import Pair
 from benchmarks.peers import Answer, Contender, Outcome, Workload, peer
-from coordinator.cli.serve import BOUND_PACKAGE
-from coordinator.cli.up import SHARES
-from coordinator.stats.speculation import add
-from tandem.client import Client
+from tandem.clients.client import Client
 from tandem.config.names import BOUND_METHODS, MODEL_FREE_METHODS, OWN_METHODS, checkpoint_method
 from tandem.config.options import Options
 from tandem.errors import ServiceUnavailableError, TandemError
-from tandem.types import GenerationRequest, SpeculationStats
+from tandem.model.types import GenerationRequest, SpeculationStats
+from tandem_coordinator.cli.serve import BOUND_PACKAGE
+from tandem_coordinator.cli.up import SHARES
+from tandem_coordinator.stats.speculation import add
+from tandem_load.common import CACHE_FOLDER, LISTED, Positive, free_port, service
+from tandem_load.generator import Connection, Served, http_connection, served_model
 
 HEAD_METHODS = tuple(method for method in BOUND_METHODS if method not in OWN_METHODS)
 """Drafting methods whose heads have folders of their own."""
@@ -266,7 +267,7 @@ async def through(
     settings = setup.settings
     asked = {"ignore_eos": not settings.eos, **({} if settings.seeded else {"seed": None}), **changes}
     coordinator = service(
-        "coordinator",
+        "tandem_coordinator",
         *("--target-address", target, *(("--draft-address", draft) if draft else ())),
         *("--num-speculative-tokens", str(settings.num_speculative_tokens)),
         # All contenders sample alike, whatever the model's own defaults
@@ -313,7 +314,7 @@ def _ours(title: str, method: str = "", *, ahead: str = "off", speculation: bool
                 # A head's default rule is lossy; the others' contenders leave the target's distribution as it is.
                 words = ("--rejection-sampling-strategy", "residual")
             elif method:
-                draft = await _running(setup, stack, service("draft_service", "--method", method))
+                draft = await _running(setup, stack, service("tandem_draft", "--method", method))
             contender = through(setup, target, draft, *words, speculation=speculation)
             yield await stack.enter_async_context(contender)
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from tandem.audit.client import LISTED
 from tandem.audit.statistics import BoolArray, FloatArray, IntArray, Steps
-from tandem.sampling.warping import warp
-from tandem.types import SamplingParams
+from tandem.model.sampling.warping import warp
+from tandem.model.types import SamplingParams
 
 RIGHT = "none"
 FAULTS = {

@@ -1,6 +1,7 @@
 """Tandem's own loop with both models in one process and no gRPC: the floor for what the split costs.
 
-`coordinator.decoding.loop.generate` with the services' own proposer and verifier, called directly instead of over gRPC.
+`tandem_coordinator.decoding.loop.generate` with the services' own proposer and verifier, called directly
+instead of over gRPC.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ from tokenizers import Tokenizer
 from benchmarks.contenders import requests_of
 from benchmarks.pace import Pace
 from benchmarks.peers import PHASES, Answer, Outcome, Run, Workload, serve
-from coordinator.decoding.completion import Completion
-from coordinator.decoding.loop import generate
-from coordinator.decoding.rounds import RequestRounds
-from coordinator.decoding.tokenization import PromptEncoder
-from coordinator.requests.plan import Models, Plan, make_plan
-from coordinator.settings.coordinator import CoordinatorSettings
-from coordinator.stats.speculation import add
-from coordinator.transport.streams import RemoteSequence
-from draft_service.proposers import DraftedSequence
-from draft_service.proposers.standalone import load_standalone
-from draft_service.settings import DraftSettings
+from tandem.config.settings import load_settings
+from tandem.model.types import GenerationRequest, Proposal, ProposeStep, SpeculationStats, Verification
 from tandem.scopes import CallerScopes
 from tandem.serving.server import set_start_aside
-from tandem.settings import load_settings
-from tandem.types import GenerationRequest, Proposal, ProposeStep, SpeculationStats, Verification
-from target_service.settings import TargetSettings
-from target_service.verifier import VerifiedSequence, load_verifier
+from tandem_coordinator.decoding.completion import Completion
+from tandem_coordinator.decoding.loop import generate
+from tandem_coordinator.decoding.rounds import RequestRounds
+from tandem_coordinator.decoding.tokenization import PromptEncoder
+from tandem_coordinator.requests.plan import Models, Plan, make_plan
+from tandem_coordinator.settings.coordinator import CoordinatorSettings
+from tandem_coordinator.stats.speculation import add
+from tandem_coordinator.transport.streams import RemoteSequence
+from tandem_draft.proposers import DraftedSequence
+from tandem_draft.proposers.standalone import load_standalone
+from tandem_draft.settings import DraftSettings
+from tandem_target.settings import TargetSettings
+from tandem_target.verifier import VerifiedSequence, load_verifier
 
 
 class Local:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
-from tandem.standard_streams import write_out
+from tandem.serving.standard_streams import write_out
 
 if TYPE_CHECKING:
     from tandem.engine.core.jobs import StepRecord
@@ -89,10 +89,10 @@ class Pace:
 
 def run_paced(role: str, pace: Pace, arguments: list[str], steps: TextIO | None = None) -> None:
     """Run a model service with these arguments whose steps take a minimum time. See `Pace.paced`."""
-    import draft_service.__main__
-    import draft_service.proposers.standalone as standalone
-    import target_service.__main__
-    import target_service.verifier as verifier
+    import tandem_draft.__main__
+    import tandem_draft.proposers.standalone as standalone
+    import tandem_target.__main__
+    import tandem_target.verifier as verifier
 
     # The services look their loaders up by name when they load.
     module: Any = verifier if role == "target" else standalone
@@ -103,7 +103,7 @@ def run_paced(role: str, pace: Pace, arguments: list[str], steps: TextIO | None 
         return load(settings, pace.paced(role, on_step, steps=steps), on_failure)
 
     setattr(module, name, paced)
-    (target_service.__main__ if role == "target" else draft_service.__main__).run(arguments)
+    (tandem_target.__main__ if role == "target" else tandem_draft.__main__).run(arguments)
 
 
 def delay(address: str, seconds: float, port: int) -> None:

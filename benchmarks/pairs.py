@@ -11,12 +11,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from tandem.engine.models.checkpoint import find_weights
 from tandem.errors import ConfigurationError
-from tandem.model_sources import hub
 
 DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
-_FORM = "shaped:TARGET_PARAMETERS:DRAFT_LAYERS:AGREEMENT, for instance shaped:200M:1:0.8"
+SHAPED_FORM = "shaped:TARGET_PARAMETERS:DRAFT_LAYERS:AGREEMENT, for instance shaped:200M:1:0.8"
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9}
 _WIDTHS = range(128, 16_385, 128)
 _SMALLEST, _LARGEST = 5e5, 1e11
@@ -93,7 +91,7 @@ def parse_shaped(text: str) -> ShapedPair:
         unit = _UNITS.get(size[-1:].upper())
         pair = ShapedPair(float(size[:-1] if unit else size) * (unit or 1.0), int(layers), float(agreement))
     except ValueError:
-        raise ConfigurationError(f"--pair is {text!r}; it must be {_FORM}") from None
+        raise ConfigurationError(f"--pair is {text!r}; it must be {SHAPED_FORM}") from None
     if not 0.0 < pair.agreement < 1.0:
         raise ConfigurationError(f"--pair is {text!r}; the agreement must be between 0 and 1")
     if not _SMALLEST <= pair.parameters <= _LARGEST:
@@ -126,32 +124,3 @@ class Pair:
         """Beginnings of real functions, as token ids of the pair's own tokenizer."""
         tokenizer = Tokenizer.from_file(str(self.target / "tokenizer.json"))
         return [tuple(tokenizer.encode(text).ids) for _, text in held_out_prompts(64)]
-
-
-def open_pair(text: str, cache_folder: Path, device: str) -> Pair:
-    """The pair that `--pair` names; a shaped one is made when it is not in the cache."""
-    if text.startswith("shaped:"):
-        asked = parse_shaped(text)
-        from benchmarks.shaping import shaped_pair
-
-        return shaped_pair(asked, text, cache_folder / asked.name, device)
-    if text == "random":
-        from benchmarks.shaping import random_draft
-
-        target, draft = DEMO / "target", random_draft(cache_folder / "random")
-    else:
-        target, draft = (DEMO / "target", DEMO / "draft") if text == "demo" else _folders(text)
-    sizes = (find_weights(each).value_count for each in (target, draft))
-    return Pair(target, draft, PairInfo(text, *sizes))
-
-
-def _folders(text: str) -> list[Path]:
-    parts = [Path(part) for part in text.split(":")]
-    if len(parts) == 2:
-        folders = [hub.fetch(str(part)) if hub.is_model_id(part) else part for part in parts]
-        if all((folder / "config.json").is_file() for folder in folders):
-            return folders
-    raise ConfigurationError(
-        f"--pair is {text!r}; it must be demo, random, the folders or Hugging Face ids of a target and a draft "
-        f"as TARGET:DRAFT, or {_FORM}"
-    )

@@ -18,9 +18,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from benchmarks.common import bisect
 from benchmarks.pairs import DEMO, Pair, PairInfo, ShapedPair
 from tandem.errors import ConfigurationError
+from tandem_load.common import bisect
 
 ENTROPY_NATS = 2.5
 """Entropy of the target's distribution at temperature 1, in nats; about that of a language model."""

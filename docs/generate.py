@@ -12,21 +12,11 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
-from coordinator.http.schema import field_rows
-from coordinator.rejection.strategies import COMBINATION_RULES
-from coordinator.replicas.compatibility import MODEL_RULES
-from coordinator.requests.validation import BOUND_RULES, REQUEST_RULES
-from coordinator.settings.coordinator import (
-    CoordinatorSettings,
-    HttpOptions,
-    RequestBounds,
-    ServiceAccessOptions,
-)
-from coordinator.settings.sampling import SamplingOptions
-from draft_service.settings import DraftSettings
+from tandem.acceptance.strategies import COMBINATION_RULES
 from tandem.config.names import REFUSED_METHODS, REFUSED_OPTIONS
 from tandem.config.options import ALIASES, allowed_range
 from tandem.config.rule import Rule, spelled
+from tandem.config.settings import ModelServerSettings, ServerSettings
 from tandem.config.speculative import (
     AcceptanceOptions,
     DraftingOptions,
@@ -35,9 +25,19 @@ from tandem.config.speculative import (
     SpeculativeConfig,
 )
 from tandem.serving.protection import AdminOptions, ProtectionOptions
-from tandem.settings import ModelServerSettings, ServerSettings
 from tandem.telemetry.settings import TelemetryOptions
-from target_service.settings import TargetSettings
+from tandem_coordinator.http.schema import field_rows
+from tandem_coordinator.replicas.compatibility import MODEL_RULES
+from tandem_coordinator.requests.validation import BOUND_RULES, REQUEST_RULES
+from tandem_coordinator.settings.coordinator import (
+    CoordinatorSettings,
+    HttpOptions,
+    RequestBounds,
+    ServiceAccessOptions,
+)
+from tandem_coordinator.settings.sampling import SamplingOptions
+from tandem_draft.settings import DraftSettings
+from tandem_target.settings import TargetSettings
 
 PAGE = Path(__file__).with_name("configuration.md")
 HTTP_PAGE = Path(__file__).with_name("http.md")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.cli.main import main
+from tandem_coordinator.cli.main import main
 
 if __name__ == "__main__":
     main()

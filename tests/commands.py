@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TextIO
 from unittest import mock
 
-from coordinator.cli.main import main
+from tandem_coordinator.cli.main import main
 from tests.end_to_end.processes import clean_environment
 
 

@@ -15,11 +15,11 @@ from functools import partial
 
 import numpy as np
 
-from benchmarks.common import bisect, study_parser
 from benchmarks.faulty_server import FAULTS, PROPOSED, RIGHT, Language, Sampler, steps_of
 from tandem.audit.run import COLD, MAIN, NUCLEUS, TEMPERATURE, TOP_P, expected
 from tandem.audit.statistics import ALPHA, LEVEL, Calibration, Evidence, FloatArray, IntArray, Steps
-from tandem.standard_streams import write_out
+from tandem.serving.standard_streams import write_out
+from tandem_load.common import bisect, study_parser
 
 TOKENS = 60_000
 """Length of the audits whose power docs/measurements.md reports."""

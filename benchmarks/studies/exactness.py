@@ -21,14 +21,14 @@ from rich.table import Table
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from benchmarks.common import study_parser
 from benchmarks.steps import Steps
 from tandem.engine.core.selection import Backends, choose_backends
 from tandem.engine.kv_cache.sequence import Segment
 from tandem.engine.models.loading import load_model
+from tandem.model.types import FloatArray
 from tandem.model_sources.bundled import DEMO, demo_pair
 from tandem.model_sources.find import find_model
-from tandem.types import FloatArray
+from tandem_load.common import study_parser
 
 SHORTEST, LONGEST = 30, 100
 """Tokens of a prompt."""

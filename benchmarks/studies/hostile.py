@@ -28,14 +28,14 @@ import grpc
 import httpx2
 import numpy as np
 
-from benchmarks.common import free_port, service, study_parser
-from coordinator.settings.coordinator import MAX_CHAT_MESSAGES
-from tandem.admin_client import AdminClient
-from tandem.client import Client, as_message
+from tandem.clients.admin_client import AdminClient
+from tandem.clients.client import Client, as_message
+from tandem.model.types import GenerationRequest
 from tandem.model_sources.bundled import DEMO
-from tandem.standard_streams import write_out
-from tandem.types import GenerationRequest
+from tandem.serving.standard_streams import write_out
 from tandem.v1.generation_pb2_grpc import GenerationServiceStub
+from tandem_coordinator.settings.coordinator import MAX_CHAT_MESSAGES
+from tandem_load.common import free_port, service, study_parser
 
 CLIENTS = 64
 """A quarter of the requests that a coordinator runs by default."""

@@ -14,13 +14,13 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.common import study_parser
 from benchmarks.pairs import held_out_prompts
-from coordinator.stats.speculation import acceptance_rate, summed, tokens_per_pass
-from tandem.admin_client import AdminClient
-from tandem.client import DEFAULT_ADDRESS, Client
-from tandem.standard_streams import write_out
-from tandem.types import ChatMessage
+from tandem.clients.admin_client import AdminClient
+from tandem.clients.client import DEFAULT_ADDRESS, Client
+from tandem.model.types import ChatMessage
+from tandem.serving.standard_streams import write_out
+from tandem_coordinator.stats.speculation import acceptance_rate, summed, tokens_per_pass
+from tandem_load.common import study_parser
 
 PENALTIES: Sequence[dict[str, float]] = (
     {},

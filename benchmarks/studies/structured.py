@@ -24,12 +24,12 @@ from typing import Any
 
 import jsonschema
 
-from benchmarks.common import free_port, process, study_parser
 from benchmarks.pairs import DEMO
-from tandem.client import Client, Completed
+from tandem.clients.client import Client, Completed
 from tandem.errors import TandemError
-from tandem.standard_streams import write_out
-from tandem.types import FinishReason, Grammar, GrammarKind
+from tandem.model.types import FinishReason, Grammar, GrammarKind
+from tandem.serving.standard_streams import write_out
+from tandem_load.common import free_port, process, study_parser
 
 SCHEMAS = 50
 AT_ONCE = 32
@@ -113,7 +113,7 @@ async def cluster(options: argparse.Namespace, kills: Counter[str]) -> AsyncIter
             for role, own in ports.items()
             for word in (f"--{role}-address", ",".join(f"127.0.0.1:{port}" for port in own))
         ]
-        address, _ = await stack.enter_async_context(process("coordinator", *words))
+        address, _ = await stack.enter_async_context(process("tandem_coordinator", *words))
         killers = [asyncio.create_task(kill_each(role)) for role in ports if options.kill is not None]
         try:
             yield await stack.enter_async_context(Client(address))

@@ -168,7 +168,7 @@ class DraftingOptions(ModelOptions):
 class AcceptanceOptions(Options):
     """Acceptance rule and its options.
 
-    This class checks ranges; `coordinator.rejection` checks combinations for the acceptance rules.
+    This class checks ranges; `tandem.acceptance` checks combinations for the acceptance rules.
     """
 
     num_speculative_tokens: int = Field(default=2, ge=1, le=MAX_CONFIGURED_TOKENS)

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 import numpy as np
 
 from tandem.errors import ConfigurationError, InvalidRequestError, NonFiniteLogitsError, TandemError
-from tandem.fair_places import extra_places
-from tandem.grammar import GrammarState, MaskArray
-from tandem.outcome_table import OutcomeTable
-from tandem.sampling.noise import recovery_keys, target_keys
-from tandem.types import Delta, IntArray, ModelInfo, RowKind, TargetOptions, Verification, VerifyStep
+from tandem.model.grammar import GrammarState, MaskArray
+from tandem.model.outcome_table import OutcomeTable
+from tandem.model.sampling.noise import recovery_keys, target_keys
+from tandem.model.types import Delta, IntArray, ModelInfo, RowKind, TargetOptions, Verification, VerifyStep
+from tandem.serving.fair_places import extra_places
 
 if TYPE_CHECKING:
-    from tandem.settings import ModelServerSettings
+    from tandem.config.settings import ModelServerSettings
 
 logger = logging.getLogger(__name__)
 

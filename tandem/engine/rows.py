@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from tandem.engine.interface import RowRequest
-from tandem.grammar import MaskArray
-from tandem.sampling.noise import Purpose, sample, stream_keys
-from tandem.sampling.warping import parameter_rows, warp
-from tandem.types import (
+from tandem.model.grammar import MaskArray
+from tandem.model.sampling.noise import Purpose, sample, stream_keys
+from tandem.model.sampling.warping import parameter_rows, warp
+from tandem.model.types import (
     DenseRow,
     FloatArray,
     IntArray,
@@ -80,14 +80,14 @@ class Sampler:
     def probabilities(
         self, logits: Tensor, sampling: Sequence[SamplingParams], columns: Tensor | None = None
     ) -> Tensor:
-        """The distribution of each row, float64 [R, V]; see `tandem.sampling.warping.warp`. `columns` are their
+        """The distribution of each row, float64 [R, V]; see `tandem.model.sampling.warping.warp`. `columns` are their
         `parameter_rows` on the device of the logits, so that the host need not wait for it."""
         probs: Tensor = warp(logits, sampling, columns)
         return probs
 
     def sample(self, probs: Tensor, keys: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """One column per row of float64 probs [R, V], int64 [R]; see `tandem.sampling.noise.sample`. `token_ids` [R, V]
-        are the ids of the columns; None when columns are ids."""
+        """One column per row of float64 probs [R, V], int64 [R]; see `tandem.model.sampling.noise.sample`. `token_ids`
+        [R, V] are the ids of the columns; None when columns are ids."""
         winners: Tensor = sample(probs, keys, token_ids)
         return winners
 

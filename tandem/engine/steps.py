@@ -17,7 +17,7 @@ from tandem.engine.kv_cache.arena import Span
 from tandem.engine.kv_cache.sequence import Segment, Sequence, SequenceCache
 from tandem.engine.models.attention import STEP_ARGUMENT
 from tandem.engine.rows import to_device
-from tandem.types import ModelInfo, Verification
+from tandem.model.types import ModelInfo, Verification
 
 SMALL_STEP_TOKENS = 8
 """A sequence alone asks for steps of up to this many tokens; torch sets up buffers for each small size."""

@@ -1,4 +1,4 @@
-"""Starts vLLM in this process, and hands over the parts of it that are used. `tandem.vllm_contract` lists them.
+"""Starts vLLM in this process, and hands over the parts of it that are used. `tandem.engine_vllm.contract` lists them.
 
 The model runner is the one that vLLM calls V1, unless VLLM_USE_V2_MODEL_RUNNER is 1: between `execute_model` and
 `sample_tokens`, which is never called, V1 leaves logits, and V2 hidden states. V2 needs Triton; it has run on a CPU by
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tandem.engine_vllm.contract import check_engine, check_runner
 from tandem.errors import ConfigurationError
-from tandem.vllm_contract import check_engine, check_runner
 
 logger = logging.getLogger(__name__)
 

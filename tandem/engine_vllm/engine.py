@@ -28,12 +28,12 @@ from tandem.engine_vllm.adapter import Core, gpus_to_itself, load_core, uses_v2_
 from tandem.engine_vllm.cache import BlockCache
 from tandem.engine_vllm.worker import EXTENSION, NO_PROPOSER
 from tandem.errors import ConfigurationError
+from tandem.model.outcome_table import OutcomeTable
+from tandem.model.types import ModelInfo, Verification
 from tandem.model_sources.hub import model_name
-from tandem.outcome_table import OutcomeTable
-from tandem.types import ModelInfo, Verification
 
 if TYPE_CHECKING:
-    from tandem.settings import ModelServerSettings
+    from tandem.config.settings import ModelServerSettings
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tandem.vllm_contract import RUNNER_ATTRIBUTES, lacking
+from tandem.engine_vllm.contract import RUNNER_ATTRIBUTES, lacking
 
 AnswerT = TypeVar("AnswerT")
 

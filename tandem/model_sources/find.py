@@ -25,7 +25,7 @@ from tandem.model_sources import hub
 from tandem.model_sources.bundled import SMOLLM2, SMOLLM2_COMMANDS, smollm2_folder, smollm2_missing
 
 if TYPE_CHECKING:
-    from tandem.settings import ModelServerSettings
+    from tandem.config.settings import ModelServerSettings
 
 logger = logging.getLogger(__name__)
 

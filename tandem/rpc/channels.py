@@ -14,8 +14,8 @@ import grpc
 import grpc.aio
 
 from tandem.errors import CapacityError, ServiceUnavailableError, TandemError, remote_error
-from tandem.logs import escape
 from tandem.rpc.credentials import PLAIN, Credentials, attach_token
+from tandem.telemetry.logs import escape
 from tandem.wire.status import Ending, retry_after_seconds
 
 DEFAULT_MESSAGE_LIMIT_BYTES = 4 << 20

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tandem.errors import ConfigurationError
 from tandem.rpc.channels import open_sync_channel
 from tandem.rpc.credentials import PLAIN, Credentials
-from tandem.standard_streams import exit_with
+from tandem.serving.standard_streams import exit_with
 
 
 class Health(IntEnum):

@@ -10,14 +10,15 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from tandem.config.settings import ModelServerSettings
+from tandem.model.types import ModelInfo
 from tandem.model_sources.bundled import require_engine
 from tandem.progress import Progress
 from tandem.serving.interceptors import RunningCalls
 from tandem.serving.server import Service, announce, in_daemon_thread
 from tandem.serving.streams import SequenceStreams
-from tandem.settings import ModelServerSettings
-from tandem.telemetry.streams import observer_for
-from tandem.types import ModelInfo
+from tandem.telemetry.settings import TelemetryOptions, is_observed
+from tandem.telemetry.streams import NO_SERVICE_OBSERVER, ServiceObserver
 
 if TYPE_CHECKING:
     from tandem.engine.interface import KvUsage
@@ -54,7 +55,7 @@ class ModelService(Service):
     """Those of its servicers."""
 
     def __init__(self, settings: ModelServerSettings) -> None:
-        self._observer = observer_for(settings, self.name)
+        self._observer = _observer_for(settings, self.name)
         self._shown_model: object = settings.model
         self._models: Sequence[ServedModel] = ()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -107,3 +108,12 @@ class ModelService(Service):
             stack.push_async_callback(self._observer.close)
             for model in self._models:
                 stack.push_async_callback(model.close)
+
+
+def _observer_for(options: TelemetryOptions, role: str) -> ServiceObserver:
+    """The observer of a service with these settings, which is draft or target."""
+    if not is_observed(options):
+        return NO_SERVICE_OBSERVER
+    from tandem.telemetry.service import ObservedService
+
+    return ObservedService(options, role)

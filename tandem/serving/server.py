@@ -23,8 +23,8 @@ import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from tandem.config.settings import ServerSettings, load_settings
 from tandem.errors import ConfigurationError, ModelFolderError, TandemError
-from tandem.logs import configure
 from tandem.rpc.addresses import UNIX, joined
 from tandem.rpc.channels import read_all_wake_ups
 from tandem.serving.interceptors import (
@@ -36,8 +36,8 @@ from tandem.serving.interceptors import (
     guarding,
 )
 from tandem.serving.protection import server_credentials, token_source, watch_expiry
-from tandem.settings import ServerSettings, load_settings
-from tandem.standard_streams import exit_with, fill_closed, write_out
+from tandem.serving.standard_streams import exit_with, fill_closed, write_out
+from tandem.telemetry.logs import configure
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from tandem.errors import InvalidRequestError, ProtocolError, ServiceUnavailableError
+from tandem.model.types import Cancel, Finish
 from tandem.serving.interceptors import RunningCalls, ended_by
-from tandem.types import Cancel, Finish
 from tandem.wire.columns import Outbox
 from tandem.wire.status import Ending
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
-from tandem.telemetry.settings import TelemetryOptions, is_observed
-
 if TYPE_CHECKING:
     from tandem.engine.core.jobs import StepRecord
     from tandem.engine.interface import KvUsage
@@ -76,12 +74,3 @@ class ServiceObserver:
 
 
 NO_SERVICE_OBSERVER = ServiceObserver()
-
-
-def observer_for(options: TelemetryOptions, role: str) -> ServiceObserver:
-    """The observer of a service with these settings, which is draft or target."""
-    if not is_observed(options):
-        return NO_SERVICE_OBSERVER
-    from tandem.telemetry.service import ObservedService
-
-    return ObservedService(options, role)

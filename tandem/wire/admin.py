@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.admin import (
+from tandem.model.admin import (
     ConfigOption,
     Diagnosis,
     Finding,
@@ -14,8 +14,8 @@ from tandem.admin import (
     Status,
     Throughput,
 )
-from tandem.replica import ReplicaSnapshot
-from tandem.speculation_state import SpeculationDecision
+from tandem.model.replica import ReplicaSnapshot
+from tandem.model.speculation_state import SpeculationDecision
 from tandem.v1 import admin_pb2
 
 # Parts of these messages have their mirrors there.

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import numpy as np
 
 from tandem.errors import ProtocolError
-from tandem.types import (
+from tandem.model.types import (
     DenseRow,
     DraftedOutcomes,
     Float32Array,

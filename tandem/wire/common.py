@@ -10,9 +10,8 @@ import numpy as np
 
 from tandem.config.rule import Rule, broken, refuse
 from tandem.errors import InvalidRequestError, ProtocolError
-from tandem.sampling.ranges import sampling_rules
-from tandem.scopes import MAX_SCOPE_LENGTH
-from tandem.types import (
+from tandem.model.sampling.ranges import sampling_rules
+from tandem.model.types import (
     Cancel,
     Coverage,
     Delta,
@@ -27,6 +26,7 @@ from tandem.types import (
     StepProfile,
     VerifyStep,
 )
+from tandem.scopes import MAX_SCOPE_LENGTH
 from tandem.v1 import types_pb2
 from tandem.wire import columns
 from tandem.wire.mirror import Mirror, enum_codec, travels_by

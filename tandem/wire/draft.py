@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 
 from tandem.errors import InvalidRequestError, ProtocolError
-from tandem.types import (
+from tandem.model.types import (
     MAX_AHEAD_TOKENS,
     MAX_BRANCHES,
     AheadBudget,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tandem.errors import InvalidRequestError
-from tandem.speculation_state import DecidingFigure, SpeculationState
-from tandem.types import (
+from tandem.model.speculation_state import DecidingFigure, SpeculationState
+from tandem.model.types import (
     AheadStats,
     ChatMessage,
     Chunk,

@@ -75,7 +75,7 @@ def test_the_coordinator_has_no_torch_and_no_other_service(
 ) -> None:
     assert not {"torch", "transformers", "safetensors"} & images["coordinator"].packages
     assert {"torch", "transformers", "safetensors"} < images["draft"].packages
-    for absent in ("torch", "transformers", "draft_service", "target_service"):
+    for absent in ("torch", "transformers", "tandem_draft", "tandem_target"):
         assert not images["coordinator"].holds(absent)
         found = cluster["coordinator"].run("python", "-c", f"import {absent}")
         assert "ModuleNotFoundError" in found.stderr

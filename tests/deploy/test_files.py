@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from coordinator.cli.up import SHARES
-from draft_service.settings import DraftSettings
-from tandem.settings import ModelServerSettings, load_settings
-from tandem.vllm_contract import TESTED_RELEASE
-from target_service.settings import TargetSettings
+from tandem.config.settings import ModelServerSettings, load_settings
+from tandem.engine_vllm.contract import TESTED_RELEASE
+from tandem_coordinator.cli.up import SHARES
+from tandem_draft.settings import DraftSettings
+from tandem_target.settings import TargetSettings
 from tests.deploy.compose import COMPOSE_FILE, GPU, interpolated, read, services, set_environment
 from tests.deploy.images import Dockerfile
 from tests.end_to_end.processes import run
@@ -76,7 +76,7 @@ def test_a_model_that_is_not_ready_keeps_the_coordinator_from_starting(
 
 def start(service: dict[str, Any], folder: Path, **variables: str) -> str:
     """Run what a container starts with, in this folder and as far as the service itself. What it printed."""
-    (module,) = re.findall(r"tandem\.(?:coordinator|\w+_service)", str(service["command"]))
+    (module,) = re.findall(r"tandem_(?:coordinator|draft|target)\b", str(service["command"]))
     words = [
         word.replace(f"exec python -P -m {module}", "env").replace("/run/tandem", str(folder))
         for word in [*service["entrypoint"], *service["command"]]

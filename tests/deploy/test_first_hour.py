@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from hatch_build import published
-from tandem.client import Client
+from tandem.clients.client import Client
 from tests import bundled_kernels
 from tests.commands import Ran
 from tests.end_to_end.processes import Process, descendants, is_alive, run, running
@@ -88,9 +88,12 @@ class Newcomer:
 
 
 pytestmark = pytest.mark.slow
+PACKAGES = {
+    "tandem", "tandem_bound", "tandem_coordinator", "tandem_demo", "tandem_draft", "tandem_load", "tandem_target",
+}  # fmt: skip
 SOURCES = (
     "pyproject.toml", "hatch_build.py", "LICENSE", "README.md", "protos",
-    "tandem", "draft_service", "target_service", "bound_service", "coordinator", "benchmarks",
+    "tandem", "draft_service", "target_service", "bound_service", "coordinator", "benchmarks/load",
 )  # fmt: skip
 # Heavy packages come from the environment that runs the tests, by a path in a .pth file. That brings in its packages,
 # but not its .pth files, one of which installs this checkout.
@@ -152,9 +155,8 @@ def test_a_wheel_holds_its_packages_heads_and_kernels(wheel: Path) -> None:
     assert wheel.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert {name.partition("/")[0] for name in names} == {"tandem", "tandem_demo"}, "site-packages is shared"
-    assert "tandem/benchmarks/load/generator.py" in names, "tandem bench --clients needs it"
-    assert "tandem/benchmarks/bench.py" not in names
+    assert {name.partition("/")[0] for name in names} == PACKAGES, "site-packages is shared"
+    assert "tandem_load/generator.py" in names, "tandem bench --clients needs it"
     assert "tandem/py.typed" in names, "type checkers read the annotations of a package that has it"
     for head in ("tandem_demo/eagle3", "tandem_demo/smollm2/eagle3"):
         assert {f"{head}/config.json", f"{head}/model.safetensors"} <= names
@@ -180,7 +182,7 @@ def newcomer(commands: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """Run one cluster of the demo pair for all commands."""
     folder = tmp_path_factory.mktemp("anywhere")
     # Python files of the user's folder must never run: neither a checkout's packages nor modules with names of ours.
-    for module in ("tandem/__init__", "target_service/__init__", "coordinator/__init__", *FOREIGN_MODULES):
+    for module in (*(f"{package}/__init__" for package in PACKAGES), *FOREIGN_MODULES):
         path = folder / f"{module}.py"
         path.parent.mkdir(exist_ok=True)
         path.write_text(
@@ -212,7 +214,7 @@ def test_the_demo_pair_is_served_from_any_folder(newcomer: Newcomer) -> None:
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as answer:
         text = json.load(answer)["choices"][0]["message"]["content"]
     assert written.strip().endswith(text.strip())
-    where = newcomer.python("import tandem.coordinator as c, tandem; print(c.__file__, tandem.__file__)")
+    where = newcomer.python("import tandem_coordinator as c, tandem; print(c.__file__, tandem.__file__)")
     assert where.count(str(newcomer.bin.parent)) == 2
 
 

@@ -25,8 +25,8 @@ PROMETHEUS = "/usr/bin/prometheus"
 _CONFIG = ROOT / "deploy" / "prometheus"
 _LOAD = """
 import asyncio, json, sys, time
-from tandem.client import Client
-from tandem.types import GenerationRequest
+from tandem.clients.client import Client
+from tandem.model.types import GenerationRequest
 
 async def work(client, prompts, number, end):
     while time.monotonic() < end:

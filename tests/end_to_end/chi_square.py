@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
-from tandem.client import Completed
+from tandem.clients.client import Completed
 
 CellT = TypeVar("CellT", bound=Hashable)
 

@@ -20,12 +20,12 @@ def prompts() -> list[str]:
 
 @pytest.fixture(scope="session")
 def target_address() -> str:
-    return ready([Service("target_service", *of_model(DEMO_TARGET))])[0].address
+    return ready([Service("tandem_target", *of_model(DEMO_TARGET))])[0].address
 
 
 @pytest.fixture(scope="session")
 def draft_address() -> str:
-    return ready([Service("draft_service", *of_model(DEMO_DRAFT))])[0].address
+    return ready([Service("tandem_draft", *of_model(DEMO_DRAFT))])[0].address
 
 
 @pytest.fixture(scope="session")

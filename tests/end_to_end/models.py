@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from tandem.types import GenerationRequest
+from tandem.model.types import GenerationRequest
 from tests.paths import DEMO_DRAFT
 
 Distribution = dict[tuple[int, ...], float]

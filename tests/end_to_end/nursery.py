@@ -26,7 +26,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-import coordinator  # noqa: F401 - first: it says what gRPC is to read from the environment
+import tandem_coordinator  # noqa: F401 - first: it says what gRPC is to read from the environment
 from tandem.serving.server import STARTING_OBJECTS
 from tests.end_to_end import stand_in
 from tests.end_to_end.processes import WARM_UP_SECONDS, descendants
@@ -90,21 +90,21 @@ def _starts() -> dict[str, Callable[[list[str]], None]]:
         prepare_process(1, "cpu", 1)  # before torch is imported
     import torch
 
-    import benchmarks.load.fakes
     import benchmarks.pace
-    import bound_service.__main__
-    import coordinator.__main__
-    import coordinator.cli.main
-    import draft_service.__main__
-    import target_service.__main__
+    import tandem_bound.__main__
+    import tandem_coordinator.__main__
+    import tandem_coordinator.cli.main
+    import tandem_draft.__main__
+    import tandem_load.fakes
+    import tandem_target.__main__
     from tandem.engine.core import engine
 
     for module in (
-        "draft_service.proposers.standalone",
-        "target_service.verifier",
-        "bound_service.service",
-        "coordinator.http.app",
-        "coordinator.http.server",
+        "tandem_draft.proposers.standalone",
+        "tandem_target.verifier",
+        "tandem_bound.service",
+        "tandem_coordinator.http.app",
+        "tandem_coordinator.http.server",
         *(_OF_VLLM if has_vllm else ()),
     ):
         importlib.import_module(module)
@@ -112,13 +112,13 @@ def _starts() -> dict[str, Callable[[list[str]], None]]:
     # Threads do not survive a fork, so there must be none yet.
     torch.set_num_threads(1)
     return {
-        "bound_service": bound_service.__main__.run,
-        "coordinator": coordinator.__main__.run,
-        "draft_service": draft_service.__main__.run,
+        "tandem_bound": tandem_bound.__main__.run,
+        "tandem_coordinator": tandem_coordinator.__main__.run,
+        "tandem_draft": tandem_draft.__main__.run,
         "stand_in": stand_in.tandem,
-        "tandem": _command(coordinator.cli.main.main),
-        "target_service": target_service.__main__.run,
-        "benchmarks.load.fakes": benchmarks.load.fakes.main,
+        "tandem": _command(tandem_coordinator.cli.main.main),
+        "tandem_target": tandem_target.__main__.run,
+        "tandem_load.fakes": tandem_load.fakes.main,
         "benchmarks.pace": benchmarks.pace.main,
     }
 

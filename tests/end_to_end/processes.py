@@ -286,7 +286,7 @@ def coordinator(target: str, draft: str | None, *arguments: str) -> AbstractCont
     drafts = () if draft is None else ("--draft-address", draft)
     timeless = ("--speculation-policy", "fixed", "--draft-ahead", "off")
     policy = () if "--speculation-policy" in arguments else timeless
-    return service("coordinator", "--target-address", target, *drafts, *policy, *arguments)
+    return service("tandem_coordinator", "--target-address", target, *drafts, *policy, *arguments)
 
 
 def run(

@@ -14,10 +14,10 @@ import time
 
 
 def tandem(arguments: list[str]) -> None:
-    import coordinator.cli.up
-    from coordinator.cli.main import main
+    import tandem_coordinator.cli.up
+    from tandem_coordinator.cli.main import main
 
-    vars(coordinator.cli.up)["package_of"] = lambda service, arguments: __name__
+    vars(tandem_coordinator.cli.up)["package_of"] = lambda service, arguments: __name__
     sys.argv = ["tandem", *arguments]
     main()
 

@@ -14,9 +14,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from coordinator.cli.main import app
+from tandem.clients.sync_client import SyncClient
 from tandem.errors import AbortedError
-from tandem.sync_client import SyncClient
+from tandem_coordinator.cli.main import app
 from tests.commands import Commands
 from tests.end_to_end.processes import address_of, coordinator, forked, service
 from tests.snapshots import assert_matches
@@ -66,7 +66,7 @@ ADMIN_TOKEN, CLIENT_TOKEN = "an-admin-token-for-tests", "a-client-token-for-test
 def draft() -> Iterator[str]:
     """A draft without a model: it loads at once, and the prompt repeats enough for n-gram proposals."""
     arguments = ("--speculative-method", "ngram", "--prompt-lookup-max", "3", "--prompt-lookup-min", "1")
-    with service("draft_service", *arguments) as process:
+    with service("tandem_draft", *arguments) as process:
         yield address_of(process)
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from benchmarks import bench, common, contenders, peers
-from benchmarks.load import generator
+from benchmarks import bench, contenders, peers
 from benchmarks.peers import Contender, Workload, load_transformers
 from benchmarks.report import Report
+from tandem_load import common, generator
 from tests.commands import run_here
 from tests.end_to_end.processes import NO_KERNELS, Service, ready
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
@@ -33,7 +33,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     @asynccontextmanager
     async def forked(package: str, *options: str) -> AsyncIterator[tuple[str, int]]:
         # The adaptive policy may decide that speculation does not pay for eight tokens.
-        is_open = package == "coordinator" and "--speculation-policy" not in options
+        is_open = package == "tandem_coordinator" and "--speculation-policy" not in options
         policy = ("--speculation-policy", "fixed") if is_open else ()
         kernels = NO_KERNELS if "--model" in options else ()
         made = Service(package, *options, *policy, *kernels)
@@ -68,7 +68,7 @@ def test_with_a_fresh_coordinator_the_first_tokens_are_reported_apart(
         ]
     )
 
-    assert starts == ["benchmarks.pace"] * 2 + ["coordinator"] * 2
+    assert starts == ["benchmarks.pace"] * 2 + ["tandem_coordinator"] * 2
     printed = capsys.readouterr().out
     assert "The first 100 tokens, and the rest" in printed
     led, steps = printed.partition("Rounds that the target began by itself")[2].split(
@@ -97,7 +97,7 @@ def test_the_other_engine_may_be_absent(starts: list[str], tmp_path: Path) -> No
         *("target-alone", "speculative", "speculative-ahead", "one-process")
     }
     assert {cell.same_tokens for cell in report.cells} == {1.0}
-    assert starts.count("target_service") == 1
+    assert starts.count("tandem_target") == 1
     assert "did not start" in report.absent["vllm"]
 
 
@@ -163,7 +163,7 @@ def test_a_load_is_sent_over_http_to_a_coordinator_of_its_own(starts: list[str],
     command += ["--rule", "residual", "--output-tokens", "20", "--measure-waits"]
     done = run_here(*command, "--goodput", "ttft:60000", "e2el:60000", "--json", str(file))
 
-    assert starts == ["benchmarks.load.fakes"] * 2 + ["coordinator"]
+    assert starts == ["tandem_load.fakes"] * 2 + ["tandem_coordinator"]
     assert "TTFT (ms)" in done.stdout
     report = json.loads(file.read_text(encoding="utf-8"))
     found = report["figures"]

@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from tandem.client import Client
+from tandem.clients.client import Client
 from tandem.errors import TandemError
-from tandem.types import GenerationRequest
+from tandem.model.types import GenerationRequest
 from tests.end_to_end.processes import NO_KERNELS, Service, of_model, ready, until
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
 from tests.service.clients import complete
@@ -205,7 +205,7 @@ async def assert_nothing_lost(
     record, over = Record([0] * streams), asyncio.Event()
     addresses = [",".join(each.address for each in services) for services in (targets, drafts)]
     coordinator = Service(
-        "coordinator", "--target-address", addresses[0], "--draft-address", addresses[1],
+        "tandem_coordinator", "--target-address", addresses[0], "--draft-address", addresses[1],
         "--speculation-policy", "fixed", "--draft-ahead", ahead,
     )  # fmt: skip
     ready([coordinator])
@@ -243,7 +243,7 @@ def pairs(*options: str) -> tuple[list[Service], list[Service]]:
     """Two targets and two drafts with these options, which are ready."""
     targets, drafts = (
         [Service(package, *of_model(model), *options) for _ in range(2)]
-        for package, model in (("target_service", DEMO_TARGET), ("draft_service", DEMO_DRAFT))
+        for package, model in (("tandem_target", DEMO_TARGET), ("tandem_draft", DEMO_DRAFT))
     )
     ready([*targets, *drafts])
     return targets, drafts

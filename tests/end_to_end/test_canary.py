@@ -23,7 +23,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportM
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from tokenizers import Tokenizer
 
-from tandem.types import GenerationRequest, Grammar, GrammarKind
+from tandem.model.types import GenerationRequest, Grammar, GrammarKind
 from tandem.v1 import admin_pb2
 from tandem.v1.admin_pb2_grpc import AdminServiceStub
 from tandem.v1.generation_pb2_grpc import GenerationServiceStub
@@ -161,7 +161,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         drafting = (
             ("--method", "suffix") if request.param == "suffix" else (*of_model(DEMO_DRAFT), *NO_KERNELS)
         )
-        draft = stack.enter_context(service("draft_service", *drafting, *options))
+        draft = stack.enter_context(service("tandem_draft", *drafting, *options))
         joined = stack.enter_context(
             coordinator(
                 *(address_of(target), address_of(draft), "--trace-rounds", "1", "--http-port", "0"),

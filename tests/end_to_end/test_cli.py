@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from coordinator.cli.plan import measured_through, plan
+from tandem_coordinator.cli.plan import measured_through, plan
 from tests.commands import run_here
 from tests.end_to_end.processes import AHEAD, START_SECONDS, TANDEM, address_of, coordinator, forked, until
 from tests.paths import DEMO_TARGET, ROOT

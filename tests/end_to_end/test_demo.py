@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from coordinator.cli.demo import Screen, choose_subject, compare, coordinator_words
-from coordinator.settings.coordinator import CoordinatorSettings
+from tandem.config.settings import load_settings
 from tandem.errors import ConfigurationError
 from tandem.model_sources import bundled
-from tandem.settings import load_settings
+from tandem_coordinator.cli.demo import Screen, choose_subject, compare, coordinator_words
+from tandem_coordinator.settings.coordinator import CoordinatorSettings
 from tests.end_to_end import processes
 from tests.end_to_end.processes import is_alive
 from tests.paths import DEMO_TARGET, ROOT

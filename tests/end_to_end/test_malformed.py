@@ -16,7 +16,7 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tandem.types import (
+from tandem.model.types import (
     AheadBudget,
     Cancel,
     Delta,
@@ -216,8 +216,8 @@ def services() -> Iterator[dict[str, Served]]:
     with ExitStack() as stack:
         enter = stack.enter_context
         processes = {
-            "target": enter(model_service("target_service", DEMO_TARGET, *NO_KERNELS)),
-            "draft": enter(model_service("draft_service", DEMO_DRAFT, *NO_KERNELS)),
+            "target": enter(model_service("tandem_target", DEMO_TARGET, *NO_KERNELS)),
+            "draft": enter(model_service("tandem_draft", DEMO_DRAFT, *NO_KERNELS)),
         }
         addresses = address_of(processes["target"]), address_of(processes["draft"])
         processes["coordinator"] = enter(coordinator(*addresses, "--log-level", "warning"))

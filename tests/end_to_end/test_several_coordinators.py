@@ -7,9 +7,9 @@ from contextlib import aclosing
 
 import pytest
 
-from tandem.admin_client import AdminClient
-from tandem.client import Client
-from tandem.types import GenerationRequest
+from tandem.clients.admin_client import AdminClient
+from tandem.clients.client import Client
+from tandem.model.types import GenerationRequest
 from tests.end_to_end.processes import address_of, coordinator
 
 REQUEST = GenerationRequest("def f(", max_tokens=8, temperature=0.0, ignore_eos=True)

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from tandem.client import Client, Completed
+from tandem.clients.client import Client, Completed
 from tandem.errors import ServiceUnavailableError
+from tandem.model.types import GenerationRequest
 from tandem.rpc.channels import open_channel
-from tandem.types import GenerationRequest
 from tandem.v1.target_pb2 import TargetServiceGetModelInfoRequest
 from tandem.v1.target_pb2_grpc import TargetServiceStub
 from tests.end_to_end.processes import (
@@ -58,7 +58,9 @@ def test_a_start_that_fails_is_explained_in_one_sentence(
     target_address: str, code: int, options: tuple[str, ...], sentence: str
 ) -> None:
     address = "127.0.0.1:1" if code == 1 else target_address
-    with service("coordinator", "--target-address", address, *options, "--log-level", "error") as process:
+    with service(
+        "tandem_coordinator", "--target-address", address, *options, "--log-level", "error"
+    ) as process:
         assert process.wait() == code
         (line,) = process.stderr.splitlines()
     assert line.startswith("error: ")
@@ -76,8 +78,8 @@ async def generation(client: Client) -> asyncio.Task[Completed]:
 async def test_running_generations_finish_and_new_ones_are_refused() -> None:
     """All services get the signal at once, as at the shutdown of a machine."""
     with (
-        model_service("target_service", DEMO_TARGET, *NO_KERNELS) as target,
-        model_service("draft_service", DEMO_DRAFT, *NO_KERNELS) as draft,
+        model_service("tandem_target", DEMO_TARGET, *NO_KERNELS) as target,
+        model_service("tandem_draft", DEMO_DRAFT, *NO_KERNELS) as draft,
         coordinator(address_of(target), address_of(draft)) as front,
     ):
         async with Client(address_of(front)) as client, open_channel(address_of(target)) as channel:
@@ -109,7 +111,7 @@ async def test_a_drain_is_bounded(target_address: str, draft_address: str) -> No
 
 
 def test_a_signal_during_model_loading_ends_the_process() -> None:
-    command = (sys.executable, "-P", "-m", "target_service", "--port", "0", "--model", str(DEMO_TARGET))
+    command = (sys.executable, "-P", "-m", "tandem_target", "--port", "0", "--model", str(DEMO_TARGET))
     with running(*command) as process:
         process.line("listening on ")
         process.signal(signal.SIGTERM)
@@ -122,8 +124,8 @@ def test_a_signal_during_model_loading_ends_the_process() -> None:
 def test_hangups_are_heeded_except_under_nohup(wrapper: str) -> None:
     """Holds too if the tests themselves run under nohup, whose ignored SIGHUP children would inherit."""
     options = ("--port", "0", "--target-address", "127.0.0.1:1")
-    command = (wrapper, sys.executable, "-P", "-m", "coordinator", *options)
-    with running(*command) if wrapper else service("coordinator", *options) as process:
+    command = (wrapper, sys.executable, "-P", "-m", "tandem_coordinator", *options)
+    with running(*command) if wrapper else service("tandem_coordinator", *options) as process:
         process.line("listening on ")
         status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
         ignored = int(status.partition("SigIgn:")[2].split()[0], 16)

@@ -19,8 +19,8 @@ from opentelemetry.proto.common.v1 import common_pb2
 from opentelemetry.proto.metrics.v1 import metrics_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
 
-from tandem.client import Client
-from tandem.types import GenerationRequest
+from tandem.clients.client import Client
+from tandem.model.types import GenerationRequest
 from tests.end_to_end.processes import (
     NO_KERNELS,
     Process,
@@ -128,8 +128,8 @@ def cluster() -> Iterator[Cluster]:
         collector = Collector()
         stack.callback(collector.close)
         options = ("--otlp-endpoint", collector.endpoint, "--prometheus-port", "0")
-        target = stack.enter_context(model_service("target_service", DEMO_TARGET, *NO_KERNELS, *options))
-        draft = stack.enter_context(model_service("draft_service", DEMO_DRAFT, *NO_KERNELS, *options))
+        target = stack.enter_context(model_service("tandem_target", DEMO_TARGET, *NO_KERNELS, *options))
+        draft = stack.enter_context(model_service("tandem_draft", DEMO_DRAFT, *NO_KERNELS, *options))
         joined = stack.enter_context(
             coordinator(
                 address_of(target), address_of(draft), "--trace-rounds", "1", "--http-port", "0", *options

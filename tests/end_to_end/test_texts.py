@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from tandem.client import Completed
-from tandem.types import GenerationRequest
+from tandem.clients.client import Completed
+from tandem.model.types import GenerationRequest
 from tests.end_to_end.models import load_reference
 from tests.end_to_end.processes import NO_KERNELS, address_of, coordinator, model_service, service
 from tests.paths import DEMO_EAGLE3, DEMO_TARGET
@@ -76,7 +76,7 @@ def expected(prompts: list[str]) -> list[tuple[int, ...]]:
 def model_free_address(request: pytest.FixtureRequest, target_address: str) -> Iterator[str]:
     """A coordinator over the demo target and a draft service without a model."""
     with (
-        service("draft_service", *METHODS[request.param]) as draft,
+        service("tandem_draft", *METHODS[request.param]) as draft,
         coordinator(target_address, address_of(draft)) as process,
     ):
         yield address_of(process)
@@ -111,7 +111,7 @@ async def test_the_bundled_head_changes_no_completion(
     """The demo target with its EAGLE-3 head, served as `tandem up --method eagle3` does."""
     options = ("--draft-model", str(DEMO_EAGLE3), "--dtype", "float32", "--no-draft-repeats", *NO_KERNELS)
     with (
-        model_service("bound_service", DEMO_TARGET, *options) as target,
+        model_service("tandem_bound", DEMO_TARGET, *options) as target,
         coordinator(address_of(target), None, "--rejection-sampling-strategy", "auto") as front,
     ):
         completed = await complete_all(address_of(front), requests(prompts[:3], max_tokens=32))

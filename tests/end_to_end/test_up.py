@@ -140,7 +140,7 @@ def test_a_folder_that_cannot_hold_sockets_is_refused_in_a_sentence(
     if name != "missing":
         folder.mkdir()
     script = (
-        "import tempfile; from coordinator.cli.main import main; import sys;"
+        "import tempfile; from tandem_coordinator.cli.main import main; import sys;"
         f"tempfile.tempdir = {str(folder)!r}; sys.argv = ['tandem', 'up', '--model', 'demo']; main()"
     )
     ended = subprocess.run(

@@ -6,8 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from tandem.client import Client, Completed, joined
-from tandem.types import GenerationRequest
+from tandem.clients.client import Client, Completed, joined
+from tandem.model.types import GenerationRequest
 
 AT_ONCE = 16
 """Default number of requests that run at once."""

@@ -13,25 +13,25 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from benchmarks.load.fakes import LeaveError
-from coordinator.service import CoordinatorService
-from coordinator.transport.target_client import PROBE
-from draft_service.proposers import Proposer
-from draft_service.proposers.drafting import propose_head
-from draft_service.proposers.mapped import Vocabularies
-from draft_service.proposers.standalone import StandaloneProposer
-from draft_service.servicer import DraftServicer
-from draft_service.settings import DraftSettings
-from tandem.client import Client
+from tandem.clients.client import Client
 from tandem.engine.core.engine import Engine, RowEngine
 from tandem.engine.core.jobs import StepRecord
 from tandem.engine.core.selection import Backends
 from tandem.engine.interface import EngineSettings
 from tandem.engine.models.loading import LoadedModel, load_model
-from tandem.grammar import Grammars
-from tandem.types import Verification, VerifyStep
-from target_service.servicer import Said, TargetServicer, VerifiedFor
-from target_service.verifier import Verifier
+from tandem.model.grammar import Grammars
+from tandem.model.types import Verification, VerifyStep
+from tandem_coordinator.service import CoordinatorService
+from tandem_coordinator.transport.target_client import PROBE
+from tandem_draft.proposers import Proposer
+from tandem_draft.proposers.drafting import propose_head
+from tandem_draft.proposers.mapping import Vocabularies
+from tandem_draft.proposers.standalone import StandaloneProposer
+from tandem_draft.servicer import DraftServicer
+from tandem_draft.settings import DraftSettings
+from tandem_load.fakes import LeaveError
+from tandem_target.servicer import Said, TargetServicer, VerifiedFor
+from tandem_target.verifier import Verifier
 from tests.end_to_end.models import random_model, save_model
 from tests.paths import DEMO_TARGET, DEVICE
 from tests.service.fakes import HANG_SECONDS, coordinated, hooked, refusal, serving

@@ -15,11 +15,8 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from pydantic import SecretStr
 
-from benchmarks.load.fakes import MAX_LENGTH, Fake, FakeDraft, FakeTarget, counting, scripted
-from coordinator.service import CoordinatorService
-from coordinator.settings.coordinator import CoordinatorSettings
-from coordinator.telemetry.observer import Observer
-from tandem.client import Client
+from tandem.clients.client import Client
+from tandem.config.settings import ServerSettings
 from tandem.errors import (
     CapacityError,
     InvalidRequestError,
@@ -27,12 +24,15 @@ from tandem.errors import (
     TandemError,
     status_code,
 )
-from tandem.replica import ReplicaState
+from tandem.model.replica import ReplicaState
 from tandem.serving.interceptors import Context, RunningCalls
 from tandem.serving.server import new_server
 from tandem.serving.streams import AnswerT, OptionsT, ServedSequence, StepT
-from tandem.settings import ServerSettings
 from tandem.v1 import draft_pb2_grpc, generation_pb2, generation_pb2_grpc, target_pb2_grpc
+from tandem_coordinator.service import CoordinatorService
+from tandem_coordinator.settings.coordinator import CoordinatorSettings
+from tandem_coordinator.telemetry.observer import Observer
+from tandem_load.fakes import MAX_LENGTH, Fake, FakeDraft, FakeTarget, counting, scripted
 from tests.service.clients import until
 
 __all__ = ["MAX_LENGTH", "Fake", "FakeDraft", "FakeTarget", "counting", "scripted"]

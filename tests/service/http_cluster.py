@@ -12,10 +12,10 @@ import httpx2
 from openai import AsyncOpenAI
 from tokenizers import Tokenizer
 
-from coordinator.service import CoordinatorService
-from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.engine.models.loading import LoadedModel
 from tandem.serving.interceptors import RunningCalls
+from tandem_coordinator.service import CoordinatorService
+from tandem_coordinator.settings.coordinator import CoordinatorSettings
 from tests.paths import DEMO_TARGET
 from tests.service.engines import services
 from tests.service.fakes import FakeDraft, FakeTarget, served, settings_for, settings_over

@@ -16,18 +16,18 @@ from typing import Any
 
 import pytest
 
-from draft_service.proposers.drafting import propose_head
-from draft_service.proposers.standalone import StandaloneProposer
-from draft_service.servicer import DraftServicer
-from tandem.client import Client
+from tandem.clients.client import Client
 from tandem.engine.core.engine import Engine, RowEngine
 from tandem.engine.core.selection import Backends
 from tandem.engine.interface import EngineSettings
 from tandem.engine.models.loading import LoadedModel
 from tandem.errors import AbortedError, ServiceUnavailableError, TandemError
-from tandem.types import GenerationRequest
-from target_service.servicer import TargetServicer
-from target_service.verifier import Verifier
+from tandem.model.types import GenerationRequest
+from tandem_draft.proposers.drafting import propose_head
+from tandem_draft.proposers.standalone import StandaloneProposer
+from tandem_draft.servicer import DraftServicer
+from tandem_target.servicer import TargetServicer
+from tandem_target.verifier import Verifier
 from tests.end_to_end.processes import address_of, coordinator
 from tests.paths import DEMO_TARGET
 from tests.service.clients import complete, until

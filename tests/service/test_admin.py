@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from coordinator.speculation import report
-from tandem.admin_client import AdminClient
-from tandem.client import Client
+from tandem.clients.admin_client import AdminClient
+from tandem.clients.client import Client
 from tandem.config.layers import Origin
 from tandem.errors import InvalidRequestError, ServiceUnavailableError
-from tandem.speculation_state import SpeculationState
-from tandem.types import GenerationRequest
+from tandem.model.speculation_state import SpeculationState
+from tandem.model.types import GenerationRequest
+from tandem_coordinator.speculation import report
 from tests.service.clients import complete
 from tests.service.fakes import Fake, FakeDraft, FakeTarget, fleet, paced
 from tests.service.test_draft_loss import useless

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from coordinator.speculation.controller import RequestSpeculation
-from draft_service.servicer import DraftedFor
-from tandem.client import Completed
-from tandem.types import DraftedOutcomes, GenerationRequest, Proposal, ProposeStep, StepCost
+from tandem.clients.client import Completed
+from tandem.model.types import DraftedOutcomes, GenerationRequest, Proposal, ProposeStep, StepCost
+from tandem_coordinator.speculation.controller import RequestSpeculation
+from tandem_draft.servicer import DraftedFor
 from tests.service.clients import complete, until
 from tests.service.fakes import FakeDraft, fleet, paced
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from coordinator.rejection.strategies import STRATEGIES
-from tandem.admin_client import AdminClient
+from tandem.acceptance.strategies import STRATEGIES
+from tandem.clients.admin_client import AdminClient
 from tandem.config.names import AUTO
 from tandem.errors import InvalidRequestError
-from tandem.types import GenerationRequest
+from tandem.model.types import GenerationRequest
 from tests.service.clients import complete
 from tests.service.fakes import FakeDraft, FakeTarget, fleet
 from tests.service.http_cluster import http_cluster, post

@@ -13,14 +13,14 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from bound_service.loading import BoundPair
-from coordinator.service import CoordinatorService
-from draft_service.servicer import DraftServicer
-from tandem.admin_client import AdminClient
-from tandem.client import Client, Completed
-from tandem.replica import Role
-from tandem.types import GenerationRequest
-from target_service.servicer import TargetServicer
+from tandem.clients.admin_client import AdminClient
+from tandem.clients.client import Client, Completed
+from tandem.model.replica import Role
+from tandem.model.types import GenerationRequest
+from tandem_bound.loading import BoundPair
+from tandem_coordinator.service import CoordinatorService
+from tandem_draft.servicer import DraftServicer
+from tandem_target.servicer import TargetServicer
 from tests.end_to_end.chi_square import assert_drawn_from
 from tests.end_to_end.models import exact, six_tokens
 from tests.mtp_models import MtpTarget

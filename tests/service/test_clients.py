@@ -15,12 +15,12 @@ import grpc
 import grpc.aio
 import pytest
 
-from tandem.client import Client, Completed, Options, Retries
+from tandem.clients.client import Client, Completed, Options, Retries
+from tandem.clients.sync_client import SyncClient
 from tandem.errors import DeadlineError, InvalidRequestError, ServiceUnavailableError, UnauthenticatedError
+from tandem.model.types import Chunk, FinishReason, GenerationRequest, SpeculationStats, Summary
 from tandem.rpc.credentials import Credentials
 from tandem.serving.interceptors import Context
-from tandem.sync_client import SyncClient
-from tandem.types import Chunk, FinishReason, GenerationRequest, SpeculationStats, Summary
 from tandem.v1 import generation_pb2, generation_pb2_grpc
 from tandem.wire.generation import chunk_to_proto
 from tandem.wire.status import Ending
@@ -164,7 +164,7 @@ async def test_leaving_the_loop_cancels_the_request() -> None:
 
 SCRIPT = """
 import sys
-from tandem.sync_client import SyncClient
+from tandem.clients.sync_client import SyncClient
 with SyncClient(sys.argv[1]) as client:
     for chunk in client.generate((10,), max_tokens=50):
         print("a chunk", flush=True)

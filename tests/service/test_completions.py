@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.settings.coordinator import MAX_CHAT_MESSAGES
 from tandem.errors import InvalidRequestError
-from tandem.types import ChatMessage, FinishReason, GenerationRequest
+from tandem.model.types import ChatMessage, FinishReason, GenerationRequest
+from tandem_coordinator.settings.coordinator import MAX_CHAT_MESSAGES
 from tests.service.clients import complete, until
 from tests.service.fakes import MAX_LENGTH, FakeDraft, FakeTarget, cluster, fleet, paced
 from tests.service.http_cluster import TOKENIZER

@@ -18,16 +18,11 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from coordinator.transport.conformance import CHECKS, Conversation, Subject, conformance, play
-from coordinator.transport.draft_client import DraftClient
-from draft_service.proposers.ngram import ngram_proposer
-from draft_service.proposers.suffix import suffix_proposer
-from draft_service.servicer import DraftedFor, DraftServicer
-from tandem.admin import Severity
 from tandem.engine.models.loading import LoadedModel
 from tandem.errors import InvalidRequestError, ProtocolError, ServiceUnavailableError
+from tandem.model.admin import Severity
+from tandem.model.types import DraftedOutcomes, Proposal, ProposeStep, SparseDistribution
 from tandem.serving.interceptors import Context
-from tandem.types import DraftedOutcomes, Proposal, ProposeStep, SparseDistribution
 from tandem.v1 import draft_pb2
 from tandem.v1.draft_pb2 import (
     DraftServiceGetModelInfoRequest,
@@ -35,6 +30,11 @@ from tandem.v1.draft_pb2 import (
     ProposeRequest,
     ProposeResponse,
 )
+from tandem_coordinator.transport.conformance import CHECKS, Conversation, Subject, conformance, play
+from tandem_coordinator.transport.draft_client import DraftClient
+from tandem_draft.proposers.ngram import ngram_proposer
+from tandem_draft.proposers.suffix import suffix_proposer
+from tandem_draft.servicer import DraftedFor, DraftServicer
 from tests.commands import run_here
 from tests.paths import ROOT
 from tests.service.engines import NewProposer, draft, model_free
@@ -284,7 +284,7 @@ async def test_an_answer_that_is_no_protobuf_is_found() -> None:
 async def test_a_draft_that_counts_its_own_proposal_is_found(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("draft_service.proposers.standalone.check_start", lambda *_: None)
+    monkeypatch.setattr("tandem_draft.proposers.sequence.check_start", lambda *_: None)
     async with draft(model) as (address, _):
         await fails(address, "unchanged")
 

@@ -13,12 +13,12 @@ from typing import Any, Literal
 import grpc
 import pytest
 
-from coordinator.speculation.ahead import DraftAhead
-from draft_service.servicer import DraftedFor, DraftServicer
-from tandem.client import Completed
+from tandem.clients.client import Completed
 from tandem.engine.models.loading import LoadedModel, load_model
-from tandem.types import Finish, GenerationRequest, Proposal, ProposeStep
+from tandem.model.types import Finish, GenerationRequest, Proposal, ProposeStep
 from tandem.wire.draft import Answer
+from tandem_coordinator.speculation.ahead import DraftAhead
+from tandem_draft.servicer import DraftedFor, DraftServicer
 from tests.end_to_end.chi_square import assert_drawn_from
 from tests.end_to_end.models import blurred, exact, save_model, six_tokens
 from tests.paths import DEVICE

@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tandem.client import Completed
+from tandem.clients.client import Completed
 from tandem.engine.models.loading import load_model
-from tandem.types import GenerationRequest
-from target_service.servicer import TargetServicer
-from target_service.settings import TargetSettings
-from target_service.verifier import load_verifier
+from tandem.model.types import GenerationRequest
+from tandem_target.servicer import TargetServicer
+from tandem_target.settings import TargetSettings
+from tandem_target.verifier import load_verifier
 from tests.end_to_end.models import blurred, save_model, six_tokens
 from tests.service.clients import complete_all
 from tests.service.engines import draft
@@ -148,7 +148,7 @@ def test_a_disk_error_costs_the_file_and_one_log_line(
             folder.rmdir()
             return await complete_all(address, REQUESTS[:2])
 
-    with caplog.at_level(logging.WARNING, "target_service"):
+    with caplog.at_level(logging.WARNING, "tandem_target"):
         found = asyncio.run(completed())
     assert [len(each.token_ids) for each in found] == [TOKENS, TOKENS]
     lines = [record for record in caplog.records if record.message == "hidden states are lost"]

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from tandem.client import Client
+from tandem.clients.client import Client
 from tandem.engine.models.loading import LoadedModel
 from tandem.errors import ServiceUnavailableError
-from tandem.types import GenerationRequest
+from tandem.model.types import GenerationRequest
 from tests.service.clients import complete
 from tests.service.engines import Faults, services
 from tests.service.fakes import coordinated

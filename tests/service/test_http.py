@@ -16,10 +16,10 @@ import pytest
 import trustme
 from openai import APIError, APIStatusError, AsyncOpenAI, BadRequestError, RateLimitError
 
-from coordinator.http import bodies as reading
 from tandem.errors import ConfigurationError
-from tandem.types import SamplingDefaults
+from tandem.model.types import SamplingDefaults
 from tandem.v1 import target_pb2
+from tandem_coordinator.http import bodies as reading
 from tests.certificates import issued
 from tests.service.clients import until
 from tests.service.fakes import MAX_LENGTH, FakeDraft, FakeTarget, paced

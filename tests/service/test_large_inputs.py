@@ -18,17 +18,17 @@ import grpc
 import grpc.aio
 import pytest
 
-from coordinator import servicer
-from coordinator.decoding.tokenization import PromptEncoder
-from coordinator.http import answers as logprobs
-from coordinator.requests.admission import LARGE_BYTES
-from coordinator.telemetry.observer import Observer, RequestObserver
-from tandem.client import Client
+from tandem.clients.client import Client
 from tandem.errors import CapacityError, InvalidRequestError
+from tandem.model.types import GenerationRequest
 from tandem.rpc.credentials import Credentials
-from tandem.types import GenerationRequest
 from tandem.v1 import generation_pb2
 from tandem.wire.status import retry_after_seconds
+from tandem_coordinator import servicer
+from tandem_coordinator.decoding.tokenization import PromptEncoder
+from tandem_coordinator.http import answers as logprobs
+from tandem_coordinator.requests.admission import LARGE_BYTES
+from tandem_coordinator.telemetry.observer import Observer, RequestObserver
 from tests.service.clients import complete, until
 from tests.service.fakes import MAX_LENGTH, FakeTarget, cluster, coordinator, paced, served, settings_over
 from tests.service.http_cluster import HttpCluster, http_cluster

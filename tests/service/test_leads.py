@@ -12,17 +12,17 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from benchmarks.load.fakes import FakeTarget, counting, rows
-from draft_service.proposers.ngram import ngram_proposer
-from draft_service.proposers.suffix import suffix_proposer
-from tandem.client import Completed
+from tandem.clients.client import Completed
 from tandem.engine.interface import RowRequest
 from tandem.engine.models.loading import LoadedModel
 from tandem.errors import TandemError
+from tandem.model.types import GenerationRequest, ModelInfo, ProposeStep, RowKind, TokenRow, Verification
 from tandem.telemetry.streams import NO_SERVICE_OBSERVER
-from tandem.types import GenerationRequest, ModelInfo, ProposeStep, RowKind, TokenRow, Verification
-from target_service.servicer import TargetServicer, VerifiedFor
-from target_service.verifier import Verifier
+from tandem_draft.proposers.ngram import ngram_proposer
+from tandem_draft.proposers.suffix import suffix_proposer
+from tandem_load.fakes import FakeTarget, counting, rows
+from tandem_target.servicer import TargetServicer, VerifiedFor
+from tandem_target.verifier import Verifier
 from tests.service.clients import complete, until
 from tests.service.engines import Fault, Faults, NewProposer, model_free, pair
 from tests.service.fakes import HANG_SECONDS, Fleet, coordinated, fleet, refusal, served

@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from coordinator.replicas.pool import Member, Pool
-from coordinator.replicas.registry import ReplicaRegistry
-from coordinator.transport.draft_client import DraftClient
-from coordinator.transport.target_client import TargetClient
-from tandem.replica import ReplicaState
+from tandem.model.replica import ReplicaState
+from tandem.model.types import GenerationRequest
 from tandem.serving.interceptors import Context
 from tandem.serving.streams import ServedSequence
-from tandem.types import GenerationRequest
 from tandem.v1 import target_pb2, types_pb2
 from tandem.wire import draft as draft_wire
 from tandem.wire import target as target_wire
-from target_service import servicer as target_servicer
+from tandem_coordinator.replicas.pool import Member, Pool
+from tandem_coordinator.replicas.registry import ReplicaRegistry
+from tandem_coordinator.transport.draft_client import DraftClient
+from tandem_coordinator.transport.target_client import TargetClient
+from tandem_target import servicer as target_servicer
 from tests.service.clients import complete, until
 from tests.service.fakes import FakeDraft, FakeTarget, fleet
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tandem.client import Client
+from tandem.clients.client import Client
 from tandem.engine.models.loading import LoadedModel
-from tandem.types import DraftedOutcomes, Finish, GenerationRequest, TargetOptions, VerifyStep
+from tandem.model.types import DraftedOutcomes, Finish, GenerationRequest, TargetOptions, VerifyStep
 from tandem.v1 import draft_pb2, target_pb2
 from tandem.wire import target as wire
 from tests.service.clients import complete, until

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.requests.runner import RequestRunner
-from tandem.client import Client, Retries
+from tandem.clients.client import Client, Retries
 from tandem.engine.models.loading import LoadedModel
 from tandem.errors import CapacityError
-from tandem.types import GenerationRequest
+from tandem.model.types import GenerationRequest
+from tandem_coordinator.requests.runner import RequestRunner
 from tests.end_to_end.processes import Process, address_of, running
 from tests.service import engines
 from tests.service.clients import complete, until
@@ -38,7 +38,7 @@ async def coordinator_process(*options: str, step_seconds: float = 0.0) -> Async
         # The adaptive policy would stop speculating under load.
         policy = ("--speculation-policy", "fixed", "--draft-ahead", "off", "--log-level", "warning")
         # No fork: its memory would count what the nursery has imported.
-        command = ("-P", "-m", "coordinator", "--port", "0", *addresses, *policy, *options)
+        command = ("-P", "-m", "tandem_coordinator", "--port", "0", *addresses, *policy, *options)
         with running(sys.executable, *command) as process:
             # The fakes answer from this event loop, so nothing may block it.
             yield process, await asyncio.to_thread(address_of, process)

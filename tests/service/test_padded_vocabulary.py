@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tandem.engine.models.loading import LoadedModel, load_model
-from tandem.types import GenerationRequest
+from tandem.model.types import GenerationRequest
 from tests.end_to_end.models import random_model, save_model
 from tests.paths import DEVICE
 from tests.service import engines

@@ -14,16 +14,16 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from coordinator.replicas.registry import ReplicaRegistry
-from coordinator.service import CoordinatorService
-from draft_service.servicer import DraftedFor
-from tandem.client import Client
+from tandem.clients.client import Client
 from tandem.errors import InvalidRequestError, ServiceUnavailableError
-from tandem.replica import ReplicaSnapshot, ReplicaState, Role
+from tandem.model.replica import ReplicaSnapshot, ReplicaState, Role
+from tandem.model.types import GenerationRequest, StepProfile, Verification, VerifyStep
 from tandem.rpc.addresses import Resolver
 from tandem.rpc.credentials import Credentials
 from tandem.serving.interceptors import Context
-from tandem.types import GenerationRequest, StepProfile, Verification, VerifyStep
+from tandem_coordinator.replicas.registry import ReplicaRegistry
+from tandem_coordinator.service import CoordinatorService
+from tandem_draft.servicer import DraftedFor
 from tests.service.clients import complete, until
 from tests.service.fakes import (
     NOT_SERVING,
@@ -92,7 +92,7 @@ async def test_a_returning_replica_is_reached_with_renewed_certificates(
         used.append(ca_file.read_bytes())
         return grpc.aio.insecure_channel(address)
 
-    monkeypatch.setattr("coordinator.replicas.pool.open_channel", plain)
+    monkeypatch.setattr("tandem_coordinator.replicas.pool.open_channel", plain)
     ca_file.write_bytes(b"the first")
     async with served(FakeTarget()) as (target,):
         replicas = ReplicaRegistry(settings(target.address), Credentials(ca_file=ca_file))
@@ -148,7 +148,7 @@ async def test_a_stopped_replica_is_down_and_used_again_once_ready() -> None:
 
 
 async def test_a_replica_that_does_not_answer_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.replicas.pool.UNANSWERED_SECONDS", 0.3)
+    monkeypatch.setattr("tandem_coordinator.replicas.pool.UNANSWERED_SECONDS", 0.3)
     async with followed(FakeTarget()) as (replicas, (target,)):
         target.health.answers.clear()
         assert (await becomes(replicas, target.address, ReplicaState.DOWN)).reason == "it does not answer"

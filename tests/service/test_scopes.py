@@ -18,21 +18,11 @@ import grpc.aio
 import pytest
 from tokenizers import Tokenizer
 
-from coordinator.service import CoordinatorService
-from coordinator.settings.coordinator import CoordinatorSettings
-from coordinator.transport.conformance import Conversation, Subject
-from coordinator.transport.draft_client import DraftClient
-from draft_service.proposers.suffix import suffix_proposer
-from draft_service.servicer import DraftedFor, DraftServicer
-from tandem.client import Client, Completed
+from tandem.clients.client import Client, Completed
 from tandem.engine.core.jobs import StepRecord
 from tandem.engine.models.loading import LoadedModel
 from tandem.errors import InvalidRequestError
-from tandem.rpc.credentials import Credentials
-from tandem.scopes import MAX_SCOPE_LENGTH
-from tandem.serving.interceptors import RunningCalls
-from tandem.serving.server import new_server
-from tandem.types import (
+from tandem.model.types import (
     DraftOptions,
     Finish,
     GenerationRequest,
@@ -43,10 +33,20 @@ from tandem.types import (
     TargetOptions,
     common_length,
 )
+from tandem.rpc.credentials import Credentials
+from tandem.scopes import MAX_SCOPE_LENGTH
+from tandem.serving.interceptors import RunningCalls
+from tandem.serving.server import new_server
 from tandem.v1 import draft_pb2, target_pb2
 from tandem.wire import draft as draft_wire
 from tandem.wire import target as target_wire
 from tandem.wire.status import Ending
+from tandem_coordinator.service import CoordinatorService
+from tandem_coordinator.settings.coordinator import CoordinatorSettings
+from tandem_coordinator.transport.conformance import Conversation, Subject
+from tandem_coordinator.transport.draft_client import DraftClient
+from tandem_draft.proposers.suffix import suffix_proposer
+from tandem_draft.servicer import DraftedFor, DraftServicer
 from tests.paths import DEMO_TARGET
 from tests.service.clients import complete
 from tests.service.engines import Faults, draft, model_free, services, target

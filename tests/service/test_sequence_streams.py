@@ -17,15 +17,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.load.fakes import LeaveError
-from coordinator.telemetry.observer import StreamObserver
-from coordinator.transport.streams import StreamedSequence, Streams
-from draft_service.service import DraftService
-from draft_service.settings import DraftSettings
 from tandem.errors import CapacityError, ProtocolError, ServiceUnavailableError, TandemError
-from tandem.rpc.channels import open_channel
-from tandem.serving.interceptors import Context, RunningCalls
-from tandem.types import (
+from tandem.model.types import (
     Delta,
     DenseRow,
     DraftOptions,
@@ -36,13 +29,20 @@ from tandem.types import (
     Verification,
     VerifyStep,
 )
+from tandem.rpc.channels import open_channel
+from tandem.serving.interceptors import Context, RunningCalls
 from tandem.v1 import draft_pb2, target_pb2, target_pb2_grpc
 from tandem.wire import draft as draft_wire
 from tandem.wire import target as wire
 from tandem.wire.target import answers_from_proto
-from target_service.service import TargetService
-from target_service.servicer import VerifiedFor
-from target_service.settings import TargetSettings
+from tandem_coordinator.telemetry.observer import StreamObserver
+from tandem_coordinator.transport.streams import StreamedSequence, Streams
+from tandem_draft.service import DraftService
+from tandem_draft.settings import DraftSettings
+from tandem_load.fakes import LeaveError
+from tandem_target.service import TargetService
+from tandem_target.servicer import VerifiedFor
+from tandem_target.settings import TargetSettings
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
 from tests.service.clients import until
 from tests.service.fakes import FakeTarget, refusal, serving
@@ -277,7 +277,7 @@ async def test_a_broken_stream_ends_its_sequences_and_later_ones_get_a_new_strea
 
 async def test_an_old_stream_accepts_no_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     async with ends() as both:
-        monkeypatch.setattr("coordinator.transport.streams._MAX_SECONDS", 0.0)
+        monkeypatch.setattr("tandem_coordinator.transport.streams._MAX_SECONDS", 0.0)
         first, second = both.sequences(2)
         assert await first.ask(1) == 1
         assert await second.ask(2) == 2

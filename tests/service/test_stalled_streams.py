@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from coordinator.service import CoordinatorService
-from tandem.admin_client import AdminClient
+from tandem.clients.admin_client import AdminClient
 from tandem.errors import AbortedError, CapacityError, DeadlineError
-from tandem.types import Chunk, GenerationRequest
+from tandem.model.types import Chunk, GenerationRequest
+from tandem_coordinator.service import CoordinatorService
 from tests.service.clients import until
 from tests.service.fakes import Fake, FakeDraft, FakeTarget, cluster, fleet
 

@@ -9,8 +9,8 @@ from typing import Any
 import grpc
 import pytest
 
+from tandem.model.types import GenerationRequest
 from tandem.serving.interceptors import Context
-from tandem.types import GenerationRequest
 from tandem.v1 import draft_pb2, target_pb2, types_pb2
 from tests.service.clients import complete
 from tests.service.fakes import FakeDraft, FakeTarget, fleet

@@ -13,15 +13,12 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from draft_service.proposers.ngram import ngram_proposer
-from draft_service.proposers.standalone import StandaloneProposer
-from draft_service.proposers.suffix import suffix_proposer
-from tandem.client import Completed
+from tandem.clients.client import Completed
 from tandem.engine.models.loading import LoadedModel
 from tandem.engine.rows import masked
 from tandem.errors import InvalidRequestError, TandemError
-from tandem.grammar import Grammars, known_tokens
-from tandem.types import (
+from tandem.model.grammar import Grammars, known_tokens
+from tandem.model.types import (
     FinishReason,
     GenerationRequest,
     Grammar,
@@ -31,7 +28,10 @@ from tandem.types import (
     TokenRow,
     Verification,
 )
-from target_service.verifier import Verifier
+from tandem_draft.proposers.ngram import ngram_proposer
+from tandem_draft.proposers.standalone import StandaloneProposer
+from tandem_draft.proposers.suffix import suffix_proposer
+from tandem_target.verifier import Verifier
 from tests.end_to_end.chi_square import assert_drawn_from
 from tests.end_to_end.models import random_model
 from tests.paths import DEMO_TARGET
@@ -103,7 +103,7 @@ async def test_services_learn_the_tokens_by_their_bytes_before_they_are_ready(
         learnt.append(1)
         return known_tokens(*arguments, **named)
 
-    monkeypatch.setattr("tandem.grammar.known_tokens", counted)
+    monkeypatch.setattr("tandem.model.grammar.known_tokens", counted)
     engine: Any = _Engine(model.info)
     await Verifier(engine, [TOKENIZER]).start()
     assert len(learnt) == 1

@@ -10,8 +10,7 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from coordinator.failover.verifier import MAX_LOSSES
-from tandem.client import Client, Completed
+from tandem.clients.client import Client, Completed
 from tandem.engine.models.loading import LoadedModel
 from tandem.errors import (
     CapacityError,
@@ -20,9 +19,10 @@ from tandem.errors import (
     TandemError,
     status_code,
 )
-from tandem.replica import ReplicaSnapshot, ReplicaState, Role
+from tandem.model.replica import ReplicaSnapshot, ReplicaState, Role
+from tandem.model.types import GenerationRequest, Verification, VerifyStep
 from tandem.serving.streams import SequenceStreams
-from tandem.types import GenerationRequest, Verification, VerifyStep
+from tandem_coordinator.failover.verifier import MAX_LOSSES
 from tests.service.clients import complete, until
 from tests.service.engines import Faults, MakePair, target
 from tests.service.fakes import NOT_SERVING, FakeTarget, Fleet, Served, coordinated, fleet, refusal, served
@@ -218,7 +218,7 @@ async def test_a_request_that_kills_targets_ends_before_the_next(
     is_restarted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many there are, or however quickly they are there again: as other processes."""
-    monkeypatch.setattr("coordinator.failover.verifier.UNANSWERED_SECONDS", 1.0)
+    monkeypatch.setattr("tandem_coordinator.failover.verifier.UNANSWERED_SECONDS", 1.0)
     targets = [Dying() for _ in range(1 if is_restarted else MAX_LOSSES + 1)]
     async with fleet(*targets) as (client, services, _):
         for each, service in zip(targets, services, strict=True):
@@ -253,7 +253,7 @@ async def test_a_link_that_breaks_again_and_again_ends_no_stream() -> None:
 
 async def test_a_full_target_takes_over_no_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sequence may stay on its draining target."""
-    monkeypatch.setattr("coordinator.failover.verifier._MOVE_SECONDS", 0.2)
+    monkeypatch.setattr("tandem_coordinator.failover.verifier._MOVE_SECONDS", 0.2)
     targets = (Breaking(), Breaking())
     async with fleet(*targets) as (client, services, _):
         task = asyncio.create_task(complete(client, request(10)))

@@ -17,14 +17,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
 from opentelemetry.trace import SpanKind, StatusCode
 from prometheus_client import CollectorRegistry
 
-from coordinator.speculation.ahead import DraftAhead
-from coordinator.speculation.controller import RequestSpeculation
-from coordinator.telemetry.observed import ObservedRequests
-from draft_service.servicer import DraftServicer
-from tandem.telemetry.process import OtlpExports
-from tandem.telemetry.service import ObservedService
-from tandem.telemetry.settings import TelemetryOptions
-from tandem.types import (
+from tandem.model.types import (
     DraftedOutcomes,
     GenerationRequest,
     ModelInfo,
@@ -33,9 +26,16 @@ from tandem.types import (
     Verification,
     VerifyStep,
 )
+from tandem.telemetry.process import OtlpExports
+from tandem.telemetry.service import ObservedService
+from tandem.telemetry.settings import TelemetryOptions
 from tandem.v1 import generation_pb2_grpc
 from tandem.wire.generation import chunk_from_proto, request_to_proto
-from target_service.servicer import TargetServicer
+from tandem_coordinator.speculation.ahead import DraftAhead
+from tandem_coordinator.speculation.controller import RequestSpeculation
+from tandem_coordinator.telemetry.observed import ObservedRequests
+from tandem_draft.servicer import DraftServicer
+from tandem_target.servicer import TargetServicer
 from tests.paths import DEMO_TARGET
 from tests.service.clients import until
 from tests.service.fakes import FakeDraft, FakeTarget, coordinator, counting, paced, serving, settings_for

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.replicas.pool import Pool
-from coordinator.transport.draft_client import DraftClient, PendingOutcomes
-from draft_service.proposers.suffix import suffix_proposer
-from draft_service.servicer import DraftedFor, DraftServicer
 from tandem.integrations.vllm import TandemProposer
-from tandem.types import DraftOptions, Proposal, RowKind, SparseDistribution, StepProfile
+from tandem.model.types import DraftOptions, Proposal, RowKind, SparseDistribution, StepProfile
+from tandem_coordinator.replicas.pool import Pool
+from tandem_coordinator.transport.draft_client import DraftClient, PendingOutcomes
+from tandem_draft.proposers.suffix import suffix_proposer
+from tandem_draft.servicer import DraftedFor, DraftServicer
 from tests.end_to_end.processes import read
 from tests.service import vllm_stub
 from tests.service.clients import until

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from draft_service.servicer import DraftServicer
-from tandem.admin_client import AdminClient
+from tandem.clients.admin_client import AdminClient
 from tandem.engine.models.loading import LoadedModel, load_model
-from tandem.types import GenerationRequest
+from tandem.model.types import GenerationRequest
+from tandem_draft.servicer import DraftServicer
 from tests.end_to_end.chi_square import assert_drawn_from
 from tests.end_to_end.models import blurred, exact, save_model
 from tests.paths import DEMO_TARGET, DEVICE

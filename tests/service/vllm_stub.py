@@ -277,7 +277,7 @@ async def plugged(
 ) -> AsyncIterator[TandemProposer]:
     """A proposer as vLLM makes it, connected to these drafts: those at an address, and fakes, which are served."""
     variables = {"DRAFT_AHEAD": ahead, "DRAFT_PATIENCE_SECONDS": str(patience), **options}
-    loggers = [logging.getLogger(name) for name in ("tandem", "coordinator")]
+    loggers = [logging.getLogger(name) for name in ("tandem", "tandem_coordinator")]
     before = [(each.level, each.propagate, list(each.handlers)) for each in loggers]
     async with AsyncExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())

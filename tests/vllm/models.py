@@ -18,8 +18,8 @@ from tandem.engine.core.engine import RowEngine
 from tandem.engine.core.jobs import StepRecord
 from tandem.engine.interface import EngineSettings, RowRequest
 from tandem.engine_vllm.engine import load_vllm
-from tandem.types import Delta, RowKind, SamplingParams, TargetOptions, TokenRow, VerifyStep
-from target_service.settings import TargetSettings
+from tandem.model.types import Delta, RowKind, SamplingParams, TargetOptions, TokenRow, VerifyStep
+from tandem_target.settings import TargetSettings
 from tests.paths import DEVICE
 from tests.unit.engine.greedy import started
 from tests.unit.engine.tiny_models import MAX_LENGTH, save_checkpoint

@@ -13,16 +13,16 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from draft_service.proposers.drafting import propose_head
-from draft_service.proposers.mapped import Vocabularies
-from draft_service.proposers.standalone import StandaloneProposer, load_standalone
-from draft_service.settings import DraftSettings
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.selection import Backends
 from tandem.engine.interface import EngineSettings
 from tandem.engine.models.loading import load_model
-from tandem.grammar import Grammars
-from tandem.types import Delta, DraftOptions, ProposeStep, SparseDistribution
+from tandem.model.grammar import Grammars
+from tandem.model.types import Delta, DraftOptions, ProposeStep, SparseDistribution
+from tandem_draft.proposers.drafting import propose_head
+from tandem_draft.proposers.mapping import Vocabularies
+from tandem_draft.proposers.standalone import StandaloneProposer, load_standalone
+from tandem_draft.settings import DraftSettings
 from tests.paths import DEMO_TARGET, DEVICE
 from tests.service.other_tokenizer import renumbered
 from tests.unit.draft_service.test_ahead import (

@@ -11,7 +11,7 @@ import pytest_asyncio
 import torch
 
 from tandem.engine.interface import RowRequest
-from tandem.types import (
+from tandem.model.types import (
     Delta,
     DenseRow,
     LogitAdjustments,

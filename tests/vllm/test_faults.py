@@ -18,15 +18,15 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from coordinator.transport.target_client import TargetClient
 from tandem.engine.interface import RowRequest
 from tandem.engine_vllm import worker as worker_module
 from tandem.engine_vllm.worker import RowWorker, Step
 from tandem.errors import ServiceUnavailableError, TandemError
+from tandem.model.types import Delta, RowKind, TokenRow, VerifyStep
 from tandem.serving.server import serve
-from tandem.types import Delta, RowKind, TokenRow, VerifyStep
-from target_service.service import TargetService
-from target_service.settings import TargetSettings
+from tandem_coordinator.transport.target_client import TargetClient
+from tandem_target.service import TargetService
+from tandem_target.settings import TargetSettings
 from tests.end_to_end.processes import descendants, free_port, is_alive
 from tests.unit.engine.tiny_models import save_checkpoint
 from tests.vllm.families import FAMILIES
@@ -157,7 +157,7 @@ def test_no_worker_outlives_its_service(tmp_path: Path, when: str) -> None:
     save_checkpoint(tmp_path, FAMILIES["llama"](num_key_value_heads=2))
     options = {"model": tmp_path, "engine": "vllm", "tensor-parallel-size": 2, "threads": 1, "port": 0}
     arguments = [f"--{name}={value}" for name, value in options.items()]
-    command = [sys.executable, "-m", "target_service", *arguments, "--enforce-eager", "--host=127.0.0.1"]
+    command = [sys.executable, "-m", "tandem_target", *arguments, "--enforce-eager", "--host=127.0.0.1"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as service:
         assert service.stderr is not None
         workers: list[int] = []

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.peers import mend_expansion
 from tandem.integrations.vllm.proposer import WORKER, WaysOfDrafting, entries_of
-from tandem.types import Proposal
+from tandem.model.types import Proposal
 from tests.end_to_end.processes import address_of, model_service
 from tests.unit.engine.tiny_models import MAX_LENGTH, save_checkpoint
 from tests.vllm.families import FAMILIES
@@ -95,7 +95,7 @@ def _drafted_for(target: Path, draft: Path) -> Iterator[Any]:
     """A vLLM of this target that drafts by a service of ours in every step."""
     mend_expansion()
     with (
-        model_service("draft_service", draft, "--dtype", "float32") as service,
+        model_service("tandem_draft", draft, "--dtype", "float32") as service,
         pytest.MonkeyPatch.context() as patch,
     ):
         for name, value in {

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tandem.types import FinishReason, GenerationRequest, Grammar, GrammarKind, RowKind
+from tandem.model.types import FinishReason, GenerationRequest, Grammar, GrammarKind, RowKind
 from tests.end_to_end.chi_square import assert_drawn_from
 from tests.end_to_end.models import blurred, exact, save_model, six_tokens
 from tests.end_to_end.processes import AHEAD, TANDEM, Process, address_of, coordinator, running

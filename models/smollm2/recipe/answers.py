@@ -21,13 +21,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.common import service
 from models.demo.recipe.architecture import Texts
 from models.demo.recipe.measure import PROPOSED, parser_of
 from models.demo.recipe.training import REPORT_MINUTES, TimeBox
-from tandem.client import Client
+from tandem.clients.client import Client
+from tandem.model.types import ChatMessage, GenerationRequest
 from tandem.model_sources.bundled import SMOLLM2
-from tandem.types import ChatMessage, GenerationRequest
+from tandem_load.common import service
 
 WORDS: dict[str, list[str]] = json.loads(Path(__file__).with_name("words.json").read_text(encoding="utf-8"))
 """Every combination makes a question."""
@@ -100,8 +100,8 @@ async def answer(folder: Path, questions: Sequence[tuple[str, float]], minutes: 
                 logger.info("%.2f of the time, %d tokens of answers", box.fraction, tokens)
 
     async with (
-        service("target_service", *model, *states) as target,
-        service("coordinator", "--target-address", target) as address,
+        service("tandem_target", *model, *states) as target,
+        service("tandem_coordinator", "--target-address", target) as address,
         Client(address) as client,
     ):
         await asyncio.gather(*(ask_on(client) for _ in range(AT_ONCE)))

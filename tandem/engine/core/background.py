@@ -19,7 +19,7 @@ from tandem.engine.core.timing import StepWatchdog
 from tandem.engine.kv_cache.sequence import Segment, Sequence, SequenceCache
 from tandem.engine.steps import BranchStep, StepBackend
 from tandem.errors import InvalidRequestError, TandemError
-from tandem.types import Delta, common_length
+from tandem.model.types import Delta, common_length
 
 MAX_BYTES = 64 << 20
 """Logits of all sequences that are kept. With a vocabulary of 128k in binary32, a depth of 16 branches has 8 MB."""

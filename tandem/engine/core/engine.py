@@ -38,8 +38,8 @@ from tandem.engine.interface import EngineSettings, KvUsage, RowRequest
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.steps import SMALL_STEP_TOKENS, ModelRunner
 from tandem.errors import CapacityError, InvalidRequestError, ServiceUnavailableError, TandemError
-from tandem.fair_places import FairPlaces
-from tandem.types import Delta, ModelInfo, Verification
+from tandem.model.types import Delta, ModelInfo, Verification
+from tandem.serving.fair_places import FairPlaces
 
 logger = logging.getLogger(__name__)
 

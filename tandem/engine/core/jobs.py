@@ -14,7 +14,7 @@ from torch import Tensor
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.engine.steps import ModelRunner
 from tandem.errors import NonFiniteLogitsError, TandemError
-from tandem.types import Delta, StepCost
+from tandem.model.types import Delta, StepCost
 
 PayloadT = TypeVar("PayloadT")
 ResultT = TypeVar("ResultT")

@@ -18,7 +18,7 @@ from tandem.engine.kv_cache.paged_cache import PagedCache
 from tandem.engine.models.loading import LoadedModel, fix_rotary_frequencies
 from tandem.engine.rows import TORCH_SAMPLER, Sampler, verifications
 from tandem.engine.steps import StepBackend
-from tandem.types import ModelInfo, Verification
+from tandem.model.types import ModelInfo, Verification
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from tandem.engine.core.jobs import StepRecord
-from tandem.types import StepProfile
+from tandem.model.types import StepProfile
 
 
 class StepTimes:

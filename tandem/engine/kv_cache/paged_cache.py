@@ -23,7 +23,7 @@ from tandem.engine.interface import KvUsage
 from tandem.engine.kv_cache.arena import KvArena, PageTable, most_pages, pages_for
 from tandem.engine.kv_cache.sequence import Chain, Sequence
 from tandem.errors import InvalidRequestError
-from tandem.types import common_length
+from tandem.model.types import common_length
 
 MIN_COPIED_TOKENS = 16
 """Fewer tokens of a block are computed: a copy costs two calls a layer, however short."""

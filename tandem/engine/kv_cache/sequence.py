@@ -11,7 +11,7 @@ from typing import Protocol
 from tandem.engine.interface import KvUsage
 from tandem.engine.kv_cache.arena import CacheShape, PageTable, Span
 from tandem.errors import InvalidRequestError
-from tandem.types import Delta, common_length
+from tandem.model.types import Delta, common_length
 
 Chain = int | str
 """Stands for the tokens of a sequence's first blocks: a number, or for no tokens the sequence's scope."""

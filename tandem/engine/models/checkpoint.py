@@ -14,9 +14,9 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
 from tandem.errors import ModelFolderError
+from tandem.model.sampling.defaults import GENERATION_CONFIG_FILE, sampling_defaults
+from tandem.model.types import SamplingDefaults
 from tandem.model_sources.files import MAX_CONFIG_BYTES, check_size, read_object, refusal, unreadable
-from tandem.sampling.defaults import GENERATION_CONFIG_FILE, sampling_defaults
-from tandem.types import SamplingDefaults
 
 MAX_LARGE_BYTES = 128 << 20
 """Maximum size of tokenizer.json and of an index of weights: four times the largest that is published."""

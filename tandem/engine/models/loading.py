@@ -31,9 +31,9 @@ from tandem.engine.models.checkpoint import (
     tokenizer_hash,
 )
 from tandem.errors import ConfigurationError, ModelFolderError
+from tandem.model.types import ModelInfo
 from tandem.model_sources.files import refusal
 from tandem.model_sources.hub import model_name
-from tandem.types import ModelInfo
 
 logger = logging.getLogger(__name__)
 

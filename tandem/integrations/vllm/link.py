@@ -15,21 +15,21 @@ from typing import Any
 
 import uvloop
 
-from coordinator.failover.placement import DraftPlacement, OpenSequence
-from coordinator.replicas.compatibility import MODEL_RULES, Deployment, needs_mapping
-from coordinator.replicas.pool import Member, Pool
-from coordinator.speculation.ahead import Unfinished, tokens_after_hit
-from coordinator.transport.draft_client import DraftClient, DraftLimits, DraftSequence
 from tandem.config import SpeculativeConfig
 from tandem.config.rule import broken
 from tandem.engine.models.checkpoint import TOKENIZER_FILE, tokenizer_hash
 from tandem.errors import CapacityError, ModelFolderError, ServiceUnavailableError, TandemError
 from tandem.integrations.vllm.metrics import Counts
 from tandem.integrations.vllm.settings import VllmSettings
-from tandem.replica import ReplicaState, Role
+from tandem.model.replica import ReplicaState, Role
+from tandem.model.types import AheadBudget, Coverage, DraftOptions, ModelInfo, Proposal
 from tandem.rpc.addresses import split_addresses
 from tandem.scopes import RequestScopes
-from tandem.types import AheadBudget, Coverage, DraftOptions, ModelInfo, Proposal
+from tandem_coordinator.failover.placement import DraftPlacement, OpenSequence
+from tandem_coordinator.replicas.compatibility import MODEL_RULES, Deployment, needs_mapping
+from tandem_coordinator.replicas.pool import Member, Pool
+from tandem_coordinator.speculation.ahead import Unfinished, tokens_after_hit
+from tandem_coordinator.transport.draft_client import DraftClient, DraftLimits, DraftSequence
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from tandem.logs import escape, fields_of
+from tandem.telemetry.logs import escape, fields_of
 from tandem.telemetry.metrics import Read
 from tandem.telemetry.settings import TelemetryOptions, is_observed
 
@@ -142,7 +142,7 @@ class _Forwarding(logging.Handler):
 
 def log_through(logger: logging.Logger) -> None:
     """Let what the shared code reports (replicas found, lost, unfit) appear in vLLM's log."""
-    for name in ("tandem", "coordinator"):
+    for name in ("tandem", "tandem_coordinator"):
         ours = logging.getLogger(name)
         ours.handlers[:] = [_Forwarding(logger)]
         ours.setLevel(logging.INFO)

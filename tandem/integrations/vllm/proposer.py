@@ -18,9 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from coordinator.speculation.ahead import DraftAhead
-from coordinator.stats.speculation import MovingAverage
-from coordinator.transport.draft_client import DraftLimits
+from tandem.engine_vllm.contract import check_plugin, check_runner, lacking
 from tandem.errors import ConfigurationError, TandemError
 from tandem.integrations.vllm.link import (
     NOTHING,
@@ -34,8 +32,7 @@ from tandem.integrations.vllm.link import (
 )
 from tandem.integrations.vllm.metrics import Counts, Report, log_through
 from tandem.integrations.vllm.settings import VllmSettings, read_settings
-from tandem.scopes import CallerScopes, kinds_of
-from tandem.types import (
+from tandem.model.types import (
     MAX_AHEAD_TOKENS,
     AheadBudget,
     DraftOptions,
@@ -46,7 +43,10 @@ from tandem.types import (
     RowKind,
     SamplingParams,
 )
-from tandem.vllm_contract import check_plugin, check_runner, lacking
+from tandem.scopes import CallerScopes, kinds_of
+from tandem_coordinator.speculation.ahead import DraftAhead
+from tandem_coordinator.stats.speculation import MovingAverage
+from tandem_coordinator.transport.draft_client import DraftLimits
 
 WORKER = "tandem.integrations.vllm.worker.TandemWorker"
 """The worker class for vLLM's `--worker-cls`."""

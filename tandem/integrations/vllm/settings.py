@@ -6,11 +6,16 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from coordinator.settings.coordinator import Addresses, ServiceAccessOptions, SharingOptions, encryption_rule
 from tandem.config.rule import Rules
+from tandem.config.settings import FilledSettings, load_settings
 from tandem.errors import ConfigurationError
-from tandem.settings import FilledSettings, load_settings
 from tandem.telemetry.settings import TelemetryOptions
+from tandem_coordinator.settings.coordinator import (
+    Addresses,
+    ServiceAccessOptions,
+    SharingOptions,
+    encryption_rule,
+)
 
 ENVIRONMENT_PREFIX = "TANDEM_VLLM_"
 

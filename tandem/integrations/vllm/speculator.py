@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from tandem.errors import ConfigurationError
 from tandem.integrations.vllm.proposer import BatchRow, Drafts, entries_of
-from tandem.types import Proposal
+from tandem.model.types import Proposal
 
 METHOD = "ngram_gpu"
 """vLLM's name for the method in whose place Tandem drafts: one that needs no draft model, with which vLLM schedules

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from coordinator.settings.coordinator import CoordinatorSettings
-from draft_service.settings import DraftSettings
-from tandem.settings import ModelServerSettings, ServerSettings, load_settings
-from target_service.settings import TargetSettings
+from tandem.config.settings import ModelServerSettings, ServerSettings, load_settings
+from tandem_coordinator.settings.coordinator import CoordinatorSettings
+from tandem_draft.settings import DraftSettings
+from tandem_target.settings import TargetSettings
 from tests.deploy.compose import set_environment
 from tests.deploy.images import Dockerfile
 from tests.deploy.kubernetes.rendered import KUBERNETES, OVERLAYS, Manifests, named, rendered

@@ -15,12 +15,12 @@ import pytest
 
 from benchmarks import bench
 from benchmarks.bench import parse
-from benchmarks.common import rotated
 from benchmarks.contenders import CONTENDERS, Setup, prepared
 from benchmarks.pace import Pace
 from benchmarks.peers import Answer, Contender, Outcome, Workload
 from tandem.engine.core.jobs import StepRecord
 from tandem.errors import ConfigurationError
+from tandem_load.common import rotated
 from tests.paths import DEMO_DRAFT, ROOT
 
 

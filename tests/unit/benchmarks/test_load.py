@@ -13,9 +13,10 @@ from typing import Any
 import httpx2
 import pytest
 
-from benchmarks.common import read_options
-from benchmarks.load.fakes import Script
-from benchmarks.load.generator import (
+from tandem.errors import ConfigurationError, NotFoundError, ServiceUnavailableError
+from tandem_load.common import read_options
+from tandem_load.fakes import Script
+from tandem_load.generator import (
     SHAREGPT_OUTPUTS,
     SHAREGPT_PROMPTS,
     Arrival,
@@ -32,7 +33,6 @@ from benchmarks.load.generator import (
     served_model,
     waits_of,
 )
-from tandem.errors import ConfigurationError, NotFoundError, ServiceUnavailableError
 
 COUNT = 4000
 RATE = 25.0

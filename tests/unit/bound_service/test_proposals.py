@@ -14,11 +14,8 @@ from typing import Any, Protocol
 
 import pytest
 
-from bound_service.loading import BoundPair, load_pair
-from bound_service.service import BoundService
 from tandem.errors import ConfigurationError
-from tandem.model_sources.bundled import demo_pair
-from tandem.types import (
+from tandem.model.types import (
     Delta,
     DraftOptions,
     Grammar,
@@ -31,8 +28,11 @@ from tandem.types import (
     TokenRow,
     VerifyStep,
 )
-from target_service.service import TargetService
-from target_service.settings import TargetSettings
+from tandem.model_sources.bundled import demo_pair
+from tandem_bound.loading import BoundPair, load_pair
+from tandem_bound.service import BoundService
+from tandem_target.service import TargetService
+from tandem_target.settings import TargetSettings
 from tests.end_to_end.models import load_reference, random_model, save_model, six_tokens
 from tests.heads import (
     FLAGS,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from coordinator.replicas.compatibility import Deployment
 from tandem.config import SpeculativeConfig
-from tandem.types import ModelInfo
+from tandem.model.types import ModelInfo
+from tandem_coordinator.replicas.compatibility import Deployment
 
 TARGET = ModelInfo(
     name="big",

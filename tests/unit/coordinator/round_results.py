@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.stats.rounds import RoundCost, RoundResult
+from tandem_coordinator.stats.rounds import RoundCost, RoundResult
 
 
 def round_result(

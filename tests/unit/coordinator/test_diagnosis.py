@@ -7,15 +7,23 @@ from typing import Any
 
 import pytest
 
-from coordinator.admin.administration import state_of
-from coordinator.admin.diagnosis import acceptance, diagnose, relative_cost
-from coordinator.settings.coordinator import CoordinatorSettings
-from coordinator.stats.speculation import cumulative_rates
 from tandem import __version__
-from tandem.admin import CoordinatorState, Finding, Load, Severity, SpeculationSettings, Status, Throughput
-from tandem.replica import ReplicaSnapshot, ReplicaState, Role, is_last_target
-from tandem.speculation_state import SpeculationState
-from tandem.types import Coverage, ModelInfo, PositionStats, SpeculationStats
+from tandem.model.admin import (
+    CoordinatorState,
+    Finding,
+    Load,
+    Severity,
+    SpeculationSettings,
+    Status,
+    Throughput,
+)
+from tandem.model.replica import ReplicaSnapshot, ReplicaState, Role, is_last_target
+from tandem.model.speculation_state import SpeculationState
+from tandem.model.types import Coverage, ModelInfo, PositionStats, SpeculationStats
+from tandem_coordinator.admin.administration import state_of
+from tandem_coordinator.admin.diagnosis import acceptance, diagnose, relative_cost
+from tandem_coordinator.settings.coordinator import CoordinatorSettings
+from tandem_coordinator.stats.speculation import cumulative_rates
 from tests.unit.coordinator.cli.samples import NOW, SPECULATION_OFF
 
 MODEL = ModelInfo("big", "LlamaForCausalLM", 100, "same", 64, "float32", (1,), __version__, 7)

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from coordinator.rejection.strategies import RESIDUAL, checked_strategy
-from coordinator.requests.plan import requested_options
-from coordinator.settings.coordinator import CoordinatorSettings
-from coordinator.settings.live import LiveConfig
-from tandem.admin import ConfigOption
+from tandem.acceptance.strategies import RESIDUAL, checked_strategy
 from tandem.config import SpeculativeConfig
 from tandem.config.layers import Origin
 from tandem.errors import InvalidRequestError
-from tandem.types import GenerationRequest
+from tandem.model.admin import ConfigOption
+from tandem.model.types import GenerationRequest
+from tandem_coordinator.requests.plan import requested_options
+from tandem_coordinator.settings.coordinator import CoordinatorSettings
+from tandem_coordinator.settings.live import LiveConfig
 from tests.unit.coordinator.model_infos import INF
 
 BROKEN: list[tuple[dict[str, Any], str]] = [
@@ -94,7 +94,7 @@ def option(config: LiveConfig, name: str) -> ConfigOption:
 def test_a_change_is_recorded_with_author_and_time(caplog: pytest.LogCaptureFixture) -> None:
     config = live(num_speculative_tokens=3)
     before = config.current
-    with caplog.at_level(logging.INFO, "coordinator.settings.live"):
+    with caplog.at_level(logging.INFO, "tandem_coordinator.settings.live"):
         (changed,) = config.change({"num-speculative-tokens": "6"}, (), "ipv4:10.0.0.7:1234")
     assert (changed.name, changed.value, changed.origin, changed.changed_by) == (
         *("num_speculative_tokens", 6, Origin.LIVE),

@@ -16,15 +16,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draft_service.proposers import DraftedSequence, ahead
-from draft_service.proposers.ahead import OutcomeHistory, Ranking, rank
-from draft_service.proposers.drafting import propose_head
-from draft_service.proposers.mapped import Vocabularies
-from draft_service.proposers.standalone import StandaloneProposer, StandaloneSequence
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.engine.rows import TORCH_SAMPLER
 from tandem.errors import InvalidRequestError
-from tandem.types import (
+from tandem.model.types import (
     MAX_AHEAD_TOKENS,
     AheadBudget,
     Delta,
@@ -37,6 +32,12 @@ from tandem.types import (
     SparseDistribution,
 )
 from tandem.wire.draft import answers_to_proto
+from tandem_draft.proposers import DraftedSequence, ahead
+from tandem_draft.proposers.ahead import OutcomeHistory, Ranking, rank
+from tandem_draft.proposers.drafting import propose_head
+from tandem_draft.proposers.mapping import Vocabularies
+from tandem_draft.proposers.sequence import StandaloneSequence
+from tandem_draft.proposers.standalone import StandaloneProposer
 from tests.paths import DEVICE
 from tests.service.clients import until
 from tests.unit.engine.greedy import running

@@ -16,21 +16,11 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from draft_service.proposers import DraftedSequence
-from draft_service.proposers.drafting import (
-    Drafting,
-    Outcome,
-    SharedTokens,
-    propose_head,
-    propose_where_logits_are,
-)
-from draft_service.proposers.mapped import MAX_TARGETS, MappedSequence, Vocabularies
-from draft_service.proposers.standalone import StandaloneProposer, StandaloneSequence
 from tandem.engine.core.jobs import Continue, Job
 from tandem.engine.models.checkpoint import vocabulary_hash
 from tandem.engine.models.loading import load_model
 from tandem.errors import ConfigurationError, InvalidRequestError, ServiceUnavailableError
-from tandem.types import (
+from tandem.model.types import (
     Delta,
     DraftOptions,
     Grammar,
@@ -43,7 +33,19 @@ from tandem.types import (
     TargetTokenizer,
     VocabularyMapping,
 )
-from tandem.vocabulary import Vocabulary
+from tandem.model.vocabulary import Vocabulary
+from tandem_draft.proposers import DraftedSequence
+from tandem_draft.proposers.drafting import (
+    Drafting,
+    Outcome,
+    SharedTokens,
+    propose_head,
+    propose_where_logits_are,
+)
+from tandem_draft.proposers.mapped import MappedSequence
+from tandem_draft.proposers.mapping import MAX_TARGETS, Vocabularies
+from tandem_draft.proposers.sequence import StandaloneSequence
+from tandem_draft.proposers.standalone import StandaloneProposer
 from tests.paths import DEMO_TARGET, DEVICE
 from tests.service.other_tokenizer import renumbered
 from tests.unit.draft_service.test_ahead import (

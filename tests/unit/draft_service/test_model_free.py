@@ -16,16 +16,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from draft_service.proposers.model_free import ModelFreeSequence, TokenIndex, TokenState
-from draft_service.proposers.ngram import NgramIndex, ngram_proposer
-from draft_service.proposers.repeats import Odds, Repeats
-from draft_service.proposers.suffix import ResponseCache, SuffixIndex, SuffixTree, suffix_proposer
-from draft_service.service import DraftService
-from draft_service.settings import DraftSettings
+from tandem.config.settings import load_settings
 from tandem.config.speculative import DraftingOptions, LookupMatch
 from tandem.errors import ConfigurationError, InvalidRequestError
-from tandem.settings import load_settings
-from tandem.types import Delta, DraftOptions, ProposeStep, RowKind, SamplingParams
+from tandem.model.types import Delta, DraftOptions, ProposeStep, RowKind, SamplingParams
+from tandem_draft.proposers.model_free import ModelFreeSequence, TokenIndex, TokenState
+from tandem_draft.proposers.ngram import NgramIndex, ngram_proposer
+from tandem_draft.proposers.repeats import Odds, Repeats
+from tandem_draft.proposers.suffix import ResponseCache, SuffixIndex, SuffixTree, suffix_proposer
+from tandem_draft.service import DraftService
+from tandem_draft.settings import DraftSettings
 from tests.end_to_end.processes import run
 from tests.paths import DEMO_EAGLE3
 
@@ -356,8 +356,8 @@ async def test_a_sequence_that_may_become_too_long_is_refused() -> None:
 def test_the_service_starts_without_torch() -> None:
     script = (
         "import sys\n"
-        "from draft_service.service import DraftService\n"
-        "from draft_service.settings import DraftSettings\n"
+        "from tandem_draft.service import DraftService\n"
+        "from tandem_draft.settings import DraftSettings\n"
         "for method in ('ngram', 'suffix'):\n"
         "    info = DraftService(DraftSettings(method=method)).load()[0].model_info\n"
         "    assert (info.name, info.architecture, info.vocabulary_size) == (method, method, 0)\n"

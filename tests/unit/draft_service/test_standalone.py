@@ -10,16 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from draft_service.proposers.drafting import Drafting, propose_head, propose_where_logits_are
-from draft_service.proposers.standalone import StandaloneProposer
 from tandem.engine.core.jobs import Continue, Done, Failed, Job
 from tandem.engine.kv_cache.arena import PageTable
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.models.loading import load_model
 from tandem.errors import InvalidRequestError
-from tandem.sampling.noise import sample, target_keys
-from tandem.sampling.warping import warp
-from tandem.types import (
+from tandem.model.sampling.noise import sample, target_keys
+from tandem.model.sampling.warping import warp
+from tandem.model.types import (
     Delta,
     DraftOptions,
     Proposal,
@@ -28,6 +26,8 @@ from tandem.types import (
     SamplingParams,
     SparseDistribution,
 )
+from tandem_draft.proposers.drafting import Drafting, propose_head, propose_where_logits_are
+from tandem_draft.proposers.standalone import StandaloneProposer
 from tests.paths import DEVICE
 from tests.unit.draft_service.test_ahead import proposing
 from tests.unit.engine.tiny_models import CONFIGS, save_checkpoint

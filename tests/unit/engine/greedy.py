@@ -19,7 +19,7 @@ from tandem.engine.interface import EngineSettings
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.engine.models.loading import LoadedModel
 from tandem.engine.steps import ModelRunner
-from tandem.types import Delta
+from tandem.model.types import Delta
 from tests.service.clients import until
 
 EngineT = TypeVar("EngineT", bound=Engine[Any, Any])

@@ -20,9 +20,9 @@ from tandem.engine.interface import RowRequest
 from tandem.engine.rows import adjusted, masked, penalized
 from tandem.engine.rows import verifications as of_cpu
 from tandem.errors import InvalidRequestError
-from tandem.sampling.noise import recovery_keys, sample, target_keys
-from tandem.sampling.warping import warp
-from tandem.types import (
+from tandem.model.sampling.noise import recovery_keys, sample, target_keys
+from tandem.model.sampling.warping import warp
+from tandem.model.types import (
     Delta,
     DenseRow,
     IntArray,
@@ -35,7 +35,7 @@ from tandem.types import (
     Verification,
     VerifyStep,
 )
-from target_service.verifier import check_ids
+from tandem_target.verifier import check_ids
 from tests.paths import DEVICE
 from tests.unit.engine.verified import verifications, verified
 from tests.unit.tandem.tiny_grammars import VOCABULARY_SIZE as SMALL_VOCABULARY

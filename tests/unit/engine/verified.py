@@ -6,7 +6,7 @@ import torch
 
 from tandem.engine import rows
 from tandem.engine.interface import RowRequest
-from tandem.types import Verification
+from tandem.model.types import Verification
 from tests.paths import DEVICE
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tandem import vllm_contract
+from tandem.engine_vllm import contract as vllm_contract
 from tandem.engine_vllm.adapter import gpus_to_itself, prepare_process
+from tandem.engine_vllm.contract import check_engine, check_runner, differing, lacking
 from tandem.errors import ConfigurationError
-from tandem.vllm_contract import check_engine, check_runner, differing, lacking
 
 
 class _Executor:

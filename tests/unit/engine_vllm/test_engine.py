@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from draft_service.proposers.drafting import propose_where_logits_are
-from draft_service.proposers.standalone import StandaloneProposer
 from tandem.engine.core.engine import RowEngine
 from tandem.engine.interface import EngineSettings, RowRequest
 from tandem.engine.kv_cache.sequence import Sequence
@@ -20,7 +18,7 @@ from tandem.engine.models.checkpoint import open_checkpoint
 from tandem.engine_vllm.engine import VllmModel
 from tandem.engine_vllm.worker import Step
 from tandem.errors import TandemError
-from tandem.types import (
+from tandem.model.types import (
     Delta,
     DraftOptions,
     Proposal,
@@ -31,6 +29,8 @@ from tandem.types import (
     TokenRow,
     VerifyStep,
 )
+from tandem_draft.proposers.drafting import propose_where_logits_are
+from tandem_draft.proposers.standalone import StandaloneProposer
 from tests.paths import DEMO_DRAFT
 from tests.unit.draft_service.test_ahead import (
     BUDGET,

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from draft_service.proposers.standalone import load_standalone
-from draft_service.settings import DraftSettings
+from tandem.config.settings import load_settings
 from tandem.engine_vllm import engine
 from tandem.errors import ConfigurationError
 from tandem.model_sources import hub
 from tandem.model_sources.find import checked_folder
-from tandem.settings import load_settings
-from target_service.settings import TargetSettings
-from target_service.verifier import load_verifier
+from tandem_draft.proposers.standalone import load_standalone
+from tandem_draft.settings import DraftSettings
+from tandem_target.settings import TargetSettings
+from tandem_target.verifier import load_verifier
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
 
 EACH_REACHES_IT: Mapping[str, tuple[str, object]] = {

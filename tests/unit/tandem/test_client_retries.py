@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.client import NO_RETRIES, Retries, Tries
+from tandem.clients.client import NO_RETRIES, Retries, Tries
 from tandem.errors import (
     CapacityError,
     DeadlineError,
@@ -15,7 +15,7 @@ from tandem.errors import (
     ServiceUnavailableError,
     TandemError,
 )
-from tandem.types import Chunk
+from tandem.model.types import Chunk
 
 AWAY = ServiceUnavailableError("away")
 UNIFORMS = st.floats(0.0, 1.0, exclude_max=True)

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from coordinator.rejection.strategies import STRATEGIES
-from coordinator.settings.coordinator import ConfigSettings, CoordinatorSettings
-from draft_service.settings import DraftSettings
+from tandem.acceptance.strategies import STRATEGIES
 from tandem.config import SpeculativeConfig
 from tandem.config import names as acceptance_names
 from tandem.config.layers import Origin, command_line, read_options
 from tandem.config.names import METHODS, REFUSED_METHODS, REFUSED_OPTIONS, as_torch, inferred_method
 from tandem.config.options import ALIASES, Options
+from tandem.config.settings import load_settings
 from tandem.errors import ConfigurationError
-from tandem.settings import load_settings
-from target_service.settings import TargetSettings
+from tandem_coordinator.settings.coordinator import ConfigSettings, CoordinatorSettings
+from tandem_draft.settings import DraftSettings
+from tandem_target.settings import TargetSettings
 from tests.commands import Commands
 
 ADDRESS = ("--target-address", "127.0.0.1:1")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.fair_places import FairPlaces, extra_places
+from tandem.serving.fair_places import FairPlaces, extra_places
 
 CLIENTS = ("", "192.0.2.1", "192.0.2.2", "192.0.2.3")
 

@@ -18,10 +18,10 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from coordinator.requests.grammars import CheckedGrammars
 from tandem.errors import InvalidRequestError
-from tandem.grammar import Grammars, known_tokens
-from tandem.types import Grammar, GrammarKind
+from tandem.model.grammar import Grammars, known_tokens
+from tandem.model.types import Grammar, GrammarKind
+from tandem_coordinator.requests.grammars import CheckedGrammars
 from tests.paths import DEMO_TARGET
 from tests.unit.tandem.tiny_grammars import (
     EOS,
@@ -303,7 +303,7 @@ async def test_262k_tokens_are_learnt_once_and_before_the_first_grammar(
         learnt_in.append(threading.current_thread().name)
         return known_tokens(*arguments, **named)
 
-    monkeypatch.setattr("tandem.grammar.known_tokens", counted)
+    monkeypatch.setattr("tandem.model.grammar.known_tokens", counted)
     content = _tokenizer_of(262_144)
     grammars = Grammars(lambda: content, 262_144, [0])
     await grammars.prepare()
@@ -324,7 +324,7 @@ async def test_a_tokenizer_that_cannot_be_read_is_tried_once_and_ends_no_start(
         tried.append(1)
         raise ValueError("no bytes")
 
-    monkeypatch.setattr("tandem.grammar.known_tokens", refuse)
+    monkeypatch.setattr("tandem.model.grammar.known_tokens", refuse)
     grammars = Grammars(lambda: "{}", 1, [])
     await grammars.prepare()
     for _ in range(2):

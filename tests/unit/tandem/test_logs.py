@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.logs import LogFormat, formatter_of
+from tandem.telemetry.logs import LogFormat, formatter_of
 
 FORGED = (
     "gone\n2026-01-01T00:00:00.000+00:00 error   coordinator: forged \x1b[31m\x9b2J\x7f\x85\u2028\u202e\ud800"

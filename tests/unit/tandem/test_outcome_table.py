@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.outcome_table import OutcomeTable
-from tandem.types import Delta, DraftedOutcomes, RowKind, TokenRow, Verification, VerifyStep
+from tandem.model.outcome_table import OutcomeTable
+from tandem.model.types import Delta, DraftedOutcomes, RowKind, TokenRow, Verification, VerifyStep
 
 
 def test_continuations_grow_depth_by_depth() -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.settings.coordinator import CoordinatorSettings
+from tandem.config.settings import load_settings
 from tandem.errors import ConfigurationError
 from tandem.rpc.addresses import Address, resolve, split_addresses
 from tandem.rpc.credentials import ReloadedFile
-from tandem.settings import load_settings
+from tandem_coordinator.settings.coordinator import CoordinatorSettings
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from tandem.errors import ConfigurationError, InvalidRequestError
-from tandem.types import Delta
-from tandem.vocabulary import SAMPLE_TEXT, SharedVocabulary, Transcript, Vocabulary
+from tandem.model.types import Delta
+from tandem.model.vocabulary import SAMPLE_TEXT, SharedVocabulary, Transcript, Vocabulary
 from tests.unit.tandem.tiny_tokenizers import END, KINDS, byte_level, sentencepiece_bpe, tokenizer_of
 
 PAIRS = [

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from llguidance import TokenizerWrapper
 
-from tandem.grammar import Grammars, GrammarState, MaskArray
-from tandem.types import Grammar, GrammarKind
+from tandem.model.grammar import Grammars, GrammarState, MaskArray
+from tandem.model.types import Grammar, GrammarKind
 
 TEXTS = ("a", "b", "ab", "ba", "c", "bc", "abc")
 EOS, THINK, THOUGHT = len(TEXTS), len(TEXTS) + 1, len(TEXTS) + 2

@@ -18,7 +18,7 @@ from tokenizers import (
     trainers,
 )
 
-from tandem.vocabulary import SAMPLE_TEXT
+from tandem.model.vocabulary import SAMPLE_TEXT
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"

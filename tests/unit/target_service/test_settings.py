@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
+from tandem.config.settings import load_settings
 from tandem.engine.core.jobs import StepRecord
 from tandem.engine.models.loading import load_model
 from tandem.errors import ConfigurationError
-from tandem.settings import load_settings
-from tandem.types import Delta, RowKind, SamplingParams, TargetOptions, VerifyStep
-from target_service.service import TargetService
-from target_service.settings import TargetSettings
-from target_service.verifier import load_verifier
+from tandem.model.types import Delta, RowKind, SamplingParams, TargetOptions, VerifyStep
+from tandem_target.service import TargetService
+from tandem_target.settings import TargetSettings
+from tandem_target.verifier import load_verifier
 from tests.paths import DEMO_TARGET
 from tests.service.clients import until
 

@@ -33,7 +33,7 @@ from tandem.engine.models.loading import LoadedModel
 from tandem.engine.rows import TORCH_SAMPLER, Sampler
 from tandem.engine.steps import BranchStep, Packing, StepBackend, run_modules
 from tandem.errors import ConfigurationError
-from tandem.types import SamplingParams
+from tandem.model.types import SamplingParams
 
 logger = logging.getLogger(__name__)
 

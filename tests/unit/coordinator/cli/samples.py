@@ -6,10 +6,10 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
 
-from tandem import admin
-from tandem.replica import ReplicaSnapshot, ReplicaState, Role
-from tandem.speculation_state import DecidingFigure, SpeculationDecision, SpeculationState
-from tandem.types import AheadStats, ModelInfo, PositionStats, SamplingDefaults, SpeculationStats
+from tandem.model import admin
+from tandem.model.replica import ReplicaSnapshot, ReplicaState, Role
+from tandem.model.speculation_state import DecidingFigure, SpeculationDecision, SpeculationState
+from tandem.model.types import AheadStats, ModelInfo, PositionStats, SamplingDefaults, SpeculationStats
 
 NOW = datetime(2026, 11, 21, 12, 30, 5, 250000, tzinfo=UTC)
 FIGURES = SpeculationStats(

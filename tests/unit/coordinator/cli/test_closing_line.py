@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.cli.generate import Record, closing_line
-from tandem.types import Chunk, FinishReason, GenerationRequest, SamplingParams, SpeculationStats, Summary
+from tandem.model.types import (
+    Chunk,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+    SpeculationStats,
+    Summary,
+)
+from tandem_coordinator.cli.generate import Record, closing_line
 
 LOW = "temperature 1e-05 is too low to compute and counts as 0: greedy"
 DEFAULTS = "temperature 0.2, top_p 0.9 by the server's defaults"

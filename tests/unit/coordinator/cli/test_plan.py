@@ -10,9 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.cli.plan import Fleet, PairOptions, StepTimes, break_even, fleet_plan, measured_rounds, plan
 from tandem.errors import ConfigurationError
-from tandem.speculation_state import SpeculationDecision
+from tandem.model.speculation_state import SpeculationDecision
+from tandem_coordinator.cli.plan import (
+    Fleet,
+    PairOptions,
+    StepTimes,
+    break_even,
+    fleet_plan,
+    measured_rounds,
+    plan,
+)
 from tests.commands import run_here
 
 

@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from bound_service.service import BoundService
-from coordinator.cli.serve import package_of
-from coordinator.cli.up import UpOptions, not_read, service_arguments, unequal_lengths
-from coordinator.settings.coordinator import CoordinatorSettings
-from draft_service.service import DraftService
-from draft_service.settings import DraftSettings
 from tandem.config.layers import _kind
+from tandem.config.settings import ServerSettings, load_settings
 from tandem.errors import ConfigurationError
 from tandem.model_sources import bundled
-from tandem.settings import ServerSettings, load_settings
-from target_service.service import TargetService
-from target_service.settings import TargetSettings
+from tandem_bound.service import BoundService
+from tandem_coordinator.cli.serve import package_of
+from tandem_coordinator.cli.up import UpOptions, not_read, service_arguments, unequal_lengths
+from tandem_coordinator.settings.coordinator import CoordinatorSettings
+from tandem_draft.service import DraftService
+from tandem_draft.settings import DraftSettings
+from tandem_target.service import TargetService
+from tandem_target.settings import TargetSettings
 from tests.commands import Commands
 from tests.paths import DEMO_DRAFT, DEMO_EAGLE3, DEMO_TARGET, SMOLLM2_EAGLE3
 
@@ -89,21 +89,21 @@ def test_a_drafting_head_is_hosted_by_the_target(
     arguments = service_arguments(options)
     assert arguments.draft is None
     assert value(arguments.target, "--draft-model") == str(head)
-    assert package_of("target", arguments.target) == "bound_service"
+    assert package_of("target", arguments.target) == "tandem_bound"
 
 
 def test_a_target_drafts_by_its_layers_where_the_method_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = service_arguments(UpOptions(target=str(DEMO_TARGET), method="mtp"))
     assert arguments.draft is None
     assert value(arguments.target, "--method") == "mtp"
-    assert package_of("target", arguments.target) == "bound_service"
-    assert package_of("target", service_arguments(UpOptions()).target) == "target_service"
+    assert package_of("target", arguments.target) == "tandem_bound"
+    assert package_of("target", service_arguments(UpOptions()).target) == "tandem_target"
     monkeypatch.setenv("TANDEM_SPECULATIVE_METHOD", "mtp")
-    assert package_of("target", ["--model", "x"]) == "bound_service"
-    assert package_of("target", ["--method", "extract_hidden_states"]) == "target_service"
-    assert package_of("draft", []) == "draft_service"
+    assert package_of("target", ["--model", "x"]) == "tandem_bound"
+    assert package_of("target", ["--method", "extract_hidden_states"]) == "tandem_target"
+    assert package_of("draft", []) == "tandem_draft"
     monkeypatch.setenv("TANDEM_SPECULATIVE_METHOD", "ngram")
-    assert package_of("target", ["--model", "x"]) == "target_service"
+    assert package_of("target", ["--model", "x"]) == "tandem_target"
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_http_takes_another_port_where_its_own_is_taken(monkeypatch: pytest.Monk
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        monkeypatch.setattr("coordinator.cli.up.HTTP_PORT", taken.getsockname()[1])
+        monkeypatch.setattr("tandem_coordinator.cli.up.HTTP_PORT", taken.getsockname()[1])
         assert value(service_arguments(UpOptions()).coordinator, "--http-port") == "0"
     assert value(service_arguments(UpOptions(http_port=81)).coordinator, "--http-port") == "81"
     assert "--http-port" not in service_arguments(UpOptions(http=False)).coordinator

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from coordinator.cli.connection import Contexts, read_contexts
-from coordinator.cli.main import VERBS, app
 from tandem import __version__
+from tandem_coordinator.cli.connection import Contexts, read_contexts
+from tandem_coordinator.cli.main import VERBS, app
 from tests.commands import Commands
 
 
@@ -96,8 +96,8 @@ def test_every_verb_has_its_help_which_has_a_short_name(commands: Commands, word
 
 def test_the_help_of_the_program_imports_no_verb() -> None:
     code = (
-        "import sys; from coordinator.cli.main import app; app(['--help'], standalone_mode=False)\n"
-        "assert not {'pydantic', 'numpy', 'coordinator.cli.command'} & sys.modules.keys()"
+        "import sys; from tandem_coordinator.cli.main import app; app(['--help'], standalone_mode=False)\n"
+        "assert not {'pydantic', 'numpy', 'tandem_coordinator.cli.command'} & sys.modules.keys()"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert all(f"\n  {verb} " in shown.stdout for verb in VERBS)

@@ -9,11 +9,14 @@ from datetime import timedelta
 import pytest
 from rich.console import RenderableType
 
-from coordinator.admin.plain import plain
-from coordinator.cli.admin import pairs
-from coordinator.cli.command import as_text
-from coordinator.cli.doctor import clock, distance, doctor_view, version
-from coordinator.cli.views import (
+from tandem.errors import ConfigurationError
+from tandem.model.admin import Diagnosis, Severity
+from tandem.model.replica import Role
+from tandem_coordinator.admin.plain import plain
+from tandem_coordinator.cli.admin import pairs
+from tandem_coordinator.cli.command import as_text
+from tandem_coordinator.cli.doctor import clock, distance, doctor_view, version
+from tandem_coordinator.cli.views import (
     duration,
     replicas_view,
     request_view,
@@ -21,9 +24,6 @@ from coordinator.cli.views import (
     stats_view,
     status_view,
 )
-from tandem.admin import Diagnosis, Severity
-from tandem.errors import ConfigurationError
-from tandem.replica import Role
 from tests.snapshots import assert_matches
 from tests.unit.coordinator.cli.samples import BEFORE, FINDINGS, NOW, REPLICAS, REQUEST, STATS, STATUS
 

@@ -12,17 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from tokenizers import AddedToken, Tokenizer
 
-from coordinator.decoding.completion import (
-    Completion,
-    Detokenizer,
-    Limits,
-    StopStrings,
-    ThinkSpans,
-    think_spans,
-)
-from coordinator.decoding.logprobs import TokenRecorder, token_logprobs
 from tandem.errors import InvalidRequestError, ProtocolError
-from tandem.types import (
+from tandem.model.types import (
     Acceptance,
     Chunk,
     DenseRow,
@@ -39,6 +30,15 @@ from tandem.types import (
     TokenRow,
     Verification,
 )
+from tandem_coordinator.decoding.completion import (
+    Completion,
+    Detokenizer,
+    Limits,
+    StopStrings,
+    ThinkSpans,
+    think_spans,
+)
+from tandem_coordinator.decoding.logprobs import TokenRecorder, token_logprobs
 from tests.paths import DEMO_TARGET
 
 TOKENIZER = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))

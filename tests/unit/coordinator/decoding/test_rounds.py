@@ -8,14 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.decoding.completion import Completion, Detokenizer, Limits, StopStrings
-from coordinator.decoding.loop import generate
-from coordinator.decoding.rounds import RequestRounds
-from coordinator.decoding.tokenization import read_tokenizer
-from coordinator.rejection.rounds import KEYED, Round
-from coordinator.rejection.rules import greedy
-from coordinator.stats.rounds import RoundCost, RoundResult
-from tandem.types import (
+from tandem.acceptance.rounds import KEYED, Round
+from tandem.acceptance.rules import greedy
+from tandem.model.types import (
     Acceptance,
     Chunk,
     NextToken,
@@ -25,6 +20,11 @@ from tandem.types import (
     TokenRow,
     Verification,
 )
+from tandem_coordinator.decoding.completion import Completion, Detokenizer, Limits, StopStrings
+from tandem_coordinator.decoding.loop import generate
+from tandem_coordinator.decoding.rounds import RequestRounds
+from tandem_coordinator.decoding.tokenization import read_tokenizer
+from tandem_coordinator.stats.rounds import RoundCost, RoundResult
 from tests.paths import DEMO_TARGET
 
 ANSWER = Verification(0, ())

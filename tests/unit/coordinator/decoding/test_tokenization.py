@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from coordinator.decoding.tokenization import (
+from tandem_coordinator.decoding.tokenization import (
     TOKENIZER_FILE,
     PromptEncoder,
     max_bytes_per_token,

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from coordinator.http.chat import Chats
-from coordinator.http.tools import readable
 from tandem.bounded.process import MAX_WAITING
 from tandem.errors import CapacityError, InvalidRequestError, ModelFolderError
+from tandem_coordinator.http.chat import Chats
+from tandem_coordinator.http.tools import readable
 
 Make = Callable[..., Awaitable[Chats]]
 

@@ -15,16 +15,23 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from tokenizers import Tokenizer
 
-from coordinator.decoding.tokenization import PromptEncoder
-from coordinator.http.app import requests_of
-from coordinator.http.bodies import BodyReader, JsonShape, ignored_header
-from coordinator.http.chat import Chats
-from coordinator.http.schema import ChatBody, CompletionBody, Message, ResponsesBody, Sampled, field_rows
-from coordinator.requests.plan import Models
-from coordinator.requests.validation import BoundedRequest, TokenizedRequest
-from coordinator.settings.coordinator import CoordinatorSettings, HttpOptions
 from tandem.errors import InvalidRequestError
-from tandem.types import GenerationRequest, ModelInfo
+from tandem.model.types import GenerationRequest, ModelInfo
+from tandem_coordinator.decoding.tokenization import PromptEncoder
+from tandem_coordinator.http.app import requests_of
+from tandem_coordinator.http.bodies import BodyReader, JsonShape, ignored_header
+from tandem_coordinator.http.chat import Chats
+from tandem_coordinator.http.schema import (
+    ChatBody,
+    CompletionBody,
+    Message,
+    ResponsesBody,
+    Sampled,
+    field_rows,
+)
+from tandem_coordinator.requests.plan import Models
+from tandem_coordinator.requests.validation import BoundedRequest, TokenizedRequest
+from tandem_coordinator.settings.coordinator import CoordinatorSettings, HttpOptions
 from tests.paths import DEMO_TARGET
 
 TOKENIZER = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from coordinator.http import server as server_module
-from coordinator.http.answers import _disconnect
-from coordinator.http.server import HttpServer
-from coordinator.settings.coordinator import CoordinatorSettings
+from tandem_coordinator.http import server as server_module
+from tandem_coordinator.http.answers import _disconnect
+from tandem_coordinator.http.server import HttpServer
+from tandem_coordinator.settings.coordinator import CoordinatorSettings
 from tests.service.clients import until
 
 SECONDS = 10.0

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.http.tools import CallReader, Parser, Said, demanded, functions_of, parser_of
-from tandem.grammar import Grammars
+from tandem.model.grammar import Grammars
+from tandem_coordinator.http.tools import CallReader, Parser, Said, demanded, functions_of, parser_of
 from tests.paths import DEMO_TARGET
 from tests.unit.tandem.test_grammar import tokens_of
 

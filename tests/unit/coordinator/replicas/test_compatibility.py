@@ -8,7 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.replicas.compatibility import (
+from tandem.config import SpeculativeConfig
+from tandem.config.speculative import MAX_CONFIGURED_TOKENS
+from tandem.errors import IncompatibleModelsError
+from tandem.model.types import Coverage, DenseRow, GenerationRequest, ModelInfo, StepProfile, Verification
+from tandem.wire.target import answers_to_proto
+from tandem_coordinator.replicas.compatibility import (
     MODEL_RULES,
     Deployment,
     Fleet,
@@ -16,13 +21,8 @@ from coordinator.replicas.compatibility import (
     check_models,
     needs_mapping,
 )
-from coordinator.requests.validation import BoundedRequest
-from coordinator.settings.coordinator import CoordinatorSettings
-from tandem.config import SpeculativeConfig
-from tandem.config.speculative import MAX_CONFIGURED_TOKENS
-from tandem.errors import IncompatibleModelsError
-from tandem.types import Coverage, DenseRow, GenerationRequest, ModelInfo, StepProfile, Verification
-from tandem.wire.target import answers_to_proto
+from tandem_coordinator.requests.validation import BoundedRequest
+from tandem_coordinator.settings.coordinator import CoordinatorSettings
 from tests.unit.coordinator.model_infos import DRAFT, NGRAM, TARGET, deployment
 
 MODELS: list[tuple[str, Deployment, str]] = [

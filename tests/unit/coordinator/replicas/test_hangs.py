@@ -8,7 +8,9 @@ from itertools import pairwise
 
 import pytest
 
-from coordinator.replicas.hangs import (
+from tandem.errors import ServiceUnavailableError
+from tandem.model.types import Pending
+from tandem_coordinator.replicas.hangs import (
     MARGIN,
     MIN_SECONDS,
     SILENT_SECONDS,
@@ -18,9 +20,7 @@ from coordinator.replicas.hangs import (
     UnansweredSteps,
     VerificationTimes,
 )
-from coordinator.transport.target_client import ASK_AGAIN_SECONDS
-from tandem.errors import ServiceUnavailableError
-from tandem.types import Pending
+from tandem_coordinator.transport.target_client import ASK_AGAIN_SECONDS
 from tests.unit.coordinator.stats.test_speculation import Clock
 
 

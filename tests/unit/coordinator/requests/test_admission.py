@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from coordinator.requests.admission import Admission, peer_of_grpc, peer_of_host
-from coordinator.requests.validation import BoundedRequest
-from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.errors import CapacityError, DeadlineError, InvalidRequestError
-from tandem.types import GenerationRequest, Grammar, GrammarKind
+from tandem.model.types import GenerationRequest, Grammar, GrammarKind
+from tandem_coordinator.requests.admission import Admission, peer_of_grpc, peer_of_host
+from tandem_coordinator.requests.validation import BoundedRequest
+from tandem_coordinator.settings.coordinator import CoordinatorSettings
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.requests import chunks
-from coordinator.requests.chunks import ChunkPacer, ChunkQueue, Reader, stream_of
 from tandem.errors import DeadlineError, ServiceUnavailableError
-from tandem.types import Chunk, FinishReason, SpeculationStats, Summary, TokenLogprobs
+from tandem.model.types import Chunk, FinishReason, SpeculationStats, Summary, TokenLogprobs
+from tandem_coordinator.requests import chunks
+from tandem_coordinator.requests.chunks import ChunkPacer, ChunkQueue, Reader, stream_of
 
 
 def chunk(number: int) -> Chunk:

@@ -9,16 +9,16 @@ from typing import Any, cast
 
 import pytest
 
-from coordinator.decoding.tokenization import PromptEncoder
-from coordinator.replicas.compatibility import Fleet
-from coordinator.requests.plan import Models, Plan, keep_out, make_plan
-from coordinator.settings.coordinator import CoordinatorSettings
-from coordinator.settings.sampling import SamplingPolicy
 from tandem.config import SpeculativeConfig
 from tandem.errors import ConfigurationError, InvalidRequestError, ModelFolderError
-from tandem.sampling.defaults import sampling_defaults
+from tandem.model.sampling.defaults import sampling_defaults
+from tandem.model.types import GenerationRequest, SamplingDefaults
 from tandem.scopes import RequestScopes
-from tandem.types import GenerationRequest, SamplingDefaults
+from tandem_coordinator.decoding.tokenization import PromptEncoder
+from tandem_coordinator.replicas.compatibility import Fleet
+from tandem_coordinator.requests.plan import Models, Plan, keep_out, make_plan
+from tandem_coordinator.settings.coordinator import CoordinatorSettings
+from tandem_coordinator.settings.sampling import SamplingPolicy
 from tests.unit.coordinator.model_infos import DRAFT, NGRAM, TARGET
 
 OWN = SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.05, max_new_tokens=50)

@@ -8,14 +8,14 @@ from typing import Any
 import grpc
 import pytest
 
-from coordinator.rejection.strategies import STRATEGIES, resolve
-from coordinator.requests.plan import can_draft_ahead
-from coordinator.requests.validation import REQUEST_RULES, TokenizedRequest
+from tandem.acceptance.strategies import STRATEGIES, resolve
 from tandem.config import SpeculativeConfig
 from tandem.errors import InvalidRequestError, status_code
-from tandem.types import GenerationRequest, Grammar, GrammarKind, ModelInfo, RowKind
+from tandem.model.types import GenerationRequest, Grammar, GrammarKind, ModelInfo, RowKind
+from tandem_coordinator.requests.plan import can_draft_ahead
+from tandem_coordinator.requests.validation import REQUEST_RULES, TokenizedRequest
 from tests.unit.coordinator.model_infos import DRAFT, INF, NGRAM, TARGET
-from tests.unit.coordinator.rejection.builders import SAMPLED
+from tests.unit.tandem.acceptance.builders import SAMPLED
 
 NAN = float("nan")
 

@@ -7,13 +7,18 @@ from typing import Any
 
 import pytest
 
-from coordinator.speculation import report
-from coordinator.speculation.controller import TURN_ROUNDS, RequestSpeculation, SpeculationController, Terms
-from coordinator.speculation.gains import TEMPERATURE_RANGES, WINDOW, RequestKind, request_kind
-from coordinator.stats.rounds import RoundCost
-from tandem.replica import ReplicaSnapshot, ReplicaState, Role
-from tandem.speculation_state import DecidingFigure, SpeculationState
-from tandem.types import AheadBudget, ModelInfo, SpeculationStats, StepProfile
+from tandem.model.replica import ReplicaSnapshot, ReplicaState, Role
+from tandem.model.speculation_state import DecidingFigure, SpeculationState
+from tandem.model.types import AheadBudget, ModelInfo, SpeculationStats, StepProfile
+from tandem_coordinator.speculation import report
+from tandem_coordinator.speculation.controller import (
+    TURN_ROUNDS,
+    RequestSpeculation,
+    SpeculationController,
+    Terms,
+)
+from tandem_coordinator.speculation.gains import TEMPERATURE_RANGES, WINDOW, RequestKind, request_kind
+from tandem_coordinator.stats.rounds import RoundCost
 from tests.unit.coordinator.cli import samples
 from tests.unit.coordinator.round_results import round_result
 

@@ -9,17 +9,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.speculation.ahead import OUTCOMES, Unfinished, best_count, max_budget, tokens_after_hit
-from coordinator.speculation.costs import CostModel, ServiceCosts, Way
-from coordinator.speculation.gains import (
+from tandem.model.types import MAX_AHEAD_TOKENS, AheadBudget, StepProfile
+from tandem_coordinator.speculation.ahead import (
+    OUTCOMES,
+    Unfinished,
+    best_count,
+    max_budget,
+    tokens_after_hit,
+)
+from tandem_coordinator.speculation.costs import CostModel, ServiceCosts, Way
+from tandem_coordinator.speculation.gains import (
     FIRST_RATE,
     ConditionalRates,
     GainModel,
     RequestAcceptance,
     expected_tokens,
 )
-from coordinator.stats.rounds import RoundCost
-from tandem.types import MAX_AHEAD_TOKENS, AheadBudget, StepProfile
+from tandem_coordinator.stats.rounds import RoundCost
 
 PROFILE = StepProfile({(1, 1): 0.01, (1, 5): 0.014, (8, 1): 0.02, (8, 5): 0.06})
 

@@ -11,10 +11,15 @@ from statistics import fmean, median
 
 import pytest
 
-from coordinator.speculation.controller import TURN_SHARE, RequestSpeculation, SpeculationController, Terms
-from coordinator.speculation.gains import expected_tokens, request_kind
-from coordinator.stats.rounds import RoundCost, RoundResult
-from tandem.types import ModelInfo, StepCost, StepProfile
+from tandem.model.types import ModelInfo, StepCost, StepProfile
+from tandem_coordinator.speculation.controller import (
+    TURN_SHARE,
+    RequestSpeculation,
+    SpeculationController,
+    Terms,
+)
+from tandem_coordinator.speculation.gains import expected_tokens, request_kind
+from tandem_coordinator.stats.rounds import RoundCost, RoundResult
 from tests.unit.coordinator.round_results import round_result
 
 MAX_TOKENS = 6

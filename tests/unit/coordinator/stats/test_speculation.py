@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.stats.rounds import MAX_RANKS, RoundTally
-from coordinator.stats.speculation import (
+from tandem.model.types import AheadStats, PositionStats, SpeculationStats
+from tandem_coordinator.stats.rounds import MAX_RANKS, RoundTally
+from tandem_coordinator.stats.speculation import (
     StatsLog,
     TokenCounter,
     acceptance_length,
@@ -24,7 +25,6 @@ from coordinator.stats.speculation import (
     since,
     tokens_per_pass,
 )
-from tandem.types import AheadStats, PositionStats, SpeculationStats
 from tests.service.clients import until
 from tests.unit.coordinator.round_results import round_result
 

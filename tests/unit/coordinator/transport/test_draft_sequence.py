@@ -15,12 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.decoding.completion import Completion
-from coordinator.telemetry.observer import NO_OBSERVER
-from coordinator.transport.draft_client import DraftLimits, DraftSequence, check_proposal
-from coordinator.transport.streams import RemoteSequence, Streams
 from tandem.errors import ProtocolError
-from tandem.types import (
+from tandem.model.types import (
     AheadBudget,
     Delta,
     DraftOptions,
@@ -32,6 +28,10 @@ from tandem.types import (
 )
 from tandem.v1 import draft_pb2
 from tandem.wire import draft as wire
+from tandem_coordinator.decoding.completion import Completion
+from tandem_coordinator.telemetry.observer import NO_OBSERVER
+from tandem_coordinator.transport.draft_client import DraftLimits, DraftSequence, check_proposal
+from tandem_coordinator.transport.streams import RemoteSequence, Streams
 
 BUDGET = AheadBudget(4, 3)
 OPTIONS = DraftOptions("r", SamplingParams(temperature=0.0), ahead=BUDGET, row_kind=RowKind.TOKEN)

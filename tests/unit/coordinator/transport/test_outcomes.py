@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.transport.draft_client import PendingOutcomes
 from tandem.errors import ProtocolError
-from tandem.types import AheadBudget, DraftedOutcomes, Proposal, RowKind, SparseDistribution
+from tandem.model.types import AheadBudget, DraftedOutcomes, Proposal, RowKind, SparseDistribution
+from tandem_coordinator.transport.draft_client import PendingOutcomes
 
 VOCABULARY_SIZE = 12
 PREFIX = (7, 8, 9)

@@ -8,11 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from coordinator.rejection.strategies import resolve
-from coordinator.transport.target_client import check_rows
+from tandem.acceptance.strategies import resolve
 from tandem.config import SpeculativeConfig
 from tandem.errors import ProtocolError
-from tandem.types import (
+from tandem.model.types import (
     Delta,
     DenseRow,
     Proposal,
@@ -24,6 +23,7 @@ from tandem.types import (
     TokenRow,
     Verification,
 )
+from tandem_coordinator.transport.target_client import check_rows
 
 EMPTY, FULL = Proposal(3), Proposal(3, (7, 8))
 

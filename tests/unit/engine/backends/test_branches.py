@@ -19,7 +19,7 @@ from tandem.engine.core.jobs import StepRecord
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.engine.steps import BranchStep
 from tandem.errors import TandemError
-from tandem.types import Delta
+from tandem.model.types import Delta
 from tests.service.clients import until
 from tests.unit.engine.conftest import MakeModel, TinyModel
 from tests.unit.engine.greedy import RowsHead, plain_logits, rows, running

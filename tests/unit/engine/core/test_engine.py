@@ -30,7 +30,7 @@ from tandem.errors import (
     ServiceUnavailableError,
     TandemError,
 )
-from tandem.types import Delta
+from tandem.model.types import Delta
 from tests.service.clients import until
 from tests.unit.engine.conftest import MakeModel, TinyModel
 from tests.unit.engine.greedy import (

@@ -18,8 +18,16 @@ from tandem.engine.kv_cache.arena import PageTable
 from tandem.engine.kv_cache.paged_cache import PagedCache
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.errors import TandemError
-from tandem.types import Delta, RowKind, SamplingParams, TargetOptions, TokenRow, Verification, VerifyStep
-from target_service.verifier import Verifier
+from tandem.model.types import (
+    Delta,
+    RowKind,
+    SamplingParams,
+    TargetOptions,
+    TokenRow,
+    Verification,
+    VerifyStep,
+)
+from tandem_target.verifier import Verifier
 from tests.unit.engine.conftest import TinyModel
 from tests.unit.engine.greedy import most_probable, started
 from tests.unit.engine.kv_cache.test_pages import new_arena, new_sequence

@@ -32,7 +32,7 @@ from tandem.engine.kv_cache.arena import (
 from tandem.engine.kv_cache.paged_cache import PagedCache
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.errors import ConfigurationError, InvalidRequestError
-from tandem.types import Delta
+from tandem.model.types import Delta
 from tests.service.clients import until
 from tests.unit.engine.conftest import MakeModel, TinyModel
 from tests.unit.engine.greedy import Generation, GreedyHead, greedy, plain_greedy, running, settle

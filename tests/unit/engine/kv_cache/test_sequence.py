@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tandem.engine.kv_cache.arena import PageTable, accelerator_allowance, memory_allowance
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.errors import InvalidRequestError
-from tandem.types import Delta
+from tandem.model.types import Delta
 
 _IDS = st.lists(st.integers(0, 3), max_size=8)
 

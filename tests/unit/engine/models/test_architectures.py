@@ -13,7 +13,7 @@ import torch
 
 from tandem.engine.kv_cache.arena import bytes_of_page, group_layers
 from tandem.engine.models.loading import load_model
-from tandem.types import Delta
+from tandem.model.types import Delta
 from tests.paths import DEVICE
 from tests.unit.engine.backends.test_branches import Branches, poisoned, run_together
 from tests.unit.engine.conftest import MakeModel, TinyModel, saved_model

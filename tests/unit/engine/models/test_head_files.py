@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, zeros
 
-from bound_service.loading import HEADS
 from tandem.config.names import checkpoint_method
 from tandem.engine.models.heads.dflash import DFlashHead
 from tandem.engine.models.heads.eagle import Eagle3Head, EagleHead
@@ -21,6 +20,7 @@ from tandem.engine.models.heads.interface import DraftHead
 from tandem.engine.models.heads.mtp import MtpHead
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.errors import ModelFolderError
+from tandem_bound.loading import HEADS
 from tests.end_to_end.models import random_model, save_model
 from tests.heads import save_dflash, save_eagle, save_eagle3, save_medusa
 from tests.mtp_models import FAMILIES, MtpTarget

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.engine_vllm.contract import check_plugin
 from tandem.errors import ConfigurationError
 from tandem.integrations.vllm import TandemProposer
 from tandem.integrations.vllm.link import target_info, why_unfit
@@ -25,8 +26,7 @@ from tandem.integrations.vllm.proposer import (
     asks,
     sampling_of,
 )
-from tandem.types import AheadBudget, ModelInfo, Proposal, SamplingParams, SparseDistribution
-from tandem.vllm_contract import check_plugin
+from tandem.model.types import AheadBudget, ModelInfo, Proposal, SamplingParams, SparseDistribution
 from tests.service import vllm_stub
 
 

@@ -10,11 +10,11 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tandem.config.settings import ServerSettings
 from tandem.rpc.channels import open_channel
 from tandem.rpc.credentials import PLAIN, Credentials
 from tandem.serving.interceptors import Context
 from tandem.serving.server import Service, serve
-from tandem.settings import ServerSettings
 from tandem.v1 import generation_pb2, generation_pb2_grpc
 from tests.service.fakes import GenerateOnly
 

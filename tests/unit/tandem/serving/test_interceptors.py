@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tandem.rpc.credentials import Credentials
 from tandem.serving import interceptors
 from tandem.v1 import generation_pb2
-from target_service.servicer import TargetServicer
+from tandem_target.servicer import TargetServicer
 from tests.service.clients import until
 from tests.service.fakes import serving
 from tests.unit.tandem.serving.served import Scripted, health_of, running, texts_from

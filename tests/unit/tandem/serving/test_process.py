@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from tandem.logs import configure
 from tandem.serving.children import Child
+from tandem.telemetry.logs import configure
 from tests.end_to_end.processes import TANDEM, is_alive, run, until
 
 SECONDS = 60.0
 COMMANDS = {
-    "service": (sys.executable, "-P", "-m", "coordinator", "--port", "0", "--target-address", "127.0.0.1:1",
+    "service": (sys.executable, "-P", "-m", "tandem_coordinator", "--port", "0", "--target-address", "127.0.0.1:1",
         "--log-level", "error"),
     "command": (TANDEM, "config", "show", "--json"),
 }  # fmt: skip

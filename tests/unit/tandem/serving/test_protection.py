@@ -13,7 +13,7 @@ import trustme
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from pydantic import ValidationError
 
-from coordinator.settings.coordinator import CoordinatorSettings
+from tandem.config.settings import ServerSettings
 from tandem.errors import ConfigurationError, PermissionDeniedError, UnauthenticatedError
 from tandem.rpc.channels import open_channel
 from tandem.rpc.credentials import PLAIN, Credentials
@@ -28,7 +28,7 @@ from tandem.serving.protection import (
     token_source,
     warn_of_expiry,
 )
-from tandem.settings import ServerSettings
+from tandem_coordinator.settings.coordinator import CoordinatorSettings
 from tests.certificates import Files, issued
 from tests.unit.tandem.serving.served import Scripted, health_of, refusal, running, texts_from, texts_on
 

@@ -17,12 +17,12 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from tandem.config.settings import ServerSettings
 from tandem.errors import CapacityError, ConfigurationError, InvalidRequestError, TandemError
 from tandem.rpc.channels import open_channel
 from tandem.serving.healthcheck import Health, check, credentials_of
 from tandem.serving.interceptors import RunningCalls
 from tandem.serving.server import YOUNG_OBJECTS, Readiness, serve
-from tandem.settings import ServerSettings
 from tandem.v1 import generation_pb2, generation_pb2_grpc
 from tests.certificates import issued
 from tests.end_to_end.processes import run
@@ -119,7 +119,7 @@ async def test_a_drain_is_announced_to_all_and_waits_for_calls_but_not_for_watch
 FROZEN = """
 import gc
 from tandem.serving.server import main
-from tandem.settings import ServerSettings
+from tandem.config.settings import ServerSettings
 from tests.unit.tandem.serving.served import Scripted
 
 class Fake(Scripted):

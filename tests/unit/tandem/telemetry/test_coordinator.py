@@ -10,16 +10,16 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer
 
-from coordinator.decoding.completion import Completion, Detokenizer, Limits, StopStrings
-from coordinator.settings.coordinator import CoordinatorSettings
-from coordinator.telemetry.metrics import RequestMetrics, state_metrics
-from coordinator.telemetry.observed import ObservedRequest, ObservedRequests
-from coordinator.telemetry.observer import State
-from tandem.replica import ReplicaSnapshot, ReplicaState, Role
-from tandem.speculation_state import SpeculationDecision
+from tandem.model.replica import ReplicaSnapshot, ReplicaState, Role
+from tandem.model.speculation_state import SpeculationDecision
+from tandem.model.types import AheadStats, SpeculationStats
 from tandem.telemetry.metrics import Read, on_loop
 from tandem.telemetry.process import unit_of
-from tandem.types import AheadStats, SpeculationStats
+from tandem_coordinator.decoding.completion import Completion, Detokenizer, Limits, StopStrings
+from tandem_coordinator.settings.coordinator import CoordinatorSettings
+from tandem_coordinator.telemetry.metrics import RequestMetrics, state_metrics
+from tandem_coordinator.telemetry.observed import ObservedRequest, ObservedRequests
+from tandem_coordinator.telemetry.observer import State
 from tests.paths import DEMO_TARGET
 from tests.service.test_telemetry import MemoryExports
 from tests.unit.coordinator.round_results import round_result

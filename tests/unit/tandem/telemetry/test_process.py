@@ -18,11 +18,11 @@ from opentelemetry.sdk.resources import Resource
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client import Histogram as UsualHistogram
 
-from coordinator.telemetry.observed import probe_event_loop
 from tandem.errors import ConfigurationError
 from tandem.telemetry.metrics import Histogram, named, on_loop
 from tandem.telemetry.process import OtlpExports, Telemetry, to_otlp
 from tandem.telemetry.settings import TelemetryOptions, is_observed
+from tandem_coordinator.telemetry.observed import probe_event_loop
 from tests.end_to_end.processes import run
 from tests.service.clients import until
 
@@ -72,11 +72,11 @@ def test_telemetry_is_off_without_an_export(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_without_telemetry_its_libraries_are_not_even_imported() -> None:
     code = (
-        "import sys, coordinator.__main__, draft_service.__main__, target_service.__main__\n"
+        "import sys, tandem_coordinator.__main__, tandem_draft.__main__, tandem_target.__main__\n"
         "from coordinator.service import CoordinatorService\n"
         "from coordinator.settings.coordinator import CoordinatorSettings\n"
-        "from draft_service.settings import DraftSettings\n"
-        "from draft_service.service import DraftService\n"
+        "from tandem_draft.settings import DraftSettings\n"
+        "from tandem_draft.service import DraftService\n"
         "CoordinatorService(CoordinatorSettings(target_address='127.0.0.1:1'))\n"
         "DraftService(DraftSettings(speculative_method='ngram'))\n"
         "print(sorted({name.partition('.')[0] for name in sys.modules} & {'opentelemetry', 'prometheus_client'}))"

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.errors import InvalidRequestError, ProtocolError
-from tandem.types import (
+from tandem.model.types import (
     Cancel,
     Delta,
     DraftOptions,

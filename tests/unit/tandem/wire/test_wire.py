@@ -15,13 +15,12 @@ from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.transport.streams import RemoteSequence
-from tandem.admin import ConfigOption, CoordinatorState, Diagnosis
 from tandem.config.layers import Origin
 from tandem.errors import InvalidRequestError, ProtocolError
-from tandem.replica import ReplicaState, Role
-from tandem.speculation_state import DecidingFigure, SpeculationState
-from tandem.types import (
+from tandem.model.admin import ConfigOption, CoordinatorState, Diagnosis
+from tandem.model.replica import ReplicaState, Role
+from tandem.model.speculation_state import DecidingFigure, SpeculationState
+from tandem.model.types import (
     AheadBudget,
     AheadStats,
     Cancel,
@@ -59,6 +58,7 @@ from tandem.types import (
 from tandem.v1 import draft_pb2, generation_pb2, target_pb2, types_pb2
 from tandem.wire import admin, common, draft, generation, target
 from tandem.wire.status import Ending
+from tandem_coordinator.transport.streams import RemoteSequence
 from tests.unit.coordinator.cli.samples import FINDINGS, NOW, REPLICAS, REQUEST, STATS, STATUS
 
 FLOATS = st.floats(0.0, 1.0, width=32)

@@ -216,7 +216,8 @@ class Kernels:
         return probs
 
     def sample(self, probs: Tensor, keys: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """Sample as `tandem.sampling.noise.sample` does: probs float64 [R, V], keys int64 [R]; 0 for a row of zeros."""
+        """Sample as `tandem.model.sampling.noise.sample` does: probs float64 [R, V], keys int64 [R]; 0 for a row of
+        zeros."""
         probs, keys = probs.contiguous(), keys.contiguous()
         token_ids = None if token_ids is None else token_ids.contiguous()
         samples = torch.empty(probs.shape[0], dtype=torch.int64)

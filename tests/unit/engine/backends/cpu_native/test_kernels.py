@@ -19,9 +19,9 @@ from tandem.engine.core.selection import choose_backends
 from tandem.engine.models.loading import load_model
 from tandem.engine.rows import TORCH_SAMPLER, Sampler
 from tandem.errors import ConfigurationError
-from tandem.sampling.noise import sample
-from tandem.sampling.warping import warp
-from tandem.types import Delta, SamplingParams
+from tandem.model.sampling.noise import sample
+from tandem.model.sampling.warping import warp
+from tandem.model.types import Delta, SamplingParams
 from tests.unit.engine.conftest import MakeModel, TinyModel, torch_threads
 from tests.unit.engine.greedy import GreedyHead, RowsHead, greedy, plain_greedy, rows, running
 

@@ -1,0 +1,253 @@
+"""`tandem admin doctor`: finds problems from here and from the coordinator; and `tandem doctor draft`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tandem import __version__
+from tandem.clients.admin_client import DEFAULT_TIMEOUT_SECONDS, AdminClient
+from tandem.errors import PermissionDeniedError, ServiceUnavailableError, TandemError, UnauthenticatedError
+from tandem.model.admin import Diagnosis, Finding, Severity
+from tandem.model.types import ModelInfo
+from tandem.plural import plural
+from tandem.rpc.addresses import is_local
+from tandem.rpc.channels import DEFAULT_MESSAGE_LIMIT_BYTES, open_channel
+from tandem.rpc.credentials import Credentials
+from tandem_coordinator.cli.command import OutputOptions, command, option
+from tandem_coordinator.cli.connection import ConnectionOptions, Endpoint
+from tandem_coordinator.cli.main import Exit, app, exit_code
+from tandem_coordinator.cli.views import milliseconds
+
+SKEW_SECONDS = 1.0
+"""Clocks that differ by more make logs and traces of two machines hard to read together."""
+FAR_SECONDS = 0.2
+"""A round trip to the coordinator that a person notices at the start of each answer."""
+
+_MARKS = {
+    Severity.OK: Text("✓", style="green"),
+    Severity.WARNING: Text("!", style="bold yellow"),
+    Severity.PROBLEM: Text("✗", style="bold red"),
+}
+
+
+async def examine(options: ConnectionOptions) -> tuple[list[Finding], int]:
+    """Everything that can be found, and the exit code: 0 if requests can be completed."""
+    where = options.endpoint()
+    findings = [await _reached(where.address, options.timeout or DEFAULT_TIMEOUT_SECONDS)]
+    if findings[0].severity is Severity.PROBLEM:
+        return findings, Exit.UNREACHABLE
+    findings.append(transport(where))
+    try:
+        async with options.admin_client() as client:
+            round_trip = min(await round_trips(client, 5))  # the first one opens the connection
+            before = datetime.now().astimezone()
+            began = time.perf_counter()
+            diagnosis = await client.diagnose()
+            took = time.perf_counter() - began
+    except TandemError as error:
+        return [*findings, refused(where, error)], exit_code(error)
+    findings += [distance(round_trip), version(diagnosis), clock(before, took, diagnosis.time)]
+    findings += diagnosis.findings
+    has_problem = any(finding.severity is Severity.PROBLEM for finding in findings)
+    return findings, Exit.UNHEALTHY if has_problem else Exit.OK
+
+
+async def _reached(address: str, seconds: float) -> Finding:
+    if address.startswith("unix:"):
+        return Finding.ok("address", "a socket of this machine", address)
+    host, _, port = address.rpartition(":")
+    began = time.perf_counter()
+    try:
+        async with asyncio.timeout(seconds):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            writer.close()
+            await writer.wait_closed()
+    except (OSError, TimeoutError) as error:
+        reason = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        advice = "start the coordinator there, or name another with --address or tandem context use"
+        return Finding.problem("address", f"it cannot be reached: {reason}", advice, address)
+    took = milliseconds(time.perf_counter() - began)
+    return Finding.ok("address", f"it accepts connections, within {took}", address)
+
+
+async def round_trips(client: AdminClient, count: int) -> list[float]:
+    """Seconds of messages that ask for no work, and their answers."""
+    seconds = []
+    for _ in range(count):
+        began = time.perf_counter()
+        await client.is_serving()
+        seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def transport(where: Endpoint) -> Finding:
+    """Find whether others can read the connection."""
+    if where.credentials.uses_tls:
+        return Finding.ok("TLS", "the connection is encrypted")
+    if is_local(where.address):
+        return Finding.ok("TLS", "plain text, within this machine")
+    advice = "start the coordinator with --tls-cert-file and --tls-key-file, and give --tls-ca-file here"
+    return Finding.warning("TLS", "prompts, completions and the token travel in plain text", advice)
+
+
+def refused(where: Endpoint, error: TandemError) -> Finding:
+    """Reason why the coordinator could not be asked, though it is there."""
+    check, advice = "answer", ""
+    if isinstance(error, UnauthenticatedError | PermissionDeniedError):
+        check, advice = "token", "give the coordinator's admin token with --token-file"
+    elif isinstance(error, ServiceUnavailableError) and where.credentials.uses_tls:
+        advice = "check --tls-ca-file and --tls-server-name, and whether it speaks TLS at all"
+    elif isinstance(error, ServiceUnavailableError):
+        advice = "if it speaks TLS, give --tls or --tls-ca-file; else it may not be a coordinator"
+    return Finding.problem(check, str(error), advice, where.address)
+
+
+def distance(seconds: float) -> Finding:
+    """Compare the time of a round trip with what a person notices."""
+    words = f"{milliseconds(seconds)} from here to the coordinator and back"
+    if seconds <= FAR_SECONDS:
+        return Finding.ok("round trip", words)
+    return Finding.warning("round trip", words, "each answer begins that much later")
+
+
+def version(diagnosis: Diagnosis) -> Finding:
+    """Compare the versions of the two ends."""
+    there = diagnosis.version
+    if there == __version__:
+        return Finding.ok("version", f"{there} here and there")
+    advice = f"install tandem {there} here, or upgrade the coordinator"
+    return Finding.warning("version", f"{__version__} here, {there} there", advice)
+
+
+def clock(before: datetime, took: float, coordinator_time: datetime) -> Finding:
+    """Difference of the two clocks, assuming that the coordinator read its own halfway through the call."""
+    apart = abs((coordinator_time - before).total_seconds() - took / 2)
+    if apart - took / 2 <= SKEW_SECONDS:
+        return Finding.ok("clock", f"{milliseconds(apart)} apart, give or take {milliseconds(took / 2)}")
+    words = f"{apart:.1f} s apart: logs and traces of the two machines do not fit together"
+    return Finding.warning("clock", words, "synchronise the clocks of both machines (NTP)")
+
+
+def doctor_view(findings: Sequence[Finding]) -> RenderableType:
+    """All findings, each with what to do, and how many there are of each kind."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    for finding in findings:
+        words = f"{finding.subject}: {finding.detail}" if finding.subject else finding.detail
+        advice = f"\n→ {finding.advice}" if finding.advice else ""
+        table.add_row(_MARKS[finding.severity], finding.check, words + advice)
+    counts = Counter(finding.severity for finding in findings)
+    words = (
+        f"{plural(len(findings), 'check')}: {counts[Severity.OK]} fine, "
+        f"{plural(counts[Severity.WARNING], 'warning')}, {plural(counts[Severity.PROBLEM], 'problem')}"
+    )
+    return Group(table, "", words)
+
+
+# ---- tandem doctor draft
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceOptions:
+    """How to reach a service. No context is asked: these belong to coordinators, and so do their tokens."""
+
+    tls: bool = option("Connect by TLS.", "--tls", default=False)
+    tls_ca_file: Path | None = option("PEM file of the authorities to trust; implies --tls.")
+    tls_cert_file: Path | None = option("PEM file of your own certificate, for mutual TLS.")
+    tls_key_file: Path | None = option("PEM file of its key.")
+    tls_server_name: str = option("Name in the service's certificate, where not the address's.", default="")
+    token_file: Path | None = option("File whose first line is the service's token.")
+    timeout: float = option("Seconds that an answer may take.", default=10.0, min=0.1)
+    target: str | None = option(
+        "Target that it shall draft for, reached in the same way: checks the coordinator's rules for both.",
+        metavar="ADDRESS",
+    )
+
+
+@command(app, "10.0.0.7:50052", "127.0.0.1:50052 --json", name="doctor draft")
+async def doctor_draft(
+    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="host:port of the draft service.")],
+    service: ServiceOptions,
+    output: OutputOptions,
+) -> None:
+    """Play the protocol of draft services against one, ours or another's (docs/protocol.md).
+
+    A line for each check: order, idempotence, rollback, what is stale, malformed or torn, and drafting ahead within its
+    budgets. With --target the coordinator's rules for a draft and its target are checked as well. It opens a few short
+    sequences; run it against a service that is idle, since batches of several sequences may change a model's ties.
+    Exits 0 when all checks pass, 1 when one fails, 4 when the service cannot be reached.
+    """
+    # Only where it is asked for
+    from tandem_coordinator.transport.conformance import conformance
+    from tandem_coordinator.transport.draft_client import DraftClient
+
+    credentials = Credentials.of(asdict(service))
+    async with open_channel(address, DEFAULT_MESSAGE_LIMIT_BYTES, credentials) as channel:
+        findings = await conformance(channel, service.timeout)
+        target = (
+            None
+            if service.target is None
+            else await _target_info(service.target, credentials, service.timeout)
+        )
+        findings += model_rules(await DraftClient(channel).model_info(), target)
+    conforms = all(finding.severity is not Severity.PROBLEM for finding in findings)
+    output.show({"conforms": conforms, "findings": findings}, lambda: doctor_view(findings))
+    if not conforms:
+        raise typer.Exit(Exit.FAILED)
+
+
+_OF_CONFIGURATION = frozenset({"drafting-method", "configured-max-length"})
+"""Rules that only options of the coordinator can break."""
+
+
+async def _target_info(address: str, credentials: Credentials, seconds: float) -> ModelInfo:
+    from tandem_coordinator.transport.target_client import TargetClient
+
+    async with open_channel(address, DEFAULT_MESSAGE_LIMIT_BYTES, credentials) as channel:
+        try:
+            async with asyncio.timeout(seconds):
+                return await TargetClient(channel).model_info()
+        except TimeoutError:
+            raise ServiceUnavailableError(f"target service: no answer within {seconds:g} s") from None
+
+
+def model_rules(draft: ModelInfo, target: ModelInfo | None) -> list[Finding]:
+    """A finding for each of the coordinator's rules for a draft and its target, by the default options, and one that
+    names the rules that cannot be checked from here."""
+    from tandem.config import SpeculativeConfig
+    from tandem_coordinator.replicas.compatibility import MODEL_RULES, Deployment, needs_mapping
+
+    findings = []
+    unchecked = [rule.name for rule in MODEL_RULES if target is None or rule.name in _OF_CONFIGURATION]
+    if target is not None:
+        deployment = Deployment(SpeculativeConfig(), target, draft)
+        for rule in MODEL_RULES:
+            if rule.name in unchecked:
+                continue
+            if sentences := list(rule.broken_by(deployment)):
+                findings.append(
+                    Finding.problem(rule.name, "; ".join(sentences), "a coordinator refuses the pair")
+                )
+            else:
+                findings.append(Finding.ok(rule.name, rule.requirement.replace("`", "")))
+        if needs_mapping(draft, target):
+            unchecked.append("share of the draft's text that the mapping keeps")
+    advice = "tandem admin doctor checks them in a running cluster"
+    if target is None:
+        advice = f"name the draft's target with --target; {advice}"
+    words = f"rules of the coordinator that need its options or a target: {', '.join(unchecked)}"
+    return [*findings, Finding.warning("not checked", words, advice)]

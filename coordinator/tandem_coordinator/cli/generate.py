@@ -1,0 +1,396 @@
+"""`tandem generate` and `tandem chat`: complete a prompt or answer a chat, and show what the draft guessed right."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tandem.clients.client import Client, as_message
+from tandem.clients.sync_client import SyncClient
+from tandem.errors import ConfigurationError, InvalidRequestError
+from tandem.model.sampling.defaults import DEFAULT_NAMES
+from tandem.model.types import ChatMessage, Chunk, GenerationRequest, RowKind, SamplingParams, Summary
+from tandem.plural import plural
+from tandem.serving.standard_streams import write_out
+from tandem_coordinator.cli.command import command, option, plain_table, print_parts
+from tandem_coordinator.cli.connection import ConnectionOptions
+from tandem_coordinator.cli.main import app
+from tandem_coordinator.cli.views import percent
+from tandem_coordinator.stats.rounds import hit_rate
+from tandem_coordinator.stats.speculation import (
+    acceptance_rate,
+    describe,
+    describe_sampling,
+    summed,
+    tokens_per_pass,
+)
+
+ACCEPTED_STYLE = "green"
+"""Colour of the tokens that the draft proposed and the target accepted."""
+
+
+@dataclass(slots=True)
+class Record:
+    """A completion as it was received."""
+
+    started: float = field(default_factory=time.perf_counter)
+    chunks: list[Chunk] = field(default_factory=list)
+    first_token_seconds: float = 0.0
+    total_seconds: float = 0.0
+
+    def add(self, chunk: Chunk, console: Console | None = None) -> None:
+        """Record a chunk and its time of arrival, and show it on a console."""
+        self.total_seconds = time.perf_counter() - self.started
+        if not any(each.token_ids for each in self.chunks):
+            self.first_token_seconds = self.total_seconds
+        self.chunks.append(chunk)
+        if console is not None:
+            accepted = f"bold {ACCEPTED_STYLE}" if chunk.drafted_ahead else ACCEPTED_STYLE
+            tokens = zip(texts_of_tokens(chunk), chunk.drafted, strict=True)
+            parts = ((text, accepted if drafted else "") for text, drafted in tokens)
+            console.print(Text.assemble(*parts), end="")
+            console.file.flush()
+
+    @property
+    def whole(self) -> Chunk:
+        """All chunks so far as one."""
+        return Chunk.joined(self.chunks or [Chunk("", (), (), ())])
+
+    @property
+    def summary(self) -> Summary:
+        """The summary of a completion that has ended."""
+        summary = self.chunks[-1].summary
+        assert summary is not None
+        return summary
+
+    def as_dict(self) -> dict[str, object]:
+        """The result of `--json`."""
+        whole, summary = self.whole, self.summary
+        return {
+            "text": whole.text,
+            "token_ids": whole.token_ids,
+            **({"logprobs": [*self._logprobs()]} if whole.logprobs else {}),
+            "finish_reason": summary.finish_reason.value,
+            "usage": {"prompt_tokens": summary.prompt_tokens, "completion_tokens": summary.completion_tokens},
+            "speculation": describe(summary.speculation, summary.speculation_state),
+            **({} if summary.sampling is None else {"sampling": describe_sampling(summary.sampling)}),
+            "rounds": [
+                {
+                    "proposed": chunk.proposed,
+                    "accepted": sum(chunk.drafted),
+                    "tokens": len(chunk.token_ids),
+                    "drafted_ahead": chunk.drafted_ahead,
+                }
+                for chunk in self.chunks
+            ],
+            "timing": {
+                "time_to_first_token_seconds": round(self.first_token_seconds, 6),
+                "tokens_per_second": round(len(whole.token_ids) / self.total_seconds, 3),
+            },
+            "request_id": summary.request_id,
+            "seed": summary.seed,
+        }
+
+    def logprob_table(self) -> Table:
+        """A row for each token: its text, its probability, and the most probable tokens at its position."""
+        table = plain_table("TOKEN", ">ID", ">LOGPROB", ">PROB", "MOST PROBABLE (ID: LOGPROB)")
+        for each in self._logprobs():
+            table.add_row(
+                Text(repr(each["text"])),
+                str(each["token_id"]),
+                f"{each['logprob']:.3f}",
+                percent(math.exp(each["logprob"])),
+                ", ".join(f"{top['token_id']}: {top['logprob']:.3f}" for top in each["top"]),
+            )
+        return table
+
+    def _logprobs(self) -> Iterator[dict[str, Any]]:
+        whole = self.whole
+        texts = texts_of_tokens(whole)
+        for text, token_id, position in zip(texts, whole.token_ids, whole.logprobs, strict=True):
+            tops = zip(position.top_token_ids, position.top_logprobs, strict=True)
+            top = [{"token_id": top_id, "logprob": logprob} for top_id, logprob in tops]
+            yield {"text": text, "token_id": token_id, "logprob": position.logprob, "top": top}
+
+
+def texts_of_tokens(chunk: Chunk) -> list[str]:
+    """The text that each token of a piece completed."""
+    ends = [*accumulate(chunk.text_lengths, initial=0)]
+    return [chunk.text[start:end] for start, end in pairwise(ends)]
+
+
+def closing_line(records: Sequence[Record], request: GenerationRequest) -> str:
+    """Speed of finished completions and the gain of drafting, or the reason why the draft did not work; and how they
+    were sampled where the request does not say it."""
+    summaries = [record.summary for record in records]
+    stats = summed(summary.speculation for summary in summaries)
+    state = next(filter(None, (summary.speculation_state for summary in reversed(summaries))), None)
+    tokens = sum(len(record.whole.token_ids) for record in records)
+    seconds = sum(record.total_seconds for record in records)
+    parts = [f"{plural(tokens, 'token')} in {seconds:.2f} s, {tokens / max(seconds, 1e-9):.1f} tokens/s"]
+    if stats.drafted:
+        saved = tokens - stats.rounds
+        parts.append(
+            f"{percent(acceptance_rate(stats))} of {plural(stats.drafted, 'proposed token')} accepted, "
+            f"{tokens_per_pass(stats):.2f} tokens per pass, "
+            f"{saved:,} {'pass' if saved == 1 else 'passes'} of the target saved"
+        )
+    if stats.ahead.awaited:
+        rounds = plural(stats.ahead.awaited, "round")
+        parts.append(f"{percent(hit_rate(stats.ahead))} of {rounds} drafted ahead")
+    if state is not None and state.explanation:
+        parts.append(state.explanation if state.is_on else f"speculation off: {state.explanation}")
+    if (sampling := summaries[-1].sampling) is not None:
+        parts += _sampling_words(request, sampling)
+    return "; ".join(parts)
+
+
+_SAMPLING_NAMES = tuple(name for name in DEFAULT_NAMES if name in SamplingParams.__dataclass_fields__)
+"""Sampling parameters that a server may have defaults of."""
+
+
+def _sampling_words(request: GenerationRequest, sampling: SamplingParams) -> Iterator[str]:
+    """How tokens were drawn, as far as it is not what the request asks for or OpenAI's default."""
+    if request.temperature and sampling.is_greedy:
+        yield f"temperature {request.temperature:g} is too low to compute and counts as 0: greedy"
+    usual = SamplingParams()
+    # Truncation has no effect on the most probable token.
+    names = ("temperature", "repetition_penalty") if sampling.is_greedy else _SAMPLING_NAMES
+    chosen = [
+        f"{name} {getattr(sampling, name):g}"
+        for name in names
+        if getattr(request, name) is None and getattr(sampling, name) != getattr(usual, name)
+    ]
+    if chosen:
+        yield f"{', '.join(chosen)} by the server's defaults"
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """Source of the prompt."""
+
+    prompt: Annotated[str | None, typer.Argument(help="The prompt.")] = None
+    prompt_file: Path | None = option("Read the prompt from a file; - is stdin.")
+    prompt_token_ids: str | None = option("The prompt as token ids: 1,2,3.")
+    chat: bool = option("Send the prompt as a user's chat message.", "--chat", default=False)
+    system: str | None = option("The chat's system message; needs --chat.")
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """Options of the completion, in the words of `GenerationRequest`."""
+
+    max_tokens: int | None = option("Maximum tokens to generate.", default=128)
+    temperature: float | None = option("0 is greedy. [default: 1]")
+    top_k: int | None = option("Sample from the K most probable tokens; 0 keeps all.")
+    top_p: float | None = option(
+        "Sample from the fewest tokens that have this probability together; 1 keeps all."
+    )
+    min_p: float | None = option("Drop tokens below this share of the highest probability.")
+    repetition_penalty: float | None = option("Above 1 makes earlier tokens less likely, as in transformers.")
+    frequency_penalty: float | None = option(
+        "Makes tokens less likely by how often the completion has them, -2 to 2."
+    )
+    presence_penalty: float | None = option("Makes tokens less likely that the completion has, -2 to 2.")
+    seed: int | None = option(
+        "Makes the completion reproducible under strict (which auto picks for it) and with the fixed policy; otherwise "
+        "the text also depends on how many tokens were proposed."
+    )
+    stop: list[str] | None = option("End before this string; may be repeated.")
+    num_speculative_tokens: int | None = option("Tokens proposed per verification.")
+    rejection_sampling_strategy: str | None = option("Acceptance rule, in MAX's or vLLM's spelling.")
+    row_kind: RowKind | None = option("Kind of rows that the target sends.")
+    speculation: bool = option("Off: the target works alone.", default=True)
+    ignore_eos: bool = option("Do not end at end-of-sequence ids.", "--ignore-eos", default=False)
+    logprobs: int | None = option(
+        "Return log probabilities of each token and of this many most probable ones, 0 to 20."
+    )
+    logit_bias: list[str] | None = option(
+        "Add to the target's logit of a token id; may be repeated.", metavar="ID:BIAS"
+    )
+    min_tokens: int = option("Minimum tokens to generate.", default=0)
+    stop_token_ids: list[int] | None = option("End at this token id; may be repeated.", "--stop-token-id")
+    include_stop_str_in_output: bool = option(
+        "Include the stop string or token in the text.", "--include-stop", default=False
+    )
+    cache_salt: str | None = option(
+        "Share prefix cache and earlier answers only with requests of this salt, up to 256 characters."
+    )
+
+    def request(self, prompt: str | tuple[int, ...]) -> GenerationRequest:
+        lists = {
+            "stop": tuple(self.stop or ()),
+            "stop_token_ids": tuple(self.stop_token_ids or ()),
+            "logit_bias": dict(map(_bias, self.logit_bias or ())),
+        }
+        request = GenerationRequest(prompt, **asdict(self) | lists)
+        try:
+            as_message(request)
+        except InvalidRequestError as error:
+            raise ConfigurationError(str(error)) from None
+        return request
+
+
+@dataclass(frozen=True)
+class ResultOptions:
+    """The printed result."""
+
+    as_json: bool = option(
+        "Print each completion as one JSON object when it is done.", "--json", default=False
+    )
+    count: int = option(
+        "Completions, one after the other; with --seed, seeds that follow it.", "-n", default=1, min=1
+    )
+    quiet: bool = option("Do not print the closing line on stderr.", "--quiet", "-q", default=False)
+
+
+@command(
+    app,
+    "'def main():' --max-tokens 64",
+    "'def main():' --temperature 0 --json",
+    "--chat 'Name three colours.'",
+    "--prompt-file prompt.txt --address 10.0.0.5:50051 --token-file token",
+)
+async def generate(
+    prompt: PromptOptions,
+    options: RequestOptions,
+    result: ResultOptions,
+    connection: ConnectionOptions,
+) -> None:
+    """Complete a prompt. On a terminal, accepted draft tokens are green, and bold where they were drafted ahead.
+
+    The completion goes to stdout. Without --json or --quiet, a closing line on stderr has the speed and the gain of
+    drafting, or the reason why the draft did not work.
+    """
+    given = _prompt(prompt)
+    request = options.request(given)
+    messages = _messages(prompt, given)
+    console = None if result.as_json else Console(highlight=False, soft_wrap=True)
+    records: list[Record] = []
+    async with Client(*connection.endpoint()) as client:
+        if messages:
+            ids = await client.chat_prompt(messages, timeout_seconds=connection.timeout)
+            request = replace(request, prompt=ids)
+        for index in range(result.count):
+            seed = None if request.seed is None else request.seed + index
+            if console is not None and result.count > 1:
+                sys.stdout.write(f"--- {index + 1} of {result.count}\n")
+            records.append(record := Record())
+            async for chunk in client.generate(request, timeout_seconds=connection.timeout, seed=seed):
+                record.add(chunk, console)
+            if console is None:
+                write_out(json.dumps(record.as_dict(), ensure_ascii=False) + "\n")
+                continue
+            console.print()
+            if record.whole.logprobs:
+                print_parts("", record.logprob_table())
+    if console is not None and not result.quiet:
+        sys.stderr.write(closing_line(records, request) + "\n")
+
+
+@command(app, "", "--system 'Answer in one sentence.' --temperature 0")
+def chat(
+    options: RequestOptions,
+    connection: ConnectionOptions,
+    system: Annotated[str | None, typer.Option(help="What the chat's system message says.")] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Leave out the line with speed and gain after each answer.")
+    ] = False,
+) -> None:
+    """Chat with the model. On a terminal, accepted draft tokens are green, and bold where they were drafted ahead.
+
+    Each line is a message. Ctrl-C ends an answer, Ctrl-D the chat.
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    messages = _system(system)
+    with SyncClient(*connection.endpoint()) as client:
+        for line in _lines():
+            messages.append(ChatMessage("user", line))
+            record = Record()
+            request = options.request(())
+            try:
+                prompt = client.chat_prompt(messages, timeout_seconds=connection.timeout)
+                request = replace(request, prompt=prompt)
+                for chunk in client.generate(request, timeout_seconds=connection.timeout):
+                    record.add(chunk, console)
+            except KeyboardInterrupt:
+                pass  # the conversation goes on from what there is
+            console.print()
+            whole = record.whole
+            messages.append(ChatMessage("assistant", whole.text))
+            if whole.summary is not None and not quiet:
+                sys.stderr.write(closing_line([record], request) + "\n")
+
+
+def _lines() -> Iterator[str]:
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        with suppress(ImportError):
+            importlib.import_module("readline")  # lines can be edited, and called back
+    while True:
+        try:
+            line = input("> " if is_terminal else "")
+        except (EOFError, KeyboardInterrupt):
+            if is_terminal:
+                sys.stdout.write("\n")
+            return
+        if line.strip():
+            yield line
+
+
+def _prompt(options: PromptOptions) -> str | tuple[int, ...]:
+    prompts = (options.prompt, options.prompt_file, options.prompt_token_ids)
+    if (count := sum(each is not None for each in prompts)) != 1:
+        raise ConfigurationError(
+            f"{count} prompts were given; give exactly one of PROMPT, --prompt-file and --prompt-token-ids"
+        )
+    if (file := options.prompt_file) is not None:
+        try:
+            return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f"--prompt-file {file} cannot be read as UTF-8 text: {error}") from None
+    if (words := options.prompt_token_ids) is None:
+        return options.prompt or ""
+    try:
+        return tuple(int(word) for word in words.split(",") if word.strip())
+    except ValueError:
+        raise ConfigurationError(f"--prompt-token-ids is {words!r}; it must be integers: 1,2,3") from None
+
+
+def _messages(options: PromptOptions, prompt: str | tuple[int, ...]) -> list[ChatMessage]:
+    """The messages of a chat; none for a plain prompt."""
+    if not options.chat:
+        if options.system is not None:
+            raise ConfigurationError("--system is given and --chat is not; a system message needs --chat")
+        return []
+    if not isinstance(prompt, str):
+        raise ConfigurationError(
+            "--prompt-token-ids and --chat are both given; the prompt of a chat is a text"
+        )
+    return [*_system(options.system), ChatMessage("user", prompt)]
+
+
+def _system(text: str | None) -> list[ChatMessage]:
+    return [] if text is None else [ChatMessage("system", text)]
+
+
+def _bias(words: str) -> tuple[int, float]:
+    token_id, _, bias = words.partition(":")
+    try:
+        return int(token_id), float(bias)
+    except ValueError:
+        raise ConfigurationError(f"--logit-bias is {words!r}; it must be ID:BIAS, such as 5:-1.5") from None

@@ -1,0 +1,132 @@
+"""The target's tokenizer, from the files that its service sends, and how prompts are encoded and bounded with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from tokenizers import Encoding, Tokenizer
+from tokenizers.models import BPE, Unigram
+from tokenizers.pre_tokenizers import ByteLevel
+
+from tandem.errors import InvalidRequestError, ProtocolError
+from tandem.model.vocabulary import steps_of
+
+_UNICODE_FORMS = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
+
+
+def max_bytes_per_token(tokenizer: Tokenizer) -> int | None:
+    """Maximum bytes of UTF-8 text that one token can stand for; None where no such bound is certain.
+
+    A bound is certain for tokenizers that keep every byte of a text: byte-level BPE, and tokenizers that fall back to a
+    token for each byte. Others may drop whitespace, map any number of unknown words to one token, or have special
+    tokens that swallow the whitespace around them; then a text of any length may have few tokens.
+    """
+    added = tokenizer.get_added_tokens_decoder()
+    if any(token.lstrip or token.rstrip for token in added.values()):
+        return None
+    shrinking = _shrinking(steps_of(tokenizer.normalizer))
+    pre_tokenizers = [*steps_of(tokenizer.pre_tokenizer)]
+    if shrinking is None or not all(map(_keeps_text, pre_tokenizers)):
+        return None
+    is_byte_level = any(step["type"] == "ByteLevel" for step in pre_tokenizers)
+    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+    if not _keeps_bytes(tokenizer, vocabulary, is_byte_level=is_byte_level):
+        return None
+    # A character of a byte-level token stands for one byte.
+    longest = max(map(len, vocabulary) if is_byte_level else map(_size, vocabulary), default=1)
+    longest_added = max((_size(token.content) for token in added.values()), default=1)
+    return max(longest, longest_added) * shrinking
+
+
+def _keeps_bytes(tokenizer: Tokenizer, vocabulary: dict[str, int], *, is_byte_level: bool) -> bool:
+    """True if each byte of a text has a token, whatever the text is."""
+    model = tokenizer.model
+    if is_byte_level:
+        return isinstance(model, BPE) and all(mark in vocabulary for mark in ByteLevel.alphabet())
+    # The published types declare this attribute on one of the two only.
+    falls_back = isinstance(model, BPE | Unigram) and bool(getattr(model, "byte_fallback", False))
+    return falls_back and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+
+
+def _keeps_text(step: dict[str, Any]) -> bool:
+    """True if a pre-tokenizer splits text without dropping any."""
+    if step["type"] in ("ByteLevel", "Metaspace", "Digits"):
+        return True
+    return step["type"] in ("Split", "Punctuation") and step["behavior"] != "Removed"
+
+
+def _shrinking(steps: Iterable[dict[str, Any]]) -> int | None:
+    """How many bytes of a text may become one byte of the normalized text; None where any number may."""
+    shrinking = 1
+    for step in steps:
+        if step["type"] in _UNICODE_FORMS:
+            # Unicode's normal forms shrink UTF-8 at most to a quarter: mathematical letters of four bytes become ASCII
+            shrinking *= 4
+        elif step["type"] == "Replace":
+            pattern = step["pattern"].get("String")
+            if pattern is None or _size(step["content"]) < _size(pattern):
+                return None
+        elif step["type"] != "Prepend":
+            return None
+    return shrinking
+
+
+def _size(text: str) -> int:
+    return len(text.encode())
+
+
+TOKENIZER_FILE = "tokenizer.json"
+
+_SHORT_CHARACTERS = 1_000
+"""Shorter texts are tokenized on the event loop: this takes at most 2 ms, mostly less than a hop to a thread."""
+_LONG_CHARACTERS = 32_000
+"""Longer texts are tokenized one at a time, so that they neither take all cores nor delay shorter texts."""
+
+
+def read_tokenizer(files: dict[str, bytes]) -> Tokenizer:
+    """The tokenizer that a target service's files describe."""
+    if TOKENIZER_FILE not in files:
+        raise ProtocolError(f"target service: it sent no {TOKENIZER_FILE}, only {sorted(files) or 'nothing'}")
+    tokenizer = Tokenizer.from_str(files[TOKENIZER_FILE].decode())
+    # Some files still truncate and pad as in training; a prompt must stay whole.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+class PromptEncoder:
+    """Turns prompts into token ids without stopping the event loop."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.max_bytes_per_token = max_bytes_per_token(tokenizer)
+        # A pool starts its threads with the first text that needs one.
+        self._long = ThreadPoolExecutor(1, "encode-long")
+        self._medium = ThreadPoolExecutor(2, "encode")
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """The text's token ids, with or without the special tokens that the tokenizer adds by itself."""
+        encode = partial(_encoded, self.tokenizer, text, add_special_tokens=add_special_tokens)
+        if len(text) < _SHORT_CHARACTERS:
+            return tuple(encode().ids)
+        threads = self._medium if len(text) < _LONG_CHARACTERS else self._long
+        encoded = await asyncio.get_running_loop().run_in_executor(threads, encode)
+        return tuple(encoded.ids)
+
+
+def _encoded(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> Encoding:
+    """Encode with the batch method, the only one that releases the interpreter lock.
+
+    With a text of 1 MiB, `Tokenizer.encode` stopped all other threads for 1.8 s, the batch method for at most 20 ms.
+    """
+    try:
+        return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+    except BaseException as error:
+        # A panic of the Rust library is a BaseException that no module exports.
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise InvalidRequestError(f"the model's tokenizer cannot split the prompt: {error}") from None
+        raise

@@ -1,0 +1,283 @@
+"""Verifies on whichever target is available: when one is lost, the client sees a pause and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+
+from tandem.errors import (
+    CapacityError,
+    InvalidRequestError,
+    PermissionDeniedError,
+    ProtocolError,
+    ServiceUnavailableError,
+    TandemError,
+    UnauthenticatedError,
+)
+from tandem.model.replica import ReplicaState
+from tandem.model.types import DraftedOutcomes, Proposal, TargetOptions, Verification
+from tandem.plural import plural
+from tandem.rpc.channels import Deadline
+from tandem_coordinator.decoding.completion import Completion
+from tandem_coordinator.decoding.rounds import RequestRounds
+from tandem_coordinator.failover.placement import OpenSequence
+from tandem_coordinator.replicas.pool import UNANSWERED_SECONDS, Member, Pool
+from tandem_coordinator.telemetry.observer import EventValue, RequestObserver
+from tandem_coordinator.transport.target_client import RowChoice, TargetClient, TargetSequence
+
+logger = logging.getLogger(__name__)
+
+_REFUSAL_CHARACTERS = 200
+"""Length at which a service's reason for refusing a request is cut."""
+MAX_LOSSES = 3
+"""A request that so many targets die of in one round may be the cause, and ends before it takes down the next."""
+_MAX_RETRY_SECONDS = 1.0
+"""Longest wait before a round is tried again that has lost `MAX_LOSSES` targets, which live."""
+_MOVE_SECONDS = 5.0
+"""Wait of a sequence that moves off a draining target for the new one, which may be full."""
+
+_Place = OpenSequence[TargetClient, TargetSequence]
+
+
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """A target that was lost while it was asked."""
+
+    member: Member[TargetClient]
+    instance_id: str
+    """Of its process."""
+    at: float
+    """By the monotonic clock."""
+
+    @property
+    def is_death(self) -> bool:
+        """True as long as the process has not answered since; then it was its link that broke."""
+        return not self.member.has_answered(self.instance_id, self.at)
+
+
+@dataclass(slots=True, eq=False)
+class _Trouble:
+    """Failures in the round in progress."""
+
+    delivered: int
+    """Tokens of the completion that earlier rounds have delivered."""
+    began: float = 0.0
+    """Time of the first failure, by the monotonic clock; 0 before it."""
+    losses: list[_Loss] = field(default_factory=list)
+    """Targets that were lost during a request to them."""
+    is_reported: bool = False
+    avoided: set[Member[TargetClient]] = field(default_factory=set)
+    """Targets that had no room, refused the request or sent invalid answers."""
+    doubted: dict[Member[TargetClient], str] = field(default_factory=dict)
+    """Those that refused it or sent invalid answers, each with what was wrong. If another one goes on with the same
+    round, it is they who have erred."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the first failure. The time before it does not count, since a prompt may take minutes."""
+        return time.monotonic() - self.began if self.began else 0.0
+
+    @property
+    def deaths(self) -> int:
+        return sum(loss.is_death for loss in self.losses)
+
+    @property
+    def sentence(self) -> str:
+        return f"{plural(self.delivered, 'token')} had been delivered"
+
+
+@dataclass(slots=True, eq=False)
+class FailoverVerifier:
+    """Asks one target for rows for as long as it lives, then another one, with all tokens and the same proposal.
+
+    Noise is keyed by seed, position and base length, so the repeated round has the result of the lost one.
+    """
+
+    _pool: Pool[TargetClient]
+    _options: TargetOptions
+    _rows: RowChoice
+    _rounds: RequestRounds
+    _observer: RequestObserver
+    _deadline: Deadline
+    _wait_seconds: float
+    _place: _Place | None = None
+    _left: _Place | None = None
+    _next_move: float = 0.0
+
+    async def verify(self, completion: Completion, proposal: Proposal) -> Verification:
+        self._rounds.proposed()
+        self._leave_if_draining()
+        trouble = _Trouble(max(completion.length - self._options.prompt_length, 0))
+        while True:
+            try:
+                place = self._place = self._place or self._enter(await self._member(trouble))
+                is_first, asked_at = place.sequence.is_new, time.monotonic()
+                verification = await place.member.unanswered.wait(
+                    place.sequence.verify(completion.token_ids, proposal, completion.tally.lead),
+                    place.sequence,
+                    (completion.length if is_first else 1) + len(proposal),
+                    is_first=is_first,
+                    until=None if self._left is None else time.monotonic() + _MOVE_SECONDS,
+                )
+            except TandemError as error:
+                if isinstance(error, InvalidRequestError):
+                    completion.check_grammar(proposal.token_ids)
+                await self._go_elsewhere(error, trouble)
+            else:
+                seconds = time.monotonic() - asked_at
+                self._rounds.verified(seconds, len(proposal), verification, is_first=is_first)
+                if not is_first:
+                    place.member.step.add(seconds)
+                self._has_moved(trouble)
+                return verification
+
+    @property
+    def begun_proposed(self) -> int | None:
+        return None if self._place is None else self._place.sequence.begun_proposed
+
+    def expect(self, drafted: DraftedOutcomes) -> None:
+        if self._place is not None:
+            self._place.sequence.expect(drafted)
+
+    async def finish(self) -> None:
+        if self._place is not None:
+            await self._place.sequence.finish()
+
+    def release(self) -> None:
+        """Leave the target between two rounds. The next round sends all tokens to a target."""
+        self.cancel()
+        self._rounds.target_address = None
+
+    def cancel(self) -> None:
+        for place in (self._place, self._left):
+            if place is not None:
+                place.leave()
+        self._place = self._left = None
+
+    async def _member(self, trouble: _Trouble) -> Member[TargetClient]:
+        """The least busy target; waits for one if none is ready."""
+        seconds = self._deadline.at_most(self._wait_seconds)
+        member = await self._pool.chosen(seconds, trouble.avoided)
+        if member is None:
+            fields = {"request_id": self._options.request_id, "replicas": self._pool.reasons()}
+            logger.warning("no target is ready", extra=fields)
+            raise ServiceUnavailableError(
+                f"no target service was ready within {seconds:.3g} s; {trouble.sentence}"
+            )
+        return member
+
+    def _enter(self, member: Member[TargetClient]) -> _Place:
+        observer = self._observer.stream("target", member.address)
+        sequence = TargetSequence(member.client, self._options, self._rows, observer)
+        self._rounds.target_address = member.address
+        return _Place(member, sequence)
+
+    def _leave_if_draining(self) -> None:
+        """Between two rounds, move off a draining target. The old stream stays open until the new target answers."""
+        if self._place is None or time.monotonic() < self._next_move:
+            return
+        if self._place.member.state is not ReplicaState.DRAINING:
+            return  # a suspected target may recover, and one that is gone breaks its streams
+        member = self._pool.choose({self._place.member})
+        if member is not None:
+            self._left, self._place = self._place, self._enter(member)
+
+    async def _go_elsewhere(self, error: TandemError, trouble: _Trouble) -> None:
+        """Prepare another attempt at the round."""
+        trouble.began = trouble.began or time.monotonic()
+        place, self._place = self._place, None
+        if place is None:
+            raise error
+        place.leave(error)
+        if self._left is not None:
+            self._place, self._left = self._left, None
+            self._rounds.target_address = self._place.member.address
+            self._next_move = time.monotonic() + 10.0
+        elif isinstance(error, CapacityError):
+            await self._wait_for_room(error, place, trouble)
+        else:
+            self._count_loss(error, place, trouble)
+            if len(trouble.losses) >= MAX_LOSSES:
+                await self._weigh_deaths(trouble)
+
+    async def _wait_for_room(self, error: CapacityError, place: _Place, trouble: _Trouble) -> None:
+        """Handle a full target. A sequence that lost its target waits for room; a new request is refused."""
+        trouble.avoided.add(place.member)
+        if self._pool.choose(trouble.avoided) is not None:
+            return
+        if not (place.sequence.is_new and trouble.delivered) or trouble.seconds >= self._wait_seconds:
+            raise error
+        await asyncio.sleep(self._deadline.at_most(0.25))
+        trouble.avoided.clear()
+
+    def _count_loss(self, error: TandemError, place: _Place, trouble: _Trouble) -> None:
+        member = place.member
+        reason = str(error)
+        # A service that has seen a step may have been lost because of it.
+        if place.sequence.was_sent and not isinstance(error, InvalidRequestError):
+            instance_id = "" if member.model is None else member.model.instance_id
+            trouble.losses.append(_Loss(member, instance_id, time.monotonic()))
+        trouble.is_reported = True
+        self._report(
+            logging.WARNING,
+            "target lost; the sequence goes on elsewhere",
+            "target_lost",
+            address=member.address,
+            reason=reason,
+            completion_tokens=trouble.delivered,
+        )
+        if trouble.seconds >= self._wait_seconds:
+            raise ServiceUnavailableError(
+                f"the target service was lost, and none went on within {self._wait_seconds:.3g} s; "
+                f"{trouble.sentence}"
+            )
+        if isinstance(error, ServiceUnavailableError):
+            member.suspect(reason)
+            return
+        if isinstance(error, UnauthenticatedError | PermissionDeniedError):
+            member.doubt(reason)
+            return
+        trouble.avoided.add(member)
+        trouble.doubted[member] = reason
+        if not self._pool.has_other(trouble.avoided):
+            if isinstance(error, InvalidRequestError):
+                words = reason.partition("\n")[0]
+                said = words if len(words) <= _REFUSAL_CHARACTERS else f"{words[:_REFUSAL_CHARACTERS]}..."
+                raise InvalidRequestError(f"no target service takes the request; one says: {said}") from error
+            # The error's text is for the log only: it describes internals.
+            raise ProtocolError(
+                f"no target service could go on with the request {self._options.request_id}; {trouble.sentence}"
+            ) from error
+
+    async def _weigh_deaths(self, trouble: _Trouble) -> None:
+        """Handle a request in one round of which many targets were lost: it ends if they have died, and waits a little
+        if they live, behind a link that breaks again and again."""
+        last = time.monotonic() + self._deadline.at_most(UNANSWERED_SECONDS)
+        while trouble.deaths >= MAX_LOSSES:
+            if time.monotonic() >= last:
+                # Not UNAVAILABLE: clients would try again and lose the next targets.
+                raise TandemError(
+                    f"{trouble.deaths} targets were lost over the same tokens of this request, so it is not tried on "
+                    f"another; {trouble.sentence}"
+                )
+            await asyncio.sleep(0.05)
+        seconds = min(0.125 * 2 ** (len(trouble.losses) - MAX_LOSSES), _MAX_RETRY_SECONDS)
+        await asyncio.sleep(self._deadline.at_most(seconds))
+
+    def _has_moved(self, trouble: _Trouble) -> None:
+        """The target has answered: nothing holds the sequence back where it was."""
+        if self._left is not None:
+            self._left.leave()
+            self._left = None
+        for member, reason in trouble.doubted.items():
+            if self._place is None or member is not self._place.member:
+                member.doubt(reason)
+        if trouble.is_reported:
+            address, seconds = self._rounds.target_address or "", round(trouble.seconds, 3)
+            self._report(logging.INFO, "target resumed", "target_resumed", address=address, seconds=seconds)
+
+    def _report(self, severity: int, sentence: str, event: str, **details: EventValue) -> None:
+        logger.log(severity, sentence, extra={"request_id": self._options.request_id, **details})
+        self._observer.event(event, details)

@@ -1,0 +1,523 @@
+"""Answers in the forms of OpenAI's API, whole and piece by piece, and how they are sent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing, closing, suppress
+from dataclasses import dataclass, field
+from itertools import accumulate, count
+from math import isnan
+from typing import Any, Literal
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+from tokenizers import Tokenizer
+
+from tandem.errors import TandemError
+from tandem.model.types import Chunk, FinishReason, SamplingParams, Summary, TokenLogprobs
+from tandem.serving.interceptors import RunningCalls
+from tandem.serving.server import CancelledByEventError, unless
+from tandem_coordinator.http.bodies import HeldBytes, Share
+from tandem_coordinator.http.errors import error_object, known
+from tandem_coordinator.http.schema import ResponsesBody, Sampled
+from tandem_coordinator.http.tools import CallReader, Parser, Said
+from tandem_coordinator.stats.speculation import describe, describe_sampling, summed
+
+PART_BYTES = 32 << 10
+"""Large answers are sent in parts of this size: rendering and sending one holds the event loop for less than 1 ms."""
+
+JsonList = bytearray
+"""A list's items as JSON, with commas between them: rendered one by one, they never hold the event loop for long."""
+
+
+def rendered(value: object) -> bytes:
+    """The JSON of a small value."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "replace")
+
+
+def data_line(content: Mapping[str, Any]) -> bytes:
+    """An object as the data of an event."""
+    return b"data: " + rendered(content) + b"\n\n"
+
+
+def flattened(value: object) -> Iterator[bytes | bytearray]:
+    """The JSON of a value that holds lists of rendered items, in order."""
+    if isinstance(value, JsonList):
+        yield from (b"[", value, b"]")
+    elif isinstance(value, dict):
+        yield b"{"
+        for number, (name, item) in enumerate(value.items()):
+            yield (b"," if number else b"") + rendered(name) + b":"
+            yield from flattened(item)
+        yield b"}"
+    elif isinstance(value, list):
+        yield b"["
+        for number, item in enumerate(value):
+            yield b"," if number else b""
+            yield from flattened(item)
+        yield b"]"
+    else:
+        yield rendered(value)
+
+
+def parts(pieces: Iterable[bytes | bytearray]) -> Iterator[bytes]:
+    """The same bytes in parts of about `PART_BYTES`."""
+    waiting = bytearray()
+    for piece in pieces:
+        for start in range(0, len(piece), PART_BYTES):
+            waiting += piece[start : start + PART_BYTES]
+            if len(waiting) >= PART_BYTES:
+                yield bytes(waiting)
+                waiting.clear()
+    if waiting:
+        yield bytes(waiting)
+
+
+@dataclass(slots=True)
+class Choice:
+    """One of the completions of a request, as far as it has come."""
+
+    reader: CallReader | None = None
+    """Divides its text; None where all of it is content."""
+    contents: list[str] = field(default_factory=list)
+    """Of each piece."""
+    reasonings: list[str] = field(default_factory=list)
+    characters: int = 0
+    tokens: int = 0
+    summary: Summary | None = None
+    """Reason and statistics of its end; None while it runs."""
+    logprobs: defaultdict[str, JsonList] = field(default_factory=lambda: defaultdict(JsonList))
+    ids: defaultdict[str, JsonList] = field(default_factory=lambda: defaultdict(JsonList))
+    """Entries of a whole answer for each token, by field; `ids` are those that `return_token_ids` adds."""
+
+    @property
+    def said(self) -> Said:
+        """Its text so far."""
+        calls = None if self.reader is None else self.reader.calls
+        return Said("".join(self.contents), "".join(self.reasonings), calls)
+
+
+class Answer(ABC):
+    """The answer to one request, which gathers the pieces of its completions."""
+
+    whole_object: str
+    piece_object: str
+    prefix: str
+    beside_logprobs: Mapping[str, None] = {}
+    """Further fields of an object of log probabilities."""
+    prompt_tokens: Sequence[int] = ()
+    """Tokens of each completion's prompt, where each piece is to have the usage so far."""
+
+    def __init__(self, request_id: str, model: str, tokenizer: Tokenizer, body: Sampled, count: int) -> None:
+        self.choices = [Choice() for _ in range(count)]
+        self._head = {"id": f"{self.prefix}-{request_id}", "created": int(time.time()), "model": model}
+        self._tokenizer = tokenizer
+        self._per_prompt = body.choices
+        self._with_ids = body.return_token_ids
+        self._with_usage = body.stream_options is not None and body.stream_options.include_usage
+
+    def read_calls(self, form: Parser | Literal["demanded"], *, may_call: bool = True) -> None:
+        """Read calls of tools, and harmony's reasoning, out of the completions' texts."""
+        for choice in self.choices:
+            choice.reader = CallReader(form, may_call=may_call)
+
+    def add(self, index: int, chunk: Chunk) -> Said:
+        """Note a piece of one of the completions: what its text is."""
+        choice, is_last = self.choices[index], chunk.summary is not None
+        reader = choice.reader
+        said = Said(chunk.text) if reader is None else reader.read(chunk.text, is_last=is_last)
+        choice.contents.append(said.content)
+        choice.reasonings.append(said.reasoning)
+        choice.characters += len(chunk.text)
+        choice.tokens += len(chunk.token_ids)
+        choice.summary = chunk.summary
+        return said
+
+    def keep(self, index: int, chunk: Chunk) -> int:
+        """Note a piece for the whole answer: the number of bytes that it takes."""
+        self.add(index, chunk)
+        choice, kept = self.choices[index], len(chunk.text.encode("utf-8", "replace"))
+        lists = [(choice.logprobs[name], items) for name, items in self._logprobs(choice, chunk).items()]
+        lists += [(choice.ids[name], items) for name, items in self._ids(chunk).items()]
+        for items, more in lists:
+            for item in more:
+                items += (b"," if items else b"") + (added := rendered(item))
+                kept += len(added) + 1
+        return kept
+
+    def whole(self) -> dict[str, Any]:
+        """The whole answer, once every completion has ended. Every piece of it was kept."""
+        choices = [
+            self._text(choice.said, is_piece=False) | self._described(index, choice.logprobs, choice.ids)
+            for index, choice in enumerate(self.choices)
+        ]
+        return {**self._head, "object": self.whole_object, "choices": choices, **self.account()}
+
+    async def events(self, chunks: AsyncGenerator[tuple[int, Chunk]]) -> AsyncGenerator[bytes]:
+        """The answer piece by piece, as it is made."""
+        async with aclosing(chunks):
+            async for index, chunk in chunks:
+                choice, said = self.choices[index], self.add(index, chunk)
+                is_first = len(choice.contents) == 1
+                has_text = said.content or said.calls or said.reasoning
+                if not (has_text or chunk.summary or chunk.logprobs or self._with_ids or is_first):
+                    continue  # it says nothing to the client
+                described = self._text(said, is_piece=True, is_first=is_first)
+                described |= self._described(index, self._logprobs(choice, chunk), self._ids(chunk))
+                piece = {**self._head, "object": self.piece_object, "choices": [described]}
+                if self.prompt_tokens:
+                    piece["usage"] = _usage(self.prompt_tokens[index], choice.tokens)
+                yield data_line(piece)
+        if self._with_usage:
+            yield data_line({**self._head, "object": self.piece_object, "choices": [], **self.account()})
+        yield b"data: [DONE]\n\n"
+
+    def failure(self, error: TandemError) -> bytes:
+        """The last event of an answer that fails after it has begun."""
+        return data_line(error_object(error))
+
+    def account(self) -> dict[str, Any]:
+        """Tokens of the completions, and their speculation statistics."""
+        summaries = [choice.summary for choice in self.choices if choice.summary is not None]
+        total = summed(each.speculation for each in summaries)
+        # All of them have the same model and draft.
+        state = summaries[-1].speculation_state if summaries else None
+        of_prompts = summaries[:: self._per_prompt]  # one of each
+        usage = _usage(
+            sum(each.prompt_tokens for each in of_prompts), sum(each.completion_tokens for each in summaries)
+        )
+        usage["completion_tokens_details"] = {
+            "accepted_prediction_tokens": total.accepted,
+            "rejected_prediction_tokens": total.drafted - total.accepted,
+        }
+        described = {"usage": usage, "speculation": describe(total, state)}
+        if summaries and (sampling := summaries[-1].sampling) is not None:
+            described["sampling"] = describe_sampling(sampling)
+        return described
+
+    def _described(self, index: int, logprobs: dict[str, Any], ids: Mapping[str, Any]) -> dict[str, Any]:
+        reader, summary = self.choices[index].reader, self.choices[index].summary
+        reason = summary and summary.finish_reason
+        has_called = reader is not None and reader.calls and reason is FinishReason.STOP
+        return {
+            "logprobs": {**logprobs, **self.beside_logprobs} if logprobs else None,
+            "index": index,
+            "finish_reason": "tool_calls" if has_called else reason and reason.value,
+            "stop_reason": summary and summary.stop_reason,
+            **({"seed": summary.seed} if self._with_ids and summary is not None else {}),
+            **ids,
+        }
+
+    def _ids(self, chunk: Chunk) -> dict[str, list[Any]]:
+        """The fields that `return_token_ids` adds."""
+        if not self._with_ids:
+            return {}
+        probs = {"draft_probs": chunk.draft_probs, "target_probs": chunk.target_probs}
+        return {
+            "token_ids": [*chunk.token_ids],
+            "drafted": [*chunk.drafted],
+            "text_lengths": [*chunk.text_lengths],
+            "proposed": [chunk.proposed],
+            "drafted_ahead": [chunk.drafted_ahead],
+            **{
+                name: [None if isnan(each) else each for each in given]
+                for name, given in probs.items()
+                if given
+            },
+        }
+
+    @abstractmethod
+    def _logprobs(self, choice: Choice, chunk: Chunk) -> dict[str, list[Any]]:
+        """The chunk's log probabilities as lists, of which those of all chunks follow each other."""
+
+    @abstractmethod
+    def _text(self, said: Said, *, is_piece: bool, is_first: bool = False) -> dict[str, Any]:
+        """A completion's text, or a piece of it, as the endpoint shows it."""
+
+
+class CompletionAnswer(Answer):
+    """An answer of `/v1/completions`."""
+
+    whole_object = piece_object = "text_completion"
+    prefix = "cmpl"
+
+    def _logprobs(self, choice: Choice, chunk: Chunk) -> dict[str, list[Any]]:
+        positions = chunk.logprobs
+        if not positions:
+            return {}
+        before = choice.characters - len(chunk.text)
+        return {
+            "tokens": [token_text(self._tokenizer, token_id) for token_id in chunk.token_ids],
+            "token_logprobs": [None if isnan(each.logprob) else _number(each.logprob) for each in positions],
+            "top_logprobs": [None if isnan(each.logprob) else self._top(each) for each in positions],
+            "text_offset": [*accumulate(chunk.text_lengths[:-1], initial=before)],
+        }
+
+    def _top(self, position: TokenLogprobs) -> dict[str, float]:
+        pairs = zip(position.top_token_ids, position.top_logprobs, strict=True)
+        return {token_text(self._tokenizer, token_id): _number(logprob) for token_id, logprob in pairs}
+
+    def _text(self, said: Said, *, is_piece: bool, is_first: bool = False) -> dict[str, Any]:
+        return {"text": said.content}
+
+
+class ChatAnswer(Answer):
+    """An answer of `/v1/chat/completions`."""
+
+    whole_object, piece_object = "chat.completion", "chat.completion.chunk"
+    prefix = "chatcmpl"
+    beside_logprobs: Mapping[str, None] = {"refusal": None}
+
+    def _logprobs(self, choice: Choice, chunk: Chunk) -> dict[str, list[Any]]:
+        entries = []
+        for token_id, position in zip(chunk.token_ids, chunk.logprobs, strict=False):
+            pairs = zip(position.top_token_ids, position.top_logprobs, strict=True)
+            top = [self._entry(top_id, logprob) for top_id, logprob in pairs]
+            entries.append(self._entry(token_id, position.logprob) | {"top_logprobs": top})
+        return {"content": entries} if entries else {}
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text = token_text(self._tokenizer, token_id)
+        return {"token": text, "logprob": _number(logprob), "bytes": list(text.encode("utf-8", "replace"))}
+
+    def _text(self, said: Said, *, is_piece: bool, is_first: bool = False) -> dict[str, Any]:
+        message: dict[str, Any] = {"content": said.content}
+        if said.calls is not None:
+            message["content"] = said.content or None
+            message |= {"tool_calls": said.calls} if said.calls else {}
+            message |= {"reasoning_content": said.reasoning} if said.reasoning else {}
+        if is_piece:
+            return {"delta": {**({"role": "assistant"} if is_first else {}), **message}}
+        return {"message": {"role": "assistant", **message, "refusal": None}}
+
+
+class ResponseAnswer(ChatAnswer):
+    """An answer of `/v1/responses`."""
+
+    def __init__(self, body: ResponsesBody, sampling: SamplingParams, *args: Any) -> None:
+        """`sampling` is what holds where the body names nothing."""
+        super().__init__(*args)
+        self._item_id = f"msg_{uuid.uuid4().hex}"
+        self._head = {
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": self._head["created"],
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": self._head["model"],
+            "parallel_tool_calls": False,
+            "previous_response_id": None,
+            "temperature": sampling.temperature if body.temperature is None else body.temperature,
+            "text": {"format": (body.text and body.text.format) or {"type": "text"}},
+            "tool_choice": "none",
+            "tools": [],
+            "top_p": sampling.top_p if body.top_p is None else body.top_p,
+            "truncation": "disabled",
+            "usage": None,
+        }
+
+    def whole(self) -> dict[str, Any]:
+        """The response at its end."""
+        (choice,) = self.choices
+        summary, account = choice.summary, self.account()
+        is_cut = summary is not None and summary.finish_reason is FinishReason.LENGTH
+        status, usage = "incomplete" if is_cut else "completed", account["usage"]
+        return {
+            **self._head,
+            "status": status,
+            "output": [self._item(status, _text_part(choice.said.content))],
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "usage": {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": {"cached_tokens": 0},
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage["total_tokens"],
+            },
+            "speculation": account["speculation"],
+        }
+
+    async def events(self, chunks: AsyncGenerator[tuple[int, Chunk]]) -> AsyncGenerator[bytes]:
+        """The events of a response, numbered in order."""
+        numbers = count()
+
+        def event(kind: str, **content: Any) -> bytes:
+            return _event({"type": f"response.{kind}", **content, "sequence_number": next(numbers)})
+
+        place: dict[str, Any] = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+        async with aclosing(chunks):
+            async for index, chunk in chunks:
+                said = self.add(index, chunk)
+                if len(self.choices[index].contents) == 1:
+                    begun = {**self._head, "status": "in_progress", "output": []}
+                    yield event("created", response=begun)
+                    yield event("in_progress", response=begun)
+                    yield event("output_item.added", output_index=0, item=self._item("in_progress"))
+                    yield event("content_part.added", **place, part=_text_part(""))
+                if said.content:
+                    yield event("output_text.delta", **place, delta=said.content, logprobs=[])
+        response = self.whole()
+        (item,) = response["output"]
+        (part,) = item["content"]
+        yield event("output_text.done", **place, text=part["text"], logprobs=[])
+        yield event("content_part.done", **place, part=part)
+        yield event("output_item.done", output_index=0, item=item)
+        yield event(response["status"], response=response)
+
+    def failure(self, error: TandemError) -> bytes:
+        described = error_object(error)["error"]
+        return _event({"type": "error", **{name: described[name] for name in ("code", "message", "param")}})
+
+    def _item(self, status: str, *content: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "id": self._item_id,
+            "type": "message",
+            "role": "assistant",
+            "status": status,
+            "content": list(content),
+        }
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return f"event: {content['type']}\n".encode() + data_line(content)
+
+
+def token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    """A token as text. One that is only a part of a character is shown as the tokenizer spells it."""
+    spelling: str = tokenizer.id_to_token(token_id) or ""
+    text: str = tokenizer.decode([token_id], skip_special_tokens=False)
+    if "\N{REPLACEMENT CHARACTER}" in text or not text:
+        return spelling
+    # A decoder strips the space of a text's first word, which SentencePiece spells as this block.
+    return f" {text}" if spelling.startswith("\u2581") and not text.startswith(" ") else text
+
+
+def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def _number(logprob: float) -> float:
+    # Substitute for minus infinity, which JSON cannot express; vLLM's
+    return max(round(logprob, 6), -9999.0)
+
+
+# ---- sending
+
+
+async def _disconnect(receive: Receive) -> None:
+    """Return when the client has closed the connection; its body was read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def merged(streams: Sequence[AsyncGenerator[Chunk]]) -> AsyncGenerator[tuple[int, Chunk]]:
+    """The chunks of several completions as they arrive, each with the number of its completion. One that fails ends the
+    others. They advance only as fast as they are read."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as stream:
+            async for chunk in stream:
+                yield 0, chunk
+        return
+    waits = {
+        asyncio.ensure_future(anext(stream, None)): (index, stream) for index, stream in enumerate(streams)
+    }
+    try:
+        while waits:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            # One in each turn of the event loop, which others need too; the first is the one that waits for longest.
+            task = next(each for each in waits if each.done())
+            index, stream = waits.pop(task)
+            if (following := task.result()) is not None:
+                waits[asyncio.ensure_future(anext(stream, None))] = index, stream
+                yield index, following
+    finally:
+        for task in waits:
+            task.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()
+
+
+_EVENT_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-store",
+    # nginx would otherwise hold the pieces back until it has many.
+    "x-accel-buffering": "no",
+}
+
+
+class Reply(Response):
+    """Sends an answer, as events while it is made, or whole, in parts. A client that goes ends its completions."""
+
+    def __init__(
+        self,
+        answer: Answer,
+        chunks: AsyncGenerator[tuple[int, Chunk]],
+        calls: RunningCalls,
+        held: HeldBytes,
+        headers: Mapping[str, str],
+        *,
+        streams: bool,
+    ) -> None:
+        """`held`: bytes of all whole answers, each of which is held until its client has read it."""
+        own = _EVENT_HEADERS if streams else {"content-type": "application/json"}
+        super().__init__(headers={**own, **headers})
+        del self.headers["content-length"]
+        self._answer, self._chunks, self._calls, self._held = answer, chunks, calls, held
+        self._write = self._stream if streams else self._whole
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, unless the client leaves first."""
+        with suppress(CancelledByEventError):
+            await unless(_disconnect(receive), self._write(send))
+
+    async def _stream(self, send: Send) -> None:
+        """The status waits for the first event, so that a refusal has its own."""
+        has_begun = False
+        try:
+            async with self._calls.running(), aclosing(self._answer.events(self._chunks)) as events:
+                async for event in events:
+                    if not has_begun:
+                        has_begun = True
+                        await self._begin(send)
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+        except Exception as raised:
+            if not has_begun:
+                raise
+            failure = self._answer.failure(known(raised))
+            await send({"type": "http.response.body", "body": failure, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _whole(self, send: Send) -> None:
+        with closing(Share(self._held)) as share:
+            async with self._calls.running(), aclosing(self._chunks) as chunks:
+                async for index, chunk in chunks:
+                    share.add(self._answer.keep(index, chunk))
+            pieces = list(flattened(self._answer.whole()))
+            self.headers["content-length"] = str(sum(map(len, pieces)))
+            await self._begin(send)
+            for part in parts(pieces):
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+                await asyncio.sleep(0)  # a client that reads fast never makes `send` wait
+            await send({"type": "http.response.body", "body": b""})
+
+    async def _begin(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

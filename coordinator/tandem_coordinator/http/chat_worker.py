@@ -1,0 +1,86 @@
+"""The process that compiles and renders one chat template: `python -m tandem_coordinator.http.chat_worker`.
+
+The first job is the template's source; see `tandem.bounded.worker` for the bounds.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tandem.bounded.worker import LONGEST_REASON, work
+
+_TESTS_FOR_NULL = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none", re.IGNORECASE)
+"""In templates that know messages without content, such as DeepSeek's. Others write None, or fail: they get "", as from
+vLLM."""
+
+
+class _Generation(Extension):
+    """`{% generation %}` ... `{% endgeneration %}`, which marks the assistant's text for training. In a prompt it is
+    an ordinary block with a scope of its own, as in transformers."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja declares it so
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+def template_environment() -> ImmutableSandboxedEnvironment:
+    """The environment for chat templates, as in transformers (`transformers.utils.chat_template_utils`, version 5.23).
+
+    The sandbox lets a template neither reach Python nor change its input. It does not bound time or memory.
+    """
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
+    return environment
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """Jinja's own filter escapes what HTML would read as markup."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+class _Templates:
+    """Compiles the first message's template and renders the others by it."""
+
+    _template: Template | None = None
+    _reads_null = False
+
+    def answer(self, job: Any) -> dict[str, Any]:
+        try:
+            if self._template is None:
+                self._template = template_environment().from_string(job["source"])
+                self._reads_null = _TESTS_FOR_NULL.search(job["source"]) is not None
+                return {}
+            if not self._reads_null:
+                for message in job["context"]["messages"]:
+                    message["content"] = "" if message["content"] is None else message["content"]
+            text = ""
+            for piece in self._template.generate(job["context"]):
+                text += piece
+                if len(text) > job["max_characters"]:
+                    return {"text": None}
+            return {"text": text}
+        except TemplateError as error:
+            return {"failed": f"refuses: {str(error)[:LONGEST_REASON]}"}
+
+
+if __name__ == "__main__":
+    work(_Templates().answer)

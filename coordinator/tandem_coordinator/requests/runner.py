@@ -1,0 +1,398 @@
+"""Runs requests: admission, plan, the round loop over replicas, and the end. Running ones are listed, ended, and set
+aside when their clients do not read."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NoReturn
+
+from tandem.errors import AbortedError
+from tandem.model.admin import Outcomes
+from tandem.model.speculation_state import SpeculationState
+from tandem.model.types import Chunk, GenerationRequest, TokenLogprobs
+from tandem.plural import plural
+from tandem.rpc.channels import Deadline
+from tandem.scopes import CallerScopes, kinds_of
+from tandem_coordinator.decoding.completion import Completion
+from tandem_coordinator.decoding.logprobs import TokenRecorder, prompt_logprobs
+from tandem_coordinator.decoding.loop import generate
+from tandem_coordinator.decoding.rounds import RequestRounds
+from tandem_coordinator.failover.drafter import FailoverDrafter
+from tandem_coordinator.failover.verifier import FailoverVerifier
+from tandem_coordinator.replicas.registry import ReplicaRegistry
+from tandem_coordinator.requests.admission import Admission, Place
+from tandem_coordinator.requests.chunks import ChunkPacer, ChunkQueue, stream_of
+from tandem_coordinator.requests.plan import Models, Plan, make_plan
+from tandem_coordinator.requests.validation import BoundedRequest
+from tandem_coordinator.settings.coordinator import MAX_SPECULATIVE_TOKENS, CoordinatorSettings
+from tandem_coordinator.settings.live import LiveConfig
+from tandem_coordinator.speculation import report as speculation_report
+from tandem_coordinator.speculation.ahead import max_budget
+from tandem_coordinator.speculation.controller import RequestSpeculation, SpeculationController, Terms
+from tandem_coordinator.speculation.gains import request_kind
+from tandem_coordinator.stats.rounds import record_outcome
+from tandem_coordinator.stats.speculation import StatsLog, TokenCounter
+from tandem_coordinator.telemetry.observer import Observer, RequestObserver
+from tandem_coordinator.transport.draft_client import DraftLimits, NoDrafter
+from tandem_coordinator.transport.target_client import RowChoice
+
+logger = logging.getLogger(__name__)
+
+
+class RequestRunner:
+    """Completes requests over the services it is connected to."""
+
+    replicas: ReplicaRegistry
+    _models: Models
+    """The services, and their models. Set by `connect`, before the server lets calls through."""
+
+    def __init__(self, live_config: LiveConfig, observer: Observer) -> None:
+        self._live_config = live_config
+        self._observer = observer
+        bounds = live_config.current
+        shared = kinds_of(bounds.share_between_callers)
+        self._scopes = CallerScopes(bounds.service_credentials, shared)
+        self.admission = Admission(
+            bounds.max_concurrent_requests, bounds.max_queued_requests, bounds.max_streams_per_peer
+        )
+        self.speculation = SpeculationController()
+        self.requests = ActiveRequests(bounds.stalled_stream_seconds)
+        self.stats = StatsLog()
+        self._pacer = ChunkPacer()
+        self._latest_state: SpeculationState | None = None
+        """State of the last request that could speculate and has ended."""
+
+    def connect(self, replicas: ReplicaRegistry, models: Models) -> None:
+        self.replicas, self._models = replicas, models
+
+    @property
+    def models(self) -> Models:
+        """The models that complete requests now: a draft may join after the start."""
+        models, draft = self._models, self.replicas.fleet.draft
+        if models.draft is not draft:
+            models = self._models = replace(models, draft=draft)
+        return models
+
+    @property
+    def bounds(self) -> CoordinatorSettings:
+        return self._live_config.current
+
+    async def complete(
+        self,
+        request: GenerationRequest,
+        deadline_seconds: float | None = None,
+        request_id: str | None = None,
+        traceparent: str = "",
+        peer: str = "",
+        token: str = "",
+    ) -> AsyncGenerator[Chunk]:
+        """Stream a completion. The id is its name in logs, traces and the list of requests; `traceparent` the
+        client's W3C trace context, `peer` its address from `tandem_coordinator.requests.admission`, and `token` the
+        token by which it is known, each empty when there is none."""
+        name = request_id or uuid.uuid4().hex
+        observer, deadline = self._observer.begin(name, traceparent), Deadline(deadline_seconds)
+
+        async def run(queue: ChunkQueue) -> None:
+            # Waiting requests stay in memory: hundreds of any size would take all of it.
+            models = self.models
+            bounded = BoundedRequest(
+                request, self.bounds, models.target.max_length, models.max_text_bytes, models.draft
+            )
+            bounded.check()
+            async with self.admission.place(deadline.remaining_seconds, peer) as place:
+                observer.admitted()
+                scopes = self._scopes.of(token=token, address=peer, salt=request.cache_salt)
+                plan = await make_plan(request, name, self.bounds, self.models, scopes, self._choose_rule)
+                await self._run_rounds(plan, observer, deadline, place, queue)
+
+        with _observed(observer), self.admission.stream(peer):
+            queue = ChunkQueue(self.bounds.stream_interval, self._pacer)
+            async with aclosing(stream_of(run, queue, deadline_seconds)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
+    def refuse(self, traceparent: str) -> NoReturn:
+        with _observed(self._observer.begin(uuid.uuid4().hex, traceparent)):
+            raise self.admission.refusal()
+
+    async def _run_rounds(
+        self, plan: Plan, observer: RequestObserver, deadline: Deadline, place: Place, queue: ChunkQueue
+    ) -> None:
+        completion = plan.begin()
+        observer.planned(completion, plan.details)
+        rounds = RequestRounds(plan.settings.draft_patience_seconds)
+        verifier = FailoverVerifier(
+            self.replicas.targets,
+            plan.target_options(place.client),
+            RowChoice(plan.rule, plan.row_kind, plan.models.target.vocabulary_size),
+            rounds,
+            observer,
+            deadline,
+            plan.settings.target_wait_seconds,
+        )
+        drafter = self._drafter(plan, rounds, observer, place.client, verifier)
+        active = ActiveRequest(plan, completion, place, rounds, drafter, verifier)
+        async with AsyncExitStack() as streams:
+            streams.enter_context(self.requests.running(active))
+            await streams.enter_async_context(_closing(drafter))
+            streams.callback(self.stats.led, plan.rule.name, completion.tally.lead)
+            await streams.enter_async_context(_closing(verifier))
+            if plan.request.echo:
+                await queue.put(self._with_state(await _echoed(plan, completion, verifier), active))
+            if not completion.can_extend:
+                return
+            tokens = TokenRecorder(plan.request, plan.sampling)
+            accept = rounds.timed(tokens.recording(partial(plan.accept, completion)))
+            results = rounds.results(generate(completion, drafter, verifier, accept))
+            async for chunk, result in await streams.enter_async_context(aclosing(results)):
+                record_outcome(completion.tally.ahead, result)
+                self.requests.tokens.add(result.committed)
+                self.stats.round_ended(plan.rule.name, result)
+                self.replicas.round_ended(result)
+                observer.round_ended(result)
+                drafter.end_round(result)
+                active.checks = 0
+                await queue.put(tokens.added_to(self._with_state(chunk, active)))
+                active.checks = None
+                if active.has_stalled and completion.can_extend:
+                    await active.resume()
+
+    def _drafter(
+        self,
+        plan: Plan,
+        rounds: RequestRounds,
+        observer: RequestObserver,
+        client: str,
+        verifier: FailoverVerifier,
+    ) -> FailoverDrafter | NoDrafter:
+        replicas, controller, draft_name = self.replicas, self.speculation, plan.models.draft_name
+        if not replicas.drafts.addresses or plan.num_speculative_tokens == 0:
+            return NoDrafter(self._why_alone(plan), plan.lead)
+        kind = request_kind(draft_name, plan.rule.name, plan.sampling.temperature)
+        terms = Terms(
+            kind, plan.num_speculative_tokens, plan.is_adaptive, plan.draft_ahead, leads=plan.lead > 0
+        )
+        speculation = RequestSpeculation(controller, terms)
+        # The request has no target yet: begin with the cost model of the one that it is likely to get.
+        target, draft = replicas.targets.choose(), replicas.drafts.choose()
+        if target is not None:
+            speculation.target = target.address
+            controller.introduce(target.address, target.model, target.round_trip.value)
+        if draft is not None:
+            controller.introduce(draft_name, draft.model, draft.round_trip.value)
+        observer.decision = lambda: {
+            "tandem.decision.tokens": speculation.tokens,
+            "tandem.decision.load": speculation.load,
+            "tandem.decision.predicted_gain": round(speculation.gain, 3),
+        }
+        return FailoverDrafter(
+            replicas.drafts,
+            plan.draft_options(max_budget(plan.draft_ahead, plan.num_speculative_tokens), client),
+            plan.scopes,
+            DraftLimits(
+                plan.num_speculative_tokens,
+                plan.models.target.vocabulary_size,
+                keeps_proposals=plan.keeps_proposals,
+                max_length=plan.settings.draft_max_length,
+            ),
+            rounds,
+            observer,
+            speculation,
+            lambda: self._load(rounds.target_address),
+            plan.lead,
+            verifier if plan.can_lead_with_proposals else None,
+        )
+
+    def _why_alone(self, plan: Plan) -> str:
+        if not self.replicas.drafts.addresses:
+            return speculation_report.NO_DRAFT
+        if plan.kept_out_by:
+            is_echo = plan.request.echo
+            return speculation_report.ECHOED if is_echo else speculation_report.PENALIZED
+        return speculation_report.NOT_ASKED if plan.settings.speculation else speculation_report.DISABLED
+
+    def _load(self, target_address: str | None) -> int:
+        """Sequences that share a request's target; before it has one, its share of all that run."""
+        targets = self.replicas.targets
+        member = targets.members.get(target_address or "")
+        if member is not None:
+            return member.open_sequences
+        ready = sum(member.is_ready for member in targets.members.values())
+        return -(-self.admission.running // max(ready, 1))
+
+    def _with_state(self, chunk: Chunk, active: ActiveRequest) -> Chunk:
+        """The last chunk with its sampling parameters and the state of speculation, which the next requests can expect
+        too; others as they are."""
+        if (summary := chunk.summary) is None:
+            return chunk
+        state = active.drafter.speculation_state
+        if active.plan.num_speculative_tokens > 0 and summary.speculation.rounds > 1:
+            self._latest_state = state
+        at_the_end = speculation_report.at_the_end(state, summary.speculation)
+        sampling = active.plan.sampling
+        return replace(chunk, summary=replace(summary, speculation_state=at_the_end, sampling=sampling))
+
+    @property
+    def speculation_state(self) -> SpeculationState | None:
+        """State of the oldest running request, else of the last that ended; None before any."""
+        running = [request for request in self.requests.list() if request.plan.num_speculative_tokens > 0]
+        return running[0].drafter.speculation_state if running else self._latest_state
+
+    def _choose_rule(self, names: Sequence[str], temperature: float) -> str:
+        draft = self.models.draft_name
+        return self.speculation.choose_rule(names, draft, temperature, self.admission.running)
+
+
+async def _echoed(plan: Plan, completion: Completion, verifier: FailoverVerifier) -> Chunk:
+    """The prompt as the first chunk, and the last one of a completion of no tokens."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    if plan.request.logprobs is not None:
+        logprobs = await prompt_logprobs(
+            plan.begin(), verifier, plan.request.logprobs, MAX_SPECULATIVE_TOKENS
+        )
+    return replace(completion.echoed(), logprobs=logprobs)
+
+
+@asynccontextmanager
+async def _closing(stream: FailoverDrafter | NoDrafter | FailoverVerifier) -> AsyncIterator[None]:
+    """Finish the stream when the block succeeds, and drop it in any case, so that an error ends computation at once."""
+    try:
+        yield
+        await stream.finish()
+    finally:
+        stream.cancel()
+
+
+@contextmanager
+def _observed(observer: RequestObserver) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        observer.finished(error)
+        raise
+    observer.finished(None)
+
+
+# ---- the running requests
+
+
+@dataclass(slots=True, eq=False)
+class ActiveRequest:
+    """A request that runs."""
+
+    plan: Plan
+    completion: Completion
+    place: Place
+    rounds: RequestRounds
+    drafter: FailoverDrafter | NoDrafter
+    verifier: FailoverVerifier
+    started: float = field(default_factory=time.monotonic)
+    """By the monotonic clock."""
+    has_stalled: bool = False
+    """True if it has given up its places because its client does not read."""
+    abort_reason: str | None = None
+    """Reason given by whoever aborted it, may be empty; None while it was not aborted."""
+    task: asyncio.Task[object] | None = field(default_factory=asyncio.current_task)
+    """It runs in the task that makes it."""
+    checks: int | None = None
+    """Checks for stalled streams since a chunk began to wait for the client; None while the services compute."""
+
+    @property
+    def request_id(self) -> str:
+        return self.plan.request_id
+
+    @property
+    def completion_tokens(self) -> int:
+        return self.completion.length - len(self.plan.prompt)
+
+    def stall(self) -> None:
+        """Give up its places here and on the services while a chunk waits for its client."""
+        self.has_stalled = True
+        self.drafter.release()
+        self.verifier.release()
+        self.place.release()
+
+    async def resume(self) -> None:
+        """Take a place again after it has given up its own. The next round takes places on the services."""
+        await self.place.take_again()
+        self.has_stalled = False
+
+    def abort(self, reason: str = "") -> None:
+        """End it. The services free it now, and its client receives the error as soon as it reads."""
+        if self.abort_reason is None:
+            self.abort_reason = reason
+            if self.task is not None:
+                self.task.cancel()
+
+
+_CHECKS = 4
+"""A stream has stalled if it still delivers the same chunk at so many checks in a row after the first."""
+
+
+class ActiveRequests:
+    """All running requests, and how earlier ones ended. Those whose clients do not read give up their places.
+
+    A timer for each chunk would cost more than the chunk, so one timer checks all streams now and then. It counts
+    checks, not seconds: after a pause of the whole process no client has had a chance to read.
+    """
+
+    def __init__(self, stalled_seconds: float) -> None:
+        """A stream stalls when a chunk has waited for so many seconds, or up to a quarter longer."""
+        self.tokens = TokenCounter()
+        self._check_interval = stalled_seconds / _CHECKS
+        self._next_check: asyncio.TimerHandle | None = None
+        self._active: dict[str, ActiveRequest] = {}
+        self._ended = {"completed": 0, "failed": 0, "cancelled": 0, "aborted": 0}
+
+    @contextmanager
+    def running(self, request: ActiveRequest) -> Iterator[ActiveRequest]:
+        self._active[request.request_id] = request
+        if self._next_check is None:
+            self._check_later()
+        outcome = "failed"
+        try:
+            yield request
+            outcome = "completed"
+        except (asyncio.CancelledError, GeneratorExit) as error:
+            outcome = "cancelled"
+            if request.abort_reason is None or isinstance(error, GeneratorExit):
+                raise
+            # `abort` has caused the cancellation
+            reason = f": {request.abort_reason}" if request.abort_reason else ""
+            raise AbortedError(
+                f"an administrator ended the request after {plural(request.completion_tokens, 'token')}{reason}"
+            ) from None
+        finally:
+            self._ended[outcome if request.abort_reason is None else "aborted"] += 1
+            del self._active[request.request_id]
+
+    @property
+    def outcomes(self) -> Outcomes:
+        return Outcomes(**self._ended)
+
+    def list(self) -> list[ActiveRequest]:
+        """All running requests, the oldest first."""
+        return [*self._active.values()]
+
+    def _check_later(self) -> None:
+        self._next_check = asyncio.get_running_loop().call_later(self._check_interval, self._check)
+
+    def _check(self) -> None:
+        self._next_check = None
+        for active in self._active.values():
+            if active.checks is None or active.has_stalled:
+                continue
+            active.checks += 1
+            if active.checks > _CHECKS:
+                active.stall()
+                extra = {"request_id": active.request_id, "tokens": active.completion_tokens}
+                logger.info("stalled stream", extra=extra)
+        if self._active:
+            self._check_later()

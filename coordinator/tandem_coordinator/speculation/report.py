@@ -1,0 +1,97 @@
+"""The state of speculation: whether it works, and if not, why.
+
+All other modules know only `SpeculationState`, which is filled here from the controller's decisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tandem.model.replica import ReplicaSnapshot, ReplicaState, Role
+from tandem.model.speculation_state import DecidingFigure, SpeculationState
+from tandem.model.types import SpeculationStats
+from tandem_coordinator.speculation.controller import RequestSpeculation
+
+DISABLED = "switched off (tandem admin config set speculation true)"
+STARTING = "the coordinator is starting"
+NO_DRAFT = "the coordinator has no draft (--draft-address)"
+NOT_ASKED = "the request asked for the target alone"
+PENALIZED = "a request with penalties leaves the draft model out"
+ECHOED = "a request with echo leaves the draft out"
+NONE_READY = "no draft takes new sequences (tandem admin replicas list)"
+TOO_SHORT = "the completion ended before the draft proposed anything"
+PROPOSED_NOTHING = "the draft found nothing to propose"
+DOES_NOT_PAY = "drafting does not pay"
+GAINS_TOO_LITTLE = "drafting gains too little to be sure"
+TOO_LONG = "the text is longer than draft_max_length"
+LATE = "the draft does not answer in time"
+
+
+def off(reason: str, *figures: DecidingFigure) -> SpeculationState:
+    """State: the target works alone, for this reason."""
+    return SpeculationState(is_on=False, num_speculative_tokens=0, reason=reason, figures=figures)
+
+
+def on(num_speculative_tokens: int) -> SpeculationState:
+    """State: speculation works as configured."""
+    return SpeculationState(is_on=True, num_speculative_tokens=num_speculative_tokens)
+
+
+def decided(speculation: RequestSpeculation) -> SpeculationState:
+    """State of speculation as the controller decided it for a request and others like it."""
+    choice = speculation.choice
+    if choice is None or not speculation.terms.is_adaptive:
+        return on(speculation.terms.max_tokens)
+    if choice.plan.tokens:
+        return on(choice.plan.tokens)
+    speeds = choice.tokens_per_second
+    with_draft, alone = (
+        DecidingFigure(name, round(speed, 1), "tokens/s")
+        for name, speed in (("with", speeds[choice.compared.tokens]), ("without", speeds[0]))
+    )
+    reason = DOES_NOT_PAY if with_draft.value < alone.value else GAINS_TOO_LITTLE
+    return off(reason, with_draft, alone)
+
+
+def late(late_seconds: float, patience_seconds: float) -> SpeculationState:
+    """State: a draft answers too late."""
+    return off(
+        LATE,
+        DecidingFigure("late by", round(late_seconds * 1000), "ms"),
+        DecidingFigure("patience", round(patience_seconds * 1000), "ms"),
+    )
+
+
+def at_the_end(state: SpeculationState, stats: SpeculationStats) -> SpeculationState:
+    """The state of a request that has ended without a single proposed token, or as it was.
+
+    One round is too short for a draft. After more rounds, drafting without a model found no match in the text.
+    """
+    if state.is_on and stats.drafted == 0:
+        return replace(state, reason=TOO_SHORT if stats.rounds <= 1 else PROPOSED_NOTHING)
+    return state
+
+
+def of_coordinator(
+    replicas: Sequence[ReplicaSnapshot],
+    *,
+    is_enabled: bool,
+    num_speculative_tokens: int,
+    latest: SpeculationState | None,
+) -> SpeculationState:
+    """State of speculation that a new request can expect.
+
+    Args:
+        latest: State of the oldest running request or of the last one; None before any.
+    """
+    drafts = [replica for replica in replicas if replica.role is Role.DRAFT]
+    if not drafts:
+        # A target that was never reached may host one.
+        is_known = any(replica.state is not ReplicaState.CONNECTING for replica in replicas)
+        return off(NO_DRAFT if is_known else STARTING)
+    if not is_enabled:
+        return off(DISABLED)
+    if not any(draft.state is ReplicaState.READY for draft in drafts):
+        return off(NONE_READY)
+    return latest or on(num_speculative_tokens)

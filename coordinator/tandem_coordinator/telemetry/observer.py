@@ -1,0 +1,99 @@
+"""The observer interface of the request path. These observers do nothing; telemetry overrides them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tandem.model.replica import ReplicaSnapshot
+from tandem.model.speculation_state import SpeculationDecision
+from tandem.model.types import SpeculationStats
+from tandem.rpc.channels import Traffic
+from tandem_coordinator.decoding.completion import Completion
+from tandem_coordinator.stats.rounds import RoundResult
+
+EventValue = str | int | float | bool
+
+
+@dataclass(slots=True, eq=False)
+class StreamObserver:
+    """Observes one stream to a service."""
+
+    traceparent: str = ""
+    """The W3C trace context that the service's span joins; empty when the request is not traced."""
+    traffic: Traffic = field(default_factory=Traffic)
+    """Counter of the stream's bytes."""
+    ended: Callable[[Exception | None], None] = lambda _: None
+    """Called at the end, with an error if it was one."""
+
+
+class RequestObserver:
+    """Observes one request."""
+
+    decision: Callable[[], Mapping[str, EventValue]] = dict
+    """Returns how much the round in progress proposes, and why. Set when the proposals begin."""
+
+    def admitted(self) -> None:
+        """The request has its place."""
+
+    def stream(self, role: str, address: str) -> StreamObserver:
+        """A stream to a service is about to be opened. Role: draft or target."""
+        return NO_OBSERVER
+
+    def planned(self, completion: Completion, details: Mapping[str, EventValue]) -> None:
+        """The request was checked: its completion begins. The details are attributes of its span."""
+
+    def round_ended(self, result: RoundResult) -> None:
+        """A round ended."""
+
+    def event(self, name: str, attributes: Mapping[str, EventValue]) -> None:
+        """Something happened: draft_lost, draft_late, draft_resumed, draft_paused, target_lost, target_resumed."""
+
+    def finished(self, error: BaseException | None) -> None:
+        """The request ended. None: its client has all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The coordinator at the moment at which its metrics are read."""
+
+    model_name: str
+    """The target's."""
+    num_speculative_tokens: int
+    """Tokens that a proposal usually has."""
+    running: int
+    queued: int
+    generated_tokens: int
+    """Tokens of all completions since the start."""
+    by_rule: Mapping[str, SpeculationStats]
+    """Speculation statistics since the start, by acceptance rule."""
+    recent: SpeculationStats
+    """The same of the last minute."""
+    replicas: Sequence[ReplicaSnapshot] = ()
+    decisions: Sequence[SpeculationDecision] = ()
+    """The proposal length at each load so far."""
+
+
+class Observer:
+    """Observes all requests, and the process."""
+
+    def start(self) -> None:
+        """Begin to serve and send what is observed."""
+
+    def ready(self, model_name: str, state: Callable[[], State]) -> None:
+        """The services are connected: name the target model from now on, and report the coordinator's state."""
+
+    def begin(self, request_id: str, traceparent: str = "") -> RequestObserver:
+        """A request arrived, in the client's trace context if it sent one."""
+        return RequestObserver()
+
+    def prometheus_text(self) -> bytes | None:
+        """All metrics in Prometheus's text form; None when none are collected. Called on the event loop, or on any
+        other thread while the loop turns."""
+        return None
+
+    async def close(self) -> None:
+        """Send the rest, as far as that is quick."""
+
+
+NO_OBSERVER = StreamObserver()

@@ -1,0 +1,509 @@
+"""Plays the protocol of draft services (docs/protocol.md) against one, and says where it differs.
+
+Each check is a function that returns what it found, or raises the difference.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Self
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tandem.errors import ProtocolError, ServiceUnavailableError, TandemError
+from tandem.model.admin import Finding
+from tandem.model.types import (
+    MAX_BRANCHES,
+    AheadBudget,
+    Cancel,
+    Delta,
+    DraftedOutcomes,
+    DraftOptions,
+    Finish,
+    ModelInfo,
+    Proposal,
+    ProposeStep,
+    RowKind,
+    SamplingParams,
+)
+from tandem.rpc.channels import errors_of
+from tandem.v1.draft_pb2 import ProposeResponse
+from tandem.wire import draft as wire
+from tandem.wire.status import Ending
+from tandem_coordinator.transport.draft_client import DraftClient, PendingOutcomes, check_proposal
+from tandem_coordinator.transport.streams import Call
+
+_COUNT = 4
+"""Tokens of a proposal, the default of `num_speculative_tokens`."""
+_PROMPT_LENGTH = 24
+_MAX_LENGTH = 128
+"""Longest sequence that is played, where the model reads as much."""
+_LARGEST_ID = 2**31 - 1
+_REFUSED = grpc.StatusCode.INVALID_ARGUMENT
+
+Request = DraftOptions | ProposeStep | Finish | Cancel
+
+
+class Conversation:
+    """One stream to the service, on which requests are said as they are."""
+
+    def __init__(self, draft: Subject) -> None:
+        self._draft = draft
+        self.call: Call = draft.channel.stream_stream("/tandem.v1.DraftService/Propose")()
+        self._arrived: defaultdict[int, deque[wire.Answer | Ending]] = defaultdict(deque)
+        self._opened: set[int] = set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.call.cancel()
+
+    async def say(self, *requests: tuple[int, Request]) -> None:
+        """Send requests in one message, each with the number of its sequence."""
+        self._opened |= {sequence for sequence, said in requests if isinstance(said, DraftOptions)}
+        await self.write(wire.requests_to_proto(requests).SerializeToString())
+
+    async def write(self, message: bytes) -> None:
+        with errors_of("draft service"):
+            await self.call.write(message)
+
+    async def ask(
+        self,
+        tokens: Sequence[int],
+        base_length: int = 0,
+        *,
+        count: int = _COUNT,
+        sequence: int = 1,
+        options: DraftOptions | None = None,
+    ) -> Proposal:
+        """The proposal after a delta from the base length on. A new sequence is opened in the same message."""
+        opening = () if sequence in self._opened else ((sequence, options or self._draft.options()),)
+        await self.say(*opening, (sequence, _step(tokens, base_length, count)))
+        return await self.proposal(len(tokens), count, sequence)
+
+    async def next(self, sequence: int) -> wire.Answer | Ending:
+        """The next answer or end of a sequence."""
+        arrived, seconds = self._arrived[sequence], self._draft.seconds
+        try:
+            async with asyncio.timeout(seconds):
+                while not arrived:
+                    with errors_of("draft service"):
+                        content = await self.call.read()
+                    if not isinstance(content, bytes):
+                        raise ProtocolError("it ended the stream")
+                    for number, answer in wire.answers_from_proto(ProposeResponse.FromString(content)):
+                        self._arrived[number].append(answer)
+        except TimeoutError:
+            raise ProtocolError(f"no answer to sequence {sequence} within {seconds:g} s") from None
+        except DecodeError:
+            raise ProtocolError("its answer cannot be read; it must be a ProposeResponse") from None
+        return arrived.popleft()
+
+    async def answer(self, sequence: int = 1, outcomes: PendingOutcomes | None = None) -> Proposal | Ending:
+        """The next answer or end of a sequence; outcomes that were drafted ahead are checked or passed over."""
+        while isinstance(answer := await self.next(sequence), DraftedOutcomes):
+            if outcomes is not None:
+                outcomes.add(answer)
+        return answer
+
+    async def proposal(
+        self, length: int, count: int = _COUNT, sequence: int = 1, outcomes: PendingOutcomes | None = None
+    ) -> Proposal:
+        """The answer to a step, as a coordinator would take it."""
+        answer = await self.answer(sequence, outcomes)
+        if isinstance(answer, Ending):
+            raise ProtocolError(f"it ended sequence {sequence} instead of answering: {_words(answer)}")
+        check_proposal(answer, length, count, self._draft.vocabulary_size, with_token_logits=False)
+        return answer
+
+    async def must_end(self, what: str, sequence: int = 1, code: grpc.StatusCode = _REFUSED) -> None:
+        """A sequence must end because of this: a mistake, unless another code is given."""
+        answer = await self.answer(sequence)
+        if isinstance(answer, Proposal):
+            raise ProtocolError(f"it answered sequence {sequence}, which it must end")
+        _must_have_ended(answer, what, code)
+
+    def is_silent(self, sequence: int) -> bool:
+        """True if nothing is there that was said of a sequence and not taken."""
+        return not self._arrived[sequence]
+
+    async def end_of_stream(self) -> grpc.StatusCode:
+        """Status of the stream, which must end now."""
+        seconds = self._draft.seconds
+        try:
+            async with asyncio.timeout(seconds):
+                with suppress(grpc.RpcError):
+                    while isinstance(await self.call.read(), bytes):
+                        pass
+        except TimeoutError:
+            raise ProtocolError(f"it did not end the stream within {seconds:g} s") from None
+        code: grpc.StatusCode = await self.call.code()
+        return code
+
+
+def _must_have_ended(ending: Ending, what: str, code: grpc.StatusCode = _REFUSED) -> None:
+    if ending.code is not code:
+        raise ProtocolError(f"{what} ended with {_words(ending)}; it must be {code.name}")
+
+
+def _words(ending: Ending) -> str:
+    return f"{ending.code.name} {ending.sentence}".strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The service that is tested."""
+
+    channel: grpc.aio.Channel
+    model: ModelInfo
+    seconds: float
+    """How long an answer may take."""
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Bound of ids, also for a draft without a vocabulary, which proposes ids that it was sent."""
+        return self.model.vocabulary_size or 1 << 20
+
+    @property
+    def max_length(self) -> int:
+        return min(_MAX_LENGTH, self.model.max_length or _MAX_LENGTH)
+
+    def prompt(self, first: int = 0) -> list[int]:
+        """Tokens that repeat, so that drafts without a model have something to propose."""
+        base = min(300, self.vocabulary_size // 2)
+        return [
+            base + (first + number % 5) % (self.vocabulary_size - base) for number in range(_PROMPT_LENGTH)
+        ]
+
+    def options(self, temperature: float = 0.0, **others: object) -> DraftOptions:
+        sampling = SamplingParams(temperature=temperature, seed=7)
+        usual = DraftOptions("conformance", sampling, self.max_length, prompt_length=_PROMPT_LENGTH)
+        return replace(usual, **others)  # type: ignore[arg-type]  # fields of the class
+
+    async def fresh(self, tokens: Sequence[int], options: DraftOptions | None = None) -> Proposal:
+        """The proposal of a new sequence that was sent all tokens at once."""
+        async with Conversation(self) as talk:
+            proposal = await talk.ask(tokens, options=options)
+            await talk.say((1, Finish(len(tokens))))
+            await talk.must_end("a Finish", code=grpc.StatusCode.OK)
+            return proposal
+
+
+def _step(tokens: Sequence[int], base_length: int = 0, count: int = _COUNT) -> ProposeStep:
+    return ProposeStep(Delta(base_length, list(tokens[base_length:])), count)
+
+
+def _must_equal(found: Proposal, wanted: Proposal, what: str) -> None:
+    if found.token_ids != wanted.token_ids:
+        raise ProtocolError(
+            f"{what}: it proposed {list(found.token_ids)}, and before {list(wanted.token_ids)}"
+        )
+
+
+# ---- what every draft service must do
+
+
+async def _health(draft: Subject, _: Conversation) -> str:
+    with errors_of("draft service"):
+        answer = await health_pb2_grpc.HealthStub(draft.channel).Check(
+            health_pb2.HealthCheckRequest(), timeout=draft.seconds
+        )
+    if answer.status != health_pb2.HealthCheckResponse.SERVING:
+        raise ProtocolError(f"grpc.health.v1.Health/Check says {answer.status}; it must be 1 (SERVING)")
+    return "grpc.health.v1.Health/Check says SERVING"
+
+
+async def _model(draft: Subject, _: Conversation) -> str:
+    model, steps = draft.model, len(draft.model.step_profile.seconds)
+    if model.drafting_method:
+        raise ProtocolError(
+            f"it is bound to the target at its own address ({model.drafting_method}), so it drafts for no other"
+        )
+    if model.has_model and not (model.tokenizer_hash and model.max_length > 0):
+        raise ProtocolError("a model with a vocabulary must name its tokenizer's hash and its maximum length")
+    profile = f"{steps} step times" if steps else "no step times"
+    size = f"{model.vocabulary_size} tokens" if model.has_model else "no vocabulary"
+    return f"{model.name}: {size}, sequences of up to {model.max_length or 'any'} tokens, {profile}"
+
+
+async def _reading(draft: Subject, talk: Conversation) -> str:
+    await talk.ask(draft.prompt(), count=0)
+    return "a step that asks for no tokens is answered by an empty proposal"
+
+
+async def _proposals(draft: Subject, talk: Conversation) -> str:
+    tokens, base, lengths = draft.prompt(), 0, []
+    await talk.say((1, draft.options()))
+    for _ in range(4):
+        proposal = await talk.ask(tokens, base)
+        base = len(tokens)
+        lengths.append(len(proposal))
+        tokens += [*proposal.token_ids[:2], *tokens[3:7]]
+    return f"rounds were answered with {', '.join(map(str, lengths))} of {_COUNT} tokens"
+
+
+async def _distributions(draft: Subject, _: Conversation) -> str:
+    options = draft.options(1.0, row_kind=RowKind.SUPPORT, draft_top_k=5)
+    proposal = await draft.fresh(draft.prompt(), options)
+    _must_equal(await draft.fresh(draft.prompt(), options), proposal, "two sequences with one seed")
+    for each in proposal.distributions:
+        if len(each.token_ids) > 5:
+            raise ProtocolError(f"draft_top_k is 5; a distribution has {len(each.token_ids)} ids")
+    if not proposal.distributions:
+        return "proposals are deterministic, without distributions"
+    return "each token is from the support that it comes with; one seed gives one proposal"
+
+
+async def _token_rows(draft: Subject, _: Conversation) -> str:
+    proposal = await draft.fresh(draft.prompt(), draft.options(1.0))
+    if proposal.distributions:
+        raise ProtocolError("row_kind is ROW_KIND_TOKEN; its proposal has distributions")
+    return "ROW_KIND_TOKEN: no distributions"
+
+
+async def _token_logits(draft: Subject, _: Conversation) -> str:
+    if not draft.model.has_model:
+        return "not asked for: without a model there are none"
+    tokens = draft.prompt()
+    proposal = await draft.fresh(tokens, draft.options(with_token_logits=True))
+    check_proposal(proposal, len(tokens), _COUNT, draft.vocabulary_size, with_token_logits=True)
+    return "each token comes with its logit where the Open asks for it"
+
+
+async def _order(draft: Subject, talk: Conversation) -> str:
+    prompts = {number: draft.prompt(number)[: _PROMPT_LENGTH - number] for number in (1, 2, 3)}
+    openings = [(number, draft.options()) for number in prompts]
+    await talk.say(*openings, *((number, _step(prompt)) for number, prompt in prompts.items()))
+    for number in (3, 1, 2):
+        await talk.proposal(len(prompts[number]), sequence=number)
+    # Each step has one answer: none may be left once another step was answered
+    await talk.ask(prompts[1], len(prompts[1]))
+    if not all(map(talk.is_silent, prompts)):
+        raise ProtocolError("it answered a step twice")
+    return "three sequences of one message: each step is answered once, by its sequence's number"
+
+
+# ---- deltas
+
+
+async def _idempotence(draft: Subject, talk: Conversation) -> str:
+    tokens = draft.prompt()
+    first = await talk.ask(tokens)
+    for base, what in ((0, "the same step again"), (_PROMPT_LENGTH // 2, "a delta that repeats a half")):
+        _must_equal(await talk.ask(tokens, base), first, what)
+    return "a delta that says again what is there changes nothing"
+
+
+async def _rollback(draft: Subject, talk: Conversation) -> str:
+    kept = draft.prompt()
+    await talk.ask([*kept, *reversed(kept)])
+    tokens = [*kept[:-3], *kept[3:7]]
+    found = await talk.ask(tokens, len(kept) - 3)
+    _must_equal(found, await draft.fresh(tokens), "after a rollback and on a fresh sequence")
+    return "a delta that begins earlier replaces the tail, and the proposal is that of a fresh sequence"
+
+
+async def _unchanged(draft: Subject, talk: Conversation) -> str:
+    tokens = draft.prompt()
+    await talk.ask(tokens)
+    await talk.say((1, ProposeStep(Delta(len(tokens) + 1, [tokens[0]]), _COUNT)))
+    await talk.must_end("a delta that begins behind the sequence's end")
+    return "a proposal changes nothing: a delta behind it leaves a gap, and is refused"
+
+
+# ---- what is refused
+
+
+async def _malformed(draft: Subject, talk: Conversation) -> str:
+    tokens = draft.prompt()
+    deltas = {
+        "a negative base length": Delta(-1, tokens),
+        "a negative id": Delta(0, [*tokens[:-1], -1]),
+        "a sequence beyond its max_length": Delta(0, [tokens[0]] * (draft.max_length + 2)),
+    }
+    if draft.model.has_model:
+        deltas["an unknown id"] = Delta(0, [*tokens[:-1], min(draft.vocabulary_size, _LARGEST_ID)])
+    steps = {what: ProposeStep(delta, _COUNT) for what, delta in deltas.items()}
+    steps["a negative number of tokens to propose"] = ProposeStep(Delta(0, tokens), -1)
+    first = await talk.ask(tokens)
+    for number, (what, step) in enumerate(steps.items(), start=2):
+        await talk.say((number, draft.options()), (number, step))
+        await talk.must_end(what, number)
+    _must_equal(await talk.ask(tokens, len(tokens)), first, "beside sequences that were refused")
+    return f"{len(steps)} bad steps each ended their own sequence with {_REFUSED.name}, and no other"
+
+
+async def _huge(draft: Subject, talk: Conversation) -> str:
+    what, tokens = "a step that asks for 2^30 tokens", draft.prompt()
+    await talk.say((1, draft.options()), (1, _step(tokens, count=1 << 30)))
+    answer = await talk.answer()
+    if isinstance(answer, Ending):
+        _must_have_ended(answer, what)
+        return f"{what} is refused with {_REFUSED.name}"
+    if len(answer) > draft.max_length:
+        raise ProtocolError(f"{what} had an answer beyond the sequence's max_length")
+    return f"{what} was answered with {len(answer)}"
+
+
+async def _opening(draft: Subject, talk: Conversation) -> str:
+    tokens = draft.prompt()
+    await talk.say((1, _step(tokens)))
+    await talk.must_end("a step without an Open")
+    await talk.ask(tokens, sequence=2)
+    await talk.say((2, draft.options()))
+    await talk.must_end("a second Open", 2)
+    return "a step without an Open and a second Open are refused"
+
+
+async def _torn(draft: Subject, talk: Conversation) -> str:
+    message = wire.requests_to_proto([(1, draft.options()), (1, _step(draft.prompt()))])
+    message.steps.token_ids = message.steps.token_ids[:-4]
+    await talk.write(message.SerializeToString())
+    if (code := await talk.end_of_stream()) is not _REFUSED:
+        raise ProtocolError(
+            f"columns that do not fit together ended the stream with {code.name}; it must be {_REFUSED.name}"
+        )
+    await draft.fresh(draft.prompt())
+    return f"columns that do not fit together end the stream with {_REFUSED.name}; the next stream is served"
+
+
+# ---- ends
+
+
+async def _finish(draft: Subject, talk: Conversation) -> str:
+    tokens = draft.prompt()
+    await talk.ask(tokens)
+    await talk.say((1, Finish(len(tokens))))
+    await talk.must_end("a Finish", code=grpc.StatusCode.OK)
+    return "a Finish is answered by the sequence's end, code 0"
+
+
+async def _stale(draft: Subject, talk: Conversation) -> str:
+    tokens = draft.prompt()
+    await talk.say((1, draft.options()), (1, _step(tokens)), (1, Finish(len(tokens))))
+    await talk.proposal(len(tokens))
+    await talk.must_end("a Finish", code=grpc.StatusCode.OK)
+    # Said before the coordinator knew of the end
+    await talk.say((1, _step(tokens)), (1, Finish(len(tokens))), (1, Cancel()))
+    await talk.ask(tokens, sequence=2)
+    if not talk.is_silent(1):
+        raise ProtocolError("it answered a sequence that had ended")
+    return "what comes for a sequence that has ended is passed over"
+
+
+async def _cancel(draft: Subject, talk: Conversation) -> str:
+    tokens = draft.prompt()
+    await talk.say((1, draft.options()), (1, _step(tokens)), (2, draft.options()), (2, _step(tokens)))
+    await talk.say((1, Cancel()))
+    await talk.proposal(len(tokens), sequence=2)
+    await draft.fresh(tokens)
+    return "a cancelled sequence ends alone"
+
+
+async def _half_closed(draft: Subject, talk: Conversation) -> str:
+    await talk.ask(draft.prompt())
+    await talk.call.done_writing()
+    await talk.end_of_stream()
+    await draft.fresh(draft.prompt())
+    return "a stream that ends without a Finish ends its sequences; the next stream is served"
+
+
+# ---- drafting ahead
+
+
+_BUDGET = AheadBudget(branch_count=4, token_count=3)
+
+
+async def _ahead(draft: Subject, talk: Conversation) -> str:
+    if not draft.model.drafts_ahead:
+        return "it does not draft ahead, so no budget is granted"
+    tokens = draft.prompt()
+    pending = PendingOutcomes(draft.vocabulary_size, RowKind.TOKEN)
+    step = ProposeStep(Delta(0, tokens), _COUNT, _BUDGET)
+    await talk.say((1, draft.options(ahead=_BUDGET)), (1, step))
+    proposal = await talk.proposal(len(tokens))
+    pending.expect(len(tokens), proposal.token_ids, _BUDGET)
+    found = await _outcomes(talk, pending)
+    # The round that follows is verified already: nothing is asked for, and nothing but outcomes comes.
+    accepted, following = found.accepted_counts[0], found.next_token_ids[0]
+    base = len(tokens)
+    tokens += [*proposal.token_ids[:accepted], following]
+    drafted = pending.find(tokens)
+    assert drafted is not None, "the first outcome was drafted for"
+    pending.expect(len(tokens), drafted.token_ids, _BUDGET)
+    step = ProposeStep(Delta(base, [*tokens[base:], *drafted.token_ids]), 0, _BUDGET, len(drafted))
+    await talk.say((1, step))
+    await _outcomes(talk, pending)
+    # A question ends drafting ahead; stale outcomes may be under way, no more than were granted.
+    pending.expect(len(tokens), (), None)
+    await talk.say((1, _step(tokens, len(tokens))))
+    await talk.proposal(len(tokens), outcomes=pending)
+    return f"{_BUDGET.branch_count} x {_BUDGET.token_count} granted twice: outcomes came within them, also unasked"
+
+
+async def _outcomes(talk: Conversation, pending: PendingOutcomes) -> DraftedOutcomes:
+    """The first depth of a round's outcomes, after all its depths have come."""
+    first: DraftedOutcomes | None = None
+    depth = 0
+    while first is None or depth < _BUDGET.token_count:
+        answer = await talk.next(1)
+        if not isinstance(answer, DraftedOutcomes):
+            what = "a proposal" if isinstance(answer, Proposal) else _words(answer)
+            raise ProtocolError(f"outcomes were granted, and {what} came instead")
+        if pending.add(answer, time.monotonic()):
+            first = first or answer
+            depth = answer.depth + 1 + len(answer.lead_token_ids)
+    return first
+
+
+async def _budgets(draft: Subject, talk: Conversation) -> str:
+    if not draft.model.drafts_ahead:
+        return "it does not draft ahead, so no budget is granted"
+    wrong = (AheadBudget(MAX_BRANCHES + 1, 1), AheadBudget(1, 1 << 20), AheadBudget(-1, 1))
+    for number, budget in enumerate(wrong, start=1):
+        await talk.say((number, draft.options(ahead=budget)))
+        await talk.must_end(f"a budget of {budget.branch_count} x {budget.token_count}", number)
+    return f"budgets out of range are refused with {_REFUSED.name}"
+
+
+_ALL = (
+    _health, _model, _reading, _proposals, _token_rows, _distributions, _token_logits, _order,
+    _idempotence, _rollback, _unchanged, _malformed, _huge, _opening, _torn,
+    _finish, _stale, _cancel, _half_closed, _ahead, _budgets,
+)  # fmt: skip
+CHECKS = {check.__name__.strip("_").replace("_", " "): check for check in _ALL}
+"""By name."""
+
+
+async def play(name: str, draft: Subject) -> str:
+    """Play one check on a stream of its own, so that one failure explains no other."""
+    async with Conversation(draft) as talk:
+        return await CHECKS[name](draft, talk)
+
+
+async def conformance(channel: grpc.aio.Channel, seconds: float) -> list[Finding]:
+    """Everything that a draft service does as the protocol says, and what not."""
+    try:
+        async with asyncio.timeout(seconds):
+            model = await DraftClient(channel).model_info()
+    except TimeoutError:
+        raise ServiceUnavailableError(f"draft service: no answer within {seconds:g} s") from None
+    draft = Subject(channel, model, seconds)
+    findings = []
+    for name in CHECKS:
+        try:
+            findings.append(Finding.ok(name, await play(name, draft)))
+        except TandemError as error:
+            findings.append(Finding.problem(name, str(error).removeprefix("draft service: ")))
+            if name == "model":
+                break
+    return findings

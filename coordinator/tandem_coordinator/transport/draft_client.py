@@ -1,0 +1,557 @@
+"""A draft service, as the coordinator sees it: its client, its sequences, and what it drafted ahead."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Protocol, TypeAlias
+
+import grpc.aio
+
+from tandem.errors import ProtocolError
+from tandem.model.speculation_state import SpeculationState
+from tandem.model.types import (
+    ENDED,
+    AheadBudget,
+    Coverage,
+    DraftedOutcomes,
+    DraftLoad,
+    DraftOptions,
+    ModelInfo,
+    Proposal,
+    ProposeStep,
+    RowKind,
+    SparseDistribution,
+    StepCost,
+    TargetTokenizer,
+    common_length,
+)
+from tandem.v1 import draft_pb2
+from tandem.v1.draft_pb2_grpc import DraftServiceStub
+from tandem.wire import draft as wire
+from tandem.wire.columns import check_fields
+from tandem.wire.common import coverage_from_proto, model_info_from_proto
+from tandem.wire.status import Ending
+from tandem_coordinator.decoding.completion import Completion
+from tandem_coordinator.speculation.ahead import Unfinished
+from tandem_coordinator.stats.rounds import RoundResult
+from tandem_coordinator.stats.speculation import MovingAverage
+from tandem_coordinator.telemetry.observer import StreamObserver
+from tandem_coordinator.transport.statuses import errors_of
+from tandem_coordinator.transport.streams import StreamedSequence, Streams
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLimits:
+    """Bounds of a proposal."""
+
+    num_speculative_tokens: int
+    vocabulary_size: int
+    """The target's; proposed ids must be below it."""
+    keeps_proposals: bool = False
+    """True if the text depends on what is proposed, and must not depend on time."""
+    max_length: int | None = None
+    """Tokens of a sequence beyond which nothing is proposed."""
+
+
+def check_proposal(
+    proposal: Proposal, base_length: int, max_tokens: int, vocabulary_size: int, *, with_token_logits: bool
+) -> None:
+    """Refuse a proposal that the target could not verify, or no rule could decide on."""
+    token_ids = proposal.token_ids
+    wrong = ""
+    if proposal.base_length != base_length:
+        wrong = f"its proposal extends {proposal.base_length} tokens; it must extend {base_length}"
+    elif len(token_ids) > max_tokens:
+        wrong = f"it proposed {len(token_ids)} tokens; at most {max_tokens} were asked for"
+    elif token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocabulary_size:
+        unknown = next(each for each in token_ids if not 0 <= each < vocabulary_size)
+        wrong = f"it proposed token id {unknown}; ids must be in 0..{vocabulary_size - 1}"
+    elif with_token_logits and token_ids and proposal.token_logits is None:
+        wrong = "it sent no logits for its tokens; they were asked for"
+    if wrong:
+        raise ProtocolError(f"draft service: {wrong}")
+    for token_id, distribution in zip(token_ids, proposal.distributions, strict=False):
+        check_distribution(token_id, distribution, vocabulary_size)
+
+
+def check_distribution(token_id: int, distribution: SparseDistribution, vocabulary_size: int) -> None:
+    """Refuse a distribution that the token cannot have been drawn from."""
+    # Supports are short: numpy takes longer to begin than Python's own functions to end.
+    support, probs = distribution.token_ids.tolist(), distribution.probs.tolist()
+    total, wrong = sum(probs), ""
+    if not wire.sums_to_one(total) or min(probs) < 0.0:
+        wrong = f"a sparse distribution sums to {total:g}; it must sum to 1, with nothing below 0"
+    elif len(set(support)) != len(support):
+        wrong = "a sparse distribution names a token twice"
+    elif token_id not in support:
+        wrong = f"it proposed token id {token_id}, to which its own distribution gives no probability"
+    elif min(support) < 0 or max(support) >= vocabulary_size:
+        wrong = f"it sent the probability of an unknown token; ids must be in 0..{vocabulary_size - 1}"
+    if wrong:
+        raise ProtocolError(f"draft service: {wrong}")
+
+
+class Tokens(Protocol):
+    """A sequence whose tokens never change once they are there: a completion, or a row of another engine's batch."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """All tokens, the prompt included."""
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+
+
+OnOutcomes: TypeAlias = Callable[[DraftedOutcomes], None] | None
+"""Takes outcomes of the round in progress as they arrive."""
+
+_NO_OUTCOME = -1, -1
+_MAX_SUPPORT_IDS = 1 << 16
+"""Ids in all supports of a round: a mebibyte in memory, and three times what a draft of ours pushes."""
+
+
+class PendingOutcomes:
+    """The outcomes of the round in progress. Bounded by what was granted. No clock."""
+
+    def __init__(self, vocabulary_size: int, row_kind: RowKind) -> None:
+        self._vocabulary_size = vocabulary_size
+        self._needs_distributions = row_kind is RowKind.SUPPORT
+        self._base_length = 0
+        self._proposed: tuple[int, ...] = ()
+        self._budget: AheadBudget | None = None
+        self._ranks: dict[tuple[int, int], int] = {}
+        self._columns: list[DraftedOutcomes] = []
+        self._lead: tuple[int, ...] = ()
+        """Tokens of the first outcome behind those of the columns."""
+        self._granted = 0
+        """Messages that the draft may still push, of whichever round: how far it is behind, nobody knows."""
+        self._support_ids = 0
+        self._step = MovingAverage()
+        """Seconds from one depth of a round to the next."""
+        self._draft_step: StepCost | None = None
+        """The draft's last step as it says. Its seconds count until two depths of one round have arrived: where
+        verifications are short, that never happens."""
+        self._arrived: float | None = None
+        """When the round's last depth arrived."""
+
+    def awaits(self, token_ids: Sequence[int]) -> bool:
+        """True if a budget was granted for the round whose outcome this sequence is."""
+        return self._budget is not None and self._outcome(token_ids) != _NO_OUTCOME
+
+    def expect(self, base_length: int, proposed: Sequence[int], budget: AheadBudget | None) -> None:
+        """A round begins that extends so many tokens by this proposal."""
+        if budget is not None:
+            self._granted += budget.token_count
+        self._base_length, self._proposed, self._budget = base_length, tuple(proposed), budget
+        self._ranks.clear()
+        self._columns.clear()
+        self._lead = ()
+        self._arrived = None
+        self._support_ids = 0
+
+    @property
+    def is_granted(self) -> bool:
+        """True if outcomes of the round in progress were asked for."""
+        return self._budget is not None
+
+    @property
+    def step_cost(self) -> StepCost | None:
+        """Time of the draft's last step for the round in progress; None if none has arrived, or it does not say."""
+        return self._draft_step if self._columns else None
+
+    def add(self, drafted: DraftedOutcomes, now: float = 0.0) -> bool:
+        """Take one depth of the outcomes, which has arrived now; false for one of an earlier round: it is dropped."""
+        self._granted -= 1
+        if drafted.base_length < self._base_length:
+            if self._granted < 0:
+                raise ProtocolError(
+                    "draft service: it pushed more messages of rounds that are over than it was granted"
+                )
+            return False
+        if drafted.base_length > self._base_length or self._budget is None:
+            raise ProtocolError(
+                f"draft service: it pushed outcomes of a round that extends {drafted.base_length} tokens; none were "
+                f"asked for there, the sequence has {self._base_length}"
+            )
+        self._check(drafted, self._budget)
+        if drafted.depth == 0:
+            keys = zip(drafted.accepted_counts, drafted.next_token_ids, strict=True)
+            self._ranks = {key: rank for rank, key in enumerate(keys)}
+        self._columns.append(drafted)
+        self._lead = drafted.lead_token_ids
+        if self._arrived is not None:
+            self._step.add(now - self._arrived)
+        self._arrived, self._draft_step = now, drafted.cost
+        return True
+
+    def find(self, token_ids: Sequence[int]) -> Proposal | None:
+        """The continuation of the outcome that came; None where it was not drafted for."""
+        rank = self._ranks.get(self._outcome(token_ids))
+        if rank is None:
+            return None
+        columns = [column for column in self._columns if rank < len(column.token_ids)]
+        distributions: tuple[SparseDistribution, ...] = ()
+        if self._needs_distributions:
+            distributions = tuple(column.distributions[rank] for column in columns)
+        tokens = tuple(column.token_ids[rank] for column in columns if column.token_ids[rank] != ENDED)
+        if rank == 0:
+            tokens += self._lead
+        if not tokens:
+            return None
+        return Proposal(len(token_ids), tokens, distributions, outcome_rank=rank)
+
+    def ready_count(self, token_ids: Sequence[int]) -> int:
+        """Number of tokens of the outcome that came, if it goes on in every depth that is there; 0 before the first."""
+        is_first = self._ranks.get(self._outcome(token_ids)) == 0
+        return len(self._columns) + (len(self._lead) if is_first else 0)
+
+    def unfinished(self, token_ids: Sequence[int], now: float) -> Unfinished | None:
+        """The continuation of the outcome that came, while the draft is still at it; None otherwise."""
+        rank, ready = self._ranks.get(self._outcome(token_ids)), self.ready_count(token_ids)
+        if rank is None or self._budget is None or ready >= self._budget.token_count:
+            return None
+        last = self._columns[-1].token_ids
+        step_seconds = self._step.value or (self._draft_step.seconds if self._draft_step else None)
+        if rank >= len(last) or last[rank] == ENDED or self._arrived is None or step_seconds is None:
+            return None
+        due_seconds = max(self._arrived + step_seconds - now, 0.0)
+        return Unfinished(ready, self._budget.token_count, due_seconds, step_seconds)
+
+    def _outcome(self, token_ids: Sequence[int]) -> tuple[int, int]:
+        """Number of accepted tokens and the token after them; `_NO_OUTCOME` where it is of another round."""
+        following = token_ids[self._base_length :]
+        if not following or len(following) > len(self._proposed) + 1:
+            return _NO_OUTCOME
+        accepted = len(following) - 1
+        if tuple(following[:-1]) != self._proposed[:accepted]:
+            return _NO_OUTCOME
+        return accepted, following[-1]
+
+    def _check(self, drafted: DraftedOutcomes, budget: AheadBudget) -> None:
+        mistakes = chain(self._wrong_shape(drafted, budget), self._wrong_tokens(drafted))
+        if (wrong := next(mistakes, None)) is not None:
+            raise ProtocolError(f"draft service: {wrong}")
+        if self._needs_distributions:
+            for token_id, distribution in zip(drafted.token_ids, drafted.distributions, strict=True):
+                check_distribution(token_id, distribution, self._vocabulary_size)
+
+    def _wrong_shape(self, drafted: DraftedOutcomes, budget: AheadBudget) -> Iterator[str]:
+        depth, count, lead = drafted.depth, len(drafted.token_ids), len(drafted.lead_token_ids)
+        granted, known = budget.token_count, len(self._columns)
+        if depth != known or depth >= granted:
+            yield (
+                f"it pushed depth {depth} of its outcomes; depth {known} must follow, below the {granted} that were "
+                "granted"
+            )
+        maximum = len(self._columns[-1].token_ids) if self._columns else budget.branch_count
+        if not 0 < count <= maximum:
+            yield f"it pushed {count} tokens at depth {depth}; it must be 1 to {maximum}"
+        accepted, following = drafted.accepted_counts, drafted.next_token_ids
+        if len(accepted) != (count if depth == 0 else 0):
+            yield f"it named {len(accepted)} outcomes with {count} tokens at depth {depth}; depth 0 alone names all"
+        for each in accepted:
+            if not 0 <= each <= len(self._proposed):
+                yield f"it drafted for {each} accepted tokens; there are 0 to {len(self._proposed)}"
+        if len(set(zip(accepted, following, strict=True))) != len(accepted):
+            yield "it drafted twice for one outcome"
+        if depth + 1 + lead > granted:
+            yield f"it is {lead} tokens ahead at depth {depth} of its outcomes; {granted} tokens were granted"
+
+    def _wrong_tokens(self, drafted: DraftedOutcomes) -> Iterator[str]:
+        token_ids, lead = drafted.token_ids, drafted.lead_token_ids
+        before = self._columns[-1].token_ids if self._columns else token_ids
+        if any(old == ENDED != new for old, new in zip(before, token_ids, strict=False)):
+            yield "it went on with a continuation that it had ended"
+        own = [token_id for token_id in token_ids if token_id != ENDED]
+        for token_id in (*own, *drafted.next_token_ids, *lead):
+            if not 0 <= token_id < self._vocabulary_size:
+                yield f"it drafted token id {token_id} ahead; ids must be in 0..{self._vocabulary_size - 1}"
+        if not self._needs_distributions:
+            return
+        if lead:
+            yield "it is ahead with its first outcome by tokens without distributions; the rule needs one for each"
+        if (count := len(drafted.distributions)) != len(token_ids):
+            yield f"it pushed {len(token_ids)} tokens with {count} distributions; the rule needs one for each"
+        self._support_ids += sum(len(each.token_ids) for each in drafted.distributions)
+        if self._support_ids > _MAX_SUPPORT_IDS:
+            yield f"it pushed supports of {self._support_ids} ids in one round; at most {_MAX_SUPPORT_IDS} are kept"
+
+
+class DraftSequence(StreamedSequence[DraftOptions | ProposeStep, wire.Answer]):
+    """Asks a draft service for proposals, for as long as the sequence stays there.
+
+    It begins by letting the draft read the sequence while the target does, without waiting for it. One step at a time
+    is under way; while its answer is late, no other is asked for. What the draft drafts ahead arrives between answers
+    and is kept until the next round begins.
+    """
+
+    def __init__(
+        self,
+        streams: Streams[DraftOptions | ProposeStep, wire.Answer],
+        options: DraftOptions,
+        limits: DraftLimits,
+        observer: StreamObserver,
+        on_outcomes: OnOutcomes = None,
+    ) -> None:
+        super().__init__(streams, observer)
+        self._options = replace(options, traceparent=observer.traceparent)
+        self._limits = limits
+        self.outcomes = PendingOutcomes(limits.vocabulary_size, options.row_kind)
+        self._on_outcomes = on_outcomes
+        self._granted: AheadBudget | None = None
+        """Budget of the step whose answer is awaited."""
+        self._is_asked = False
+        """True from a question on until somebody has taken its answer."""
+        self._question = 0, 0
+        """Length of the sequence at the last question, and tokens that were asked for."""
+        self._answer: Proposal | None = None
+        """To the last question, until somebody has taken it."""
+        self._watched: list[Proposal] = []
+        """Proposals that nobody waited for, whose tokens may still come."""
+        self._waiter: asyncio.Future[None] | None = None
+        """Set while somebody waits for an answer, for outcomes or for the end."""
+        self.is_open = False
+        """True once the draft has read the sequence. Before that, the draft may be waiting for room."""
+        self._late_since: float | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """True if every step so far was answered."""
+        return not self._is_asked or self._answer is not None or self.error is not None
+
+    @property
+    def is_late(self) -> bool:
+        return self._late_since is not None
+
+    @property
+    def late_seconds(self) -> float:
+        """Seconds by which an answer is late; 0 when none is."""
+        return 0.0 if self._late_since is None else time.monotonic() - self._late_since
+
+    @property
+    def held(self) -> int:
+        """How many tokens the draft has, or is to read."""
+        return self._remote.length
+
+    def unread(self, completion: Tokens) -> int:
+        """How many of the completion's tokens the draft does not have; 0 while a step's answer is outstanding."""
+        return 0 if self._is_asked else completion.length - self._remote.length
+
+    def read(self, completion: Tokens) -> None:
+        """Let the draft read what it does not have, without waiting for it. The first time it opens the sequence."""
+        if not self.number:
+            self.send(self._options)
+        self._ask(completion, 0)
+
+    async def drafted_ahead(
+        self,
+        completion: Tokens,
+        wanted: Callable[[Unfinished], int] = lambda unfinished: unfinished.ready,
+        at_most_seconds: float = math.inf,
+    ) -> Proposal | None:
+        """The continuation that was drafted ahead of what the last verification said; None where there is none.
+
+        While the draft is still at it, so many tokens as `wanted` says are worth waiting for. Raises a TandemError
+        where the draft has failed since: it is of no use any more.
+        """
+        outcomes, token_ids, now = self.outcomes, completion.token_ids, time.monotonic()
+        unfinished = outcomes.unfinished(token_ids, now)
+        if unfinished is not None and (count := wanted(unfinished)) > unfinished.ready:
+            expected = unfinished.due_seconds + (count - unfinished.ready - 1) * unfinished.step_seconds
+            # A margin for a slow step, and a millisecond because the event loop wakes up no more exactly
+            until = now + min(1.5 * expected + 0.001, at_most_seconds)
+            while outcomes.ready_count(token_ids) < count and self.error is None and time.monotonic() < until:
+                await self._arrival(until)
+        if self.error is not None:
+            raise self.error
+        return None if self._is_asked else outcomes.find(token_ids)
+
+    def go_on(self, completion: Tokens, proposal: Proposal, budget: AheadBudget | None) -> None:
+        """Tell the draft what is being verified, so that it drafts ahead of that. Nothing is waited for.
+
+        A draft that has not read the message before is granted nothing: the next round asks it, and notices that it is
+        late.
+        """
+        if self.unwritten or self._options.ahead is None:
+            budget = None
+        self.outcomes.expect(completion.length, proposal.token_ids, budget)
+        if budget is None:
+            return
+        delta = self._remote.delta_to(completion.token_ids, proposal.token_ids)
+        self.send(ProposeStep(delta, 0, budget, len(proposal)))
+
+    async def propose(
+        self, completion: Tokens, count: int, patience_seconds: float, budget: AheadBudget | None = None
+    ) -> Proposal | None:
+        """Up to `count` tokens that may follow; None while the draft is late.
+
+        Raises a TandemError where it failed or proposed what cannot be verified: it is of no use any more.
+        """
+        until = time.monotonic() + patience_seconds
+        if self.error is not None:
+            raise self.error
+        if self._is_asked and await self._answered(until) is None:
+            return None
+        self._ask(completion, count, budget)
+        proposal = await self._answered(until)
+        if proposal is not None:
+            self._check(proposal, *self._question)
+        return proposal
+
+    def watch(self, completion: Tokens, count: int) -> Iterator[tuple[int, int]]:
+        """Ask for proposals of so many tokens that nobody waits for. Of each whose tokens have come, or others in their
+        place: how many it had, and how many of them came.
+
+        Raises a TandemError as `propose` does.
+        """
+        if self.error is not None:
+            raise self.error
+        if (answer := self._answer) is not None:
+            self._taken()
+            self._check(answer, *self._question)
+            self._watched.append(answer)
+        if not self._is_asked:
+            self._ask(completion, count)
+        watched, self._watched = self._watched, []
+        for proposal in watched:
+            following = completion.token_ids[proposal.base_length :]
+            came = common_length(proposal.token_ids, following)
+            if came < min(len(proposal), len(following)) or came == len(proposal):
+                yield len(proposal), came
+            else:
+                self._watched.append(proposal)
+
+    async def finish(self) -> None:
+        if not self._is_asked:
+            await super().finish()
+
+    def _check(self, proposal: Proposal, length: int, count: int) -> None:
+        vocabulary_size, with_token_logits = self._limits.vocabulary_size, self._options.with_token_logits
+        check_proposal(proposal, length, count, vocabulary_size, with_token_logits=with_token_logits)
+
+    def _ask(self, completion: Tokens, count: int, budget: AheadBudget | None = None) -> None:
+        self._committed = completion.token_ids
+        self._question = completion.length, count
+        self.outcomes.expect(completion.length, (), None)
+        self._granted = budget if count and self._options.ahead else None
+        self._is_asked = True
+        self.send(ProposeStep(self._remote.delta_to(completion.token_ids), count, self._granted))
+
+    async def _answered(self, until: float) -> Proposal | None:
+        """The answer to the last step; None while it is late. What is late already is not waited for again."""
+        was_awaited = self._answer is None
+        while self._answer is None:
+            if self.error is not None:
+                raise self.error
+            if self._late_since is not None or time.monotonic() >= until:
+                self._late_since = self._late_since or time.monotonic()
+                return None
+            await self._arrival(until)
+        answer = self._answer
+        if was_awaited:
+            self.goes_on()
+        self._taken()
+        return answer
+
+    def _taken(self) -> None:
+        """The answer is somebody's."""
+        self._answer = self._late_since = None
+        self._is_asked, self.is_open = False, True
+
+    def take(self, answer: wire.Answer) -> None:
+        if isinstance(answer, DraftedOutcomes):
+            if self.outcomes.add(answer, time.monotonic()) and self._on_outcomes is not None:
+                self._on_outcomes(answer)
+        elif not self._is_asked or self._answer is not None:
+            raise ProtocolError("draft service: it proposed what nobody had asked for")
+        else:
+            # Outcomes of the answer may follow at once, before anybody looks at it.
+            self.outcomes.expect(answer.base_length, answer.token_ids, self._granted)
+            self._answer = answer
+        self._wake()
+
+    def notify(self) -> None:
+        self.outcomes.expect(0, (), None)
+        self._wake()
+
+    async def _arrival(self, until: float) -> None:
+        """Wait for something to arrive, but not beyond a moment of the monotonic clock."""
+        loop = asyncio.get_running_loop()
+        self._waiter = loop.create_future()
+        timer = loop.call_later(until - time.monotonic(), self._wake)  # half as dear as `asyncio.timeout`
+        try:
+            await self._waiter
+        finally:
+            timer.cancel()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class DraftClient:
+    """Calls one draft service."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub = DraftServiceStub(channel)
+        self.load = DraftLoad()
+        """How busy it last said that it is."""
+        self.streams: Streams[DraftOptions | ProposeStep, wire.Answer] = Streams(
+            service="draft service",
+            call=channel.stream_stream("/tandem.v1.DraftService/Propose"),
+            write=wire.requests_to_proto,
+            read=self._read,
+        )
+
+    async def model_info(self) -> ModelInfo:
+        """The draft service's model, or its drafting method."""
+        with errors_of("draft service"):
+            answer = await self._stub.GetModelInfo(draft_pb2.DraftServiceGetModelInfoRequest())
+        self._heard(answer)
+        return model_info_from_proto(answer.model_info)
+
+    def _read(self, content: bytes) -> Iterator[tuple[int, wire.Answer | Ending]]:
+        check_fields(content)
+        message = draft_pb2.ProposeResponse.FromString(content)
+        self._heard(message)
+        return wire.answers_from_proto(message)
+
+    def _heard(self, message: draft_pb2.ProposeResponse | draft_pb2.DraftServiceGetModelInfoResponse) -> None:
+        if message.HasField("load"):
+            self.load = wire.load_from_proto(message.load)
+
+    async def map_vocabulary(self, target: ModelInfo, content: bytes) -> Coverage:
+        """Let it draft for a target with another tokenizer, whose tokenizer.json this is."""
+        tokenizer = TargetTokenizer(
+            target.tokenizer_hash, target.vocabulary_size, content, target.eos_token_ids
+        )
+        with errors_of("draft service"):
+            answer = await self._stub.MapVocabulary(wire.tokenizer_to_proto(tokenizer))
+        return coverage_from_proto(answer.coverage)
+
+
+class NoDrafter:
+    """Proposes nothing: the target alone."""
+
+    def __init__(self, reason: str = "", lead: int = 0) -> None:
+        self._lead = lead
+        self.speculation_state = SpeculationState(is_on=False, num_speculative_tokens=0, reason=reason)
+
+    async def propose(self, completion: Completion) -> Proposal:
+        """The tokens that the grammar forces; otherwise none."""
+        return completion.forced() or Proposal(completion.length, lead=self._lead)
+
+    def end_round(self, result: RoundResult) -> None:
+        """Do nothing, here and below: there is no draft to judge, and no sequence to end."""
+
+    async def finish(self) -> None: ...
+
+    def release(self) -> None: ...
+
+    def cancel(self) -> None: ...

@@ -1,0 +1,422 @@
+"""A target service, as the coordinator sees it: its client, its sequences, and the checks of the rows it sends.
+
+The client checks each answer as it arrives, so that an invalid one costs only the replica that sent it. If the
+acceptance rule found it, the request would end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import grpc.aio
+import numpy as np
+
+from tandem.acceptance.rounds import MessageRounds, Round
+from tandem.acceptance.strategies import AcceptanceRule, resolve
+from tandem.config import SpeculativeConfig
+from tandem.errors import ProtocolError, ServiceUnavailableError, TandemError
+from tandem.model.outcome_table import OutcomeTable
+from tandem.model.types import (
+    Delta,
+    DenseRow,
+    DraftedOutcomes,
+    LeadStats,
+    ModelInfo,
+    Pending,
+    Proposal,
+    RowKind,
+    RowStatistics,
+    SamplingParams,
+    SupportRow,
+    TargetOptions,
+    TokenRow,
+    Verification,
+    VerifyStep,
+)
+from tandem.v1 import target_pb2
+from tandem.v1.target_pb2_grpc import TargetServiceStub
+from tandem.wire import target as wire
+from tandem.wire.columns import check_fields
+from tandem.wire.common import model_info_from_proto
+from tandem.wire.draft import MAX_TOKENIZER_BYTES
+from tandem.wire.status import Ending
+from tandem_coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
+from tandem_coordinator.transport.statuses import errors_of
+from tandem_coordinator.transport.streams import StreamedSequence, Streams
+
+
+def check_rows(verification: Verification, vocabulary_size: int, *, with_statistics: bool = False) -> None:
+    """Refuse rows that no model of that vocabulary has, and support rows that lack the statistics asked for."""
+    for row in verification.rows:
+        if isinstance(row, TokenRow):
+            wrong = _wrong_id(row.token_id, 0, vocabulary_size)
+        elif isinstance(row, DenseRow):
+            wrong = _wrong_logits(row, vocabulary_size)
+        else:
+            wrong = _wrong_support(row, vocabulary_size)
+            if row.statistics is not None:
+                wrong = wrong or _wrong_statistics(row.statistics, vocabulary_size)
+            elif with_statistics:
+                wrong = wrong or "a row came without statistics; they were asked for"
+        if wrong:
+            raise ProtocolError(f"target service: {wrong}")
+
+
+def _wrong_id(token_id: int, minimum: int, vocabulary_size: int) -> str:
+    if minimum <= token_id < vocabulary_size:
+        return ""
+    return f"it sent token id {token_id}; ids must be in 0..{vocabulary_size - 1}"
+
+
+def _wrong_support(row: SupportRow, vocabulary_size: int) -> str:
+    # -1 stands for no token outside the support; then the mass there does not count.
+    outside = row.outside_mass if row.outside_token_id >= 0 else 0.0
+    values = row.probs.tolist()
+    mass = sum(values) + outside
+    # A NaN makes the sum one, and comparisons with it are false. The sum may exceed 1: the support may name a token
+    # twice.
+    if not (min(values, default=0.0) >= 0.0 and outside >= 0.0 and 0.0 < mass < math.inf):
+        return (
+            f"a row's lowest probability is {np.min([outside, *values]):g} and their sum is {mass:g}; no probability "
+            "may be negative, and the sum must be a positive number"
+        )
+    # A token's probability is at most the mass that holds it, before and after rounding.
+    if row.outside_prob is not None and not 0.0 <= row.outside_prob <= outside:
+        return (
+            f"a row's token outside the support has the probability {row.outside_prob:g}; it must be between 0 and the "
+            f"mass there, {outside:g}"
+        )
+    return _wrong_id(row.outside_token_id, -1, vocabulary_size)
+
+
+def _wrong_statistics(statistics: RowStatistics, vocabulary_size: int) -> str:
+    maximum = float(statistics.logits.max(initial=-math.inf))
+    # Rounding may leave an entropy just below zero.
+    for name, value in (("entropy", statistics.entropy), ("highest probability", statistics.max_prob)):
+        if not math.isfinite(value):
+            return f"a row's {name} is {value:g}; it must be a finite number"
+    if not maximum < math.inf:
+        return f"a row's highest logit in its support is {maximum:g}; it must be a number below infinity"
+    return _wrong_id(statistics.argmax_token_id, 0, vocabulary_size)
+
+
+def _wrong_logits(row: DenseRow, vocabulary_size: int) -> str:
+    if row.logits.shape != (vocabulary_size,):
+        return (
+            f"a dense row holds {row.logits.size} logits; it must hold {vocabulary_size}, one for each token of the "
+            "vocabulary"
+        )
+    # One pass is enough: max() returns NaN wherever there is one. Models forbid single tokens by minus infinity.
+    maximum = float(row.logits.max())
+    if not math.isfinite(maximum):
+        return f"a dense row's highest logit is {maximum:g}; it must be a finite number"
+    return ""
+
+
+_Request = TargetOptions | VerifyStep | DraftedOutcomes
+_Answer = wire.Answer | Pending
+
+ASK_AGAIN_SECONDS = 2.0
+"""An answer is asked for again after so long: where steps are short, none that is in time, and a stream pauses for less
+than 5 s."""
+_GREEDY = SamplingParams(temperature=0.0)
+PROBE = "probe"
+"""Request id of a probe."""
+_PROBE_SECONDS = 30.0
+"""Timeout of a probe. Probes repeat for as long as the target is set aside."""
+
+
+_MAX_TOKENIZER_FILES = 16
+"""Three are known."""
+
+
+class RowChoice(NamedTuple):
+    """The rows that a request needs."""
+
+    rule: AcceptanceRule
+    """Decides on them."""
+    kind: RowKind
+    vocabulary_size: int
+    """The target's; ids in its answers must be below it, and dense rows hold as many logits."""
+
+
+_NO_REQUEST = RowChoice(resolve(SpeculativeConfig(), _GREEDY), RowKind.TOKEN, 1 << 31)
+"""A probe's: any token will do."""
+
+
+def _read(content: bytes) -> Iterator[tuple[int, _Answer | Ending]]:
+    check_fields(content)
+    return wire.answers_from_proto(target_pb2.VerifyResponse.FromString(content))
+
+
+class TargetClient:
+    """Calls one target service."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub = TargetServiceStub(channel)
+        self.streams: Streams[_Request, _Answer] = Streams(
+            service="target service",
+            call=channel.stream_stream("/tandem.v1.TargetService/Verify"),
+            write=wire.requests_to_proto,
+            read=_read,
+        )
+        self.rounds = MessageRounds()
+        """Those that the latest message of the service answers. Its answers are read one after the other."""
+
+    async def model_info(self) -> ModelInfo:
+        with errors_of("target service"):
+            answer = await self._stub.GetModelInfo(target_pb2.TargetServiceGetModelInfoRequest())
+        return model_info_from_proto(answer.model_info)
+
+    async def tokenizer_files(self) -> dict[str, bytes]:
+        files: defaultdict[str, bytearray] = defaultdict(bytearray)
+        size = 0
+        with errors_of("target service"):
+            async for part in self._stub.GetTokenizer(target_pb2.GetTokenizerRequest()):
+                files[part.file_name] += part.content
+                size += len(part.content)
+                if size > MAX_TOKENIZER_BYTES or len(files) > _MAX_TOKENIZER_FILES:
+                    raise ProtocolError(
+                        f"target service: its tokenizer has {size} bytes in {len(files)} files and more; it must have "
+                        f"at most {MAX_TOKENIZER_BYTES} in {_MAX_TOKENIZER_FILES}"
+                    )
+        return {name: bytes(content) for name, content in files.items()}
+
+    async def probe(self) -> None:
+        """Ask it to verify one token."""
+        options = TargetOptions(PROBE, _GREEDY, max_length=2, prompt_length=1)
+        sequence = TargetSequence(self, options, _NO_REQUEST, NO_OBSERVER)
+        answering = asyncio.ensure_future(sequence.verify((0,), Proposal(1)))
+        try:
+            async with asyncio.timeout(_PROBE_SECONDS):
+                while not (await asyncio.wait({answering}, timeout=ASK_AGAIN_SECONDS))[0]:
+                    sequence.ask_again()
+                await answering
+                await sequence.finish()
+        except TimeoutError:
+            raise ServiceUnavailableError(
+                f"target service: it did not answer a probe within {_PROBE_SECONDS:g} s"
+            ) from None
+        finally:
+            answering.cancel()
+            sequence.cancel()
+
+
+@dataclass(slots=True, eq=False)
+class _Lead:
+    """The rounds that a target begins by itself, as far as their answers have come."""
+
+    allowed: int = 0
+    """How many it may begin behind the one that was asked for last."""
+    unasked: deque[tuple[Delta, Verification]] = field(default_factory=deque)
+    """Those that nobody has asked for yet and that are answered, in order, with the delta of each."""
+    next: Delta | None = None
+    """The delta with which it goes on behind the latest answer; None: it does not, or nothing is known of it."""
+
+    @property
+    def first(self) -> Delta | None:
+        """The delta of the first round that nobody has asked for yet; None if the target may not begin any."""
+        if self.unasked:
+            return self.unasked[0][0]
+        return self.next if self.allowed > 0 else None
+
+    def continues(self, step: VerifyStep) -> bool:
+        """True if the target goes on with just this step by itself, once it may."""
+        delta = self.unasked[0][0] if self.unasked else self.next
+        own = Delta(step.delta.base_length, tuple(step.delta.token_ids))
+        return own == delta and step.row_count == len(own.token_ids) and step.row_kind is RowKind.TOKEN
+
+
+class TargetSequence(StreamedSequence[_Request, _Answer]):
+    """Asks a target service for rows, for as long as the sequence stays there."""
+
+    def __init__(
+        self, client: TargetClient, options: TargetOptions, rows: RowChoice, observer: StreamObserver
+    ) -> None:
+        super().__init__(client.streams, observer)
+        self._rounds = client.rounds
+        self._options = replace(options, traceparent=observer.traceparent)
+        self._rows = rows
+        self._asked: tuple[VerifyStep, Proposal] | None = None
+        """Set while an answer is awaited."""
+        self._answer: asyncio.Future[Verification] | None = None
+        self._serial = 0
+        """Of the last step."""
+        self._next_label = 0, 0
+        """Of the answer that follows: the serial of the step that was asked, and how many steps behind it."""
+        self.pending: Pending | None = None
+        """The target's word on the step that was last asked again; None before it has come."""
+        self._lead = _Lead()
+        self._outcomes = OutcomeTable()
+        """As the target has it."""
+        self._unwanted = 0
+        """Answers that may come of a lead that has ended, each of which began another round."""
+        self._stats = LeadStats()
+        self.is_new = True
+        """True before the first answer."""
+
+    async def verify(
+        self, committed: Sequence[int], proposal: Proposal, stats: LeadStats | None = None
+    ) -> Verification:
+        """The target's row at each position of the proposal, and at the one after it.
+
+        `committed` are the prompt's and the completion's tokens, a list that grows. Raises a TandemError where the
+        service failed, refused, or sent an invalid answer: the sequence is of no further use.
+        """
+        self._committed, self._stats = committed, stats or self._stats
+        delta = self._remote.delta_to(committed, proposal.token_ids)
+        self._serial += 1
+        step = self._rows.rule.step(delta, proposal, self._rows.kind, self._serial)
+        if self.error is not None:
+            raise self.error
+        self._asked = step, proposal
+        self._answer = asyncio.get_running_loop().create_future()
+        self.send(*((self._options, step) if self.is_new else (step,)))
+        if not self._lead.continues(step):
+            self._end_lead()
+            self._next_label = self._serial, 0
+        # A smaller lead does not reach the target before it has begun what an earlier step allowed.
+        self._lead.allowed = max(step.lead, self._lead.allowed - 1)
+        if self._lead.unasked:
+            self._answer.set_result(self._lead.unasked.popleft()[1])
+        verification = await self._answer
+        self.goes_on()
+        self.is_new = False
+        self._stats.rounds += verification.led_token_id >= 0
+        return verification
+
+    @property
+    def begun_proposed(self) -> int | None:
+        """How many tokens are proposed in the round that the target has begun by itself; None if it has begun none."""
+        delta = self._lead.first
+        return None if delta is None else len(delta.token_ids) - 1
+
+    def ask_again(self) -> None:
+        """Ask once more for the answer that is awaited. The target repeats it, says that the step is pending, or ends
+        the sequence, which it does not know."""
+        if self._asked is not None:
+            self.pending = None
+            self.send(self._asked[0])
+
+    def expect(self, drafted: DraftedOutcomes) -> None:
+        """Tell the target what the draft proposes after outcomes of the round in progress."""
+        if self._asked is not None and self._outcomes.add(drafted):
+            self.send(drafted)
+
+    async def finish(self) -> None:
+        self._end_lead()
+        if not self.is_new:
+            await super().finish()
+
+    def cancel(self, error: TandemError | None = None) -> None:
+        self._end_lead()
+        super().cancel(error)
+
+    def _end_lead(self) -> None:
+        """Drop what the target did by itself. It may have begun another round, and more until it learns of it."""
+        lead, left = self._lead, self._lead.allowed - len(self._lead.unasked)
+        begins_more = lead.next is not None and left > 0
+        self._lead, self._unwanted = _Lead(), left - 1 if begins_more else 0
+        self._stats.wasted += len(lead.unasked) + begins_more
+
+    def take(self, answer: _Answer) -> None:
+        """Take an answer of the service.
+
+        All sequences that a message answers take their answers before any of them goes on, so that their rule can
+        decide all of their rounds at once.
+        """
+        if isinstance(answer, Pending):
+            if answer.serial == self._serial:
+                self.pending = answer
+            return
+        if not self._is_next(answer):
+            return
+        if answer.led > 0:
+            self._take_led(answer)
+            return
+        if self._asked is None or self._answer is None or self._answer.done():
+            raise ProtocolError("target service: it answered what nobody had asked for")
+        step, proposal = self._asked
+        base_length = step.delta.length - step.row_count + 1
+        if answer.base_length != base_length:
+            raise ProtocolError(
+                f"target service: it answered for {answer.base_length} tokens; it was asked for {base_length}"
+            )
+        verification = answer.verification(step)
+        check_rows(verification, self._rows.vocabulary_size, with_statistics=step.with_statistics)
+        self._lead.next = self._led_delta(step, verification)
+        if step.row_kind is RowKind.SUPPORT and (decide := self._rows.rule.decide_many) is not None:
+            own = Round(proposal, verification, self._options.sampling)
+            verification = self._rounds.add(answer.block, decide, own)
+        self._answer.set_result(verification)
+
+    def _is_next(self, answer: wire.Answer) -> bool:
+        """True for the answer that follows the last. Others are passed over: one that is here already, one of a lead
+        that has ended, and one behind another that was lost, with which it is repeated."""
+        serial = self._next_label[0]
+        if answer.serial > self._serial or (answer.serial > serial and answer.led > 0):
+            raise ProtocolError(
+                f"target service: it answered step {answer.serial}, and {answer.led} behind it; the last one that it "
+                f"was asked for is step {self._serial}, by the lead of step {serial}"
+            )
+        if answer.serial > serial:
+            # It has not gone on by itself after all
+            self._end_lead()
+            self._next_label = answer.serial, 0
+        elif answer.serial < serial and answer.led > 0:
+            self._count_unwanted()
+        if (answer.serial, answer.led) != self._next_label:
+            return False
+        self._next_label = answer.serial, answer.led + 1
+        return True
+
+    def _take_led(self, answer: wire.Answer) -> None:
+        lead, delta = self._lead, self._lead.next
+        if delta is None:
+            self._count_unwanted()
+            return
+        base_length, token_id = delta.base_length + 1, delta.token_ids[0]
+        if (answer.base_length, answer.led_token_id) != (base_length, token_id):
+            raise ProtocolError(
+                f"target service: it went on with token {answer.led_token_id} to {answer.base_length} tokens; by its "
+                f"own rows it was token {token_id} to {base_length} tokens"
+            )
+        step = VerifyStep(delta, RowKind.TOKEN, len(delta.token_ids), lead=1)
+        verification = answer.verification(step)
+        check_rows(verification, self._rows.vocabulary_size)
+        lead.next = self._led_delta(step, verification)
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(verification)
+        elif len(lead.unasked) < lead.allowed:
+            lead.unasked.append((delta, verification))
+        else:
+            raise ProtocolError("target service: it went further by itself than it was allowed")
+
+    def _count_unwanted(self) -> None:
+        """An answer has come of a lead that has ended."""
+        self._stats.wasted += self._unwanted > 0
+        self._unwanted = max(self._unwanted - 1, 0)
+
+    def _led_delta(self, step: VerifyStep, answer: Verification) -> Delta | None:
+        """The delta with which the target says that it goes on behind this answer."""
+        if answer.next_proposed < 0:
+            return None
+        options = self._options
+        delta = step.led_delta(answer, options.end_token_ids, options.max_length, self._outcomes.find)
+        known = 0 if delta is None else len(delta.token_ids)
+        if answer.next_proposed >= known:
+            raise ProtocolError(
+                f"target service: it goes on with {answer.next_proposed} proposed tokens; it may with at most "
+                f"{known - 1}"
+            )
+        assert delta is not None, "it has the token"
+        return Delta(delta.base_length, delta.token_ids[: answer.next_proposed + 1])
+
+    def notify(self) -> None:
+        if self.error is not None and self._answer is not None and not self._answer.done():
+            self._answer.set_exception(self.error)

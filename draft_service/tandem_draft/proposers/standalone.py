@@ -1,0 +1,126 @@
+"""A standalone draft model: a small language model that predicts the target's next tokens (vLLM: draft_model)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from tandem.engine.core.engine import Engine
+from tandem.engine.core.selection import choose_backends
+from tandem.engine.interface import EngineOwner, EngineSettings
+from tandem.engine.models.checkpoint import TOKENIZER_FILE
+from tandem.engine.models.loading import load_model
+from tandem.engine.rows import TORCH_SAMPLER, Sampler
+from tandem.engine.steps import ModelRunner
+from tandem.model.grammar import Grammars
+from tandem.model.types import DraftOptions, ModelInfo, Proposal, RowKind
+from tandem.telemetry.streams import OnStep
+from tandem_draft.proposers.ahead import AheadDrafter, OutcomeHistory
+from tandem_draft.proposers.drafting import Drafting, propose_head, propose_where_logits_are, with_defaults
+from tandem_draft.proposers.mapped import MappedSequence
+from tandem_draft.proposers.mapping import Vocabularies
+from tandem_draft.proposers.sequence import StandaloneSequence
+from tandem_draft.settings import DraftSettings
+
+
+def load_standalone(
+    settings: DraftSettings, on_step: OnStep = None, on_failure: Callable[[], None] | None = None
+) -> StandaloneProposer:
+    """Load the model that the settings name."""
+    folder = settings.checkpoint
+    runner: ModelRunner
+    drafts_ahead, has_vocabularies, sampler = True, True, TORCH_SAMPLER
+    if settings.uses_vllm:
+        from tandem.engine_vllm.engine import load_vllm
+
+        # Workers in processes of their own would be sent the shared tokens with each step.
+        has_vocabularies = settings.device_count == 1
+        drafts_ahead = has_vocabularies and settings.enable_prefix_caching
+        runner = load_vllm(
+            settings,
+            folder,
+            # The outcomes of a verification are ranked by rows of several positions, which it computes for proposals
+            proposal_length=int(drafts_ahead),
+            load_config=settings.draft_load_config,
+            on_failure=on_failure,
+        )
+        head = propose_where_logits_are
+    else:
+        model = load_model(
+            folder, device=settings.compute_device, dtype=settings.compute_dtype, threads=settings.threads
+        )
+        runner = backends = choose_backends(model, settings.compile, settings.compile_cache)
+        sampler = backends.sampler
+        head = partial(propose_head, sampler=sampler)
+    tokenizer = folder / TOKENIZER_FILE
+    return StandaloneProposer(
+        Engine(runner, head, EngineSettings.of(settings), on_step=on_step, on_failure=on_failure),
+        settings.draft_top_k,
+        settings.draft_support_mass,
+        sampler,
+        Grammars.of(tokenizer, runner.info),
+        drafts_ahead=drafts_ahead,
+        vocabularies=Vocabularies(tokenizer, runner.info) if has_vocabularies else None,
+    )
+
+
+@dataclass(eq=False)
+class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
+    """Drafts with a model behind its engine."""
+
+    draft_top_k: int
+    support_mass: float = 1.0
+    sampler: Sampler = TORCH_SAMPLER
+    grammars: Grammars | None = None
+    """None: proposals heed no grammar."""
+    drafts_ahead: bool = True
+    vocabularies: Vocabularies | None = None
+    _histories: defaultdict[tuple[RowKind, bool, bool, bool], OutcomeHistory] = field(
+        default_factory=lambda: defaultdict(OutcomeHistory), init=False
+    )
+
+    @property
+    def model_info(self) -> ModelInfo:
+        maps = self.vocabularies is not None
+        return replace(self._engine.info, drafts_ahead=self.drafts_ahead, maps_vocabularies=maps)
+
+    async def start(self) -> None:
+        await super().start()
+        if self.grammars is not None:
+            await self.grammars.prepare()
+
+    @asynccontextmanager
+    async def sequence(self, options: DraftOptions) -> AsyncIterator[StandaloneSequence | MappedSequence]:
+        mapped = None
+        if (
+            options.tokenizer_hash not in ("", self._engine.info.tokenizer_hash)
+            and self.vocabularies is not None
+        ):
+            mapped, options = self.vocabularies.mapped(options)  # its tokens become the draft's
+        grammar, grammars = None, self.grammars if mapped is None else mapped.grammars
+        if options.grammar is not None and grammars is not None:
+            grammar = await grammars.open(options.grammar, options.scope)
+        spare = 0 if options.ahead is None else options.ahead.branch_count * (options.ahead.token_count + 1)
+        cached = await self._engine.open(
+            options.max_length or self.model_info.max_length, spare, options.client, options.scope
+        )
+        try:
+            options = with_defaults(options, self.draft_top_k, self.support_mass)
+            kind = options.row_kind, options.sampling.is_greedy, options.noise_is_unknown, mapped is not None
+            history = self._histories[kind]
+            ahead = (
+                None
+                if options.ahead is None or not self.drafts_ahead
+                else AheadDrafter(self._engine, cached, options, self.sampler, history, grammar)
+            )
+            if mapped is None:
+                yield StandaloneSequence(self._engine, cached, options, ahead, grammar)
+            else:
+                masks = None if mapped.tokens is None else grammar
+                drafted = StandaloneSequence(self._engine, cached, options, grammar=masks)
+                yield MappedSequence(drafted, mapped, ahead, grammar)
+        finally:
+            self._engine.release(cached)

@@ -1,0 +1,377 @@
+"""The Python client.
+
+    async with Client("127.0.0.1:50051") as client:
+        async for chunk in client.generate("def main():", max_tokens=64):
+            print(chunk.text, end="")
+
+Leaving the loop cancels the request on every service. `tandem.clients.sync_client` is the same without async.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Self, TypedDict, Unpack
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tandem.errors import (
+    CapacityError,
+    DeadlineError,
+    InvalidRequestError,
+    ServiceUnavailableError,
+    TandemError,
+)
+from tandem.model.types import (
+    ChatMessage,
+    Chunk,
+    FinishReason,
+    GenerationRequest,
+    Grammar,
+    RowKind,
+    SpeculationStats,
+    Summary,
+    TokenLogprobs,
+)
+from tandem.plural import plural
+from tandem.rpc.channels import Deadline, errors_of, open_channel
+from tandem.rpc.credentials import PLAIN, Credentials
+from tandem.v1 import generation_pb2
+from tandem.v1.generation_pb2_grpc import GenerationServiceStub
+from tandem.wire.generation import chat_prompt_from_proto, chat_to_proto, chunk_from_proto, request_to_proto
+
+
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """Number of retries of a request.
+
+    Only for errors that may pass: a coordinator that cannot be reached, or one that is full and says when to come back.
+    """
+
+    attempts: int = 4
+    """Maximum attempts, including the first."""
+    first_wait_seconds: float = 0.1
+    """Longest wait before the second try; it doubles with each."""
+    longest_wait_seconds: float = 5.0
+    """Longest wait before an attempt. A refusal that asks for a longer wait is raised instead."""
+    goes_on: bool = True
+    """When a stream breaks, go on after the tokens that it has delivered. Statistics in the summary are those of the
+    last stream. False: only a request that nothing was delivered of is tried again."""
+
+    def wait_seconds(self, error: TandemError, tried: int, uniform: float) -> float | None:
+        """Seconds to wait before the next attempt; None: do not retry. `uniform`, between 0 and 1, spreads the retries
+        of clients that failed at the same moment."""
+        if tried >= self.attempts:
+            return None
+        spread = self.first_wait_seconds * 2.0 ** (tried - 1)
+        if isinstance(error, ServiceUnavailableError):
+            # At least half of the wait remains.
+            return min(spread * (0.5 + 0.5 * uniform), self.longest_wait_seconds)
+        hint = error.retry_after_seconds if isinstance(error, CapacityError) else None
+        return hint + spread * uniform if hint is not None and hint <= self.longest_wait_seconds else None
+
+
+NO_RETRIES = Retries(attempts=1)
+"""A single try."""
+
+
+class Tries:
+    """The tries of one request, within its time."""
+
+    def __init__(self, retries: Retries, timeout_seconds: float | None, service: str) -> None:
+        self.timeout_seconds = timeout_seconds
+        self.delivered: list[int] = []
+        """Tokens received so far."""
+        self.has_ended = False
+        """True once the summary has come: what breaks after it takes nothing away."""
+        self._retries = retries
+        self._service = service
+        self._is_echoed = False
+        self._tried = 0
+        self._deadline = Deadline(timeout_seconds)
+
+    @property
+    def remaining_seconds(self) -> float | None:
+        """Seconds that the next try may take; None for no limit."""
+        return self._deadline.remaining_seconds
+
+    def received(self, chunk: Chunk) -> None:
+        """Note a chunk. Tries are counted from the last one on."""
+        self.delivered += chunk.token_ids
+        self.has_ended = chunk.summary is not None
+        self._tried = 0
+
+    def message(self, request: GenerationRequest) -> generation_pb2.GenerateRequest:
+        """The next try's message."""
+        self._is_echoed = request.echo  # the prompt would be among the tokens
+        delivered = (*request.delivered_token_ids, *self.delivered)
+        return as_message(replace(request, delivered_token_ids=delivered))
+
+    def wait_seconds(self, error: TandemError) -> float:
+        """Seconds to wait before the next attempt. Raises the error itself if there is none: a retry would not help, or
+        the time is up."""
+        self._tried += 1
+        count = len(self.delivered)
+        if isinstance(error, DeadlineError) and self.timeout_seconds is not None:
+            # gRPC's own clock may strike before the coordinator has had its say.
+            raise DeadlineError(
+                f"{self._service}: the request took longer than the {self.timeout_seconds:g} s it was given; "
+                f"{plural(count, 'token')} {'was' if count == 1 else 'were'} delivered"
+            ) from None
+        goes_on = (self._retries.goes_on and not self._is_echoed) or not count
+        wait = self._retries.wait_seconds(error, self._tried, random.random()) if goes_on else None
+        remaining = self.remaining_seconds
+        if wait is None or (remaining is not None and wait >= remaining):
+            raise error
+        return wait
+
+
+_HTTP = "an HTTP server answers there, and this needs the coordinator's gRPC port (50051 unless set), not the page's"
+_ADVICE = {
+    # The first bytes of an HTTP/1 server are no frame of HTTP/2
+    "Expected SETTINGS frame as the first frame": _HTTP,
+    "connect an http1.x server": _HTTP,
+    "Connection refused": "connection refused; is `tandem up` running there? If it listens elsewhere, name its address",
+}
+"""The reason in plain words and what to do, by what gRPC's sentence has."""
+
+
+@contextmanager
+def coordinator_errors(address: str) -> Iterator[None]:
+    """Raise gRPC errors of the block as ours, naming the coordinator and the next step."""
+    try:
+        with errors_of(f"coordinator {address}"):
+            yield
+    except ServiceUnavailableError as error:
+        for mark, advice in _ADVICE.items():
+            if mark in str(error):
+                raise ServiceUnavailableError(f"coordinator {address}: {advice}") from error
+        raise
+
+
+Prompt = str | Sequence[int] | GenerationRequest
+"""Text, token ids of the target's vocabulary, or a request that says everything."""
+
+
+class Options(TypedDict, total=False):
+    """Fields of `GenerationRequest`, which documents them."""
+
+    max_tokens: int | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    seed: int | None
+    stop: str | Sequence[str]
+    num_speculative_tokens: int | None
+    rejection_sampling_strategy: str | None
+    speculation: bool
+    row_kind: RowKind | None
+    ignore_eos: bool
+    logprobs: int | None
+    logit_bias: Mapping[int, float]
+    min_tokens: int
+    stop_token_ids: Sequence[int]
+    include_stop_str_in_output: bool
+    max_tokens_must_fit: bool
+    grammar: Grammar | None
+    echo: bool
+    with_special_tokens: bool
+    probabilities: bool
+    cache_salt: str | None
+    delivered_token_ids: tuple[int, ...]
+
+
+_BITS = {"seed": 64, "max_tokens": 32, "top_k": 32, "num_speculative_tokens": 32, "logprobs": 32}
+"""Size of the signed integers that carry these fields."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """A whole completion."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    drafted: tuple[bool, ...]
+    """For each token, whether the draft proposed it and the target accepted it."""
+    summary: Summary
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """For each token, when the request asked for them."""
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.summary.finish_reason
+
+    @property
+    def speculation(self) -> SpeculationStats:
+        return self.summary.speculation
+
+
+def as_request(prompt: Prompt, options: Options) -> GenerationRequest:
+    """The request that a client's arguments mean."""
+    values: dict[str, Any] = dict(options)
+    if "stop" in values:
+        stop = values["stop"]
+        values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    if "stop_token_ids" in values:
+        values["stop_token_ids"] = tuple(values["stop_token_ids"])
+    if isinstance(prompt, GenerationRequest):
+        return replace(prompt, **values)
+    return GenerationRequest(prompt if isinstance(prompt, str) else tuple(prompt), **values)
+
+
+def as_message(request: GenerationRequest) -> generation_pb2.GenerateRequest:
+    """The request as a message."""
+    for name, bits in _BITS.items():
+        value, limit = getattr(request, name), 1 << (bits - 1)
+        if isinstance(value, int) and not -limit <= value < limit:
+            raise InvalidRequestError(f"{name} is {value}; it must be from {-limit} to {limit - 1}")
+    try:
+        return request_to_proto(request)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"the request cannot be sent: {error}") from None
+
+
+def joined(chunks: Sequence[Chunk]) -> Completed:
+    """All pieces of a completion as one."""
+    whole = Chunk.joined(chunks)
+    assert whole.summary is not None
+    return Completed(whole.text, whole.token_ids, whole.drafted, whole.summary, whole.logprobs)
+
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+POLL_SECONDS = 0.1
+"""Between two questions to a coordinator that is starting: people do not notice the delay."""
+
+
+class CoordinatorClient:
+    """A connection to a coordinator, made on first use and closed at the end of an `async with`."""
+
+    def __init__(self, address: str, credentials: Credentials) -> None:
+        self.address = address
+        self._channel = open_channel(address, credentials=credentials)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection; requests still running are cancelled."""
+        await self._channel.close()
+
+
+class Client(CoordinatorClient):
+    """Talks to a coordinator."""
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        credentials: Credentials = PLAIN,
+        *,
+        retries: Retries = Retries(),
+    ) -> None:
+        """Connect on first use.
+
+        Raises:
+            ConfigurationError: a file of the credentials cannot be read, or makes no sense.
+        """
+        super().__init__(address, credentials)
+        self._retries = retries
+        self._stub = GenerationServiceStub(self._channel)
+
+    async def generate(
+        self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[Options]
+    ) -> AsyncGenerator[Chunk]:
+        """Stream a completion. The last chunk carries the summary.
+
+        Args:
+            prompt: Text, token ids, or a complete `GenerationRequest`.
+            options: Fields of `GenerationRequest`.
+
+        Raises:
+            TandemError: the coordinator refused or failed; the error's class says which.
+        """
+        request = as_request(prompt, options)
+        tries = Tries(self._retries, timeout_seconds, f"coordinator {self.address}")
+        while True:
+            try:
+                async with aclosing(self._try(tries.message(request), tries)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+            except TandemError as error:
+                if tries.has_ended:
+                    return
+                wait_seconds = tries.wait_seconds(error)
+            else:
+                return
+            await asyncio.sleep(wait_seconds)
+
+    async def complete(
+        self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[Options]
+    ) -> Completed:
+        """A whole completion; arguments and errors are those of `generate`."""
+        return joined(
+            [chunk async for chunk in self.generate(prompt, timeout_seconds=timeout_seconds, **options)]
+        )
+
+    async def chat_prompt(
+        self, messages: Sequence[ChatMessage], *, timeout_seconds: float | None = None
+    ) -> tuple[int, ...]:
+        """The prompt that a chat makes by the model's chat template, as token ids for `generate`.
+
+        Raises:
+            InvalidRequestError: the model has no chat template, or it does not take these messages.
+            TandemError: the coordinator refused or failed; the error's class says which.
+        """
+        with coordinator_errors(self.address):
+            response = await self._stub.RenderChat(chat_to_proto(messages), timeout=timeout_seconds)
+        return chat_prompt_from_proto(response)
+
+    async def _try(self, message: generation_pb2.GenerateRequest, tries: Tries) -> AsyncGenerator[Chunk]:
+        call = self._stub.Generate(message, timeout=tries.remaining_seconds)
+        try:
+            with coordinator_errors(self.address):
+                async for response in call:
+                    chunk = chunk_from_proto(response)
+                    tries.received(chunk)
+                    yield chunk
+        finally:
+            call.cancel()
+
+    async def wait_until_ready(self, timeout_seconds: float) -> None:
+        """Return once the coordinator serves.
+
+        Raises:
+            ServiceUnavailableError: it does not within the time.
+        """
+        if not await serves(self._channel, timeout_seconds):
+            raise ServiceUnavailableError(
+                f"coordinator {self.address}: not ready within {timeout_seconds:g} s"
+            )
+
+
+async def serves(channel: grpc.aio.Channel, timeout_seconds: float) -> bool:
+    """True if the server behind a channel says within the time that it serves, by the standard health protocol."""
+    stub = health_pb2_grpc.HealthStub(channel)
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            while True:
+                try:
+                    answer = await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                        return True
+                except grpc.aio.AioRpcError:
+                    pass  # not reachable yet; the time limit decides
+                await asyncio.sleep(POLL_SECONDS)
+    except TimeoutError:
+        return False

@@ -1,0 +1,1 @@
+"""The nouns that coordinator and services share, and what is computed of them: sampling, vocabularies, grammars."""

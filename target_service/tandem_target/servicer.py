@@ -1,0 +1,111 @@
+"""TargetService: translates, nothing more."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeAlias
+
+from tandem.errors import TandemError
+from tandem.model.types import DenseRow, DraftedOutcomes, Pending, TargetOptions, Verification, VerifyStep
+from tandem.serving.interceptors import Context
+from tandem.serving.streams import Repetition, SequenceStreams, ServedSequence, Translation
+from tandem.telemetry.streams import NO_SERVICE_OBSERVER, ServiceObserver
+from tandem.v1 import target_pb2
+from tandem.v1.target_pb2_grpc import TargetServiceServicer
+from tandem.wire import target as wire
+from tandem.wire.columns import parts_of
+from tandem.wire.common import model_info_to_proto
+
+if TYPE_CHECKING:
+    from tandem_target.verifier import Verifier
+
+Said: TypeAlias = Verification | Pending
+
+VerifiedFor: TypeAlias = ServedSequence[TargetOptions, VerifyStep, Said]
+
+
+def _label(said: Said, serial: int, led: int) -> Said:
+    if isinstance(said, Pending):
+        return said
+    # For each answer: `replace` takes three times as long.
+    return Verification(
+        said.base_length, said.rows, said.cost, said.led_token_id, said.next_proposed, serial, led
+    )
+
+
+def _is_kept(said: Said) -> bool:
+    """Dense rows take megabytes, so they are computed again."""
+    return not (isinstance(said, Verification) and said.rows and isinstance(said.rows[0], DenseRow))
+
+
+_TRANSLATION: Translation[TargetOptions, VerifyStep, Said] = Translation(
+    TargetOptions,
+    wire.requests_from_proto,
+    wire.answers_to_proto,
+    DraftedOutcomes,
+    Repetition(
+        serial=lambda request: request.serial if isinstance(request, VerifyStep) else 0,
+        label=_label,
+        is_kept=_is_kept,
+        pending=Pending,
+    ),
+)
+
+
+class TargetServicer(TargetServiceServicer):
+    """Lets coordinators verify proposals."""
+
+    verifier: Verifier
+    """Set before the server lets calls through."""
+
+    def __init__(self, observer: ServiceObserver = NO_SERVICE_OBSERVER) -> None:
+        self._observer = observer
+        self.streams = SequenceStreams()
+
+    def Verify(
+        self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: Context
+    ) -> AsyncIterator[target_pb2.VerifyResponse]:
+        return self.streams.serve(request_iterator, self.serve_sequence, _TRANSLATION)
+
+    async def serve_sequence(self, sequence: VerifiedFor) -> None:
+        options = sequence.options
+        with self._observer.stream(options.request_id, options.traceparent) as stream:
+
+            def on_led(answer: Verification | TandemError) -> None:
+                if isinstance(answer, TandemError):
+                    sequence.tell(answer)
+                else:
+                    stream.led(len(answer.rows))
+                    sequence.say(answer)
+
+            sequence.is_waiting = lambda: True  # for a place
+            async with self.verifier.sequence(options, on_led) as verified:
+                stream.opened()
+                sequence.is_waiting = verified.waits_for_pages
+                sequence.on_note = verified.expect
+                async for step in sequence.steps():
+                    if verified.confirms(step):
+                        sequence.confirm()
+                        continue
+                    stream.step_arrived()
+                    verification = await verified.verify(step)
+                    stream.answered(len(verification.rows))
+                    await sequence.answer(verification)
+                verified.kept_length = sequence.kept_tokens
+
+    async def GetModelInfo(
+        self, request: target_pb2.TargetServiceGetModelInfoRequest, context: Context
+    ) -> target_pb2.TargetServiceGetModelInfoResponse:
+        return target_pb2.TargetServiceGetModelInfoResponse(
+            model_info=model_info_to_proto(
+                replace(self.verifier.model_info, instance_id=self.streams.instance_id)
+            )
+        )
+
+    async def GetTokenizer(
+        self, request: target_pb2.GetTokenizerRequest, context: Context
+    ) -> AsyncIterator[target_pb2.GetTokenizerResponse]:
+        for path in self.verifier.tokenizer_files:
+            for part in parts_of(path.read_bytes()):
+                yield target_pb2.GetTokenizerResponse(file_name=path.name, content=part)

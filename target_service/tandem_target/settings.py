@@ -1,0 +1,82 @@
+"""The target service's settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import Field
+
+from tandem.config.layers import Origin
+from tandem.config.names import BOUND_METHODS, OWN_METHODS, canonical_method
+from tandem.config.settings import ModelServerSettings
+from tandem.config.speculative import MAX_CONFIGURED_TOKENS, Integers
+from tandem.errors import ConfigurationError
+
+EXTRACT_HIDDEN_STATES = "extract_hidden_states"
+"""vLLM's name of the method that writes hidden states and proposes nothing."""
+
+
+class TargetSettings(ModelServerSettings):
+    """Serve a target model."""
+
+    env_prefix: ClassVar = "TANDEM_TARGET_"
+
+    port: int = Field(default=50052, ge=0, le=65535)
+    """Port to listen on; 0 takes any free one."""
+    draft_model: Path | None = None
+    """Folder of a drafting head for this model, which then proposes in this process, on the same port. By default none.
+    vLLM's name for it: model of --speculative-config."""
+    speculative_method: str | None = None
+    """Method of draft_model: eagle, eagle3, medusa or dflash. By default what its config.json says. mtp drafts with the
+    model's own layers for multi-token prediction, and needs no draft_model. extract_hidden_states, which needs no
+    draft, is implied by shared_storage_path. vLLM's name: method."""
+    draft_repeats: bool = True
+    """Where the text repeats itself, propose what followed before in place of a head's own tokens, as long as no less
+    of it is accepted. At temperature 0 and under the rule strict."""
+    shared_storage_path: Path | None = None
+    """Folder to which the hidden states of each finished request are written, in a safetensors file, to train drafting
+    heads from. By default none. vLLM's name, in kv_connector_extra_config."""
+    eagle_aux_hidden_state_layer_ids: Integers | None = None
+    """Layers whose hidden states are written, each by the number of layers before the state: 0 is the embedding. By
+    default EAGLE-3's three. vLLM's name, in the draft's hf_config."""
+    num_speculative_tokens: int = Field(default=4, ge=1, le=MAX_CONFIGURED_TOKENS)
+    """Tokens of the proposals for which the engine vllm captures whole CUDA graphs; others run as well. vLLM's
+    name."""
+
+    @property
+    def needs_hidden_states(self) -> str:
+        options = ("draft_model", "speculative_method", "shared_storage_path")
+        return next((name for name in options if getattr(self, name) is not None), "")
+
+
+def check_extraction(settings: TargetSettings) -> None:
+    """Refuse a method that a target has no use for, and options of `extract_hidden_states` that do not go together."""
+    method, folder = settings.speculative_method, settings.shared_storage_path
+    if folder is None and method == EXTRACT_HIDDEN_STATES:
+        raise ConfigurationError(
+            f"--method is {method} and --shared-storage-path is missing; name the folder for the files"
+        )
+    if folder is None and settings.eagle_aux_hidden_state_layer_ids is not None:
+        raise ConfigurationError(
+            f"--eagle-aux-hidden-state-layer-ids is {list(settings.eagle_aux_hidden_state_layer_ids)} and "
+            "--shared-storage-path is missing; name the folder for the files, or leave out the layers"
+        )
+    if folder is not None and (
+        settings.draft_model is not None or method not in (None, EXTRACT_HIDDEN_STATES)
+    ):
+        draft = settings.draft_model or f"--method {method}"
+        raise ConfigurationError(
+            f"--shared-storage-path is {folder} beside the draft {draft}; a target writes hidden states or hosts a "
+            "draft, so leave out one of them"
+        )
+    # Of the environment and files, which all processes share, a method concerns the draft.
+    is_own = settings.origins.get("speculative_method", Origin.COMMAND_LINE) is Origin.COMMAND_LINE
+    hosted = ("", EXTRACT_HIDDEN_STATES, *OWN_METHODS)
+    if is_own and settings.draft_model is None and canonical_method(method or "") not in hosted:
+        raise ConfigurationError(
+            f"--method is {method}, and the target has no --draft-model; a target hosts only heads: start the draft as "
+            f"a service of its own, with tandem serve draft --method {method}"
+            if canonical_method(str(method)) not in BOUND_METHODS
+            else f"--method is {method} and --draft-model is missing; name the folder of the head"
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +80,58 @@ def test_prometheus_takes_its_configuration() -> None:
 
 @needs_promtool
 def test_alerts_fire_when_something_hurts_and_only_then(tmp_path: Path) -> None:
+    """Cases written by hand; the next test has recordings of real clusters."""
     series = (ROOT / "tests" / "deploy" / "alerts.yml").read_text(encoding="utf-8")
-    assert all(f"alertname: {name}" in series for name in alerts())
     path = tmp_path / "alerts.yml"
     path.write_text(series.replace("[RULES]", f"[{ALERTS}]"), encoding="utf-8")
     done = run("promtool", "test", "rules", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+FIRING: dict[str, dict[str, tuple[int, int]]] = {
+    "pays": {},
+    "killed": {"TandemNoDraft": (4, 6), "TandemNoTarget": (8, 9)},
+    "crowded": {"TandemQueueing": (4, 6)},
+}
+"""By scenario, the minute until which an alert is silent and the one by which it fires; others never do."""
+
+
+@needs_promtool
+def test_alerts_fire_on_recordings_of_what_hurts_and_only_then(tmp_path: Path) -> None:
+    recorded = yaml.safe_load((ROOT / "tests" / "deploy" / "recorded_series.yml").read_text(encoding="utf-8"))
+    assert recorded.keys() == FIRING.keys()
+    rules = {rule["alert"]: rule for rule in alert_rules()}
+    tests = [
+        {
+            "name": name,
+            "interval": "15s",
+            "input_series": [
+                {"series": series, "values": values} for series, values in recorded[name].items()
+            ],
+            "alert_rule_test": [
+                each for rule in rules.values() for each in expected(rule, FIRING[name].get(rule["alert"]))
+            ],
+        }
+        for name in FIRING
+    ]
+    path = tmp_path / "recorded.yml"
+    document = {"rule_files": [str(ALERTS)], "evaluation_interval": "15s", "tests": tests}
+    path.write_text(yaml.safe_dump(document), encoding="utf-8")
+    done = run("promtool", "test", "rules", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def expected(rule: dict[str, Any], firing: tuple[int, int] | None) -> Iterator[dict[str, Any]]:
+    """The state of an alert at each minute of a recording, but for those in which it may begin to fire."""
+    silent_until, fires_by = firing or (RECORDED_MINUTES, RECORDED_MINUTES + 1)
+    for minute in range(1, RECORDED_MINUTES + 1):
+        asked = {"eval_time": f"{minute}m", "alertname": rule["alert"]}
+        if minute <= silent_until:
+            yield {**asked, "exp_alerts": []}
+        elif minute >= fires_by:
+            job = {"job": "coordinator"} if "by (job)" in rule["expr"] else {}
+            alert = {"exp_labels": {**rule["labels"], **job}, "exp_annotations": rule["annotations"]}
+            yield {**asked, "exp_alerts": [alert]}
 
 
 def test_grafana_finds_what_the_dashboard_names() -> None:
@@ -111,10 +158,19 @@ VLLM_DASHBOARD = DASHBOARD.with_name("vllm.json")
 ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yml"
 
 
+RECORDED_MINUTES = 18
+"""Of tests/deploy/recorded_series.yml, all of which are looked at."""
+
+
+def alert_rules() -> list[dict[str, Any]]:
+    (group,) = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]
+    rules: list[dict[str, Any]] = group["rules"]
+    return rules
+
+
 def alerts() -> dict[str, str]:
     """The expression of each alert."""
-    (group,) = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]
-    return {rule["alert"]: rule["expr"] for rule in group["rules"]}
+    return {rule["alert"]: rule["expr"] for rule in alert_rules()}
 
 
 def panels(dashboard: Path = DASHBOARD) -> list[dict[str, Any]]:

@@ -527,7 +527,11 @@ def _flag(name: str) -> str:
 
 
 _PHASES = ("loading", "warming up", "ready")
-"""Words that begin the phases of a model's service, in order."""
+"""Words that begin the phases of a model's service, in order.
+
+The bar counts phases and no bytes, which would mislead: of SmolLM2's start on a CPU, importing torch takes 8.1
+processor seconds, packing and trying the kernels 2.2, and reading the weights 0.8.
+"""
 
 
 def _phase_number(phase: str) -> int:

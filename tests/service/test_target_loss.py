@@ -22,7 +22,7 @@ from tandem.errors import (
 from tandem.model.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.model.types import GenerationRequest, Verification, VerifyStep
 from tandem.serving.streams import SequenceStreams
-from tandem_coordinator.failover.verifier import MAX_LOSSES
+from tandem_coordinator.failover.verifier import MAX_LOSSES, SUSPICIOUS_DEATHS
 from tests.service.clients import complete, until
 from tests.service.engines import Faults, MakePair, target
 from tests.service.fakes import NOT_SERVING, FakeTarget, Fleet, Served, coordinated, fleet, refusal, served
@@ -201,11 +201,11 @@ class Dying(FakeTarget):
     async def verified(self, tokens: Sequence[int], step: VerifyStep) -> Verification:
         if step.delta.base_length == 0 and tokens[0] == BREAKING:
             self.deaths += 1
-            dying = asyncio.create_task(self._die())
+            dying = asyncio.create_task(self.die())
             await asyncio.shield(dying)
         return await super().verified(tokens, step)
 
-    async def _die(self) -> None:
+    async def die(self) -> None:
         assert self.service is not None
         await self.service.stop()
         if self.is_restarted:
@@ -213,21 +213,63 @@ class Dying(FakeTarget):
             await self.service.start()
 
 
-@pytest.mark.parametrize("is_restarted", [False, True])
-async def test_a_request_that_kills_targets_ends_before_the_next(
-    is_restarted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However many there are, or however quickly they are there again: as other processes."""
-    monkeypatch.setattr("tandem_coordinator.failover.verifier.UNANSWERED_SECONDS", 1.0)
-    targets = [Dying() for _ in range(1 if is_restarted else MAX_LOSSES + 1)]
-    async with fleet(*targets) as (client, services, _):
+@asynccontextmanager
+async def mortal(
+    count: int, *, is_restarted: bool, **options: float
+) -> AsyncIterator[tuple[Client, list[Dying]]]:
+    targets = [Dying() for _ in range(count)]
+    async with fleet(*targets, **options) as (client, services, _):
         for each, service in zip(targets, services, strict=True):
             each.service, each.is_restarted = service, is_restarted
-        with pytest.raises(TandemError, match=f"{MAX_LOSSES} targets were lost") as raised:
-            await complete(client, request(BREAKING))
-        assert status_code(raised.value) is grpc.StatusCode.INTERNAL, "clients do not try it again"
-        assert sum(each.deaths for each in targets) == MAX_LOSSES
+        yield client, targets
+
+
+async def assert_ends(client: Client, deaths: int) -> None:
+    with pytest.raises(TandemError, match=f"{deaths} targets were lost over the same tokens") as raised:
+        await complete(client, request(BREAKING))
+    assert status_code(raised.value) is grpc.StatusCode.INTERNAL, "clients do not try it again"
+
+
+@pytest.mark.parametrize("count", [3, 4])
+async def test_a_request_that_kills_targets_leaves_the_third_alive(count: int) -> None:
+    async with mortal(count, is_restarted=False, target_wait_seconds=1.0) as (client, targets):
+        await assert_ends(client, SUSPICIOUS_DEATHS)
+        assert sum(each.deaths for each in targets) == SUSPICIOUS_DEATHS
         assert (await complete(client, request(10))).token_ids == EXPECTED
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+async def test_a_request_that_kills_targets_is_tried_once_more_where_one_was_started_again(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However quickly they are there again: as other processes. The others live."""
+    monkeypatch.setattr("tandem_coordinator.failover.verifier.UNANSWERED_SECONDS", 1.0)
+    async with mortal(count, is_restarted=True) as (client, targets):
+        await assert_ends(client, MAX_LOSSES)
+        assert sum(each.deaths for each in targets) == MAX_LOSSES
+        assert sum(each.deaths > 0 for each in targets) <= SUSPICIOUS_DEATHS
+        assert (await complete(client, request(10))).token_ids == EXPECTED
+
+
+async def test_requests_beside_one_that_kills_targets_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They die with it twice over the same tokens, and are suspects too: the cause is lost alone."""
+    monkeypatch.setattr("tandem_coordinator.failover.verifier.UNANSWERED_SECONDS", 1.0)
+    async with mortal(2, is_restarted=True) as (client, targets):
+        tasks = [asyncio.create_task(complete(client, request(10))) for _ in range(16)]
+        await until(lambda: all(each.running for each in targets))
+        await assert_ends(client, MAX_LOSSES)
+        assert {each.token_ids for each in await asyncio.gather(*tasks)} == {EXPECTED}
+
+
+async def test_streams_whose_two_targets_die_together_go_on_with_the_third() -> None:
+    """Nobody starts the two again, and nobody takes the streams for the cause."""
+    async with mortal(3, is_restarted=False, target_wait_seconds=1.0) as (client, targets):
+        for each in targets:
+            each.step_seconds = STEP_SECONDS
+        tasks = [asyncio.create_task(complete(client, request(10))) for _ in range(24)]
+        await until(lambda: all(each.running for each in targets))
+        await asyncio.gather(*(each.die() for each in targets[:2]))
+        assert {each.token_ids for each in await asyncio.gather(*tasks)} == {EXPECTED}
 
 
 async def test_a_link_that_breaks_again_and_again_ends_no_stream() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from tandem.errors import (
@@ -31,8 +32,13 @@ logger = logging.getLogger(__name__)
 
 _REFUSAL_CHARACTERS = 200
 """Length at which a service's reason for refusing a request is cut."""
+SUSPICIOUS_DEATHS = 2
+"""A request that so many targets die of in one round may be the cause. It meets no other target that was there when the
+first of them died: only one that was started since, as a supervisor starts what has died."""
 MAX_LOSSES = 3
-"""A request that so many targets die of in one round may be the cause, and ends before it takes down the next."""
+"""A request that so many targets die of in one round ends."""
+_SUSPECT_POLL_SECONDS = 0.05
+"""Interval at which a suspect looks for a target, and whether those that it lost live."""
 _MAX_RETRY_SECONDS = 1.0
 """Longest wait before a round is tried again that has lost `MAX_LOSSES` targets, which live."""
 _MOVE_SECONDS = 5.0
@@ -80,8 +86,27 @@ class _Trouble:
         return time.monotonic() - self.began if self.began else 0.0
 
     @property
-    def deaths(self) -> int:
-        return sum(loss.is_death for loss in self.losses)
+    def deaths(self) -> list[_Loss]:
+        return [loss for loss in self.losses if loss.is_death]
+
+    def end(self) -> TandemError:
+        """The error that ends the request. Not UNAVAILABLE: clients would try again and lose the next targets."""
+        return TandemError(
+            f"{len(self.deaths)} targets were lost over the same tokens of this request, so it is not tried on "
+            f"another; {self.sentence}"
+        )
+
+    @property
+    def is_suspect(self) -> bool:
+        """True if the request may be what kills targets."""
+        return len(self.deaths) >= SUSPICIOUS_DEATHS
+
+    def shuns(self, member: Member[TargetClient]) -> bool:
+        """True for a target that the request must not reach: an avoided one, and for a suspect each that was there when
+        it lost the first."""
+        deaths = self.deaths
+        is_spared = len(deaths) >= SUSPICIOUS_DEATHS and not member.is_newer_than(deaths[0].at)
+        return is_spared or member in self.avoided
 
     @property
     def sentence(self) -> str:
@@ -113,25 +138,34 @@ class FailoverVerifier:
         while True:
             try:
                 place = self._place = self._place or self._enter(await self._member(trouble))
-                is_first, asked_at = place.sequence.is_new, time.monotonic()
-                verification = await place.member.unanswered.wait(
-                    place.sequence.verify(completion.token_ids, proposal, completion.tally.lead),
-                    place.sequence,
-                    (completion.length if is_first else 1) + len(proposal),
-                    is_first=is_first,
-                    until=None if self._left is None else time.monotonic() + _MOVE_SECONDS,
-                )
+                # Suspects one after the other: the cause would take the innocent with it once more.
+                async with self._pool.trial if trouble.is_suspect else nullcontext():
+                    if trouble.losses:
+                        # One that died together with the last is no second death.
+                        await place.member.check()
+                    return await self._ask(place, completion, proposal, trouble)
             except TandemError as error:
                 if isinstance(error, InvalidRequestError):
                     completion.check_grammar(proposal.token_ids)
                 await self._go_elsewhere(error, trouble)
-            else:
-                seconds = time.monotonic() - asked_at
-                self._rounds.verified(seconds, len(proposal), verification, is_first=is_first)
-                if not is_first:
-                    place.member.step.add(seconds)
-                self._has_moved(trouble)
-                return verification
+
+    async def _ask(
+        self, place: _Place, completion: Completion, proposal: Proposal, trouble: _Trouble
+    ) -> Verification:
+        is_first, asked_at = place.sequence.is_new, time.monotonic()
+        verification = await place.member.unanswered.wait(
+            place.sequence.verify(completion.token_ids, proposal, completion.tally.lead),
+            place.sequence,
+            (completion.length if is_first else 1) + len(proposal),
+            is_first=is_first,
+            until=None if self._left is None else time.monotonic() + _MOVE_SECONDS,
+        )
+        seconds = time.monotonic() - asked_at
+        self._rounds.verified(seconds, len(proposal), verification, is_first=is_first)
+        if not is_first:
+            place.member.step.add(seconds)
+        self._has_moved(trouble)
+        return verification
 
     @property
     def begun_proposed(self) -> int | None:
@@ -157,16 +191,33 @@ class FailoverVerifier:
         self._place = self._left = None
 
     async def _member(self, trouble: _Trouble) -> Member[TargetClient]:
-        """The least busy target; waits for one if none is ready."""
+        """The least busy target that may be asked; waits for one if there is none."""
         seconds = self._deadline.at_most(self._wait_seconds)
-        member = await self._pool.chosen(seconds, trouble.avoided)
-        if member is None:
-            fields = {"request_id": self._options.request_id, "replicas": self._pool.reasons()}
-            logger.warning("no target is ready", extra=fields)
-            raise ServiceUnavailableError(
-                f"no target service was ready within {seconds:.3g} s; {trouble.sentence}"
-            )
-        return member
+        if trouble.is_suspect:
+            member = await self._member_for_suspect(trouble, seconds)
+        else:
+            member = await self._pool.chosen(seconds, trouble.avoided)
+        if member is not None:
+            return member
+        fields = {"request_id": self._options.request_id, "replicas": self._pool.reasons()}
+        logger.warning("no target is ready", extra=fields)
+        if trouble.is_suspect:
+            raise trouble.end()
+        raise ServiceUnavailableError(
+            f"no target service was ready within {seconds:.3g} s; {trouble.sentence}"
+        )
+
+    async def _member_for_suspect(self, trouble: _Trouble, seconds: float) -> Member[TargetClient] | None:
+        """The least busy target that a suspect may reach, or any once those that it lost live; None if there is none in
+        time."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            shunned = [member for member in self._pool.members.values() if trouble.shuns(member)]
+            if (member := self._pool.choose(shunned)) is not None:
+                return member
+            # Nobody is told that a process which was taken for dead answers
+            await asyncio.sleep(_SUSPECT_POLL_SECONDS)
+        return None
 
     def _enter(self, member: Member[TargetClient]) -> _Place:
         observer = self._observer.stream("target", member.address)
@@ -255,14 +306,10 @@ class FailoverVerifier:
         """Handle a request in one round of which many targets were lost: it ends if they have died, and waits a little
         if they live, behind a link that breaks again and again."""
         last = time.monotonic() + self._deadline.at_most(UNANSWERED_SECONDS)
-        while trouble.deaths >= MAX_LOSSES:
+        while len(trouble.deaths) >= MAX_LOSSES:
             if time.monotonic() >= last:
-                # Not UNAVAILABLE: clients would try again and lose the next targets.
-                raise TandemError(
-                    f"{trouble.deaths} targets were lost over the same tokens of this request, so it is not tried on "
-                    f"another; {trouble.sentence}"
-                )
-            await asyncio.sleep(0.05)
+                raise trouble.end()
+            await asyncio.sleep(_SUSPECT_POLL_SECONDS)
         seconds = min(0.125 * 2 ** (len(trouble.losses) - MAX_LOSSES), _MAX_RETRY_SECONDS)
         await asyncio.sleep(self._deadline.at_most(seconds))
 

@@ -87,6 +87,8 @@ class Member(Generic[ClientT]):
         """The words of the last error in following it that nobody has foreseen."""
         self._alive_at = -math.inf
         """When the process that `model` describes last answered for itself."""
+        self._met_at = -math.inf
+        """When it first did."""
         self._channel: grpc.aio.Channel | None = None
         self._opened_with: object = None
         """Message limit and credentials of the channel."""
@@ -156,6 +158,19 @@ class Member(Generic[ClientT]):
         """True if this process has answered for itself since a moment of the monotonic clock: it has not died."""
         is_same = self.model is not None and self.model.instance_id == instance_id != ""
         return is_same and self._alive_at > since
+
+    def is_newer_than(self, moment: float) -> bool:
+        """True if its process was not known yet at a moment of the monotonic clock."""
+        return self._met_at > moment
+
+    async def check(self) -> None:
+        """Ask for its health. Raises ServiceUnavailableError if it does not serve."""
+        try:
+            is_serving = await self._serves(_PING_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            raise ServiceUnavailableError(_words(error)) from error
+        if not is_serving:
+            raise ServiceUnavailableError("it does not serve")
 
     def suspect(self, reason: str) -> None:
         """A stream broke: send nothing new there until it has answered for itself."""
@@ -229,7 +244,10 @@ class Member(Generic[ClientT]):
     async def _meet(self) -> bool:
         """Ask for its model. True if the model fits."""
         async with asyncio.timeout(UNANSWERED_SECONDS):
-            self.model = await self.client.model_info()
+            model = await self.client.model_info()
+        if self.model is None or not model.instance_id or model.instance_id != self.model.instance_id:
+            self._met_at = time.monotonic()
+        self.model = model
         if not (reason := self._pool.judge(self.model)):
             await self._connect()
             try:
@@ -244,13 +262,14 @@ class Member(Generic[ClientT]):
             return False
         if self._must_answer_probe and isinstance(self.client, TargetClient):
             await self.client.probe()
-        self._must_answer_probe = False
         # The first check of a connection takes several times as long as later ones, and costs are predicted
         # by their median
         for _ in range(5):
             await self._serves(_PING_SECONDS)
         self._suspected.clear()
         self._alive_at = time.monotonic()
+        # Not before: to a request that lost the others, one that is neither ready nor doubted is no hope.
+        self._must_answer_probe = False
         self._become(ReplicaState.READY, "")
         return True
 
@@ -366,6 +385,8 @@ class Pool(Generic[ClientT]):
         self.drained: set[str] = set()
         """Addresses that operators drained. A drain lasts until somebody resumes it, even while its name omits it."""
         self.prefixes = Prefixes()
+        self.trial = asyncio.Lock()
+        """Held by a request that may have killed replicas, while it is tried on another."""
         self._changed = asyncio.Event()
         self._refreshing: asyncio.Task[None] | None = None
 

@@ -73,8 +73,8 @@ def test_telemetry_is_off_without_an_export(monkeypatch: pytest.MonkeyPatch) -> 
 def test_without_telemetry_its_libraries_are_not_even_imported() -> None:
     code = (
         "import sys, tandem_coordinator.__main__, tandem_draft.__main__, tandem_target.__main__\n"
-        "from coordinator.service import CoordinatorService\n"
-        "from coordinator.settings.coordinator import CoordinatorSettings\n"
+        "from tandem_coordinator.service import CoordinatorService\n"
+        "from tandem_coordinator.settings.coordinator import CoordinatorSettings\n"
         "from tandem_draft.settings import DraftSettings\n"
         "from tandem_draft.service import DraftService\n"
         "CoordinatorService(CoordinatorSettings(target_address='127.0.0.1:1'))\n"

@@ -186,7 +186,7 @@ async def models(setup: Setup, *, prefix_caching: bool = False) -> AsyncIterator
             folder, pace = setup.pair.target if role == "target" else setup.pair.draft, setup.settings.pace
             steps = ("--steps", str(setup.logs / f"{role}.steps"))
             package = (
-                ("benchmarks.pace", "--role", role, "--pace", pace, *steps) if pace else (f"{role}_service",)
+                ("benchmarks.pace", "--role", role, "--pace", pace, *steps) if pace else (f"tandem_{role}",)
             )
             words = ("--model", str(folder), *_model_options(setup, role, prefix_caching))
             return await _running(setup, stack, service(*package, *words))

@@ -91,7 +91,7 @@ async def cluster(options: argparse.Namespace, kills: Counter[str]) -> AsyncIter
         async def started(role: str, port: int) -> tuple[AsyncExitStack, int]:
             """Start a replica, and wait until it is ready; what ends it, and its process id."""
             bounds = ("--max-length", "1024", "--max-sequences", str(AT_ONCE))
-            running = process(f"{role}_service", *PAIRS[options.pair][role], *bounds, port=port)
+            running = process(f"tandem_{role}", *PAIRS[options.pair][role], *bounds, port=port)
             own = await stack.enter_async_context(AsyncExitStack())
             return own, (await own.enter_async_context(running))[1]
 

@@ -1,7 +1,8 @@
 """Records the series that the alerts read from real clusters, for `promtool test rules`.
 
-    python -m tests.deploy.record_series [--minutes 18]      writes tests/deploy/recorded_series.yml
+    python -m tests.deploy.record_series [--minutes 18] [SCENARIO ...]      writes tests/deploy/recorded_series.yml
 
+Scenarios that are not named keep what was recorded of them before.
 Each scenario is a cluster of its own: the bundled pair as processes, a coordinator, and clients that ask it all the
 time. All run side by side. Their steps last as long as those of larger models, so that it does not depend on the load
 of this machine which draft pays. The recording takes as long as it says: no time is compressed.
@@ -13,14 +14,18 @@ import argparse
 import asyncio
 import json
 import re
+import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import cycle, groupby
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import yaml
+from safetensors.torch import load_file, save_file
 
 from tandem.clients.client import Client
 from tandem.errors import TandemError
@@ -40,6 +45,8 @@ _SAMPLE = re.compile(r"^(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)$", r
 
 PACE = "--pace", "40,1"
 """Milliseconds of a verification and of a draft's step."""
+SLOW_PACE = "--pace", "40,60"
+"""Of a cluster whose draft costs more than it saves."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,8 @@ class Scenario:
     """A cluster and what happens to it."""
 
     about: str
+    has_useless_draft: bool = False
+    """True for a draft that is slow and always wrong."""
     options: tuple[str, ...] = ()
     """Of the coordinator."""
     clients: int = 1
@@ -58,6 +67,12 @@ SCENARIOS = {
     "pays": Scenario("A draft that pays."),
     "killed": Scenario(
         "The draft is killed after 4 minutes, the target after 8.", losses={"draft": 4.0, "target": 8.0}
+    ),
+    "unused": Scenario("A draft that never pays, which the coordinator leaves out.", has_useless_draft=True),
+    "slower": Scenario(
+        "The same draft, which the coordinator is told to use.",
+        has_useless_draft=True,
+        options=("--speculation-policy", "fixed"),
     ),
     "crowded": Scenario(
         "Six clients where one request may run.", options=("--max-concurrent-requests", "1"), clients=6
@@ -127,7 +142,7 @@ async def asking(address: str, clients: int) -> AsyncIterator[None]:
 
 async def record(name: str, scenario: Scenario, services: Mapping[str, Service], minutes: float) -> Recording:
     recording = Recording(name)
-    options = ("--prometheus-port", "0", "--speculation-policy", "adaptive", *scenario.options)
+    options = ("--prometheus-port", "0", *scenario.options)
     async with AsyncExitStack() as stack:
         addresses = services["target"].address, services["draft"].address
         process = stack.enter_context(coordinator(*addresses, *options))
@@ -146,33 +161,50 @@ async def record(name: str, scenario: Scenario, services: Mapping[str, Service],
     return recording
 
 
-async def record_all(minutes: float) -> str:
-    """The recording as the text of its file."""
-    models = {"target": DEMO_TARGET, "draft": DEMO_DRAFT}
-    clusters = {
-        name: {
-            role: Service("benchmarks.pace", *of_model(model), "--role", role, *PACE, "--compile", "off")
-            for role, model in models.items()
-        }
-        for name in SCENARIOS
-    }
-    try:
-        await asyncio.to_thread(ready, [each for cluster in clusters.values() for each in cluster.values()])
-        recordings = await asyncio.gather(
-            *(record(name, SCENARIOS[name], cluster, minutes) for name, cluster in clusters.items())
-        )
-    finally:
-        for cluster in clusters.values():
-            for service in cluster.values():
+async def record_all(names: Sequence[str], minutes: float) -> dict[str, dict[str, str]]:
+    """The series of each scenario, by name."""
+    with TemporaryDirectory(prefix="tandem-recording-") as folder:
+        useless = write_wrong_draft(Path(folder) / "draft")
+        clusters = {name: services_of(SCENARIOS[name], useless) for name in names}
+        services = [each for cluster in clusters.values() for each in cluster.values()]
+        try:
+            await asyncio.to_thread(ready, services)
+            recordings = await asyncio.gather(
+                *(record(name, SCENARIOS[name], cluster, minutes) for name, cluster in clusters.items())
+            )
+        finally:
+            for service in services:
                 service.kill()
+    return {name: recording.series() for name, recording in zip(names, recordings, strict=True)}
+
+
+def services_of(scenario: Scenario, useless: Path) -> dict[str, Service]:
+    pace = SLOW_PACE if scenario.has_useless_draft else PACE
+    models = {"target": DEMO_TARGET, "draft": useless if scenario.has_useless_draft else DEMO_DRAFT}
+    return {
+        role: Service("benchmarks.pace", *of_model(model), "--role", role, *pace, "--compile", "off")
+        for role, model in models.items()
+    }
+
+
+def write_wrong_draft(folder: Path) -> Path:
+    """The bundled draft with the opposite opinion: the original finds least probable what it finds most probable."""
+    shutil.copytree(DEMO_DRAFT, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] = -weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def write(recorded: Mapping[str, Any], minutes: float) -> None:
     parts = [
         f"# Written by tests/deploy/record_series.py: {minutes:g} minutes of real clusters, a sample every\n"
         f"# {INTERVAL_SECONDS} s of real time. `1x3` is 1 four times; `_` is a sample that is missing.\n"
     ]
-    for (name, scenario), recording in zip(SCENARIOS.items(), recordings, strict=True):
-        text = yaml.safe_dump({name: recording.series()}, width=10_000, sort_keys=False)
+    for name, scenario in SCENARIOS.items():
+        text = yaml.safe_dump({name: recorded[name]}, width=10_000, sort_keys=False)
         parts.append(f"\n# {scenario.about}\n{text}")
-    return "".join(parts)
+    RECORDED.write_text("".join(parts), encoding="utf-8")
 
 
 def main() -> None:
@@ -180,8 +212,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=18.0)
-    minutes = parser.parse_args().minutes
-    RECORDED.write_text(asyncio.run(record_all(minutes)), encoding="utf-8")
+    parser.add_argument("scenarios", nargs="*", metavar="SCENARIO", choices=[*SCENARIOS])
+    asked = parser.parse_args()
+    before = yaml.safe_load(RECORDED.read_text(encoding="utf-8")) if asked.scenarios else {}
+    recorded = asyncio.run(record_all(asked.scenarios or [*SCENARIOS], asked.minutes))
+    write({**before, **recorded}, asked.minutes)
 
 
 if __name__ == "__main__":
